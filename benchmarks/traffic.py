@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Pending, Processes, Traffic
-from pullback.grams.kronecker.packed import map_memory, sum_sides
+from pullback.grams.kronecker.packed import launch_sides, map_memory
 from pullback.optim.kfac.replicas import Replicas
-from pullback.optim.kfac.statistics.reduction import shared_sides
+from pullback.optim.kfac.statistics.sums import shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .timing import environment
@@ -80,9 +80,9 @@ def held_on_a_gpu(name: str, t: Tensor, *, moments: bool) -> Tensor:
 def count(
     model: nn.Module, options: dict[str, Any], size: int, workers: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
-    """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
+    """Return bytes per step by purpose, calls, and bytes of sums in single steps.
 
-    Intervals are those of the rule. Passes are those with statistics, and with inversions beside.
+    Intervals are those of the rule. Steps are those with statistics, and with inversions beside.
     """
     opt = pb.KFAC(model, **options)
     state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None
@@ -101,7 +101,7 @@ def count(
     kinds = {"statistics": (often, opt.statistics_every), "inversion": (rare, opt.invert_every)}
     for kind, (sides, every) in kinds.items():
         sums = Paper(size)
-        sum_sides(sides, sums)
+        launch_sides(sides, sums).wait()
         sent = sum(own.bytes for own in sums.traffic().values())
         factors += sent / every
         whole += sent

@@ -15,7 +15,6 @@ RULES = {
 MODELS = {"ResNet-50": "resnet50", "GPT-2": "gpt2"}
 BANDWIDTH = 40e9  # bytes a second that one GPU sends: 400 Gb/s at four fifths
 LATENCY = 10e-6  # seconds a hop; a call is up and down a tree
-BACKWARD = 2 / 3  # of a first-order step
 
 
 def _counted(model: str, rule: str, processes: int) -> dict[str, float]:
@@ -39,18 +38,12 @@ def traffic() -> Rows:
     return rows
 
 
-def _exposed(row: dict[str, float], rule: str, processes: int, backward: float) -> float:
-    """Seconds per step that are not behind a backward pass of this length.
-
-    Of the natural and the spectral rule all sums are under way when it begins, and share the link
-    with the gradients. Those of the eigenbasis rule are complete when it ends.
-    """
-    room = max(0.0, backward - row["gradients"] / BANDWIDTH) if rule != "eigenbasis" else 0.0
+def _spent(row: dict[str, float], processes: int) -> float:
+    """Seconds per step: sums with statistics, averages and inverses with inversions, and calls."""
     often, rare = row["statistics_every"], row["inversion_every"]
-    single, both = (max(0.0, row[kind] / BANDWIDTH - room) for kind in ("statistics", "inversion"))
-    sums = single * (1 / often - 1 / rare) + both / rare
+    sums = row["statistics"] / often + (row["inversion"] - row["statistics"]) / rare
     calls = row["calls"] * 2 * math.log2(processes) * LATENCY
-    return sums + row["inverses"] / BANDWIDTH + calls
+    return (sums + row["inverses"]) / BANDWIDTH + calls
 
 
 def on_paper() -> Rows:
@@ -63,7 +56,7 @@ def on_paper() -> Rows:
             cells = []
             for rule in RULES:
                 row = _counted(model, rule, processes)
-                spent = _exposed(row, rule, processes, BACKWARD * baseline)
+                spent = _spent(row, processes)
                 step = baseline * ratio["10/100" if "natural" in rule else f"{rule}, run"]
                 cells.append(f"{1e3 * spent:.1f} ms, {spent / step:.1%}")
             rows.append([model, str(processes), *cells])

@@ -1,7 +1,6 @@
 """`python -m pullback` is the command `pullback`."""
 
-from ._core.errors import PullbackError
-from ._core.extras import extra
+from ._core.errors import PullbackError, extra
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from pullback import __version__, pde
-from pullback.cli import doctor, environment, record
+from pullback.cli import doctor, record
 from pullback.cli.app import app
 from pullback.pde.networks import Slabs
 
@@ -87,7 +87,7 @@ def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     assert first["config"]["seed"] == 3
     assert first["config"]["options"]["steps"] == 3
     assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
-    assert {"torch", "device", "threads", "commit"} <= set(first["environment"])
+    assert {"torch", "device", "threads"} <= set(first["environment"])
 
     again = run.invoke(app, [*arguments, "--steps", "5"])
     assert "Going on from" in again.stdout
@@ -234,13 +234,6 @@ def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.M
 
 def test_version() -> None:
     assert run.invoke(app, ["--version"]).stdout == f"pullback {__version__}\n"
-
-
-def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pullback
-
-    monkeypatch.setattr(pullback, "__file__", str(tmp_path / "__init__.py"))
-    assert environment.commit() is None
 
 
 def test_doctor_finds_the_numerics_sound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(products, "_large", lambda x, y: True)
     monkeypatch.setattr(products, "panels", lambda n, like: bounds if n == 130 else [(0, n)])
     x, y = torch.randn(130, depth), torch.randn(50, depth)
-    with products._Split.alone():
-        assert products._Split.active()
+    with full_precision(torch.device("cuda"), watched=False):
+        assert products._splits(x, x.T)
         for one, two in ((x, x), (x, y)):
             want = one.double() @ two.double().T
             out = torch.ones(want.shape)
@@ -87,7 +87,7 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
             out = products.mirrored(out.tril()) if one is two else out
             for got in (out - 1, cross(one, two)):
                 assert float((got - want).norm() / want.norm()) < 2e-6
-    assert not products._Split.active()
+    assert not products._splits(x, x.T)
 
 
 def test_nothing_is_changed_on_the_cpu() -> None:

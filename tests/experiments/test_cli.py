@@ -32,18 +32,18 @@ def test_list_shows_every_setup() -> None:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines()), name
     assert "u_tt = 4 u_xx" in done.stdout
     assert "2-32-1" in done.stdout
-    assert re.search(r"kdv .* 6 × 7-24-24-24-1 +8,502", done.stdout)  # one for each slab of time
+    assert re.search(r"kdv .* 6 × 7-24-24-24-1, 8,502", done.stdout)  # one for each slab of time
 
 
 @pytest.mark.parametrize("width", [40, 80, 119, 120])
 def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=width)
-    console.print(setups(width), listing.experiments(tmp_path, width))
+    console.print(setups(), listing.experiments(tmp_path, width))
     lines = said(console).splitlines()
     assert max(map(len, lines)) <= width
     first = [line.split()[0] for line in lines if line[:1].strip()]
     assert {*pde.SETUPS, *registry.names()} <= set(first)
-    words = " ".join(said(console).replace("x₃x₄ + …", "").split())
+    words = " ".join(said(console).split()).replace("x₃x₄ + …", "")
     assert "…" not in words  # nothing is cut off
     if width < 120:
         assert "20 greedily chosen tangent vectors do the work" in words

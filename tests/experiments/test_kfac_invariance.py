@@ -16,10 +16,9 @@ from typer.testing import CliRunner
 from pullback.cli.app import app
 from pullback.geometry.charts.twin import (
     Change,
-    LayerCoordinates,
     change_coordinates,
-    drawn,
-    same,
+    no_change,
+    random_change,
     tanh_twin,
     twin,
     whitening,
@@ -69,7 +68,7 @@ def test_sigmoid_to_tanh_is_the_known_map() -> None:
     sizes = ((3, 4), (4, 5), (5, 2))
     one, two, three = (nn.Linear(*s, dtype=torch.float64) for s in sizes)
     model = nn.Sequential(one, nn.Sigmoid(), two, nn.Sigmoid(), three)
-    other = tanh_twin(model, same(3))
+    other = tanh_twin(model, no_change(3))
     assert [type(m) for m in other] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
     want = [
         one.weight / 2, one.bias / 2,
@@ -85,7 +84,7 @@ def test_sigmoid_to_tanh_is_the_known_map() -> None:
 def test_a_changed_convolution_sees_changed_channels() -> None:
     torch.manual_seed(0)
     layer, generator = nn.Conv2d(2, 3, 3, stride=2).double(), torch.Generator().manual_seed(1)
-    before, after = drawn(2, generator), drawn(3, generator)
+    before, after = random_change(2, generator), random_change(3, generator)
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
 
     def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
@@ -109,7 +108,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
 
 def test_no_change_is_no_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    to = LayerCoordinates([same(2), same(3)], [same(3), same(1)])
+    to = [(no_change(2), no_change(3)), (no_change(3), no_change(1))]
     assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+import pullback
 from pullback import PullbackError
 from pullback.cli import files
 from pullback_experiments import Context, Item, Paused, registry
 from pullback_experiments.commands.report import gathered
-from pullback_experiments.framework import executor, experiment, progress
+from pullback_experiments.framework import environment, executor, experiment, progress
 from pullback_experiments.framework.check import UNFINISHED
 from pullback_experiments.framework.store import Store, checkpoints
 
@@ -517,3 +518,8 @@ def test_nearest_names_are_offered() -> None:
 
 def test_run_is_the_same_from_the_module(tmp_path: Path) -> None:
     assert executor.run(Small(), out=tmp_path).status == 0
+
+
+def test_commit_only_of_its_own_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pullback, "__file__", str(tmp_path / "__init__.py"))
+    assert environment.commit() is None

@@ -319,7 +319,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "tolerance": ({"rtol": 0.0}, "rtol"),
     "budget": ({"max_evaluations": 0}, "max_evaluations"),
     "no event": ({"events": [3]}, "event"),
-    "no loss": ({"closure_or_objective": 3}, "no loss"),
+    "no loss": ({"closure_or_objective": 3}, "The loss is not usable"),
     "start of a module": ({"start": tensor(1)}, "start"),
     "function without start": ({"model": lambda x: x}, "start"),
     "empty start": ({"model": lambda x: x, "start": tensor()}, "start"),
@@ -372,7 +372,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "an event of several numbers": ({"events": [flow.Event(lambda s: s.flat)]}, "not one number"),
     "targets that are no tensor": (
         {"closure_or_objective": flow.Supervised(draw(3, 5), [0.0, 1.0, 1.0], Bernoulli())},
-        "no tensor",
+        "targets",
     ),
     "an event that is NaN": ({"events": [flow.Event(lambda s: float("nan"))]}, "NaN"),
 }

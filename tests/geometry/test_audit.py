@@ -22,7 +22,7 @@ from pullback.geometry.charts.transformations import (
     Whitening,
 )
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.table import Audit, Measure, Seen, Verdict
+from pullback.geometry.invariance.table import Audit, Measure, UpdateMismatch, Verdict
 from pullback.geometry.invariance.trial import Contender
 from tests.geometry.charts import mixing, shear
 
@@ -222,7 +222,10 @@ def test_lower_precision_needs_its_resolution() -> None:
 
     model, batch, kinds = network(), data(), [NeuronPermutation()]
     assert audit(make, model, batch, kinds).rows[0].verdict is Verdict.NOT
-    assert audit(make, model, batch, kinds, resolution=1e-4).rows[0].verdict is Verdict.EXACT
+    assert (
+        audit(Contender("fine", make, resolution=1e-2), model, batch, kinds).rows[0].verdict
+        is Verdict.EXACT
+    )
     coarse = audit(Contender("coarse", make, resolution=0.1), model, batch, kinds)
     assert coarse.rows[0].verdict is Verdict.UNDECIDED
 
@@ -275,8 +278,8 @@ def test_tables_and_records() -> None:
 
 def test_verdicts() -> None:
     def verdict(direction: float, steps: tuple[float, ...], off: float = 1e-14) -> Verdict:
-        seen = tuple(Seen(m, off) for m in steps)
-        return Measure((1.0, 0.1), seen, Seen(direction, off), seen).verdict
+        seen = tuple(UpdateMismatch(m, off) for m in steps)
+        return Measure((1.0, 0.1), seen, UpdateMismatch(direction, off), seen).verdict
 
     assert verdict(1e-13, (1e-13, 1e-13)) is Verdict.EXACT
     assert verdict(1e-13, (0.3, 0.03)) is Verdict.FIRST_ORDER
@@ -312,20 +315,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "diverges": ({"make_optimizer": lambda m: SGD(m.parameters(), 1e200)}, "smaller lr"),
     "dropout": ({"model": nn.Sequential(network(), nn.Dropout(0.5))}, "not deterministic"),
     "random": ({"model": nn.Sequential(network(), Random())}, "not deterministic"),
-    "no module": ({"model": lambda x: x}, "needs a module"),
+    "no module": ({"model": lambda x: x}, "The model is not usable"),
     "nothing to train": ({"model": network().requires_grad_(False)}, "nothing to optimize"),
     "nan loss": ({"batch": (data()[0], data()[1] * torch.nan)}, "not finite"),
     "nan inputs": ({"batch": (data()[0] * torch.nan, data()[1])}, "not finite"),
     "no pair": ({"batch": data()[0]}, "no pair"),
     "empty": ({"batch": (torch.zeros(0, 3).double(), torch.zeros(0, 2).double())}, "empty"),
     "shapes": ({"batch": (data()[0], data()[1][:, :1])}, "do not fit"),
-    "vector loss": ({"loss_fn": lambda z, y: (z - y).square()}, "no scalar"),
+    "vector loss": ({"loss_fn": lambda z, y: (z - y).square()}, "one number"),
     "one size": ({"sizes": (1.0,)}, "two different"),
     "sizes": ({"sizes": (1.0, -1.0)}, "not usable"),
     "steps": ({"steps": -1}, "not usable"),
     "not invertible": ({"transformations": [(lambda t: t**2, torch.sqrt)]}, "not invertible"),
     "probes": ({"probes": torch.ones(3, 7).double()}, "at the probes"),
-    "no transformation": ({"transformations": [3]}, "no transformation"),
+    "no transformation": ({"transformations": [3]}, "transformation is not usable"),
 }
 
 

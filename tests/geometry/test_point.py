@@ -380,8 +380,8 @@ def test_weighted_norm_is_the_smallest() -> None:
 
 
 BAD = {
-    "no map": (lambda: Point(3, tensor(1)), "not a map"),  # pyright: ignore
-    "no coordinates": (lambda: Point(lambda x: x), "not given"),
+    "no map": (lambda: Point(3, tensor(1)), "φ is not usable"),  # pyright: ignore
+    "no coordinates": (lambda: Point(lambda x: x), "ξ is not usable"),
     "empty": (lambda: Point(lambda x: x, torch.zeros(0)), "empty"),
     "integers": (lambda: Point(lambda x: x, torch.tensor([1])), "float type"),
     "NaN": (lambda: Point(lambda x: x, tensor(1, float("nan"))), "NaN"),
@@ -427,7 +427,7 @@ BAD = {
     "reduction": (lambda: Point(lambda x: x, tensor(1), reduction="max"), "reduction"),
     "a class": (
         lambda: Point(lambda x: x, tensor(1)).natural_gradient(lambda z: z.sum(), MoorePenrose),
-        "no solver",
+        "inverse is not usable",
     ),
     "weight": (
         lambda: Point(lambda x: x, tensor(1, 2)).natural_gradient(

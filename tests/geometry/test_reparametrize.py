@@ -178,9 +178,9 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "wrong inverse": (lambda: (torch.sinh, torch.sinh), "not invertible"),
     "shapes": (lambda: (lambda t: t.flatten(), lambda w: w), "shapes"),
     "nan": (lambda: (lambda t: t * torch.nan, lambda t: t), "not invertible"),
-    "another dtype": (lambda: (lambda t: 2 * t.float(), lambda w: w / 2), "changes the dtype"),
+    "another dtype": (lambda: (lambda t: 2 * t.float(), lambda w: w / 2), "shapes or dtypes"),
     "no inverse": (lambda: torch.sinh, "its inverse"),
-    "no function": (lambda: 3, "no diffeomorphism"),
+    "no function": (lambda: 3, "diffeomorphism is not usable"),
 }
 
 

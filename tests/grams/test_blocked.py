@@ -95,13 +95,13 @@ def test_scaled_and_shifted_sides(monkeypatch: pytest.MonkeyPatch, panels: bool)
     every = [matrices(2, 5), matrices(1, 140), matrices(1, 130), torch.rand(2, 6, dtype=DOUBLE)]
     kept = [m.clone() for m in every]
     shifts = [torch.rand(len(m), dtype=DOUBLE) for m in every]
-    for scales in ([2.0, 3.0, 0.5, 4.0], [0.3] * 4, None):
-        found = inverses(every, scales=scales, shifts=shifts)
+    for scales in ([2.0, 3.0, 0.5, 4.0], [1.0] * 4):
+        found = inverses(every, scales, shifts)
         assert not any(found.failed)
         for i, m in enumerate(every):
             dense = torch.diag_embed(m) if m.ndim == 2 else m
             eye = torch.eye(m.shape[-1], dtype=DOUBLE)
-            dense = dense / (1.0 if scales is None else scales[i]) + shifts[i][:, None, None] * eye
+            dense = dense / scales[i] + shifts[i][:, None, None] * eye
             want = torch.linalg.inv(dense)
             got = torch.diag_embed(found.sides[i]) if m.ndim == 2 else found.sides[i]
             torch.testing.assert_close(got, want)
@@ -113,7 +113,8 @@ def test_one_of_many_fails(monkeypatch: pytest.MonkeyPatch, panels: bool) -> Non
     monkeypatch.setattr(inverting, "_by_panels", lambda side: panels)
     poor = matrices(2, 9)
     poor[1] -= 2 * torch.eye(9, dtype=DOUBLE)
-    found = inverses([matrices(1, 9), poor, matrices(1, 8)])
+    every = [matrices(1, 9), poor, matrices(1, 8)]
+    found = inverses(every, [1.0] * 3, [m.new_zeros(len(m)) for m in every])
     assert found.failed == [False, True, False]
 
 
@@ -121,11 +122,12 @@ def test_one_of_many_fails(monkeypatch: pytest.MonkeyPatch, panels: bool) -> Non
 @pytest.mark.cuda
 def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     every = [matrices(2, n).float().cuda() for n in (20, 100, 130, 400, 401)]
-    inverses(every)
+    plain = [1.0] * len(every), [m.new_zeros(len(m)) for m in every]
+    inverses(every, *plain)
     torch.cuda.set_sync_debug_mode("error")
     try:
         monkeypatch.setattr(inverting, "_failed", lambda told, count: [False] * count)
-        found = inverses(every)
+        found = inverses(every, *plain)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for m, inverse in zip(every, found.sides, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pullback as pb
 from pullback.grams import Kronecker
-from pullback.grams.kronecker import Pair, Rotated, Units, inverses, merged, sides
+from pullback.grams.kronecker import Inverses, Pair, Rotated, Units, inverses, merged, sides
 from pullback.testing import assert_close, check_gram
 from tests.pairs import each_once
 
@@ -150,29 +150,35 @@ def test_merged_of_alike_sides_is_their_sum() -> None:
     assert crossed.dense().count_nonzero() == 0
 
 
+def plain(given: list[Tensor], *, singular: bool = False) -> Inverses:
+    """The inverses of sides as they are."""
+    shifts = [torch.zeros(len(side), dtype=side.dtype) for side in given]
+    return inverses(given, [1.0] * len(given), shifts, singular=singular)
+
+
 def test_sides_invert_together_and_report() -> None:
     good, other, poor = symmetric(2, 3), symmetric(1, 3, seed=1), symmetric(1, 3, 2, seed=2)
     line, hole = draw(1, 4).square() + 0.1, torch.tensor([[1.0, 0.0, 2.0]], dtype=DOUBLE)
     given = [good, line, other, poor, hole]
-    found = inverses(given)
+    found = plain(given)
     assert found.failed == [False, False, False, True, True]
     assert_close(found.sides[0], torch.linalg.inv(good), 1e-9, "groups")
     assert_close(found.sides[1], 1 / line, 1e-12, "diagonal")
     assert_close(found.sides[2], torch.linalg.inv(other), 1e-9, "the same size")
-    found = inverses(given, singular=True)
+    found = plain(given, singular=True)
     assert found.failed == [False] * 5
     assert found.ranks[:3] == [None, None, None]
     assert found.ranks[3] is not None
     assert found.ranks[3].tolist() == [2]
     assert_close(found.sides[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range")
     assert_close(found.sides[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
-    broken = inverses([torch.full((1, 2, 2), torch.nan, dtype=DOUBLE)], singular=True)
+    broken = plain([torch.full((1, 2, 2), torch.nan, dtype=DOUBLE)], singular=True)
     assert broken.failed == [True]
 
 
 def test_one_matrix_of_a_group_may_be_singular() -> None:
     both = torch.cat([symmetric(1, 3), symmetric(1, 3, 1, seed=2)])
-    found = inverses([both], singular=True)
+    found = plain([both], singular=True)
     assert_close(found.sides[0], torch.linalg.pinv(both, hermitian=True, rtol=1e-12), 1e-7, "range")
 
 

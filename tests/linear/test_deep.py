@@ -156,7 +156,7 @@ def test_split_is_refused_where_it_is_no_solution() -> None:
 )
 def test_iteration_for_large_matrices(dims: list[int]) -> None:
     model, grad = net(dims), draw(dims[0] * dims[-1])
-    tangent = _tangent(model.values(), list(range(model.depth)), None, None)
+    tangent = _tangent(model.values(), list(range(model.depth)), ())
     assert isinstance(tangent, MatrixTangent)
     j = jacobian(product, list(model.factors))
     assert error(solve_iteratively(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10

@@ -340,8 +340,7 @@ def block(n: int, r: int, t: int, weight: bool, bias: bool, seed: int, g: int = 
     return AffineBlock(
         "w" if weight else None,
         "b" if bias else None,
-        x.__getitem__,
-        (n, g, t, 3),
+        x,
         delta,
         h if bias else None,
     )

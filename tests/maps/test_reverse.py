@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.structure import vectorized
-from pullback.testing import assert_close
+from pullback.maps import Call, ModuleMap
+from pullback.testing import assert_close, jacobian
 
 NETS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)), (6, 4)),
@@ -32,15 +32,14 @@ def test_they_are_those_of_one_covector_each(name: str) -> None:
     torch.manual_seed(0)
     make, shape = NETS[name]
     model = make().double()
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    z = model(x)
-    u = torch.randn(4, *z.shape, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
+    u = torch.randn(4, *linear.value.shape, dtype=torch.float64)
     unused = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    inputs = [*model.parameters(), unused, x]
-    got = vectorized(z, inputs, u)
+    inputs = [*linear.leaves.values(), unused, *(e.edge for e in linear.entries)]
+    got = linear.gradients(u, inputs, batched=True)
     for r in range(4):
-        want = torch.autograd.grad(z, inputs, u[r], retain_graph=True, allow_unused=True)
-        for one, two in zip(got, want, strict=True):
+        for one, two in zip(got, linear.gradients(u[r], inputs), strict=True):
             assert (one is None) == (two is None)
             if one is not None and two is not None:
                 assert_close(one[r], two, 1e-12, name)
@@ -61,8 +60,13 @@ class Stubborn(torch.autograd.Function):
         return 2 * grads[0]
 
 
-def test_where_it_cannot_the_older_rules_serve() -> None:
-    x = torch.ones(3, requires_grad=True)
-    got = vectorized(Stubborn.apply(x), [x], torch.eye(3))[0]
-    assert got is not None
-    assert torch.equal(got, 2 * torch.eye(3))
+class StubbornNet(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return Stubborn.apply(super().forward(input))
+
+
+def test_where_it_cannot_each_covector_has_a_pass() -> None:
+    torch.manual_seed(0)
+    model, x = StubbornNet(4, 3).double(), torch.randn(5, 4, dtype=torch.float64)
+    linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
+    assert_close(linear.rows(), jacobian(model(x), [*model.parameters()]), 1e-12, "J")

@@ -67,9 +67,9 @@ def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatc
     made: list[int] = []
     original = LayerStructure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def counted(cls, linear, recorder):
+    def counted(cls, linear):
         made.append(linear.value.shape[0])
-        return original(cls, linear, recorder)
+        return original(cls, linear)
 
     monkeypatch.setattr(LayerStructure, "establish", classmethod(counted))
     torch.manual_seed(0)

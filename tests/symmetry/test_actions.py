@@ -51,7 +51,7 @@ def scaling() -> Scaling:
 def test_scalings() -> None:
     check(scaling(), PARAMS)
     scales = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)
-    moved = scaling().scale(PARAMS, scales)
+    moved = scaling().act(PARAMS, scales.log())
     assert torch.allclose(
         moved["c"] @ torch.relu(moved["a"]), PARAMS["c"] @ torch.relu(PARAMS["a"])
     )

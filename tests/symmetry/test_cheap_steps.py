@@ -14,7 +14,7 @@ from pullback import PullbackError
 from pullback.symmetry.descent import keeper
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.sliced import Sliced
-from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry.slices import EqualNorm
 
 from .chain import mlp, relative, scalings
 

@@ -433,9 +433,13 @@ def test_writing_in_place() -> None:
         return s.b(h)
 
     model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
-    found = find(model, normal(30, 3))
+    x = normal(30, 3)
+    found, before = find(model, x), model(x).detach()
     assert found.dimension == 2
-    assert found.scalings == []  # it scales some rows of the weights and not others
+    assert [s.units for s in found.scalings] == [2]  # some rows of the weights, and not others
+    found.retract_()
+    assert found.slice().contains()
+    assert torch.allclose(model(x), before, rtol=1e-12)
 
 
 def test_rms_norm_swallows_scales_up_to_eps() -> None:

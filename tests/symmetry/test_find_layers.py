@@ -145,7 +145,7 @@ def test_the_recurrent_weight_is_conjugated() -> None:
     (scaling,) = [a for a in find(model, LONG).actions if isinstance(a, Scaling)]
     params = {n: p.detach() for n, p in model.named_parameters()}
     alpha = torch.tensor([2.0, 0.5, 3.0, 1.5], dtype=torch.float64)
-    w, d = scaling.scale(params, alpha), torch.diag(alpha)
+    w, d = scaling.act(params, alpha.log()), torch.diag(alpha)
     torch.testing.assert_close(w["again.weight"], d @ params["again.weight"] @ d.inverse())
     torch.testing.assert_close(w["into.weight"], d @ params["into.weight"])
     torch.testing.assert_close(w["again.bias"], d @ params["again.bias"])

@@ -136,9 +136,8 @@ def test_the_tangents_of_the_slice_and_their_metric(bias: bool) -> None:
     model = mlp(2, 3, 2, 2, bias=bias)
     found = EqualNorm(scalings(model), model)
     found.retract_()
-    (links,) = found.chains
-    names = [n for layer in links.layers for n in layer]
-    layers = [torch.cat([found.params[n].detach().flatten() for n in ns]) for ns in links.layers]
+    names = [n for block in found.blocks for n in block]
+    layers = [torch.cat([found.params[n].detach().flatten() for n in ns]) for ns in found.blocks]
     radial = torch.cat([w / w.norm() for w in layers])
     rows = torch.cat([radial[None], torch.block_diag(*(polar_basis(w) for w in layers))])
     h = torch.cat([torch.tensor([3.0]).double(), *(w.square().cumsum(0)[1:] for w in layers)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.symmetry.slices.equal_norm import EqualNorm
+from pullback.symmetry.slices import EqualNorm
 
 from .chain import mlp, relative, scalings
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.descent.sweep import inverse_by_products
+from pullback.symmetry.descent.keeper import inverse_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
-from pullback.symmetry.slices.equal_norm import EqualNorm
-from pullback.symmetry.slices.slice import Balanced
+from pullback.symmetry.slices import Balanced, EqualNorm
 from tests.pairs import all_pairs
 
 from .chain import convnet, mlp, relative, scalings, shake

@@ -14,8 +14,7 @@ import pullback as pb
 from pullback import PullbackError
 from pullback.symmetry.descent.transport import powers_of
 from pullback.symmetry.sliced import Sliced
-from pullback.symmetry.slices.equal_norm import make_slice
-from pullback.symmetry.slices.slice import Balanced
+from pullback.symmetry.slices import Balanced, make_slice
 
 from .chain import mlp, relative, scalings, shake
 

@@ -71,6 +71,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: nn.Sequential(nn.Embedding(5, 4), leaky(), nn.Flatten(), nn.Linear(8, 3)),
         torch.randint(5, (80, 2), generator=torch.Generator().manual_seed(0)),
     ),
+    "norm": (
+        lambda: nn.Sequential(
+            *(nn.Linear(4, 5), nn.LayerNorm(5), leaky(), nn.Linear(5, 3)),
+        ),
+        normal(80, 4),
+    ),
     "tied": (tied, normal(80, 4)),
     "one unit": (
         lambda: nn.Sequential(nn.Linear(1, 1), leaky(), nn.Linear(1, 3)),

@@ -13,8 +13,7 @@ from torch.func import functional_call, jacrev
 from pullback import PullbackError
 from pullback.symmetry import find
 from pullback.symmetry.actions.scaling import Leg, Scaling
-from pullback.symmetry.slices.equal_norm import EqualNorm
-from pullback.symmetry.slices.slice import Balanced, Slice
+from pullback.symmetry.slices import Balanced, EqualNorm, Slice
 from tests.pairs import each_once
 
 from .chain import convnet, mlp, relative, scalings, shake

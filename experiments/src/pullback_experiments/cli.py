@@ -18,7 +18,7 @@ def list_all(out: Out = RESULTS) -> None:
     from .commands.listing import experiments
 
     shown = console()
-    shown.print(setups(shown.width))
+    shown.print(setups())
     shown.print()
     shown.print(experiments(out, shown.width))
 

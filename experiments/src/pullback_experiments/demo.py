@@ -14,13 +14,13 @@ import torch
 import typer
 from rich.console import Console
 
-from pullback.cli.environment import environment
 from pullback.cli.files import folder
 from pullback.cli.terminal import forgiving
 
 from .commands import report
 from .framework import executor
 from .framework.check import Outcome
+from .framework.environment import environment
 from .showcase.display import described, progress, shown
 from .showcase.experiment import Demonstration, budget, problems, table
 from .showcase.problem import DemoProblem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,14 +249,12 @@ class Watch:
         self._context: Any = None
         self._all = _WATCHES.setdefault(model, weakref.WeakSet())
         self._all.add(self)
-        handles = [
-            # first and last among the model's own hooks
-            model.register_forward_pre_hook(
-                CallHook(self, "before"), with_kwargs=True, prepend=True
-            ),
-            model.register_forward_hook(CallHook(self, "after"), always_call=True),
-        ]
-        self._finish = weakref.finalize(self, _remove, handles)
+        hooks = contextlib.ExitStack()  # first and last among the model's own
+        before, after = CallHook(self, "before"), CallHook(self, "after")
+        first = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        hooks.callback(first.remove)
+        hooks.callback(model.register_forward_hook(after, always_call=True).remove)
+        self._finish = weakref.finalize(self, hooks.close)
 
     def close(self) -> None:
         """Remove the hooks; garbage collection of the watch does so too."""
@@ -307,11 +305,6 @@ class Watch:
         self._leave()
         if output is not None:
             owner.end_call(output)
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 class Capture:

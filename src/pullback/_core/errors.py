@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 
@@ -97,3 +98,24 @@ def reraise_fatal(error: Exception) -> None:
 
     if isinstance(error, (torch.OutOfMemoryError, PullbackError)):
         raise error
+
+
+#: extra of the distribution ↦ the packages it installs, and what they are for
+EXTRAS = {
+    "plots": (("matplotlib",), "figures are drawn by it"),
+    "cli": (("rich", "typer"), "the command line is made of it"),
+}
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Import what an extra installs; where it is missing, the refusal says how to install it."""
+    packages, purpose = EXTRAS[name]
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in packages:
+            raise
+        remedy = f"Install it: pip install 'pullback[{name}]'"
+        raise PullbackError(f"{missing} is not installed", purpose, remedy) from None

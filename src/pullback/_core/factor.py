@@ -168,46 +168,35 @@ class Scaled(Factor):
 class Mixed(Factor):
     """S = P (L⁻ᵀ ⊗ I) over the samples for K = L Lᵀ, so that M = P (K⁻¹ ⊗ I) Pᵀ couples the batch.
 
-    `white` is the shape that L acts beside; P is `inner`, or the identity.
+    L acts beside the shape of r, and P is `inner`.
     """
 
     couples_samples = True
 
-    def __init__(
-        self, cholesky: Tensor, white: tuple[int, ...], inner: Factor | None = None
-    ) -> None:
-        self.coupling, self.white, self._inner = cholesky, white, inner
+    def __init__(self, cholesky: Tensor, inner: Factor) -> None:
+        self.coupling = self._lower = cholesky
+        self.white, self._inner = inner.white, inner
 
     def separate(self) -> Factor:
-        if self._inner is not None:
-            return self._inner
-        assert self.coupling is not None
-        return Diagonal(self.coupling.new_ones(len(self.coupling), *self.white))
+        return self._inner
 
     def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
-        assert self.coupling is not None
         axis = x.ndim - 1 - len(self.white)
         flat = x.movedim(axis, 0)
         rhs = flat.reshape(flat.shape[0], -1)
-        matrix = self.coupling.mT if transpose else self.coupling
+        matrix = self._lower.mT if transpose else self._lower
         out = torch.linalg.solve_triangular(matrix, rhs, upper=transpose)
         return out.view(flat.shape).movedim(0, axis)
 
     def apply(self, r: Tensor) -> Tensor:
-        out = self._over_samples(r, transpose=True)
-        return out if self._inner is None else self._inner.apply(out)
+        return self._inner.apply(self._over_samples(r, transpose=True))
 
     def transpose(self, v: Tensor) -> Tensor:
-        return self._over_samples(
-            v if self._inner is None else self._inner.transpose(v), transpose=False
-        )
+        return self._over_samples(self._inner.transpose(v), transpose=False)
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        assert self.coupling is not None
-        if self._inner is not None:
-            found = self._inner.whiten(g, eps)
-            if found.value is None:
-                return found
-            g = found.value
-        flat = self.coupling.mT @ g.reshape(g.shape[0], -1)
-        return Whitened.checked(flat.view(g.shape))
+        found = self._inner.whiten(g, eps)
+        if found.value is None:
+            return found
+        flat = self._lower.mT @ found.value.flatten(1)
+        return Whitened.checked(flat.view(found.value.shape))

@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .errors import PullbackError, require
+from .checks import refuse_number
+from .errors import PullbackError
 from .processes import Processes
 
 K = TypeVar("K", bound=Hashable)
@@ -24,8 +25,7 @@ class Placement(Generic[K]):
     def __init__(self, processes: Processes, workers: int | None = None) -> None:
         size = processes.size
         workers = size if workers is None else workers
-        usable = isinstance(workers, int) and not isinstance(workers, bool) and workers >= 1
-        require(usable, "workers", workers, "Give a number of processes")
+        refuse_number("workers", workers, least=1, whole=True)
         if size % workers:
             raise PullbackError(
                 "The processes cannot be divided into teams",
@@ -50,10 +50,7 @@ class Placement(Generic[K]):
 
     def holds(self, key: K) -> bool:
         """Whether this process has the result."""
-        return self._team_of(key) == self._rank // self.workers
-
-    def _team_of(self, key: K) -> int:
-        return self.owners[key] // self.workers
+        return self.owners[key] // self.workers == self._rank // self.workers
 
     def assign(self, costs: Mapping[K, tuple[Hashable, float]]) -> None:
         """Place parts that have no owner yet, by kind and cost; those of one kind go together."""
@@ -79,5 +76,5 @@ class Placement(Generic[K]):
 
     def send_across(self, held: Mapping[K, Sequence[Tensor]], what: str) -> None:
         """Copy tensors, by part, from the team that holds the result to all others, in place."""
-        teams = [self._team_of(key) for key, own in held.items() for _ in own]
+        teams = [self.owners[key] // self.workers for key, own in held.items() for _ in own]
         self._across.exchange([t for own in held.values() for t in own], teams, what)

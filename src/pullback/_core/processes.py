@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 from zlib import crc32
@@ -132,8 +133,10 @@ class Processes:
         """
         if self.alone or self.group is None or self.size != dist.get_world_size():
             return None
-        limit, backend = _time_limit(self.group, self.device), dist.get_backend(self.group)
-        group: Any = dist.new_group(timeout=limit, backend=backend)
+        own: Any = self.group
+        options = getattr(own._get_backend(self.device), "options", None)
+        limit = getattr(options, "_timeout", None)  # None is torch's own
+        group: Any = dist.new_group(timeout=limit, backend=dist.get_backend(own))
         return self.within(group)
 
     # --- tensors --------------------------------------------------------------------------------
@@ -152,9 +155,9 @@ class Processes:
             some = [tensors[i] for i in places]
             flat = _packed(some)
             share = 2 * (self.size - 1) / self.size
-            call = lambda t=flat: self._reduce(t, later=True)  # noqa: E731
+            call = partial(self._reduce, flat, later=True)
             works.append(self._send(what, share * flat.nbytes, call))
-            for i, t in zip(places, _unpacked(flat, some), strict=True):
+            for i, t in zip(places, _split(flat, [t.shape for t in some]), strict=True):
                 out[i] = t
         return Pending(lambda: out, works, self._traffic[what])
 
@@ -170,56 +173,52 @@ class Processes:
             return out
         for places in _by_kind(tensors):
             by_rank = [[i for i in places if owners[i] == r] for r in range(self.size)]
-            flats = [_packed([tensors[i] for i in own]) if own else None for own in by_rank]
-            longest = max(0 if flat is None else len(flat) for flat in flats)
-            total = sum(0 if flat is None else len(flat) for flat in flats)
+            none = tensors[places[0]].new_empty(0)
+            flats = [_packed([none, *(tensors[i] for i in own)]) for own in by_rank]
+            longest, total = max(map(len, flats)), sum(map(len, flats))
             if self.size * longest > 2 * total:  # mostly padding
                 for rank, flat in enumerate(flats):
-                    if flat is not None:
-                        self._reduce_to(flat, rank, what)
+                    if len(flat):
+                        to = {"group": self.group, "group_dst": rank}
+                        self._send(what, flat.nbytes, partial(dist.reduce, flat, **to))
                 found = flats[self.rank]
             else:
-                every = tensors[places[0]].new_zeros(self.size, longest)
+                every = none.new_zeros(self.size, longest)
                 for row, flat in zip(every, flats, strict=True):
-                    if flat is not None:
-                        row[: len(flat)] = flat
-                found = self._scatter(every, what)
+                    row[: len(flat)] = flat
+                found, sent = none.new_empty(longest), (self.size - 1) / self.size * every.nbytes
+                to = {"output": found, "input": every.view(-1), "group": self.group}
+                self._send(what, sent, partial(dist.reduce_scatter_tensor, **to))
             own = by_rank[self.rank]
-            if own and found is not None:
-                sums = _split(found, [tensors[i].shape for i in own])
-                for i, t in zip(own, sums, strict=True):
-                    out[i] = t
+            for i, t in zip(own, _split(found, [tensors[i].shape for i in own]), strict=True):
+                out[i] = t
         return out
 
     def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
         """Return every tensor joined along its first axis, whose length may differ by process."""
+        if self.alone:
+            return list(tensors)
         return [torch.cat(parts) for parts in self.parts(tensors, what)]
 
     def parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
         """Return every tensor as all processes have it, in the order of their ranks.
 
-        Dtypes and further axes are the same everywhere.
+        Dtypes and further axes are the same everywhere; all are on one device.
         """
         if self.alone:
             return [[t] for t in tensors]
         lengths = torch.tensor([len(t) for t in tensors], device=self.device)
         every = self._gather(lengths, what).view(self.size, len(tensors)).tolist()
-        out: list[list[Tensor]] = [[] for _ in tensors]
-        for places in _by_kind(tensors):
-            some = [tensors[i] for i in places]
-            shapes = [
-                [torch.Size((rank[i], *tensors[i].shape[1:])) for i in places] for rank in every
-            ]
-            longest = max(sum(shape.numel() for shape in own) for own in shapes)
-            flat = some[0].new_zeros(longest)
-            own = _packed(some)
-            flat[: len(own)] = own
-            for part, sizes in zip(
-                self._gather(flat, what).view(self.size, -1), shapes, strict=True
-            ):
-                for i, t in zip(places, _split(part, sizes), strict=True):
-                    out[i].append(t)
-        return out
+        like = [
+            [t.new_empty((own[i], *t.shape[1:]), device="meta") for i, t in enumerate(tensors)]
+            for own in every
+        ]
+        own = to_bytes(tensors, tensors[0].device)
+        flat = own.new_zeros(max(sum(_aligned(t.nbytes) for t in some) for some in like))
+        flat[: len(own)] = own
+        found = self._gather(flat, what).view(self.size, -1)
+        parts = [from_bytes(part, some) for part, some in zip(found, like, strict=True)]
+        return [list(some) for some in zip(*parts, strict=True)]
 
     def exchange(
         self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "exchanged"
@@ -241,8 +240,7 @@ class Processes:
                 flat[: len(mine)] = mine[:cut]
                 every = list(self._gather(flat, what).view(self.size, -1))
             for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
-                own = mine[cut:].clone() if rank == self.rank else None
-                rest = mine.new_empty(lengths[rank] - cut) if own is None else own
+                rest = mine[cut:] if rank == self.rank else mine.new_empty(lengths[rank] - cut)
                 self._broadcast(rest, rank, what)
                 every[rank] = torch.cat([every[rank], rest])
             for rank, own in enumerate(by_rank):
@@ -268,13 +266,7 @@ class Processes:
 
     def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
-        if self.alone:
-            return
-        for places in _by_kind(tensors):
-            some = [tensors[i].detach() for i in places]
-            flat = _packed(some)
-            self._broadcast(flat, 0, what)
-            torch._foreach_copy_(some, _unpacked(flat, some))
+        self.exchange([t.detach() for t in tensors], [0] * len(tensors), what)
 
     def total(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
         """Return the sums of numbers over all processes, in double precision."""
@@ -295,17 +287,6 @@ class Processes:
             p.grad = g.div_(self.size) if count else None
 
     # --- decisions ------------------------------------------------------------------------------
-
-    def least(
-        self, numbers: Sequence[int], more: Sequence[Tensor] = (), what: str = "decisions"
-    ) -> list[int]:
-        """Return the least of each number over all processes, and of those in `more` tensors."""
-        if self.alone:
-            return [*numbers, *(int(number) for t in more for number in t)]
-        given = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        own = torch.cat([given, *(t.to(self.device) for t in more)])
-        self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
-        return own.tolist()
 
     def agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
         """Return whether the flag is true on all processes; a tensor stays on its device."""
@@ -345,18 +326,20 @@ class Processes:
         Values are compared by `repr` without addresses, and after them checksums: numbers on a
         device, or vectors of which each process gives some entries, and a negative one elsewhere.
         """
-        codes = [crc32(_shown(value).encode()) for value in values]
-        numbers = [*map(int, flags), *codes, *(-code for code in codes)]
-        vectors = [t.reshape(-1) for t in checksums]
+        codes = torch.tensor([crc32(_shown(value).encode()) for value in values])
+        vectors = [t.reshape(-1).to(self.device) for t in (codes.long(), *checksums)]
         none = torch.iinfo(torch.int64).max
-        more = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
-        found = iter(self.least(numbers, more))
+        signed = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
+        least = torch.cat([torch.tensor(flags, dtype=torch.int64, device=self.device), *signed])
+        if not self.alone:
+            self._send("decisions", 0.0, lambda: self._reduce(least, "MIN"))
+        found = iter(least.tolist())
         held = [bool(next(found)) for _ in flags]
-        low, high = ([next(found) for _ in codes] for _ in range(2))
-        alike = [a == -b for a, b in zip(low, high, strict=True)]
+        same: list[list[bool]] = []
         for t in vectors:
-            low, high = ([next(found) for _ in t] for _ in range(2))
-            alike.append(all(a in (-b, none) for a, b in zip(low, high, strict=True)))
+            low, high = ([next(found) for _ in range(len(t))] for _ in range(2))
+            same.append([a in (-b, none) for a, b in zip(low, high, strict=True)])
+        alike = [*same[0], *map(all, same[1:])]
         return alike, held
 
     def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
@@ -405,17 +388,6 @@ class Processes:
     def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
         return dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group, async_op=later)
 
-    def _reduce_to(self, t: Tensor, rank: int, what: str) -> None:
-        given = {"group": self.group, "group_dst": rank}
-        self._send(what, t.nbytes, lambda: dist.reduce(t, **given))
-
-    def _scatter(self, every: Tensor, what: str) -> Tensor:
-        """Return the sum of this process's row over all processes."""
-        out, sent = torch.empty_like(every[0]), (self.size - 1) / self.size * every.nbytes
-        flat = every.view(-1)
-        self._send(what, sent, lambda: dist.reduce_scatter_tensor(out, flat, group=self.group))
-        return out
-
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
         given = {"group": self.group, "group_src": rank}
         self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
@@ -434,12 +406,6 @@ class Processes:
         own.bytes += sent
         own.seconds += perf_counter() - start
         return work
-
-
-def _time_limit(group: Any, device: torch.device) -> Any:
-    """Return how long a group waits for its processes; None is torch's own limit."""
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 def _default(several: bool) -> Processes:
@@ -486,7 +452,6 @@ def find_processes(
     group = group_of(model) if group is None else group
     if group is None:
         refuse_untold(who, "the model is not wrapped", keyword)
-        return Processes()
     return Processes(group)
 
 
@@ -556,10 +521,6 @@ def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    return _split(flat, [t.shape for t in like])
 
 
 def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

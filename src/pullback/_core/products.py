@@ -17,6 +17,7 @@ _DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
 _PANELS = 6
 _WIDE = 16
 _TILE = 256
+_SPLITTING = threading.local()  # depth: the contexts of this thread that split products
 _HALVED = 2048  # columns from which on a product in half precision is formed by halves
 
 
@@ -24,35 +25,21 @@ def gram(x: Tensor) -> Tensor:
     """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
     n = x.shape[0]
     small = n * n * x.shape[1] < (2**34 if x.is_cuda else 2**22)  # panels would not pay
-    split = not small and _Split.active() and _large(x, x.T)
-    if not split and (small or len(panels(n, x)) == 1):
+    split = not small and _splits(x, x.T)
+    if split:
+        out = x.new_zeros(n, n)
+        add_cross(out, x, x)
+        return mirrored(out)
+    if small or len(panels(n, x)) == 1:
         return torch.mm(x, x.T)
-    if not split:
-        return _by_rows(x)
-    parts = _parts(x)
-    out = x.new_zeros(n, n)
-    for a, b in panels(n, x):
-        _accumulate(out[a:, a:b], [p[a:] for p in parts], [p[a:b].T for p in parts])
-    return mirrored(out)
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """The same by rows of panels, each turned over while it is in the cache."""
-    n = x.shape[0]
     out = x.new_empty(n, n)
-    for a, b in panels(n, x):
-        _into(out[a:b, :b], x[a:b], x[:b])
+    for a, b in panels(n, x):  # rows of panels, each turned over while it is in the cache
+        # X Yᵀ is written as its transpose, by the same call of BLAS. Rows are not left to it by
+        # torch on ARM: its kernels there copy slices first, and err by 2e-5 where 1e5 float32
+        # numbers are added up, a hundred times as much.
+        torch.mm(x[:b], x[a:b].T, out=out[a:b, :b].T)
         out[:a, a:b] = out[a:b, :a].T
     return out
-
-
-def _into(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """X Yᵀ there, written as its transpose column by column.
-
-    It is the same call of BLAS. Rows are not left to it by torch on ARM: its kernels there copy
-    slices first, and err by 2e-5 where 1e5 float32 numbers are added up, a hundred times as much.
-    """
-    torch.mm(y, x.T, out=out.T)
 
 
 def panels(n: int, like: Tensor) -> list[tuple[int, int]]:
@@ -80,7 +67,7 @@ def mirrored(out: Tensor) -> Tensor:
 
 def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
     """out += X Yᵀ; where y is x, on and below the diagonal at least: `mirrored` gives the rest."""
-    split = _Split.active() and _large(x, y.T)
+    split = _splits(x, y.T)
     one = _parts(x) if split else ()
     two = one if y is x or not split else _parts(y)
     for a, b in panels(len(x), x) if y is x else [(0, len(y))]:
@@ -88,7 +75,7 @@ def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
         if split:
             _accumulate(out[start:, a:b], [p[start:] for p in one], [p[a:b].T for p in two])
         else:
-            out[start:, a:b].T.addmm_(y[a:b], x[start:].T)  # as in `_into`
+            out[start:, a:b].T.addmm_(y[a:b], x[start:].T)  # as in `gram`
 
 
 def moment(x: Tensor) -> Tensor:
@@ -130,7 +117,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     if groups > 1 and (x.device.type != "cpu" or torch.backends.mkl.is_available()):
         return torch.bmm(x, y.mT)
     out = x.new_empty(groups, n, y.shape[1])
-    torch.bmm(y, x.mT, out=out.mT)  # as in `_into`
+    torch.bmm(y, x.mT, out=out.mT)  # as in `gram`
     return out
 
 
@@ -138,7 +125,7 @@ def cross(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ, using the symmetry where y is x."""
     if y is x:
         return gram(x)
-    return split_mm(x, y.T) if _Split.active() and _large(x, y.T) else x @ y.T
+    return split_mm(x, y.T) if _splits(x, y.T) else x @ y.T
 
 
 @contextlib.contextmanager
@@ -160,34 +147,18 @@ def full_precision(
     backends: Any = torch.backends
     before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
     backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
+    split = entries >= SPLIT_ABOVE / 8
+    _SPLITTING.depth = depth = getattr(_SPLITTING, "depth", 0) + split
     try:
-        with contextlib.ExitStack() as stack:
-            if entries >= SPLIT_ABOVE / 8:
-                stack.enter_context(_Split.alone())
-                stack.enter_context(_Split() if watched else contextlib.nullcontext())
+        with _Split() if split and watched else contextlib.nullcontext():
             yield
     finally:
+        _SPLITTING.depth = depth - split
         backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
 
 
 class _Split(TorchDispatchMode):
     """Replaces `mm` and `addmm`; reverse passes are seen too."""
-
-    nesting = threading.local()
-
-    @classmethod
-    def active(cls) -> bool:
-        return getattr(cls.nesting, "depth", 0) > 0
-
-    @classmethod
-    @contextlib.contextmanager
-    def alone(cls) -> Iterator[None]:
-        """Let this module's own products be split."""
-        cls.nesting.depth = getattr(cls.nesting, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            cls.nesting.depth -= 1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -197,6 +168,11 @@ class _Split(TorchDispatchMode):
         if func is torch.ops.aten.addmm.default and not kwargs and _large(args[1], args[2]):
             return split_mm(args[1], args[2]).add_(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _splits(x: Tensor, y: Tensor) -> bool:
+    """Whether this module's own product X Y is split, inside `full_precision`."""
+    return getattr(_SPLITTING, "depth", 0) > 0 and _large(x, y)
 
 
 def _large(x: Tensor, y: Tensor) -> bool:

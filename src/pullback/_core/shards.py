@@ -49,85 +49,15 @@ def cut_like(t: Tensor, p: Tensor) -> Tensor:
     return distribute_tensor(whole(own), *cuts[1], src_data_rank=None)
 
 
-class Shards:
-    """How the parameters of a model are cut: each along one axis, over the processes of a mesh."""
-
-    def __init__(self, params: Mapping[str, Tensor], processes: Processes) -> None:
-        #: by name: the axis, and the processes that have the pieces
-        self._cuts: dict[str, tuple[int, Processes]] = {}
-        groups: dict[Any, Processes] = {}
-        for name, p in params.items():
-            if not is_sharded(p):
-                continue
-            given: Any = p
-            cuts = [(i, at) for i, at in enumerate(given.placements) if not at.is_replicate()]
-            if len(cuts) != 1 or type(cuts[0][1]).__name__ != "Shard":
-                raise PullbackError(
-                    f"Parameter {name!r} cannot be gathered",
-                    f"its placements are {given.placements}",
-                    "Shard it by fully_shard alone, over one dimension of the mesh",
-                )
-            (dimension, at), mesh = cuts[0], given.device_mesh
-            if (mesh, dimension) not in groups:
-                groups[mesh, dimension] = processes.within(mesh.get_group(dimension))
-            self._cuts[name] = at.dim, groups[mesh, dimension]
-
-    def __bool__(self) -> bool:
-        return bool(self._cuts)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._cuts
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which of how many pieces this process has; replicas have the same."""
-        some = next((own for _, own in self._cuts.values()), None)
-        return (0, 1) if some is None else (some.rank, some.size)
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this process's piece of a parameter's gradient or direction."""
-        if name not in self._cuts:
-            return whole
-        axis, processes = self._cuts[name]
-        return self._pieces(name, whole)[processes.rank].movedim(0, axis)
-
-    def _pieces(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Return all pieces as views, cut axis first; the last ones may be short or empty."""
-        axis, processes = self._cuts[name]
-        moved, size = whole.movedim(axis, 0), processes.size
-        length = -(-len(moved) // size)
-        ends = [min(len(moved), length * rank) for rank in range(size + 1)]
-        return [moved[ends[rank] : ends[rank + 1]] for rank in range(size)]
-
-    def gather(
-        self, pieces: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], what: str
-    ) -> dict[str, Tensor]:
-        """Return whole tensors from the pieces of all processes, all of them at once."""
-        out = dict(pieces)
-        sent: dict[Processes, tuple[list[Tensor], list[int]]] = {}
-        for name, piece in pieces.items():
-            if name not in self._cuts:
-                continue
-            axis, processes = self._cuts[name]
-            out[name] = whole = piece.new_empty(shapes[name])
-            every = self._pieces(name, whole)
-            every[processes.rank].copy_(piece.movedim(axis, 0))
-            tensors, owners = sent.setdefault(processes, ([], []))
-            tensors += every
-            owners += range(processes.size)
-        for processes, (tensors, owners) in sent.items():
-            processes.exchange(tensors, owners, what)
-        return out
-
-
 class Parameters:
-    """The parameters of a model by name; some may be cut into pieces by `fully_shard`."""
+    """The parameters of a model by name; `fully_shard` may have cut some along one axis each."""
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
         self.by_name: dict[str, Any] = dict(plain(model).named_parameters())
         self.names = {id(p): n for n, p in self.by_name.items()}
         self.shapes = {n: p.shape for n, p in self.by_name.items()}
-        self.shards = Shards(self.by_name, processes)
+        #: of those that are cut: the axis, and the processes that have the pieces
+        self.shards = _shards(self.by_name, processes)
         #: what shows shapes, dtypes and devices
         self.like = {
             n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
@@ -145,23 +75,55 @@ class Parameters:
         own = {n: p for p in group["params"] if (n := self.names[id(p)]) in names}
         return list(own), list(own.values())
 
+    @torch.no_grad()
     def whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Return whole tensors by name: gradients, moves or the parameters themselves."""
+        out = dict(held)
+        sent: dict[Processes, tuple[list[Tensor], list[int]]] = {}
+        for name, t in held.items():
+            if name not in self.shards:
+                continue
+            (axis, processes), piece = self.shards[name], local(t)
+            out[name] = whole = piece.new_empty(self.shapes[name])
+            every = self._pieces(name, whole)
+            every[processes.rank].copy_(piece.movedim(axis, 0))
+            tensors, owners = sent.setdefault(processes, ([], []))
+            tensors += every
+            owners += range(processes.size)
+        for processes, (tensors, owners) in sent.items():
+            processes.exchange(tensors, owners, what)
+        return out
+
+    def _pieces(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Return all pieces as views, cut axis first; the last ones may be short or empty."""
+        axis, processes = self.shards[name]
+        moved, size = whole.movedim(axis, 0), processes.size
+        length = -(-len(moved) // size)
+        ends = [min(len(moved), length * rank) for rank in range(size + 1)]
+        return [moved[ends[rank] : ends[rank + 1]] for rank in range(size)]
+
+    def pieces(
+        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
+    ) -> tuple[list[Any], ...]:
+        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
         if not self.shards:
-            return dict(held)
-        pieces = {n: local(t) for n, t in held.items()}
-        with torch.no_grad():
-            return self.shards.gather(pieces, self.shapes, what)
+            return whole, *held
+        cut = list(whole)
+        for i, name in enumerate(names):
+            if name in self.shards:
+                axis, processes = self.shards[name]
+                cut[i] = self._pieces(name, whole[i])[processes.rank].movedim(0, axis)
+        return cut, *(list(map(local, some)) for some in held)
 
     def checksum(self, groups: Groups) -> Tensor:
         """Return numbers that replicas of these groups have in common.
 
         There is one for every piece, negative where another process has it.
         """
-        rank, size = self.shards.place
+        pieces = next((own for _, own in self.shards.values()), Processes())
         own = checksum([local(p) for p in self.of(groups).values()])
-        out = torch.full((size,), -1, device=own.device)
-        out[rank] = own
+        out = torch.full((pieces.size,), -1, device=own.device)
+        out[pieces.rank] = own
         return out
 
     def leaves(self) -> dict[str, Tensor]:
@@ -171,14 +133,26 @@ class Parameters:
             n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
         }
 
-    def pieces(
-        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
-    ) -> tuple[list[Any], ...]:
-        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
-        if not self.shards:
-            return whole, *held
-        cut = list(map(self.shards.cut, names, whole))
-        return cut, *(list(map(local, some)) for some in held)
+
+def _shards(params: Mapping[str, Any], processes: Processes) -> dict[str, tuple[int, Processes]]:
+    """Return the axis and the processes of every parameter that is cut."""
+    out: dict[str, tuple[int, Processes]] = {}
+    groups: dict[Any, Processes] = {}
+    for name, p in params.items():
+        if not is_sharded(p):
+            continue
+        cuts = [(i, at) for i, at in enumerate(p.placements) if not at.is_replicate()]
+        if len(cuts) != 1 or type(cuts[0][1]).__name__ != "Shard":
+            raise PullbackError(
+                f"Parameter {name!r} cannot be gathered",
+                f"its placements are {p.placements}",
+                "Shard it by fully_shard alone, over one dimension of the mesh",
+            )
+        (dimension, at), mesh = cuts[0], p.device_mesh
+        if (mesh, dimension) not in groups:
+            groups[mesh, dimension] = processes.within(mesh.get_group(dimension))
+        out[name] = at.dim, groups[mesh, dimension]
+    return out
 
 
 @contextlib.contextmanager
@@ -187,7 +161,8 @@ def unhooked(model: nn.Module) -> Iterator[None]:
     changed: list[tuple[Any, Any]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            kept = {n: h for n, h in hooks.items() if "fsdp" not in _home(h)}
+            homes = {n: str(getattr(hook, "__module__", "")) for n, hook in hooks.items()}
+            kept = {n: hook for n, hook in hooks.items() if "fsdp" not in homes[n]}
             if len(kept) < len(hooks):
                 changed.append((hooks, dict(hooks)))
                 hooks.clear()
@@ -198,10 +173,6 @@ def unhooked(model: nn.Module) -> Iterator[None]:
         for hooks, before in changed:
             hooks.clear()
             hooks.update(before)
-
-
-def _home(hook: Any) -> str:
-    return getattr(hook, "__module__", None) or ""
 
 
 def reshard(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -52,10 +53,8 @@ class ParameterSpace:
 
     def index(self) -> dict[str, slice]:
         """Where each name's entries stand in the flat vector."""
-        stops = [0]
-        for size in self.sizes:
-            stops.append(stops[-1] + size)
-        return {n: slice(a, b) for n, a, b in zip(self.names, stops, stops[1:], strict=False)}
+        places = pairwise(accumulate(self.sizes, initial=0))
+        return {name: slice(*place) for name, place in zip(self.names, places, strict=True)}
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Views (*batch, *shape) of a flat (*batch, p) tensor, by name."""

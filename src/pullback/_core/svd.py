@@ -80,7 +80,8 @@ def svd(a: Tensor, *, polar: bool | None = None) -> Svd:
         polar: whether through polar factors; by default on CUDA.
     """
     polar = a.is_cuda if polar is None else polar
-    if not a.numel() or (not polar and not _pays(a)):
+    reduces = max(a.shape) >= _REDUCE * min(a.shape) and a.numel() > _SMALL
+    if not a.numel() or not (polar or reduces):
         u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
         return Svd(u, sigma, vt.T)
     wide = a.shape[0] < a.shape[1]
@@ -91,10 +92,6 @@ def svd(a: Tensor, *, polar: bool | None = None) -> Svd:
         q, triangle = qr(tall)
     u, sigma, v = polar_svd(triangle) if polar else _plain(triangle)
     return Svd(v, sigma, u, q, wide) if wide else Svd(u, sigma, v, q, wide)
-
-
-def _pays(a: Tensor) -> bool:
-    return max(a.shape) >= _REDUCE * min(a.shape) and a.numel() > _SMALL
 
 
 def _plain(r: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -55,7 +55,7 @@ def solve(
     from .solving import setups, solved
 
     if name is None:
-        console().print(setups(console().width))
+        console().print(setups())
         return
 
     given = {"steps": steps, "budget": seconds}

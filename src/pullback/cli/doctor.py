@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev
 
 from .. import KFAC, NaturalGradient
 from ..grams import Rows
@@ -17,6 +18,7 @@ from ..metrics import Fisher
 from ..solvers import PseudoInverse
 from ..steps import Constant
 from .environment import environment
+from .terminal import facts
 
 
 def examined(console: Console) -> bool:
@@ -29,11 +31,14 @@ def examined(console: Console) -> bool:
     healthy = True
     for device in devices():
         for name, check, allowed in CHECKS:
-            error, failure = _tried(check, device)
-            good = error <= allowed
+            try:
+                error = check(device)
+                good, found = error <= allowed, f"{error:.0e}"
+            except Exception as failure:
+                good, found = False, f"{type(failure).__name__}: {failure}".replace("[", "\\[")
             healthy &= good
             word = "[green]good[/green]" if good else "[red]wrong[/red]"
-            table.add_row(name, str(device), failure or f"{error:.0e}", f"{allowed:.0e}", word)
+            table.add_row(name, str(device), found, f"{allowed:.0e}", word)
     console.print(table)
     return healthy
 
@@ -45,21 +50,16 @@ def devices() -> list[torch.device]:
 
 
 def _facts() -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    facts = {k: v for k, v in environment().items() if k != "device"}
-    facts["cores"] = os.cpu_count()
-    facts["devices"] = ", ".join(_named(d) for d in devices())
+    found = {k: v for k, v in environment().items() if k != "device"}
+    found["cores"] = os.cpu_count()
+    found["devices"] = ", ".join(_named(d) for d in devices())
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    facts["float32 products"] = (
+    found["float32 products"] = (
         f"{torch.get_float32_matmul_precision()}, TF32 {'on' if tf32 else 'off'}"
     )
-    facts["default dtype"] = torch.get_default_dtype()
-    facts["data"] = os.environ.get("PULLBACK_DATA") or "PULLBACK_DATA is not set"
-    for name, value in facts.items():
-        table.add_row(name, "–" if value is None else str(value).replace("[", "\\["))
-    return table
+    found["default dtype"] = torch.get_default_dtype()
+    found["data"] = os.environ.get("PULLBACK_DATA") or "PULLBACK_DATA is not set"
+    return facts({name: str(value).replace("[", "\\[") for name, value in found.items()})
 
 
 def _named(device: torch.device) -> str:
@@ -67,14 +67,6 @@ def _named(device: torch.device) -> str:
         return "cpu (no CUDA device)" if not torch.cuda.is_available() else "cpu"
     held = torch.cuda.get_device_properties(device)
     return f"{device}: {held.name}, {held.total_memory / 2**30:.0f} GiB"
-
-
-def _tried(check: Callable[[torch.device], float], device: torch.device) -> tuple[float, str]:
-    try:
-        error = check(device)
-    except Exception as failure:
-        return float("inf"), f"{type(failure).__name__}: {failure}".replace("[", "\\[")
-    return (error if error == error else float("inf")), ""
 
 
 # --- the checks: (device) ↦ relative error against dense float64 algebra ----------------------
@@ -88,18 +80,22 @@ def _net(device: torch.device, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor
     return model.to(device), x.to(device), y.to(device)
 
 
-def _jacobian(model: nn.Module, x: Tensor) -> Tensor:
-    """(N·m, p), one backward pass per output."""
-    params = list(model.parameters())
-    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in model(x).flatten()]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+def _pseudo_inverse_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """J⁺(z − y), (p,)."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    blocks = jacrev(lambda params: functional_call(model, params, (x,)).flatten())(params)
+    jacobian = torch.cat([block.flatten(1) for block in blocks.values()], 1)
+    return torch.linalg.pinv(jacobian, rtol=1e-10) @ (model(x) - y).detach().flatten()
+
+
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
 
 
 def natural_gradient(device: torch.device) -> float:
     """G⁺∇L against the pseudo-inverse of the Jacobian."""
     model, x, y = _net(device)
-    jacobian = _jacobian(model, x)
-    want = torch.linalg.pinv(jacobian, rtol=1e-10) @ (model(x) - y).detach().flatten()
+    want = _pseudo_inverse_step(model, x, y)
     optimizer = NaturalGradient(
         model, metric=Fisher(Gaussian()), solver=PseudoInverse(1e-10), step=Constant(1.0)
     )
@@ -110,8 +106,7 @@ def natural_gradient(device: torch.device) -> float:
         loss.backward()
         return loss
 
-    got = optimizer.direction(closure).x
-    return float((got - want).norm() / want.norm())
+    return _relative_error(optimizer.direction(closure).x, want)
 
 
 def kfac(device: torch.device) -> float:
@@ -121,8 +116,7 @@ def kfac(device: torch.device) -> float:
     with torch.no_grad():
         layer.weight.copy_(next(model.parameters())[:2])
     before = torch.cat([p.detach().flatten() for p in layer.parameters()])
-    jacobian = _jacobian(layer, x)
-    want = torch.linalg.pinv(jacobian, rtol=1e-10) @ (layer(x) - y).detach().flatten()
+    want = _pseudo_inverse_step(layer, x, y)
     optimizer = KFAC(
         layer, 1.0, likelihood=Gaussian(), fisher="exact", damping=0.0, momentum=0.0, ema=0.0,
         kl_clip=None, statistics_every=1, invert_every=1,
@@ -132,7 +126,7 @@ def kfac(device: torch.device) -> float:
     optimizer.step()
     after = torch.cat([p.detach().flatten() for p in layer.parameters()])
     optimizer.close()
-    return float((before - after - want).norm() / want.norm())
+    return _relative_error(before - after, want)
 
 
 def singular(device: torch.device) -> float:
@@ -144,16 +138,14 @@ def singular(device: torch.device) -> float:
     solver = PseudoInverse(1e-10)
     got = solver.solve(solver.init(Rows(rows)), rows.T @ r, whitened=r).x
     want = torch.linalg.lstsq(rows.cpu(), r.cpu()[:, None], driver="gelsd", rcond=1e-10)
-    x = want.solution[:, 0].to(device)
-    return float((got - x).norm() / x.norm())
+    return _relative_error(got, want.solution[:, 0].to(device))
 
 
 def products(device: torch.device) -> float:
     """A float32 product against float64: large where TF32 or bfloat16 stand in for float32."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(256, 256, generator=generator, dtype=torch.float64)
-    got = (a.float().to(device) @ a.float().to(device)).double().cpu()
-    return float((got - a @ a).norm() / (a @ a).norm())
+    return _relative_error((a.float().to(device) @ a.float().to(device)).cpu(), a @ a)
 
 
 #: (name, check, largest error)

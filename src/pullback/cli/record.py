@@ -14,6 +14,7 @@ from ..pde import Setup, Solution
 from ..pde.networks import Slabs
 from . import files
 from .environment import environment
+from .terminal import facts
 
 FORMAT = "pullback solution 1"
 
@@ -21,9 +22,6 @@ FORMAT = "pullback solution 1"
 def summary(solution: Solution) -> Table:
     """What was solved, with what, how long it took and how well it went."""
     history = solution.history
-    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
     rows = {
         "problem": solution.problem.name,
         "network": f"{described(solution.network)}, {parameters(solution.network):,} parameters",
@@ -36,9 +34,7 @@ def summary(solution: Solution) -> Table:
         if len(solution.problem.fields) > 1:
             rows["of each field"] = ", ".join(f"{k} {v:.1e}" for k, v in solution.errors.items())
     rows |= {n: f"{v:.8g}" for n, v in solution.unknowns.items()}
-    for key, value in {**rows, "stopped": solution.stopped}.items():
-        table.add_row(key, value)
-    return table
+    return facts({**rows, "stopped": solution.stopped})
 
 
 def report(

@@ -12,7 +12,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from .. import pde
@@ -20,7 +21,7 @@ from .._core.errors import PullbackError, nearest
 from .environment import usable
 from .files import folder
 from .record import described, parameters, report, summary, write
-from .terminal import WIDE, columns, paragraphs
+from .terminal import columns
 
 
 def solved(
@@ -77,26 +78,18 @@ def solved(
     return False
 
 
-def setups(width: int) -> RenderableType:
-    """The set-ups that `solve` knows, for a terminal of this width."""
-    heading = "set-ups: pullback solve NAME"
-    rows: list[tuple[str, str, str, str]] = []
+def setups() -> Table:
+    """The set-ups that `solve` knows."""
+    table = columns("name", heading="set-ups: pullback solve NAME")
+    table.add_column("equation; network", overflow="fold")
     for name in pde.SETUPS:
         found = pde.setup(name)
         network, slabs = found.network(0), found.options.get("slabs", 1)
         slabs = slabs if isinstance(slabs, int) else len(slabs) + 1
         words = f"{slabs} × {described(network)}" if slabs > 1 else described(network)
         equation = getattr(found.problem, "equation", "")
-        rows += [(name, equation, words, f"{slabs * parameters(network):,}")]
-    if width < WIDE:
-        below = ((n, [], f"{e}; {net}, {p} parameters") for n, e, net, p in rows)
-        return paragraphs(heading, below)
-    table = columns("name", heading=heading)
-    table.add_column("equation")
-    table.add_column("network", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+        count = f"{slabs * parameters(network):,} parameters"
+        table.add_row(name, f"{equation}; {words}, {count}")
     return table
 
 

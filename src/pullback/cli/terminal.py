@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from .._core.errors import PullbackError
 
 RESULTS = Path("results")
 Out = Annotated[Path, typer.Option(help="Folder of results.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
-
-WIDE = 120  # characters, from which on columns leave room for sentences
 
 
 def console() -> Console:
@@ -46,6 +42,16 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names and what is known of them, one below the other."""
+    table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
 def columns(first: str, *others: str, heading: str = "") -> Table:
     """An empty table without rules; the first column names the row."""
     table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0), title=heading or None)
@@ -54,13 +60,3 @@ def columns(first: str, *others: str, heading: str = "") -> Table:
     for column in others:
         table.add_column(column, no_wrap=True)
     return table
-
-
-def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Group:
-    """(name, what is known, sentence) as a line and a paragraph each, for narrow terminals."""
-    parts: list[RenderableType] = [Text(heading, style="bold underline")]
-    for name, known, words in rows:
-        told = ", ".join(word for word in known if word not in ("", "–"))
-        parts += [Text.assemble((name, "bold"), f"   {told}".rstrip())]
-        parts += [Padding(Text(words), (0, 0, 0, 3))]
-    return Group(*parts)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -20,57 +20,7 @@ from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient
 from ..optim.checks import loss_of, refuse_metric
-
-
-class Host:
-    """The parameters of a module that require gradients, as one flat vector in float64."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = plain(model)
-        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.space = ParameterSpace(self.params)
-        low = sorted({str(p.dtype) for p in self.params.values() if p.dtype != torch.float64})
-        if low:
-            raise PullbackError(
-                "A flow needs float64",
-                f"some parameters are {', '.join(low)}, whose round-off is far above what the "
-                "integrator's error control works with",
-                "Call .double() on the model and its data",
-            )
-
-    def now(self) -> Tensor:
-        """The present parameters, flat."""
-        return self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
-
-    @contextmanager
-    def at(self, flat: Tensor) -> Iterator[None]:
-        """The module at a point, without gradients; parameters, gradients, buffers come back."""
-        saved = [(p, p.detach().clone(), p.grad) for p in self.params.values()]
-        before = Snapshot(self.model, self.space.device)
-        try:
-            self.write(flat)
-            self.clear()
-            yield
-        finally:
-            for p, value, gradient in saved:
-                p.data.copy_(value)
-                p.grad = gradient
-            before.restore()
-
-    def write(self, flat: Tensor) -> None:
-        """Put a flat vector into the parameters."""
-        for name, value in self.space.split(flat.to(self.space.device)).items():
-            self.params[name].data.copy_(value)
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        for p in self.params.values():
-            p.grad = None
-
-    def gradient(self) -> Tensor:
-        """p.grad, flat; a copy."""
-        return self.space.flatten({n: p.grad for n, p in self.params.items()}).clone()
-
+from ..solvers import Solution
 
 _LOST = 1e-8  # the probability of the other classes below which p − y has lost half of its digits
 
@@ -94,9 +44,6 @@ def count_lost(likelihood: Any, z: Tensor, g: Tensor) -> int:
     return int((sure & (slope * g.numel() < _LOST**0.5)).sum())
 
 
-KINDS = ("natural", "euclidean")
-
-
 @dataclass(frozen=True)
 class FieldValue:
     """The field at one point; a non-empty reason says why it has no velocity."""
@@ -110,7 +57,7 @@ class FieldValue:
     def checked(cls, loss: float, gradient: Tensor, velocity: Tensor) -> FieldValue:
         """The same, with a reason if anything in it is not finite."""
         reason = ""
-        if not torch.isfinite(torch.tensor(loss)):
+        if not isfinite(loss):
             reason = f"the loss is not finite ({loss})"
         elif not bool(torch.isfinite(gradient).all()):
             reason = "the gradient is not finite"
@@ -125,36 +72,11 @@ class FieldValue:
         return cls(float("nan"), nan, nan, reason)
 
 
-class VectorField(ABC):
-    """θ' = v(θ) on flat parameters (p,)."""
-
-    space: ParameterSpace
-    start: Tensor
-    #: what is evaluated at other inputs, if anything can be
-    model: nn.Module | None = None
-
-    @abstractmethod
-    def local(self, flat: Tensor) -> FieldValue:
-        """Loss, gradient and velocity at a point."""
-
-    @abstractmethod
-    def loss(self, flat: Tensor) -> float:
-        """The loss alone."""
-
-    @abstractmethod
-    def values(self, flat: Tensor) -> Tensor:
-        """The function values that the loss was computed from."""
-
-    def like(self, flat: Tensor) -> Any:
-        """A flat vector in the form in which the user holds parameters."""
-        return self.space.split(flat)
-
-
-class ClosureField(VectorField):
-    """The field of an ordinary closure of a module.
+class VectorField:
+    """θ' = v(θ) for a closure of a module, on its parameters that require gradients, flat (p,).
 
     Args:
-        model: the module.
+        model: the module, in float64.
         closure: evaluates the loss, calls backward and returns it; backward is called here
             where it did not.
         kind: "natural" or "euclidean".
@@ -164,37 +86,64 @@ class ClosureField(VectorField):
     def __init__(
         self, model: nn.Module, closure: Callable[[], Any], kind: str, **options: Any
     ) -> None:
-        self.host = Host(model)
-        self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
+        self.module = plain(model)
+        #: what can be evaluated at other inputs
+        self.model: nn.Module | None = self.module
+        self.params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.space = ParameterSpace(self.params)
+        low = sorted({str(p.dtype) for p in self.params.values() if p.dtype != torch.float64})
+        if low:
+            raise PullbackError(
+                "A flow needs float64",
+                f"some parameters are {', '.join(low)}, whose round-off is far above what the "
+                "integrator's error control works with",
+                "Call .double() on the model and its data",
+            )
+        self.start = self.space.flatten({n: p.detach() for n, p in self.params.items()}).clone()
         self._user, self._loss, self._lost = closure, float("nan"), 0
+        self._gradient = torch.zeros_like(self.start)
         self._outputs: list[Tensor] = []
         self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
         metric = None if self._optimizer is None else self._optimizer.metric
         self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
 
+    @contextmanager
+    def at(self, flat: Tensor) -> Iterator[None]:
+        """The module at a point; parameters, gradients and buffers come back."""
+        saved = [(p, p.detach().clone(), p.grad) for p in self.params.values()]
+        before = Snapshot(self.module, self.space.device)
+        try:
+            for name, value in self.space.split(flat.to(self.space.device)).items():
+                self.params[name].data.copy_(value)
+            yield
+        finally:
+            for p, value, gradient in saved:
+                p.data.copy_(value)
+                p.grad = gradient
+            before.restore()
+
     def local(self, flat: Tensor) -> FieldValue:
-        with self.host.at(flat), torch.enable_grad():
-            if self._optimizer is None:
-                self._closure()
-                gradient = self.host.gradient()
-                return FieldValue.checked(self._loss, gradient, -gradient)
-            found = self._optimizer.direction(self._closure)
-            gradient = self.host.gradient()
-            if not found.status.ok and bool(gradient.any()):
-                return FieldValue.broken(flat, found.status.value)
-            if self._lost:
-                return FieldValue.broken(flat, _ROUNDED.format(self._lost))
-            return FieldValue.checked(self._loss, gradient, -found.x)
+        """Loss, gradient and velocity at a point."""
+        with self.at(flat), torch.enable_grad():
+            found = self._solve()
+        if found is None:
+            return FieldValue.checked(self._loss, self._gradient, -self._gradient)
+        if not found.status.ok and bool(self._gradient.any()):
+            return FieldValue.broken(flat, found.status.value)
+        if self._lost:
+            return FieldValue.broken(flat, _ROUNDED.format(self._lost))
+        return FieldValue.checked(self._loss, self._gradient, -found.x)
 
     def loss(self, flat: Tensor) -> float:
-        with self.host.at(flat), torch.enable_grad():
-            self._closure()
+        """The loss alone."""
+        with self.at(flat), torch.enable_grad():
+            self._evaluate()
         return self._loss
 
     def values(self, flat: Tensor) -> Tensor:
         """The module's outputs while the closure ran; several calls are joined along axis 0."""
-        with self.host.at(flat), torch.enable_grad():
-            self._closure()
+        with self.at(flat), torch.enable_grad():
+            self._evaluate()
         seen = [z.clone() for z in self._outputs]
         if not seen:
             raise PullbackError(
@@ -204,18 +153,32 @@ class ClosureField(VectorField):
             )
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _closure(self) -> Any:
-        self.host.clear()
+    def like(self, flat: Tensor) -> Any:
+        """A flat vector in the form in which the user holds parameters."""
+        return self.space.split(flat)
+
+    def _solve(self) -> Solution | None:
+        """Evaluate the closure, and find G⁺∇L; None for the Euclidean flow."""
+        if self._optimizer is not None:
+            return self._optimizer.direction(self._evaluate)
+        self._evaluate()
+        return None
+
+    def _evaluate(self) -> Any:
+        """Run the closure once; keep its loss, its gradient and the module's outputs."""
+        for p in self.params.values():
+            p.grad = None
         self._outputs, self._lost = [], 0
-        hook = self.host.model.register_forward_hook(self._follow)
+        hook = self.module.register_forward_hook(self._follow)
         try:
             loss = self._user()
             self._loss = loss_of(loss)
-            silent = all(p.grad is None for p in self.host.params.values())
+            silent = all(p.grad is None for p in self.params.values())
             if silent and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
         finally:
             hook.remove()
+        self._gradient = self.space.flatten({n: p.grad for n, p in self.params.items()}).clone()
         return loss
 
     def _follow(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -225,11 +188,11 @@ class ClosureField(VectorField):
         z = output.detach()
         self._outputs.append(z)
 
-        def look(g: Tensor) -> None:
+        def count(g: Tensor) -> None:
             self._lost += count_lost(self._likelihood, z, g)
 
         if self._likelihood is not None and output.requires_grad:
-            output.register_hook(look)
+            output.register_hook(count)
 
 
 _ROUNDED = (
@@ -244,35 +207,21 @@ class ObjectiveField(VectorField):
     def __init__(
         self, model: nn.Module, objective: Callable[..., Any], kind: str, **options: Any
     ) -> None:
-        self.host = Host(model)
-        self.model, self.space, self.start = self.host.model, self.host.space, self.host.now()
         self._objective = objective
         self._residuals = ObjectiveMap(objective, options["reduction"])
-        self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
+        super().__init__(model, self._total, kind, **options)
         if self._optimizer is not None:
             refuse_metric(self._optimizer.metric)
 
-    def local(self, flat: Tensor) -> FieldValue:
-        leaf = flat.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            total = self._total(self.space.split(leaf))
-            (gradient,) = torch.autograd.grad(total, leaf)
-        loss, gradient = float(total.detach()), gradient.detach()
-        checked = FieldValue.checked(loss, gradient, -gradient)
-        if self._optimizer is None or checked.reason:
-            return checked
-        with self.host.at(flat):
-            found = self._optimizer.direction(objective=self._objective)
-        if not found.status.ok and bool(gradient.any()):
-            return FieldValue.broken(flat, found.status.value)
-        return FieldValue.checked(loss, gradient, -found.x)
+    def _total(self) -> Tensor:
+        return 0.5 * self._residuals(self.params).square().sum()
 
-    def loss(self, flat: Tensor) -> float:
-        with torch.no_grad():
-            return float(self._total(self.space.split(flat)))
-
-    def _total(self, params: dict[str, Tensor]) -> Tensor:
-        return 0.5 * self._residuals(params).square().sum()
+    def _solve(self) -> Solution | None:
+        self._evaluate()
+        finite = isfinite(self._loss) and bool(torch.isfinite(self._gradient).all())
+        if self._optimizer is None or not finite:
+            return None
+        return self._optimizer.direction(objective=self._objective)
 
     def values(self, flat: Tensor) -> Tensor:
         """All residuals, weighted, (n,)."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from math import isfinite, nan
+from typing import Any
 
 import scipy
 import torch
 from torch import Tensor, nn
 
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError, refuse_unknown
+from .._core.errors import PullbackError, refuse_unknown, require
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..solvers import PseudoInverse, Solver
-from .field import KINDS, ClosureField, ObjectiveField, VectorField
+from .field import ObjectiveField, VectorField
 from .march import March
 from .supervised import Supervised, SupervisedField
 from .trajectory import Event, Trajectory, blow_up
@@ -33,20 +34,24 @@ class FunctionModule(nn.Module):
     Entries of z that a matrix may couple are one sample, (1, n).
     """
 
-    def __init__(self, phi: Callable[..., Tensor], start: Start, whole: bool) -> None:
+    def __init__(self, phi: Callable[..., Any], start: Start, whole: bool) -> None:
         super().__init__()
         named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
             refuse_values(f"The start {name!r}", value)
         self.names = tuple(named)
         self.single, self.whole, self.phi = isinstance(start, Tensor), whole, phi
-        self.shape: torch.Size | None = None
+        self.shape = torch.Size()
         self.coordinates = nn.ParameterList([v.detach().clone() for v in named.values()])
+
+    def argument(self, tensors: Iterable[Tensor]) -> Any:
+        """What φ is called with."""
+        named = dict(zip(self.names, tensors, strict=True))
+        return named["xi"] if self.single else named
 
     def forward(self) -> Tensor:
         """z as the metric sees it."""
-        named = dict(zip(self.names, self.coordinates, strict=True))
-        z = self.phi(named["xi"] if self.single else named)
+        z = self.phi(self.argument(self.coordinates))
         if not isinstance(z, Tensor) or not z.is_floating_point() or not z.numel():
             raise PullbackError(
                 "φ does not give a point of Z",
@@ -65,60 +70,47 @@ class FunctionModule(nn.Module):
 
     def restore(self, z: Tensor) -> Tensor:
         """Back to φ's own shape."""
-        return z if self.shape is None else z.reshape(self.shape)
+        return z.reshape(self.shape)
 
 
-class FunctionField(ClosureField):
+class FunctionField(VectorField):
     """θ' = −G⁺∇(L∘φ) for φ: Ξ → (Z, g) and L on Z."""
 
     def __init__(
         self,
-        phi: Callable[..., Tensor],
-        loss: Callable[[Tensor], Tensor],
+        phi: Callable[..., Any],
+        loss: Callable[..., Any],
         start: Start,
         kind: str,
         *,
         metric: Any = None,
         **options: Any,
     ) -> None:
-        whole = not isinstance(metric, Metric)
-        self._wrapped = FunctionModule(phi, start, whole)
+        module = FunctionModule(phi, start, whole=not isinstance(metric, Metric))
+        self._restored = lambda: module.restore(module())
         if kind == "natural":
-            options["metric"] = self._metric(metric)
-        super().__init__(self._wrapped, lambda: self._total(loss), kind, **options)
+            options["metric"] = _metric(metric, module)
+        super().__init__(module, lambda: loss(self._restored()), kind, **options)
         self.model = None  # φ has no other inputs
-
-    def _total(self, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        return loss(self._wrapped.restore(self._wrapped()))
-
-    def _metric(self, metric: Any) -> Metric:
-        if metric is None:
-            return Euclidean()
-        if isinstance(metric, Metric):
-            return metric
-        if isinstance(metric, Tensor):
-            return MetricFunction(lambda z: metric.to(z)[None])
-        if callable(metric):
-            matrix: Callable[[Tensor], Any] = metric
-            return MetricFunction(lambda z: matrix(self._wrapped.restore(z))[None])
-        raise PullbackError(
-            "The metric is not usable",
-            f"got {metric!r}",
-            "Pass a matrix over the entries of z, a function z -> matrix, or a metric object",
-        )
 
     def values(self, flat: Tensor) -> Tensor:
         """φ(ξ), in its own shape."""
-        with self.host.at(flat), torch.no_grad():
-            return self._wrapped.restore(self._wrapped()).clone()  # φ may return ξ itself
+        with self.at(flat), torch.no_grad():
+            return self._restored().clone()  # φ may return ξ itself
 
     def like(self, flat: Tensor) -> Any:
-        pieces = list(self.space.split(flat).values())
-        return (
-            pieces[0]
-            if self._wrapped.single
-            else dict(zip(self._wrapped.names, pieces, strict=True))
-        )
+        assert isinstance(self.module, FunctionModule)
+        return self.module.argument(self.space.split(flat).values())
+
+
+def _metric(metric: Any, module: FunctionModule) -> Metric:
+    if metric is None or isinstance(metric, Metric):
+        return Euclidean() if metric is None else metric
+    if isinstance(metric, Tensor):
+        return MetricFunction(lambda z: metric.to(z)[None])
+    remedy = "Pass a matrix over the entries of z, a function z -> matrix, or a metric object"
+    require(callable(metric), "The metric", metric, remedy)
+    return MetricFunction(lambda z: metric(module.restore(z))[None])
 
 
 METHODS = ("DOP853", "RK45", "LSODA", "Radau", "BDF")
@@ -175,7 +167,7 @@ def integrate(
         loss that is not finite, an exhausted budget) ends with its reason, before anything
         that is not finite; only requests that make no sense raise.
     """
-    refuse_unknown("kind", kind, KINDS)
+    refuse_unknown("kind", kind, ("natural", "euclidean"))
     refuse_unknown("method", method, METHODS)
     times = _times(t, at)
     refuse_number("rtol", rtol, positive=True)
@@ -218,16 +210,10 @@ def _field(
         )
     options["reduction"] = reduction or ("mean" if module else "sum")
     if not module:
-        if not callable(model) or not callable(target):
-            raise PullbackError(
-                "This is no map with a loss",
-                f"got {type(model).__name__} and {type(target).__name__}",
-                "Pass φ and a function of its values",
-            )
+        both = callable(model) and callable(target)
+        require(both, "The map or its loss", (model, target), "Pass φ and a function of its values")
         assert start is not None
-        phi: Callable[..., Tensor] = cast(Any, model)
-        loss: Callable[[Tensor], Tensor] = cast(Any, target)
-        return FunctionField(phi, loss, start, kind, metric=metric, **options)
+        return FunctionField(model, target, start, kind, metric=metric, **options)
     if kind == "natural" and not isinstance(target, Supervised):
         options["metric"] = metric
     if isinstance(target, Supervised):
@@ -240,23 +226,17 @@ def _field(
         return SupervisedField(model, target, kind, metric=metric, **options)
     if _wants_parameters(target):
         return ObjectiveField(model, target, kind, **options)
-    return ClosureField(model, target, kind, **options)
+    return VectorField(model, target, kind, **options)
 
 
 def _wants_parameters(target: Any) -> bool:
     """Whether it is a function of the parameter dict, and not a closure."""
-    if not callable(target):
-        raise PullbackError(
-            "There is no loss",
-            f"got {type(target).__name__}",
-            "Pass a closure, a function of the parameter dict, or Supervised(...)",
-        )
+    remedy = "Pass a closure, a function of the parameter dict, or Supervised(...)"
+    require(callable(target), "The loss", target, remedy)
     try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
+        inspect.signature(target).bind()
+    except ValueError:  # a builtin without a signature
         return False
-    try:
-        signature.bind()
     except TypeError:
         return True
     return False
@@ -265,13 +245,10 @@ def _wants_parameters(target: Any) -> bool:
 def _times(t: Any, at: Any) -> tuple[float, float, Tensor | None]:
     try:
         first, last = (float(x) for x in t)
-    except (TypeError, ValueError) as error:
-        raise PullbackError(
-            "The time span is not usable", f"got {t!r}", "Pass (from, to)"
-        ) from error
-    finite = abs(first) < float("inf") and abs(last) < float("inf")
-    if not finite or not last > first:
-        raise PullbackError("The time span is not usable", f"got {t!r}", "Use from < to, finite")
+    except (TypeError, ValueError):
+        first = last = nan
+    usable = isfinite(first) and isfinite(last) and first < last
+    require(usable, "The time span", t, "Pass (from, to) with from < to, finite")
     if at is None:
         return first, last, None
     times = torch.as_tensor(at, dtype=torch.float64, device="cpu").reshape(-1)

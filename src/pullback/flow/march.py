@@ -11,7 +11,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .field import FieldValue, VectorField
 from .trajectory import Event, State, Trajectory
 
@@ -37,12 +37,7 @@ class March:
         self, field: VectorField, events: Sequence[Event], *, at: Tensor | None, budget: int
     ) -> None:
         for event in events:
-            if not isinstance(event, Event):
-                raise PullbackError(
-                    "An event is not usable",
-                    f"got {event!r}",
-                    "Pass flow.Event(function)",
-                )
+            require(isinstance(event, Event), "An event", event, "Pass flow.Event(function)")
         self._field, self._events, self._at, self._budget = field, list(events), at, budget
         self._evaluations = 0
         self._times: dict[str, list[float]] = defaultdict(list)

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._core.capture import Selector
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown, require
 from .._core.factor import Diagonal, Factor
 from ..grams import Part, assemble
 from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
 from ..metrics import Fisher, Metric
 from ..solvers import PseudoInverse, Solver
-from .field import ClosureField, FieldValue
+from .field import FieldValue, VectorField
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ def bernoulli(z: Tensor, y: Tensor) -> Score:
 
     v = (1 − y)/σ(−z) − y/σ(z), and r = v √(σ(z)σ(−z)) = (1 − y)e^(z/2) − y e^(−z/2).
     """
-    y = _shaped(y, z)
+    y = _labels_like(y, z)
     half = 0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))
     c = half.max()
     slope = (1 - y) * z.sigmoid() - y * (-z).sigmoid()
-    v = _times(1 - y, 1 + z.exp()) - _times(y, 1 + (-z).exp())
-    white = _times(1 - y, (z / 2 - c).exp()) - _times(y, (-z / 2 - c).exp())
+    v = _masked_product(1 - y, 1 + z.exp()) - _masked_product(y, 1 + (-z).exp())
+    white = _masked_product(1 - y, (z / 2 - c).exp()) - _masked_product(y, (-z / 2 - c).exp())
     return Score(slope, v, (half - c).exp(), white)
 
 
-def _times(y: Tensor, x: Tensor) -> Tensor:
+def _masked_product(y: Tensor, x: Tensor) -> Tensor:
     """y·x, zero where y is, however large x."""
     return torch.where(y == 0, 0.0, y * x)
 
 
-def _shaped(y: Tensor, z: Tensor) -> Tensor:
+def _labels_like(y: Tensor, z: Tensor) -> Tensor:
     if y.numel() != z.numel() or not bool(((y >= 0) & (y <= 1)).all()):
         raise PullbackError(
             "The labels do not fit the logits",
@@ -100,7 +100,7 @@ class Supervised:
         return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
 
 
-class SupervisedField(ClosureField):
+class SupervisedField(VectorField):
     """The flow of `Supervised`; by the closure of its loss where there is no closed form."""
 
     def __init__(
@@ -115,15 +115,11 @@ class SupervisedField(ClosureField):
         memory: int = 2**30,
         **options: Any,
     ) -> None:
-        if not isinstance(data.likelihood, Likelihood) or data.reduction not in ("mean", "sum"):
-            raise PullbackError(
-                "The data has no usable likelihood",
-                f"got {data.likelihood!r} with reduction={data.reduction!r}",
-                'Pass one of pullback.likelihoods, and "mean" or "sum"',
-            )
-        if not isinstance(data.targets, Tensor):
-            got = type(data.targets).__name__
-            raise PullbackError("The targets are no tensor", f"got {got}", "Pass a tensor")
+        usable = isinstance(data.likelihood, Likelihood)
+        require(usable, "The likelihood", data.likelihood, "Pass one of pullback.likelihoods")
+        refuse_unknown("reduction", data.reduction, ("mean", "sum"))
+        got = type(data.targets).__name__
+        require(isinstance(data.targets, Tensor), "The data's targets", got, "Pass a tensor")
         self._data, self._output, self._memory = data, output, memory
         self._plans: dict[Any, Any] = {}
         chosen = Fisher(data.likelihood) if metric is None else metric
@@ -137,7 +133,7 @@ class SupervisedField(ClosureField):
         self._solver = solver if log and own and plain else None
 
     def _total(self) -> Tensor:
-        z = self._map().value(self.host.model(*self._data.arguments))
+        z = self._map().value(self.module(*self._data.arguments))
         return self._reduced(z)
 
     def _reduced(self, z: Tensor) -> Tensor:
@@ -152,12 +148,12 @@ class SupervisedField(ClosureField):
 
     def _map(self) -> ModuleMap:
         call = Call.of(*self._data.arguments)
-        return ModuleMap(self.host.model, call, output=self._output, plans=self._plans)
+        return ModuleMap(self.module, call, output=self._output, plans=self._plans)
 
     def local(self, flat: Tensor) -> FieldValue:
         if self._solver is None:
             return super().local(flat)
-        with self.host.at(flat):
+        with self.at(flat):
             linear = self._map().linearize(self.space.split(flat))
             score = bernoulli(linear.value, self._data.targets.to(linear.value.device))
             loss = float(self._reduced(linear.value))
@@ -178,13 +174,15 @@ class SupervisedField(ClosureField):
         """
         v = score.velocity
         finite, one = torch.isfinite(v), Diagonal(torch.ones_like(v))
-        x, rank, clear = self._solved(linear, one, torch.where(finite, v, 0.0))
+        x, rank, clear = self._least_squares(linear, one, torch.where(finite, v, 0.0))
         if rank == v.numel() and bool(finite.all()):
             return x, 0
-        x, seen, _ = self._solved(linear, Diagonal(score.root), score.white)
+        x, seen, _ = self._least_squares(linear, Diagonal(score.root), score.white)
         return x, max(0, clear - seen)
 
-    def _solved(self, linear: Linearization, factor: Factor, r: Tensor) -> tuple[Tensor, int, int]:
+    def _least_squares(
+        self, linear: Linearization, factor: Factor, r: Tensor
+    ) -> tuple[Tensor, int, int]:
         """A⁺r, the rank of A, and how many of its singular values are above _CLEAR·σ_max."""
         assert self._solver is not None
         part = Part(linear, factor)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._core.capture import plain
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .field import VectorField
 
 
@@ -52,10 +52,7 @@ class Event:
     def __init__(
         self, function: Callable[[State], float], name: str = "event", stop: bool = True
     ) -> None:
-        if not callable(function):
-            raise PullbackError(
-                "The event is not usable", f"got {function!r}", "Pass a function of the state"
-            )
+        require(callable(function), "The event", function, "Pass a function of the state")
         self.function, self.name, self.stop = function, name, stop
 
     def __call__(self, state: State) -> float:
@@ -126,9 +123,7 @@ class Trajectory:
         times = torch.as_tensor(t, dtype=torch.float64)
         if times.ndim:
             return torch.stack([self.flat(float(x)) for x in times])
-        return self._one(float(times))
-
-    def _one(self, t: float) -> Tensor:
+        t = float(times)
         if t == self.end:
             return self._end[1].clone()
         hits = (self.t == t).nonzero()

@@ -19,7 +19,7 @@ from .invariance.trial import Contender
 from .local.inverses import RandomInverse, Rank, WeightedNorm
 from .local.point import Decomposition, Point
 from .local.proper import Properness, properness
-from .volume import Flatness, flatness
+from .volume.flatness import Flatness, flatness
 
 __all__ = [
     # one point

@@ -1,10 +1,9 @@
 """Stage three, *grams*: in which form is G = AᵀA held?"""
 
-from .assemble import FORMS, Part, assemble, coverage
-from .base import FactoredGram, Gram, Structure
-from .forms import Dense, Kernel, Operator, Rows
-from .joined import Stack, assemble_stack
+from .assemble import FORMS, assemble, assemble_stack, coverage
+from .forms import Dense, FactoredGram, Gram, Kernel, Operator, Rows, Structure
 from .kronecker import Kronecker
+from .stack import Part, Stack
 
 __all__ = [
     "FORMS",

@@ -1,18 +1,126 @@
-"""The forms a Gram is held in: rows A, dense AᵀA, kernel AAᵀ, or products alone."""
+r"""Grams G = Jᵀ M J = AᵀA: the pullback metric on parameters, and the forms it is held in.
+
+It is held as rows A, dense AᵀA, the kernel AAᵀ, or by products alone. Vectors on the parameter
+side have shape (p,), on the row side (n,), where A = SᵀJ is n × p.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.products import gram
-from .base import FactoredGram, Gram, Structure
 
+_PANEL = 2**23  # entries of A that are compressed at once
 _EXACT_TRACE = 256  # rows up to which the trace of an operator is computed and not estimated
 _PROBES = 32
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a Gram is, as data to query.
+
+    Attributes:
+        holds: what is in memory: "rows", "kernel", "dense", or "operator" (products only).
+        factored: whether products with A and Aᵀ are available.
+        exact: whether this is the pullback metric itself and not an approximation of it.
+        kronecker: whether it is a sum of Kronecker products per layer.
+        low_rank: whether A has fewer rows than columns.
+        closed: whether the model itself gave it in closed form.
+        spectral: whether `spectrum` is cheaper than any factorization of a matrix.
+    """
+
+    holds: str
+    factored: bool
+    exact: bool = True
+    kronecker: bool = False
+    low_rank: bool = False
+    closed: bool = False
+    spectral: bool = False
+
+
+class Gram(ABC):
+    """A symmetric positive semidefinite operator on parameters; `matvec` is all it must have."""
+
+    #: number of parameters p
+    size: int
+    #: number of rows n of A, where there is an A
+    count: int
+    structure: Structure
+    dtype: torch.dtype
+    device: torch.device
+
+    @abstractmethod
+    def matvec(self, v: Tensor) -> Tensor:
+        """G v."""
+
+    def dense(self) -> Tensor:
+        """G as a matrix (p, p)."""
+        eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
+        return torch.stack([self.matvec(e) for e in eye])
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of G."""
+        return self.dense().diagonal()
+
+    def trace(self) -> Tensor:
+        """tr G, a scalar tensor."""
+        return self.diagonal().sum()
+
+
+class FactoredGram(Gram):
+    """G = AᵀA with products by A and Aᵀ."""
+
+    @abstractmethod
+    def project(self, v: Tensor) -> Tensor:
+        """A v: (p,) -> (n,)."""
+
+    @abstractmethod
+    def lift(self, c: Tensor) -> Tensor:
+        """Aᵀ c: (n,) -> (p,)."""
+
+    def lift_rows(self, c: Tensor) -> Tensor:
+        """Aᵀ of every row of c: (k, n) -> (k, p)."""
+        return torch.stack([self.lift(row) for row in c])
+
+    def matvec(self, v: Tensor) -> Tensor:
+        return self.lift(self.project(v))
+
+    def rows(self) -> Tensor:
+        """A as a matrix (n, p)."""
+        eye = torch.eye(self.count, dtype=self.dtype, device=self.device)
+        return torch.stack([self.lift(e) for e in eye])
+
+    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        """A Ω, (n, k), for Ω as a function of rows: (..., p) -> (..., k)."""
+        rows = self.rows()
+        return torch.cat([columns(x) for x in rows.split(max(1, _PANEL // self.size))])
+
+    def kernel(self) -> Tensor:
+        """A Aᵀ as a matrix (n, n)."""
+        a = self.rows()
+        return a @ a.T
+
+    def spectrum(self) -> Any:
+        """A = U Σ Vᵀ as an object like `Svd`, where its structure gives it; else None."""
+        return None
+
+    def row_norms(self) -> Tensor | None:
+        """‖row_i‖ where they are at hand, else None."""
+        return None
+
+    def dense(self) -> Tensor:
+        a = self.rows()
+        return a.T @ a
+
+    def diagonal(self) -> Tensor:
+        return self.rows().square().sum(0)
 
 
 def _refuse_empty(count: int, size: int) -> tuple[int, int]:
@@ -152,27 +260,6 @@ class Operator(FactoredGram):
         return total / _PROBES
 
 
-class Panels(Operator):
-    """G by products with A and Aᵀ, and A itself a panel of rows at a time, never held whole."""
-
-    def __init__(
-        self,
-        panels: Callable[[], Iterator[Tensor]],
-        project: Callable[[Tensor], Tensor],
-        lift: Callable[[Tensor], Tensor],
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        gather: Callable[[Tensor], Tensor] = lambda a: a,
-    ) -> None:
-        super().__init__(project, lift, shape, dtype, device)
-        self._panels, self._gather = panels, gather
-
-    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
-        empty = columns(torch.zeros(0, self.size, dtype=self.dtype, device=self.device))
-        return self._gather(torch.cat([empty, *(columns(rows) for rows in self._panels())]))
-
-
 class Kernel(Operator):
     """G by its sample-space twin K = AAᵀ, held as a matrix, with products by A and Aᵀ."""
 
@@ -182,17 +269,13 @@ class Kernel(Operator):
         project: Callable[[Tensor], Tensor],
         lift: Callable[[Tensor], Tensor],
         size: int,
-        diagonal: Callable[[], Tensor] | None = None,
     ) -> None:
         super().__init__(project, lift, (len(kernel), size), kernel.dtype, kernel.device)
-        self._kernel, self._diagonal = kernel, diagonal
+        self._kernel = kernel
         self.structure = Structure("kernel", factored=True, low_rank=self.count < self.size)
 
     def kernel(self) -> Tensor:
         return self._kernel
-
-    def diagonal(self) -> Tensor:
-        return super().diagonal() if self._diagonal is None else self._diagonal()
 
     def row_norms(self) -> Tensor:
         return self._kernel.diagonal().clamp(min=0).sqrt()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.checks import refuse_values
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
 from ..maps import Linearization
@@ -29,13 +29,10 @@ def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
         return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
-    if isinstance(basis, Sequence) and basis:
-        return Rows(torch.stack([_flat(v, space) for v in basis]))
-    raise PullbackError(
-        "The basis is not usable",
-        f"got {type(basis).__name__}",
-        "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec",
-    )
+    listed = isinstance(basis, Sequence) and not isinstance(basis, str) and bool(basis)
+    remedy = "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec"
+    require(listed, "The basis", basis, remedy)
+    return Rows(torch.stack([_flat(v, space) for v in basis]))
 
 
 def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
@@ -54,9 +51,9 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
 
 def _flat(vector: Any, space: ParameterSpace) -> Tensor:
     if isinstance(vector, Mapping):
-        unknown = [n for n in vector if n not in space.names]
         shapes = dict(zip(space.names, space.shapes, strict=True))
-        wrong = unknown or [n for n, v in vector.items() if _shape(v) != shapes[n]]
+        fits = {n: isinstance(v, Tensor) and v.shape == shapes.get(n) for n, v in vector.items()}
+        wrong = [n for n, fit in fits.items() if not fit]
         if wrong:
             raise PullbackError(
                 "A tangent vector does not fit the parameters",
@@ -66,10 +63,6 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
         vector = space.flatten({n: vector.get(n) for n in space.names})
     refuse_values("A tangent vector", vector)
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _implicit(
@@ -144,18 +137,13 @@ def gtk(
     chunk: int | None = None,
     memory: int = MEMORY,
 ) -> Tensor:
-    """J C Cᵀ J'ᵀ, in the layouts of `ntk`; without a basis it is the NTK.
+    """J C Cᵀ J'ᵀ; without a basis it is the NTK.
 
     Args:
-        model: as for `ntk`.
-        x: inputs, samples first.
-        x2: other inputs, by default x.
+        model, x, x2, layout, params, chunk: as in `ntk`.
         basis: C: a matrix (p, k), dense or sparse, in the order of the parameters; a list of
             tangent vectors, each a dict by parameter name or a flat tensor; or an object with
             `matvec` and `rmatvec` over flat vectors.
-        layout: "full", "diagonal" or "trace".
-        params: the parameters to differentiate by, and where.
-        chunk: samples at a time.
         memory: bytes for rows of J; the features J C, (N·m, k), are held beside them.
 
     >>> model = torch.nn.Linear(2, 1, bias=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .tangent import Tangent, arguments, part, samples
+from .tangent import Tangent, arguments, parts
 
 _SAMPLES = 1024  # of x* at a time
 
@@ -37,10 +37,8 @@ class FunctionChange:
         return self._by_chunks(x, lambda args: there.at(args).value - here.at(args).value)
 
     def _by_chunks(self, x: Any, function: Callable[[Any], Tensor]) -> Tensor:
-        args = arguments(x)
-        starts = range(0, samples(args), _SAMPLES)
         with torch.no_grad():
-            return torch.cat([function(part(args, a, a + _SAMPLES)) for a in starts])
+            return torch.cat([function(args) for args in parts(arguments(x), _SAMPLES)])
 
     def parameters(self) -> dict[str, Tensor]:
         """v by the parameters' names."""
@@ -67,19 +65,19 @@ class Expansion:
     def __call__(self, x: Any) -> Tensor:
         """f(x), (N', *event)."""
         event = self.coefficients.shape[1:]
-        return _applied(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
+        return _apply_kernel(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
 
     def inner(self, other: Expansion) -> Tensor:
         """⟨f, f'⟩, a number."""
         c = self.coefficients.flatten(1)
-        return (c * _applied(self.kernel(self.points, other.points), other.coefficients)).sum()
+        return (c * _apply_kernel(self.kernel(self.points, other.points), other.coefficients)).sum()
 
     def norm(self) -> Tensor:
         """‖f‖."""
         return self.inner(self).clamp(min=0).sqrt()
 
 
-def _applied(kernel: Tensor, c: Tensor) -> Tensor:
+def _apply_kernel(kernel: Tensor, c: Tensor) -> Tensor:
     """Σ_j K_ij c_j, (N, m)."""
     flat = c.flatten(1)
     if kernel.ndim not in (2, 4) or kernel.shape[1] != len(c):

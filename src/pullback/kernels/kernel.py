@@ -20,11 +20,11 @@ from .._core.capture import Selector
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
 from .._core.processes import Processes
-from ..maps import Call, Linearization
+from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
-from .tangent import Tangent, arguments, as_tangent, part, samples
-from .tiles import MEMORY, assemble_tiles, check_sizes
+from .tangent import Tangent, arguments, as_tangent, parts, samples
+from .tiles import MEMORY, check_events, check_sizes, gather_tiles, refuse_others, tiles
 
 
 class TangentKernel(ABC):
@@ -71,7 +71,7 @@ class NTK(TangentKernel):
 
     def __init__(self, tangent: Tangent, processes: Processes | None = None) -> None:
         super().__init__(tangent)
-        self._processes = processes
+        self._processes = Processes() if processes is None else processes
 
     def raised(self, v: Tensor) -> Tensor:
         return v
@@ -79,7 +79,23 @@ class NTK(TangentKernel):
     def matrix(
         self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        return assemble_tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
+        n = samples(arguments(x))
+        n2 = n if x2 is None else samples(arguments(x2))
+        found = tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
+        if not self._processes.alone:
+            refuse_others(self.tangent, x, x2, self._processes)
+            found = gather_tiles(found, self.tangent.space.zeros(0), self._processes)
+        out: Tensor | None = None
+        for rows, some, tile in found:
+            if rows == slice(0, n) and some == slice(0, n2):
+                return tile  # the only one, which need not be copied
+            if out is None:
+                out = tile.new_empty(n, n2, *tile.shape[2:])
+            out[rows, some] = tile
+            if x2 is None and some != rows:
+                out[some, rows] = layout.flip(tile)
+        assert out is not None
+        return out
 
 
 class FeatureKernel(TangentKernel):
@@ -100,13 +116,8 @@ class FeatureKernel(TangentKernel):
         memory = MEMORY if memory is None else memory
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
-        if h.shape[1] != h2.shape[1]:
-            raise PullbackError(
-                "x and x2 give outputs of different shapes",
-                f"{h.shape[1]} and {h2.shape[1]} entries",
-                "Pass inputs for which the model has the same number of outputs",
-            )
-        return layout.of_features(h, h2)
+        check_events(h.shape[1:], h2.shape[1:])
+        return torch.einsum(layout.of_features, h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
         """H(x), in chunks of samples that fit the memory."""
@@ -197,10 +208,10 @@ class KernelOperator:
     """
 
     def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
-        self._kernel, self._chunk = kernel, chunk
-        self._one = _parts(arguments(x), chunk)
-        x2 = None if x2 is x else x2
-        self._two = self._one if x2 is None else _parts(arguments(x2), chunk)
+        check_sizes(chunk)
+        self._kernel = kernel
+        self._one = parts(arguments(x), chunk)
+        self._two = self._one if x2 is None or x2 is x else parts(arguments(x2), chunk)
         first, tangent = self._one[0], kernel.tangent
         probe = tangent.probe(first)
         tangent.chunk(first, 0, min(samples(first), 2 * len(probe.value)), probe)
@@ -226,8 +237,3 @@ class KernelOperator:
             v = self._kernel.raised(v)
             out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
         return out.flatten() if flat else out
-
-
-def _parts(args: Call, chunk: int) -> list[Call]:
-    check_sizes(chunk)
-    return [part(args, a, a + chunk) for a in range(0, samples(args), chunk)]

@@ -11,19 +11,19 @@ divided by m, its `diagonal_axes=(-1,)` the diagonal, and `trace_axes=()` the fu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.products import cross
-from .._core.space import tolerance
 from ..maps import Linearization, Pulled, identity_covectors
 
 
 class KernelLayout(ABC):
     """One way to keep a kernel; J never is."""
+
+    #: the kernel H H'ᵀ of features (N, m, k) and (N', m, k), for einsum
+    of_features: str
 
     @abstractmethod
     def pull(self, linear: Linearization) -> list[Pulled]:
@@ -33,10 +33,6 @@ class KernelLayout(ABC):
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
         """The kernel of two batches; the symmetry is used where they are one."""
 
-    @abstractmethod
-    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
-        """The kernel H H'ᵀ of features (N, m, k) and (N', m, k)."""
-
     def flip(self, tile: Tensor) -> Tensor:
         """K(x', x) from K(x, x')."""
         return tile.transpose(0, 1)
@@ -45,17 +41,14 @@ class KernelLayout(ABC):
 class Full(KernelLayout):
     """(N, N', m, m), as a view of the matrix (N·m, N'·m)."""
 
+    of_features = "iak,jbk->ijab"
+
     def pull(self, linear: Linearization) -> list[Pulled]:
         return [linear.pullback(identity_covectors(linear.value))]
 
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
         k = _kernel(one[0], two[0], budget)
         return k.view(*one[0].shape, *two[0].shape).transpose(1, 2)
-
-    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
-        flat = h.flatten(0, 1)
-        k = cross(flat, flat if h2 is h else h2.flatten(0, 1))
-        return k.view(*h.shape[:2], *h2.shape[:2]).transpose(1, 2)
 
     def flip(self, tile: Tensor) -> Tensor:
         return tile.permute(1, 0, 3, 2)
@@ -64,19 +57,19 @@ class Full(KernelLayout):
 class Trace(KernelLayout):
     """(N, N'): one product per layer, m times cheaper than the full kernel."""
 
+    of_features = "iak,jak->ij"
+
     def pull(self, linear: Linearization) -> list[Pulled]:
         return [linear.pullback(identity_covectors(linear.value)).traced()]
 
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
         return _kernel(one[0], two[0], budget)
 
-    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
-        flat = h.flatten(1)
-        return cross(flat, flat if h2 is h else h2.flatten(1))
-
 
 class OutputDiagonal(KernelLayout):
     """(N, N', m): one kernel (N, N') per output."""
+
+    of_features = "iak,jak->ija"
 
     def pull(self, linear: Linearization) -> list[Pulled]:
         covectors = identity_covectors(linear.value)
@@ -84,9 +77,6 @@ class OutputDiagonal(KernelLayout):
 
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
         return torch.stack([_kernel(a, b, budget) for a, b in zip(one, two, strict=True)], -1)
-
-    def of_features(self, h: Tensor, h2: Tensor) -> Tensor:
-        return (h.transpose(0, 1) @ h2.permute(1, 2, 0)).permute(1, 2, 0)
 
 
 LAYOUTS: dict[str, KernelLayout] = {"full": Full(), "trace": Trace(), "diagonal": OutputDiagonal()}
@@ -116,48 +106,3 @@ def as_matrix(kernel: Tensor, outputs: int) -> Tensor:
 
 def _kernel(one: Pulled, two: Pulled, budget: int) -> Tensor:
     return one.kernel(None if two is one else two, budget=budget)
-
-
-def refuse_infinite(what: str, *tensors: Tensor) -> None:
-    """Raise where one of these is not finite, with one synchronization."""
-    if tensors and not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
-        raise PullbackError(
-            f"{what} not finite",
-            "they contain NaN or infinity, or the output overflows",
-            "Check them with torch.isfinite",
-        )
-
-
-def refuse_broken(
-    linear: Linearization, x: Tensor, alone: Tensor | None, params: Sequence[Tensor]
-) -> None:
-    """Raise where values of a model cannot be a function of each sample and of the parameters.
-
-    An activation may hide an infinity of the inputs or parameters from the output, but not from J.
-
-    Args:
-        linear: the model at a batch.
-        x: the batch.
-        alone: its first values, (few, *event), as they are when these samples are run by
-            themselves.
-        params: parameters that have not been checked yet.
-    """
-    z = linear.value
-    if len(z) != len(x):
-        raise PullbackError(
-            "The model's output does not count the samples of its input",
-            f"{len(x)} went in, {len(z)} came out",
-            "Give input and output one entry per sample on their first axis",
-        )
-    refuse_infinite("The parameters are", *params)
-    refuse_infinite("The model's inputs or outputs are", x, z)
-    if alone is None:
-        return
-    limit = tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
-    few = z[: len(alone)]
-    if few.shape != alone.shape or not bool((few - alone).norm() <= limit):
-        raise PullbackError(
-            "The model couples the samples of a batch",
-            "its output for a sample depends on the others, so there is no kernel of two points",
-            "Use GroupNorm or LayerNorm in place of statistics over the batch",
-        )

@@ -30,7 +30,7 @@ from torch.func import functional_call
 
 from .._core.capture import Selector, plain, select
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, refuse_unknown
 from .._core.graph import unfused_attention
 from ..maps import FunctionLinearization
 from ..maps.module import refuse_coupled
@@ -90,14 +90,13 @@ def predict(
     k, across = as_matrix(kernel(x, x), m), as_matrix(kernel(x_test, x), m)
     _refuse_broken(k, across, targets)
     targets = targets.to(k)
-    reg = _regularization(diag_reg, k)
-    if reduction not in ("mean", "sum") or (t is not None and not t >= 0) or not 0 < lr < inf:
-        raise PullbackError(
-            "The training is not determined",
-            f"t={t}, lr={lr}, reduction={reduction!r}",
-            'Use t ≥ 0 or None, a finite lr > 0 and reduction "mean" or "sum"',
-        )
+    relative = isinstance(diag_reg, Relative)
+    reg = diag_reg.value * float(k.diagonal().mean()) if relative else diag_reg
+    refuse_number("diag_reg", reg)
+    refuse_unknown("reduction", reduction, ("mean", "sum"))
+    refuse_number("lr", lr, positive=True)
     t = None if t == inf else t
+    refuse_number("t", 0 if t is None else t)
     rate = lr / (targets.numel() if reduction == "mean" else 1)
     response = _response(k, across, reg, None if t is None else rate * t)
     start, ahead = targets * 0, None
@@ -148,13 +147,6 @@ def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
     refuse_values("The batch of targets", y)
     y = y.detach()
     return (y[:, None], torch.Size((1,))) if y.ndim == 1 else (y.flatten(1), y.shape[1:])
-
-
-def _regularization(diag_reg: float | Relative, k: Tensor) -> float:
-    if isinstance(diag_reg, Relative):
-        return diag_reg.value * float(k.diagonal().mean())
-    refuse_number("diag_reg", diag_reg)
-    return float(diag_reg)
 
 
 def _refuse_broken(k: Tensor, across: Tensor, y: Tensor) -> None:

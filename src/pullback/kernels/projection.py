@@ -56,10 +56,7 @@ class Projected(FeatureKernel):
         self.linear = tangent.at(args)
         factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
         self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
-        self._factorize(memory)
-
-    def _factorize(self, memory: int) -> None:
-        space = self.tangent.space
+        space = tangent.space
         bits = torch.finfo(space.dtype).bits // 8
         form = choose(self.part.count, space.size, bits, memory, "rows")
         with torch.no_grad(), full_precision(space.device):
@@ -130,13 +127,9 @@ def projected_kernel(
     a lower bound, attained by functions in the span of the kernel's sections there.
 
     Args:
-        model: as for `ntk`.
-        x: inputs, samples first.
-        x2: other inputs, by default x.
+        model, x, x2, layout, params: as in `ntk`.
         metric: how long a move of the function is.
         support: the inputs on which the metric measures, by default x.
-        layout: "full", "diagonal" or "trace".
-        params: the parameters to differentiate by, and where.
         rcond: the cut-off on singular values of A.
         memory: bytes that A may take.
     """

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import refuse_values
-from .._core.errors import PullbackError
-from .._core.svd import svd
+from .._core.errors import PullbackError, require
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
 from .layouts import as_matrix
@@ -74,12 +73,11 @@ def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) 
     given = kernel if basis is None else basis
     refuse_values("The kernel or basis", given)
     assert given is not None
-    cut = max(given.shape) * torch.finfo(given.dtype).eps if rcond is None else rcond
+    eps = torch.finfo(given.dtype).eps
     if basis is not None:
-        whole = svd(basis)
-        part = whole.select(whole.sigma > cut * whole.sigma.max())
-        eye = torch.eye(len(basis), dtype=basis.dtype, device=basis.device)
-        return torch.stack([part.left(e) for e in eye], 1) / part.sigma[:, None]
+        u, sigma, _ = torch.linalg.svd(basis, full_matrices=False)
+        keep = sigma > (max(basis.shape) * eps if rcond is None else rcond) * sigma.max()
+        return u[:, keep].T / sigma[keep, None]
     k = given if given.ndim == 2 else as_matrix(given, given.shape[-1])
     if k.shape[0] != k.shape[1] or not bool((k - k.T).norm() <= 1e-3 * k.norm()):
         raise PullbackError(
@@ -88,13 +86,13 @@ def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) 
             "Pass K(x, x) on one set of points",
         )
     values, u = torch.linalg.eigh((k + k.T) / 2)
-    if bool(values.min() < -(torch.finfo(k.dtype).eps ** 0.5) * values.abs().max()):
+    if bool(values.min() < -(eps**0.5) * values.abs().max()):
         raise PullbackError(
             "The kernel is not positive",
             f"its matrix has an eigenvalue {float(values.min()):.2g}",
             "Pass a reproducing kernel",
         )
-    keep = values > (len(k) * torch.finfo(k.dtype).eps if rcond is None else rcond) * values.max()
+    keep = values > (len(k) * eps if rcond is None else rcond) * values.max()
     return u[:, keep].T / values[keep].sqrt()[:, None]
 
 
@@ -145,12 +143,8 @@ def functional_gradient(
     """
     if isinstance(kernel, TangentKernel):
         return kernel.expand(x, cotangents)
-    if not callable(kernel):
-        raise PullbackError(
-            "The kernel is not usable",
-            f"got {type(kernel).__name__}",
-            "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs",
-        )
+    remedy = "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs"
+    require(callable(kernel), "The kernel", kernel, remedy)
     points = samples(arguments(x))
     refuse_values("The batch of cotangents", cotangents)
     if len(cotangents) != points:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .._core.capture import Selector, plain
-from .._core.errors import PullbackError, reraise_fatal
-from .._core.space import ParameterSpace
+from .._core.errors import PullbackError, require, reraise_fatal
+from .._core.space import ParameterSpace, tolerance
 from .._core.state import RandomState
 from ..maps import Call, Linearization, ModuleMap, shared_plans
 from ..maps.module import ModuleLinearization
 from ..optim.checks import refuse_inference
 from ..optim.closure import as_call
-from .layouts import refuse_broken, refuse_infinite
 
 _PROBE = 4  # samples of a batch that are also run by themselves
 
@@ -64,12 +63,10 @@ class Tangent:
         output: Selector = None,
         copy: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            got = type(model).__name__
-            raise PullbackError("The model is not usable", f"got {got}", "Pass an nn.Module")
+        require(isinstance(model, nn.Module), "The model", model, "Pass an nn.Module")
         self.model = plain(model)
         self.params = _parameters(self.model, params, copy)
-        self._unseen = [] if copy else list(self.params.values())  # seen with the first values
+        self._unchecked = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
         self.output, self._plans = output, {}
 
@@ -86,9 +83,10 @@ class Tangent:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
             shapes = [tuple(a.shape) for a in args.tensors]
+            first = (str(error).splitlines() or [type(error).__name__])[0]
             raise PullbackError(
                 "The model cannot be run on these inputs",
-                f"for shapes {shapes} it says: {_first_line(error)}",
+                f"for shapes {shapes} it says: {first}",
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.unchanged():
@@ -101,9 +99,36 @@ class Tangent:
                     "space",
                     "Call .eval() on it",
                 )
-        refuse_broken(linear, args.tensors[0], alone, self._unseen)
-        self._unseen = []
+        self._refuse_broken(linear, args.tensors[0], alone)
         return linear
+
+    def _refuse_broken(self, linear: Linearization, x: Tensor, alone: Tensor | None) -> None:
+        """Raise where values cannot be a function of each sample and of the parameters.
+
+        An activation may hide an infinity of the inputs or parameters from the output, but not
+        from J. The first values are `alone` where these samples were run by themselves.
+        """
+        z = linear.value
+        if len(z) != len(x):
+            raise PullbackError(
+                "The model's output does not count the samples of its input",
+                f"{len(x)} went in, {len(z)} came out",
+                "Give input and output one entry per sample on their first axis",
+            )
+        refuse_infinite("The parameters are", *self._unchecked)
+        self._unchecked = []
+        refuse_infinite("The model's inputs or outputs are", x, z)
+        if alone is None:
+            return
+        limit = tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
+        few = z[: len(alone)]
+        if few.shape != alone.shape or not bool((few - alone).norm() <= limit):
+            raise PullbackError(
+                "The model couples the samples of a batch",
+                "its output for a sample depends on the others, so there is no kernel of two "
+                "points",
+                "Use GroupNorm or LayerNorm in place of statistics over the batch",
+            )
 
     def _linearize(self, args: Call) -> ModuleLinearization:
         source = ModuleMap(self.model, args, output=self.output, plans=self._plans)
@@ -171,10 +196,10 @@ def arguments(x: Any) -> Call:
             "Pass at least one sample, and as many in every argument",
         )
     # a tensor made in inference mode cannot be part of a graph
-    return _mapped(call, lambda a: a.clone() if a.is_inference() else a.detach())
+    return _map_tensors(call, lambda a: a.clone() if a.is_inference() else a.detach())
 
 
-def _mapped(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
+def _map_tensors(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
     args, kwargs = tree_map_only(Tensor, function, (call.args, call.kwargs))
     return Call.of(*args, **kwargs)
 
@@ -186,7 +211,12 @@ def samples(call: Call) -> int:
 
 def part(call: Call, start: int, stop: int) -> Call:
     """The samples in [start, stop)."""
-    return _mapped(call, lambda a: a[start:stop])
+    return _map_tensors(call, lambda a: a[start:stop])
+
+
+def parts(call: Call, size: int) -> list[Call]:
+    """All samples, at most this many at a time."""
+    return [part(call, a, a + size) for a in range(0, samples(call), size)]
 
 
 def _parameters(
@@ -215,5 +245,11 @@ def _parameters(
     return kept
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def refuse_infinite(what: str, *tensors: Tensor) -> None:
+    """Raise where one of these is not finite, with one synchronization."""
+    if tensors and not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
+        raise PullbackError(
+            f"{what} not finite",
+            "they contain NaN or infinity, or the output overflows",
+            "Check them with torch.isfinite",
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_number
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
@@ -41,16 +42,13 @@ class Batch:
         space = self._tangent.space
         return self.count * self.event.numel() * space.size * space.dtype.itemsize
 
-    def fit(self, chunk: int | None, memory: int) -> None:
-        """Choose the chunks, and whether they are kept."""
+    def fit(self, chunk: int | None, memory: int, least: int) -> None:
+        """Choose the chunks, at least so many, and whether they are kept."""
         held = self._probe.entries * self.event.numel() * self._tangent.space.dtype.itemsize
         self._keep = 2 * self.count * held <= memory
         # two chunks at a time
-        self._step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
-
-    def divide(self, parts: int) -> None:
-        """Take chunks so small that there are this many."""
-        self._step = min(self._step, -(-self.count // parts))
+        step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+        self._step = min(step, -(-self.count // least))
 
     def large(self) -> bool:
         """Whether pulling a chunk back has products that pay to be split."""
@@ -91,12 +89,19 @@ def room(device: torch.device, jacobian: int) -> int:
 
 def check_sizes(chunk: int | None, memory: int | None = None) -> None:
     """Raise where there is no number of samples to take at a time."""
-    whole = chunk is None or (isinstance(chunk, int) and chunk > 0)
-    if not whole or not (memory is None or memory > 0):
+    if chunk is not None:
+        refuse_number("chunk, a number of samples,", chunk, least=1, whole=True)
+    if memory is not None:
+        refuse_number("memory, in bytes,", memory, positive=True)
+
+
+def check_events(one: torch.Size, two: torch.Size) -> None:
+    """Raise where outputs of different shapes would be paired."""
+    if one != two:
         raise PullbackError(
-            "The chunks have no size",
-            f"chunk={chunk}, memory={memory}",
-            "Use a whole number of samples and a positive number of bytes",
+            "x and x2 give outputs of different shapes",
+            f"{tuple(one)} and {tuple(two)}",
+            "Pass inputs for which the model has the same number of outputs",
         )
 
 
@@ -115,16 +120,10 @@ def tiles(
     with full_precision(device, watched=False):
         one = Batch(tangent, x, layout)
         two = one if x2 is None else Batch(tangent, x2, layout)
-    if one.event != two.event:
-        raise PullbackError(
-            "x and x2 give outputs of different shapes",
-            f"{tuple(one.event)} and {tuple(two.event)}",
-            "Pass inputs for which the model has the same number of outputs",
-        )
+    check_events(one.event, two.event)
     memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
     for batch in (one, two):
-        batch.fit(chunk, memory)
-        batch.divide(2 * processes.size if processes.size > 1 else 1)
+        batch.fit(chunk, memory, 2 * processes.size if processes.size > 1 else 1)
     watched = one.large() or two.large()
     with torch.no_grad(), full_precision(device, watched=watched):
         for i, rows in enumerate(one.slices()):
@@ -163,7 +162,7 @@ def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> It
             at += size
 
 
-def _refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
+def refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
     """Raise where processes have other inputs or parameters."""
     batches = arguments(x).tensors, [] if x2 is None else arguments(x2).tensors
     named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
@@ -177,33 +176,3 @@ def _digest(t: Tensor) -> str:
     """A hash of its bytes."""
     flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def assemble_tiles(
-    tangent: Tangent,
-    x: Any,
-    x2: Any,
-    layout: KernelLayout,
-    chunk: int | None,
-    memory: int | None,
-    processes: Processes | None = None,
-) -> Tensor:
-    """The tiles as one tensor; a single tile is not copied."""
-    processes = Processes() if processes is None else processes
-    n = samples(arguments(x))
-    n2 = n if x2 is None else samples(arguments(x2))
-    found = tiles(tangent, x, x2, layout, chunk, memory, processes)
-    if not processes.alone:
-        _refuse_others(tangent, x, x2, processes)
-        found = gather_tiles(found, tangent.space.zeros(0), processes)
-    out: Tensor | None = None
-    for rows, some, tile in found:
-        if rows == slice(0, n) and some == slice(0, n2):
-            return tile
-        if out is None:
-            out = tile.new_empty(n, n2, *tile.shape[2:])
-        out[rows, some] = tile
-        if x2 is None and some != rows:
-            out[some, rows] = layout.flip(tile)
-    assert out is not None
-    return out

@@ -47,20 +47,14 @@ def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     classes, dtype = p.shape[1], compute_dtype(p.dtype)
     if classes <= 2 * _RUN:
         return _raced(p.to(dtype), generator)
-    start = _RUN * _raced(_sums(p, dtype), generator)[:, None]
-    index = start + torch.arange(_RUN, device=p.device)
-    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
-    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
-
-
-def _sums(p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the runs of each row, the last of which may be short."""
-    classes = p.shape[1]
     whole = classes // _RUN * _RUN
     runs = p[:, :whole].unflatten(1, (-1, _RUN)).sum(2, dtype=dtype)
     if whole < classes:
         runs = torch.cat([runs, p[:, whole:].sum(1, keepdim=True, dtype=dtype)], 1)
-    return runs
+    start = _RUN * _raced(runs, generator)[:, None]
+    index = start + torch.arange(_RUN, device=p.device)
+    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
+    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
 
 
 def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -85,7 +79,7 @@ class Categorical(Likelihood):
     """
 
     halves = True  # torch's softmax adds up in float32
-    _told = False  # whether a gradient has shown that the axis is not the wrong one
+    _checked = False  # whether a gradient has shown that the axis is not the wrong one
     _shown = 1  # the axis where `dim` is None
 
     def __init__(self, dim: int | None = -1, ignore_index: int = -100) -> None:
@@ -127,7 +121,7 @@ class Categorical(Likelihood):
         return z.numel() // z.shape[self._axis(z)]
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        axis = self._settled_axis(z, cotangent)
+        axis = self._checked_axis(z, cotangent)
         silent = _silent(cotangent, axis)
         if not bool(silent.any()):
             return None
@@ -136,7 +130,7 @@ class Categorical(Likelihood):
         return None if bool(counts.all()) else counts
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return _silent(cotangent, self._settled_axis(z, cotangent)).any()
+        return _silent(cotangent, self._checked_axis(z, cotangent)).any()
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Recognize outputs of a softmax, and squared errors to one-hot targets.
@@ -146,7 +140,7 @@ class Categorical(Likelihood):
         z − ∂loss/∂z / s are one-hot. Later gradients cannot tell: logits that are equal at first
         keep the sum they have, as cross-entropy does not change it.
         """
-        axis, eps = self._settled_axis(z, cotangent), torch.finfo(z.dtype).eps
+        axis, eps = self._checked_axis(z, cotangent), torch.finfo(z.dtype).eps
         dtype = compute_dtype(z.dtype)
         z, c = (t[:8].movedim(axis, -1).flatten(0, -2)[:64].to(dtype) for t in (z, cotangent))
         if len(z) < 4 or bool((z == z[0]).all()):
@@ -168,13 +162,13 @@ class Categorical(Likelihood):
             )
         return ""
 
-    def _settled_axis(self, z: Tensor, cotangent: Tensor) -> int:
+    def _checked_axis(self, z: Tensor, cotangent: Tensor) -> int:
         """The class axis, held against the first gradients of the loss until one tells."""
-        if z.ndim > 2 and not self._told:
-            self._told = self._tells(cotangent[:8], self._axis(z))
+        if z.ndim > 2 and not self._checked:
+            self._checked = self._check_axis(cotangent[:8], self._axis(z))
         return self._axis(z)
 
-    def _tells(self, cotangent: Tensor, axis: int) -> bool:
+    def _check_axis(self, cotangent: Tensor, axis: int) -> bool:
         """Hold the axis against a gradient; False where that is zero or not finite.
 
         Where it adds up to zero along another axis, not along ours, that one is taken if `dim` is

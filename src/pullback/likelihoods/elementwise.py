@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._core.checks import refuse_number
 from .._core.errors import PullbackError, require
 from .._core.factor import Diagonal, Factor
 from .base import Likelihood, bounded_exp
@@ -20,8 +21,7 @@ class IndependentEntries(Likelihood):
     """
 
     def __init__(self, event: int = 0) -> None:
-        usable = isinstance(event, int) and event >= 0
-        require(usable, "The number of event axes", event, "Use a whole number ≥ 0")
+        refuse_number("The number of event axes", event, whole=True)
         self.event = event
 
     def _summed(self, nll: Tensor) -> Tensor:

@@ -9,25 +9,12 @@ import torch
 from torch import Tensor
 
 from .._core.checks import refuse_number, refuse_values
-from .._core.errors import PullbackError
-from .._core.factor import Factor
+from .._core.errors import PullbackError, require
 from ..grams import FactoredGram
-from ..maps import Linearization
-from .grams import Sides, agrees_with_autograd, tangent_gram
-from .minimum_norm import minimum_norm, split
-from .parameters import (
-    FactoredModule,
-    RandomSource,
-    whole_numbers,
-)
-from .tangents import (
-    EntryTangent,
-    FactorTangent,
-    FactorTerm,
-    MatrixTangent,
-    around,
-    level_factors,
-)
+from .grams import FlatFactor, tangent_gram
+from .minimum_norm import minimum_norm, split_obstacle
+from .parameters import FactoredModule, RandomSource, whole_numbers
+from .tangents import EntryTangent, FactorTangent, FactorTerm, MatrixTangent, around, level_factors
 
 
 class DeepMatrix(FactoredModule):
@@ -40,10 +27,8 @@ class DeepMatrix(FactoredModule):
         dims: d₀, d₁, …, d_L.
         init: the factors themselves, or the gain γ of random ones: entries of W_i are then
             N(0, γ²/d_{i−1}), which for γ = 1 keeps the size of x through the layers.
-        generator: where random factors come from.
-        seed: the same, as a number.
-        dtype: of the factors; by default torch's default, or that of given factors.
-        device: of the factors.
+        generator, seed: where random factors come from.
+        dtype, device: of the factors; by default torch's default ones, or those of given factors.
 
     >>> model = DeepMatrix([4, 6, 5, 3], seed=0)
     >>> [tuple(x.shape) for x in model.natural_gradient(torch.ones(4, 3))]
@@ -114,12 +99,9 @@ class DeepMatrix(FactoredModule):
         sizes = self.dims[0], self.dims[-1]
         for name, index, size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             kind = isinstance(index, Tensor) and not index.is_floating_point()
-            if not kind or index.ndim != 1 or index.dtype == torch.bool:
-                raise PullbackError(
-                    f"The {name} of the entries are not usable",
-                    "they are not an integer tensor of one axis",
-                    "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T",
-                )
+            usable = kind and index.ndim == 1 and index.dtype != torch.bool
+            remedy = "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T"
+            require(usable, f"The tensor of the entries' {name}", index, remedy)
             if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
                 raise PullbackError(
                     f"The {name} of the entries are out of range",
@@ -168,7 +150,7 @@ class DeepMatrix(FactoredModule):
             refuse_values("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
-        tangent = _tangent(factors, range(self.depth), None, entries)
+        tangent = _tangent(factors, range(self.depth), entries or ())
         r = grad.detach().to(dtype).flatten() * unit
         found = minimum_norm(tangent, r, damping=damping, rcond=rcond)
         refuse_values("The natural gradient", found)
@@ -186,30 +168,30 @@ class DeepMatrix(FactoredModule):
         """
         refuse_values("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        return self.like_factors(split(self.values(dtype), grad.detach().to(dtype)))
+        factors, target = self.values(dtype), grad.detach().to(dtype) / self.depth
+        if reason := split_obstacle(factors):
+            raise PullbackError(
+                "The split natural gradient does not exist here",
+                reason,
+                "Use natural_gradient, which is the shortest solution at any rank, or make every "
+                "inner dimension at least max(d₀, d_L)",
+            )
+        pinv = torch.linalg.pinv
+        sides = zip(*around(factors), strict=True)
+        return self.like_factors([pinv(a) @ target @ pinv(b) for a, b in sides])
 
-    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
-        """G = JᵀMJ in closed form for calls of `forward`; None for anything else."""
-        found = self.linearized(linear)
-        x, columns = self.arguments(linear)
-        if found is None or (x is not None and columns is None and x.ndim != 2):
-            return None
-        factors, chosen = found
-        entries = None if x is None or columns is None else (x, columns)
-        inputs = x.to(linear.space.dtype) if x is not None and entries is None else None
-        tangent = _tangent(factors, chosen, inputs, entries)
-        sides = Sides(factor, tuple(linear.value.shape))
-        gram = tangent_gram(tangent, sides)
-        return gram if agrees_with_autograd(gram, linear, factor) else None
+    def closed_gram(
+        self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
+    ) -> FactoredGram:
+        """By the tangent of β, of xβ or of entries."""
+        return tangent_gram(_tangent(factors, chosen, args), factor)
 
 
 def _tangent(
-    factors: Sequence[Tensor],
-    chosen: Sequence[int],
-    x: Tensor | None,
-    entries: tuple[Tensor, Tensor] | None,
+    factors: Sequence[Tensor], chosen: Sequence[int], args: Sequence[Tensor]
 ) -> FactorTangent:
+    """The tangent of β, of xβ for args (x,), or of entries for args (rows, columns)."""
     before, after = around(factors)
-    lefts = before if x is None else [x @ a for a in before]
+    lefts = [args[0].to(a.dtype) @ a for a in before] if len(args) == 1 else before
     terms = [FactorTerm.of(lefts[i], after[i]) for i in chosen]
-    return MatrixTangent(terms) if entries is None else EntryTangent(terms, *entries)
+    return EntryTangent(terms, *args) if len(args) == 2 else MatrixTangent(terms)

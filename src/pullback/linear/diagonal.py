@@ -9,16 +9,9 @@ from torch import Tensor
 
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
-from .._core.factor import Factor
 from ..grams import FactoredGram
-from ..maps import Linearization
-from .grams import CoreGram, Sides, agrees_with_autograd
-from .parameters import (
-    FactoredModule,
-    RandomSource,
-    refuse_zero_tangent,
-    whole_numbers,
-)
+from .grams import CoreGram, FlatFactor
+from .parameters import FactoredModule, RandomSource, refuse_zero_tangent, whole_numbers
 from .population import natural_logit_move, population_fisher
 
 
@@ -35,10 +28,8 @@ class DiagonalNetwork(FactoredModule):
         init: the factors themselves (L tensors of D entries, or one of shape (L, D)), a number for
             every entry, or by default random entries ±U(½, 3/2), which keep clear of zero, where
             the tangent degenerates.
-        generator: where random factors come from.
-        seed: the same, as a number.
-        dtype: of the factors; by default torch's default, or that of given factors.
-        device: of the factors.
+        generator, seed: where random factors come from.
+        dtype, device: of the factors; by default torch's default ones, or those of given factors.
 
     >>> model = DiagonalNetwork(2, 3, init=2.0)
     >>> model(torch.tensor([[1.0, 0.5]]))
@@ -100,7 +91,8 @@ class DiagonalNetwork(FactoredModule):
         c, h = self._checked(grad)
         refuse_number("The damping", damping)
         lengths = h.square() + damping
-        return self._moves(c, torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0))
+        along = torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0)
+        return self.like_factors(list(c * along))
 
     def logistic_natural_gradient(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         r"""F(w)⁺∇_w of L = Σ_n log(1 + e^{−y_n x_nᵀβ}), stable at logits of any size.
@@ -116,7 +108,7 @@ class DiagonalNetwork(FactoredModule):
         x = x.detach().to(h.dtype)
         logits = x @ torch.stack(factors).prod(0)
         along = natural_logit_move(x * h, y, logits)
-        return self._moves(c, torch.where(h > 0, along / h, 0.0))
+        return self.like_factors(list(c * torch.where(h > 0, along / h, 0.0)))
 
     def population_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
         r"""(JᵀF(β)J)⁺Jᵀ∇_β for the Fisher matrix of inputs x ~ N(0, 1): c_l∘(F⁻¹∇_β)/h².
@@ -129,7 +121,7 @@ class DiagonalNetwork(FactoredModule):
         d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
         along = torch.where(h > 0, d / h.square(), 0.0)
         refuse_values("The natural gradient", along)
-        return self._moves(c, along)
+        return self.like_factors(list(c * along))
 
     def _checked(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         refuse_values("The gradient", grad, (self.dim,))
@@ -138,27 +130,19 @@ class DiagonalNetwork(FactoredModule):
         refuse_zero_tangent(h.max())
         return c, h
 
-    def _moves(self, c: Tensor, along: Tensor) -> tuple[Tensor, ...]:
-        return self.like_factors(list(c * along))
-
-    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
-        """G = Eᵀdiag(h)XᵀMX diag(h)E for any metric; None where another thing ran."""
-        found = self.linearized(linear)
-        x, _ = self.arguments(linear)
-        if found is None or (x is not None and x.ndim != 2):
-            return None
-        factors, chosen = found
+    def closed_gram(
+        self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
+    ) -> FactoredGram:
+        """G = Eᵀdiag(h)XᵀMX diag(h)E."""
         c, h = tangent(factors, chosen)
-        j = torch.diag(h) if x is None else x.to(h.dtype) * h
-        core = Sides(factor, tuple(linear.value.shape)).transpose(j.T).T.contiguous()
+        j = args[0].to(h.dtype) * h if args else torch.diag(h)
         unit = torch.where(h > 0, c / h, 0.0)
-        gram = CoreGram(
-            core,
+        return CoreGram(
+            factor.transpose(j.T).T.contiguous(),
             c.numel(),
             lambda v: (unit * v.view(unit.shape)).sum(0),
             lambda d: (unit * d[..., None, :]).flatten(-2),
         )
-        return gram if agrees_with_autograd(gram, linear, factor) else None
 
 
 class LinearModel(DiagonalNetwork):

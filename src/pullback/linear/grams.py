@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from .._core.factor import Factor
-from .._core.space import tolerance
 from .._core.svd import svd
-from ..grams import FactoredGram
-from ..grams.base import Structure
-from ..maps import Linearization
+from ..grams import FactoredGram, Operator, Structure
 from .tangents import FactorTangent, Isometric
 
 _CORE_SIDE = 1024  # the smaller side of C up to which its SVD costs less than a few seconds
@@ -68,76 +67,55 @@ class CoreGram(FactoredGram):
         return Isometric(svd(self._core), self._reduce, self._expand)
 
 
-class Sides:
-    """S and Sᵀ of a metric on flat vectors; without a factor both are the identity."""
+@dataclass(frozen=True)
+class FlatFactor:
+    """S and Sᵀ of a metric at values of a shape, on flat vectors."""
 
-    def __init__(self, factor: Factor | None = None, shape: tuple[int, ...] = ()) -> None:
-        self._factor, self._shape = factor, shape
+    factor: Factor
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """n, the length of Sᵀv."""
+        return self.shape[0] * prod(self.factor.white)
 
     def transpose(self, v: Tensor) -> Tensor:
         """Sᵀ on the last axis, (..., n_z) -> (..., n)."""
-        if self._factor is None:
-            return v
-        return self._factor.transpose(v.reshape(*v.shape[:-1], *self._shape)).flatten(v.ndim - 1)
+        return self.factor.transpose(v.reshape(*v.shape[:-1], *self.shape)).flatten(v.ndim - 1)
 
     def apply(self, c: Tensor) -> Tensor:
         """S c, (n,) -> (n_z,)."""
-        if self._factor is None:
-            return c
-        return self._factor.apply(c.view(self._shape[0], *self._factor.white)).flatten()
-
-    def count(self, rows: int) -> int:
-        """n, for as many rows of J."""
-        if self._factor is None:
-            return rows
-        return self._shape[0] * torch.Size(self._factor.white).numel()
+        return self.factor.apply(c.view(self.shape[0], *self.factor.white)).flatten()
 
 
-class TangentGram(FactoredGram):
+class TangentGram(Operator):
     """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
 
-    def __init__(self, tangent: FactorTangent, sides: Sides) -> None:
-        self._tangent, self._sides = tangent, sides
-        self.count, self.size = sides.count(tangent.count), tangent.size
-        sample = tangent.terms[0].left
-        self.dtype, self.device = sample.dtype, sample.device
-        self.structure = Structure(
-            "operator", factored=True, low_rank=self.count < self.size, closed=True
+    def __init__(self, tangent: FactorTangent, factor: FlatFactor) -> None:
+        self._tangent, self._factor = tangent, factor
+        like = tangent.terms[0].left
+        super().__init__(
+            lambda v: factor.transpose(tangent.push(tangent.split(v))),
+            lambda c: tangent.pulled(factor.apply(c)),
+            (factor.count, tangent.size),
+            like.dtype,
+            like.device,
         )
-
-    def project(self, v: Tensor) -> Tensor:
-        return self._sides.transpose(self._tangent.push(self._tangent.split(v)))
-
-    def lift(self, c: Tensor) -> Tensor:
-        return self._tangent.pulled(self._sides.apply(c))
+        self.structure = replace(self.structure, closed=True)
 
     def kernel(self) -> Tensor:
-        return self._sides.transpose(self._sides.transpose(self._tangent.kernel()).T)
+        return self._factor.transpose(self._factor.transpose(self._tangent.kernel()).T)
 
     def trace(self) -> Tensor:
         return self.kernel().diagonal().sum()
 
 
 def tangent_gram(
-    tangent: FactorTangent, sides: Sides, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
+    tangent: FactorTangent, factor: FlatFactor, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
 ) -> FactoredGram:
     """With C kept where its SVD is cheap (its smaller side and its entries), else by products."""
     shape = tangent.count, tangent.width
     if min(shape) > side or shape[0] * shape[1] > entries:
-        return TangentGram(tangent, sides)
-    core = sides.transpose(tangent.core().T).T
+        return TangentGram(tangent, factor)
+    core = factor.transpose(tangent.core().T).T
     return CoreGram(core.contiguous(), tangent.size, tangent.reduce, tangent.expand)
-
-
-def agrees_with_autograd(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:
-    """Whether Aᵀc is what autograd says for a random c: hooks and ties may change a model."""
-    value = linear.value
-    c = _probe((value.shape[0], *factor.white), value)
-    want, got = linear.vjp(factor.apply(c)), gram.lift(c.flatten())
-    graph = getattr(linear, "graph", value)
-    return bool((want - got).norm() <= tolerance(graph.dtype, 10) * want.norm())
-
-
-def _probe(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)

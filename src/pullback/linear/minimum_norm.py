@@ -20,19 +20,16 @@ from torch import Tensor
 
 from .._core.checks import refuse_values
 from .._core.errors import PullbackError
-from ..grams import FactoredGram, Operator
+from .._core.factor import Diagonal
+from ..grams import Operator
 from ..solvers import ConjugateGradient, PseudoInverse
-from .grams import Sides, tangent_gram
+from .grams import FlatFactor, tangent_gram
 from .parameters import refuse_zero_tangent
 from .tangents import FactorTangent, MatrixTangent, around
 
 
 def solve_iteratively(
-    tangent: MatrixTangent,
-    r: Tensor,
-    damping: float = 0.0,
-    rcond: float | None = None,
-    tol: float = 1e-13,
+    tangent: MatrixTangent, r: Tensor, damping: float = 0.0, rcond: float | None = None
 ) -> Tensor:
     """Jᵀ(JJᵀ + λ)⁺r, (p,), by preconditioned conjugate gradients.
 
@@ -40,8 +37,8 @@ def solve_iteratively(
         PullbackError: where the iteration does not reach √ε of the right-hand side.
     """
     lefts, rights = [t.left for t in tangent.terms], [t.right.T for t in tangent.terms]
-    u, inside_u, l2 = _adapted(lefts, rcond)
-    h, inside_h, r2 = _adapted(rights, rcond)
+    u, inside_u, l2 = _adapt_basis(lefts, rcond)
+    h, inside_h, r2 = _adapt_basis(rights, rcond)
     inside = (inside_u.T.to(r.dtype) @ inside_h.to(r.dtype)) > 0
     diagonal = torch.where(inside, l2.T @ r2 + damping, 1.0)
 
@@ -50,7 +47,7 @@ def solve_iteratively(
         return (u @ torch.where(inside, z / diagonal, 0.0) @ h.T).flatten()
 
     z = torch.where(inside, u.T @ r.view(tangent.shape) @ h, 0.0)
-    solver = ConjugateGradient(damping, tol=tol, preconditioner=scaled)
+    solver = ConjugateGradient(damping, tol=1e-13, preconditioner=scaled)
     kernel = Operator(  # JJᵀ
         tangent.pulled, lambda v: tangent.push(tangent.split(v)),
         (tangent.size, tangent.count), r.dtype, r.device,
@@ -67,7 +64,7 @@ def solve_iteratively(
     return tangent.pulled(found.x)
 
 
-def _adapted(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def _adapt_basis(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """An orthonormal basis u adapted to nested ranges of the sides M_i.
 
     Also whether u_a is in the range of M_i, (i, a), and ‖M_iᵀu_a‖², (i, a).
@@ -110,19 +107,18 @@ def minimum_norm(
     thousand rows; beyond, conjugate gradients are tens of times faster and as accurate wherever
     they converge.
     """
-    refuse_zero_tangent(tangent.squares().sum())
-    gram = tangent_gram(tangent, Sides())
+    generator = torch.Generator(r.device).manual_seed(0)
+    moves = torch.randn(tangent.size, generator=generator, dtype=r.dtype, device=r.device)
+    refuse_zero_tangent(tangent.push(tangent.split(moves)).abs().max())
+    ones = FlatFactor(Diagonal(r.new_ones(tangent.count, 1)), (tangent.count, 1))
+    gram = tangent_gram(tangent, ones)
     if gram.structure.holds == "operator" and isinstance(tangent, MatrixTangent):
         try:
             return solve_iteratively(tangent, r, damping, rcond)
         except PullbackError:
             if tangent.count * tangent.width > _LARGEST:
                 raise
-        gram = tangent_gram(tangent, Sides(), side=tangent.count, entries=_LARGEST)
-    return _solved(gram, r, damping, rcond)
-
-
-def _solved(gram: FactoredGram, r: Tensor, damping: float, rcond: float | None) -> Tensor:
+        gram = tangent_gram(tangent, ones, side=tangent.count, entries=_LARGEST)
     solver = PseudoInverse(rcond)
     return solver.solve(solver.init(gram), gram.lift(r), damping or None, whitened=r).x
 
@@ -148,18 +144,3 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
                 f"of {b.shape[1]} columns"
             )
     return ""
-
-
-def split(factors: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """(1/L) A_i⁺ ∇ B_i⁺ for every i; refused where it is no solution."""
-    refuse_values("The gradient", grad)
-    reason = split_obstacle(factors)
-    if reason:
-        raise PullbackError(
-            "The split natural gradient does not exist here",
-            reason,
-            "Use natural_gradient, which is the shortest solution at any rank, or make every "
-            "inner dimension at least max(d₀, d_L)",
-        )
-    target, sides = grad / len(factors), zip(*around(factors), strict=True)
-    return [torch.linalg.pinv(a) @ target @ torch.linalg.pinv(b) for a, b in sides]

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
-from .._core.space import compute_dtype
+from .._core.factor import Factor
+from .._core.space import compute_dtype, tolerance
+from ..grams import FactoredGram
 from ..maps import Linearization
+from .grams import FlatFactor
 
 
-def refuse_data(x: Tensor, y: Tensor, dim: int | str = "D") -> None:
+def refuse_data(x: Tensor, y: Tensor) -> None:
     """Raise unless x is (N, D) and y is (N,), real, finite and not empty."""
-    refuse_values("The data matrix x", x, ("N", dim))
+    refuse_values("The data matrix x", x, ("N", "D"))
     refuse_values("The labels y", y.double(), (len(x),))
 
 
@@ -129,24 +132,37 @@ class FactoredModule(nn.Module):
         """The moves in each factor's own dtype."""
         return tuple(m.to(w.dtype) for m, w in zip(moves, self.factors, strict=True))
 
-    def linearized(self, linear: Linearization) -> tuple[list[Tensor], list[int]] | None:
-        """The factors of a linearization of this very module, and which are its parameters.
+    def pullback_gram(self, linear: Linearization, factor: Factor) -> FactoredGram | None:
+        """G = JᵀMJ in closed form for calls of `forward`; None for anything else.
 
-        None where the values that the metric sees are not simply this module's output.
+        Hooks and ties may change a model, so Aᵀc must be what autograd says for a random c.
         """
         source, leaves = getattr(linear, "map", None), getattr(linear, "leaves", None)
         if source is None or leaves is None or source.output is not None or source.batch_dim != 0:
-            return None
+            return None  # the metric does not see simply this module's output
         names = {f"factors.{i}": i for i in range(self.depth)}
         if len({id(w) for w in self.factors}) < self.depth or not names.keys() >= leaves.keys():
             return None
         factors = self.values(linear.space.dtype)
         for name, leaf in leaves.items():
             factors[names[name]] = leaf.detach().to(linear.space.dtype)
-        return factors, [names[name] for name in linear.space.names]
-
-    def arguments(self, linear: Linearization) -> tuple[Tensor | None, Tensor | None]:
-        """What `forward` was called with."""
-        call = getattr(linear, "map").call  # noqa: B009
+        chosen = [names[name] for name in linear.space.names]
+        value, call = linear.value, source.call
         named = dict(zip(("x", "columns"), call.args, strict=False)) | call.kwargs
-        return named.get("x"), named.get("columns")
+        args = [named[n] for n in ("x", "columns") if named.get(n) is not None]
+        if len(args) == 1 and args[0].ndim != 2:
+            return None
+        flat = FlatFactor(factor, tuple(value.shape))
+        gram = self.closed_gram(factors, chosen, args, flat)
+        generator = torch.Generator().manual_seed(0)
+        shape = (len(value), *factor.white)
+        c = torch.randn(shape, generator=generator, dtype=torch.float64).to(value)
+        want, got = linear.vjp(factor.apply(c)), gram.lift(c.flatten())
+        limit = tolerance(getattr(linear, "graph", value).dtype, 10) * want.norm()
+        return gram if bool((want - got).norm() <= limit) else None
+
+    def closed_gram(
+        self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
+    ) -> FactoredGram:
+        """G over the chosen factors for `forward(*args)`."""
+        raise NotImplementedError

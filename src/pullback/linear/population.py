@@ -12,14 +12,13 @@ natural gradient is −Δ for the shortest Δ that minimizes
     Σ_n φ(u_n)φ(−u_n) (y_n x_nᵀΔ − 1/φ(u_n))²
 
 Weights positive but of any spread leave the rank and the row space of X alone. So the row space
-is split off first, X = Q C with orthonormal columns Q: where the rows of X are independent nothing
-else is left to do, and the weights do not enter, Δ = X⁺(y/φ(u)); elsewhere a weighted problem in Q
-remains, whose weights are taken relative to the largest (common factors of F and ∇ cancel).
+is split off first, X = U Σ Vᵀ: where the rows of X are independent nothing else is left to do, and
+the weights do not enter, Δ = X⁺(y/φ(u)); elsewhere a weighted problem in U remains, whose weights
+are taken relative to the largest (common factors of F and ∇ cancel).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import log, pi, sqrt
 from typing import Any
@@ -32,7 +31,6 @@ from torch import Tensor
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.space import compute_dtype
-from .._core.svd import Svd, svd
 from .parameters import refuse_data, signs
 
 _STEP, _RANGE = 0.25, 45.0  # the trapezoidal error is e^{−2π²/_STEP}, the tail's e^{−_RANGE}
@@ -95,7 +93,6 @@ def curvatures(size: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _MODERATE = 5.0  # wrong by so much at most: 1/φ(u) < 150
-_LIKE = 1e-3  # the smallest root of a weight, relative to the largest, at which QR needs no care
 
 
 def logistic_natural_gradient(
@@ -135,14 +132,16 @@ def natural_logit_move(
     if rcond is not None:
         refuse_number("rcond", rcond, below=1.0)
     floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
-    basis, solve = _factored(rows, floor)
-    if basis.shape[1] == 0:
+    left, sigma, vt = torch.linalg.svd(rows, full_matrices=False)
+    kept = sigma > floor * sigma.max()
+    if not bool(kept.any()):
         return torch.zeros_like(rows[0])
+    basis = left[:, kept]
     if basis.shape[1] == len(rows):
         coordinates = basis.T @ (y * (1 + (-u).exp()))
     else:
-        coordinates = _weighted(y[:, None] * basis, u)
-    move = -solve(coordinates)
+        coordinates = _solve_weighted(y[:, None] * basis, u)
+    move = -(coordinates / sigma[kept]) @ vt[kept]
     if not bool(torch.isfinite(move).all()):
         raise PullbackError(
             "The natural gradient overflows",
@@ -151,40 +150,6 @@ def natural_logit_move(
             "Start from smaller logits, or add damping (NaturalGradient with a damped solver)",
         )
     return move
-
-
-def _factored(rows: Tensor, floor: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """X = Q C for a Q (N, k) with orthonormal columns, and c ↦ C⁺c; k is the rank of X.
-
-    By QR where that proves full rank, in less than half the time of an SVD; else by the singular
-    values above floor·σ_max.
-    """
-    few = len(rows) <= rows.shape[1]
-    q, r = torch.linalg.qr(rows.T if few else rows)
-    if _regular(r, floor):
-        if few:
-            eye = torch.eye(len(r), dtype=r.dtype, device=r.device)
-            return eye, lambda c: q @ _triangular(r.T, c, upper=False)
-        return q, lambda c: _triangular(r, c, upper=True)
-    whole = svd(rows)
-    part = whole.select(whole.sigma > floor * whole.sigma.max())
-    return _left(part), lambda c: part.combine(c / part.sigma)
-
-
-def _regular(r: Tensor, floor: float) -> bool:
-    """Whether σ_min > floor·σ_max is certain: κ ≤ ‖R‖‖R⁻¹‖ in Frobenius norms."""
-    eye = torch.eye(len(r), dtype=r.dtype, device=r.device)
-    back = torch.linalg.solve_triangular(r, eye, upper=True)
-    return bool(r.norm() * back.norm() * floor < 1)
-
-
-def _triangular(r: Tensor, c: Tensor, *, upper: bool) -> Tensor:
-    return torch.linalg.solve_triangular(r, c[:, None], upper=upper)[:, 0]
-
-
-def _left(part: Svd) -> Tensor:
-    """U, (N, k)."""
-    return part.u if part.q is None or part.wide else part.q.applied(part.u.T).T
 
 
 def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,41 +167,28 @@ def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
     return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
 
-def _pivoted_qr(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A[:, order] = Q R by LAPACK, the largest remaining column first; on the CPU.
-
-    Columns that leave nothing are dropped: Q (m, r), R (r, n). With the rows of A sorted by size
-    this is stable row by row.
-    """
-    found: Any = scipy.linalg.qr(a.detach().cpu().numpy(), mode="economic", pivoting=True)
-    q, r, order = found
-    rank = int((abs(r.diagonal()) > 0).sum())
-    q, r = torch.as_tensor(q[:, :rank]).to(a), torch.as_tensor(r[:rank]).to(a)
-    return q, r, torch.as_tensor(order, device=a.device).long()
-
-
-def _weighted(basis: Tensor, u: Tensor) -> Tensor:
+def _solve_weighted(basis: Tensor, u: Tensor) -> Tensor:
     """argmin Σ φ(u)φ(−u)(b_nᵀc − 1/φ(u))² for independent columns b.
 
-    Rows are sorted by weight before a pivoted QR, which then is accurate row by row.
+    Rows are sorted by weight before a QR that takes the largest remaining column first (LAPACK's,
+    on the CPU): it is then accurate row by row.
     """
     root, target = _weights(u)
     order = root.argsort(descending=True)
     root, target = root[order], target[order]
     rows = root[:, None] * basis[order]
-    if bool(root[-1] > _LIKE):  # no pivots needed: the condition is at most the weights' spread
-        q, r = torch.linalg.qr(rows)
-        columns = torch.arange(len(r), device=r.device)
-    else:
-        q, r, columns = _pivoted_qr(rows)
-    if len(r) < basis.shape[1]:
+    found: Any = scipy.linalg.qr(rows.cpu().numpy(), mode="economic", pivoting=True)
+    rank = int((abs(found[1].diagonal()) > 0).sum())
+    if rank < basis.shape[1]:
         raise PullbackError(
             "The weights of the samples are out of range",
-            f"logits differ by {float(u.max() - u.min()):.3g}, and {basis.shape[1] - len(r)} "
+            f"logits differ by {float(u.max() - u.min()):.3g}, and {basis.shape[1] - rank} "
             "directions have weights that round to zero",
             "Use float64, smaller logits, or drop samples that are far ahead of the others",
         )
-    solved = _triangular(r[:, : len(r)], q.T @ target, upper=True)
+    q, r, columns = (torch.as_tensor(part, device=basis.device) for part in found)
     out = torch.zeros_like(basis[0])
-    out[columns[: len(r)]] = solved
+    out[columns.long()] = torch.linalg.solve_triangular(r, (q.T @ target)[:, None], upper=True)[
+        :, 0
+    ]
     return out

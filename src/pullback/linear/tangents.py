@@ -152,10 +152,6 @@ class FactorTangent(ABC):
         """JJᵀ, (n, n)."""
 
     @abstractmethod
-    def squares(self) -> Tensor:
-        """The diagonal of JJᵀ, (n,)."""
-
-    @abstractmethod
     def core(self) -> Tensor:
         """J in the coordinates QᵀdW K of all terms, (n, q)."""
 
@@ -205,13 +201,6 @@ class MatrixTangent(FactorTangent):
             out += kron(t.left @ t.left.T, t.right.T @ t.right)
         return out
 
-    def squares(self) -> Tensor:
-        rows = [
-            torch.outer(t.left.square().sum(1), t.right.square().sum(0)).flatten()
-            for t in self.terms
-        ]
-        return torch.stack(rows).sum(0)
-
     def core(self) -> Tensor:
         return torch.cat([kron(t.sides[0], t.sides[1].T) for t in self.terms], 1)
 
@@ -237,10 +226,6 @@ class EntryTangent(FactorTangent):
         for t in self.terms:
             out += (t.left @ t.left.T) * (t.right.T @ t.right)
         return out
-
-    def squares(self) -> Tensor:
-        rows = [t.left.square().sum(1) * t.right.square().sum(0) for t in self.terms]
-        return torch.stack(rows).sum(0)
 
     def core(self) -> Tensor:
         sides = [t.sides for t in self.terms]

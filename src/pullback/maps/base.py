@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._core.factor import Factor
-from .._core.products import mirrored
+from .._core.products import add_cross, mirrored
 from .._core.space import ParameterSpace
 from .layers.registry import Block, RowsBlock
 
@@ -50,15 +50,21 @@ class Pulled:
         self.coverage = tuple(coverage)
 
     @classmethod
-    def of_rows(cls, space: ParameterSpace, shape: tuple[int, int], matrix: Tensor) -> Pulled:
+    def of_rows(
+        cls,
+        space: ParameterSpace,
+        shape: tuple[int, int],
+        matrix: Tensor,
+        coverage: Sequence[Covered] = (),
+    ) -> Pulled:
         """The same from A itself, (N·R, p)."""
         rows = matrix.view(*shape, space.size)
         block = RowsBlock({name: rows[..., at] for name, at in space.index().items()})
-        return cls(space, shape, [block], matrix=matrix)
+        return cls(space, shape, [block], coverage, matrix)
 
     def __reduce__(self) -> Any:
         if self._matrix is not None:  # blocks are views of it
-            return Pulled.of_rows, (self.space, self.shape, self._matrix)
+            return Pulled.of_rows, (self.space, self.shape, self._matrix, self.coverage)
         return Pulled, (self.space, self.shape, tuple(self.blocks.values()), self.coverage)
 
     def rows(self) -> Tensor:
@@ -87,6 +93,9 @@ class Pulled:
         """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes."""
         other = self if other is None else other
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
+        if self._matrix is not None and other._matrix is not None:
+            add_cross(out, self._matrix, other._matrix)
+            return mirrored(out) if other is self else out
         mine, theirs = dict(self.blocks), dict(other.blocks)
         for key in self.blocks:
             if type(mine[key]) is type(theirs.get(key)):
@@ -151,10 +160,8 @@ class Linearization(ABC):
 
     def kernel(self, other: Linearization | None = None) -> Tensor:
         """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
-        mine = self.pullback(identity_covectors(self.value))
-        if other is None:
-            return mine.kernel()
-        return mine.kernel(other.pullback(identity_covectors(other.value)))
+        theirs = None if other is None else other.pullback(identity_covectors(other.value))
+        return self.pullback(identity_covectors(self.value)).kernel(theirs)
 
     def closed_form(self, factor: Factor) -> Any:
         """The Gram Jᵀ S Sᵀ J in closed form, where the map knows one; None elsewhere."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .layers.directed import NormalizedUse
-from .layers.product import ProductUse, TurnedProduct
+from .layers.product import Multiplication, ProductUse, TurnedProduct
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -197,122 +196,6 @@ class FunctionMode(TorchFunctionMode):
         if given.plain and entries.whole and own.ndim == 2:
             return self.note(nn.Linear, x, out, held)
         kind = TurnedProduct if given.turned else ProductUse
-
-        def make() -> nn.Module:
-            return kind(
-                held, given.form, first=given.first, used=given.used, order=given.order,
-                axes=given.axes, index=given.index,
-            )  # fmt: skip
-
-        key = None
-        if given.index is None:
-            key = (kind, *map(id, held.values()), given.form, given.first, given.order, given.axes)
-        return self.listener.note(key, make, given.arranged(x).detach(), out)
-
-
-@dataclass(frozen=True)
-class Multiplication:
-    """A product with matrices in a parameter: which ones, and where the axes of x and out go."""
-
-    form: tuple[int, int, int]
-    first: int
-    used: int
-    turned: bool
-    order: tuple[int, ...]
-    axes: tuple[int, int]
-    index: Tensor | None
-    #: axes of x that are added up; then its axes (lead, places, matrices, features), by count
-    summed: tuple[int, ...]
-    x_order: tuple[int, ...]
-    counts: tuple[int, int, int, int]
-    #: whether the output's features come last, and those of x
-    plain: bool
-
-    @classmethod
-    def read(
-        cls, entries: Entries, letters: tuple[str, str, str], index: Tensor | None
-    ) -> Multiplication | None:
-        """Read a product off; None where a parameter is used in another way than by matrices."""
-        w, x, z = letters
-        if any(len({*some}) < len(some) for some in letters):
-            return None
-        axes = dict(zip(w, zip(entries.size, entries.stride, strict=True), strict=True))
-        if index is not None or entries.index is not None:  # axis 0 is picked by place
-            index = entries.index if index is None else index
-            if entries.index is not None and w[0] not in z[:1]:
-                return None
-            axes.pop(w[0])
-        shared = {a for a, (n, s) in axes.items() if a in x and a in z and (n == 1 or s == 0)}
-        axes = {a: pair for a, pair in axes.items() if a not in shared}  # expanded to these
-        if any(a not in x and a not in z for a in axes):
-            return None
-        picked = sorted((a for a in axes if a in x and a in z), key=lambda a: -axes[a][1])
-        outer = sorted((a for a in axes if a not in x), key=lambda a: -axes[a][1])
-        inner = sorted((a for a in axes if a not in z), key=lambda a: -axes[a][1])
-        many, found = len(picked), None
-        for k in range(len(inner) if inner and not picked and index is None else 1):
-            # Σ_k W_k x_k with matrices that lie apart: all of them have the same output
-            parts = [*picked, *inner[:k]], outer, inner[k:]
-            found = _matrices(entries, *([axes[a] for a in some] for some in parts))
-            if found is not None:
-                picked, _, inner = parts
-                break
-        if found is None:
-            return None
-        form, first, used, turned = found
-        if index is not None and (first or picked):
-            return None
-        lead = 0
-        while lead < len(z) and z[lead] in x and z[lead] not in axes:
-            lead += 1
-        rest = [a for a in z[lead:] if a not in axes]
-        if any(a not in x for a in rest):  # the weight was expanded along it
-            return None
-        tail = [*rest, *picked[:many], *outer]
-        order = tuple(z.index(a) - len(z) for a in tail)
-        x_order = tuple(x.index(a) for a in [*z[:lead], *rest, *picked, *inner])
-        summed = tuple(i for i, a in enumerate(x) if a not in z and a not in axes)
-        counts = (lead, len(rest), len(picked), len(inner))
-        plain = not turned and form[0] == 1 and index is None
-        plain = plain and order == (-1,) and x_order == tuple(range(len(x)))
-        if index is not None and len(rest) + lead > 1:
-            index = index.view(-1, *[1] * (len(rest) + lead - 1))
-        return cls(form, first, used, turned, order, (many, len(outer)), index, summed,
-                   x_order, counts, plain)  # fmt: skip
-
-    def arranged(self, x: Tensor) -> Tensor:
-        """Bring x to (*lead, places, matrices, features)."""
-        if self.summed:
-            x = x.sum(self.summed, keepdim=True)
-        x = x.permute(*self.x_order, *self.summed)
-        sizes, (lead, rest, picked, _) = x.shape, self.counts
-        t, m = prod(sizes[lead : lead + rest]), prod(sizes[lead + rest : lead + rest + picked])
-        return x.reshape(*sizes[:lead], t, m, -1)
-
-
-def _matrices(
-    entries: Entries, picked: Sequence[Any], outer: Sequence[Any], inner: Sequence[Any]
-) -> tuple[tuple[int, int, int], int, int, bool] | None:
-    """Form (G, O, I), first matrix, how many, and whether turned; None if they are no matrices."""
-    merged = [_merged(some) for some in (picked, outer, inner)]
-    if any(m is None for m in merged):
-        return None
-    (used, apart), (o, down), (i, along) = merged  # pyright: ignore[reportGeneralTypeIssues]
-    if (i == 1 or along == 1) and (o == 1 or down == i):
-        turned = False
-    elif (o == 1 or down == 1) and (i == 1 or along == o):
-        turned = True
-    else:
-        return None
-    size, total = o * i, entries.parameter.numel()
-    if not size or (used > 1 and apart != size) or entries.offset % size or total % size:
-        return None
-    return (total // size, o, i), entries.offset // size, used, turned
-
-
-def _merged(axes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """Length and stride of several axes as one."""
-    axes = [pair for pair in axes if pair[0] != 1]
-    if any(s != n * t for (_, s), (n, t) in pairwise(axes)):
-        return None
-    return (prod(n for n, _ in axes), axes[-1][1]) if axes else (1, 1)
+        key = None if given.index is not None else (kind, *map(id, held.values()), given)
+        seen = given.inputs(x).detach()
+        return self.listener.note(key, lambda: kind(held, given), seen, out)

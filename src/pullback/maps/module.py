@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 
 from .._core.capture import Call, Selector, plain, samples_first, select
 from .._core.errors import PullbackError, reraise_fatal
@@ -27,8 +27,8 @@ from .._core.factor import Factor
 from .._core.graph import unfused_attention
 from .._core.space import ParameterSpace, tolerance
 from .base import Linearization, Map, Pulled
-from .record import Entry, Recorder
-from .structure import LayerStructure, vectorized
+from .record import Recorder
+from .structure import LayerStructure
 
 
 class ModuleMap(Map):
@@ -90,14 +90,17 @@ class ModuleLinearization(Linearization):
     def __init__(self, source: ModuleMap, params: Mapping[str, Tensor]) -> None:
         self.map = source
         self.space = ParameterSpace(params)
-        self._leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        self._recorder = Recorder(source.model, self._leaves)
+        #: the parameters the graph is built on
+        self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        self._recorder = Recorder(source.model, self.leaves)
         call = source.call
-        heard = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.listening = source.plans.get(heard, True)
+        listened = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
+        self._recorder.sites.listening = source.plans.get(listened, True)
         with torch.enable_grad(), call.replaying(), self._recorder:
-            self.graph = source.call_with(self._leaves, *call.args, **call.kwargs)
-        source.plans[heard] = self._recorder.listening
+            self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
+        source.plans[listened] = self._recorder.sites.listening
+        #: the uses of known layers in the pass
+        self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
         self._refuse_another_output()
 
@@ -108,9 +111,8 @@ class ModuleLinearization(Linearization):
             return
         before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
         limit = tolerance(self.graph.dtype, 10)
-        if before.shape == now.shape and bool((now - before).norm() <= limit * before.norm()):
-            return
-        if not bool(torch.isfinite(before).all()):
+        same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
+        if bool(same) or not bool(torch.isfinite(before).all()):
             return
         raise PullbackError(
             "The forward pass cannot be repeated",
@@ -123,14 +125,13 @@ class ModuleLinearization(Linearization):
     def jvp(self, v: Tensor) -> Tensor:
         """J v by forward-mode differentiation; by two reverse passes where that fails.
 
-        Which way serves is proved once per model and shape: fused attention has no forward mode
-        except as plain matrix products, and an embedding's padding row has one that its reverse
-        mode does not share.
+        Which way serves is proved once per model and shape: an embedding's padding row has a
+        forward mode that its reverse mode does not share.
         """
         key = ("jvp", self._recorder.signature(self.map.call))
-        ways = (self._forward_mode, self._forward_mode_unfused, self._double_vjp)
+        ways = (self._forward_mode, self._double_vjp)
         if key not in self.map.plans:
-            found = next((i for i in range(3) if self._adjoint(ways[i])), None)
+            found = next((i for i, way in enumerate(ways) if self._adjoint(way)), None)
             if found is None:
                 raise PullbackError(
                     "J v cannot be computed for this model",
@@ -157,28 +158,32 @@ class ModuleLinearization(Linearization):
         gap = ((pushed * u).sum() - v @ pulled).abs()
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
-    def _forward_mode_unfused(self, v: Tensor) -> Tensor:
-        with unfused_attention():
-            return self._forward_mode(v)
-
     def _forward_mode(self, v: Tensor) -> Tensor:
         call, source = self.map.call, self.map
         pieces = self.space.split(v)
-        with torch.no_grad(), fwad.dual_level(), call.replaying():
+        # fused attention has no forward mode, plain matrix products have
+        with torch.no_grad(), fwad.dual_level(), call.replaying(), unfused_attention():
             dual = {
-                n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype))
-                for n, p in self._leaves.items()
+                n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype)) for n, p in self.leaves.items()
             }
             z = source.call_with(dual, *call.args, **call.kwargs)
             tangent = fwad.unpack_dual(z).tangent
         return torch.zeros_like(self.value) if tangent is None else tangent.to(self.value.dtype)
 
     def _double_vjp(self, v: Tensor) -> Tensor:
-        pushed = double_vjp(self.graph, self._leaves, self.space.split(v))
-        return pushed.to(self.value.dtype)
+        """J v as the derivative of u ↦ ⟨Jᵀu, v⟩."""
+        z, pieces = self.graph, self.space.split(v)
+        u, leaves = torch.zeros_like(z, requires_grad=True), list(self.leaves.values())
+        with torch.enable_grad():
+            pulled = torch.autograd.grad(z, leaves, u, create_graph=True, allow_unused=True)
+            pairs = zip(pulled, pieces.values(), strict=True)
+            total = sum((p * one.to(p.dtype)).sum() for p, one in pairs if p is not None)
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            return torch.zeros_like(self.value)
+        return torch.autograd.grad(total, u, retain_graph=True)[0].to(self.value.dtype)
 
     def vjp(self, u: Tensor) -> Tensor:
-        return self.space.flatten(self.gradients(u, list(self._leaves.values())))
+        return self.space.flatten(self.gradients(u, list(self.leaves.values())))
 
     def closed_form(self, factor: Factor) -> Any:
         """The answer of the model's own `pullback_gram(linearization, factor)`, if it has one."""
@@ -188,55 +193,50 @@ class ModuleLinearization(Linearization):
     def gradients(
         self, u: Tensor, inputs: list[Any], *, batched: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Autograd's answer for parameters or for the layers' outputs; the graph is kept."""
+        """Autograd's answer for parameters or for the layers' outputs; the graph is kept.
+
+        `batched` covectors u (R, N, *event) are pulled back side by side, by torch.func's rules:
+        those of `is_grads_batched` take many operations covector by covector.
+        """
+        used: list[bool] = []
+
+        def pull(one: Tensor) -> tuple[Tensor, ...]:
+            found = torch.autograd.grad(
+                self.graph, inputs, one, retain_graph=True, allow_unused=True
+            )
+            used[:] = [g is not None for g in found]
+            return tuple(g for g in found if g is not None)
+
         u = u.to(self.graph.dtype)
-        if batched and u.is_cuda:
-            return vectorized(self.graph, inputs, u)
-        return torch.autograd.grad(
-            self.graph,
-            inputs,
-            u,
-            retain_graph=True,
-            allow_unused=True,
-            is_grads_batched=batched,
-        )
+        pulled = iter(vmap(pull)(u) if batched else pull(u))
+        return tuple(next(pulled) if some else None for some in used)
 
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows in factored form where the layers have structure, materialized elsewhere."""
         key = self._recorder.signature(self.map.call)
         plan = self.map.plans.get(key)
         if plan is None:
-            plan = LayerStructure.establish(self, self._recorder)
+            plan = LayerStructure.establish(self)
             if plan.settled:
                 self.map.plans[key] = plan
-        return plan.pullback(self, self._recorder, covectors)
+        return plan.pullback(self, covectors)
 
     @property
     def footprint(self) -> int:
         """Entries that pulling one covector a sample back holds, roughly: at layers, or as rows."""
-        entries = self._recorder.entries
+        entries = self.entries
         known = {name for e in entries for name in e.names.values()}
-        rest = sum(p.numel() for n, p in self._leaves.items() if n not in known)
+        rest = sum(p.numel() for n, p in self.leaves.items() if n not in known)
         return sum(prod(e.shape) for e in entries) + self.value.shape[0] * rest
 
     @property
     def widest(self) -> int:
         """Multiply-adds that pulling one covector a sample back takes at one layer, at most."""
         found = [0]
-        for e in self._recorder.entries:
+        for e in self.entries:
             weights = [w for w in e.layer.parameters(e.module).values() if w is not None]
             found += [prod(e.shape) * prod(w.shape[1:]) for w in weights]
         return max(found)
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The uses of known layers in the pass."""
-        return self._recorder.entries
-
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        """The parameters the graph was built on."""
-        return self._leaves
 
 
 def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,23 +253,6 @@ def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     }
     by_id = {slots[name]: tensor for name, tensor in tensors.items()}
     return {name: by_id[held] for name, held in slots.items() if held in by_id}
-
-
-def double_vjp(z: Tensor, leaves: Mapping[str, Tensor], v: Mapping[str, Tensor]) -> Tensor:
-    """J v as the derivative of u ↦ ⟨Jᵀu, v⟩, for z with a graph down to its leaves."""
-    u = torch.zeros_like(z, requires_grad=True)
-    with torch.enable_grad():
-        pulled = torch.autograd.grad(
-            z, list(leaves.values()), u, create_graph=True, allow_unused=True
-        )
-        total = sum(
-            (p * v[n].to(p.dtype)).sum()
-            for n, p in zip(leaves, pulled, strict=True)
-            if p is not None
-        )
-    if not isinstance(total, Tensor) or not total.requires_grad:
-        return torch.zeros_like(z)
-    return torch.autograd.grad(total, u, retain_graph=True)[0]
 
 
 def refuse_coupled(model: nn.Module) -> None:
@@ -325,10 +308,10 @@ def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]
             continue
         edges = []
         for following, place in node.next_functions:
-            if following is not None and following not in index:
+            if following not in index:
                 index[following] = len(order)
                 order.append(following)
-            edges.append((None if following is None else index[following], place))
+            edges.append((index[following], place))
             if (name := names.get(id(getattr(following, "variable", None)))) is not None:
                 joints[name] += 1
         axes = tuple([str(getattr(node, axis)) for axis in _axes(type(node))])

@@ -178,16 +178,9 @@ class ObjectiveMap(Map):
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (n, 1)."""
         pieces = []
-        shared = self.totals is not None
-        found = residuals(self.objective(dict(params)), shared=shared)
+        found = residuals(self.objective(dict(params)), shared=self.totals is not None)
         for name, (value, given) in found.items():
-            value = (
-                value.reshape(1, 1)
-                if value.ndim == 0
-                else value.flatten(1)
-                if value.ndim > 1
-                else value[:, None]
-            )
+            value = torch.atleast_1d(value)[:, None].flatten(1)
             weight = torch.as_tensor(given, dtype=value.dtype, device=value.device)
             if weight.ndim > 0:
                 if weight.numel() not in (1, value.shape[0]):

@@ -12,7 +12,7 @@ The Jacobian of an integral is one row, qᵀJ of the integrand: the reverse pass
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.space import tolerance
-from .base import Covered, Linearization, Map, Pulled, identity_covectors
+from .base import Covered, Linearization, Map, Pulled
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
+from .layers.registry import joined
 from .objective import FunctionLinearization
 
 #: (params, x) ↦ u(x), where x is a tensor or a jet
@@ -82,7 +83,10 @@ class OperatorMap(Map):
         """The network's jet, (T, S, N, m), each channel computed when it is taken."""
         if not self.nested_because:
             try:
-                return self._carried(params, tape)
+                out = self.network(params, self._coordinates.taped(tape))
+                if not isinstance(out, Jet):
+                    raise Unsupported("an output that does not depend on the input")
+                return Channels(out.full(), self.x.shape[:2])
             except Unsupported as missing:
                 self.nested_because = f"jets have no rule for {missing}"
             except _REFUSALS as error:  # of what is no tensor: nested derivatives say if not
@@ -90,12 +94,6 @@ class OperatorMap(Map):
         points = self.x.flatten(0, 1)
         out = nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
-
-    def _carried(self, params: dict[str, Tensor], tape: Tape | None) -> Channels:
-        out = self.network(params, self._coordinates.taped(tape))
-        if not isinstance(out, Jet):
-            raise Unsupported("an output that does not depend on the input")
-        return Channels(out.full(), self.x.shape[:2])
 
     def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
         """z: (N, R)."""
@@ -127,9 +125,10 @@ class OperatorMap(Map):
                 "its gradient vanishes at every point",
                 "Leave out detach, sign, comparisons and rounding of the field",
             )
-        noise = 1e3 * torch.finfo(want.dtype).eps * linear.magnitude(u)
+        size, leak = linear.coupling(u)
+        noise = 1e3 * torch.finfo(want.dtype).eps * size
         off = (got - want).norm() > tolerance(want.dtype) * want.norm() + noise
-        if bool(off) or linear.leaks(u):
+        if bool(off) or leak:
             raise PullbackError(
                 "The network's value at one point depends on other points",
                 "so it has no derivatives at a point",
@@ -157,12 +156,6 @@ class JetLinearization(FunctionLinearization):
         self._uses = tape.uses
         return self._graph.detach().to(self.space.dtype)
 
-    def magnitude(self, u: Tensor) -> float:
-        """Σ ‖δ‖‖ā‖ over the layers: rows that cancel to zero are known to ε of this."""
-        deltas, _ = self._reverse(u)
-        pairs = zip(self._uses, map(torch.stack, deltas), strict=True)
-        return sum(float(d.norm() * used.carried.norm()) for used, d in pairs)
-
     def _reverse(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
         """Cotangents (S·N, …, O) of the recorded outputs' channels; parameters reached elsewhere.
 
@@ -187,15 +180,16 @@ class JetLinearization(FunctionLinearization):
         rest = zip(self._leaves, found[len(outputs) :], strict=True)
         return deltas, {n for n, g in rest if g is not None}
 
-    def leaks(self, u: Tensor) -> bool:
-        """Whether points whose covector is 0 have cotangents at a layer: they are others' then."""
-        silent = (u == 0).all(1)
-        for pieces in self._reverse(u)[0]:
-            delta = torch.stack(pieces)  # (T, S·N, …, O)
-            found = delta.unflatten(1, self._map.x.shape[:2])
-            if bool(found[:, :, silent].norm() > tolerance(delta.dtype) * found.norm()):
-                return True
-        return False
+    def coupling(self, u: Tensor) -> tuple[float, bool]:
+        """Σ ‖δ‖‖ā‖ over the layers, of whose round-off rows that cancel are; and whether points
+        whose covector is 0 have cotangents at a layer: these are others' then.
+        """
+        silent, size, leak = (u == 0).all(1), 0.0, False
+        for used, pieces in zip(self._uses, self._reverse(u)[0], strict=True):
+            delta = torch.stack(pieces).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
+            size += float(delta.norm() * torch.stack(used.channels).norm())
+            leak |= bool(delta[:, :, silent].norm() > tolerance(delta.dtype) * delta.norm())
+        return size, leak
 
     def pullback(self, covectors: Tensor) -> Pulled:
         entries = self.value.shape[0] * covectors.shape[0] * self.space.size
@@ -211,74 +205,56 @@ class JetLinearization(FunctionLinearization):
         groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
         for used, delta in zip(self._uses, deltas, strict=True):
             groups[used.weight, used.bias].append((used, delta))
-        owners = defaultdict(int)
-        for key in groups:
-            for name in key:
-                owners[name] += name is not None
+        owners = Counter(name for key in groups for name in key if name is not None)
         shape = self.value.shape[0], covectors.shape[0]
-        matrix = self.space.zeros(*shape, self.space.size) if whole else None
+        matrix = self.space.zeros(*shape, self.space.size if whole else 0)
+        index, sites = self.space.index(), len(self._map.x)
         blocks: list[Block] = []
-        written: list[Block] = []
         coverage = []
         for (weight, bias), uses in groups.items():
             names = [n for n in (weight, bias) if n is not None]
             if any(n in elsewhere or owners[n] > 1 for n in names):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
-            if matrix is not None and len(uses) == 1 and prefers_loop(*uses[0], len(self._map.x)):
-                blocks.append(self._rows(weight, bias, *uses[0], matrix))
-                written.append(blocks[-1])
+            if whole and len(uses) == 1 and prefers_loop(*uses[0], sites):
+                places = [None if n is None else matrix[..., index[n]] for n in (weight, bias)]
+                write_rows(*uses[0], sites, *places)
             else:
                 blocks.append(self._block(weight, bias, uses))
-            coverage += [Covered(n, blocks[-1].route, "linear layer of a jet") for n in names]
+            route = "rows" if whole else blocks[-1].route
+            coverage += [Covered(n, route, "linear layer of a jet") for n in names]
         if elsewhere:
             found = self.columns(sorted(elsewhere))
             rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
             blocks.append(RowsBlock(rows))
             coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
-        if matrix is not None:
-            index = self.space.index()
-            for block in blocks:
-                if block not in written:
-                    for name, rows in block.rows().items():
-                        matrix[..., index[name]] = rows
-            matrix = matrix.flatten(0, 1)
-        return Pulled(self.space, shape, blocks, coverage, matrix)
-
-    def _rows(
-        self, weight: str | None, bias: str | None, used: Used, delta: Deltas, whole: Tensor
-    ) -> RowsBlock:
-        """The rows of a small layer, written to their columns of A."""
-        index = self.space.index()
-        rows = {n: whole[..., index[n]] for n in (weight, bias) if n is not None}
-        places = [None if n is None else rows[n] for n in (weight, bias)]
-        write_rows(used, delta, len(self._map.x), *places)
-        return RowsBlock(rows)
+        if not whole:
+            return Pulled(self.space, shape, blocks, coverage)
+        for name, rows in (pair for block in blocks for pair in block.rows().items()):
+            matrix[..., index[name]] = rows
+        return Pulled.of_rows(self.space, shape, matrix.flatten(0, 1), coverage)
 
     def _block(
         self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
     ) -> AffineBlock:
         """Channels and sites of all uses along one sharing axis."""
-        sites, samples = self._map.x.shape[:2]
         inputs, deltas, heights = [], [], []
         for used, pieces in uses:
-            delta = torch.stack([torch.stack(list(one)) for one in pieces])
-            a = used.carried.unflatten(1, (sites, samples))  # (T, S, N, *places, I)
-            first = torch.zeros(len(a), sites)
-            first[0] = 1
-            d = delta.unflatten(2, (sites, samples))  # (R, T, S, N, *places, O)
-            places = prod(a.shape[3:-1])
-            inputs.append(a.movedim(2, 0).reshape(samples, 1, -1, a.shape[-1]))
-            deltas.append(d.movedim(3, 0).reshape(samples, len(d), 1, -1, d.shape[-1]))
-            heights.append(first.flatten().repeat_interleave(places))
-        dtype = self.space.dtype
-        x, delta = torch.cat(inputs, 2).to(dtype), torch.cat(deltas, 3).to(dtype)
-        h = torch.cat(heights).to(x)
-        n, g, t, i = x.shape
-        return AffineBlock(weight, bias, x.__getitem__, (n, g, t, i), delta, h)
+            inputs.append(self._by_sample(used.channels)[:, None])
+            given = [self._by_sample(one)[:, None, None] for one in pieces]
+            deltas.append(joined(given, 1))
+            first = inputs[-1].new_zeros(inputs[-1].shape[2])
+            first[: len(first) // len(used.channels)] = 1
+            heights.append(first)
+        x, delta, h = joined(inputs, 2), joined(deltas, 3), joined(heights, 0)
+        return AffineBlock(weight, bias, x, delta, h)
 
-    def rows(self) -> Tensor:
-        return self.pullback(identity_covectors(self.value)).rows()
+    def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
+        """Channels (S·N, …, I) side by side, (N, T·S·places, I)."""
+        parts = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
+        return torch.stack(parts, 1).flatten(1, -2).to(self.space.dtype)
+
+    rows = Linearization.rows
 
     def vjp(self, u: Tensor) -> Tensor:
         ones = torch.ones(self.value.shape[0], 1, dtype=u.dtype, device=u.device)
@@ -300,7 +276,8 @@ class IntegralMap(Map):
     ) -> None:
         self.integrand, self._value = integrand, value
         self._root = weight**0.5
-        self._q = self._root * quadrature
+        #: √w q
+        self.weights = self._root * quadrature
 
     @property
     def nested_because(self) -> str:
@@ -309,15 +286,11 @@ class IntegralMap(Map):
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (1, R)."""
-        return self.total(self.integrand(params)) - self._root * self._value
+        return self.deviation(self.integrand(params))
 
-    def total(self, f: Tensor) -> Tensor:
-        """√w Σ qᵢ fᵢ: (N, R) -> (1, R)."""
-        return (self._q @ f)[None]
-
-    def spread(self, u: Tensor) -> Tensor:
-        """The transpose: (1, R) -> (N, R)."""
-        return self._q[:, None] * u
+    def deviation(self, f: Tensor) -> Tensor:
+        """√w (Σ qᵢ fᵢ − v): (N, R) -> (1, R)."""
+        return (self.weights @ f)[None] - self._root * self._value
 
     def linearize(self, params: Mapping[str, Tensor]) -> IntegralLinearization:
         return IntegralLinearization(self, params)
@@ -327,16 +300,16 @@ class IntegralLinearization(Linearization):
     """qᵀJ, where J is the integrand's."""
 
     def __init__(self, source: IntegralMap, params: Mapping[str, Tensor]) -> None:
-        self._map, self._inner = source, source.integrand.linearize(params)
+        self._q, self._inner = source.weights, source.integrand.linearize(params)
         self.space, self.structured = self._inner.space, self._inner.structured
         self.footprint = self._inner.footprint
-        self.value = source.total(self._inner.value) - source._root * source._value
+        self.value = source.deviation(self._inner.value)
 
     def jvp(self, v: Tensor) -> Tensor:
-        return self._map.total(self._inner.jvp(v))
+        return (self._q @ self._inner.jvp(v))[None]
 
     def vjp(self, u: Tensor) -> Tensor:
-        return self._inner.vjp(self._map.spread(u))
+        return self._inner.vjp(self._q[:, None] * u)
 
     def pullback(self, covectors: Tensor) -> Pulled:
         matrix = torch.stack([self.vjp(u.reshape(self.value.shape)) for u in covectors])

@@ -121,32 +121,30 @@ class Sites:
 
     def site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
         """A layer with the parameters that it holds just now, None where none takes part."""
-        held = layer.parameters(module)
-        place = (path, *map(id, held.values()))
-        try:
-            return self._known[place]
-        except KeyError:
-            names = {r: self._names.get(id(t)) for r, t in held.items()}
-            mark = (path, layer, *names.items())
-            found = Site(path, module, layer, names, (*held.values(),), mark)
-            if not any(names.values()):
+        place = (path, *map(id, layer.parameters(module).values()))
+        if place not in self._known:
+            found = self._site(path, module, layer)
+            if not any(found.names.values()):
                 return None
-            return self._known.setdefault(place, found)
+            self._known[place] = found
+        return self._known[place]
 
     def function(self, key: Any, make: Callable[[], nn.Module]) -> Site:
         """The module that stands for a function, with the parameters that it uses."""
         if key is not None and key in self._known:
             return self._known[key]
         module = make()
-        layer = find(module)
-        held = layer.parameters(module)
-        names = {r: self._names.get(id(t)) for r, t in held.items()}
-        path = next(n for n in names.values() if n is not None)
-        mark = (path, layer, *names.items())
-        found = Site(path, module, layer, names, (*held.values(),), mark, function=True)
+        found = self._site(None, module, find(module))
         if key is not None:
             self._known[key] = found
         return found
+
+    def _site(self, path: str | None, module: nn.Module, layer: Layer) -> Site:
+        held = layer.parameters(module)
+        names = {r: self._names.get(id(t)) for r, t in held.items()}
+        at = next(n for n in names.values() if n is not None) if path is None else path
+        mark = (at, layer, *names.items())
+        return Site(at, module, layer, names, (*held.values(),), mark, function=path is None)
 
 
 class Recorder:
@@ -162,19 +160,10 @@ class Recorder:
         self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
     ) -> None:
         self.entries: list[Entry] = []
-        self._sites = Sites(model, self.kind) if sites is None else sites
-        self._names = self._sites.names(leaves)
+        self.sites = Sites(model, self.kind) if sites is None else sites
+        self._names = self.sites.names(leaves)
         self._number = -1
         self._mode: FunctionMode | None = None
-
-    @property
-    def listening(self) -> bool:
-        """Whether functions were listened to in this pass, or are to be in the next one."""
-        return self._sites.listening
-
-    @listening.setter
-    def listening(self, value: bool) -> None:
-        self._sites.listening = value
 
     @staticmethod
     def kind(module: nn.Module) -> Any:
@@ -183,7 +172,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
-        self._number, sites = RemovableHandle(OrderedDict()).id, self._sites
+        self._number, sites = RemovableHandle(OrderedDict()).id, self.sites
         sites.now[:] = [self]
         sites.hooks = sites.hooks or [(m, self._hook(path, k)) for path, m, k in sites.by]
         for module, hook in sites.hooks:
@@ -200,14 +189,14 @@ class Recorder:
         if self._mode is not None:
             self._mode.__exit__(*exc)
             self._mode = None
-            self.listening = any(e.site.function for e in self.entries)
-        self._sites.now.clear()
-        for module, _ in self._sites.hooks:
+            self.sites.listening = any(e.site.function for e in self.entries)
+        self.sites.now.clear()
+        for module, _ in self.sites.hooks:
             module._forward_hooks.pop(self._number, None)
             module._forward_hooks_with_kwargs.pop(self._number, None)
 
     def _hook(self, path: str, layer: Layer) -> Any:
-        now = self._sites.now  # which owns no module, so that the hook owns none
+        now = self.sites.now  # which owns no module, so that the hook owns none
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             x = args[0] if args else next(iter(kwargs.values()), None)
@@ -215,14 +204,14 @@ class Recorder:
                 return None
             if not now or not output.requires_grad:
                 return None
-            return now[0]._met(path, module, layer, x, output)
+            return now[0]._module(path, module, layer, x, output)
 
         return record
 
-    def _met(
+    def _module(
         self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
     ) -> Tensor | None:
-        site = self._sites.site(path, module, layer)
+        site = self.sites.site(path, module, layer)
         if site is None:
             return None
         last = self.entries[-1] if self.entries else None
@@ -251,7 +240,7 @@ class Recorder:
 
     def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
         """Write down a use by a function, of the module that stands for it."""
-        entry, output = self._entry(self._sites.function(key, make), x, output)
+        entry, output = self._entry(self.sites.function(key, make), x, output)
         self.entries.append(entry)
         return output
 

@@ -9,8 +9,10 @@ or row by row, and named.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,73 +26,36 @@ from .._core.space import tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, detect
-from .proof import Proof
-from .record import Entry, Recorder
+from .proof import Proof, accumulate
+from .record import Entry
 
 if TYPE_CHECKING:
     from .module import ModuleLinearization
 
 
-def looped_cotangents(
+def cotangents(
     linear: ModuleLinearization,
     edges: list[Any],
     layouts: Sequence[SampleLayout],
     covectors: Tensor,
+    *,
+    batched: bool,
 ) -> list[Tensor]:
-    """Per edge the cotangents (N, R, ...), samples first, by R reverse passes."""
+    """Per edge the cotangents (N, R, ...), samples first, by one vectorized pass or by R."""
+    if batched and edges:
+        found: Any = linear.gradients(covectors, edges, batched=True)
+        pairs = zip(found, layouts, strict=True)
+        return [layout.of_batch(gradient).to(linear.space.dtype) for gradient, layout in pairs]
     out: list[Tensor] = []
     for r, u in enumerate(covectors if edges else ()):
-        for i, (gradient, layout) in enumerate(
-            zip(linear.gradients(u, edges), layouts, strict=True)
-        ):
-            assert gradient is not None
+        found = linear.gradients(u, edges)
+        for i, (gradient, layout) in enumerate(zip(found, layouts, strict=True)):
             placed = layout(gradient)
             if r == 0:
                 shape = (placed.shape[0], len(covectors), *placed.shape[1:])
                 out.append(linear.space.zeros(*shape))
             out[i][:, r] = placed
     return out
-
-
-def batched_cotangents(
-    linear: ModuleLinearization,
-    edges: list[Any],
-    layouts: Sequence[SampleLayout],
-    covectors: Tensor,
-) -> list[Tensor]:
-    """The same by one reverse pass in which every operation is vectorized over covectors."""
-    if not edges:
-        return []
-    out = []
-    for gradient, layout in zip(
-        linear.gradients(covectors, edges, batched=True), layouts, strict=True
-    ):
-        assert gradient is not None
-        out.append(layout.of_batch(gradient).to(linear.space.dtype))
-    return out
-
-
-def vectorized(z: Tensor, inputs: list[Any], u: Tensor) -> tuple[Tensor | None, ...]:
-    """Autograd's answers for covectors u (R, *z.shape) side by side, by torch.func's rules.
-
-    `is_grads_batched` has older ones, which take convolutions, normalizations and most activations
-    covector by covector: ten launches where one does. They serve where torch.func's do not.
-    """
-    used: list[bool] = []
-
-    def pull(one: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(z, inputs, one, retain_graph=True, allow_unused=True)
-        used[:] = [g is not None for g in found]
-        return tuple(g for g in found if g is not None)
-
-    try:
-        pulled = iter(vmap(pull)(u))
-    except (RuntimeError, UserWarning, NotImplementedError) as error:
-        reraise_fatal(error)
-        return torch.autograd.grad(
-            z, inputs, u, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-    return tuple(next(pulled) if some else None for some in used)
 
 
 def vectorizes(
@@ -188,13 +153,25 @@ def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Te
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
+    sums = {n: torch.einsum("nrp,nr->p", some, c.to(some)) for n, some in rows.items()}
     limit = tolerance(linear.graph.dtype, 10)
-    for (_, value), want in zip(rows.items(), truth, strict=True):
-        got = torch.einsum("nrp,nr->p", value, c.to(value))
-        exact = torch.zeros_like(got) if want is None else want.flatten().to(got)
-        if bool((got - exact).norm() > limit * exact.norm()):
-            return False
-    return True
+    return not _unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
+
+
+def _unexplained(
+    linear: ModuleLinearization,
+    sums: Iterable[Mapping[str, Tensor]],
+    truth: Mapping[str, Tensor | None],
+    limit: float,
+) -> dict[str, str]:
+    """The parameters whose sums of rows are not autograd's gradient, and why."""
+    proof = Proof(limit)
+    for some in sums:
+        proof.add(some, 0.0, 0.0, 0)
+    # a parameter that the layers reach and the graph does not has the gradient zero
+    return proof.unexplained(
+        {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
+    )
 
 
 def _row_by_row(
@@ -202,17 +179,13 @@ def _row_by_row(
 ) -> dict[str, Tensor]:
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
-    rows = {
-        name: linear.space.zeros(n, r, leaf.numel())
-        for name, leaf in zip(names, leaves, strict=True)
-    }
-    for i in range(n):
-        for k in range(r):
-            u = torch.zeros_like(linear.graph)
-            u[i] = covectors[k, i]
-            for name, g in zip(names, linear.gradients(u, leaves), strict=True):
-                if g is not None:
-                    rows[name][i, k] = g.flatten()
+    rows = {name: linear.space.zeros(n, r, linear.leaves[name].numel()) for name in names}
+    for i, k in product(range(n), range(r)):
+        u = torch.zeros_like(linear.graph)
+        u[i] = covectors[k, i]
+        for name, g in zip(names, linear.gradients(u, leaves), strict=True):
+            if g is not None:
+                rows[name][i, k] = g.flatten()
     return rows
 
 
@@ -233,33 +206,31 @@ class LayerStructure:
     settled: bool = True
 
     @classmethod
-    def establish(cls, linear: ModuleLinearization, recorder: Recorder) -> LayerStructure:
+    def establish(cls, linear: ModuleLinearization) -> LayerStructure:
         """Probe with covectors u and c∘u, c one random number per sample."""
         z, leaves = linear.value, linear.leaves
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         c = (1 + torch.rand(z.shape[0], generator=generator, dtype=torch.float64)).to(z)
-        edges: list[Any] = [e.edge for e in recorder.entries]
-        found = linear.gradients(u, edges + list(leaves.values()))
+        edges: list[Any] = [e.edge for e in linear.entries]
+        found: Any = linear.gradients(u, edges + list(leaves.values()))
         scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges) if edges else ()
         truth = dict(zip(leaves, found[len(edges) :], strict=True))
 
         layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
-        for i, (entry, one, two) in enumerate(zip(recorder.entries, found, scaled, strict=False)):
-            layout = None
-            if one is not None and two is not None:
-                layout = detect(one, two, c, entry.features, exact)
+        for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
+            reached = one is not None and two is not None
+            layout = detect(one, two, c, entry.features, exact) if reached else None
             if layout is not None:
                 layouts[i] = layout
             else:
                 for name in filter(None, entry.names.values()):
                     reasons[name] = f"{entry.path}: no axis of its output counts the samples"
-        heard = [g is None or bool(g.any()) for g in found[: len(edges)]]
-        plan = cls(layouts, (), reasons, settled=all(heard) and not chooses_by_index(linear.graph))
-        deltas = {i: found[i] for i in layouts}
-        blocks = plan._blocks(
-            linear, recorder, {i: _placed(d, layouts[i], linear) for i, d in deltas.items()}
-        )
+        answered = all(g is None or bool(g.any()) for g in found[: len(edges)])
+        settled = answered and not chooses_by_index(linear.graph)
+        plan = cls(layouts, (), reasons, settled=settled)
+        deltas = {i: layout(found[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
+        blocks = plan._blocks(linear, deltas)
         plan._verify(blocks, truth, linear)
         plan.batched = vectorizes(linear, edges, u, found)
         return plan
@@ -269,59 +240,47 @@ class LayerStructure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        proof = Proof(tolerance(arithmetic(linear.graph), 10))
-        for block in blocks:
-            proof.add(block.lift(ones), 0.0, 0.0, 0)
-        # a parameter that the layers reach and the graph does not has the gradient zero
-        found = {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
-        for name, why in proof.unexplained(found).items():
+        sums, limit = (b.lift(ones) for b in blocks), tolerance(arithmetic(linear.graph), 10)
+        for name, why in _unexplained(linear, sums, truth, limit).items():
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
 
-    def pullback(
-        self, linear: ModuleLinearization, recorder: Recorder, covectors: Tensor
-    ) -> Pulled:
+    def pullback(self, linear: ModuleLinearization, covectors: Tensor) -> Pulled:
         """One reverse pass per covector gives every layer's cotangents."""
-        used = [i for i, e in enumerate(recorder.entries) if i in self.layouts and self._wanted(e)]
-        edges = [recorder.entries[i].edge for i in used]
+        used = [i for i, e in enumerate(linear.entries) if i in self.layouts and self._wanted(e)]
+        edges = [linear.entries[i].edge for i in used]
         layouts = [self.layouts[i] for i in used]
-        reverse = batched_cotangents if self.batched else looped_cotangents
-        deltas = dict(zip(used, reverse(linear, edges, layouts, covectors), strict=True))
-        count = covectors.shape[0]
-        blocks = self._blocks(linear, recorder, deltas)
+        found = cotangents(linear, edges, layouts, covectors, batched=self.batched)
+        blocks = self._blocks(linear, dict(zip(used, found, strict=True)))
         if self.rest:
             rows, self.rows_by = sample_rows(linear, self.rest, covectors, self.rows_by)
             blocks.append(RowsBlock(rows))
-        shape = (linear.value.shape[0], count)
+        shape = (linear.value.shape[0], covectors.shape[0])
         return Pulled(linear.space, shape, blocks, self._coverage(blocks))
 
     def _wanted(self, entry: Entry) -> bool:
         return any(n is not None and n not in self.rest for n in entry.names.values())
 
-    def _blocks(
-        self, linear: ModuleLinearization, recorder: Recorder, deltas: Mapping[int, Tensor]
-    ) -> list[Block]:
+    def _blocks(self, linear: ModuleLinearization, deltas: Mapping[int, Tensor]) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
         groups: dict[tuple[str | None, ...], list[int]] = {}
         for i in deltas:
-            groups.setdefault(recorder.entries[i].key, []).append(i)
+            groups.setdefault(linear.entries[i].key, []).append(i)
         blocks = []
         for indices in groups.values():
-            first = recorder.entries[indices[0]]
+            first = linear.entries[indices[0]]
             names = {r: None if n in self.rest else n for r, n in first.names.items()}
             if all(n is None for n in names.values()):
                 continue
-            uses = [self._use(linear, recorder.entries[i], i, deltas[i]) for i in indices]
+            uses = []
+            for i in indices:
+                entry, x = linear.entries[i], self.layouts[i](linear.entries[i].input)
+                x = x.to(linear.space.dtype) if x.is_floating_point() else x
+                uses.append(Use(entry.module, x, deltas[i], entry.features))
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
             blocks.append(block)
         return join_tied_blocks(blocks)
-
-    def _use(self, linear: ModuleLinearization, entry: Entry, i: int, delta: Tensor) -> Use:
-        x = self.layouts[i](entry.input)
-        if x.is_floating_point():
-            x = x.to(linear.space.dtype)
-        return Use(entry.module, x, delta, entry.features)
 
     def _coverage(self, blocks: list[Block]) -> list[Covered]:
         covered = []
@@ -333,22 +292,13 @@ class LayerStructure:
         return covered
 
 
-def _placed(delta: Tensor | None, layout: SampleLayout, linear: ModuleLinearization) -> Tensor:
-    assert delta is not None
-    return layout(delta).unsqueeze(1).to(linear.space.dtype)
-
-
 def join_tied_blocks(blocks: list[Block]) -> list[Block]:
     """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
-    counts: dict[str, int] = {}
-    for block in blocks:
-        for name in block.names:
-            counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for block in blocks for name in block.names)
     tied = [b for b in blocks if any(counts[n] > 1 for n in b.names)]
     if not tied:
         return blocks
     rows: dict[str, Tensor] = {}
     for block in tied:
-        for name, value in block.rows().items():
-            rows[name] = rows[name] + value if name in rows else value
+        accumulate(rows, block.rows())
     return [b for b in blocks if b not in tied] + [RowsBlock(rows)]

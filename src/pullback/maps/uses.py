@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from inspect import Signature, signature
 from math import prod
 from string import ascii_letters
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import Direction, FunctionMode, Multiplication, use
+from .functions import Direction, FunctionMode, use
+from .layers.product import Multiplication
 from .layers.scale import Gain
 
 #: functions whose result has the same entries
@@ -57,28 +61,9 @@ def _times(mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None
     if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
         return None
     batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
-    letters = [batch[len(batch) + 2 - t.ndim :] for t in (one, two)]
-    result = f"{batch}ac"
-    if mode.entries(two) is not None:
-        given = (f"{letters[1]}bc", f"{letters[0]}ab", result)
-        return mode.product(out, two, *_spread(two, one, given), bias)
-    if mode.entries(one) is not None:
-        given = (f"{letters[0]}ab", f"{letters[1]}bc", result)
-        return mode.product(out, one, *_spread(one, two, given))
-    return None
-
-
-def _spread(
-    w: Tensor, x: Tensor, letters: tuple[str, str, str]
-) -> tuple[Tensor, tuple[str, str, str]]:
-    """Expand x along the axes of w that it lacks: every matrix then has the same places."""
-    sizes = dict(zip(letters[0], w.shape, strict=True))
-    lacking = [a for a in letters[0][:-2] if a not in letters[1] and sizes[a] > 1]
-    x = x.expand(*(sizes[a] for a in lacking), *x.shape)
-    names = "".join(lacking) + letters[1]
-    x = x.expand(*(sizes.get(a, n) if n == 1 and a in letters[0][:-2] else n
-                   for a, n in zip(names, x.shape, strict=True)))  # fmt: skip
-    return x, (letters[0], names, letters[2])
+    left, right = (batch[len(batch) + 2 - t.ndim :] for t in (one, two))
+    names = f"{left}ab", f"{right}bc"
+    return _contraction(mode, out, (one, two), names, f"{batch}ac", bias, spread=True)
 
 
 @use("addmm", "baddbmm")
@@ -114,9 +99,14 @@ def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> T
 
 
 def _contraction(
-    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str
-) -> Tensor | None:
-    """Note a sum of products by the letters of their axes, of which one factor is a parameter."""
+    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str,
+    bias: Any = None, *, spread: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Note a sum of products by the letters of their axes, of which one factor is a parameter.
+
+    A bias is that of the last factor. With `spread`, or where matrices cannot be read off without,
+    the others are expanded along axes of the parameter that they lack: all matrices meet all.
+    """
     found = [k for k, t in enumerate(operands) if mode.entries(t) is not None]
     if not found or (len(operands) > 2 and len(found) > 1):
         return None
@@ -129,11 +119,15 @@ def _contraction(
         x = torch.einsum(f"{given}->{other}", *(operands[i].detach() for i in rest))
     entries = mode.entries(w)
     assert entries is not None
-    if Multiplication.read(entries, (own, other, result), None) is None:  # all matrices meet all
-        first = own[0]
-        if first in result and first not in other:
-            x, other = x.expand(entries.size[0], *x.shape), first + other
-    return mode.product(out, w, x, (own, other, result))
+    if spread or Multiplication.read(entries, (own, other, result), None) is None:
+        sizes = {a: n for a, n in zip(own[:-2], w.shape, strict=False) if a in result and n > 1}
+        lacking = [a for a in sizes if a not in other]
+        x, other = x.expand(*(sizes[a] for a in lacking), *x.shape), "".join(lacking) + other
+        x = x.expand(
+            [sizes.get(a, n) if n == 1 else n for a, n in zip(other, x.shape, strict=True)]
+        )
+    last = k == len(operands) - 1
+    return mode.product(out, w, x, (own, other, result), bias if last else None)
 
 
 @use("inner")
@@ -157,7 +151,7 @@ def _tensordot(
     return _contraction(mode, made, (a, b), (one, "".join(two)), result)
 
 
-@use("grouped_mm", "_grouped_mm")
+@use("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 def _grouped(
     mode: FunctionMode, out: Tensor, mat_a: Tensor, mat_b: Tensor, *args: Any, **names: Any
 ) -> Tensor | None:
@@ -167,13 +161,6 @@ def _grouped(
     rows = torch.arange(len(mat_a), device=mat_a.device, dtype=offsets.dtype)
     index = torch.searchsorted(offsets, rows, right=True).clamp(max=len(mat_b) - 1)
     return mode.product(out, mat_b, mat_a, ("abc", "db", "dc"), index=index)
-
-
-@use("grouped_mm_fallback")
-def _grouped_fallback(
-    mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, offs: Tensor
-) -> Tensor | None:
-    return _grouped(mode, out, input, weight, offs)
 
 
 @use("conv1d", "conv2d", "conv3d")
@@ -272,52 +259,30 @@ def _gather(
     return None
 
 
-@use("layer_norm")
-def _layer_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
-    bias: Any = None, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    shape = tuple(normalized_shape)
-    return _norm(mode, nn.LayerNorm, input, out, weight, bias, normalized_shape=shape, eps=eps)
-
-
-@use("rms_norm")
-def _rms_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, normalized_shape: Any, weight: Any = None,
-    eps: float | None = None,
-) -> Tensor | None:  # fmt: skip
-    shape = tuple(normalized_shape)
-    return _norm(mode, nn.RMSNorm, input, out, weight, None, normalized_shape=shape, eps=eps)
-
-
-@use("group_norm")
-def _group_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, num_groups: int, weight: Any = None,
-    bias: Any = None, eps: float = 1e-5,
-) -> Tensor | None:  # fmt: skip
-    return _norm(mode, nn.GroupNorm, input, out, weight, bias, num_groups=num_groups, eps=eps)
-
-
-@use("batch_norm")
-def _batch_norm(
-    mode: FunctionMode, out: Tensor, input: Tensor, running_mean: Any, running_var: Any,
-    weight: Any = None, bias: Any = None, training: bool = False, momentum: float = 0.1,
-    eps: float = 1e-5, *args: Any,
-) -> Tensor | None:  # fmt: skip
-    return _norm(
-        mode, nn.BatchNorm2d, input, out, weight, bias, running_mean=running_mean,
-        running_var=running_var, training=training, eps=eps,
-    )  # fmt: skip
-
-
 def _norm(
-    mode: FunctionMode, kind: type[nn.Module], x: Tensor, out: Tensor, weight: Any, bias: Any,
-    **settings: Any,
+    kind: type[nn.Module], call: Signature, mode: FunctionMode, out: Tensor,
+    *args: Any, **names: Any,
 ) -> Tensor | None:  # fmt: skip
-    own = {"weight": mode.whole(weight), "bias": mode.whole(bias)}
-    if all(t is None for t in own.values()):
+    """Note a normalization, whose other arguments are the module's attributes."""
+    try:
+        given = call.bind(*args, **names)
+    except TypeError:  # a function of that name with other arguments
+        return None
+    given.apply_defaults()
+    settings: dict[str, Any] = given.arguments
+    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    x = settings.pop("input")
+    own = {role: mode.whole(settings.pop(role, None)) for role in ("weight", "bias")}
+    if all(parameter is None for parameter in own.values()):
         return None
     return mode.note(kind, x, out, own, **settings)
+
+
+for _function, _kind in (
+    (F.layer_norm, nn.LayerNorm), (F.rms_norm, nn.RMSNorm), (F.group_norm, nn.GroupNorm),
+    (F.batch_norm, nn.BatchNorm2d),
+):  # fmt: skip
+    use(_function.__name__)(partial(_norm, _kind, signature(_function)))
 
 
 @use("mul", "multiply")
@@ -350,26 +315,14 @@ def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str)
             shape = shape[1:]
         if out.ndim <= len(shape):  # nothing counts samples
             return None
-        if role == "bias" and any(
-            n != m for n, m in zip(shape[::-1], out.shape[::-1], strict=False)
-        ):
-            return _gain(mode, out, x, own, shape, role)
-        if role == "bias" and len(shape) == 1:
+        fits = all(n == m for n, m in zip(shape[::-1], out.shape[::-1], strict=False))
+        if role == "bias" and fits and len(shape) == 1:
             blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
             return mode.note(nn.Linear, blank, out, {"weight": None, "bias": own})
-        if role == "bias" and len(shape) > 1:  # positions that are looked up
+        if role == "bias" and fits and len(shape) > 1:  # positions that are looked up
             rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
             return _look_up(mode, out, own, rows.expand(out.shape[:-1]))
-        return _gain(mode, out, x, own, shape, role)
+        seen = x if role == "weight" else out.new_zeros(())
+        seen, make = seen.detach().expand(out.shape), partial(Gain, role, own, shape)
+        return mode.listener.note((Gain, role, id(own), shape), make, seen, out)
     return None
-
-
-def _gain(
-    mode: FunctionMode, out: Tensor, x: Tensor, own: Tensor, shape: tuple[int, ...], role: str
-) -> Tensor:
-    def make() -> nn.Module:
-        return Gain(role, own, shape)
-
-    seen = x.detach() if role == "weight" else out.new_zeros(()).detach()
-    seen = seen.expand(out.shape)
-    return mode.listener.note((Gain, role, id(own), shape), make, seen, out)

@@ -24,21 +24,26 @@ class Metric(ABC):
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
         """S at z; `inputs` are the model's inputs, for metrics that depend on them."""
 
+    @property
+    def source(self) -> Likelihood | Metric | None:
+        """The likelihood or metric that this one is made of, which counts samples in its place."""
+        return None
+
     def samples(self, z: Tensor) -> int:
         """How many samples a mean over z counts."""
-        return z.shape[0]
+        return z.shape[0] if self.source is None else self.source.samples(z)
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
-        return None
+        return None if self.source is None else self.source.counted(z, cotangent)
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """A flag that is False where `counted` would return None, see `Likelihood.uncounted`."""
-        return None
+        return None if self.source is None else self.source.uncounted(z, cotangent)
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Why the first ∂loss/∂z is certainly not of the metric's loss, and the remedy; or ""."""
-        return ""
+        return "" if self.source is None else self.source.mismatch(z, cotangent)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
@@ -120,14 +125,9 @@ class Weighted(Metric):
             raise PullbackError("A weight is negative", "M would be indefinite", "Use weights ≥ 0")
         return Scaled(self.metric.factor(z, inputs=inputs), weight, tuple(z.shape[1:]))
 
-    def samples(self, z: Tensor) -> int:
-        return self.metric.samples(z)
-
-    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return self.metric.counted(z, cotangent)
-
-    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
-        return self.metric.mismatch(z, cotangent)
+    @property
+    def source(self) -> Metric:
+        return self.metric
 
 
 class Fisher(Metric):
@@ -143,17 +143,9 @@ class Fisher(Metric):
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
         return self.likelihood.factor(z)
 
-    def samples(self, z: Tensor) -> int:
-        return self.likelihood.samples(z)
-
-    def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return self.likelihood.counted(z, cotangent)
-
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return self.likelihood.uncounted(z, cotangent)
-
-    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
-        return self.likelihood.mismatch(z, cotangent)
+    @property
+    def source(self) -> Likelihood:
+        return self.likelihood
 
 
 class Bregman(Metric):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
-from math import factorial, isfinite
+from math import factorial, inf
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, require
 from .._core.products import cross
 
 _POINTS = 2048  # whose pairs tell the median distance
@@ -61,7 +60,10 @@ class Matern(ReproducingKernel):
                 f"got {order!r}, and it is a polynomial times e^(−d) for half-integers alone",
                 "Use 0.5, 1.5, 2.5, ... (at most 19.5), or pass a function of your own as kernel=",
             )
-        self.order, self.scale = float(order), positive(scale)
+        length = isinstance(scale, Real) and not isinstance(scale, bool) and 0 < scale < inf
+        remedy = "Use a positive number, such as metrics.median_distance(x)"
+        require(length, "The kernel's scale", scale, remedy)
+        self.order, self.scale = float(order), float(scale)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         d = distances(x, y) / self.scale
@@ -83,18 +85,6 @@ def _coefficients(p: int) -> tuple[float, ...]:
         * 2 ** (p - k)
         for k in range(p + 1)
     )  # fmt: skip
-
-
-def positive(scale: Any) -> float:
-    """A length, or an error that says so."""
-    length = float(scale) if isinstance(scale, Real) and not isinstance(scale, bool) else 0.0
-    if not length > 0 or not isfinite(length):
-        raise PullbackError(
-            "The kernel's scale is not positive",
-            f"got {scale!r}",
-            "Use a number > 0, such as metrics.median_distance(x)",
-        )
-    return length
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
@@ -146,7 +136,7 @@ def median_distance(x: Tensor) -> float:
     x = x.detach()[:: -(-len(x) // _POINTS)]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     found = float(torch.pdist(x.to(dtype).reshape(len(x), -1)).median())
-    if not 0 < found < float("inf"):
+    if not 0 < found < inf:
         raise PullbackError(
             "The median distance is no scale",
             f"it is {found}: the inputs coincide or are not finite",

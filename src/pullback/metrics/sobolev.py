@@ -13,7 +13,7 @@ from torch import Tensor
 from .._core.errors import PullbackError, require
 from .._core.factor import Factor, Mixed
 from .._core.space import compute_dtype
-from .base import Fisher, Metric
+from .base import Euclidean, Fisher, Metric
 from .rkhs import KernelLike, Matern, ReproducingKernel, median_distance
 
 _JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -77,13 +77,9 @@ class Sobolev(Metric):
         """The kernel's length, where it has one."""
         return getattr(self.kernel_of, "scale", None)
 
-    def kernel(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """K + jitter·I on the batch."""
-        return self._matrix(inputs, dtype, dtype)
-
-    def _matrix(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
-        """The kernel's values in dtype, and the jitter that belongs to it, in a wider one."""
-        x = inputs.detach().to(dtype)
+    def kernel(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype | None = None) -> Tensor:
+        """K + jitter·I on the batch: values and jitter of a dtype, held in a wider one."""
+        x, wide = inputs.detach().to(dtype), dtype if wide is None else wide
         k = self.kernel_of(x, x)
         if not isinstance(k, Tensor) or k.shape != (len(x), len(x)):
             got = tuple(k.shape) if isinstance(k, Tensor) else type(k).__name__
@@ -105,7 +101,7 @@ class Sobolev(Metric):
         It is found in double precision: in single, a jitter of 1e-5 drowns in the round-off of K's
         largest eigenvalue, which is the batch size where inputs coincide.
         """
-        k = self._matrix(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
+        k = self.kernel(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
         if not isinstance(self.kernel_of, ReproducingKernel) and bool(
             (k - k.mT).abs().max() > 1e-4 * k.abs().max()
         ):
@@ -114,7 +110,18 @@ class Sobolev(Metric):
             )
         lower, info = torch.linalg.cholesky_ex((k + k.mT) / 2)
         if not bool(torch.isfinite(lower).all() & (info == 0)):
-            raise _unusable(k)
+            if not bool(torch.isfinite(k).all()):
+                raise PullbackError(
+                    "The Sobolev kernel is not finite",
+                    "some inputs, or values of the kernel, are NaN or infinite",
+                    "Check the batch",
+                )
+            raise PullbackError(
+                "The Sobolev kernel is singular on this batch",
+                "some inputs coincide or lie within round-off of each other, or a kernel of your "
+                "own is not positive",
+                "Raise jitter, or lower scale",
+            )
         if self not in _WARNED:
             self._judge(k, inputs, self._jitter(dtype))
         return lower.to(dtype)
@@ -157,30 +164,11 @@ class Sobolev(Metric):
                 "Give the model a float tensor with one entry per sample as its first argument",
             )
         lower = self.cholesky(inputs.to(z.device), compute_dtype(z.dtype))
-        if self.inner is None:
-            return Mixed(lower, tuple(z.shape[1:]))
-        inner = self.inner.factor(z)
-        return Mixed(lower, inner.white, inner)
+        return Mixed(lower, (self.inner or Euclidean()).factor(z))
 
     def samples(self, z: Tensor) -> int:
-        return z.shape[0] if self.inner is None else self.inner.samples(z)
+        return (self.inner or Euclidean()).samples(z)
 
     def __repr__(self) -> str:
         fields = f"kernel={self.kernel_of!r}, jitter={self.jitter!r}, inner={self.inner!r}"
         return f"Sobolev({fields})"
-
-
-def _unusable(k: Tensor) -> PullbackError:
-    """Why K has no Cholesky factor."""
-    if not bool(torch.isfinite(k).all()):
-        return PullbackError(
-            "The Sobolev kernel is not finite",
-            "some inputs, or values of the kernel, are NaN or infinite",
-            "Check the batch",
-        )
-    return PullbackError(
-        "The Sobolev kernel is singular on this batch",
-        "some inputs coincide or lie within round-off of each other, or a kernel of your own is "
-        "not positive",
-        "Raise jitter, or lower scale",
-    )

@@ -1,10 +1,10 @@
 """Stage six, *optim*: the `torch.optim.Optimizer` a user meets."""
 
-from .info import StepInfo
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient
+from .objective import EnergyTerm, Objective, Squares, Term
 from .presets import GaussNewton, HessianFree, LevenbergMarquardt
-from .terms import EnergyTerm, Objective, Squares, Term
+from .problem import StepInfo
 
 __all__ = [
     "EnergyTerm",

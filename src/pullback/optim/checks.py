@@ -12,7 +12,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._core.capture import plain
 from .._core.errors import PullbackError, require
-from .._core.graph import leaves_below
 from .._core.shards import is_sharded
 from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
@@ -202,12 +201,6 @@ def warn_growth(watch: list[Any], loss: float, remedy: str, stacklevel: int) -> 
         )
 
 
-def gradient_of(name: str, p: Tensor) -> Tensor | None:
-    """p.grad, if it is dense."""
-    refuse_sparse(name, p.grad)
-    return p.grad
-
-
 def refuse_sparse(name: str, gradient: Tensor | None) -> None:
     """Raise for a gradient that is not dense."""
     if gradient is not None and gradient.layout != torch.strided:
@@ -235,8 +228,7 @@ def dense_gradients(
             if g is None or not p.requires_grad or not p.numel():
                 continue
             name = names[id(p)]
-            if g.layout is not torch.strided:
-                refuse_sparse(name, g)
+            refuse_sparse(name, g)
             if p.shape != shapes[name]:
                 raise PullbackError(
                     f"Parameter {name!r} changed its shape",
@@ -251,16 +243,6 @@ def dense_gradients(
             "Call loss.backward() before step()",
         )
     return out
-
-
-def refuse_chained(name_of: dict[int, str], inputs: list[Tensor]) -> None:
-    """Raise where a recorded input was itself computed from the optimized parameters."""
-    for name in leaves_below(inputs, name_of):
-        raise PullbackError(
-            "The model's input depends on the model's own parameters",
-            f"{name!r} reached it through an earlier call, whose share of J would be lost",
-            "Put both calls into one module and give that to the optimizer",
-        )
 
 
 def own_group(

@@ -22,7 +22,7 @@ from ..grams import Part
 from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
-from .checks import gradient_of, loss_of, refuse_chained, warn_derivatives, warn_mismatch
+from .checks import loss_of, refuse_sparse, warn_derivatives, warn_mismatch
 from .problem import Place, StepProblem
 
 
@@ -40,11 +40,13 @@ class ClosureProblem(StepProblem):
         batch_dim: int,
         memory: dict[str, Any],
         processes: Processes | None = None,
+        coupled: bool = False,
     ) -> None:
         super().__init__(params, processes)
         self.model = plain(model)
         self._model, self._closure, self._reduction = model, closure, reduction
         self._output, self._batch_dim, self._memory = output, batch_dim, memory
+        self._how: Any = {"output": output, "batch_dim": batch_dim, "coupled": coupled}
         self._calls: list[Call] = []
         self._recorded: list[tuple[Linearization, Tensor]] = []
         self._pulled: Tensor | None = None
@@ -65,13 +67,22 @@ class ClosureProblem(StepProblem):
             if capture.derived and "derived" not in self._memory:
                 self._memory["derived"] = True
                 warn_derivatives(stacklevel=6)
-            names = {id(p): n for n, p in self.params.items()}
-            refuse_chained(names, [t for call in self._calls for t in call.sources])
+            self._refuse_chained()
             self._after = Snapshot(self._model, self.space.device)
             gradients = self._collect()
         self.loss = self._mean([loss])[0]
         self.gradient = self._synchronized(gradients)
         return self.broken()
+
+    def _refuse_chained(self) -> None:
+        """Raise where a recorded input was itself computed from the optimized parameters."""
+        names = {id(p): n for n, p in self.params.items()}
+        for name in leaves_below([t for call in self._calls for t in call.sources], names):
+            raise PullbackError(
+                "The model's input depends on the model's own parameters",
+                f"{name!r} reached it through an earlier call, whose share of J would be lost",
+                "Put both calls into one module and give that to the optimizer",
+            )
 
     def _run(self) -> float:
         return loss_of(self._closure())
@@ -113,7 +124,9 @@ class ClosureProblem(StepProblem):
         )
 
     def _collect(self) -> dict[str, Tensor | None]:
-        gradients = {n: gradient_of(n, p) for n, p in self.params.items()}
+        gradients = {n: p.grad for n, p in self.params.items()}
+        for name, gradient in gradients.items():
+            refuse_sparse(name, gradient)
         silent = [n for n, g in gradients.items() if g is None]
         if not self.processes.alone and not self._calls:
             return gradients
@@ -142,20 +155,21 @@ class ClosureProblem(StepProblem):
         self._recorded, self._pulled, self.whitening = [], None, Status.OK
         with self.processes.together():
             linears, masks, cotangents = self._linearized(calls, metric)
-            samples = self._samples(metric, [x.value for x in linears], masks)
-        weight = self._weight(samples)
+            shares = [1.0 if mask is None else float(mask.double().mean()) for mask in masks]
+            counts = [metric.samples(x.value) for x in linears]
+            samples = sum(n * share for n, share in zip(counts, shares, strict=True))
+        weight = 1.0
+        if self._reduction == "mean":  # over the samples of all processes
+            weight /= max(self.processes.total([samples], "gradients")[0], 1.0)
         with self.processes.together():
             parts, whites = self._measured(calls, linears, masks, cotangents, metric, weight)
         known = all(r is not None for r in whites)
         if not self.processes.agree(known):
             # where r is missing on one process, none can use it
-            self.whitening = self._worst(self.whitening)
+            found = map(Status.__getitem__, self.processes.values(self.whitening.name))
+            self.whitening = next((status for status in found if not status.ok), self.whitening)
             return parts, None
         return parts, torch.cat([self.space.zeros(0), *(r.flatten() for r in whites)])
-
-    def _worst(self, status: Status) -> Status:
-        found = self.processes.values(status.name)
-        return next((Status[name] for name in found if not Status[name].ok), status)
 
     def _linearized(
         self, calls: Sequence[Call], metric: Metric
@@ -164,9 +178,7 @@ class ClosureProblem(StepProblem):
         plans = self._memory.setdefault("plans", {})
         linears, masks, cotangents = [], [], []
         for call in calls:
-            source = ModuleMap(
-                self._model, call, output=self._output, batch_dim=self._batch_dim, plans=plans
-            )
+            source = ModuleMap(self._model, call, **self._how, plans=plans)
             linear = source.linearize(self.params)
             linears.append(linear)
             cotangent = None
@@ -240,22 +252,6 @@ class ClosureProblem(StepProblem):
             first, *others = shares or [self.space.zeros(self.space.size)]
             self._pulled = self.summed(sum(others, first))[0]
         return self._pulled
-
-    def _samples(
-        self, metric: Metric, values: Sequence[Tensor], masks: Sequence[Tensor | None]
-    ) -> float:
-        """How many samples count on this process."""
-        total = 0.0
-        for z, mask in zip(values, masks, strict=True):
-            share = 1.0 if mask is None else float(mask.double().mean())
-            total += metric.samples(z) * share
-        return total
-
-    def _weight(self, samples: float) -> float:
-        """What the metric of a sample is multiplied by: with "mean", 1/N of all processes."""
-        if self._reduction == "sum":
-            return 1.0
-        return 1.0 / max(self.processes.total([samples], "gradients")[0], 1.0)
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}

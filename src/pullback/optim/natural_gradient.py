@@ -40,16 +40,11 @@ from .checks import (
     warn_growth,
 )
 from .closure import ClosureProblem
-from .info import StepInfo
-from .objective import ObjectiveProblem
-from .problem import StepProblem
-from .system import System, explains
-from .terms import Objective
+from .objective import Objective, ObjectiveProblem
+from .problem import StepInfo, StepProblem, System, explains
 
-_OWN = (
-    *("model", "metric", "solver", "rule", "gram", "reduction", "output", "batch_dim"),
-    *("metric_batch", "_retract", "maximize", "memory", "_processes"),
-)
+#: caches, torch's hooks on the optimizer, and the function by which a scheduler counts calls
+_UNSAVED = ("_cache", "_names", "_schedule", "_optimizer_", "step")
 
 
 class NaturalGradient(Optimizer):
@@ -133,17 +128,14 @@ class NaturalGradient(Optimizer):
                 )
         self._schedule = self._first_schedule()
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
-        self._begin_together()
-
-    def _begin_together(self) -> None:
-        """All processes have the same options, and begin where the first one is."""
+        # all processes have the same options, and begin where the first one is
         stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
         options = {n: getattr(self, n) for n in stages}
         self._processes.same(
             "their options", {**options, "parameters": [*self._names.values()]},
             "Build the optimizer alike on all processes",
         )  # fmt: skip
-        self._processes.adopt([*plain(self.model).parameters()])
+        self._processes.adopt([*plain(model).parameters()])
 
     def _register(self) -> None:
         self._cache: dict[str, Any] = {}
@@ -151,7 +143,7 @@ class NaturalGradient(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks and caches: a copy or a pickle brings its model along."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+        return {n: v for n, v in vars(self).items() if not n.startswith(_UNSAVED)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.errors import PullbackError
-from .._core.extras import extra
+from .._core.errors import PullbackError, extra
 from ..maps import Scheme
 from . import checkpoint
 from .check import Check, Estimate, estimate

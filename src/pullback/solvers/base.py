@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError, Status
+from .._core.checks import refuse_number
+from .._core.errors import Status
 from ..grams import Gram
 
 _NEWTON_STEPS = 100
@@ -45,8 +46,7 @@ Damping = float | Relative
 
 
 def _checked(damping: float) -> float:
-    if not damping >= 0 or damping == float("inf"):
-        raise PullbackError("The damping is not usable", f"got {damping}", "Use a number ≥ 0")
+    refuse_number("The damping", float(damping))
     return float(damping)
 
 

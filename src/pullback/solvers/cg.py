@@ -94,8 +94,14 @@ class ConjugateGradient(Solver):
         elsewhere = self.preconditioner is not None or self.progress > 0 or gram.count >= gram.size
         if r is None or not isinstance(gram, FactoredGram) or elsewhere:
             return None, 0.0, False
-        product = _kernel_product(gram)
-        y, _, done = self._iterate(lambda c: product(c) + damping * c, r)
+        kernel = gram.kernel() if gram.structure.holds == "kernel" else None
+
+        def product(c: Tensor) -> Tensor:
+            """(AAᵀ + λ)c, from the matrix where it is held."""
+            image = gram.project(gram.lift(c)) if kernel is None else kernel @ c
+            return image + damping * c
+
+        y, _, done = self._iterate(product, r)
         x = gram.lift(y)
         relative = _relative(gram.matvec(x) + damping * x - g, g)
         accurate = relative <= _DRIFT * self._least(g)
@@ -141,10 +147,3 @@ class ConjugateGradient(Solver):
 def _relative(left: Tensor, b: Tensor) -> float:
     """‖left‖/‖b‖."""
     return float(left.norm()) / max(float(b.norm()), torch.finfo(b.dtype).tiny)
-
-
-def _kernel_product(gram: FactoredGram) -> Callable[[Tensor], Tensor]:
-    """c ↦ AAᵀc, from the matrix where it is held."""
-    if gram.structure.holds == "kernel":
-        return gram.kernel().matmul
-    return lambda c: gram.project(gram.lift(c))

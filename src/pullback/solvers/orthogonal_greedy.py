@@ -8,7 +8,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from .._core.errors import Status, refuse_unknown, require
+from .._core.checks import refuse_number
+from .._core.errors import Status, refuse_unknown
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
 from .pinv import keeps_digits
@@ -37,14 +38,6 @@ class GreedySolution(Solution):
     selected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     energy: Tensor = field(default_factory=lambda: torch.empty(0))
     stopped: str = ""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A Gram and the squared lengths G_ii of its tangent vectors."""
-
-    gram: Gram
-    diagonal: Tensor
 
 
 class OrthogonalGreedy(Solver):
@@ -102,30 +95,28 @@ class OrthogonalGreedy(Solver):
         rcond: float | None = None,
     ) -> None:
         for name, count in (("k", k), ("block", block)):
-            usable = isinstance(count, int) and count >= 1
-            require(usable, f"OrthogonalGreedy({name}=...)", count, "Use a whole number ≥ 1")
+            refuse_number(f"OrthogonalGreedy({name}=...)", count, least=1, whole=True)
         for name, share in (("tol", tol), ("rcond", rcond)):
-            usable = share is None or 0 <= share < 1
-            require(
-                usable, f"OrthogonalGreedy({name}=...)", share, "Use a number in [0, 1) or None"
-            )
+            if share is not None:
+                refuse_number(f"OrthogonalGreedy({name}=...)", share, below=1)
         refuse_unknown("rule", rule, RULES)
         self.k, self.rule, self.tol = k, rule, tol
         self.damping, self.block, self.rcond = damping, block, rcond
 
-    def init(self, gram: Gram) -> Measured:
-        return Measured(gram, gram.diagonal())
+    def init(self, gram: Gram) -> tuple[Gram, Tensor]:
+        """The Gram, and the squared lengths G_ii of its tangent vectors."""
+        return gram, gram.diagonal()
 
     def solve(
         self,
-        state: Measured,
+        state: tuple[Gram, Tensor],
         rhs: Tensor,
         damping: Damping | None = None,
         *,
         whitened: Tensor | None = None,
     ) -> GreedySolution:
-        value = resolve(self.damping if damping is None else damping, state.gram)
-        basis = self._basis(state, rhs, value, whitened)
+        value = resolve(self.damping if damping is None else damping, state[0])
+        basis = self._basis(*state, rhs, value, whitened)
         usable = torch.isfinite(basis.diagonal).all() & basis.open.any()
         stopped = self._grow(basis) if bool(usable & torch.isfinite(rhs).all()) else BROKEN
         x = basis.solution()
@@ -141,14 +132,13 @@ class OrthogonalGreedy(Solver):
         )
 
     def _basis(
-        self, state: Measured, g: Tensor, damping: float, r: Tensor | None
+        self, gram: Gram, diagonal: Tensor, g: Tensor, damping: float, r: Tensor | None
     ) -> SelectedTangents:
-        gram, diagonal = state.gram, state.diagonal
         k, follow = min(self.k, gram.size), self.rule == "decrease"
         eps = torch.finfo(g.dtype).eps
         if not isinstance(gram, FactoredGram):
             rcond = self.rcond or 0.0  # Pivots has a floor of its own
-            return Pivots(gram, diagonal, g, damping, k, rcond=rcond, follow=follow)
+            return Pivots(gram, diagonal, g, damping, k, rcond, follow)
         if damping == 0:
             k = min(k, gram.count)
         if r is not None and not keeps_digits(gram, diagonal.max().sqrt(), r):
@@ -157,7 +147,7 @@ class OrthogonalGreedy(Solver):
         if rcond is None:
             relative = max(gram.count, gram.size) * eps
             rcond = relative**0.5 if r is None else min(relative, eps**0.5)
-        return Columns(gram, diagonal, g, damping, k, rcond=rcond, whitened=r, follow=follow)
+        return Columns(gram, diagonal, g, damping, k, rcond, follow, r)
 
     def _grow(self, basis: SelectedTangents) -> str:
         """Select until there is a reason to stop; that reason."""

@@ -71,10 +71,8 @@ class PseudoInverse(Solver):
     def init(self, gram: Gram) -> Spectrum:
         holds = gram.structure.holds
         if isinstance(gram, FactoredGram) and holds != "dense":
-            if (known := gram.spectrum()) is not None:
-                return self._of(gram, known)
-            if holds == "rows":
-                return self._from_rows(gram)
+            if (known := gram.spectrum()) is not None or holds == "rows":
+                return self._from_rows(gram, known)
             if gram.count <= gram.size:
                 return self._from_kernel(gram)
         return self._from_dense(gram)
@@ -88,11 +86,8 @@ class PseudoInverse(Solver):
         whitened: Tensor | None = None,
     ) -> Solution:
         value = 0.0 if damping is None else resolve(damping, state.gram)
-        if not state.finite:
+        if not state.finite or (state.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
-        if state.rank == 0:
-            x = rhs / value if value > 0 else torch.zeros_like(rhs)
-            return Solution(x, value, 0, status=Status.OK if value > 0 else Status.SINGULAR)
         x = self.path(state, rhs, whitened).solution(value)
         found = Solution(x.to(rhs.dtype), value, state.rank)
         blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
@@ -120,28 +115,24 @@ class PseudoInverse(Solver):
         rcond = floor if self.rcond is None else max(self.rcond, floor * squared)
         return sigma > rcond * sigma.max() if len(sigma) else sigma > 0
 
-    def _of(self, gram: FactoredGram, whole: Any) -> Spectrum:
-        """From the triples that the Gram knows."""
+    def _from_rows(self, gram: FactoredGram, whole: Any = None) -> Spectrum:
+        """From the triples that the Gram knows, else by the SVD of A."""
         eps = torch.finfo(gram.dtype).eps
         floor = min(max(gram.count, gram.size) * eps, eps**0.5)
+        if whole is None:
+            a = gram.rows()
+            if not finite(a):
+                return _broken(gram)
+            if self.double and a.dtype != torch.float64:
+                a, floor = a.double(), eps
+            whole = svd(a)
         part = whole.select(self._keep(whole.sigma, floor, squared=False))
-        return Spectrum(gram, part.sigma, part.left, part.right, part.combine)
-
-    def _from_rows(self, gram: FactoredGram) -> Spectrum:
-        a = gram.rows()
-        if not finite(a):
-            return _broken(gram)
-        eps = torch.finfo(a.dtype).eps
-        floor = min(max(a.shape) * eps, eps**0.5)
-        if self.double and a.dtype != torch.float64:
-            a, floor = a.double(), eps
-        whole = svd(a)
-        part = whole.select(self._keep(whole.sigma, floor, squared=False))
+        dtype = part.sigma.dtype
         return Spectrum(
             gram,
             part.sigma,
-            lambda r: part.left(r.to(a.dtype)),
-            lambda g: part.right(g.to(a.dtype)),
+            lambda r: part.left(r.to(dtype)),
+            lambda g: part.right(g.to(dtype)),
             part.combine,
         )
 

@@ -102,15 +102,10 @@ class Compressed:
     """The sketch's spectrum with the way back to parameters."""
 
     gram: Gram
+    sketch: Rows
     spectrum: Spectrum
     rows: RowSketch | None
     columns: ColumnSketch | None
-
-    def lift(self, r: Tensor) -> Tensor:
-        """(Π A Ω)ᵀ r."""
-        inner = self.spectrum.gram
-        assert isinstance(inner, Rows)
-        return inner.lift(r)
 
 
 class Sketched(Solver):
@@ -161,15 +156,15 @@ class Sketched(Solver):
         if self.columns is not None and self.columns < gram.size:
             column = ColumnSketch.draw(gram.size, self.columns, like, generator)
         a = gram.rows() if column is None else gram.compressed(column.compress)
-        a = a if row is None else row(a)
-        return Compressed(gram, self._inner.init(Rows(a)), row, column)
+        sketch = Rows(a if row is None else row(a))
+        return Compressed(gram, sketch, self._inner.init(sketch), row, column)
 
     def path(self, state: Compressed, rhs: Tensor, whitened: Tensor | None = None) -> Path:
         g = rhs if state.columns is None else state.columns.compress(rhs)
         r = whitened
         if r is not None and state.rows is not None:
             r = state.rows(r)
-            g = state.lift(r)  # the sketched problem has a gradient of its own
+            g = state.sketch.lift(r)  # the sketched problem has a gradient of its own
         inner = self._inner.path(state.spectrum, g, r)
         columns = state.columns
         if columns is None:

@@ -8,6 +8,7 @@ vector adds one row to each: nothing is factorized again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,27 +16,40 @@ from torch import Tensor
 from ..grams import FactoredGram, Gram
 
 
+@dataclass(eq=False)
 class SelectedTangents(ABC):
     """What is selected, and what is left of the gradient.
 
     Attributes:
+        diagonal: G_ii as given, and G_ii + λ from then on, (p,).
+        k: how many vectors there is room for.
+        rcond: the share of its length that a new vector must have beside the selected ones.
+        follow: whether to follow the Schur complements.
+        white: r with Aᵀr = g, where it is known and used.
         rho: ρ = g − G_λ h, (p,), at the coordinates that are not selected.
         schur: G_ii + λ − G_iI G_λ[I, I]⁻¹ G_Ii, (p,), where it is followed.
-        diagonal: G_ii + λ, (p,).
         open: the coordinates that may still be selected.
     """
 
-    rho: Tensor
-    schur: Tensor | None
+    gram: Gram
+    diagonal: Tensor
+    g: Tensor
+    damping: float
+    k: int
+    rcond: float
+    follow: bool
+    white: Tensor | None = None
 
-    def __init__(self, gram: Gram, diagonal: Tensor, g: Tensor, damping: float, k: int) -> None:
-        self.gram, self.damping = gram, damping
-        self.diagonal = diagonal + damping
+    def __post_init__(self) -> None:
+        self.diagonal = self.diagonal + self.damping
         self.open = self.diagonal > 0
         self.selected: list[int] = []
-        self.y = g.new_zeros(k)
+        self.y: Tensor = self.g.new_zeros(self.k)
+        self.rho: Tensor = self.g.clone()
+        self.schur = self.diagonal.clone() if self.follow else None
         # max G_ii/pivot: round-off in g and G is amplified by its root and by itself
-        self.growth = g.new_ones(())
+        self.growth = self.g.new_ones(())
+        self._size = None if self.white is None else self.white.norm()
 
     @property
     def count(self) -> int:
@@ -44,8 +58,8 @@ class SelectedTangents(ABC):
 
     @property
     def scale(self) -> Tensor:
-        """√(gᵀh): round-off in ρ_i/√G_ii is ε times this."""
-        return self.y.norm()
+        """√(gᵀh), or ‖r‖ where it is known: round-off in ρ_i/√G_ii is ε times this."""
+        return self.y.norm() if self._size is None else self._size
 
     def scores(self) -> Tensor:
         """|ρ_i|/√(Schur complement), or /√G_ii where it is not followed.
@@ -91,34 +105,18 @@ class Columns(SelectedTangents):
     The damping's share of q_j lives on selected coordinates only, in order of selection.
     """
 
-    def __init__(
-        self,
-        gram: FactoredGram,
-        diagonal: Tensor,
-        g: Tensor,
-        damping: float,
-        k: int,
-        *,
-        rcond: float,
-        whitened: Tensor | None,
-        follow: bool,
-    ) -> None:
-        super().__init__(gram, diagonal, g, damping, k)
-        self.factored, self.rcond, n = gram, rcond, gram.count
-        self.rho, self.schur = g.clone(), self.diagonal.clone() if follow else None
-        width = n + (k if damping > 0 else 0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.gram, FactoredGram)
+        self.factored, n = self.gram, self.gram.count
+        g, k = self.g, self.k
+        width = n + (k if self.damping > 0 else 0)
         self.q, self.r = g.new_zeros(k, width), g.new_zeros(k, k)
         # ρ = offset + Aᵀ·rest: (0, r) where r is known, else (g, 0)
-        self.white = whitened
-        self.offset = g if whitened is None else torch.zeros_like(g)
+        self.offset = g if self.white is None else torch.zeros_like(g)
         self.rest = g.new_zeros(width)
-        self._size = None if whitened is None else whitened.norm()
-        if whitened is not None:
-            self.rest[:n] = whitened
-
-    @property
-    def scale(self) -> Tensor:
-        return super().scale if self._size is None else self._size
+        if self.white is not None:
+            self.rest[:n] = self.white
 
     def add(self, i: int) -> bool:
         j, n = self.count, self.factored.count
@@ -174,22 +172,10 @@ class Pivots(SelectedTangents):
     is that of G.
     """
 
-    def __init__(
-        self,
-        gram: Gram,
-        diagonal: Tensor,
-        g: Tensor,
-        damping: float,
-        k: int,
-        *,
-        rcond: float,
-        follow: bool,
-    ) -> None:
-        super().__init__(gram, diagonal, g, damping, k)
-        self.rcond = rcond
-        self.rho, self.complement = g.clone(), self.diagonal.clone()
-        self.schur = self.complement if follow else None
-        self.panel = g.new_zeros(k, gram.size)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.complement = self.diagonal.clone() if self.schur is None else self.schur
+        self.panel = self.g.new_zeros(self.k, self.gram.size)
 
     def add(self, i: int) -> bool:
         j = self.count

@@ -80,10 +80,8 @@ class Step(ABC):
     #: the learning rate a param group starts with
     initial_lr: float = 1.0
 
-    @property
-    def inner(self) -> Step | None:
-        """The step that this one wraps, whose numbers and vectors stand under "inner"."""
-        return None
+    #: the step that this one wraps, whose numbers and vectors stand under "inner"
+    inner: Step | None = None
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -106,8 +104,7 @@ class Step(ABC):
 
 def failed(solution: Solution) -> Move | None:
     """A rejection where the solver found no direction."""
-    usable = solution.status.ok and bool(torch.isfinite(solution.x).all())
-    if usable:
+    if solution.status.ok and bool(torch.isfinite(solution.x).all()):
         return None
     status = solution.status if not solution.status.ok else Status.SINGULAR
     return Move(solution.x, 0.0, solution, accepted=False, reason=status.value)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, sqrt
-from typing import TypeVar
+from math import inf
 
 import torch
 from torch import Tensor
 
+from .._core.checks import refuse_number
 from .._core.errors import PullbackError, require
 from ..solvers import Path
 from .base import Local, Move, Step, failed, in_chunks, positive
-
-Length = TypeVar("Length", float, Tensor)
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,15 @@ class RatioDamping:
         return min(max(damping * factor, self.smallest), self.largest)
 
 
-def clip_factor(squared_length: Length, limit: float) -> Length:
+def clip_factor(squared_length: Tensor, limit: float) -> Tensor:
     """min(1, √(limit/squared_length)): what shortens a vector to length √limit at most.
 
-    A tensor is answered by a tensor, without waiting for its device; NaN stays NaN.
+    The device is not waited for; NaN stays NaN.
 
-    >>> clip_factor(16.0, limit=4.0), clip_factor(0.0, limit=4.0)
-    (0.5, 1.0)
+    >>> clip_factor(torch.tensor([16.0, 0.0]), limit=4.0)
+    tensor([0.5000, 1.0000])
     """
-    if isinstance(squared_length, Tensor):
-        return (limit / squared_length.clamp(min=limit)).sqrt()
-    return sqrt(limit / max(squared_length, limit))
+    return (limit / squared_length.clamp(min=limit)).sqrt()
 
 
 class LevenbergMarquardt(Step):
@@ -96,14 +92,12 @@ class LevenbergMarquardt(Step):
         self.damping = positive("LevenbergMarquardt(damping=...)", damping)
         self.target, low, high = target, 0.25, 0.75
         if target is not None:
-            good = isinstance(target, float) and 0 < target < 1
-            require(good, "LevenbergMarquardt(target=...)", target, "Use a number in (0, 1)")
+            refuse_number("LevenbergMarquardt(target=...)", target, below=1, positive=True)
             low = high = target
         both = isinstance(bounds, (tuple, list)) and len(bounds) == 2
         require(both, "LevenbergMarquardt(bounds=...)", bounds, "Use the least and the largest λ")
         self.control = RatioDamping(low, high, increase, decrease, *bounds)
-        whole = isinstance(tries, int) and tries > 0
-        require(whole, "LevenbergMarquardt(tries=...)", tries, "Use an integer ≥ 1")
+        refuse_number("LevenbergMarquardt(tries=...)", tries, least=1, whole=True)
         self.tries = tries
 
     @property
@@ -258,7 +252,9 @@ class TargetRatio(Step):
         """
 
         def good(loss: float, i: int) -> bool:
-            return _ratio(local.loss - loss, predicted[i]) > self.target
+            actual = local.loss - loss  # the ratio is infinite or NaN where nothing is predicted
+            ratio = actual / predicted[i] if predicted[i] else actual * inf
+            return ratio > self.target
 
         if dampings.is_cuda:  # waiting for a device costs more than trials
             found = in_chunks(lambda d: local.losses(path.at(d)), dampings, local.gradient)
@@ -276,8 +272,3 @@ class TargetRatio(Step):
             else:
                 high = i
         return low, best, tried
-
-
-def _ratio(actual: float, predicted: float) -> float:
-    """actual/predicted, infinite or NaN where nothing is predicted."""
-    return actual / predicted if predicted else actual * inf

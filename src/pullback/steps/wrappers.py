@@ -23,25 +23,22 @@ class Wrapper(Step):
     """A step whose inner step works with another direction."""
 
     def __init__(self, step: Step | None = None) -> None:
-        self.step = Constant() if step is None else step
-        self.initial_lr = self.step.initial_lr
-
-    @property
-    def inner(self) -> Step:
-        return self.step
+        self.inner = Constant() if step is None else step
+        self.initial_lr = self.inner.initial_lr
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         """The direction the inner step sees."""
         raise NotImplementedError(type(self).__name__)
 
     def take(self, local: Local) -> Move:
+        assert self.inner is not None
         inner = replace(
             local,
             solve=lambda damping, about: self.solution(local, damping, about),
             path=lambda: None,
             state=local.state.setdefault("inner", {}),
         )
-        return self.step.take(inner)
+        return self.inner.take(inner)
 
 
 class Clip(Wrapper):

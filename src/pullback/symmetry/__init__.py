@@ -3,20 +3,18 @@
 from .actions.charts import ChartAction
 from .actions.scaling import Action, Leg, Mixing, Scaling
 from .actions.shifts import Shift
-from .find import find
-from .orbits.ranks import Rank
-from .orbits.verify import Rejected
+from .find import Symmetry, find
+from .orbits import SymmetryRank
 from .slice_sgd import SliceSGD
 from .sliced import Sliced
-from .slices.equal_norm import EqualNorm, make_slice
-from .slices.slice import Balanced, Retraction, Slice
-from .symmetry import Symmetry
+from .slices import Balanced, EqualNorm, Retraction, Slice, make_slice
+from .verify import Rejected
 
 __all__ = [
     # finding
     "find",
     "Symmetry",
-    "Rank",
+    "SymmetryRank",
     "Rejected",
     # group actions
     "Action",

@@ -20,8 +20,7 @@ from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction
 from .descent.keeper import Keeper, idle
 from .find import scalings_of
-from .slices.equal_norm import EqualNorm, layer_slice, layers_of
-from .slices.slice import Retraction, Slice
+from .slices import EqualNorm, Retraction, Slice, layer_slice, layers_of
 
 _OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "captured", "_kind")
 
@@ -142,12 +141,6 @@ class SliceSGD(Optimizer):
             self._keeper.run(steps, self._followers())
         return loss
 
-    def _tangent(self) -> bool:
-        """Whether gradient plus weight decay is tangent to the slice without a projection."""
-        decays = {group["weight_decay"] for group in self.param_groups}
-        balanced = not isinstance(self._keeper.slice, EqualNorm) or len(decays) == 1
-        return self.gradient == "riemannian" and balanced and self._keeper.orthogonal
-
     def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
         """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
         params = [p for p in group["params"] if p.grad is not None]
@@ -176,7 +169,11 @@ class SliceSGD(Optimizer):
     def _directions(self) -> dict[str, Tensor] | None:
         """X by name; None where it is the gradient itself."""
         found = self._keeper.slice
-        if found is None or self._tangent():
+        decays = {group["weight_decay"] for group in self.param_groups}
+        balanced = not isinstance(found, EqualNorm) or len(decays) == 1
+        # gradient and weight decay may be tangent without a projection
+        tangent = self.gradient == "riemannian" and balanced and self._keeper.orthogonal
+        if found is None or tangent:
             return None
         named, gradients = {}, {}
         for group in self.param_groups:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._core.errors import PullbackError
+from ..optim.kfac import KFAC
 from ..steps.memory import shared_numbers
 from .descent.keeper import Keeper, idle
-from .descent.transport import CurvatureFollower, followers, powers_of
+from .descent.transport import followers, powers_of, rescale_curvature
 from .find import scalings_of
-from .slices.slice import Retraction, Slice
+from .slices import Retraction, Slice
 
 
 class Sliced(Optimizer):
@@ -64,12 +65,11 @@ class Sliced(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._ready = True
         self.param_groups = optimizer.param_groups
-        self._keeper = Keeper(model, scalings, slice, every, sweeps, captured)
+        self._keeper = Keeper(
+            model, scalings, slice, every, sweeps, captured, watched=isinstance(optimizer, KFAC)
+        )
         self._keeper.own(self.param_groups)
         _refuse_strangers(self._keeper)
-        self._curvature = CurvatureFollower(optimizer, self._keeper.named)
-        if self._curvature.present:
-            self._keeper.watch()
         #: what the retraction at construction met: how far away, and dead units
         self.start: Retraction | None = self.retract_()
 
@@ -103,8 +103,8 @@ class Sliced(Optimizer):
         """Bring parameters and state to the slice to round-off, now."""
         self._keeper.refresh()
         done = self._keeper.retract_(self._followers())
-        if done is not None and self._keeper.slice is not None:
-            self._curvature.follow(self._keeper.slice.units, torch.cat(done.scales))
+        if done is not None:
+            self._follow(torch.cat(done.scales))
         return done
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -125,9 +125,7 @@ class Sliced(Optimizer):
         steps = self._schedule["steps"]
         if self._keeper.due(steps):
             with torch.no_grad():
-                far = self._keeper.run(steps, self._followers())
-                if far is not None and self._keeper.slice is not None:
-                    self._curvature.follow(self._keeper.slice.units, far)
+                self._follow(self._keeper.run(steps, self._followers()))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -177,6 +175,12 @@ class Sliced(Optimizer):
 
     def __repr__(self) -> str:
         return f"Sliced({self.optimizer!r}, slice={type(self.slice).__name__})"
+
+    def _follow(self, t: Tensor | None) -> None:
+        """Rescale what K-FAC knows after parameters were multiplied by log-scales t (U,)."""
+        found = self._keeper.slice
+        if t is not None and found is not None and isinstance(self.optimizer, KFAC):
+            rescale_curvature(self.optimizer.blocks, self._keeper.named, found.units, t)
 
     def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
         out = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ def assert_close(got: Tensor, want: Tensor, tol: float, law: str) -> None:
         raise AssertionError(f"{law}: relative error {error:.3e}, allowed {tol:.1e}")
 
 
+def _noise(like: Tensor) -> Callable[..., Tensor]:
+    """(*shape) ↦ random numbers, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+
+
 def check_gram(gram: Gram, *, tol: float | None = None) -> None:
     """`matvec` is linear, symmetric and ≥ 0; `dense`, `diagonal`, `trace` and, where there is a
     factor, `project`, `lift`, `rows` and `kernel` agree with it.
@@ -42,12 +48,7 @@ def check_gram(gram: Gram, *, tol: float | None = None) -> None:
     >>> check_gram(Rows(torch.randn(3, 5)))
     """
     tol = 1000 * torch.finfo(gram.dtype).eps if tol is None else tol
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(size: int) -> Tensor:
-        noise = torch.randn(size, generator=generator, dtype=torch.float64)
-        return noise.to(gram.device, gram.dtype)
-
+    draw = _noise(torch.empty(0, dtype=gram.dtype, device=gram.device))
     u, v = draw(gram.size), draw(gram.size)
     g = gram.dense()
     if g.shape != (gram.size, gram.size):
@@ -108,16 +109,11 @@ def check_factor(factor: Factor, z: Tensor, *, tol: float | None = None) -> None
     `covectors` are S's columns, samples stay apart unless declared, and S(whiten(S r)) = S r.
     """
     tol = 1000 * torch.finfo(z.dtype).eps if tol is None else tol
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return noise.to(z)
-
+    draw = _noise(z)
     n, white = z.shape[0], factor.white
     u, v, r = draw(*z.shape), draw(*z.shape), draw(n, *white)
     _finite(factor, v, r)
-    _adjoint(factor, v, r, tol)
+    _equal_products("⟨S r, v⟩ = ⟨r, Sᵀv⟩", factor.apply(r), v, r, factor.transpose(v), tol)
     _symmetric(factor, u, v, tol)
     _batched(factor, draw(3, n, *white), draw(3, *z.shape), tol)
     if not factor.couples_samples:
@@ -133,20 +129,17 @@ def _finite(factor: Factor, v: Tensor, r: Tensor) -> None:
             raise AssertionError(f"{name} is not finite: {value}")
 
 
-def _adjoint(factor: Factor, v: Tensor, r: Tensor, tol: float) -> None:
-    image, back = factor.apply(r), factor.transpose(v)
-    scale = float(image.norm() * v.norm() + r.norm() * back.norm())
-    gap = abs(float((image * v).sum() - (r * back).sum()))
+def _equal_products(law: str, x: Tensor, v: Tensor, r: Tensor, y: Tensor, tol: float) -> None:
+    """⟨x, v⟩ = ⟨r, y⟩, to `tol` of their lengths."""
+    scale = float(x.norm() * v.norm() + r.norm() * y.norm())
+    gap = abs(float((x * v).sum() - (r * y).sum()))
     if not gap <= tol * scale:
-        raise AssertionError(f"⟨S r, v⟩ = ⟨r, Sᵀv⟩: they differ by {gap:.3e} of {scale:.3e}")
+        raise AssertionError(f"{law}: the two sides differ by {gap:.3e} of {scale:.3e}")
 
 
 def _symmetric(factor: Factor, u: Tensor, v: Tensor, tol: float) -> None:
     mu, mv = factor.matvec(u), factor.matvec(v)
-    scale = float(mu.norm() * v.norm() + u.norm() * mv.norm())
-    gap = abs(float((mu * v).sum() - (u * mv).sum()))
-    if not gap <= tol * scale:
-        raise AssertionError(f"M is symmetric: the two sides differ by {gap:.3e} of {scale:.3e}")
+    _equal_products("M is symmetric", mu, v, u, mv, tol)
     energy = float((v * mv).sum())
     if not energy >= -tol * float(v.norm() * mv.norm()):
         raise AssertionError(f"M is positive semidefinite: ⟨v, M v⟩ = {energy:.3e}")

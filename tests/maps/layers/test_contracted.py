@@ -19,7 +19,7 @@ def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None)
     x = torch.randn(n, g, t, i, generator=generator, dtype=torch.float64)
     delta = torch.randn(n, r, g, t, o, generator=generator, dtype=torch.float64)
     name = "b" if bias else None
-    return AffineBlock("w", name, x.__getitem__, (n, g, t, i), delta, height)
+    return AffineBlock("w", name, x, delta, height)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_it_is_the_gram_of_rows(
 def test_few_places_and_many_covectors_choose_it() -> None:
     x = torch.zeros(64, 1, 16, 256)
     delta = torch.randn(64, 10, 1, 16, 256)
-    chosen = AffineBlock("w", None, x.__getitem__, (64, 1, 16, 256), delta)
+    chosen = AffineBlock("w", None, x, delta)
     assert chosen.route == "contracted"
     assert torch.equal(gram(chosen, chosen), torch.zeros(640, 640))
 

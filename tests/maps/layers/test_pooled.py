@@ -20,7 +20,7 @@ def block(n: int, seed: int, *, pooled: bool, height: Tensor | None = None) -> A
     delta = torch.randn(n, 2, 2, 5, 4, generator=generator, dtype=torch.float64)
     if pooled:
         delta = delta[:, :, :, :1].expand(delta.shape).contiguous()
-    return AffineBlock("w", "b", x.__getitem__, (n, 2, 5, 3), delta, height)
+    return AffineBlock("w", "b", x, delta, height)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pullback.maps.layers import find
 from pullback.maps.layers.moments import Sharing
-from pullback.maps.layers.scale import Scale, second_moments
+from pullback.maps.layers.scale import Scale, second_moments, unit_rows
 
 DOUBLE = torch.float64
 SHAPES = {
@@ -53,7 +53,7 @@ def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     layer, roles = find(module), ["weight", "bias"]
     assert isinstance(layer, Scale)
-    rows = layer.unit_rows(module, x, delta, roles, Sharing())
+    rows = unit_rows([layer.unit_sums(module, x, delta, roles, Sharing())])
     torch.testing.assert_close(rows, want)
     sums = layer.unit_sums(module, x, delta, ["bias", "weight"], Sharing())
     units = second_moments([sums])[0]
@@ -65,7 +65,7 @@ def test_half_precision_is_added_up_in_single() -> None:
     x, delta = x.bfloat16(), delta.bfloat16()
     layer = find(module)
     assert isinstance(layer, Scale)
-    rows = layer.unit_rows(module, x, delta, ["weight", "bias"], Sharing())
+    rows = unit_rows([layer.unit_sums(module, x, delta, ["weight", "bias"], Sharing())])
     assert rows.dtype == torch.float32
     want = dense(module, x.double(), delta.double()).float()
     torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-3)

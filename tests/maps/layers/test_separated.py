@@ -27,7 +27,7 @@ def block(
     x, gate = draw(n, g, t, i), draw(n, 1, g, t, o).relu()
     gate[..., 0] = 0  # a dead unit
     delta = gate * draw(1, r, g, 1, o)
-    return AffineBlock("w", "b" if bias else None, x.__getitem__, (n, g, t, i), delta, height)
+    return AffineBlock("w", "b" if bias else None, x, delta, height)
 
 
 @pytest.mark.parametrize(

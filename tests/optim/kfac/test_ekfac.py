@@ -48,6 +48,24 @@ def test_eigenvalues_are_second_moments_of_gradients_in_the_eigenbases() -> None
     assert_close(before - vector(model), flat([want[:, :3], want[:, 3]]), 1e-8)
 
 
+def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
+    """As a 1×1 kernel it is a linear layer with the transposed weight, with the same steps."""
+    torch.manual_seed(0)
+    weight, x, y = torch.randn(5, 3), torch.randn(8, 5), torch.randn(8, 3)
+    linear, conv = nn.Linear(5, 3, bias=False), nn.ConvTranspose1d(5, 3, 1, bias=False)
+    found = []
+    for model in (linear, nn.Sequential(nn.Unflatten(1, (5, 1)), conv, nn.Flatten())):
+        with torch.no_grad():
+            linear.weight.copy_(weight.T)
+            conv.weight.copy_(weight[..., None])
+        opt = kfac(model, ekfac=True, lr=0.1, statistics_every=1, invert_every=3, fisher="exact",
+                   likelihood=pb.likelihoods.MSE())  # fmt: skip
+        for _ in range(6):
+            opt.step(closure_of(opt, model, x, y, F.mse_loss))
+        found.append((conv.weight[..., 0] if found else linear.weight.T).detach().clone())
+    assert_close(found[0], found[1], 1e-8)
+
+
 def test_events_scale_the_gram_with_the_loss() -> None:
     """A loss that adds up pixels and averages images, against one that averages both."""
     x, y, steps = torch.randn(8, 5), torch.rand(8, 4), []

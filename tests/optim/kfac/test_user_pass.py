@@ -227,14 +227,14 @@ def _scaled(opt: pb.KFAC, model: Any, case: Case) -> None:
 @pytest.fixture
 def along(monkeypatch: Any) -> list[bool]:
     """Whether each pass was measured along the user's own, in order."""
-    seen, measure = [], structure.Structure.measure_along
+    seen, measure = [], structure.BlockStructure.measure_along
 
     def noted(self: Any, *args: Any, tried: bool = True) -> bool:
         found = measure(self, *args, tried=tried)
         seen.extend([found] * tried)
         return found
 
-    monkeypatch.setattr(structure.Structure, "measure_along", noted)
+    monkeypatch.setattr(structure.BlockStructure, "measure_along", noted)
     return seen
 
 
@@ -250,7 +250,7 @@ def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
 
 def _compare(monkeypatch: Any, loop: Any, case: Case, **options: Any) -> None:
     got = _run(loop, case, **options)
-    monkeypatch.setattr(structure.Structure, "measure_along", lambda *_, **__: False)
+    monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
     want = _run(loop, case, **options)
     assert got.keys() == want.keys()
     for key, value in want.items():
@@ -358,7 +358,7 @@ def test_autocast(along: list[bool], monkeypatch: Any) -> None:
 
     got = sums()
     assert sum(along) == STEPS - 1
-    monkeypatch.setattr(structure.Structure, "measure_along", lambda *_, **__: False)
+    monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
     for key, value in sums().items():
         torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-8, msg=str(key))
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 from torch import nn
 
 from pullback import PullbackError
-from pullback.cli.terminal import WIDE, columns, paragraphs
+from pullback.cli.terminal import columns
 
 from .. import registry
 from ..framework import store
 from ..framework.experiment import Experiment
 from ..framework.progress import clocked
+
+WIDE = 120  # characters, from which on columns leave room for sentences
 
 
 def experiments(out: Path, width: int) -> RenderableType:
@@ -38,6 +43,16 @@ def experiments(out: Path, width: int) -> RenderableType:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Group:
+    """(name, what is known, sentence) as a line and a paragraph each, for narrow terminals."""
+    parts: list[RenderableType] = [Text(heading, style="bold underline")]
+    for name, known, words in rows:
+        told = ", ".join(word for word in known if word not in ("", "–"))
+        parts += [Text.assemble((name, "bold"), f"   {told}".rstrip())]
+        parts += [Padding(Text(words), (0, 0, 0, 3))]
+    return Group(*parts)
 
 
 def known(experiment: Experiment, out: Path) -> tuple[str, str]:

@@ -18,11 +18,12 @@ import torch
 from rich.console import Console
 
 from pullback import PullbackError
-from pullback.cli.environment import environment, usable
+from pullback.cli.environment import usable
 from pullback.cli.files import folder
 
 from . import parallel, plots
 from .check import Outcome, tell
+from .environment import environment
 from .experiment import Context, Experiment, Item, Paused
 from .progress import Estimates, Progress
 from .records import Record

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from pullback._core.extras import extra
+from pullback._core.errors import extra
 from pullback.cli import files
 
 from .curves import quartiles

@@ -57,8 +57,7 @@ def optimizers() -> list[Contender]:
             "Muon",
             _muon,
             "orthogonalizes a matrix: rows and columns may be permuted, entries not",
-            resolution=torch.finfo(torch.bfloat16).eps,
-            slack=5.0,
+            resolution=5 * torch.finfo(torch.bfloat16).eps,
         ),
         Contender(
             "NGD, pseudo-inverse",

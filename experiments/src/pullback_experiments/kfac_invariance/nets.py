@@ -14,11 +14,10 @@ from pullback import likelihoods, metrics
 from pullback.geometry.charts.twin import (
     AffineMap,
     Change,
-    LayerCoordinates,
     change_coordinates,
-    drawn,
     layers,
-    same,
+    no_change,
+    random_change,
     tanh_twin,
     twin,
     whitening,
@@ -39,10 +38,10 @@ class Recurrent(nn.Module):
         self.entry = nn.Linear(inputs, hidden, bias=False, dtype=torch.float64)
         self.exit = nn.Linear(hidden, outputs, dtype=torch.float64)
         self.register_buffer("start", torch.zeros(hidden, dtype=torch.float64))
-        self.enter = AffineMap(same(inputs), -1)
-        self.before = AffineMap(same(hidden), -1)
-        self.after = AffineMap(same(hidden), -1)
-        self.leave = AffineMap(same(outputs), -1)
+        self.enter = AffineMap(no_change(inputs), -1)
+        self.before = AffineMap(no_change(hidden), -1)
+        self.after = AffineMap(no_change(hidden), -1)
+        self.leave = AffineMap(no_change(outputs), -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, inputs) -> (N, T, outputs)."""
@@ -70,8 +69,8 @@ def recurrent_twin(
         shift_inputs: shift x_t too, and let b† take it up; V has no bias of its own.
     """
     inputs, hidden = model.entry.in_features, model.recurrent.in_features
-    entering, state, inner = (drawn(n, generator) for n in (inputs, hidden, hidden))
-    leaving = drawn(model.exit.out_features, generator)
+    entering, state, inner = (random_change(n, generator) for n in (inputs, hidden, hidden))
+    leaving = random_change(model.exit.out_features, generator)
     entering = entering if shift_inputs else entering.linear()
     out = Recurrent(inputs, hidden, model.exit.out_features)
     out.recurrent = change_coordinates(model.recurrent, state, inner)
@@ -197,7 +196,7 @@ def _pair(
     model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
     axis = -1 if isinstance(model, Recurrent) else 1
     channels = shape[-1] if isinstance(model, Recurrent) else shape[0]
-    mixed = AffineMap(drawn(channels, generator), axis)
+    mixed = AffineMap(random_change(channels, generator), axis)
 
     def inputs(count: int) -> Tensor:
         x = mixed(_normal((count, *shape), generator))
@@ -224,10 +223,10 @@ def _reparametrized(
 ) -> nn.Module:
     """In random coordinates of every layer; without γ if not `shifted`."""
     found = layers(model)
-    inputs_to = [drawn(m.weight.shape[1], generator) for m in found]
-    outputs_to = [drawn(m.weight.shape[0], generator) for m in found]
+    inputs_to = [random_change(m.weight.shape[1], generator) for m in found]
+    outputs_to = [random_change(m.weight.shape[0], generator) for m in found]
     kept = inputs_to if shifted else [c.linear() for c in inputs_to]
-    return twin(model, LayerCoordinates(kept, outputs_to))
+    return twin(model, list(zip(kept, outputs_to, strict=True)))
 
 
 def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
@@ -288,7 +287,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
         if metric == "inner":
             two = TwinSide(found.two.model, flat, found.two.loss, found.two.seen)
             return TwinPair(one, two, found.batch, found.held)
-        change = drawn(3, _random(2000 + seed))
+        change = random_change(3, _random(2000 + seed))
         back = AffineMap(change.inverse())
         two = TwinSide(
             nn.Sequential(found.two.model, AffineMap(change)),

@@ -7,14 +7,14 @@ with ψ = φ∘f for a diffeomorphism f, compared at θ = f⁻¹(ξ).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call, jvp
 
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
 Given = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -44,13 +44,15 @@ class Reparametrized(nn.Module):
 
     def weights(self) -> Params:
         """w = f(θ), by the model's own names."""
-        return self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        w = self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        return {n: w[n] for n in self.names}
 
     def push(self, theta: Params, v: Params) -> Params:
         """df_θ v, for θ and v by this module's names; by the model's own names."""
         names = {own: n for n, own in self._own.items()}
         at, by = ({names[own]: t for own, t in d.items()} for d in (theta, v))
-        return jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        pushed = jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        return {n: pushed[n] for n in self.names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at w = f(θ)."""
@@ -78,7 +80,14 @@ def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
     True
     """
     trainable = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    _refuse_empty(trainable)
+    if not trainable:
+        raise PullbackError(
+            "There is nothing to reparametrize",
+            "no parameter requires a gradient",
+            "Unfreeze at least one parameter or pass others",
+        )
+    for name, p in trainable.items():
+        refuse_values(f"The parameter {name!r}", p)
     return Reparametrized(model, as_diffeomorphism(f, trainable))
 
 
@@ -86,12 +95,9 @@ def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
     """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict."""
     if isinstance(f, Diffeomorphism):
         return f
-    if not isinstance(f, tuple) or len(f) != 2 or not all(map(callable, f)):
-        raise PullbackError(
-            "This is no diffeomorphism",
-            f"got {f!r}",
-            "Give a pair of a function and its inverse, or a Diffeomorphism",
-        )
+    usable = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
+    remedy = "Give a pair of a function and its inverse, or a Diffeomorphism"
+    require(usable, "The diffeomorphism", f, remedy)
     function, inverse = f
     try:
         takes_dict = isinstance(function(dict(params)), dict)
@@ -116,14 +122,3 @@ def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[
             del module._parameters[key]
             module.register_buffer(key, held.detach().new_zeros(0), persistent=False)
     return inner, slots
-
-
-def _refuse_empty(params: Mapping[str, Tensor]) -> None:
-    if not params:
-        raise PullbackError(
-            "There is nothing to reparametrize",
-            "no parameter requires a gradient",
-            "Unfreeze at least one parameter or pass others",
-        )
-    for name, p in params.items():
-        refuse_values(f"The parameter {name!r}", p)

@@ -16,28 +16,24 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from . import diffeomorphism
 from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
 from .reparametrize import Reparametrized, reparametrize
 from .twin import (
-    Between,
     Change,
     Layer,
     LayerCoordinates,
-    chain,
     change_coordinates,
-    drawn,
-    is_layer,
+    hidden,
     layers,
-    refuse_shared,
-    same,
+    no_change,
+    random_change,
     twin,
     whitening,
 )
@@ -58,41 +54,25 @@ ALIKE: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 
 
-def hidden(model: nn.Module) -> list[tuple[Layer, Layer, list[nn.Module]]]:
-    """Each layer with the next one and what stands between them."""
-    modules = chain(model)
-    places = [i for i, m in enumerate(modules) if is_layer(m)]
-    found = [modules[i] for i in places]
-    if len(found) < 2 or len({id(m) for m in found}) < len(found):
-        raise PullbackError(
-            "The model has no hidden neurons to change",
-            f"{type(model).__name__} has {len(found)} linear and convolution layers in a row"
-            + (", some of them used twice" if len(found) > 1 else ""),
-            "Give an nn.Sequential with at least two layers",
-        )
-    refuse_shared(model)
-    return [(modules[i], modules[j], modules[i + 1 : j]) for i, j in pairwise(places)]  # pyright: ignore[reportReturnType]
+def neuron_coordinates(
+    model: nn.Module, change: Callable[[int], Tensor], commuting: Sequence[type[nn.Module]]
+) -> LayerCoordinates:
+    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n).
 
-
-def refuse_others(model: nn.Module, allowed: Sequence[type[nn.Module]], what: str) -> None:
-    """Raise where something else than the allowed modules stands between two layers."""
-    for _, _, between in hidden(model):
+    What stands between two layers must be one of the commuting modules, φ(Mz) = Mφ(z).
+    """
+    pairs = hidden(model)
+    inputs, outputs = [no_change(pairs[0][0].weight.shape[1])], list[Change]()
+    for layer, after, between in pairs:
         for module in between:
-            if type(module) not in allowed:
+            if type(module) not in commuting:
                 raise PullbackError(
-                    f"The model's neurons cannot be {what}",
+                    "The model's neurons cannot be changed",
                     f"{type(module).__name__} between two layers does not commute with it",
                     "Use ReLU or another positively homogeneous activation"
-                    if allowed is HOMOGENEOUS
+                    if commuting is HOMOGENEOUS
                     else "Use activations that act by entry",
                 )
-
-
-def neuron_coordinates(model: nn.Module, change: Callable[[int], Tensor]) -> LayerCoordinates:
-    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n)."""
-    pairs = hidden(model)
-    inputs, outputs = [same(pairs[0][0].weight.shape[1])], list[Change]()
-    for layer, after, between in pairs:
         n, count = layer.weight.shape[0], after.weight.shape[1]
         if count % n or (count != n and not any(isinstance(m, nn.Flatten) for m in between)):
             raise PullbackError(
@@ -101,10 +81,13 @@ def neuron_coordinates(model: nn.Module, change: Callable[[int], Tensor]) -> Lay
                 "Put nn.Flatten between a convolution and a linear layer, nothing else",
             )
         matrix = change(n)
-        outputs.append(Change(torch.linalg.inv(matrix), same(n).shift))
+        outputs.append(Change(torch.linalg.inv(matrix), no_change(n).shift))
         # a channel has several places after flattening, one after the other
-        inputs.append(Change(torch.kron(matrix, same(count // n).matrix), same(count).shift))
-    return LayerCoordinates(inputs, [*outputs, same(pairs[-1][1].weight.shape[0])])
+        inputs.append(
+            Change(torch.kron(matrix, no_change(count // n).matrix), no_change(count).shift)
+        )
+    outputs.append(no_change(pairs[-1][1].weight.shape[0]))
+    return list(zip(inputs, outputs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -113,7 +96,7 @@ class Twin:
 
     Attributes:
         model: ψ, with its own parameters θ.
-        weights: w = f(θ) of (a copy of) the twin, by the original's parameter names.
+        weights: w = f(θ) of (a copy of) the twin, trained parameters by the original's names.
         push: (θ, v) ↦ df_θ v, by the twin's and the original's names; None where f is affine.
     """
 
@@ -155,12 +138,14 @@ class Affine(Transformation):
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        inputs, outputs = list[Change](), list[Change]()
+        to = list[tuple[Change, Change]]()
         for layer in _some_layers(model):
-            one, two = (drawn(n, generator, self.condition) for n in layer.weight.shape[1::-1])
-            inputs.append(one if _shifts(layer) else one.linear())
-            outputs.append(two if layer.bias is not None else two.linear())
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+            one, two = (
+                random_change(n, generator, self.condition) for n in layer.weight.shape[1::-1]
+            )
+            one = one if _shifts(layer) else one.linear()
+            to.append((one, two if layer.bias is not None else two.linear()))
+        return _affine_twin(model, to)
 
 
 class Whitening(Transformation):
@@ -175,9 +160,9 @@ class Whitening(Transformation):
         every, (first, seen) = _some_layers(model), _first(model, x)
         rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
         change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
-        inputs = [change if m is first else same(m.weight.shape[1]) for m in every]
-        outputs = [same(m.weight.shape[0]) for m in every]
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+        inputs = [change if m is first else no_change(m.weight.shape[1]) for m in every]
+        outputs = [no_change(m.weight.shape[0]) for m in every]
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class Rotation(Transformation):
@@ -194,11 +179,11 @@ class Rotation(Transformation):
         every, (first, _) = _some_layers(model), _first(model, x)
 
         def turned(size: int, turns: bool) -> Change:
-            return drawn(size, generator, 1.0).linear() if turns else same(size)
+            return random_change(size, generator, 1.0).linear() if turns else no_change(size)
 
         inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
         outputs = [turned(m.weight.shape[0], self.every) for m in every]
-        return _affine_twin(model, LayerCoordinates(inputs, outputs))
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class NeuronRescaling(Transformation):
@@ -210,14 +195,13 @@ class NeuronRescaling(Transformation):
         self.seed, self.spread = seed, spread
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        refuse_others(model, HOMOGENEOUS, "rescaled")
         generator = torch.Generator().manual_seed(self.seed)
 
         def change(n: int) -> Tensor:
             u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
             return (self.spread * u).exp().diag()
 
-        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
+        return _affine_twin(model, neuron_coordinates(model, change, HOMOGENEOUS), {})
 
 
 class NeuronPermutation(Transformation):
@@ -229,13 +213,12 @@ class NeuronPermutation(Transformation):
         self.seed = seed
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        refuse_others(model, ALIKE, "permuted")
         generator = torch.Generator().manual_seed(self.seed)
 
         def change(n: int) -> Tensor:
-            return same(n).matrix[torch.randperm(n, generator=generator)]
+            return no_change(n).matrix[torch.randperm(n, generator=generator)]
 
-        return _affine_twin(model, neuron_coordinates(model, change), copy.deepcopy)
+        return _affine_twin(model, neuron_coordinates(model, change, ALIKE), {})
 
 
 class Parameters(Transformation):
@@ -247,20 +230,8 @@ class Parameters(Transformation):
         self.about = about or "w = f(θ)"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        names = [n for n, _ in model.named_parameters()]
         twin = reparametrize(model, self.f)
-        still = {n: torch.zeros_like(p) for n, p in twin.inner.named_parameters()}
-
-        def weights(module: nn.Module) -> Params:
-            assert isinstance(module, Reparametrized)
-            held = {**dict(module.inner.named_parameters()), **module.weights()}
-            return {n: held[n] for n in names}
-
-        def push(theta: Params, v: Params) -> Params:
-            moved = {**still, **twin.push(theta, v)}
-            return {n: moved[n] for n in names}
-
-        return Twin(twin, weights, push)
+        return Twin(twin, Reparametrized.weights, twin.push)  # pyright: ignore[reportArgumentType]
 
 
 def standard(seed: int = 0) -> list[Transformation]:
@@ -281,13 +252,9 @@ def as_transformation(given: Any, name: str | None = None) -> Transformation:
     """The transformation itself, or `Parameters` of a diffeomorphism."""
     if isinstance(given, Transformation):
         return given
-    if isinstance(given, (Diffeomorphism, tuple)):
-        return Parameters(given, name)
-    raise PullbackError(
-        "This is no transformation",
-        f"got {given!r}",
-        "Give one of geometry.transformations, or a diffeomorphism of the parameters",
-    )
+    usable = isinstance(given, (Diffeomorphism, tuple))
+    require(usable, "The transformation", given, "Give a Transformation or a Diffeomorphism")
+    return Parameters(given, name)
 
 
 def _some_layers(model: nn.Module) -> list[Layer]:
@@ -329,25 +296,19 @@ def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
     return layers(model)[number], inputs
 
 
-def _affine_twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> Twin:
+def _affine_twin(
+    model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
+) -> Twin:
     names = [n for n, _ in model.named_parameters()]
-    owners = {
-        f"{path}.{key}" if path else key: (number, key)
-        for number, (path, m) in enumerate(
-            (path, m) for path, m in model.named_modules() if is_layer(m)
-        )
-        for key in ("weight", "bias")
-    }
 
     def weights(module: nn.Module) -> Params:
         """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
-        back = [
-            change_coordinates(m, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
-            for m, one, two in zip(layers(module), to.inputs, to.outputs, strict=True)
-        ]
+        back: dict[int, Tensor] = {}
+        for layer, (one, two) in zip(layers(module), to, strict=True):
+            old = change_coordinates(layer, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
+            pairs = zip(layer.parameters(), old.parameters(), strict=True)
+            back |= {id(p): q for p, q in pairs}
         values = zip(names, module.parameters(), strict=True)
-        return {
-            n: getattr(back[owners[n][0]], owners[n][1]) if n in owners else p for n, p in values
-        }
+        return {n: back.get(id(p), p) for n, p in values if p.requires_grad}
 
-    return Twin(twin(model, to, between), weights)
+    return Twin(twin(model, to, activations), weights)

@@ -8,17 +8,14 @@ z = Wa + b becomes z† = W†a† + b† with
 and the activation function φ becomes φ†(z†) = Ωφ(Φz† + τ) + γ. Convolutions change channels.
 Luk and Grosse (2018) print z = Φz in place of z = Φz† + τ; the formulas above build the network.
 
-Twins: the same network in other affine coordinates, with weights of its own.
-
-Every layer sees inputs Ωa + γ and gives outputs in coordinates that Φ· + τ maps back. In a twin
-made by `twin` any module may hold the layers; they remain `Linear` and `Conv` layers, so methods
-that know layers (K-FAC) treat both networks alike.
+A twin is the same network in such coordinates, with weights of its own. Its layers remain `Linear`
+and `Conv` layers, whatever module holds them, so methods that know layers (K-FAC) treat both alike.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeGuard, TypeVar
@@ -68,12 +65,8 @@ class Change:
         return Change(self.matrix.to(like), self.shift.to(like))
 
 
-@dataclass(frozen=True)
-class LayerCoordinates:
-    """Ω, γ of every layer's input and Φ, τ of its output."""
-
-    inputs: Sequence[Change]
-    outputs: Sequence[Change]
+#: Ω, γ of every layer's input and Φ, τ of its output
+LayerCoordinates = Sequence[tuple[Change, Change]]
 
 
 class AffineMap(nn.Module):
@@ -93,17 +86,17 @@ class AffineMap(nn.Module):
         return (x.movedim(self.dim, -1) @ self.matrix.mT + self.shift).movedim(-1, self.dim)
 
 
-def same(size: int) -> Change:
+def no_change(size: int) -> Change:
     """No change."""
     return Change(torch.eye(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64))
 
 
-def scaled(size: int, by: float, shift: float = 0.0) -> Change:
+def scaling(size: int, by: float, shift: float = 0.0) -> Change:
     """by·x + shift in every coordinate."""
-    return Change(by * same(size).matrix, same(size).shift + shift)
+    return Change(by * no_change(size).matrix, no_change(size).shift + shift)
 
 
-def drawn(size: int, generator: torch.Generator, condition: float = 10.0) -> Change:
+def random_change(size: int, generator: torch.Generator, condition: float = 10.0) -> Change:
     """Random, with singular values within a factor `condition` of each other around 1."""
     left, right = (
         torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator))[0]
@@ -140,7 +133,6 @@ def change_coordinates(layer: _Layer, before: Change, after: Change) -> _Layer:
     A layer without a bias cannot take up shifts: that is left to whoever adds its output.
     """
     out, wide = copy.deepcopy(layer), layer.weight.to(torch.float64)
-    _fits(layer, before, after)
     before, after = before.to(wide), after.to(wide)
     back = after.inverse().matrix
     weight = torch.einsum("po,oi...->pi...", back, wide)
@@ -166,85 +158,45 @@ def layers(model: nn.Module) -> list[Layer]:
     return [m for m in model.modules() if is_layer(m)]
 
 
-class WrappedLayer(nn.Sequential):
-    """A layer in other coordinates between the changes of its input and its output."""
-
-
-def wrap_layer(layer: Layer, before: Change, after: Change) -> WrappedLayer:
+def wrap_layer(
+    layer: Layer, before: Change, after: Change, *, enter: bool = True, leave: bool = True
+) -> nn.Module:
     """[Ω·+γ, layer†, Φ·+τ]: the same function of old coordinates; what does not change is left out.
 
-    Linear layers see coordinates along the last axis, convolutions along the channels.
+    Without `enter` or `leave` inputs or outputs are in the new coordinates. Linear layers see
+    coordinates along the last axis, convolutions along the channels.
     """
     dim = -1 if isinstance(layer, nn.Linear) else 1
     like = layer.weight.detach()
     inner: list[nn.Module] = [change_coordinates(layer, before, after)]  # pyright: ignore[reportArgumentType]
-    if not before.trivial:
+    if enter and not before.trivial:
         inner.insert(0, AffineMap(before.to(like), dim))
-    if not after.trivial:
+    if leave and not after.trivial:
         inner.append(AffineMap(after.to(like), dim))
-    return WrappedLayer(*inner)
+    return inner[0] if len(inner) == 1 else nn.Sequential(*inner)
 
 
-def _fits(layer: Layer, before: Change, after: Change) -> None:
-    """Raise where a change has another size than the layer's side."""
-    outputs, inputs = layer.weight.shape[:2]
-    for side, size, change in (("inputs", inputs, before), ("outputs", outputs, after)):
-        if change.matrix.shape != (size, size) or change.shift.shape != (size,):
-            raise PullbackError(
-                f"A change of basis does not fit the layer's {side}",
-                f"{type(layer).__name__} has {size} {side}, the matrix has shape "
-                f"{tuple(change.matrix.shape)} and the shift {tuple(change.shift.shape)}",
-                "Give one n×n matrix and one vector of length n per side",
-            )
-
-
-Between = Callable[[nn.Module], nn.Module]
-
-
-def twin(model: nn.Module, to: LayerCoordinates, between: Between | None = None) -> nn.Module:
+def twin(
+    model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
+) -> nn.Module:
     """The same function in other coordinates; what lies between layers belongs to φ.
 
     Inputs and outputs stay in the old coordinates: the first and the last change are applied
-    inside. `between` computes φ† by itself, where it has a name of its own: it gives the modules
-    that follow one layer of a `Sequential` and precede another, and no change is applied there.
+    inside. The others are too, unless `activations` compute φ† by themselves: modules by the id of
+    those that they replace. An empty dict stands for a φ that commutes with the changes.
     """
-    found = layers(model)
+    found, memo = layers(model), dict[int, object](activations or {})
     refuse_shared(model)
-    if not len(found) == len(to.inputs) == len(to.outputs):
-        raise PullbackError(
-            "The coordinates do not fit the model",
-            f"it has {len(found)} linear and convolution layers, the coordinates are for "
-            f"{len(to.inputs)} inputs and {len(to.outputs)} outputs",
-            "Give one change per layer and side, `same(n)` where nothing changes",
+    for layer, (before, after) in zip(found, to, strict=True):
+        memo[id(layer)] = wrap_layer(
+            layer,
+            before,
+            after,
+            enter=activations is None or layer is found[0],
+            leave=activations is None or layer is found[-1],
         )
-    if between is not None:
-        return _chained(model, to, between)
-    changes = zip(to.inputs, to.outputs, strict=True)
-    memo: dict[int, object] = {
-        id(m): wrap_layer(m, *c) for m, c in zip(found, changes, strict=True)
-    }
     # a copy finds the layers already copied; one that is used in two places stays one layer
-    if isinstance(model, nn.Sequential):
-        return nn.Sequential(*(p for m in model for p in _spliced(copy.deepcopy(m, memo))))
     return copy.deepcopy(model, memo)  # pyright: ignore[reportReturnType]
-
-
-def _spliced(module: nn.Module) -> list[nn.Module]:
-    return list(module) if isinstance(module, WrappedLayer) else [module]
-
-
-def _chained(model: nn.Module, to: LayerCoordinates, between: Between) -> nn.Module:
-    modules, number, last = list[nn.Module](), 0, len(to.outputs) - 1
-    for module in chain(model):
-        if not is_layer(module):
-            inner = 0 < number <= last
-            modules.append(between(module) if inner else copy.deepcopy(module))
-            continue
-        parts = list(wrap_layer(module, to.inputs[number], to.outputs[number]))
-        at = next(i for i, m in enumerate(parts) if is_layer(m))
-        modules += parts[0 if number == 0 else at : None if number == last else at + 1]
-        number += 1
-    return nn.Sequential(*modules)
 
 
 def chain(model: nn.Module) -> list[nn.Module]:
@@ -261,14 +213,27 @@ def chain(model: nn.Module) -> list[nn.Module]:
     )
 
 
+def hidden(model: nn.Module) -> list[tuple[Layer, Layer, list[nn.Module]]]:
+    """Each layer with the next one and what stands between them."""
+    modules = chain(model)
+    places = [i for i, m in enumerate(modules) if is_layer(m)]
+    found = [modules[i] for i in places]
+    if len(found) < 2 or len({id(m) for m in found}) < len(found):
+        raise PullbackError(
+            "The model has no hidden neurons to change",
+            f"{type(model).__name__} has {len(found)} linear and convolution layers in a row"
+            + (", some of them used twice" if len(found) > 1 else ""),
+            "Give an nn.Sequential with at least two layers",
+        )
+    refuse_shared(model)
+    return [(modules[i], modules[j], modules[i + 1 : j]) for i, j in pairwise(places)]  # pyright: ignore[reportReturnType]
+
+
 def refuse_shared(model: nn.Module) -> None:
     """Raise where a layer's weight also serves elsewhere: it would have to change in two ways."""
     slots: dict[int, str] = {}
     for path, module in model.named_modules():
-        for key, p in module._parameters.items():
-            if p is None:
-                continue
-            name = f"{path}.{key}" if path else key
+        for name, p in module.named_parameters(path, recurse=False):
             before = slots.setdefault(id(p), name)
             if before != name:
                 raise PullbackError(
@@ -301,27 +266,19 @@ def _renamed(
     first: Change | None,
 ) -> nn.Module:
     """φ†(z†) = by·φ(by·z†) + shift is `new`, where φ is `old`."""
-    inner = chain(model)
-    places = [i for i, m in enumerate(inner) if is_layer(m)]
-    if not places:
-        raise PullbackError(
-            "The model has no layers",
-            f"no linear or convolution layer was found in {type(model).__name__}",
-            f"Give a Sequential of layers with {old.__name__} between them",
-        )
-    for one, two in pairwise(places):
-        if [type(m) for m in inner[one + 1 : two] if not isinstance(m, nn.Flatten)] != [old]:
+    # with activations of their own, also where one module stands in two places
+    model = nn.Sequential(*(m if is_layer(m) else copy.deepcopy(m) for m in chain(model)))
+    activations: dict[int, nn.Module] = {}
+    for *_, between in hidden(model):
+        if [type(m) for m in between if not isinstance(m, nn.Flatten)] != [old]:
             raise PullbackError(
                 f"The network is no {old.__name__} network",
-                f"between two layers stands {[type(m).__name__ for m in inner[one + 1 : two]]}",
+                f"between two layers stands {[type(m).__name__ for m in between]}",
                 f"Put exactly one nn.{old.__name__} between the layers",
             )
-    sizes = [m.weight.shape for m in inner if is_layer(m)]
-    start = same(sizes[0][1]) if first is None else first
-    inputs = [start, *(scaled(s[1], by, shift) for s in sizes[1:])]
-    outputs = [*(scaled(s[0], by) for s in sizes[:-1]), same(sizes[-1][0])]
-    return twin(
-        model,
-        LayerCoordinates(inputs, outputs),
-        lambda m: new() if isinstance(m, old) else copy.deepcopy(m),
-    )
+        activations |= {id(m): new() for m in between if isinstance(m, old)}
+    sizes = [m.weight.shape for m in layers(model)]
+    start = no_change(sizes[0][1]) if first is None else first
+    inputs = [start, *(scaling(s[1], by, shift) for s in sizes[1:])]
+    outputs = [*(scaling(s[0], by) for s in sizes[:-1]), no_change(sizes[-1][0])]
+    return twin(model, list(zip(inputs, outputs, strict=True)), activations)

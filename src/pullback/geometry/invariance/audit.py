@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from torch import Tensor, nn
 
 from ..._core.capture import select
 from ..._core.checks import refuse_number
-from ..._core.errors import PullbackError, reraise_fatal
+from ..._core.errors import PullbackError, require, reraise_fatal
 from ..._core.space import tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
-from .run import Loss, Make, Setting, duplicate, refuse_loss, seeded
+from ..local.ambient import refuse_loss
+from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seeded
 from .table import Audit, AuditRow, Skipped
 from .trial import Contender, OptimizerTrial, as_contenders
 
@@ -50,24 +50,17 @@ def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
 def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
     """Sizes from the largest to the smallest."""
     usable = [float(s) for s in sizes]
-    if len(set(usable)) < 2 or not all(0 < s < math.inf for s in usable):
-        raise PullbackError(
-            "The step sizes are not usable",
-            f"got {list(sizes)}; the order in the step size takes two different positive ones",
-            "Use multiples of the lr such as (1, 0.1, 0.01)",
-        )
+    two = len(set(usable)) >= 2 and all(0 < s < math.inf for s in usable)
+    remedy = "Use at least two different multiples of the lr, such as (1, 0.1, 0.01)"
+    require(two, "The list of step sizes", list(sizes), remedy)
     refuse_number("The number of steps", steps, whole=True)
     return tuple(sorted(set(usable), reverse=True))
 
 
-def check_model(model: nn.Module, setting: Setting) -> None:
+def check_model(model: nn.Module, setting: AuditData) -> None:
     """Raise for models that are not deterministic, or whose loss is not finite."""
-    if not isinstance(model, nn.Module):
-        raise PullbackError(
-            "An audit needs a module",
-            f"got {type(model).__name__}",
-            "Pass an nn.Module; it is copied for every run",
-        )
+    remedy = "Pass an nn.Module; it is copied for every run"
+    require(isinstance(model, nn.Module), "The model", model, remedy)
     if not any(p.requires_grad for p in model.parameters()):
         raise PullbackError(
             "There is nothing to optimize",
@@ -82,12 +75,22 @@ def check_model(model: nn.Module, setting: Setting) -> None:
             "Call model.eval(), or set the dropout to zero",
         )
     if "probes" in setting.points:
-        _refuse_probes(model, setting.points["probes"], setting.seed)
+        try:
+            _value(model, setting.points["probes"], setting.seed)
+        except RuntimeError as error:
+            reraise_fatal(error)
+            raise PullbackError(
+                "The model cannot be evaluated at the probes",
+                str(error).splitlines()[0],
+                "Give inputs of the shape of the batch's",
+            ) from error
     with torch.no_grad(), seeded(setting.seed, setting.x.device):
-        refuse_loss(setting.loss(one, setting.y))
+        loss = setting.loss(one, setting.y)
+        refuse_loss(loss)
+        refuse_infinite(loss)
 
 
-def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> None:
+def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
     one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
     limit = tolerance(one.dtype, 10) * float(one.norm())
@@ -97,18 +100,6 @@ def check_twin(model: nn.Module, twin: Twin, setting: Setting, name: str) -> Non
             "its outputs on the batch are not the model's",
             "Use layers as modules, and what stands between them as the transformation needs it",
         )
-
-
-def _refuse_probes(model: nn.Module, probes: Tensor, seed: int) -> None:
-    try:
-        _value(model, probes, seed)
-    except RuntimeError as error:
-        reraise_fatal(error)
-        raise PullbackError(
-            "The model cannot be evaluated at the probes",
-            str(error).splitlines()[0],
-            "Give inputs of the shape of the batch's",
-        ) from error
 
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
@@ -144,7 +135,6 @@ def audit(
     loss_fn: Loss | None = None,
     probes: Tensor | None = None,
     seed: int = 0,
-    resolution: float | None = None,
 ) -> Audit:
     r"""Which transformations of a model leave an optimizer's update unchanged.
 
@@ -164,9 +154,6 @@ def audit(
         loss_fn: (outputs, y) ↦ scalar; by default ½‖z − y‖² or cross-entropy, means over samples.
         probes: other inputs at which functions are compared too.
         seed: of torch's generators in every run.
-        resolution: the relative error that the optimizer itself makes in an update, where it works
-            in lower precision or solves to a tolerance. What the parameters' own round-off does is
-            measured, by runs from a start that is off by ε.
 
     Returns:
         An `Audit`: rows with verdicts, `str()`, `records()`.
@@ -182,7 +169,7 @@ def audit(
     x, y = check_batch(batch)
     sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
     points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
-    setting = Setting(x, y, loss, points, seed)
+    setting = AuditData(x, y, loss, points, seed)
     check_model(model, setting)
     given = _named(transformations)
     twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
@@ -198,8 +185,6 @@ def audit(
             twins.pop(name, None)
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     for contender in contenders:
-        if resolution is not None and contender.resolution is None:
-            contender = replace(contender, resolution=resolution)
         trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
         for name, twin in twins.items():
             try:

@@ -28,7 +28,7 @@ class Diverged(PullbackError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class AuditData:
     """What every run shares.
 
     Attributes:
@@ -58,13 +58,13 @@ class RunState:
     theta: Params
 
 
-def identity_twin(model: nn.Module) -> Twin:
-    """The model as its own twin: f is the identity."""
-    return Twin(model, lambda module: dict(module.named_parameters()))
+def trained(model: nn.Module) -> Params:
+    """The parameters that require gradients."""
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def run(
-    make: Make, start: Twin, setting: Setting, *, size: float, steps: int, lenient: bool = False
+    make: Make, start: Twin, setting: AuditData, *, size: float, steps: int, lenient: bool = False
 ) -> list[RunState]:
     """The states after 0, 1, …, `steps` steps of `size` times the optimizer's lr, on a copy.
 
@@ -72,7 +72,7 @@ def run(
     """
     with seeded(setting.seed, setting.x.device):
         model = duplicate(start.model)
-        optimizers = _made(make, model)
+        optimizers = _optimizers(make, model)
         for group in (g for o in optimizers for g in o.param_groups):
             if "lr" not in group:
                 raise PullbackError(
@@ -88,7 +88,7 @@ def run(
             except Diverged:
                 if not lenient:
                     raise
-                states += [_lost(states[0])] * (steps + 1 - len(states))
+                states += [_nan_state(states[0])] * (steps + 1 - len(states))
                 break
             states.append(observe(start, model, setting))
         for optimizer in optimizers:
@@ -108,32 +108,25 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def duplicate(model: nn.Module) -> nn.Module:
     """A copy without gradients."""
-    try:
-        out = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise PullbackError(
-            "The model cannot be copied",
-            str(error).splitlines()[0],
-            "Keep no tensors with a graph in the model",
-        ) from error
+    out = copy.deepcopy(model)
     out.zero_grad(set_to_none=True)
     return out
 
 
 @torch.no_grad()
-def observe(start: Twin, model: nn.Module, setting: Setting) -> RunState:
+def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     """The present function values, and the original's weights."""
     values = {n: select(model(x), None).to(torch.float64) for n, x in setting.points.items()}
     return RunState(
         {**values, "parameters": _flat(start.weights(model))},
-        {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad},
+        {n: p.detach().clone() for n, p in trained(model).items()},
     )
 
 
-def push(start: Twin, setting: Setting, one: RunState, two: RunState) -> RunState:
+def push(start: Twin, setting: AuditData, one: RunState, two: RunState) -> RunState:
     """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
     if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
-        return _lost(one)
+        return _nan_state(one)
     step = {n: two.theta[n] - t for n, t in one.theta.items()}
 
     def along(x: Tensor) -> Tensor:
@@ -157,7 +150,7 @@ def _flat(params: Params) -> Tensor:
     return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
 
 
-def _lost(state: RunState) -> RunState:
+def _nan_state(state: RunState) -> RunState:
     both = (
         {n: torch.full_like(t, torch.nan) for n, t in each.items()}
         for each in (state.places, state.theta)
@@ -165,13 +158,25 @@ def _lost(state: RunState) -> RunState:
     return RunState(*both)
 
 
-def _made(make: Make, model: nn.Module) -> list[Optimizer]:
+@contextlib.contextmanager
+def _named_failures(who: str) -> Iterator[None]:
+    """Name the optimizer in errors that are not ours."""
     try:
-        made = make(model)
+        yield
     except PullbackError:
         raise
     except Exception as error:
-        raise _failed("make_optimizer", error) from error
+        lines = str(error).splitlines() or [""]
+        raise PullbackError(
+            f"{who} failed during the audit",
+            f"{type(error).__name__}: {lines[0]}",
+            "See the error above; it must run on the model, and on copies of it",
+        ) from error
+
+
+def _optimizers(make: Make, model: nn.Module) -> list[Optimizer]:
+    with _named_failures("make_optimizer"):
+        made = make(model)
     found = list(made) if isinstance(made, Sequence) else [made]
     if not found or not all(isinstance(o, Optimizer) for o in found):
         raise PullbackError(
@@ -182,7 +187,7 @@ def _made(make: Make, model: nn.Module) -> list[Optimizer]:
     return found
 
 
-def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: Setting) -> None:
+def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData) -> None:
     calls = 0
 
     def closure() -> Tensor:
@@ -190,33 +195,24 @@ def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: Setting) -
         with torch.enable_grad():
             model.zero_grad(set_to_none=True)
             loss = setting.loss(select(model(setting.x), None), setting.y)
-            refuse_loss(loss, first=calls == 0)
+            if not calls:  # trial points of a line search may be anywhere
+                refuse_infinite(loss)
             loss.backward()
         calls += 1
         return loss
 
-    try:
+    with _named_failures(type(optimizers[0]).__name__):
         if len(optimizers) == 1:
             optimizers[0].step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
             return
         closure()  # each sees the gradient at the same point
         for optimizer in optimizers:
             optimizer.step()
-    except Diverged:
-        raise
-    except Exception as error:
-        raise _failed(type(optimizers[0]).__name__, error) from error
 
 
-def refuse_loss(loss: Any, *, first: bool = True) -> None:
-    """Raise for a loss that is no finite scalar; trial points of a line search may be anywhere."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise PullbackError(
-            "The loss is no scalar",
-            f"loss_fn returned {tuple(loss.shape) if isinstance(loss, Tensor) else type(loss)}",
-            "Return the mean over the batch",
-        )
-    if first and not bool(torch.isfinite(loss)):
+def refuse_infinite(loss: Tensor) -> None:
+    """Raise for a loss that is not finite."""
+    if not bool(torch.isfinite(loss)):
         raise Diverged(
             "The loss is not finite",
             f"it is {float(loss.detach())}",
@@ -224,17 +220,8 @@ def refuse_loss(loss: Any, *, first: bool = True) -> None:
         )
 
 
-def _failed(who: str, error: Exception) -> PullbackError:
-    lines = str(error).splitlines() or [""]
-    return PullbackError(
-        f"{who} failed during the audit",
-        f"{type(error).__name__}: {lines[0]}",
-        "See the error above; it must run on the model, and on copies of it",
-    )
-
-
-def perturb_start(start: Twin, setting: Setting, resolution: float) -> tuple[Twin, Setting]:
-    """The same start with weights and inputs off by round-off: ±resolution of their own size."""
+def perturb_start(start: Twin, setting: AuditData, eps: float) -> tuple[Twin, AuditData]:
+    """The same start with weights and inputs off by round-off: ±ε of their own size."""
     generator = torch.Generator().manual_seed(setting.seed)
 
     def off(t: Tensor) -> Tensor:
@@ -242,7 +229,7 @@ def perturb_start(start: Twin, setting: Setting, resolution: float) -> tuple[Twi
             return t
         sign = torch.randint(0, 2, t.shape, generator=generator).to(t) * 2 - 1
         size = torch.maximum(t.detach().abs(), t.detach().square().mean().sqrt())
-        return t.detach() + resolution * size * sign
+        return t.detach() + eps * size * sign
 
     model = duplicate(start.model)
     with torch.no_grad():

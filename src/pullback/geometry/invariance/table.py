@@ -37,7 +37,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class UpdateMismatch:
     """A relative mismatch, and how much of it round-off alone would explain."""
 
     mismatch: float
@@ -53,19 +53,17 @@ class Measure:
         steps: m(η) after one step, for each size.
         direction: m(0).
         finite: the mismatch after 1, 2, … steps of full size.
-        slack: times round-off that still counts as none.
 
-    >>> steps = (Seen(0.3, 1e-15), Seen(0.03, 1e-15))
-    >>> found = Measure((1.0, 0.1), steps, Seen(1e-14, 1e-15), ())
+    >>> steps = (UpdateMismatch(0.3, 1e-15), UpdateMismatch(0.03, 1e-15))
+    >>> found = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
     >>> found.verdict, found.order
     (<Verdict.FIRST_ORDER: 'first order'>, 1.0)
     """
 
     sizes: tuple[float, ...]
-    steps: tuple[Seen, ...]
-    direction: Seen
-    finite: tuple[Seen, ...]
-    slack: float = SLACK
+    steps: tuple[UpdateMismatch, ...]
+    direction: UpdateMismatch
+    finite: tuple[UpdateMismatch, ...]
 
     @property
     def verdict(self) -> Verdict:
@@ -90,12 +88,12 @@ class Measure:
         (one, high), (two, low) = clear[-2:]
         return round(math.log(high / low) / math.log(one / two), 3)
 
-    def decides(self, seen: Seen) -> bool:
+    def decides(self, seen: UpdateMismatch) -> bool:
         """Whether round-off is small enough to claim agreement."""
-        return self.slack * seen.roundoff <= BLIND
+        return SLACK * seen.roundoff <= BLIND
 
-    def _none(self, seen: Seen) -> bool:
-        return seen.mismatch <= self.slack * seen.roundoff
+    def _none(self, seen: UpdateMismatch) -> bool:
+        return seen.mismatch <= SLACK * seen.roundoff
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ def details(audit: Audit) -> str:
         )
         order = "–" if batch.order is None else f"{batch.order:.1f}"
         seen = (batch.direction, batch.steps[0])
-        sizes = (format_mismatch(s.mismatch) for s in seen)
+        sizes = (f"{s.mismatch:.1e}" for s in seen)
         rows.append([r.transformation, str(r.verdict), order, *sizes, _last(batch), *others])
     return _set(f"Audit of {', '.join(audit.optimizers)}", columns, rows)
 
@@ -221,7 +219,7 @@ def _last(m: Measure) -> str:
     """The mismatch after the last step, in parentheses where round-off has grown as large."""
     if not m.finite:
         return "–"
-    text = format_mismatch(m.finite[-1].mismatch)
+    text = f"{m.finite[-1].mismatch:.1e}"
     return text if m.decides(m.finite[-1]) else f"({text})"
 
 
@@ -230,10 +228,7 @@ def matrix(audit: Audit) -> str:
     known, rows = {(r.optimizer, r.transformation): r for r in audit.rows}, []
     for o in audit.optimizers:
         found = [known.get((o, t)) for t in audit.transformations]
-        sizes = (
-            "" if r is None else format_mismatch(r.places["batch"].direction.mismatch)
-            for r in found
-        )
+        sizes = ("" if r is None else f"{r.places['batch'].direction.mismatch:.1e}" for r in found)
         rows += [[o, *("–" if r is None else str(r.verdict) for r in found)], ["", *sizes]]
     columns = ["optimizer", *audit.transformations]
     return _set("Invariance of the update on the model", columns, rows)
@@ -248,15 +243,3 @@ def _set(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> s
         for row in (columns, rule, *rows)
     ]
     return "\n".join([title, *lines])
-
-
-def format_mismatch(value: float) -> str:
-    """A mismatch for people.
-
-    >>> format_mismatch(0.00034), format_mismatch(math.inf)
-    ('3.4e-4', 'inf')
-    """
-    if not math.isfinite(value):
-        return str(value)
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"

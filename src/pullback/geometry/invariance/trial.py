@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
 from ..._core.errors import PullbackError
 from ..charts.transformations import Twin
-from .run import RunState, Setting, identity_twin, perturb_start, push, run
-from .table import SLACK, AuditRow, Measure, Seen
-
-Make = Callable[[nn.Module], Any]
+from .run import AuditData, Make, RunState, perturb_start, push, run, trained
+from .table import SLACK, AuditRow, Measure, UpdateMismatch
 
 
 @dataclass(frozen=True)
@@ -26,21 +24,18 @@ class Contender:
         name: as tables show it.
         make: model ↦ the optimizer, or a list of optimizers that step together.
         about: why its verdicts are what they are, in one line.
-        resolution: the relative error that it makes in an update, beside the parameters' round-off.
-        slack: times round-off that still counts as none.
+        resolution: the relative error that it makes in an update, where it works in lower precision
+            or solves to a tolerance. The round-off of parameters is measured.
     """
 
     name: str
     make: Make
     about: str = ""
-    resolution: float | None = None
-    slack: float = SLACK
+    resolution: float = 0.0
 
 
 def as_contenders(given: Any) -> list[Contender]:
     """One or several, from a function, a contender, a dict of functions or a list of contenders."""
-    if isinstance(given, Contender):
-        return [given]
     if isinstance(given, Mapping):
         items = [c if isinstance(c, Contender) else Contender(str(n), c) for n, c in given.items()]
     else:
@@ -67,38 +62,35 @@ CLEAR = 1e-3
 
 @dataclass(frozen=True)
 class Runs:
-    """One twin's runs.
+    """The runs from one start.
 
     Attributes:
         small: before and after one step, for each size.
         long: the states of the run of full size.
-        off, long_off: the ends of `small`, and `long`, from a start that is off by round-off.
-        pushes: the two directions of a step, pushed forward from both starts, by its number.
+        push: the step of this number in `small` as a tangent vector.
     """
 
     small: list[list[RunState]]
     long: list[RunState]
-    off: list[RunState]
-    long_off: list[RunState]
-    pushes: Callable[[int], tuple[RunState, RunState]]
+    push: Callable[[int], RunState]
 
 
 class OptimizerTrial:
-    """The original's runs: a step at each size, the steps of full size, and shaken ones."""
+    """An optimizer on the original model, to be compared with its runs on twins."""
 
     def __init__(
         self,
         model: nn.Module,
         contender: Contender,
-        setting: Setting,
+        setting: AuditData,
         sizes: tuple[float, ...],
         steps: int,
-        resolution: float,
+        eps: float,
     ) -> None:
         self.contender, self.setting, self.sizes = contender, setting, sizes
-        self.steps, self.resolution = steps, resolution
-        self.mine = self._runs(identity_twin(model))
-        if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine.small):
+        self.steps, self.eps = steps, eps
+        self.mine = self._runs(Twin(model, trained))  # f is the identity
+        if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine[0].small):
             raise PullbackError(
                 f"{contender.name} does not move the model",
                 "after a step the outputs are what they were",
@@ -107,74 +99,60 @@ class OptimizerTrial:
 
     def compare(self, name: str, twin: Twin) -> AuditRow:
         """The twin's runs beside the original's."""
-        theirs = self._runs(twin, lenient=True)
+        runs = (*self.mine, *self._runs(twin, lenient=True))
+        first = self.mine[0].long[0]
 
         def measure(of: str) -> Measure:
-            small = zip(self.mine.small, theirs.small, strict=True)
-            off = zip(self.mine.off, theirs.off, strict=True)
-            steps = [self._step(of, s, t[1], o) for (s, t), o in zip(small, off, strict=True)]
-            first = self.mine.long[0]
-            long = zip(self.mine.long[1:], theirs.long[1:], strict=True)
-            off = zip(self.mine.long_off[1:], theirs.long_off[1:], strict=True)
-            finite = [self._step(of, (first, s), t, o) for (s, t), o in zip(long, off, strict=True)]
-            return Measure(
-                self.sizes, tuple(steps), self._direction(of, theirs), tuple(finite),
-                self.contender.slack,
-            )  # fmt: skip
+            small = zip(*(r.small for r in runs), strict=True)
+            steps = [self._step(of, ends[0][0], *(end[1] for end in ends)) for ends in small]
+            long = zip(*(r.long[1:] for r in runs), strict=True)
+            finite = [self._step(of, first, *ends) for ends in long]
+            direction = self._direction(of, runs)
+            return Measure(self.sizes, tuple(steps), direction, tuple(finite))
 
-        places = {place: measure(place) for place in self.mine.long[0].places}
-        return AuditRow(self.contender.name, name, places)
-
-    def _runs(self, start: Twin, *, lenient: bool = False) -> Runs:
-        make, setting, sizes = self.contender.make, self.setting, self.sizes
-        other, shifted = perturb_start(start, setting, self.resolution)
-        small = [run(make, start, setting, size=s, steps=1, lenient=lenient) for s in sizes]
-        off = [run(make, other, shifted, size=s, steps=1, lenient=lenient) for s in sizes]
-        steps = self.steps
-
-        @cache
-        def pushes(number: int) -> tuple[RunState, RunState]:
-            return push(start, setting, *small[number]), push(start, setting, *off[number])
-
-        return Runs(
-            small,
-            run(make, start, setting, size=1.0, steps=steps, lenient=lenient),
-            [ends[1] for ends in off],
-            run(make, other, shifted, size=1.0, steps=steps, lenient=lenient),
-            pushes,
+        return AuditRow(
+            self.contender.name, name, {place: measure(place) for place in first.places}
         )
 
-    def _step(
-        self, of: str, mine: Sequence[RunState], theirs: RunState, off: tuple[RunState, RunState]
-    ) -> Seen:
-        """m(η), and the larger of what round-off does to either end, at least to the values."""
-        moved = _gap(of, mine[1], mine[0])
-        shifts = [_gap(of, a, b) for a, b in zip(off, (mine[1], theirs), strict=True)]
-        values = self.resolution * float(mine[0].places[of].norm())
-        noise = max([values, *filter(math.isfinite, shifts)])
-        return Seen(_over(_gap(of, theirs, mine[1]), moved), self._least(_over(noise, moved)))
+    def _runs(self, start: Twin, *, lenient: bool = False) -> tuple[Runs, Runs]:
+        """From the start, and from one that is off by round-off."""
 
-    def _direction(self, of: str, theirs: Runs) -> Seen:
+        def runs(start: Twin, setting: AuditData) -> Runs:
+            go = partial(run, self.contender.make, start, setting, lenient=lenient)
+            small = [go(size=size, steps=1) for size in self.sizes]
+            pushed = cache(lambda number: push(start, setting, *small[number]))
+            return Runs(small, go(size=1.0, steps=self.steps), pushed)
+
+        shifted = perturb_start(start, self.setting, self.eps)
+        return runs(start, self.setting), runs(*shifted)
+
+    def _step(self, of: str, start: RunState, *ends: RunState) -> UpdateMismatch:
+        """m(η), and the larger of what round-off does to either end, at least to the values."""
+        mine, mine_off, theirs, theirs_off = ends
+        moved = _gap(of, mine, start)
+        shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
+        values = self.eps * float(start.places[of].norm())
+        noise = max([values, *filter(math.isfinite, shifts)])
+        roundoff = max(_over(noise, moved), self.contender.resolution / SLACK)
+        return UpdateMismatch(_over(_gap(of, theirs, mine), moved), roundoff)
+
+    def _direction(self, of: str, runs: Sequence[Runs]) -> UpdateMismatch:
         """m(0), from the smallest step that stands out of round-off."""
-        best = Seen(math.inf, math.inf)
+        best = UpdateMismatch(math.inf, math.inf)
         for number in reversed(range(len(self.sizes))):
-            (mine, mine_off), (other, other_off) = self.mine.pushes(number), theirs.pushes(number)
+            mine, mine_off, theirs, theirs_off = (r.push(number) for r in runs)
             length = float(mine.places[of].norm())
-            shifts = [_gap(of, mine_off, mine), _gap(of, other_off, other)]
+            shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
             noise = max([0.0, *filter(math.isfinite, shifts)])
             # a step is known as the difference of two points, which round-off sets
-            sizes = (_size(r.small[number][0], p) for r, p in ((self.mine, mine), (theirs, other)))
-            least = max(_over(noise, length), self.resolution * max(1.0, *sizes))
-            found = Seen(_over(_gap(of, other, mine), length), self._least(least))
-            if found.roundoff <= best.roundoff:
-                best = found
-            if self.contender.slack * best.roundoff <= CLEAR:
+            sizes = [_size(runs[i].small[number][0], runs[i].push(number)) for i in (0, 2)]
+            least = max(_over(noise, length), self.eps * max(1.0, *sizes))
+            roundoff = max(least, self.contender.resolution / SLACK)
+            if roundoff <= best.roundoff:
+                best = UpdateMismatch(_over(_gap(of, theirs, mine), length), roundoff)
+            if SLACK * best.roundoff <= CLEAR:
                 break
         return best
-
-    def _least(self, roundoff: float) -> float:
-        """An optimizer of lower precision makes a relative error of its own in each update."""
-        return max(roundoff, self.contender.resolution or 0.0)
 
 
 def _size(start: RunState, step: RunState) -> float:

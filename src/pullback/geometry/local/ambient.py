@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..._core.capture import plain
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError, refuse_unknown
+from ..._core.errors import PullbackError, refuse_unknown, require, reraise_fatal
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
 from ...maps import Call, FunctionLinearization, Linearization, ModuleMap
@@ -19,32 +19,67 @@ from ...metrics import Euclidean, Metric, MetricFunction, as_metric
 Phi = nn.Module | Callable[..., Tensor]
 Vector = Tensor | Mapping[str, Tensor]
 
+MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
+
 _NAME = "xi"  # what a single tensor is called inside
 
 
-class NamedCoordinates:
-    """ξ as named tensors; vectors at ξ are flat (p,) inside and like ξ outside.
+def refuse_loss(loss: Any) -> None:
+    """Raise unless a loss is a tensor of one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise PullbackError(
+            "The loss is not a tensor of one number",
+            f"got {got}",
+            "Return a sum or a mean, without .item()",
+        )
+
+
+class Parametrization:
+    """φ: Ξ → (Z, g) at ξ: evaluates, linearizes, and gives S with S Sᵀ = g at z.
+
+    ξ is held as named tensors; vectors at ξ are flat (p,) inside and like ξ outside. Values are
+    samples first inside, (N, *event), as every metric of the library wants them. A matrix g,
+    (n, n), measures all entries of z together: there z is one sample, (1, n).
 
     Args:
         phi: the map; a module brings its own names.
         xi: a tensor, a dict of tensors, or None for a module's parameters that require gradients.
+        metric, inputs, reduction: as in `Point`.
     """
 
-    def __init__(self, phi: Phi, xi: Vector | None) -> None:
-        if not callable(phi):
-            raise PullbackError(
-                "φ is not a map", f"got {type(phi).__name__}", "Pass a function or an nn.Module"
-            )
-        self.single = isinstance(xi, Tensor) and not isinstance(phi, nn.Module)
+    def __init__(
+        self, phi: Phi, xi: Vector | None, metric: MetricLike, inputs: Any, reduction: str | None
+    ) -> None:
+        require(callable(phi), "The map φ", phi, "Pass a function or an nn.Module")
+        refuse_unknown("reduction", reduction, (None, "mean", "sum"))
         named = _named(phi, xi)
         for name, value in named.items():
             refuse_values(f"The coordinate {name!r}", value)
         self.point = {n: v.detach() for n, v in named.items()}
         self.space = ParameterSpace(self.point)
+        self._phi, self._single = phi, isinstance(xi, Tensor)
+        self._module = phi if isinstance(phi, nn.Module) else None
+        self._reduction = reduction or ("sum" if self._module is None else "mean")
+        self._inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        #: whether z is one point whose entries g may couple, and not a batch of samples
+        self._whole = False
+        if metric is None:
+            self._metric, self._whole = Euclidean(), self._module is None
+        elif isinstance(metric, Metric):
+            self._metric = metric
+        elif isinstance(metric, Tensor) or (callable(metric) and self._module is None):
+            self._metric, self._whole = MetricFunction(_matrices(metric, self.restore)), True
+        else:
+            self._metric = as_metric(metric)
+        with torch.no_grad():
+            z = self.value(self.point)
+        self.shape = z.shape
+        refuse_values("φ(ξ)", z)
 
     def argument(self, point: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """What φ is called with."""
-        return point[_NAME] if self.single else dict(point)
+        return point[_NAME] if self._single else dict(point)
 
     def flat(self, v: Vector, what: str = "The vector") -> Tensor:
         """The (p,) vector of a tensor shaped like ξ, a flat tensor, or a dict by name."""
@@ -53,10 +88,12 @@ class NamedCoordinates:
             refuse_values(what, value)
         shapes = {n: tuple(x.shape) for n, x in named.items()}
         given = shapes if isinstance(v, Mapping) else shapes[_NAME]
-        if given not in (self.shape, (self.space.size,)):
+        own = dict(zip(self.space.names, self.space.shapes, strict=True))
+        want = own[_NAME] if self._single else own
+        if given not in (want, (self.space.size,)):
             raise PullbackError(
                 f"{what} does not fit ξ",
-                f"got {given}, ξ has {self.shape}",
+                f"got {given}, ξ has {want}",
                 "Shape it like ξ, or flatten both",
             )
         if isinstance(v, Mapping):
@@ -67,16 +104,70 @@ class NamedCoordinates:
         """The flat (p,) vector in the form in which ξ was given."""
         return self.argument(self.space.split(flat))
 
-    def moved(self, flat: Tensor) -> dict[str, Tensor]:
-        """ξ + v by name, for a flat v."""
-        pieces = self.space.split(flat)
-        return {n: w + pieces[n].to(w.dtype) for n, w in self.point.items()}
+    def value(self, point: Mapping[str, Tensor]) -> Tensor:
+        """φ at a point, in its own shape."""
+        if self._module is None:
+            z = self._phi(self.argument(point))
+        else:
+            z = self._map().call_with(point, *self._inputs)
+        if not isinstance(z, Tensor) or not z.is_floating_point() or z.numel() == 0:
+            got = f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
+            raise PullbackError(
+                "φ does not give a point of Z",
+                f"got {got}",
+                "Return one real, non-empty floating-point tensor",
+            )
+        return z
 
-    @property
-    def shape(self) -> object:
-        """The shape of ξ, or the shapes by name."""
-        named = dict(zip(self.space.names, self.space.shapes, strict=True))
-        return named[_NAME] if self.single else named
+    def linearize(self) -> Linearization:
+        """φ at ξ with products by J = dφ_ξ."""
+        if self._module is not None and not self._whole:
+            return self._map().linearize(self.point)
+        return FunctionLinearization(lambda point: self.arrange(self.value(point)), self.point)
+
+    def factor(self, z: Tensor) -> Factor:
+        """S with S Sᵀ = g, at values as arranged inside."""
+        inputs = next((x for x in self._inputs if isinstance(x, Tensor)), None)
+        try:
+            factor = self._metric.factor(z, inputs=inputs)
+        except (RuntimeError, TypeError, IndexError) as error:
+            reraise_fatal(error)
+            raise PullbackError(
+                "The metric could not be evaluated", f"it raised {error!r}", "Check it at φ(ξ)"
+            ) from error
+        if self._whole or self._reduction == "sum":
+            return factor
+        return Scaled(factor, 1.0 / self._metric.samples(z), tuple(z.shape[1:]))
+
+    def arrange(self, z: Tensor) -> Tensor:
+        """Values, or a vector at them, from φ's own shape to the one inside."""
+        if self._whole:
+            return z.reshape(1, -1)
+        return z.reshape(-1, 1) if z.ndim < 2 else z
+
+    def restore(self, z: Tensor) -> Tensor:
+        """Back to φ's own shape."""
+        return z.reshape(self.shape)
+
+    def vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
+        """A tangent vector or covector at z, in φ's own shape or flat, as arranged inside."""
+        refuse_values(what, v)
+        if tuple(v.shape) not in ((value.numel(),), tuple(self.shape), tuple(value.shape)):
+            raise PullbackError(
+                f"{what} does not fit φ(ξ)",
+                f"got {tuple(v.shape)}, φ(ξ) has {tuple(self.shape)}",
+                "Shape it like φ(ξ)",
+            )
+        return v.detach().to(value).reshape(value.shape)
+
+    def _map(self) -> ModuleMap:
+        if self._module is None or not self._inputs:
+            raise PullbackError(
+                "The module has nothing to be evaluated at",
+                "no inputs were given, and a module's point of Z is its outputs on them",
+                "Pass inputs=x",
+            )
+        return ModuleMap(self._module, Call.of(*self._inputs))
 
 
 def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
@@ -100,123 +191,8 @@ def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
         return dict(xi)
     if isinstance(xi, Mapping):
         return dict(xi)
-    if isinstance(xi, Tensor):
-        return {_NAME: xi}
-    raise PullbackError(
-        "ξ is not given", f"got {type(xi).__name__}", "Pass a tensor or a dict of tensors"
-    )
-
-
-MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
-
-
-class Ambient:
-    """φ with its (Z, g): evaluates, linearizes, and gives S with S Sᵀ = g at z.
-
-    Inside, values are samples first, (N, *event), as every metric of the library wants them. A
-    matrix g, (n, n), measures all entries of z together: there z is one sample, (1, n).
-    """
-
-    def __init__(
-        self,
-        phi: Phi,
-        metric: MetricLike,
-        inputs: Any,
-        reduction: str | None,
-    ) -> None:
-        refuse_unknown("reduction", reduction, (None, "mean", "sum"))
-        self.module = phi if isinstance(phi, nn.Module) else None
-        self.reduction = reduction or ("sum" if self.module is None else "mean")
-        self._phi = phi
-        self.inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        given = metric
-        if metric is None and self.module is not None:
-            given = Euclidean()
-        matrix = isinstance(given, Tensor) or (callable(given) and self.module is None)
-        #: whether z is one point whose entries g may couple, and not a batch of samples
-        self.whole = given is None or (matrix and not isinstance(given, Metric))
-        if given is None:
-            self.metric: Metric = Euclidean()
-        elif self.whole:
-            self.metric = MetricFunction(_matrices(given, self.restore))
-        else:
-            self.metric = as_metric(given)  # pyright: ignore[reportArgumentType]
-        self._shape: torch.Size | None = None
-
-    def value(self, coordinates: NamedCoordinates, point: Mapping[str, Tensor]) -> Tensor:
-        """φ(ξ), in its own shape."""
-        if self.module is None:
-            z = self._phi(coordinates.argument(point))
-        else:
-            z = self._map().call_with(point, *self.inputs)
-        if not isinstance(z, Tensor) or not z.is_floating_point() or z.numel() == 0:
-            got = f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
-            raise PullbackError(
-                "φ does not give a point of Z",
-                f"got {got}",
-                "Return one real, non-empty floating-point tensor",
-            )
-        return z
-
-    def linearize(self, coordinates: NamedCoordinates) -> Linearization:
-        """φ at ξ with products by J = dφ_ξ."""
-        with torch.no_grad():
-            z = self.value(coordinates, coordinates.point)
-        self._shape = z.shape
-        refuse_values("φ(ξ)", z)
-        if self.module is not None and not self.whole:
-            return self._map().linearize(coordinates.point)
-
-        def arranged(point: dict[str, Tensor]) -> Tensor:
-            return self.arrange(self.value(coordinates, point))
-
-        return FunctionLinearization(arranged, coordinates.point)
-
-    def factor(self, z: Tensor) -> Factor:
-        """S with S Sᵀ = g, at values as arranged inside."""
-        inputs = next((x for x in self.inputs if isinstance(x, Tensor)), None)
-        try:
-            factor = self.metric.factor(z, inputs=inputs)
-        except (RuntimeError, TypeError, IndexError) as error:
-            if isinstance(error, PullbackError):
-                raise
-            raise PullbackError(
-                "The metric could not be evaluated", f"it raised {error!r}", "Check it at φ(ξ)"
-            ) from error
-        if self.whole or self.reduction == "sum":
-            return factor
-        return Scaled(factor, 1.0 / self.metric.samples(z), tuple(z.shape[1:]))
-
-    def arrange(self, z: Tensor) -> Tensor:
-        """Values, or a vector at them, from φ's own shape to the one inside."""
-        if self.whole:
-            return z.reshape(1, -1)
-        return z.reshape(-1, 1) if z.ndim < 2 else z
-
-    def restore(self, z: Tensor) -> Tensor:
-        """Back to φ's own shape."""
-        return z if self._shape is None else z.reshape(self._shape)
-
-    def vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
-        """A tangent vector or covector at z, in φ's own shape or flat, as arranged inside."""
-        refuse_values(what, v)
-        shapes = ((value.numel(),), tuple(self._shape or ()), tuple(value.shape))
-        if tuple(v.shape) not in shapes:
-            raise PullbackError(
-                f"{what} does not fit φ(ξ)",
-                f"got {tuple(v.shape)}, φ(ξ) has {tuple(self._shape or ())}",
-                "Shape it like φ(ξ)",
-            )
-        return v.detach().to(value).reshape(value.shape)
-
-    def _map(self) -> ModuleMap:
-        if self.module is None or not self.inputs:
-            raise PullbackError(
-                "The module has nothing to be evaluated at",
-                "no inputs were given, and a module's point of Z is its outputs on them",
-                "Pass inputs=x",
-            )
-        return ModuleMap(self.module, Call.of(*self.inputs))
+    require(isinstance(xi, Tensor), "ξ", xi, "Pass a tensor or a dict of tensors")
+    return {_NAME: xi}  # pyright: ignore[reportReturnType]
 
 
 def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

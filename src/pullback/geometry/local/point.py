@@ -8,7 +8,7 @@ image of dφ is v ↦ J A⁺Sᵀv.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..._core.checks import refuse_number, refuse_values
-from ..._core.errors import PullbackError
+from ..._core.errors import PullbackError, require
 from ...grams import Gram, Part, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
-from .ambient import Ambient, MetricLike, NamedCoordinates, Phi, Vector
+from .ambient import MetricLike, Parametrization, Phi, Vector, refuse_loss
 from .inverses import Rank, default_rcond
 
 Loss = Callable[[Tensor], Tensor]
@@ -33,12 +33,7 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise PullbackError(
-                "The loss is not one number",
-                f"got {tuple(getattr(total, 'shape', ()))}",
-                "Reduce it to a scalar tensor",
-            )
+        refuse_loss(total)
         refuse_values("L", total)
         slope = None
         if total.requires_grad:
@@ -121,10 +116,9 @@ class Point:
         rcond: float | None = None,
     ) -> None:
         refuse_inference("it records no graph, so there are no derivatives", "Point")
-        self._coordinates = NamedCoordinates(phi, xi)
-        self._ambient = Ambient(phi, metric, inputs, reduction)
-        self._linear = self._ambient.linearize(self._coordinates)
-        self._part = Part(self._linear, self._ambient.factor(self._linear.value))
+        self._phi = Parametrization(phi, xi, metric, inputs, reduction)
+        self._linear = self._phi.linearize()
+        self._part = Part(self._linear, self._phi.factor(self._linear.value))
         if rcond is not None:
             refuse_number("rcond", rcond, below=1.0)
         self._rcond = rcond
@@ -133,21 +127,21 @@ class Point:
     @property
     def value(self) -> Tensor:
         """φ(ξ), in its own shape."""
-        return self._ambient.restore(self._linear.value)
+        return self._phi.restore(self._linear.value)
 
     @property
     def parameters(self) -> int:
         """p, the dimension of Ξ."""
-        return self._coordinates.space.size
+        return self._phi.space.size
 
     def pushforward(self, v: Vector) -> Tensor:
         """dφ_ξ v = J v, in the shape of φ(ξ)."""
-        return self._ambient.restore(self._linear.jvp(self._coordinates.flat(v)))
+        return self._phi.restore(self._linear.jvp(self._phi.flat(v)))
 
     def pullback(self, covector: Tensor) -> Tensor | dict[str, Tensor]:
         """Jᵀu: a covector of Z seen by the parameters, in the form of ξ."""
-        u = self._ambient.vector(covector, self._linear.value, "The covector")
-        return self._coordinates.like(self._linear.vjp(u))
+        u = self._phi.vector(covector, self._linear.value, "The covector")
+        return self._phi.like(self._linear.vjp(u))
 
     @cached_property
     def operator(self) -> Gram:
@@ -181,7 +175,7 @@ class Point:
 
     def gradient(self, loss: Loss | Vector) -> Tensor | dict[str, Tensor]:
         """∇_ξ L = Jᵀ∂L/∂z, in the form of ξ."""
-        return self._coordinates.like(self._gradient(loss)[0])
+        return self._phi.like(self._gradient(loss)[0])
 
     def natural_gradient(
         self, loss: Loss | Vector, inverse: Solver | None = None
@@ -197,19 +191,17 @@ class Point:
         """
         g, r = self._gradient(loss)
         solver = PseudoInverse(self.rcond) if inverse is None else inverse
-        if not isinstance(solver, Solver):
-            raise PullbackError(
-                "The inverse is no solver", f"got {inverse!r}", "Pass one such as RandomInverse()"
-            )
+        usable = isinstance(solver, Solver)
+        require(usable, "The inverse", inverse, "Pass a solver, such as RandomInverse()")
         state = self._state if inverse is None else solver.init(self.operator)
         if not bool(g.any()) and (r is None or not bool(r.any())):
-            return self._coordinates.like(torch.zeros_like(g))
+            return self._phi.like(torch.zeros_like(g))
         found = solver.solve(state, g, whitened=r)
         if not found.status.ok and self.rank.rank > 0:
             raise PullbackError(
                 "There is no natural gradient here", found.status.value, "Check φ and g at ξ"
             )
-        return self._coordinates.like(found.x)
+        return self._phi.like(found.x)
 
     def project(self, v: Tensor) -> Tensor:
         """Π v = J A⁺Sᵀv: the g-orthogonal projection of a tangent vector of Z on the image of dφ.
@@ -217,42 +209,49 @@ class Point:
         The pushforward of the natural parameter gradient is Π grad^Z L, for any generalized
         inverse (Theorem 1 of van Oostrum, Müller and Ay, 2023).
         """
-        vector = self._ambient.vector(v, self._linear.value, "The vector")
-        return self._ambient.restore(self._projected(self._part.transpose(vector.flatten())))
+        vector = self._phi.vector(v, self._linear.value, "The vector")
+        return self._phi.restore(self._project_white(self._part.transpose(vector.flatten())))
 
     def decompose(self, loss: Loss) -> Decomposition:
         """Split grad^Z L into its part in the image of dφ and the rest."""
         covector = self._covector(loss)
         ambient = raise_covector(self._part, covector)
         white = self._part.transpose(ambient.flatten())
-        tangent = self._projected(white)
+        tangent = self._project_white(white)
         lost = ambient - tangent
         missing = self._part.transpose(lost.flatten()).norm()
         length = white.norm()
         share = float(missing / length) if bool(length > 0) else 0.0
-        restore = self._ambient.restore
+        restore = self._phi.restore
         return Decomposition(
             restore(ambient), restore(tangent), restore(lost), float(length), share
         )
 
     def image(self) -> Tensor:
         """An orthonormal basis of the image of A = SᵀJ, in the coordinates of Sᵀv: (n, rank)."""
-        rank = self.rank.rank
-        a = torch.stack([self._part.push(v) for v in self._right(rank)], 1) if rank else None
-        if a is None:
+        if not self.rank.rank:
             return self._linear.value.new_zeros(self.operator.count, 0)
+        eye = torch.eye(self.rank.rank, dtype=self.operator.dtype, device=self.operator.device)
+        right = self._state.combine(eye)  # singular vectors, (rank, p)
+        a = torch.stack([self._part.push(v) for v in right], 1)
         return torch.linalg.qr(a / a.norm(dim=0)).Q
 
-    def _right(self, rank: int) -> Tensor:
-        """The right singular vectors, (rank, p)."""
-        eye = torch.eye(rank, dtype=self.operator.dtype, device=self.operator.device)
-        return self._state.combine(eye)
+    def nearby(self, radius: float, tries: int, seed: int) -> Iterator[Vector]:
+        """Random parameters at the distance radius·max(1, ‖ξ‖)."""
+        generator = torch.Generator().manual_seed(seed)
+        flat = self._phi.space.flatten(self._phi.point)
+        scale = radius * max(1.0, float(flat.norm()))
+        for _ in range(tries):
+            v = torch.randn(len(flat), generator=generator, dtype=torch.float64).to(flat)
+            pieces = self._phi.space.split(scale * v / v.norm())
+            moved = {n: w + pieces[n].to(w.dtype) for n, w in self._phi.point.items()}
+            yield self._phi.argument(moved)
 
     def residual(self, loss: Loss) -> Tensor:
         """grad^Z L − Π grad^Z L, in the shape of φ(ξ)."""
         return self.decompose(loss).residual
 
-    def _projected(self, white: Tensor) -> Tensor:
+    def _project_white(self, white: Tensor) -> Tensor:
         """J A⁺c for c = Sᵀv, (n,)."""
         if self.rank.rank == 0:
             return torch.zeros_like(self._linear.value)
@@ -262,7 +261,7 @@ class Point:
     def _gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
         """∇_ξ L, and r with Aᵀr = ∇_ξ L where L was given on Z."""
         if isinstance(loss, (Tensor, Mapping)):
-            return self._coordinates.flat(loss, "The gradient"), None
+            return self._phi.flat(loss, "The gradient"), None
         covector = self._covector(loss)
         white = self._part.factor.whiten(covector).value
         return self._linear.vjp(covector), None if white is None else white.flatten()
@@ -274,7 +273,7 @@ class Point:
 
     def _refuse_stochastic(self) -> None:
         with torch.no_grad():
-            again = self._ambient.value(self._coordinates, self._coordinates.point)
+            again = self._phi.value(self._phi.point)
         now = self.value
         limit = 10 * torch.finfo(now.dtype).eps ** 0.5 * now.norm()
         if bool((now - again.to(now)).norm() > limit):

@@ -9,15 +9,15 @@ as its dimension.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
-from .ambient import MetricLike, NamedCoordinates, Phi, Vector
+from .ambient import MetricLike, Phi, Vector
 from .inverses import Rank
 from .point import Point
 
@@ -92,9 +92,11 @@ def properness(
     refuse_number("The radius", radius, positive=True)
     refuse_number("The number of tries", tries, least=1, whole=True)
     here = Point(phi, xi, metric, **options)
-    starts = [xi, *others]
-    points = [here, *(_same(phi, other, metric, here, options) for other in starts[1:])]
-    ranks = _ranks(phi, starts, metric, (radius, tries, seed), options)
+    points = [here, *(_at_same_value(phi, other, metric, here, options) for other in others)]
+    ranks = list[int]()
+    for moved in (v for point in points for v in point.nearby(radius, tries, seed)):
+        with suppress(PullbackError):  # outside the domain of φ or of g
+            ranks.append(Point(phi, moved, metric, **options).rank.rank)
     if not ranks:
         raise PullbackError(
             "The model's dimension could not be found",
@@ -109,24 +111,6 @@ def properness(
     return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
 
 
-def _ranks(
-    phi: Phi,
-    starts: list[Any],
-    metric: MetricLike,
-    search: tuple[float, int, int],
-    options: dict[str, Any],
-) -> list[int]:
-    """The ranks at random parameters around each start at which φ and g are finite."""
-    ranks = []
-    for start in starts:
-        for moved in _nearby(NamedCoordinates(phi, start), *search):
-            try:
-                ranks.append(Point(phi, moved, metric, **options).rank.rank)
-            except PullbackError:  # outside the domain of φ or of g
-                continue
-    return ranks
-
-
 def _reason(rank: int, dimension: int, span: int) -> str:
     if span > dimension:
         return (
@@ -138,7 +122,7 @@ def _reason(rank: int, dimension: int, span: int) -> str:
     return f"dφ reaches all {dimension} dimensions"
 
 
-def _same(
+def _at_same_value(
     phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
 ) -> Point:
     point = Point(phi, other, metric, **options)
@@ -161,14 +145,3 @@ def _span(points: list[Point]) -> int:
     sigma = torch.linalg.svdvals(joined)
     # orthonormal columns: a new direction adds 1, one that is there to round-off adds its angle
     return int((sigma > torch.finfo(sigma.dtype).eps ** 0.5).sum())
-
-
-def _nearby(
-    coordinates: NamedCoordinates, radius: float, tries: int, seed: int
-) -> Iterable[Tensor | dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    flat = coordinates.space.flatten(coordinates.point)
-    scale = radius * max(1.0, float(flat.norm()))
-    for _ in range(tries):
-        v = torch.randn(len(flat), generator=generator, dtype=torch.float64).to(flat)
-        yield coordinates.argument(coordinates.moved(scale * v / v.norm()))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
-from ..local.ambient import MetricLike, Phi, Vector
-from .landscape import Landscape, Rounded, round_landscape
+from ..local.ambient import MetricLike, Parametrization, Phi, Vector
+from .landscape import Landscape, round_landscape
 
 #: points per axis of the last grid, by dimension
 _RESOLUTION = {1: 4001, 2: 401, 3: 81}
@@ -91,16 +91,8 @@ def flatness(
     3.829
     """
     refuse_number("epsilon", epsilon, positive=True)
-    landscape = Landscape(
-        phi,
-        loss,
-        minimum,
-        inputs=inputs,
-        metric=metric,
-        reduction=reduction,
-        basis=basis,
-        tolerance=tolerance,
-    )
+    at = Parametrization(phi, minimum, metric, inputs, reduction)
+    landscape = Landscape(at, loss, basis, tolerance)
     landscape.check(epsilon)
     start = torch.zeros(1, landscape.dimension, dtype=torch.float64, device=landscape.basis.device)
     if landscape.dimension == 0 or not bool(landscape.density(start)[0] > 0):
@@ -109,80 +101,73 @@ def flatness(
             f"dφ has rank {landscape.rank} at the minimum, along {landscape.dimension} directions",
             'Measure on a slice: basis="tangent", or the columns of your own',
         )
-    volume, error, euclidean = _volume(landscape, epsilon)
+    if landscape.dimension not in _RESOLUTION:
+        raise PullbackError(
+            "A grid is too coarse here",
+            f"it would have {landscape.dimension} dimensions",
+            "Measure along up to three directions: basis=, a matrix (p, 3)",
+        )
+    volume, error, euclidean = float("inf"), float("nan"), float("inf")
+    box = _stable_box(landscape, epsilon) if round_landscape(landscape, epsilon) else None
+    if box is not None:
+        fine = _RESOLUTION[landscape.dimension]
+        volume, euclidean = _integral(landscape, epsilon, box, fine)
+        error = abs(volume - _integral(landscape, epsilon, box, fine // 2)[0])
     return Flatness(
         volume,
         error,
-        euclidean * landscape.unit,
-        bool(np.isfinite(euclidean)),
+        euclidean * float(torch.linalg.svdvals(landscape.basis).prod()),
+        box is not None,
         landscape.rank,
         landscape.dimension,
         landscape.evaluations,
     )
 
 
-def _volume(landscape: Landscape, epsilon: float) -> tuple[float, float, float]:
-    """∫_S √det G dθ by the midpoint rule, its change from half the resolution, and ∫_S dθ.
-
-    The grid lies along the axes of the loss's curvature. Cells that the boundary cuts count by the
-    share below ε of a plane with the height's slope.
-    """
-    dimension = landscape.dimension
-    if dimension not in _RESOLUTION:
-        raise PullbackError(
-            "A grid is too coarse here",
-            f"it would have {dimension} dimensions",
-            "Measure along up to three directions: basis=, a matrix (p, 3)",
-        )
-    around, fine = round_landscape(landscape, epsilon), _RESOLUTION[dimension]
-    box = None if around is None else _settled(around, epsilon)
-    if around is None or box is None:
-        return float("inf"), float("nan"), float("inf")
-    pulled, euclidean = _integral(around, epsilon, box, fine)
-    rough, _ = _integral(around, epsilon, box, fine // 2)
-    return pulled, abs(pulled - rough), euclidean
-
-
-def _settled(landscape: Rounded, epsilon: float) -> np.ndarray | None:
+def _stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
     """A box around the set that finer grids do not enlarge; None where there is none.
 
     Arms that get thinner without end look finite on every grid, and longer on a finer one.
     """
     # along each axis the set reaches about as far as 1
     box, count = np.outer([-1.2, 1.2], np.ones(landscape.dimension)), _COARSE[landscape.dimension]
-    found = _around(landscape, epsilon, box, count)
+    found = _enclose(landscape, epsilon, box, count)
     while found is not None and count < _RESOLUTION[landscape.dimension]:
         count = 2 * count
-        finer = _around(landscape, epsilon, found, count)
+        finer = _enclose(landscape, epsilon, found, count)
         if finer is not None and (np.abs(finer - found) <= 0.05 * (found[1] - found[0])).all():
             return np.stack([np.minimum(finer[0], found[0]), np.maximum(finer[1], found[1])])
         found = finer
     return None
 
 
-def _around(landscape: Rounded, epsilon: float, box: np.ndarray, count: int) -> np.ndarray | None:
+def _enclose(
+    landscape: Landscape, epsilon: float, box: np.ndarray, count: int
+) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
         heights = _heights(landscape, box, count)
         inside = _component(heights, box, epsilon)
-        landscape.landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
-        touched = _touched(inside)
+        landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
+        # which faces (2, k) of the box the set touches
+        axes = range(inside.ndim)
+        touched = np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
         if not touched.any():
-            return _tight(inside, box)
-        # a face that the set touches moves away from the minimum
+            return _shrink_box(inside, box)
+        # such a face moves away from the minimum
         box = np.where(touched, _GROWTH * box, box)
         if (np.abs(box) > _FAR).any():
             return None
 
 
-def _points(box: np.ndarray, count: int, landscape: Rounded) -> Tensor:
+def _points(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
     """Midpoints of `count` cells along each axis, (count^k, k)."""
     axes = [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
     mesh = np.meshgrid(*axes, indexing="ij")
     return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.map)
 
 
-def _heights(landscape: Rounded, box: np.ndarray, count: int) -> np.ndarray:
+def _heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
     heights = landscape.height(_points(box, count, landscape))
     return heights.cpu().numpy().reshape((count,) * landscape.dimension)
 
@@ -203,16 +188,7 @@ def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarr
     return (labels == label) & (label > 0)
 
 
-def _touched(inside: np.ndarray) -> np.ndarray:
-    """Which faces (2, k) of the box the set touches."""
-    out = np.zeros((2, inside.ndim), dtype=bool)
-    for axis in range(inside.ndim):
-        out[0, axis] = inside.take(0, axis).any()
-        out[1, axis] = inside.take(-1, axis).any()
-    return out
-
-
-def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
+def _shrink_box(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
     """The box around the set with two coarse cells to spare."""
     count = inside.shape[0]
     width = (box[1] - box[0]) / count
@@ -228,9 +204,12 @@ def _tight(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 
 def _integral(
-    landscape: Rounded, epsilon: float, box: np.ndarray, count: int
+    landscape: Landscape, epsilon: float, box: np.ndarray, count: int
 ) -> tuple[float, float]:
-    """∫_S √det G dθ and ∫_S dθ."""
+    """∫_S √det G dθ and ∫_S dθ by the midpoint rule, along the axes of the loss's curvature.
+
+    Cells that the boundary cuts count by the share below ε of a plane with the height's slope.
+    """
     heights = _heights(landscape, box, count)
     inside = _component(heights, box, epsilon)
     # what lies next to the component may be cut by its boundary
@@ -242,6 +221,6 @@ def _integral(
     cells = np.flatnonzero(share)
     points = _points(box, count, landscape)[torch.from_numpy(cells).to(landscape.map.device)]
     density = landscape.density(points).cpu().numpy()
-    size = float(np.exp(landscape.log_unit) * np.prod((box[1] - box[0]) / count))
+    size = landscape.stretch * float(np.prod((box[1] - box[0]) / count))
     weights = share.ravel()[cells]
     return size * float(weights @ density), size * float(weights.sum())

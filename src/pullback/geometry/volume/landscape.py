@@ -3,63 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import hessian, jacrev, vmap
 
 from ..._core.checks import refuse_values
-from ..._core.errors import PullbackError
-from ..local.ambient import Ambient, MetricLike, NamedCoordinates, Phi
+from ..._core.errors import PullbackError, refuse_unknown, reraise_fatal
+from ..local.ambient import Parametrization, refuse_loss
 
 _CHUNK = 4096
 _SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
 
 
 class Landscape:
-    r"""F(w₀ + Bθ) − F(w₀) and √det((JB)ᵀ M (JB)), for many θ (n, k) at once.
+    r"""F(w₀ + BTu) − F(w₀) and √det((JB)ᵀ M (JB)), for many u (n, k) at once.
 
     Without a basis B is the identity. `rank` is that of dφ at the minimum, by singular values of
-    SᵀJ above `tolerance` times the largest; `unit` is √det(BᵀB), the Euclidean volume of a unit
-    cube in θ.
+    SᵀJ above `tolerance` times the largest. T = `map`, at first the identity, stretches a set that
+    is long and thin across the parameters' own axes: it would fall through any grid of them.
     """
 
     def __init__(
         self,
-        phi: Phi,
+        phi: Parametrization,
         loss: Callable[[Tensor], Tensor],
-        minimum: Any,
-        *,
-        inputs: Any,
-        metric: MetricLike,
-        reduction: str | None,
         basis: Tensor | str | None,
         tolerance: float,
     ) -> None:
-        self._ambient = Ambient(phi, metric, inputs, reduction)
-        self._coordinates = NamedCoordinates(phi, minimum)
-        self._space = self._coordinates.space
-        self._ambient.linearize(self._coordinates)  # refuses what cannot be measured
-        self._origin = self._space.flatten(self._coordinates.point).to(torch.float64)
+        self._phi, self._space = phi, phi.space
+        phi.linearize()  # refuses what cannot be measured
+        self._origin = self._space.flatten(phi.point).to(torch.float64)
         self._loss, self.tolerance, self.evaluations = loss, tolerance, 0
         self.basis = torch.eye(self._space.size, dtype=torch.float64, device=self._space.device)
         values, vectors = self._spectrum()
         self.rank = int((values > tolerance * values[0]).sum()) if len(values) else 0
         if isinstance(basis, str):
-            if basis != "tangent":
-                raise PullbackError(
-                    f"There is no basis {basis!r}", "a slice is spanned by vectors", 'Use "tangent"'
-                )
+            refuse_unknown("basis", basis, ("tangent",))
             self.basis = vectors[:, : self.rank]
         elif basis is not None:
-            self.basis = self._spanning(basis)
+            self.basis = self._check_basis(basis)
         self.dimension = self.basis.shape[1]
-        self.unit = float(torch.linalg.svdvals(self.basis).prod())
-        self.base = float(self._raw(torch.zeros_like(self.basis[:1]))[0])
+        self.map = torch.eye(self.dimension, dtype=torch.float64, device=self._space.device)
+        self.base = float(self._losses(torch.zeros_like(self.map[:1]))[0])
         refuse_values("The loss at the minimum", torch.tensor(self.base))
 
-    def _spanning(self, basis: Tensor) -> Tensor:
+    @property
+    def stretch(self) -> float:
+        """|det T|, the volume in θ = Tu of a unit cube in u."""
+        return float(torch.linalg.det(self.map).abs())
+
+    def _check_basis(self, basis: Tensor) -> Tensor:
         refuse_values("The basis", basis, (self._space.size, "k"))
         basis = basis.detach().to(self._origin)
         lengths = torch.linalg.svdvals(basis)
@@ -72,35 +66,27 @@ class Landscape:
         return basis
 
     def _flat(self, points: Tensor) -> Tensor:
-        """Parameters (n, p) from θ (n, k)."""
-        return self._origin + points @ self.basis.T
+        """Parameters (n, p) from u (n, k)."""
+        return self._origin + points @ (self.basis @ self.map).T
 
     def _value(self, flat: Tensor) -> Tensor:
-        """φ's values at parameters (p,), as arranged inside."""
-        point = self._coordinates.point
-        split = {n: v.to(point[n].dtype) for n, v in self._space.split(flat).items()}
-        return self._ambient.value(self._coordinates, split)
+        """φ's values at parameters (p,), in their own shape."""
+        split = self._space.split(flat)
+        return self._phi.value({n: v.to(self._phi.point[n].dtype) for n, v in split.items()})
 
-    def _raw(self, points: Tensor) -> Tensor:
+    def _loss_at(self, flat: Tensor) -> Tensor:
+        height = self._loss(self._value(flat))
+        refuse_loss(height)
+        return height.reshape(()).to(torch.float64)
+
+    def _losses(self, points: Tensor) -> Tensor:
         self.evaluations += len(points)
-
-        def one(flat: Tensor) -> Tensor:
-            height = self._loss(self._value(flat))
-            if not isinstance(height, Tensor) or height.numel() != 1:
-                raise PullbackError(
-                    "The loss is not a tensor of one number",
-                    f"it has shape {tuple(getattr(height, 'shape', ()))}",
-                    "Return a sum or a mean, without .item()",
-                )
-            return height.reshape(()).to(torch.float64)
-
         try:
             with torch.no_grad():
-                return vmap(one, chunk_size=_CHUNK)(self._flat(points))
+                return vmap(self._loss_at, chunk_size=_CHUNK)(self._flat(points))
         except RuntimeError as error:
-            if isinstance(error, PullbackError | torch.OutOfMemoryError) or "vmap" not in str(
-                error
-            ):
+            reraise_fatal(error)
+            if "vmap" not in str(error):
                 raise
             raise PullbackError(
                 "Loss and φ cannot be evaluated at many points at once",
@@ -109,8 +95,8 @@ class Landscape:
             ) from error
 
     def height(self, points: Tensor) -> Tensor:
-        """F − F(w₀) at θ (n, k); not a number counts as infinitely high."""
-        return (self._raw(points) - self.base).nan_to_num(nan=torch.inf)
+        """F − F(w₀) at u (n, k); not a number counts as infinitely high."""
+        return (self._losses(points) - self.base).nan_to_num(nan=torch.inf)
 
     def check(self, epsilon: float) -> None:
         """Raise where ε is lost in the loss's round-off."""
@@ -134,18 +120,13 @@ class Landscape:
 
     def curvature(self) -> Tensor:
         """The Hessian of F at the minimum along the basis, (k, k)."""
-
-        def one(theta: Tensor) -> Tensor:
-            value = self._value(self._origin + self.basis @ theta)
-            return self._loss(value).reshape(()).to(torch.float64)
-
         zero = torch.zeros(self.dimension, dtype=torch.float64, device=self._origin.device)
-        return hessian(one)(zero)
+        return hessian(lambda theta: self._loss_at(self._origin + self.basis @ theta))(zero)
 
     def _arranged(self, flat: Tensor) -> Tensor:
-        return self._ambient.arrange(self._value(flat)).to(torch.float64)
+        return self._phi.arrange(self._value(flat)).to(torch.float64)
 
-    def _pulled(self, flat: Tensor) -> Tensor:
+    def _pull_back(self, flat: Tensor) -> Tensor:
         """SᵀJB at parameters (n, p): (n, rows, k)."""
         z = vmap(self._arranged, chunk_size=_CHUNK)(flat)
         jacobians = vmap(jacrev(self._arranged), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
@@ -157,7 +138,7 @@ class Landscape:
         """The rows of Sᵀ at many values, (n, R, N, *event)."""
 
         def one(value: Tensor) -> Tensor:
-            return self._ambient.factor(value).covectors(value)
+            return self._phi.factor(value).covectors(value)
 
         try:
             return vmap(one)(z)
@@ -169,13 +150,13 @@ class Landscape:
     def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Singular values of SᵀJB at the minimum, and right singular vectors as columns."""
         with torch.no_grad():
-            _, values, vectors = torch.linalg.svd(self._pulled(self._origin[None])[0])
+            _, values, vectors = torch.linalg.svd(self._pull_back(self._origin[None])[0])
         return values, vectors.T
 
     def density(self, points: Tensor) -> Tensor:
-        """√det((JB)ᵀ M (JB)) at θ (n, k), and zero where JB has a kernel."""
+        """√det((JB)ᵀ M (JB)) at u (n, k), and zero where JB has a kernel."""
         with torch.no_grad():
-            pulled = self._pulled(self._flat(points))
+            pulled = self._pull_back(self._flat(points))
             if pulled.shape[1] < pulled.shape[2]:
                 return pulled.new_zeros(len(points))
             values = torch.linalg.svdvals(pulled)
@@ -187,66 +168,48 @@ _TURNS = 12  # at most; each may find the set some ten times as long
 _ROUND = 8  # longest over shortest reach that needs no further turn
 
 
-class Rounded:
-    """A landscape over u, θ = Tu with T = `map` (k, k).
-
-    A long and thin set across the parameters' own axes would fall through any grid of them.
-    """
-
-    def __init__(self, landscape: Landscape, map: Tensor) -> None:
-        self.landscape, self.map = landscape, map
-        self.dimension = landscape.dimension
-        #: log |det T|, of the Euclidean volume in θ of a unit cube in u
-        self.log_unit = float(torch.linalg.slogdet(map)[1])
-
-    def height(self, u: Tensor) -> Tensor:
-        """F − F(w₀) at u (n, k)."""
-        return self.landscape.height(u @ self.map.T)
-
-    def density(self, u: Tensor) -> Tensor:
-        """√det((JB)ᵀ M (JB)) at u (n, k), per volume in θ."""
-        return self.landscape.density(u @ self.map.T)
-
-
-def round_landscape(landscape: Landscape, epsilon: float) -> Rounded | None:
-    """Along the axes of the loss's curvature, each as long as the set reaches along it.
+def round_landscape(landscape: Landscape, epsilon: float) -> bool:
+    """Set T along the axes of the loss's curvature, each as long as the set reaches along it.
 
     Where the curvature says little of the set (kinks, quartic minima), directions are tried, and
-    the axes turned to where they reach furthest. None where it reaches without end along an axis.
+    the axes turned to where they reach furthest. False where it reaches without end along an axis.
     """
     axes = _axes(landscape)
     reach = _reach(landscape, axes.T, epsilon, refuse=True)
     if not bool(reach.isfinite().all()):
-        return None
-    found = Rounded(landscape, axes * reach)
+        return False
+    landscape.map = axes * reach
     for turn in range(_TURNS):
-        map = _turned(found, epsilon, torch.Generator().manual_seed(turn))
-        new = None if map is None else Rounded(landscape, map)
-        if new is None or new.log_unit <= found.log_unit:  # as where the minimum lies off center
+        before, volume = landscape.map, landscape.stretch
+        turned = _turn_axes(landscape, epsilon, torch.Generator().manual_seed(turn))
+        if turned is None:
             break
-        found = new
-    return found
+        landscape.map = turned
+        if landscape.stretch <= volume:  # as where the minimum lies off center
+            landscape.map = before
+            break
+    return True
 
 
-def _turned(around: Rounded, epsilon: float, generator: torch.Generator) -> Tensor | None:
+def _turn_axes(landscape: Landscape, epsilon: float, generator: torch.Generator) -> Tensor | None:
     """Columns along the axes of Σ xxᵀ over ends x of the set; None where these are round already.
 
     Or where the set has no end.
     """
-    k, map = around.dimension, around.map
+    k, map = landscape.dimension, landscape.map
     drawn = torch.randn(max(128, 4 * k), k, dtype=torch.float64, generator=generator).to(map)
     directions = drawn / drawn.norm(dim=1, keepdim=True)
-    reach = _reach(around, directions, epsilon)
+    reach = _reach(landscape, directions, epsilon)
     if not bool(reach.isfinite().all() & (reach.max() > _ROUND * reach.min())):
         return None
     ends = directions * (reach / reach.max())[:, None]
     axes = torch.linalg.eigh(ends.T @ ends)[1]
-    lengths = _reach(around, axes.T, epsilon)
+    lengths = _reach(landscape, axes.T, epsilon)
     return map @ (axes * lengths) if bool(lengths.isfinite().all()) else None
 
 
 def _reach(
-    landscape: Landscape | Rounded, directions: Tensor, epsilon: float, *, refuse: bool = False
+    landscape: Landscape, directions: Tensor, epsilon: float, *, refuse: bool = False
 ) -> Tensor:
     """How far the set goes along lines (m, k), by doubling: the geometric mean of both ways."""
     lengths = 2.0 ** torch.arange(-60, 61, dtype=torch.float64, device=directions.device)
@@ -255,7 +218,6 @@ def _reach(
     heights = landscape.height(points.flatten(0, 2)).view(points.shape[:3])
     above = heights >= epsilon
     if refuse:
-        assert isinstance(landscape, Landscape)
         landscape.refuse_lower(heights[above.int().cumsum(0) == 0], epsilon)
     ends = lengths[above.int().argmax(0)].where(above.any(0), torch.inf)
     return ends.log2().mean(0).exp2()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..base import Gram, Structure
+from ..forms import Gram, Structure
 from . import sides
 
 
@@ -53,18 +53,13 @@ class Pair(GramBlock):
 
     def __post_init__(self) -> None:
         square = all(s.ndim == 2 or s.shape[-1] == s.shape[-2] for s in (self.left, self.right))
+        got = f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}"
         if {self.left.ndim, self.right.ndim} - {2, 3} or len(self.left) != len(self.right):
-            raise PullbackError(
-                "The sides do not fit together",
-                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
-                "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal",
-            )
+            remedy = "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal"
+            raise PullbackError("The sides do not fit together", got, remedy)
         if not square:
-            raise PullbackError(
-                "A side is not square",
-                f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}",
-                "Give symmetric matrices, or vectors for diagonals",
-            )
+            remedy = "Give symmetric matrices, or vectors for diagonals"
+            raise PullbackError("A side is not square", got, remedy)
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,8 +77,7 @@ class Pair(GramBlock):
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
         (rows, u), (columns, w) = sides.eigen(self.left), sides.eigen(self.right)
-        values = rows[..., None] * columns[:, None]
-        return rotated(u, _divided(rotated(u, v, w), values, damping), w, back=True)
+        return Rotated(u, w, rows[..., None] * columns[:, None]).solve(v, damping)
 
 
 def rotated(u: Tensor | None, v: Tensor, w: Tensor | None, *, back: bool = False) -> Tensor:
@@ -114,25 +108,15 @@ class Rotated(GramBlock):
         return torch.stack([self.matvec(e.view(self.shape)).flatten() for e in eye])
 
     def diagonal(self) -> Tensor:
-        u = self._squares(self.u, self.values.shape[1])
-        w = self._squares(self.w, self.values.shape[2])
-        return u @ self.values @ w.mT
-
-    def _squares(self, vectors: Tensor | None, n: int) -> Tensor:
-        if vectors is not None:
-            return vectors.square()
-        return torch.eye(n, dtype=self.values.dtype, device=self.values.device)
+        u, w = (None if basis is None else basis.square() for basis in (self.u, self.w))
+        return rotated(u, self.values, w, back=True)
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-        turned = rotated(self.u, v, self.w)
-        return rotated(self.u, _divided(turned, self.values, damping), self.w, back=True)
-
-
-def _divided(v: Tensor, values: Tensor, damping: float | Tensor) -> Tensor:
-    """v/(values + damping), without damping on the range only."""
-    keep = sides.cut(values.flatten(1)).view_as(values)
-    keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
-    return torch.where(keep, v / (values + damping), 0.0)
+        values = self.values
+        keep = sides.cut(values.flatten(1)).view_as(values)  # undamped, on the range only
+        keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
+        v = torch.where(keep, rotated(self.u, v, self.w) / (values + damping), 0.0)
+        return rotated(self.u, v, self.w, back=True)
 
 
 @dataclass(frozen=True)
@@ -251,7 +235,8 @@ class Kronecker(Gram):
         self.size = self.count = sum(self._sizes)
         like = self.blocks[0].diagonal()
         self.dtype, self.device = like.dtype, like.device
-        self._index = index
+        order = torch.arange(self.size, device=self.device) if index is None else index
+        self._order, self._place = order, order.argsort()
 
     def matvec(self, v: Tensor) -> Tensor:
         return self._joined([b.matvec(x) for b, x in self._pieces(v)])
@@ -262,25 +247,14 @@ class Kronecker(Gram):
 
     def dense(self) -> Tensor:
         matrix = torch.block_diag(*[b.dense() for b in self.blocks])
-        if self._index is None:
-            return matrix
-        out = torch.empty_like(matrix)
-        out[self._index[:, None], self._index] = matrix
-        return out
+        return matrix[self._place[:, None], self._place]
 
     def diagonal(self) -> Tensor:
         return self._joined([b.diagonal() for b in self.blocks])
 
     def _pieces(self, v: Tensor):
-        v = v if self._index is None else v[self._index]
-        return [
-            (b, x.view(b.shape)) for b, x in zip(self.blocks, v.split(self._sizes), strict=True)
-        ]
+        pieces = v[self._order].split(self._sizes)
+        return [(b, x.view(b.shape)) for b, x in zip(self.blocks, pieces, strict=True)]
 
     def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        flat = torch.cat([x.flatten() for x in pieces])
-        if self._index is None:
-            return flat
-        out = torch.empty_like(flat)
-        out[self._index] = flat
-        return out
+        return torch.cat([x.flatten() for x in pieces])[self._place]

@@ -78,11 +78,13 @@ def apply_inverse(inverse: Inverse, given: Sequence[Tensor]) -> list[Tensor]:
         given: weights (B, O, I) and perhaps biases (B, O); for units one tensor (k, U).
     """
     left, right, scale = inverse.left, inverse.right, inverse.scale
-    if scale is not None:
-        return _in_eigenbasis(left, right, scale, given)
+    if scale is not None:  # U (scale ∘ UᵀVW) Wᵀ
+        v = rotated(left, _joined(given), right) * scale
+        return _parted(rotated(left, v, right, back=True), given)
     assert left is not None
-    if right is None:
-        return [_units(left, given[0])]
+    if right is None:  # Σ_j m_ij g_j for gains and shifts (k, U) of all units
+        x = given[0]
+        return [left[:, 0].T * x if len(x) == 1 else (left.permute(1, 2, 0) * x).sum(1)]
     if inverse.factors:
         return _solved(left, right, given)
     if inverse.rows is not None:
@@ -115,19 +117,6 @@ def _with_bias(left: Tensor, right: Tensor, v: Tensor, b: Tensor) -> list[Tensor
     both[..., n + 1 :] = 0
     weight = torch.bmm(both, right[..., :n])
     return [weight, torch.bmm(both, right[..., n : n + 1])[..., 0]]
-
-
-def _in_eigenbasis(
-    left: Tensor | None, right: Tensor | None, scale: Tensor, given: Sequence[Tensor]
-) -> list[Tensor]:
-    """U (scale ∘ UᵀVW) Wᵀ."""
-    v = rotated(left, rotated(left, _joined(given), right) * scale, right, back=True)
-    return _parted(v, given)
-
-
-def _units(m: Tensor, x: Tensor) -> Tensor:
-    """Σ_j m_ij g_j for gains and shifts (k, U) of all units."""
-    return m[:, 0].T * x if len(x) == 1 else (m.permute(1, 2, 0) * x).sum(1)
 
 
 def _solved(left: Tensor, right: Tensor, given: Sequence[Tensor]) -> list[Tensor]:

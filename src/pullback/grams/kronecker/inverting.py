@@ -32,23 +32,18 @@ class _Shifted:
     """A matrix or diagonal side/scale + shift·1, formed where it is needed only."""
 
     side: Tensor
-    scale: Tensor | float | None
-    shift: Tensor | None
+    scale: Tensor | float
+    shift: Tensor
 
     def form(self) -> Tensor:
-        """Return it, in memory of its own unless it is the side itself."""
-        out = self.side if self.scale is None else over_groups(self.side, self.scale)
-        return out if self.shift is None else shifted(out, self.shift, spare=out is not self.side)
+        """Return it, in memory of its own."""
+        return shifted(over_groups(self.side, self.scale), self.shift, spare=True)
 
     def write(self, out: Tensor) -> None:
         """Form it in larger matrices that end in multiples of the identity."""
-        part = out[:, : self.side.shape[-1], : self.side.shape[-1]]
-        if self.scale is None:
-            part.copy_(self.side)
-        else:
-            over_groups(self.side, self.scale, part)
-        if self.shift is not None:
-            out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
+        n = self.side.shape[-1]
+        over_groups(self.side, self.scale, out[:, :n, :n])
+        out.diagonal(dim1=-2, dim2=-1).add_(self.shift[:, None])
 
 
 def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> Tensor:
@@ -60,13 +55,13 @@ def over_groups(side: Tensor, by: Tensor | float, out: Tensor | None = None) -> 
 
 def inverses(
     sides: Sequence[Tensor],
+    scales: Sequence[Tensor | float],
+    shifts: Sequence[Tensor],
     *,
-    scales: Sequence[Tensor | float] | None = None,
-    shifts: Sequence[Tensor] | None = None,
     singular: bool = False,
     factors: bool = False,
 ) -> Inverses:
-    """Return the inverses of many sides, or of side/scale + shift, those of a size together.
+    """Return the inverses of side/scale + shift for many sides, those of a size together.
 
     Args:
         sides: what to invert.
@@ -77,11 +72,12 @@ def inverses(
         factors: give the lower Cholesky factors of matrices instead, to solve with.
     """
     given: list[_Shifted] = []
-    for i, side in enumerate(sides):
-        one = _Shifted(side, scales[i] if scales else None, shifts[i] if shifts else None)
-        if one.shift is not None and one.shift.ndim > 1:
-            one = _Shifted(add(_Shifted(side, one.scale, None).form(), one.shift), None, None)
-        given.append(one)
+    for side, scale, shift in zip(sides, scales, shifts, strict=True):
+        if shift.ndim > 1:
+            total = add(over_groups(side, scale), shift)
+            given.append(_Shifted(total, 1.0, total.new_zeros(len(total))))
+        else:
+            given.append(_Shifted(side, scale, shift))
     out = [one.side for one in given]
     told: list[tuple[list[int], list[int], Tensor]] = []
     for indices, found, good in _invert(given, singular, factors):
@@ -114,31 +110,23 @@ def _invert(
         some = [given[i].form() for i in indices]
         stack = some[0] if len(some) == 1 else torch.cat(some)
         if is_diagonal(stack):
-            yield indices, *_reciprocal(stack)
+            good = (stack > torch.finfo(stack.dtype).tiny) & torch.isfinite(stack)
+            yield indices, torch.where(good, 1 / stack, 0.0), good.all(-1)
         else:
             yield indices, *_cholesky(stack, strict=singular, factors=factors)
     for some in large.values():
-        together = _by_size(sides, some)
-        found = blocked.invert([_stacked([given[i] for i in indices]) for indices in together])
-        for indices, (inverse, good) in zip(together, found, strict=True):
+        sizes: dict[int, list[int]] = {}
+        for i in sorted(some, key=lambda i: -sides[i].shape[-1]):
+            sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
+        stacks = []
+        for indices in sizes.values():  # matrices of nearly one size, the first of them the largest
+            counts, largest = [len(sides[i]) for i in indices], sides[indices[0]]
+            stacks.append(blocked.room(sum(counts), largest.shape[-1], largest))
+            for part, i in zip(stacks[-1].split(counts), indices, strict=True):
+                given[i].write(part)
+        found = blocked.invert(stacks)
+        for indices, (inverse, good) in zip(sizes.values(), found, strict=True):
             yield indices, inverse, good
-
-
-def _stacked(some: Sequence[_Shifted]) -> Tensor:
-    """Form matrices of nearly one size in one stack, the first of them the largest."""
-    counts, largest = [len(one.side) for one in some], some[0].side
-    out = blocked.room(sum(counts), largest.shape[-1], largest)
-    for part, one in zip(out.split(counts), some, strict=True):
-        one.write(part)
-    return out
-
-
-def _by_size(sides: Sequence[Tensor], indices: Sequence[int]) -> list[list[int]]:
-    """Sides to be stacked, each time the largest first."""
-    sizes: dict[int, list[int]] = {}
-    for i in sorted(indices, key=lambda i: -sides[i].shape[-1]):
-        sizes.setdefault(blocked.padded(sides[i].shape[-1]), []).append(i)
-    return list(sizes.values())
 
 
 def _by_panels(side: Tensor) -> bool:
@@ -176,11 +164,6 @@ def goes_alone(n: int, device: torch.device) -> bool:
     LAPACK takes one matrix after the other, and larger ones leave the cache.
     """
     return device.type == "cpu" and n >= _LARGE
-
-
-def _reciprocal(side: Tensor) -> tuple[Tensor, Tensor]:
-    good = (side > torch.finfo(side.dtype).tiny) & torch.isfinite(side)
-    return torch.where(good, 1 / side, 0.0), good.all(-1)
 
 
 def _cholesky(side: Tensor, *, strict: bool, factors: bool) -> tuple[Tensor, Tensor]:

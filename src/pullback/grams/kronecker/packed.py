@@ -48,9 +48,6 @@ class Packed:
         groups, m, wide = self.memory.shape
         return torch.Size((groups, m + wide // 2, m + wide // 2))
 
-    def __add__(self, other: Packed) -> Packed:
-        return Packed(self.memory + other.memory)
-
     def whole(self) -> Tensor:
         """Return the matrices, (G, n, n)."""
         m, k = self.memory.shape[1], self.memory.shape[2] // 2
@@ -128,28 +125,20 @@ def launch_sides(
 
     Where there are `owners`, each of these gets the sum, and others keep what they gave.
     """
-    sent: list[Side] = []
+    tensors: list[Tensor] = []
     packed: list[bool] = []  # whether they are so here
-    for side in sides:
-        sent.append(triangle(side))
+    for side in sides:  # one by one, so that whole ones need not be in memory together
+        tensors.append(memory(triangle(side)))
         packed.append(isinstance(side, Packed))
-    kinds = [(isinstance(t, Packed), held) for t, held in zip(sent, packed, strict=True)]
 
     def restore(found: list[Tensor]) -> list[Side]:
-        every = zip(found, kinds, strict=True)
-        totals = [(Packed(t) if thin else t, held) for t, (thin, held) in every]
-        return [total if held else whole(total) for total, held in totals]
+        every = zip(map(as_side, found), packed, strict=True)
+        return [total if held else whole(total) for total, held in every]
 
-    tensors = [memory(t) for t in sent]
     if owners is None:
         return processes.launch_sum(tensors, "factors").then(restore)
     found = processes.sum_to(tensors, owners, "factors")
     return Pending(lambda: restore(found))
-
-
-def sum_sides(sides: Sequence[Side], processes: Processes) -> list[Side]:
-    """Return the sums of sides over all processes."""
-    return launch_sides(sides, processes).wait()
 
 
 def triangle(side: Side) -> Side:

@@ -65,13 +65,11 @@ def cut(values: Tensor) -> Tensor:
 
 def pseudo_inverse(side: Tensor) -> tuple[Tensor, Tensor]:
     """The Moore–Penrose inverse, and its rank, (G,)."""
-    if is_diagonal(side):
-        keep = cut(side)
-        return torch.where(keep, 1 / side, 0.0), keep.sum(-1)
-    values, vectors = torch.linalg.eigh(side)
+    values, vectors = eigen(side)
     keep = cut(values)
     weights = torch.where(keep, 1 / values, 0.0)
-    return (vectors * weights[..., None, :]) @ vectors.mT, keep.sum(-1)
+    inverse = weights if vectors is None else (vectors * weights[..., None, :]) @ vectors.mT
+    return inverse, keep.sum(-1)
 
 
 def eigen(side: Tensor) -> tuple[Tensor, Tensor | None]:

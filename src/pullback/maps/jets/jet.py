@@ -27,17 +27,10 @@ class Used:
     output: Jet
 
     @property
-    def carried(self) -> Tensor:
-        """The input's channels (T, B, …, I) that went on into the output."""
-        return self.input.stacked(self.output.asked).detach()
-
-    @property
     def channels(self) -> list[Tensor]:
-        """The same one by one, each (B, …, I)."""
-        asked, out = self.output.asked, []
-        for k, x in enumerate(self.input.tensors(asked)):
-            out += [x] if k != 1 or not asked[0] else x.unbind()
-        return [x.detach().expand(self.input.shape) for x in out]
+        """The input's channels (B, …, I) that went on into the output."""
+        found = self.input.channels(self.output.asked)
+        return [x.detach().expand(self.input.shape) for x in found]
 
 
 @dataclass
@@ -52,10 +45,6 @@ class Tape:
     names: dict[int, str]
     points: int
     uses: list[Used] = field(default_factory=list)
-
-    def name(self, tensor: Tensor | None) -> str | None:
-        """The parameter that this tensor is, if any."""
-        return None if tensor is None else self.names.get(id(tensor))
 
 
 Rule = Callable[..., Any]
@@ -74,17 +63,13 @@ def rule(*functions: Any):
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the rule of a function of torch says."""
-    act = RULES.get(function)
+    act, name = RULES.get(function), getattr(function, "__name__", str(function))
     if act is None:
-        raise Unsupported(_called(function))
+        raise Unsupported(name)
     try:
         return act(*args, **kwargs)
     except TypeError as error:  # out=, dtype= and the like
-        raise Unsupported(f"{_called(function)} with these arguments ({error})") from error
-
-
-def _called(function: Any) -> str:
-    return getattr(function, "__name__", repr(function))
+        raise Unsupported(f"{name} with these arguments ({error})") from error
 
 
 Cell = Tensor | Callable[[], Tensor]
@@ -115,6 +100,9 @@ class Cells(Sequence[Tensor]):
         return tuple(isinstance(cell, Tensor) for cell in self._cells)
 
 
+_OF_VALUE = ("shape", "ndim", "dim", "size", "dtype", "device", "requires_grad")
+
+
 class Jet:
     """A value, its first derivatives (m, *shape) and the higher ones, in the scheme's order.
 
@@ -141,13 +129,13 @@ class Jet:
         return self._first[0]
 
     @classmethod
-    def input(cls, x: Tensor, scheme: Scheme, tape: Tape | None = None) -> Jet:
+    def input(cls, x: Tensor, scheme: Scheme) -> Jet:
         """The coordinates themselves: ∂_i x = e_i, and nothing above."""
         axes = [index[0] for index in scheme.indices[scheme.first]]
         units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[axes]
         # the same at every point: held once, until an operation tells the points apart
         zeros = [torch.zeros_like(x[:1])] * (len(scheme) - 1 - len(axes))
-        return cls(x, units[:, None], zeros, scheme, tape, affine=True)
+        return cls(x, units[:, None], zeros, scheme, affine=True)
 
     def taped(self, tape: Tape | None) -> Jet:
         """The same jet, with linear layers recorded from here on."""
@@ -161,10 +149,16 @@ class Jet:
         """The same kind of jet with other channels."""
         return Jet(value, first, higher, self.scheme, self.tape, affine)
 
-    def each(self, op: Callable[[Tensor, int], Tensor]) -> Jet:
-        """A linear operation on every channel; it is told how many axes lie in front."""
-        higher = [lambda i=i: op(self.higher[i], 0) for i in range(len(self.higher))]
-        return self.like(op(self.value, 0), lambda: op(self.first, 1), higher, self.affine)
+    def each(self, op: Callable[..., Tensor], *others: Jet, value: Tensor | None = None) -> Jet:
+        """A linear operation on every channel of one or several jets; the value may be another.
+
+        The last argument of `op` is the number of axes that lie in front.
+        """
+        jets = (self, *others)
+        value = op(*(j.value for j in jets), 0) if value is None else value
+        higher = [lambda i=i: op(*(j.higher[i] for j in jets), 0) for i in range(len(self.higher))]
+        affine = all(j.affine for j in jets)
+        return self.like(value, lambda: op(*(j.first for j in jets), 1), higher, affine)
 
     def channel(self, i: int) -> Tensor:
         """One channel, by its position in the scheme."""
@@ -182,15 +176,17 @@ class Jet:
         wanted = zip(cells, self.asked if asked is None else asked, strict=True)
         return [self.value, *(cell() for cell, yes in wanted if yes)]
 
-    def stacked(self, asked: tuple[bool, ...] | None = None) -> Tensor:
-        """The channels (T, *shape), by default all."""
-        asked = asked or (True,) * (1 + len(self.higher))
-        out = []
-        for k, x in enumerate(self.tensors(asked)):
-            front = k == 1 and asked[0]  # first derivatives come as one
-            shape = (len(x), *self.shape) if front else (1, *self.shape)
-            out.append((x if front else x[None]).expand(shape))
-        return torch.cat(out)
+    def channels(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """The same, with the first derivatives one by one."""
+        asked = self.asked if asked is None else asked
+        value, *rest = self.tensors(asked)
+        first = rest.pop(0).unbind() if asked[0] else ()
+        return [value, *first, *rest]
+
+    def stacked(self) -> Tensor:
+        """All channels, (T, *shape)."""
+        every = self.channels((True,) * len(self.asked))
+        return torch.stack([x.expand(self.shape) for x in every])
 
     @classmethod
     def __torch_function__(
@@ -198,37 +194,13 @@ class Jet:
     ) -> Any:
         return _apply(func, *args, **(kwargs or {}))
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.value.device
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.value.requires_grad
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of tensors: jet.sin() is torch.sin(jet)."""
+        """What the value says of its form, and methods of tensors: jet.sin() is torch.sin(jet)."""
+        if name in _OF_VALUE:
+            return getattr(self.value, name)
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(Tensor, name, None)
@@ -252,50 +224,24 @@ class Jet:
             lambda x, front: x[(slice(None),) * front + index]
         )
 
-    def __neg__(self) -> Jet:
-        return self.each(lambda x, _: -x)
 
-    def __add__(self, other: Any) -> Any:
-        return torch.add(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
+def _operator(name: str) -> None:
+    """Let an operator act by the rule of the tensor's method, and refuse it where there is none.
 
-    def __sub__(self, other: Any) -> Any:
-        return torch.sub(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
-    def __mul__(self, other: Any) -> Any:
-        return torch.mul(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __truediv__(self, other: Any) -> Any:
-        return torch.div(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return RULES[torch.reciprocal](self) * other
-
-    def __pow__(self, exponent: Any) -> Any:
-        return RULES[torch.pow](self, exponent)
-
-    def __matmul__(self, other: Any) -> Any:
-        return torch.matmul(self, other)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    __radd__, __rmul__ = __add__, __mul__
-    __hash__ = object.__hash__
-
-
-def _without_rule(name: str) -> None:
-    """An operator that Python would answer by itself, wrongly: == by identity, += by a new name."""
+    Python would answer some by itself, wrongly: == by identity, += by a new name.
+    """
 
     def method(self: Jet, *args: Any) -> Any:
-        raise Unsupported(f"the operator {name}")
+        return _apply(getattr(Tensor, name, name), self, *args)
 
     setattr(Jet, name, method)
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    _without_rule(f"__i{_name}__")
-for _name in ("eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem", "rpow", "rmatmul", "abs"):
-    _without_rule(f"__{_name}__")
+    for _kind in ("", "r", "i"):
+        _operator(f"__{_kind}{_name}__")
+for _name in ("neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem"):
+    _operator(f"__{_name}__")
 
 
 #: cotangents (S·N, …, O) for each of R covectors and T channels
@@ -314,15 +260,7 @@ def prefers_loop(used: Used, deltas: Deltas, sites: int) -> bool:
 def write_rows(
     used: Used, deltas: Deltas, sites: int, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """The rows of one use of a layer.
-
-    Args:
-        used: with T channels of inputs (S·N, I).
-        deltas: its cotangents.
-        sites: S.
-        weight: (N, R, O·I), written to.
-        bias: (N, R, O), written to.
-    """
+    """Write the rows of one use of a layer to weight (N, R, O·I) and bias (N, R, O)."""
     terms = []
     for t, a in enumerate(used.channels):
         d = [one[t] for one in deltas]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -18,11 +18,6 @@ from .towers import TOWERS, Tower
 _SMALL = 2**12  # entries of a constant that is copied rather than watched
 
 
-def prod(factors: Sequence[Tensor]) -> Tensor:
-    """Their product."""
-    return reduce(operator.mul, factors)
-
-
 # --- chain rule ------------------------------------------------------------------------------
 
 
@@ -34,7 +29,7 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
     def summed(terms: list[tuple[int, tuple[int, ...]]]) -> Tensor:
         if a.affine:  # only products of first derivatives are left
             terms = [(n, c) for n, c in terms if max(c) < scheme.first.stop]
-        shares = [_times(n, prod([f[len(c)], *map(a.channel, c)])) for n, c in terms]
+        shares = [_times(n, reduce(operator.mul, map(a.channel, c), f[len(c)])) for n, c in terms]
         return sum(shares[1:], shares[0])
 
     def laplacian() -> Tensor:
@@ -145,6 +140,12 @@ def divide(a: Any, b: Any) -> Jet:
     return a.each(lambda x, _: x / constant())
 
 
+@rule(Tensor.__rtruediv__)
+def divide_into(a: Jet, b: Any) -> Jet:
+    """b/a, for Python's operator."""
+    return divide(b, a)
+
+
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(a: Any, b: Any) -> Jet:
     """Matrix products; those with a constant act per channel."""
@@ -175,26 +176,20 @@ def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
         a = a.full()
     if a.tape is None or a.ndim < 2 or weight.ndim != 2 or a.shape[0] != a.tape.points:
         return _affine(a, weight, bias)
-    names = a.tape.name(weight), a.tape.name(bias)
+    names = a.tape.names.get(id(weight)), a.tape.names.get(id(bias))
     fixed = weight.detach() if names[0] else weight
     shift = bias.detach() if bias is not None and names[1] else bias
     out = _affine(a, fixed, shift)
     if any(names):
-        out = out.full().each(_edge)  # each point has cotangents of its own
+        # each point has cotangents of its own, which can be taken at these tensors
+        out = out.full().each(lambda x, _: x if x.requires_grad else x.requires_grad_())
         a.tape.uses.append(Used(*names, a, out))
     return out
 
 
-def _edge(x: Tensor, front: int) -> Tensor:
-    """A place of the graph where cotangents can be taken."""
-    return x if x.requires_grad else x.requires_grad_()
-
-
 def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
     w = _kept(weight)
-    higher = [lambda i=i: F.linear(a.higher[i], w()) for i in range(len(a.higher))]
-    value = F.linear(a.value, weight, bias)
-    return a.like(value, lambda: F.linear(a.first, w()), higher, a.affine)
+    return a.each(lambda x, _: F.linear(x, w()), value=F.linear(a.value, weight, bias))
 
 
 def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
@@ -214,22 +209,15 @@ def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
 def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     """Jets add; a constant joins the value."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        one, two = aligned(a, b)
-        count = range(len(one.higher))
-        higher = [lambda i=i: one.higher[i] + alpha * two.higher[i] for i in count]
-        # first derivatives are held once, if both are
-        first = lambda: one.first + alpha * two.first  # noqa: E731
-        affine = one.affine and two.affine
-        return one.like(one.value + alpha * two.value, first, higher, affine)
+        one, two = aligned(a, b)  # first derivatives are held once, if both are
+        return one.each(lambda x, y, _: x + alpha * y, two)
     if isinstance(a, Jet):
         value = a.value + alpha * _constant(b, a)
     else:
         a, b = b.each(lambda x, _: alpha * x), a
         value = _constant(b, a) + a.value
     jet: Jet = a
-    grown = jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape))
-    higher = [lambda i=i: grown.higher[i] for i in range(len(grown.higher))]
-    return jet.like(value, lambda: grown.first, higher, jet.affine)
+    return jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape), value=value)
 
 
 @rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
@@ -238,7 +226,13 @@ def subtract(a: Any, b: Any, *, alpha: float = 1) -> Jet:
     return add(a, b, alpha=-alpha)
 
 
-@rule(torch.neg, Tensor.neg, torch.negative)
+@rule(Tensor.__rsub__)
+def subtract_from(a: Jet, b: Any) -> Jet:
+    """b − a, for Python's operator."""
+    return add(negative(a), b)
+
+
+@rule(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative)
 def negative(a: Jet) -> Jet:
     """−a."""
-    return -a
+    return a.each(lambda x, _: -x)

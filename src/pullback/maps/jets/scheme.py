@@ -146,15 +146,12 @@ def _derivatives(function: Function, x: Tensor, scheme: Scheme) -> dict[Index, T
     wanted = [*scheme.indices[1:], *((i, i) for i in scheme.laplacian)]
     found: dict[Index, Tensor] = {}
     for inner in {index[:-1] for index in wanted}:
-        gradient = _gradient(_along(function, inner))(x)
+        f = function
+        for axis in inner:
+            f = _partial(f, axis)
+        gradient = _gradient(f)(x)
         found.update({(*inner, i): gradient[:, i] for i in range(x.shape[-1])})
     return found
-
-
-def _along(function: Function, index: Index) -> Function:
-    for axis in index:
-        function = _partial(function, axis)
-    return function
 
 
 def _partial(function: Function, axis: int) -> Function:

@@ -18,36 +18,21 @@ def _shifted(dim: int, front: int) -> int:
     return dim if dim < 0 else dim + front
 
 
-def _joined(op: Any, items: Sequence[Any], dim: int) -> Jet:
+def _joined(op: Any, items: Sequence[Any], dim: int = 0) -> Jet:
+    """Constants among the items have no derivatives."""
     jet = next(i for i in items if isinstance(i, Jet))
 
     def constant(x: Tensor) -> Jet:
         zero = torch.zeros_like(x)
         count = jet.scheme.first.stop - 1
-        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher))
+        return jet.like(x, zero.expand(count, *x.shape), [zero] * len(jet.higher), affine=True)
 
-    jets = [i.full() if isinstance(i, Jet) else constant(i) for i in items]
-
-    def higher(i: int) -> Tensor:
-        return op([j.higher[i] for j in jets], dim=dim)
-
-    return jet.like(
-        op([j.value for j in jets], dim=dim),
-        lambda: op([j.first for j in jets], dim=_shifted(dim, 1)),
-        [partial(higher, i) for i in range(len(jet.higher))],
-    )
+    first, *rest = (i.full() if isinstance(i, Jet) else constant(i) for i in items)
+    return first.each(lambda *given: op(given[:-1], dim=_shifted(dim, given[-1])), *rest)
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
-def cat(items: Sequence[Any], dim: int = 0) -> Jet:
-    """Constants among the items have no derivatives."""
-    return _joined(torch.cat, items, dim)
-
-
-@rule(torch.stack)
-def stack(items: Sequence[Any], dim: int = 0) -> Jet:
-    """As `cat`, along a new axis."""
-    return _joined(torch.stack, items, dim)
+for _function in (torch.cat, torch.concat, torch.concatenate, torch.stack):
+    RULES[_function] = partial(_joined, _function)
 
 
 @rule(torch.transpose, Tensor.transpose)
@@ -56,31 +41,15 @@ def transpose(a: Jet, dim0: int, dim1: int) -> Jet:
     return a.full().each(lambda x, n: x.transpose(_shifted(dim0, n), _shifted(dim1, n)))
 
 
-@rule(torch.unsqueeze, Tensor.unsqueeze)
-def unsqueeze(a: Jet, dim: int) -> Jet:
-    """Per channel."""
-    return a.full().each(lambda x, n: x.unsqueeze(_shifted(dim, n)))
-
-
-@rule(torch.squeeze, Tensor.squeeze)
-def squeeze(a: Jet, *dim: Any, **named: Any) -> Jet:
-    """Per channel, in the shape that the value gets."""
-    shape = a.value.squeeze(*dim, **named).shape
+def _reshaped(function: Any, a: Jet, *args: Any, **named: Any) -> Jet:
+    """Every channel in the shape that the value gets."""
+    shape = function(a.value, *args, **named).shape
     return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *shape))
 
 
-@rule(torch.flatten, Tensor.flatten)
-def flatten(a: Jet, start_dim: int = 0, end_dim: int = -1) -> Jet:
-    """Per channel."""
-    return a.full().each(lambda x, n: x.flatten(_shifted(start_dim, n), _shifted(end_dim, n)))
-
-
-@rule(torch.reshape, Tensor.reshape, Tensor.view)
-def reshape(a: Jet, *shape: Any) -> Jet:
-    """Per channel."""
-    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    sizes = a.value.reshape(*sizes).shape  # −1 is ambiguous where there are no derivatives
-    return a.full().each(lambda x, n: x.reshape(*x.shape[:n], *sizes))
+for _function in (torch.unsqueeze, torch.squeeze, torch.flatten, torch.reshape):
+    RULES[_function] = RULES[getattr(Tensor, _function.__name__)] = partial(_reshaped, _function)
+RULES[Tensor.reshape] = RULES[Tensor.view] = partial(_reshaped, Tensor.reshape)
 
 
 @rule(torch.chunk, Tensor.chunk)
@@ -107,7 +76,8 @@ def unbind(a: Jet, dim: int = 0) -> Any:
     )
 
 
-def _over(op: str, a: Jet, dim: Any, keepdim: bool) -> Jet:
+def _over(op: str, a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
+    """Sums and means over features."""
     axes = range(a.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     if any(axis % a.ndim == 0 for axis in axes):
         raise Unsupported(f"{op} over the points")
@@ -116,16 +86,8 @@ def _over(op: str, a: Jet, dim: Any, keepdim: bool) -> Jet:
     )
 
 
-@rule(torch.sum, Tensor.sum)
-def total(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
-    """Sums over features."""
-    return _over("sum", a, dim, keepdim)
-
-
-@rule(torch.mean, Tensor.mean)
-def mean(a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
-    """Means over features."""
-    return _over("mean", a, dim, keepdim)
+for _name in ("sum", "mean"):
+    RULES[getattr(torch, _name)] = RULES[getattr(Tensor, _name)] = partial(_over, _name)
 
 
 @rule(Tensor.contiguous, Tensor.clone)
@@ -148,9 +110,9 @@ def dropout(a: Jet, p: float = 0.5, training: bool = True, inplace: bool = False
     return a
 
 
-def _constant_like(make: Any) -> Any:
-    return lambda a, *args, **kwargs: make(a.value.detach(), *args, **kwargs)
+def _constant_like(make: Any, a: Jet, *args: Any, **kwargs: Any) -> Tensor:
+    return make(a.value.detach(), *args, **kwargs)
 
 
 for _make in (torch.zeros_like, torch.ones_like, torch.full_like):
-    RULES[_make] = _constant_like(_make)
+    RULES[_make] = partial(_constant_like, _make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -102,8 +102,7 @@ def sin(a: Tensor, order: int) -> list[Tensor]:
 @tower(torch.cos, Tensor.cos)
 def cos(a: Tensor, order: int) -> list[Tensor]:
     """Cos, −sin, −cos, sin, …"""
-    s, c = torch.sin(a), torch.cos(a)
-    return [(c, -s, -c, s)[k % 4] for k in range(order + 1)]
+    return sin(a, order + 1)[1:]
 
 
 @tower(torch.exp, Tensor.exp)
@@ -142,13 +141,6 @@ def softplus(a: Tensor, order: int, beta: float = 1.0, threshold: float = 20.0) 
     ]
 
 
-@tower(torch.square, Tensor.square)
-def square(a: Tensor, order: int) -> list[Tensor]:
-    """a², 2a, 2, 0, …"""
-    rest = [torch.full_like(a, 2.0), *[torch.zeros_like(a)] * max(order - 2, 0)]
-    return [a * a, 2 * a, *rest][: order + 1]
-
-
 @tower(F.relu, torch.relu, Tensor.relu)
 def relu(a: Tensor, order: int, inplace: bool = False) -> list[Tensor]:
     """Its second derivative is zero almost everywhere: a network of these solves no PDE."""
@@ -166,18 +158,9 @@ def power(a: Tensor, order: int, exponent: float = 1.0) -> list[Tensor]:
     return out
 
 
-@tower(torch.reciprocal, Tensor.reciprocal)
-def reciprocal(a: Tensor, order: int) -> list[Tensor]:
-    """a⁻¹, −a⁻², 2a⁻³, …"""
-    return power(a, order, -1.0)
-
-
-@tower(torch.sqrt, Tensor.sqrt)
-def sqrt(a: Tensor, order: int) -> list[Tensor]:
-    """a^½ and so on."""
-    return power(a, order, 0.5)
-
-
+for _plain, _exponent in ((torch.square, 2.0), (torch.reciprocal, -1.0), (torch.sqrt, 0.5)):
+    TOWERS[_plain] = partial(power, exponent=_exponent)
+    TOWERS[getattr(Tensor, _plain.__name__)] = TOWERS[_plain]
 for _plain in (
     *(torch.log, torch.log1p, torch.expm1, torch.erf, torch.sinh, torch.cosh, torch.tan),
     *(torch.atan, torch.asinh, torch.rsqrt, torch.sinc),

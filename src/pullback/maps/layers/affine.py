@@ -23,13 +23,12 @@ from torch import Tensor
 
 from ..._core.products import add_cross
 from .gram import (
-    Costs,
     SeparatedCotangents,
     add_contracted,
     add_hadamard,
     add_materialized,
     add_separated,
-    heights_only,
+    cheapest,
     inner,
 )
 from .registry import Block
@@ -45,28 +44,30 @@ def _moment(x: Tensor, longest: int) -> Tensor:
 class AffineBlock(Block):
     """Weight (G·O, I) and bias (G·O) from inputs (N, G, T, I) and cotangents (N, R, G, T, O).
 
-    `inputs` gives the inputs of a slice of samples, so that convolution patches are formed only for
-    the samples at hand and only while they are used. `homogeneous` is h, (T,), by default all ones.
-    A `turned` weight is held as (G·I, O).
+    Inputs may be a function of a slice of samples, so that convolution patches are formed only for
+    the samples at hand and only while they are used; then `width` is I. `homogeneous` is h, (T,),
+    by default all ones. A `turned` weight is held as (G·I, O).
     """
 
     def __init__(
         self,
         weight: str | None,
         bias: str | None,
-        inputs: Callable[[slice], Tensor],
-        shape: tuple[int, int, int, int],
+        inputs: Tensor | Callable[[slice], Tensor],
         delta: Tensor,
         homogeneous: Tensor | None = None,
-        looks: dict[str, bool] | None = None,
         *,
+        width: int = 0,
         turned: bool = False,
+        looks: dict[str, bool] | None = None,
     ) -> None:
+        if isinstance(inputs, Tensor):
+            inputs, width = inputs.__getitem__, inputs.shape[-1]
+        n, _, g, t, _ = delta.shape
         self._weight, self._bias, self._h = weight, bias, homogeneous
-        self._turned = turned
-        self.looks = {} if looks is None else looks
+        self.turned, self.looks = turned, {} if looks is None else looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
-        self._inputs_of, self.shape, self._delta = inputs, shape, delta
+        self._inputs_of, self.shape, self._delta = inputs, (n, g, t, width), delta
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is found anew."""
@@ -76,28 +77,23 @@ class AffineBlock(Block):
         return self._inputs_of(slice(0, self.shape[0]))
 
     def _like(
-        self,
-        inputs: Callable[[slice], Tensor],
-        shape: tuple[int, int, int, int],
-        delta: Tensor,
-        height: Tensor | None,
+        self, inputs: Callable[[slice], Tensor], delta: Tensor, height: Tensor | None
     ) -> AffineBlock:
         """A block of the same parameters."""
+        kept: dict[str, Any] = {"turned": self.turned, "looks": self.looks}
         names = self._weight, self._bias
-        return AffineBlock(*names, inputs, shape, delta, height, self.looks, turned=self._turned)
+        return AffineBlock(*names, inputs, delta, height, width=self.shape[3], **kept)
 
     def narrow(self, start: int, stop: int) -> Block:
-        shape = (stop - start, *self.shape[1:])
-
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(slice(start + some.start, start + some.stop))
 
-        return self._like(inputs, shape, self._delta[start:stop], self._h)
+        return self._like(inputs, self._delta[start:stop], self._h)
 
     def traced(self) -> Block:
         """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
-        return self._like(self._inputs_of, self.shape, delta, self._h)
+        return self._like(self._inputs_of, delta, self._h)
 
     def _shifts(self) -> Tensor:
         """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
@@ -108,7 +104,7 @@ class AffineBlock(Block):
     @cached_property
     def _pooled(self) -> AffineBlock:
         """For `add_gram`, the same rows from one place, where all places have one cotangent."""
-        (n, g, t, i), first = self.shape, self._delta[:, :, :, :1]
+        t, first = self.shape[2], self._delta[:, :, :, :1]
         before = self.looks.get("pooled")
         if t == 1 or before is False:
             return self
@@ -123,7 +119,7 @@ class AffineBlock(Block):
             return self._inputs_of(some).sum(2, keepdim=True)
 
         height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
-        return self._like(inputs, (n, g, 1, i), first, height)
+        return self._like(inputs, first, height)
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
@@ -146,17 +142,15 @@ class AffineBlock(Block):
     def _route(self, other: AffineBlock) -> str:
         """The cheapest way to the Gram, by operations."""
         if self._weight is None:
-            return "hadamard"
-        costs = Costs(self.shape, self._delta, other.shape, other._delta)
-        if costs.separation_may_pay() and self._separated and other._separated:
-            return "separated"
-        return costs.cheapest()
+            return "rows"
+        way, look = cheapest(self._delta, other._delta, self.shape[3])
+        return "separated" if look and self._separated and other._separated else way
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
         if self._weight is not None:
             rows = torch.einsum("nrgto,ngti->nrgoi", self._delta, self._inputs())
-            out[self._weight] = (rows.mT if self._turned else rows).flatten(2)
+            out[self._weight] = (rows.mT if self.turned else rows).flatten(2)
         if self._bias is not None:
             out[self._bias] = self._shifts().flatten(2)
         return out
@@ -167,7 +161,7 @@ class AffineBlock(Block):
         y: Tensor | float = 0.0
         if self._weight is not None:
             x, w = self._by_group(self._inputs()), v[self._weight]
-            w = w.reshape(g, i, o).mT if self._turned else w.reshape(g, o, i)
+            w = w.reshape(g, i, o).mT if self.turned else w.reshape(g, o, i)
             y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
@@ -181,7 +175,7 @@ class AffineBlock(Block):
         if self._weight is not None:
             x, d = self._by_group(self._inputs()), self._by_group(delta)
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
-            shares = [x.T for x in shares] if self._turned else shares
+            shares = [x.T for x in shares] if self.turned else shares
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
             if self._h is not None:
@@ -245,34 +239,28 @@ class AffineBlock(Block):
         one._add(out, two, one._route(two), budget)
 
     def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
+        same = other is self
         x = self._inputs() if self._weight is not None else None
-        y = x if other is self or x is None else other._inputs()
-        grams = x is None or route not in ("materialized", "separated")
-        heights = self._heights(other) if grams else None
-        if x is not None and y is not None and route == "materialized":
-            add_materialized(out, self._delta, other._delta, x, y, budget)
-        for g in range(self.shape[1] if route != "materialized" else 0):
-            d1 = self._delta[:, :, g]
-            d2 = d1 if other is self else other._delta[:, :, g]
-            if x is None or y is None:
-                weights = None if self._h is None else partial(heights_only, d1, heights)
-                add_hadamard(out, d1, d2, weights, budget)
-            elif route == "separated":
+        y = x if same or x is None else other._inputs()
+        if x is None or y is None or route == "materialized":
+            if x is not None and y is not None:
+                add_materialized(out, self._delta, other._delta, x, y, budget)
+            if self._bias is not None:
+                shifts = self._shifts().flatten(2).flatten(0, 1)
+                add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+            return
+        heights = None if self._bias is None else self._height[:, None, None] * other._height
+        for g in range(self.shape[1]):
+            if route == "separated":
                 one = self._moments(g, x)
-                add_separated(out, one, one if other is self else other._moments(g, y), budget)
-            else:
-                add = add_contracted if route == "contracted" else add_hadamard
-                add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
-        if route == "materialized" and self._bias is not None:
-            shifts = self._shifts().flatten(2).flatten(0, 1)
-            same = other is self
-            add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+                add_separated(out, one, one if same else other._moments(g, y), budget)
+                continue
+            d1 = self._delta[:, :, g]
+            d2 = d1 if same else other._delta[:, :, g]
+            add = add_contracted if route == "contracted" else add_hadamard
+            add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
 
     def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
         """The factors of a group and their moments with the inputs."""
         heights = None if self._bias is None else self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)
-
-    def _heights(self, other: AffineBlock) -> Tensor | None:
-        """h_t h'_t', (T, 1, T'), where there is a bias."""
-        return None if self._bias is None else self._height[:, None, None] * other._height

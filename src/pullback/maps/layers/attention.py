@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compound import Compound, Tap, Watched
+from .compound import Compound, Tap
 from .registry import register
 
 
@@ -73,9 +73,9 @@ class Attention(Compound):
                 q, k, v, attn_mask=None if causal else mask, is_causal=causal
             )
         mixed = mixed.transpose(1, 2).flatten(2)  # (B, L, E)
-        out = Watched(module.out_proj.weight, module.out_proj.bias)
+        out = Tap(module.out_proj.weight, module.out_proj.bias)
         y = out(mixed.flatten(0, 1)[None])[0].unflatten(0, mixed.shape[:2])
-        taps.append(out.tap([(*mixed.shape[:2],)]))
+        taps.append(out.finish([(*mixed.shape[:2],)]))
 
         results = [y if first else y.transpose(0, 1)]
         if weights is not None:
@@ -90,19 +90,19 @@ def _projected(module: Any, sides: list[Tensor]) -> tuple[list[Tensor], list[Tap
     grids = [(*x.shape[:2],) for x in sides]
     places = [samples * length for samples, length in grids]
     if module.in_proj_weight is not None:
-        packed = Watched(module.in_proj_weight, module.in_proj_bias, groups=3)
+        packed = Tap(module.in_proj_weight, module.in_proj_bias, groups=3)
         z = list(packed(_stacked(sides)))
-        taps = [packed.tap(grids)]
+        taps = [packed.finish(grids)]
     else:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        apart = [Watched(getattr(module, name), None) for name in names]
+        apart = [Tap(getattr(module, name), None) for name in names]
         z = [w(x.flatten(0, 1)[None])[0] for w, x in zip(apart, sides, strict=True)]
-        taps = [w.tap([grid]) for w, grid in zip(apart, grids, strict=True)]
+        taps = [w.finish([grid]) for w, grid in zip(apart, grids, strict=True)]
         if module.in_proj_bias is not None:
-            shift = Watched(None, module.in_proj_bias, groups=3)
+            shift = Tap(None, module.in_proj_bias, groups=3)
             b = shift(z[0].new_empty(3, max(places), 0))
             z = [x + y[: len(x)] for x, y in zip(z, b, strict=True)]
-            taps.append(shift.tap(grids))
+            taps.append(shift.finish(grids))
     return [y[:n].unflatten(0, g) for y, n, g in zip(z, places, grids, strict=True)], taps
 
 
@@ -119,10 +119,10 @@ def _extended(module: Any, k: Tensor, v: Tensor, taps: list[Tap]) -> tuple[Tenso
     """Keys and values with the learned place, and the place of zeros, at the end of the source."""
     if module.bias_k is not None:
         place = k.new_empty(1, len(k), 0)
-        one, two = Watched(None, module.bias_k), Watched(None, module.bias_v)
+        one, two = Tap(None, module.bias_k), Tap(None, module.bias_v)
         k = torch.cat([k, one(place)[0][:, None]], 1)
         v = torch.cat([v, two(place)[0][:, None]], 1)
-        taps.extend((one.tap(), two.tap()))
+        taps.extend((one.finish(), two.finish()))
     if module.add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return k, v

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,44 +25,77 @@ from torch.utils import _pytree as pytree
 from ..._core.space import compute_dtype
 
 
-@dataclass(frozen=True)
 class Tap:
-    """One affine map z = W a + b inside a compound layer, at all steps t of the replay.
+    """One affine map z = W a + b inside a compound layer, W and b held fixed, called at each step.
 
     A parameter may pack G maps of different inputs by its rows (the query, key and value of
     attention); elsewhere G = 1. The places P_t are whatever shares the map at step t: samples, and
     for a map that does not recur also the times.
+
+    Args:
+        weight: the module's own tensor (G·O, I), or None for a bias alone (then I = 0).
+        bias: the module's own tensor with G·O entries, or None.
+        groups: G.
     """
 
-    #: the module's own tensor (G·O, I), or None for a bias alone (then I = 0)
-    weight: Tensor | None
-    #: the module's own tensor with G·O entries, or None
-    bias: Tensor | None
-    #: a per step, each (G, P_t, I), without a graph
-    inputs: tuple[Tensor, ...]
-    #: z per step, each (G, P_t, O), in the replay's graph
-    outputs: tuple[Tensor, ...]
-    #: how many of the Σ_t P_t places are real, per group; the rest, last, are a = 0 and δ = 0
-    places: tuple[int, ...]
-    #: how these are laid out, per group: samples by positions, or empty where nobody knows
-    grids: tuple[tuple[int, ...], ...] = ()
-    #: the axis of a grid that counts samples
-    batch_dim: int = 0
+    def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int = 1) -> None:
+        self.weight, self.bias, self._groups = weight, bias, groups
+        self._w = None if weight is None else _split(weight, groups, weight.shape[-1])
+        self._b = None if bias is None else _split(bias, groups, 1)
+        #: a per step, each (G, P_t, I), without a graph
+        self.inputs: list[Tensor] = []
+        #: z per step, each (G, P_t, O), in the replay's graph
+        self.outputs: list[Tensor] = []
+        #: how many of the Σ_t P_t places are real, per group; the rest, last, are a = 0 and δ = 0
+        self.places: tuple[int, ...] = ()
+        #: how these are laid out, per group: samples by positions, or empty where nobody knows
+        self.grids: tuple[tuple[int, ...], ...] = ()
+        #: the axis of a grid that counts samples
+        self.batch_dim = 0
 
     @property
     def form(self) -> tuple[int, int, int]:
         """Groups, rows and columns of the weight."""
         if self.weight is None:
             return 1, 0, 0
-        groups = self.outputs[0].shape[0]
-        return groups, len(self.weight) // groups, self.weight.shape[-1]
+        return self._groups, len(self.weight) // self._groups, self.weight.shape[-1]
+
+    def __call__(self, a: Tensor) -> Tensor:
+        """(G, P, I) -> (G, P, O); a bias alone takes I = 0."""
+        z: Tensor | None = None
+        if self._w is not None:
+            z = a @ self._w.mT
+        if self._b is not None:
+            b = self._b.mT
+            z = b.expand(-1, a.shape[1], -1) if z is None else z + b
+        assert z is not None
+        if not z.requires_grad:
+            z.requires_grad_()  # no earlier map stands before this one: the graph begins here
+        self.inputs.append(a.detach())
+        self.outputs.append(z)
+        return z
+
+    def finish(
+        self, grids: Sequence[tuple[int, ...]] = (), batch_dim: int = 0, backwards: bool = False
+    ) -> Tap:
+        """Say how places lie, after the last step; `backwards` puts that one first.
+
+        Without grids all places are real.
+        """
+        every = sum(a.shape[1] for a in self.inputs)
+        self.places = tuple(prod(g) for g in grids) or (every,) * self._groups
+        self.grids, self.batch_dim = tuple(grids), batch_dim
+        if backwards:
+            self.inputs.reverse()
+            self.outputs.reverse()
+        return self
 
 
 class Compound(ABC):
     """A kind of layer with affine maps inside, entered by `register`.
 
     `outputs` picks the tensors of the layer's result, `steps` computes the same tensors from the
-    arguments through `Watched` maps, and `note` says what it leaves out: a dropout that only the
+    arguments through taps, and `note` says what it leaves out: a dropout that only the
     layer's own kernel knows. Then ȳ is that of the layer as it was, ∂y/∂z that of one without.
     """
 
@@ -95,24 +127,18 @@ class Compound(ABC):
         of another dtype are the caller's to cast.
         """
         some = next(module.parameters())
-        dtype = compute_dtype(some.dtype)
+        args, kwargs = _fixed((args, kwargs), compute_dtype(some.dtype))
         with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
-            return self.steps(
-                module,
-                *(_fixed(a, dtype) for a in args),
-                **{k: _fixed(a, dtype) for k, a in kwargs.items()},
-            )
+            return self.steps(module, *args, **kwargs)
 
     def alone(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The outputs by the layer's own forward without dropout: what `replay` must reproduce."""
         some, dropout = next(module.parameters()), module.dropout
+        args, kwargs = _fixed((args, kwargs), some.dtype)
         module.dropout = 0.0  # not eval(): cuDNN's recurrences have gradients in training alone
         try:
             with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
-                result = module.forward(
-                    *(_fixed(a, some.dtype) for a in args),
-                    **{k: _fixed(a, some.dtype) for k, a in kwargs.items()},
-                )
+                result = module.forward(*args, **kwargs)
         finally:
             module.dropout = dropout
         return self.outputs(module, result)
@@ -125,53 +151,19 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [v for v in found if isinstance(v, Tensor)]
 
 
-class Watched:
-    """z = W a + b with W and b held fixed, each of its uses written down for the `Tap`."""
-
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int = 1) -> None:
-        self._weight, self._bias, self._groups = weight, bias, groups
-        self._w = None if weight is None else _split(weight, groups, weight.shape[-1])
-        self._b = None if bias is None else _split(bias, groups, 1)
-        self._inputs: list[Tensor] = []
-        self._outputs: list[Tensor] = []
-
-    def __call__(self, a: Tensor) -> Tensor:
-        """(G, P, I) -> (G, P, O); a bias alone takes I = 0."""
-        z: Tensor | None = None
-        if self._w is not None:
-            z = a @ self._w.mT
-        if self._b is not None:
-            b = self._b.mT
-            z = b.expand(-1, a.shape[1], -1) if z is None else z + b
-        assert z is not None
-        if not z.requires_grad:
-            z.requires_grad_()  # no earlier map stands before this one: the graph begins here
-        self._inputs.append(a.detach())
-        self._outputs.append(z)
-        return z
-
-    def tap(
-        self, grids: Sequence[tuple[int, ...]] = (), batch_dim: int = 0, backwards: bool = False
-    ) -> Tap:
-        """All uses so far, the last one first if `backwards`; without grids all places are real."""
-        every = sum(a.shape[1] for a in self._inputs)
-        places = tuple(prod(g) for g in grids) or (every,) * self._groups
-        order = slice(None, None, -1 if backwards else 1)
-        steps = tuple(self._inputs[order]), tuple(self._outputs[order])
-        return Tap(self._weight, self._bias, *steps, places, tuple(grids), batch_dim)
-
-
 def _split(parameter: Tensor, groups: int, columns: int) -> Tensor:
     """(G·O, I) -> (G, O, I)."""
     return parameter.detach().to(compute_dtype(parameter.dtype)).reshape(groups, -1, columns)
 
 
-def _fixed(value: Any, dtype: torch.dtype) -> Any:
-    """An argument without its graph, floating point tensors in `dtype`."""
-    if isinstance(value, Tensor):
+def _fixed(tree: Any, dtype: torch.dtype) -> Any:
+    """Arguments without their graph, floating point tensors in `dtype`."""
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            return value._replace(data=fixed(value.data))
+        if not isinstance(value, Tensor):
+            return value
         return value.detach().to(dtype) if value.is_floating_point() else value.detach()
-    if isinstance(value, PackedSequence):
-        return value._replace(data=_fixed(value.data, dtype))
-    if isinstance(value, (tuple, list)):
-        return tuple(_fixed(v, dtype) for v in value)
-    return value
+
+    return pytree.tree_map(fixed, tree)

@@ -17,6 +17,8 @@ from .patches import (
     channel_bytes,
     channel_moment,
     channel_moments,
+    lines,
+    of_samples,
     patch_moment,
     patch_sum,
     patches,
@@ -37,12 +39,13 @@ class Conv(Layer):
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        delta = joined([_delta(u) for u in uses], 3)
-        n, _, g, t, _ = delta.shape
+        delta = joined(
+            [of_samples(partial(lines, u.module), u.delta, 2, u.features) for u in uses], 3
+        )
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
         inputs = partial(_inputs, [(u.module, u.features, u.input) for u in uses])
-        return AffineBlock(names["weight"], names["bias"], inputs, (n, g, t, width), delta)
+        return AffineBlock(names["weight"], names["bias"], inputs, delta, width=width)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         """(B, *places), or (B,) where the loss ignores samples as a whole."""
@@ -130,21 +133,5 @@ def _places(module: Any, x: Tensor) -> list[int]:
 
 def _inputs(seen: Sequence[tuple[Any, int, Tensor]], some: slice) -> Tensor:
     """The patches (N, G, T, I) of a slice of samples, from modules, feature axes and inputs."""
-    return joined([_input(module, dims, x[some]) for module, dims, x in seen], 2)
-
-
-def _input(module: Any, dims: int, x: Tensor) -> Tensor:
-    """(N, *calls, C, *space) -> (N, G, T, I)."""
-    n = x.shape[0]
-    x = patches(module, x.reshape(-1, *x.shape[-dims:]))
-    x = x.unflatten(0, (n, -1))  # (N, calls, G, places, I)
-    return x.transpose(1, 2).flatten(2, 3)
-
-
-def _delta(use: Use) -> Tensor:
-    """(N, R, *calls, O, *space) -> (N, R, G, T, O/G)."""
-    (n, r), dims = use.delta.shape[:2], use.features
-    groups = use.module.groups
-    d = use.delta.reshape(n, r, -1, *use.delta.shape[-dims:])
-    d = d.unflatten(3, (groups, -1)).flatten(5)  # (N, R, calls, G, O, places)
-    return d.permute(0, 1, 3, 2, 5, 4).flatten(3, 4)
+    found = [of_samples(partial(patches, module), x[some], 1, dims) for module, dims, x in seen]
+    return joined(found, 2)

@@ -74,8 +74,8 @@ class DirectedLayer(Layer):
     def features(self, module: Any, ndim: int) -> int:
         return find(module.inner).features(module.inner, ndim)
 
-    def groups(self, module: Any) -> int:
-        return find(module.inner).groups(module.inner)
+    def form(self, module: Any) -> tuple[int, int, int]:
+        return find(module.inner).form(module.inner)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module.inner

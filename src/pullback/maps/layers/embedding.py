@@ -71,9 +71,6 @@ class Embedding(Layer):
 
     curvature, input_first, one_hot = "kronecker", True, True
 
-    def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module._parameters.get("weight")}
-
     def form(self, module: Any) -> tuple[int, int, int]:
         return 1, module.num_embeddings, module.embedding_dim
 
@@ -91,11 +88,10 @@ class Embedding(Layer):
         return counted(delta, keep)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        like = module.weight
         if module.padding_idx is not None:
             words = x != module.padding_idx
             keep = words if keep is None else words & keep
-        ones = torch.ones_like(x, dtype=compute_dtype(like.dtype))
+        ones = torch.ones_like(x, dtype=compute_dtype(module.weight.dtype))
         ones = ones if keep is None else ones * keep
         counts = ones.new_zeros(module.num_embeddings).index_add_(0, x.flatten(), ones.flatten())
         places = x.numel() if keep is None else keep.sum().clamp(min=1)  # all may be padding

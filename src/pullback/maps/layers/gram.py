@@ -33,7 +33,7 @@ _WIDTH = 512  # rows and columns of a tile that stays in a CPU's cache
 _PANELS, _LONG = 6, 4096  # elsewhere, panels of a symmetric product, and rows from which they pay
 
 
-def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, budget: int) -> None:
+def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
     """out += Σ_tt' w_tt' (δ_t·δ'_t') for cotangents (N, R, T, O) and `out` (N·R, N'·R').
 
     `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Panels of samples keep the
@@ -52,16 +52,11 @@ def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, b
         out[a * r : b * r, : stop * r2] += tile
 
 
-def _add_one_place(
-    out: Tensor, d1: Tensor, d2: Tensor, weights: Weights | None, budget: int
-) -> None:
+def _add_one_place(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
     """out += w (δ·δ') for (N, R, O): each tile is multiplied, weighted and added while in cache."""
     (n, r, _), (n2, r2, _) = d1.shape, d2.shape
     left = d1.flatten(0, 1)
     right = left if d2 is d1 else d2.flatten(0, 1)
-    if weights is None:
-        add_cross(out, left, right)
-        return
     w = weights(slice(0, n), slice(0, n2)).view(n, n2)
     for rows, some in _tiles(d1, d2, budget):
         tile = cross(left[rows.start * r : rows.stop * r], right[some.start * r2 : some.stop * r2])
@@ -85,14 +80,13 @@ def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]
             yield slice(b, min(b + high, n)), slice(a, min(a + wide, n2))
 
 
-def _panel(d1: Tensor, d2: Tensor, weights: Weights | None, one: slice, two: slice) -> Tensor:
+def _panel(d1: Tensor, d2: Tensor, weights: Weights, one: slice, two: slice) -> Tensor:
     left = d1[one].flatten(0, 2)
     right = left if d2 is d1 and one == two else d2[two].flatten(0, 2)
     rows, r, t, _ = d1[one].shape
     columns, r2, t2, _ = d2[two].shape
     out = cross(left, right).view(rows, r, t, columns, r2, t2)
-    if weights is not None:
-        out *= weights(one, two).view(rows, 1, t, columns, 1, t2)
+    out *= weights(one, two).view(rows, 1, t, columns, 1, t2)
     return out.sum((2, 5)).view(rows * r, columns * r2)
 
 
@@ -103,13 +97,6 @@ def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) 
     out = cross(left, left if same else y[two].flatten(0, 1))
     out = out.view(*x[one].shape[:2], *y[two].shape[:2])
     return out if heights is None else out.add_(heights)
-
-
-def heights_only(delta: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
-    """The same for a bias alone."""
-    assert heights is not None
-    n, n2 = len(range(delta.shape[0])[one]), two.stop - two.start
-    return heights.expand(n, heights.shape[0], n2, heights.shape[2])
 
 
 _CACHED_WEIGHTS = 2**20  # entries of p held at once on a CPU
@@ -248,34 +235,21 @@ def add_separated(
         target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)
 
 
-class Costs:
-    """For inputs (N, G, T, I) and cotangents (N, R, G, T, O) of both sides."""
+def cheapest(d1: Tensor, d2: Tensor, i: int) -> tuple[str, bool]:
+    """The cheapest way that is open to all cotangents, and whether to look if they separate.
 
-    def __init__(
-        self,
-        one: tuple[int, int, int, int],
-        d1: Tensor,
-        two: tuple[int, int, int, int],
-        d2: Tensor,
-    ) -> None:
-        (n, g, t, i), (n2, _, t2, _) = one, two
-        r, r2, o = d1.shape[1], d2.shape[1], d1.shape[-1]
-        pairs = n * r * n2 * r2
-        sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
-        passing = 400 if d1.is_cuda else 8  # the same for one pass out and back
-        looking = 16 * (n * r * t + n2 * r2 * t2)  # the same for the proof of separation
-        self._ways = {
-            "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),
-            "materialized": g * o * i * (pairs + t * (n * r + n2 * r2)),
-            "contracted": g * t * (n * n2 * (t2 * i + r2 * o * (2 * t2 + passing)) + 2 * pairs * o),
-        }
-        apart = g * o * (i * (n * t + n2 * t2) + n * n2 * i + 4 * pairs + looking)
-        self._separated = apart if r * r2 > 1 else float("inf")
-
-    def cheapest(self) -> str:
-        """Of the ways that are open to all cotangents."""
-        return min(self._ways, key=lambda way: self._ways[way])
-
-    def separation_may_pay(self) -> bool:
-        """Whether it is worth the look, which may be in vain."""
-        return 2 * self._separated < self._ways[self.cheapest()]
+    For cotangents (N, R, G, T, O) of both sides and inputs of width I, by multiply-adds.
+    """
+    (n, r, g, t, o), (n2, r2, _, t2, _) = d1.shape, d2.shape
+    pairs = n * r * n2 * r2
+    sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
+    passing = 400 if d1.is_cuda else 8  # the same for one pass out and back
+    looking = 16 * (n * r * t + n2 * r2 * t2)  # the same for the proof of separation
+    ways = {
+        "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),
+        "materialized": g * o * i * (pairs + t * (n * r + n2 * r2)),
+        "contracted": g * t * (n * n2 * (t2 * i + r2 * o * (2 * t2 + passing)) + 2 * pairs * o),
+    }
+    way = min(ways, key=lambda way: ways[way])
+    separated = g * o * (i * (n * t + n2 * t2) + n * n2 * i + 4 * pairs + looking)
+    return way, r * r2 > 1 and 2 * separated < ways[way]  # the look may be in vain

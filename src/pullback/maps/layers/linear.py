@@ -22,8 +22,7 @@ class Linear(Layer):
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         inputs = joined([u.input[:, None, None].flatten(2, -2) for u in uses], 2)
         delta = joined([u.delta[:, :, None, None].flatten(3, -2) for u in uses], 3)
-        n, g, t, i = inputs.shape
-        return AffineBlock(names["weight"], names["bias"], inputs.__getitem__, (n, g, t, i), delta)
+        return AffineBlock(names["weight"], names["bias"], inputs, delta)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         if sharing.reduce:

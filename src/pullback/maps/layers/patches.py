@@ -7,7 +7,7 @@ copied with the channels last, which moves whole lines of memory, and multiplied
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -37,6 +37,20 @@ def windows(module: Any, x: Tensor) -> Tensor:
     dims = len(module.kernel_size)
     x = x.unflatten(1, (module.groups, -1)).movedim(2, 2 + dims)
     return x.flatten(2 + dims).flatten(2, 1 + dims)
+
+
+def lines(module: Any, x: Tensor) -> Tensor:
+    """The channels (B, G, places, C/G) at each place of (B, C, *space)."""
+    return x.unflatten(1, (module.groups, -1)).flatten(3).mT
+
+
+def of_samples(form: Callable[[Tensor], Tensor], x: Tensor, lead: int, dims: int) -> Tensor:
+    """What `form` makes of (B, C, *space), (B, G, places, n), for (*lead, *calls, C, *space).
+
+    The places of all calls come one after the other: (*lead, G, T, n). `dims` counts C and space.
+    """
+    found = form(x.reshape(-1, *x.shape[-dims:])).unflatten(0, (*x.shape[:lead], -1))
+    return found.transpose(lead, lead + 1).flatten(lead + 1, lead + 2)
 
 
 def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,24 +112,22 @@ def channel_moment(x: Tensor) -> Tensor:
     if _by_samples(x):
         each = x.flatten(2)
         return products(each, each).sum(0, keepdim=True)
-    lines = channel_lines(x)[None]
-    return products(lines, lines)
+    found = channel_lines(x)[None]
+    return products(found, found)
 
 
 def channel_moments(some: Sequence[Tensor]) -> Tensor:
     """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
     x, count = some[0], len(some)
-    if count == 1:
-        return channel_moment(x)
-    if _by_samples(x) and x.dtype != compute_dtype(x.dtype):
+    if count == 1 or (_by_samples(x) and x.dtype != compute_dtype(x.dtype)):
         return torch.cat([channel_moment(x) for x in some])
     if _by_samples(x):
         each = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
-        for out, lines in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
-            torch.bmm(lines, lines.mT, out=out)
+        for out, found in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
+            torch.bmm(found, found.mT, out=out)
         return each.sum(1)
-    lines = _turned(some)
-    return products(lines, lines)
+    found = _turned(some)
+    return products(found, found)
 
 
 def _turned(some: Sequence[Tensor]) -> Tensor:

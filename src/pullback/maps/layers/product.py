@@ -11,8 +11,10 @@ Then every g has a Kronecker product of its own, from its own places.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,45 +23,140 @@ from .affine import AffineBlock
 from .moments import Moments, Sharing, counted, means, moments, second_moment
 from .registry import Block, Layer, Use, joined, register
 
+if TYPE_CHECKING:
+    from ..functions import Entries
 
-class ProductUse(nn.Module):
-    """A use of a parameter as G matrices (O, I), in the place of a module.
 
-    Args:
-        parameters: weight and bias, or None.
-        form: G, O, I.
-        first, used: which of the matrices, one after the other: one for all places, or one each.
-        order: the trailing axes of the output, brought to places, matrices and features.
-        axes: how many of these axes are matrices, none where their products are added up, and how
-            many features.
-        index: instead, the matrix of each place.
-    """
+@dataclass(frozen=True)
+class Multiplication:
+    """A product with matrices in a parameter: which ones, and where the axes of x and out go."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor | None],
-        form: tuple[int, int, int],
-        *,
-        first: int = 0,
-        used: int = 1,
-        order: tuple[int, ...] = (-1,),
-        axes: tuple[int, int] = (0, 1),
-        index: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = dict(parameters)
-        self.form, self.first, self.used = form, first, used
-        self.order, self.axes, self.index = order, axes, index
+    #: G, O, I
+    form: tuple[int, int, int]
+    #: which of the matrices, one after the other: one for all places, or one each
+    first: int
+    used: int
+    #: whether they are held as (I, O)
+    turned: bool
+    #: the trailing axes of the output, brought to places, matrices and features
+    order: tuple[int, ...]
+    #: how many of these are matrices, none where their products are added up, and how many features
+    axes: tuple[int, int]
+    #: instead of `first` and `used`, the matrix of each place
+    index: Tensor | None
+    #: axes of x that are added up; then its axes (lead, places, matrices, features), by count
+    summed: tuple[int, ...]
+    x_order: tuple[int, ...]
+    counts: tuple[int, int, int, int]
+    #: whether the output's features come last, and those of x
+    plain: bool
 
-    def arranged(self, z: Tensor) -> Tensor:
-        """The output, or its cotangent, as (*lead, places, matrices, features)."""
+    @classmethod
+    def read(
+        cls, entries: Entries, letters: tuple[str, str, str], index: Tensor | None
+    ) -> Multiplication | None:
+        """Read a product off; None where a parameter is used in another way than by matrices."""
+        w, x, z = letters
+        if any(len({*some}) < len(some) for some in letters):
+            return None
+        axes = dict(zip(w, zip(entries.size, entries.stride, strict=True), strict=True))
+        if index is not None or entries.index is not None:  # axis 0 is picked by place
+            index = entries.index if index is None else index
+            if entries.index is not None and w[0] not in z[:1]:
+                return None
+            axes.pop(w[0])
+        shared = {a for a, (n, s) in axes.items() if a in x and a in z and (n == 1 or s == 0)}
+        axes = {a: pair for a, pair in axes.items() if a not in shared}  # expanded to these
+        if any(a not in x and a not in z for a in axes):
+            return None
+        picked = sorted((a for a in axes if a in x and a in z), key=lambda a: -axes[a][1])
+        outer = sorted((a for a in axes if a not in x), key=lambda a: -axes[a][1])
+        inner = sorted((a for a in axes if a not in z), key=lambda a: -axes[a][1])
+        many, found = len(picked), None
+        for k in range(len(inner) if inner and not picked and index is None else 1):
+            # Σ_k W_k x_k with matrices that lie apart: all of them have the same output
+            parts = [*picked, *inner[:k]], outer, inner[k:]
+            found = _matrices(entries, *([axes[a] for a in some] for some in parts))
+            if found is not None:
+                picked, _, inner = parts
+                break
+        if found is None:
+            return None
+        form, first, used, turned = found
+        if index is not None and (first or picked):
+            return None
+        lead = 0
+        while lead < len(z) and z[lead] in x and z[lead] not in axes:
+            lead += 1
+        rest = [a for a in z[lead:] if a not in axes]
+        if any(a not in x for a in rest):  # the weight was expanded along it
+            return None
+        tail = [*rest, *picked[:many], *outer]
+        order = tuple(z.index(a) - len(z) for a in tail)
+        x_order = tuple(x.index(a) for a in [*z[:lead], *rest, *picked, *inner])
+        summed = tuple(i for i, a in enumerate(x) if a not in z and a not in axes)
+        counts = (lead, len(rest), len(picked), len(inner))
+        plain = not turned and form[0] == 1 and index is None
+        plain = plain and order == (-1,) and x_order == tuple(range(len(x)))
+        if index is not None and len(rest) + lead > 1:
+            index = index.view(-1, *[1] * (len(rest) + lead - 1))
+        return cls(form, first, used, turned, order, (many, len(outer)), index, summed,
+                   x_order, counts, plain)  # fmt: skip
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """Bring x to (*lead, places, matrices, features)."""
+        if self.summed:
+            x = x.sum(self.summed, keepdim=True)
+        x = x.permute(*self.x_order, *self.summed)
+        sizes, (lead, rest, picked, _) = x.shape, self.counts
+        t, m = prod(sizes[lead : lead + rest]), prod(sizes[lead + rest : lead + rest + picked])
+        return x.reshape(*sizes[:lead], t, m, -1)
+
+    def outputs(self, z: Tensor) -> Tensor:
+        """Bring the output, or its cotangent, to (*lead, places, matrices, features)."""
         lead, (many, wide) = z.ndim - len(self.order), self.axes
         z = z.permute(*range(lead), *(z.ndim + axis for axis in self.order))
         sizes, stop = z.shape, z.ndim - wide
-        shape = sizes[:lead], sizes[lead : stop - many], sizes[stop - many : stop], sizes[stop:]
-        z = z.reshape(*shape[0], *(torch.Size(s).numel() for s in shape[1:]))
+        shape = sizes[lead : stop - many], sizes[stop - many : stop], sizes[stop:]
+        z = z.reshape(*sizes[:lead], *map(prod, shape))
         together = not many and self.used > 1  # Σ_k W_k a_k
         return z.expand(*z.shape[:-2], self.used, -1) if together else z
+
+
+def _matrices(
+    entries: Entries, picked: Sequence[Any], outer: Sequence[Any], inner: Sequence[Any]
+) -> tuple[tuple[int, int, int], int, int, bool] | None:
+    """Form (G, O, I), first matrix, how many, and whether turned; None if they are no matrices."""
+    merged = [_merged(some) for some in (picked, outer, inner)]
+    if any(m is None for m in merged):
+        return None
+    (used, apart), (o, down), (i, along) = merged  # pyright: ignore[reportGeneralTypeIssues]
+    if (i == 1 or along == 1) and (o == 1 or down == i):
+        turned = False
+    elif (o == 1 or down == 1) and (i == 1 or along == o):
+        turned = True
+    else:
+        return None
+    size, total = o * i, entries.parameter.numel()
+    if not size or (used > 1 and apart != size) or entries.offset % size or total % size:
+        return None
+    return (total // size, o, i), entries.offset // size, used, turned
+
+
+def _merged(axes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Length and stride of several axes as one."""
+    axes = [pair for pair in axes if pair[0] != 1]
+    if any(s != n * t for (_, s), (n, t) in pairwise(axes)):
+        return None
+    return (prod(n for n, _ in axes), axes[-1][1]) if axes else (1, 1)
+
+
+class ProductUse(nn.Module):
+    """A use of a weight, perhaps with a bias, by a product with matrices (O, I): for a module."""
+
+    def __init__(self, parameters: Mapping[str, Tensor | None], product: Multiplication) -> None:
+        super().__init__()
+        self.__dict__.update(_parameters=dict(parameters), product=product)
 
 
 class TurnedProduct(ProductUse):
@@ -68,28 +165,31 @@ class TurnedProduct(ProductUse):
 
 @register(ProductUse)
 class Matrices(Layer):
-    """a (*lead, T, M, I) and δ as `Product.arranged` gives it, (*lead, T, M, O)."""
+    """a (*lead, T, M, I) and δ as `Multiplication.outputs` gives it, (*lead, T, M, O)."""
 
     curvature = "kronecker"
 
     def features(self, module: Any, ndim: int) -> int:
-        return len(module.order)
-
-    def groups(self, module: Any) -> int:
-        return module.form[0]
+        return len(module.product.order)
 
     def form(self, module: Any) -> tuple[int, int, int]:
-        g, o, i = module.form
+        g, o, i = module.product.form
         return (g, i, o) if self.turned else (g, o, i)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        return ProductBlock(names, uses, turned=self.turned)
+        products = [u.module.product for u in uses]
+        if any(p.index is not None or p.used != p.form[0] for p in products):
+            return StackBlock(names, uses, turned=self.turned)
+        inputs = joined([_inputs(u) for u in uses], 2)
+        delta = joined([_delta(u) for u in uses], 3)
+        return AffineBlock(names["weight"], names.get("bias"), inputs, delta, turned=self.turned)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return counted(module.arranged(delta), keep)
+        return counted(module.product.outputs(delta), keep)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        if sharing.reduce and module.index is None:
+        given = module.product
+        if sharing.reduce and given.index is None:
             kept = None if keep is None else sharing.by_sample(keep, 2).flatten(1, 2)
             seen = sharing.by_sample(x, 3).flatten(1, 2)  # (N, places, M, I)
             if kept is not None and kept.shape[-1] == 1:
@@ -97,35 +197,36 @@ class Matrices(Layer):
             elif kept is not None:  # each matrix has places of its own
                 seen, kept = seen * kept[..., None], None
             seen, kept = means(seen, kept)
-            return self._placed(module, moments(seen.transpose(0, 1), sharing, kept))
-        if module.index is not None:
-            parts = [moments(rows[None], sharing, k) for rows, k in _segments(module, x, keep)]
+            return self._placed(given, moments(seen.transpose(0, 1), sharing, kept))
+        if given.index is not None:
+            parts = [moments(rows[None], sharing, k) for rows, k in _segments(given, x, keep)]
             second, first = (torch.cat([getattr(m, n) for m in parts]) for n in ("second", "first"))
             places = torch.stack([torch.as_tensor(m.places, device=x.device) for m in parts])
             return Moments(second, first, places.flatten())
         kept = None if keep is None else keep.movedim(-1, 0).flatten(1)
         kept = kept[0] if kept is not None and len(kept) == 1 else kept
-        return self._placed(module, moments(_by_matrix(x), sharing, kept))
+        return self._placed(given, moments(_by_matrix(x), sharing, kept))
 
-    def _placed(self, module: Any, found: Moments) -> Moments:
+    def _placed(self, given: Multiplication, found: Moments) -> Moments:
         """The moments of the matrices that were used, among those of all."""
-        if module.form[0] == 1:
+        if given.form[0] == 1:
             return found
-        places = torch.as_tensor(found.places, device=found.first.device).expand(module.used)
-        return Moments(_among(module, found.second), _among(module, found.first),
-                       _among(module, places))  # fmt: skip
+        places = torch.as_tensor(found.places, device=found.first.device).expand(given.used)
+        return Moments(_among(given, found.second), _among(given, found.first),
+                       _among(given, places))  # fmt: skip
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        d = module.arranged(delta)
-        if module.index is not None:
-            parts = [second_moment(rows[None], sharing) for rows, _ in _segments(module, d, None)]
+        given = module.product
+        d = given.outputs(delta)
+        if given.index is not None:
+            parts = [second_moment(rows[None], sharing) for rows, _ in _segments(given, d, None)]
             return torch.cat(parts)
         if sharing.reduce:
             d = sharing.by_sample(d, 3).sum((1, 2)).transpose(0, 1)
         else:
             d = _by_matrix(d)
         found = second_moment(d, sharing)
-        return found if module.form[0] == 1 else _among(module, found)
+        return found if given.form[0] == 1 else _among(given, found)
 
 
 @register(TurnedProduct)
@@ -140,114 +241,75 @@ def _by_matrix(x: Tensor) -> Tensor:
     return x.movedim(-2, 0).flatten(1, -2)
 
 
-def _among(module: ProductUse, some: Tensor) -> Tensor:
+def _among(given: Multiplication, some: Tensor) -> Tensor:
     """Put what belongs to the matrices in use at their place among zeros."""
-    out = some.new_zeros(module.form[0], *some.shape[1:])
-    out[module.first : module.first + module.used] = some
+    out = some.new_zeros(given.form[0], *some.shape[1:])
+    out[given.first : given.first + given.used] = some
     return out
 
 
 def _segments(
-    module: ProductUse, x: Tensor, keep: Tensor | None
+    given: Multiplication, x: Tensor, keep: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The places (P, n) of each matrix, and which of them count."""
-    assert module.index is not None
-    order = module.index.flatten().argsort(stable=True)
+    assert given.index is not None
+    order = given.index.flatten().argsort(stable=True)
     # one wait for the device, on statistics steps
-    sizes = torch.bincount(module.index.flatten(), minlength=module.form[0]).tolist()
+    sizes = torch.bincount(given.index.flatten(), minlength=given.form[0]).tolist()
     kept = [None] * len(sizes) if keep is None else keep.flatten()[order].split(sizes)
     yield from zip(x.flatten(0, -2)[order].split(sizes), kept, strict=True)
 
 
-class ProductBlock(Block):
-    """G matrices (O, I), or turned ones (I, O), and their biases (G, O), from all uses of them."""
+class StackBlock(Block):
+    """G matrices (O, I) or turned ones (I, O), and their biases (G, O): each use picks some."""
 
     def __init__(
         self, names: Mapping[str, str | None], uses: Sequence[Use], *, turned: bool
     ) -> None:
         self._weight, self._bias = names["weight"], names.get("bias")
         self.names = tuple(n for n in (self._weight, self._bias) if n is not None)
-        self._uses, self.turned, self._form = uses, turned, uses[0].module.form
-        self.looks = {}
-
-    @property
-    def inner(self) -> AffineBlock | None:
-        """The affine layer (G·O, I) with these rows, where every use is of all matrices."""
-        if any(u.module.index is not None or u.module.used != self._form[0] for u in self._uses):
-            return None
-        inputs = joined([_inputs(u) for u in self._uses], 2)
-        delta = joined([_delta(u) for u in self._uses], 3)
-        n, g, t, i = inputs.shape
-        names, read = (self._weight, self._bias), inputs.__getitem__
-        return AffineBlock(*names, read, (n, g, t, i), delta, looks=self.looks, turned=self.turned)
-
-    @property
-    def route(self) -> str:
-        inner = self.inner
-        return "rows" if inner is None else inner.route
+        self._uses, self._turned, self._form = uses, turned, uses[0].module.product.form
 
     def narrow(self, start: int, stop: int) -> Block:
         uses = [
             replace(u, input=u.input[start:stop], delta=u.delta[start:stop]) for u in self._uses
         ]
         names = {"weight": self._weight, "bias": self._bias}
-        return ProductBlock(names, uses, turned=self.turned)
-
-    def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
-        assert isinstance(other, ProductBlock)
-        mine = self.inner
-        theirs = mine if other is self else other.inner
-        if mine is None or theirs is None:
-            super().add_gram(out, other, budget)
-        else:
-            mine.add_gram(out, theirs, budget)
+        return StackBlock(names, uses, turned=self._turned)
 
     def rows(self) -> dict[str, Tensor]:
-        (g, o, i), (n, r) = self._form, self._uses[0].delta.shape[:2]
-        weight = bias = None
+        (g, o, i), like = self._form, self._uses[0].delta
+        weight = like.new_zeros(*like.shape[:2], g, o, i)
+        bias = like.new_zeros(*like.shape[:2], g, o)
         for use in self._uses:
             a, d, pick = _inputs(use), _delta(use), _picked(use)
-            if self._weight is not None:
-                weight = d.new_zeros(n, r, g, o, i) if weight is None else weight
-                weight += torch.einsum("nrmto,nmti,nmtg->nrgoi", d, a, pick)
-            if self._bias is not None:
-                bias = d.new_zeros(n, r, g, o) if bias is None else bias
-                bias += torch.einsum("nrmto,nmtg->nrgo", d, pick)
-        out = {}
-        if self._weight is not None and weight is not None:
-            out[self._weight] = self._held(weight).flatten(2)
-        if self._bias is not None and bias is not None:
-            out[self._bias] = bias.flatten(2)
-        return out
-
-    def project(self, v: Mapping[str, Tensor]) -> Tensor:
-        inner = self.inner
-        if inner is None:
-            return super().project(v)
-        return inner.project(v)
+            weight += torch.einsum("nrmto,nmti,nmtg->nrgoi", d, a, pick)
+            bias += torch.einsum("nrmto,nmtg->nrgo", d, pick)
+        return self._by_name(weight, bias, 2)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         g, o, i = self._form
         weight, bias = c.new_zeros(g, o, i), c.new_zeros(g, o)
         for use in self._uses:
             a, d = _inputs(use), torch.einsum("nrmto,nr->nmto", _delta(use), c)
-            if use.module.index is not None:
-                pairs = zip(
-                    _segments(use.module, d, None), _segments(use.module, a, None), strict=True
-                )
+            given = use.module.product
+            if given.index is not None:
+                pairs = zip(_segments(given, d, None), _segments(given, a, None), strict=True)
                 for k, ((rows, _), (seen, _)) in enumerate(pairs):
                     weight[k] += rows.mT @ seen
                     bias[k] += rows.sum(0)
                 continue
-            at = slice(use.module.first, use.module.first + use.module.used)
+            at = slice(given.first, given.first + given.used)
             rows, seen = (t.transpose(0, 1).flatten(1, 2) for t in (d, a))
             weight[at] += rows.mT @ seen
             bias[at] += rows.sum(1)
-        found = {self._weight: self._held(weight).flatten(), self._bias: bias.flatten()}
-        return {n: t for n, t in found.items() if n is not None}
+        return self._by_name(weight, bias, 0)
 
-    def _held(self, weight: Tensor) -> Tensor:
-        return weight.mT if self.turned else weight
+    def _by_name(self, weight: Tensor, bias: Tensor, lead: int) -> dict[str, Tensor]:
+        """Both as the parameters hold them, flat but for the leading axes."""
+        held = weight.mT if self._turned else weight
+        found = {self._weight: held.flatten(lead), self._bias: bias.flatten(lead)}
+        return {n: t for n, t in found.items() if n is not None}
 
 
 def _inputs(use: Use) -> Tensor:
@@ -258,16 +320,16 @@ def _inputs(use: Use) -> Tensor:
 
 def _delta(use: Use) -> Tensor:
     """(N, R, *places, *features) -> (N, R, M, T, O)."""
-    d = use.module.arranged(use.delta)
+    d = use.module.product.outputs(use.delta)
     return d[:, :, None].flatten(2, -3).transpose(2, 3)
 
 
 def _picked(use: Use) -> Tensor:
     """Whether a place is multiplied by matrix g: (N, M, T, G), or an expanded view of it."""
-    module, g = use.module, use.module.form[0]
+    given, g = use.module.product, use.module.product.form[0]
     a = _inputs(use)
-    if module.index is None:
-        at = torch.arange(module.used, device=a.device) + module.first
+    if given.index is None:
+        at = torch.arange(given.used, device=a.device) + given.first
         one = torch.nn.functional.one_hot(at, g).to(a.dtype)[None, :, None]
         return one.expand(*a.shape[:3], g)
-    return torch.nn.functional.one_hot(module.index.reshape(a.shape[:3]), g).to(a.dtype)
+    return torch.nn.functional.one_hot(given.index.reshape(a.shape[:3]), g).to(a.dtype)

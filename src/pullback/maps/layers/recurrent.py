@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .compound import Compound, Tap, Watched
+from .compound import Compound, Tap
 from .registry import register
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) for the LSTM: each (B, ·)
@@ -56,8 +56,8 @@ class Recurrence(Compound):
         have that order too.
         """
         found = [getattr(module, f"{name}{suffix}", None) for name in _ROLES]
-        ih, hh = Watched(found[0], found[2]), Watched(found[1], found[3])
-        hr = None if found[4] is None else Watched(found[4], None)
+        ih, hh = Tap(found[0], found[2]), Tap(found[1], found[3])
+        hr = None if found[4] is None else Tap(found[4], None)
         u = ih(x[None])[0].split(list(sizes))
         steps = range(len(sizes))
         h: list[Tensor] = [u[0]] * len(sizes)
@@ -73,7 +73,7 @@ class Recurrence(Compound):
             state = tuple(a if n == len(b) else torch.cat([a, b[n:]]) for a, b in pairs)
         maps = [ih, hh] if hr is None else [ih, hh, hr]
         grids = [] if packed else [(len(sizes), sizes[0])]
-        return torch.cat(h), state, [m.tap(grids, batch_dim=1, backwards=reverse) for m in maps]
+        return torch.cat(h), state, [m.finish(grids, batch_dim=1, backwards=reverse) for m in maps]
 
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
         if isinstance(module, nn.RNNCellBase):

@@ -162,13 +162,9 @@ class Layer(ABC):
         """How many trailing axes of an output with `ndim` axes are features of one place."""
         return 1
 
-    def groups(self, module: Any) -> int:
-        """How many groups of channels have a weight of their own."""
-        return getattr(module, "groups", 1)
-
     def form(self, module: Any) -> tuple[int, int, int]:
         """Groups, rows and columns of the weight's matrices, as the parameter holds them."""
-        weight, groups = self.parameters(module)["weight"], self.groups(module)
+        weight, groups = self.parameters(module)["weight"], getattr(module, "groups", 1)
         if weight is None or not weight.numel() or not weight.ndim:
             return groups, 0, 0
         return groups, len(weight) // groups, weight.numel() // len(weight)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
 from .moments import Sharing
-from .registry import Block, Layer, RowsBlock, Use, register
+from .registry import Block, Layer, RowsBlock, Use, joined, register
 
 #: mean and 1/σ of a normalization
 Kept = tuple[Tensor, Tensor] | None
@@ -43,26 +43,22 @@ class UnitSums:
         return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
 
 
-def finished(some: Sequence[UnitSums]) -> Tensor:
+def unit_rows(some: Sequence[UnitSums]) -> Tensor:
     """The rows (N, ΣU, k) of layers of one kind, side by side."""
     first = some[0]
-    beside = _beside([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
+    beside = joined([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
     by, kept = dict(zip(first.by, beside, strict=True)), [x.kept for x in some if x.kept]
     if kept:
-        mean, scale = _beside([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
+        mean, scale = joined([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
         by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
     return torch.stack([by[role] for role in first.roles], -1)
 
 
 def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
     """Σ_n rows rowsᵀ, (U, k, k), of each of these layers of one kind."""
-    rows = finished(some)
+    rows = unit_rows(some)
     units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
     return list(units.split([x.shape[1] for x in some]))
-
-
-def _beside(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 class Scale(Layer):
@@ -92,17 +88,6 @@ class Scale(Layer):
                     rows[name] = rows[name] + row if name in rows else row
         return RowsBlock(rows)
 
-    def unit_rows(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        roles: Sequence[str],
-        sharing: Sharing,
-    ) -> Tensor:
-        """The rows of one covector, sample by sample and unit by unit: (N, U, k)."""
-        return finished([self.unit_sums(module, x, delta, roles, sharing)])
-
     def unit_sums(
         self,
         module: Any,
@@ -112,21 +97,18 @@ class Scale(Layer):
         sharing: Sharing,
         kept: Kept = None,
     ) -> UnitSums:
-        """What these rows are made of; `kept` are mean and 1/σ of the batch, if known."""
-        features = self.features(module, x.ndim)
-        dtype = compute_dtype(delta.dtype)
-        x, delta = x.to(dtype), delta.to(dtype)
-        shape = x.shape
-        flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
-        x = self.normalized(module, flat).view(shape)
-        by = {"weight": delta * x, "bias": delta}
-        found = {r: self._rows(module, by[r], features, sharing) for r in roles}
-        return UnitSums(found, tuple(roles))
-
-    def _rows(self, module: Any, value: Tensor, features: int, sharing: Sharing) -> Tensor:
-        """(N, U): added up over the places of a sample, and over the axes that share a gain."""
-        value = sharing.by_sample(value, features).sum([1, *self.places(module, features)])
-        return value.reshape(len(value), -1)
+        """What the rows of one covector are made of; `kept` has mean and 1/σ, if they are known."""
+        features, dtype = self.features(module, x.ndim), compute_dtype(delta.dtype)
+        by = {}
+        for role in roles:
+            value = delta
+            if role == "weight":
+                flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
+                value = self.normalized(module, flat.to(dtype)).view(x.shape) * delta
+            value = sharing.by_sample(value, features)
+            value = value.sum([1, *self.places(module, features)], dtype=dtype)
+            by[role] = value.reshape(len(value), -1)
+        return UnitSums(by, tuple(roles))
 
 
 @register(nn.LayerNorm, nn.RMSNorm)
@@ -140,27 +122,6 @@ class TrailingNorm(Scale):
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, None, module.eps)
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
-
-    def unit_sums(
-        self,
-        module: Any,
-        x: Tensor,
-        delta: Tensor,
-        roles: Sequence[str],
-        sharing: Sharing,
-        kept: Kept = None,
-    ) -> UnitSums:
-        """The same in fewer steps for (N, T, n), which is what transformers have."""
-        elsewhere = sharing.batch_dim or sharing.layout is not None
-        if x.ndim != 3 or len(module.normalized_shape) > 1 or elsewhere:
-            return super().unit_sums(module, x, delta, roles, sharing)
-        dtype, by = compute_dtype(delta.dtype), {}
-        for role in roles:
-            value = delta
-            if role == "weight":
-                value = self.normalized(module, x if x.dtype == dtype else x.to(dtype)) * delta
-            by[role] = value.sum(1, dtype=dtype)
-        return UnitSums(by, tuple(roles))
 
 
 class ChannelScale(Scale):
@@ -209,8 +170,7 @@ class BatchNorm(ChannelScale):
         gain, shift = _channel_sums(x, delta)
         if sharing.layout is not None:
             gain, shift = (sharing.by_sample(t).sum(1) for t in (gain, shift))
-        if kept[0].dtype != gain.dtype:
-            kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
+        kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
         return UnitSums({"weight": gain, "bias": shift}, tuple(roles), kept)
 
 
@@ -262,9 +222,6 @@ class PReLU(ChannelScale):
 
     def features(self, module: Any, ndim: int) -> int:
         return 0 if module.num_parameters == 1 else ndim - 1
-
-    def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        return {"weight": module._parameters.get("weight")}
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)

@@ -13,6 +13,7 @@ The bias meets every output place once, a patch not: it has rows of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,13 +21,8 @@ from torch import Tensor, nn
 
 from .affine import AffineBlock
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
-from .patches import windows
+from .patches import lines, of_samples, windows
 from .registry import Block, JointBlock, Layer, RowsBlock, Use, joined, register
-
-
-def _inputs(module: Any, x: Tensor) -> Tensor:
-    """(B, C_in, *places) -> (B, G, places, C_in/G)."""
-    return x.unflatten(1, (module.groups, -1)).flatten(3).mT
 
 
 def _patches(module: Any, delta: Tensor, places: Sequence[int]) -> Tensor:
@@ -47,25 +43,10 @@ def _patches(module: Any, delta: Tensor, places: Sequence[int]) -> Tensor:
     return windows(module, F.pad(delta, pad))
 
 
-def _sample_inputs(use: Use) -> Tensor:
-    """(N, *calls, C_in, *places) -> (N, G, T, C_in/G)."""
-    n, dims = len(use.input), use.features
-    a = _inputs(use.module, use.input.reshape(-1, *use.input.shape[-dims:]))
-    return a.unflatten(0, (n, -1)).transpose(1, 2).flatten(2, 3)
-
-
 def _sample_patches(use: Use) -> Tensor:
     """(N, R, *calls, C_out, *places') -> (N, R, G, T, C_out/G·kernel)."""
-    (n, r), dims = use.delta.shape[:2], use.features
-    flat = use.delta.reshape(-1, *use.delta.shape[-dims:])
-    d = _patches(use.module, flat, use.input.shape[1 - dims :])
-    return d.unflatten(0, (n, r, -1)).transpose(2, 3).flatten(3, 4)
-
-
-def _sample_shifts(use: Use) -> Tensor:
-    """Σ_s δ_s: (N, R, C_out)."""
-    channel = use.delta.ndim - use.features
-    return use.delta.sum([axis for axis in range(2, use.delta.ndim) if axis != channel])
+    places = use.input.shape[1 - use.features :]
+    return of_samples(lambda d: _patches(use.module, d, places), use.delta, 2, use.features)
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -81,13 +62,14 @@ class ConvTranspose(Layer):
         weight, bias = names["weight"], names["bias"]
         parts: list[Block] = []
         if weight is not None:
-            inputs = joined([_sample_inputs(u) for u in uses], 2)
+            inputs = joined(
+                [of_samples(partial(lines, u.module), u.input, 1, u.features) for u in uses], 2
+            )
             delta = joined([_sample_patches(u) for u in uses], 3)
-            n, g, t, i = inputs.shape
-            read, shape = inputs.__getitem__, (n, g, t, i)
-            parts.append(AffineBlock(weight, None, read, shape, delta, turned=True))
+            parts.append(AffineBlock(weight, None, inputs, delta, turned=True))
         if bias is not None:
-            shifts = [_sample_shifts(u) for u in uses]
+            places = [use.delta.movedim(-use.features, 2).flatten(3) for use in uses]
+            shifts = [delta.sum(3) for delta in places]  # Σ_s δ_s: (N, R, C_out)
             parts.append(RowsBlock({bias: sum(shifts[1:], shifts[0])}))
         return parts[0] if len(parts) == 1 else JointBlock(parts)
 
@@ -102,7 +84,7 @@ class ConvTranspose(Layer):
         return counted(reached.unflatten(1, x.shape[-dims:]), keep)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        a = _inputs(module, x if x.ndim == 2 + len(module.kernel_size) else x[None])
+        a = lines(module, x if x.ndim == 2 + len(module.kernel_size) else x[None])
         return shared_moments(a, sharing, keep)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -7,10 +7,7 @@ preconditioner → rule → update.
 from .factors.damping import Adaptive, Damping, Exact, Invariant, Tikhonov
 from .optimizer import KFAC
 from .report import Coverage, Degenerate, KFACInfo
-from .rules.eigenbasis import Eigenbasis
-from .rules.natural import Natural
-from .rules.rule import Rule
-from .rules.spectral import Spectral
+from .rules import Eigenbasis, Natural, Rule, Spectral
 
 __all__ = [
     "KFAC",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,23 @@ from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
-from ..terms import Objective
+from ..objective import Objective, ObjectiveProblem
+from ..problem import StepProblem
 from . import options, report, update
-from .closure import Source, Undo, best_combination, source_of, trial_move
+from .closure import best_combination, evaluate, problem_of, trial_move
+from .factors.block import BlockKey, FactorKey
 from .factors.damping import Damping
-from .factors.factor import BlockKey, Factor
 from .factors.preconditioner import Preconditioner
 from .replicas import Replicas
 from .report import Coverage, Degenerate, KFACInfo
-from .rules.rule import Rule
-from .state import Found, KFACState, incomplete, publish, restore, saved_by_name
+from .rules import Natural, Rule
+from .state import BlockMeans, KFACState, incomplete, publish, restore, saved_by_name
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, follows, forecast, measured_names
 from .update import BUFFERS, Guard, Share, Tensors
 
 #: what belongs to hooks, or to the model's objects
-_UNSAVED = ("_capture", "_params", "_verdict", "_plans")
+_UNSAVED = ("_capture", "_params", "_verdict", "_memory")
 _NOT_FINITE = "a gradient is not finite"
 
 
@@ -161,7 +162,7 @@ class KFAC(Optimizer):
         processes, wrapped = find_processes(model, group, "KFAC"), group_of(model) is not None
         self.model = model = unwrapped(model)
         options.check(params=params)
-        own = self._options = options.settle(
+        own = self._options = options.resolve(
             model, likelihood, metric, lr=lr, rule=rule, fisher=fisher, damping=damping,
             momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
             statistics_every=statistics_every, invert_every=invert_every, sharing=sharing,
@@ -180,7 +181,7 @@ class KFAC(Optimizer):
         self._replicas = Replicas(
             processes, workers, wrapped=wrapped, lazy=lazy, read=read, owned=shards
         )
-        self._closed, self._told = False, False
+        self._closed, self._warned_plain = False, False
         self._warned: set[str] = set()
         self._info, self._skipped = KFACInfo(), False
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
@@ -198,9 +199,10 @@ class KFAC(Optimizer):
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
         cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
         once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
-        rule = self._rule.suited(once=once, exact=exact)
+        needs = "eigenbasis" if exact else "factors" if once else "inverse"
+        rule = Natural(needs) if isinstance(self._rule, Natural) else self._rule
         own = Preconditioner(rule, self.damping, ekfac=self.ekfac)
-        return KFACState(own, self._replicas, self.damping.referenced, schedule)
+        return KFACState(own, self._replicas, schedule)
 
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
@@ -215,24 +217,8 @@ class KFAC(Optimizer):
             several=not processes.alone,
             whole=self._params.leaves if self._params.shards else None,
         )
-        if not processes.alone:
-            me = ref(self)  # hooks hold it
-            self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
-        self._plans: dict[Any, Any] = {}
-
-    def _launch(self) -> None:
-        """Begin to sum statistics over processes, while the backward pass goes on."""
-        held = self._held
-        blocks = held.blocks if held.renews(self.invert_every) else None
-        scale = self._loss_scale
-        self._replicas.launch(self._capture, self._params, blocks, self.ema, scale)
-
-    @property
-    def _loss_scale(self) -> float:
-        """What the cotangents are multiplied by: gradients are averaged, they not yet."""
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        return scale * self._replicas.processes.size
+        self._memory: dict[str, Any] = {}
 
     # --- a torch optimizer's duties -------------------------------------------------------------
 
@@ -283,9 +269,15 @@ class KFAC(Optimizer):
         publish(self._held, self.state, self._chosen)
 
     def _make_buffers(self) -> None:
+        """Make Adam's two moments, or momentum where a group or the quadratic model has one."""
         adam = self._chosen.keys() - {*self._measured} if self._rule.matrices else ()
-        moving = self.quadratic is not None
-        update.make_buffers(self.param_groups, self.state, self._params.names, adam, moving)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self._params.names[id(p)] in adam:
+                    update.buffer_of(self.state, p, "first")
+                    update.buffer_of(self.state, p, "second")
+                elif group.get("momentum") or self.quadratic is not None:
+                    update.buffer_of(self.state, p)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -294,7 +286,7 @@ class KFAC(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
-        self._settle()
+        self._read_verdict()
         own = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
         own.pop("step", None)  # a scheduler counts calls by a function of its own
         return own
@@ -344,9 +336,9 @@ class KFAC(Optimizer):
                 raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state(dict(self._held.schedule))
         restore(fresh, saved, params, self._forecast())
-        self._settle()
+        self._read_verdict()
         super().load_state_dict({**state_dict, "state": {}})
-        fresh.succeed(self._held, saved)
+        fresh.inherit(self._held, saved)
         self._held = fresh
         for name, own in saved.items():
             p = params[name]
@@ -365,7 +357,7 @@ class KFAC(Optimizer):
             partners |= {n: (n,) for n in unused}
         self._capture.structure.partners = partners
         self._capture.structure.bases = self._held.bases
-        self._capture.settle()
+        self._capture.reset()
         self._capture.watch.due = self._due()
         if self._closed:
             self.close()
@@ -398,31 +390,52 @@ class KFAC(Optimizer):
         if self._replicas.processes.group is None:
             refuse_untold("KFAC", "it was built before they met")
         told, wanted = self._capture.watch.due, self._capture.wanted
-        self._settle()
+        self._read_verdict()
         given = self._capture, self._params, self.param_groups, self._replicas.processes
-        source = source_of(closure, objective, self._options, *given, self._plans)
+        problem = problem_of(closure, objective, self._options, *given, self._memory)
         # the forward pass was not told that statistics are due, where the last step was rejected
         owing = closure is None and objective is None and not told and self._due()
         if not self._options.controlled:
-            return self._take(source, owing, wanted)
+            return self._take(problem, closure, owing, wanted)
         learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
-        undo = Undo(self._held, self._chosen.values(), self.state, learning=bool(learning))
+        with self._transaction(problem, learning=bool(learning)):
+            return self._take(problem, closure, owing, wanted)
+
+    @contextmanager
+    def _transaction(self, problem: StepProblem | None, *, learning: bool) -> Iterator[None]:
+        """After an exception, put back everything that a step may change.
+
+        A step that is not `learning` renews neither statistics nor inverses.
+        """
+        own, schedule = self._held.preconditioner, dict(self._held.schedule)
+        shared = {id(x): x for x in (self._replicas, own.rule, own.damping)}
+        before = deepcopy(self._held, shared) if learning else None
+        params = list(self._chosen.values())
+        buffers = [update.buffer_of(self.state, p) for p in params if "momentum" in self.state[p]]
+        copies = [(t, t.clone()) for t in (*params, *buffers)]
         try:
-            return self._take(source, owing, wanted)
+            yield
         except BaseException:
-            source.restore()
-            undo.restore()
+            if problem is not None:
+                problem.rollback()
+            for t, copy in copies:
+                t.copy_(copy)
+            self._held.schedule.update(schedule)
+            if before is not None:
+                before.inherit(self._held, self._params.by_name)
+                self._held = before
             self._publish()
-            self._capture.settle()
+            self._capture.structure.bases = self._held.bases
+            self._capture.reset()
             raise
 
-    def _take(self, source: Source, owing: bool, wanted: bool) -> Any:
+    def _take(self, problem: StepProblem | None, closure: Any, owing: bool, wanted: bool) -> Any:
         """Statistics → averages → inverses → directions → update, as far as each is due.
 
-        Where nothing that the host does next depends on it, nobody waits for the device: it changes
-        nothing where it must not, and `_settle` takes notice later.
+        Where nothing that the host does next depends on the device, the host does not wait for it:
+        a flag there guards every change, and `_read_verdict` reads it later.
         """
-        loss, capture, groups = source.evaluate(), self._capture, self.param_groups
+        loss, capture, groups = evaluate(problem, closure), self._capture, self.param_groups
         held, params, rule = self._held, self._params, self._rule
         self._replicas.average_gradients(params, groups, capture.wrapped)
         gradients = dense_gradients(groups, params.names, params.shapes)
@@ -430,13 +443,12 @@ class KFAC(Optimizer):
         if self._idle(gradients):
             capture.clear()
             return loss
-        if source.loss is not None and not isfinite(source.loss):
-            return self._reject(f"the loss is {source.loss}", loss)
+        if problem is not None and not isfinite(problem.loss):
+            return self._reject(f"the loss is {problem.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
-            self._launch()
             self._replicas.join(capture, params, groups, gradients, held.schedule)
-        found = self._statistics(source, owing)
+        found = self._statistics(problem, owing)
         guard = Guard(self._deferrable(found, gradients))
         late = guard.deferred and self._replicas.alone  # no inverse waits for the statistics
         if rule.moments or not guard.deferred or (found and not late):  # else directions tell
@@ -451,8 +463,9 @@ class KFAC(Optimizer):
         if held.stack(params.by_name, params.like):  # inverses are other tensors now
             self._publish()
             capture.structure.bases = held.bases
-            ready = chain.from_iterable(key.names for key in held.preconditioner.ready)
-            update.drop_moments(self.state, [params.by_name[n] for n in ready])
+            for name in chain.from_iterable(key.names for key in held.preconditioner.ready):
+                for moment in BUFFERS[1:]:  # Adam's: the parameter follows the rule from now on
+                    self.state[params.by_name[name]].pop(moment, None)
         directions, stacks = held.directions(gradients, guard.good)
         if not rule.moments and not guard.holds(finite(stacks)):
             return self._reject("a direction is not finite", loss)
@@ -461,11 +474,12 @@ class KFAC(Optimizer):
             taken = self._learn(found, gradients, learned)
         broken, moving = guard.broken, self.quadratic is not None
         shares = update.shares_of(groups, self.state, params, directions, moving)
-        info = self._move(shares, source, gradients, broken)
+        info = self._move(shares, problem, gradients, broken)
         if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
             others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
             rest = {n: g for n, g in gradients.items() if n not in others}
-            late = {n: rest.pop(n) for n in held.waiting if n in rest}
+            unready = sorted(held.learned - held.preconditioner.ready, key=lambda key: key.names)
+            late = {n: rest.pop(n) for key in unready for n in key.names if n in rest}
             count = held.schedule["step"] + 1
             update.adam_move(groups, self.state, params, rest, count, rule.rest, broken)
             update.adam_move(groups, None, params, late, 1, rule.rest, broken)
@@ -481,7 +495,7 @@ class KFAC(Optimizer):
             return False
         return not any(bool(g.any()) for g in gradients.values())
 
-    def _deferrable(self, found: Found, gradients: Tensors) -> bool:
+    def _deferrable(self, found: BlockMeans, gradients: Tensors) -> bool:
         """Whether the step's outcome is of no consequence for what the host does next."""
         held = self._held
         some = next(iter(gradients.values()))
@@ -505,16 +519,17 @@ class KFAC(Optimizer):
         params = self._params.by_name
         return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
 
-    def _statistics(self, source: Source, owing: bool) -> Found:
+    def _statistics(self, problem: StepProblem | None, owing: bool) -> BlockMeans:
         """The means of what was seen since the last step, or of an objective's terms."""
         self._skipped, capture = False, self._capture
-        if (parts := source.parts()) is not None:
+        if isinstance(problem, ObjectiveProblem):
             if not self._due():
                 return {}
+            parts, _ = problem.parts(self.metric, None)
             generator = capture.generator(parts[0].linear.value.device)
             return averaged_parts(parts, self._options, generator)
-        if not self._told and not self._measuring:
-            self._tell()
+        if not self._warned_plain and not self._measuring:
+            self._warn_plain()
         if not capture.pool.calls:
             if self._due() and not owing:
                 raise PullbackError(
@@ -524,14 +539,15 @@ class KFAC(Optimizer):
                     "output before step()",
                 )
             return {}
-        found = capture.take(self._loss_scale)
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        # gradients are averaged over processes, and cotangents not yet
+        found = capture.take(scale * self._replicas.processes.size)
         self._skipped = found is None
         if found is not None and not self._held.schedule["taken"]:
-            self._tell()
+            self._warn_plain()
         return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
 
-    def _learn(self, found: Found, gradients: Tensors, guard: Guard) -> bool:
-        """Take up statistics, if all are finite."""
+    def _learn(self, found: BlockMeans, gradients: Tensors, guard: Guard) -> bool:
         held = self._held
         if not held.learn(found, self.ema, guard):
             self._skipped = True
@@ -541,7 +557,7 @@ class KFAC(Optimizer):
         return True
 
     def _move(
-        self, shares: Sequence[Share], source: Source, gradients: Tensors, broken: Tensor | None
+        self, shares: Sequence[Share], problem: Any, gradients: Tensors, broken: Tensor | None
     ) -> KFACInfo:
         """Clip, scale and move; where the step is controlled, look at the loss."""
         schedule, factors = self._held.schedule, (None, None)
@@ -549,11 +565,12 @@ class KFAC(Optimizer):
         if self.quadratic is not None:
             # a multiple of references is no multiple of the identity
             shift = 0.0 if self.damping.referenced else value
-            factors = best_combination(shares, source, self.quadratic, gradients, shift)
+            exact = problem, self.metric
+            factors = best_combination(shares, *exact, self.quadratic, gradients, shift)
         if self.kl_clip is not None:
             update.clip_shares(shares, self.kl_clip, self.squared_length)
         if self.damping.controlled:
-            info = trial_move(shares, source, self.damping, value, gradients)
+            info = trial_move(shares, problem, self.metric, self.damping, value, gradients)
             schedule["damping"], schedule["retry"] = info.damping, int(not info.accepted)
         else:
             update.move(shares, broken)
@@ -571,17 +588,17 @@ class KFAC(Optimizer):
     def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._held.schedule["step"] += 1
-        self._capture.settle()
+        self._capture.reset()
         self._capture.watch.due = self._due() or (owing and not taken) or self._capture.lacking
         self._info = replace(info, taken=taken, notes=report.notes_of(self._held, self._skipped))
 
     def _reject(self, reason: str, loss: Any) -> Any:
-        self._capture.settle()
+        self._capture.reset()
         self._info = KFACInfo(False, reason, self._held.schedule["damping"])
         return loss
 
-    def _settle(self) -> None:
-        """Take notice of a step that moved nothing or learned nothing, if the last one did so."""
+    def _read_verdict(self) -> None:
+        """Read the last step's flags: take back what was counted if it moved or learned nothing."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -604,7 +621,7 @@ class KFAC(Optimizer):
     @property
     def blocks(self) -> KFACState:
         """Averages and inverses of all blocks, as of the last step."""
-        self._settle()
+        self._read_verdict()
         return self._held
 
     @contextmanager
@@ -629,7 +646,7 @@ class KFAC(Optimizer):
     @property
     def info(self) -> KFACInfo:
         """What the last step did."""
-        self._settle()
+        self._read_verdict()
         return self._info
 
     def coverage(self) -> Coverage:
@@ -648,11 +665,11 @@ class KFAC(Optimizer):
         longest = self._options.sharing.longest
         return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
 
-    def _tell(self) -> None:
+    def _warn_plain(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
-        if self._told:
+        if self._warned_plain:
             return
-        self._told = True
+        self._warned_plain = True
         every = {n: why for n, why in self._others().items() if why == report.NO_MATRIX}
         every |= report.name_parametrizations(self.model, self._capture.structure.plain)
         report.warn_diagonal(self._chosen, every, self._rule)
@@ -662,7 +679,7 @@ class KFAC(Optimizer):
         with self._whole() as held:
             return report.gram_of(held, self._params.by_name)
 
-    def average(self) -> dict[BlockKey, dict[Factor, Tensor]]:
+    def average(self) -> dict[BlockKey, dict[FactorKey, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
         with self._whole() as held:
             return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}

@@ -1,4 +1,4 @@
-"""The arguments of `KFAC`: settled with the rule's defaults, or refused with the remedy."""
+"""The arguments of `KFAC`: completed by the rule's defaults, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # of batches and of single samples
 from torch.nn.parameter import UninitializedParameter
 
-from ..._core.capture import plain
-from ..._core.errors import PullbackError
+from ..._core.capture import Selector, plain
+from ..._core.errors import PullbackError, require
 from ...likelihoods import reduction_of
 from ...maps.layers.moments import Sharing
+from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import metric_of, refuse_parameter
 from .factors.damping import Damping, as_damping
-from .rules.eigenbasis import Eigenbasis
-from .rules.natural import Natural
-from .rules.rule import Rule
-from .rules.spectral import Spectral
-from .statistics.covectors import Recipe, refuse_coupled
+from .rules import Eigenbasis, Natural, Rule, Spectral
 
 #: what is read from a param group
 _GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
@@ -81,8 +78,7 @@ def check(**given: Any) -> None:
         good, remedy = _TESTS[name]
         if value is None and name in _OPTIONAL:
             continue
-        if isinstance(value, Tensor) or not good(value):
-            raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
+        require(not isinstance(value, Tensor) and good(value), f"{name}=", value, remedy)
 
 
 def check_group(group: Mapping[str, Any], read: Iterable[str]) -> None:
@@ -176,10 +172,21 @@ _RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
 
 
 @dataclass(frozen=True)
-class Options(Recipe):
+class Options:
     """The arguments of `KFAC`, checked, and those that were left out from the rule's defaults."""
 
     rule: Rule
+    metric: Metric
+    #: "mc" draws covectors, "exact" takes the columns of S, "empirical" the loss's own cotangent
+    fisher: str
+    sharing: Sharing
+    #: whether weight and bias share a block
+    joint: bool
+    draws: int
+    output: Selector
+    batch_dim: int
+    ekfac: bool
+    reduction: str
     damping: Damping
     lr: float
     momentum: float
@@ -192,6 +199,11 @@ class Options(Recipe):
     grad_scaler: Any
     step: QuadraticModel | None
     seed: int
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss that is scaled does no harm: the scaler is known, or no length is read."""
+        return self.grad_scaler is not None or self.rule.matrices
 
     @property
     def controlled(self) -> bool:
@@ -215,11 +227,11 @@ class Options(Recipe):
     @property
     def common(self) -> dict[str, Any]:
         """What several processes must have in common; param groups are compared by themselves."""
-        own = ("grad_scaler", "scaled", "output", "weight_decay")
+        own = ("grad_scaler", "output", "weight_decay")
         return {n: v for n, v in vars(self).items() if n not in own}
 
 
-def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
+def resolve(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     if given["reduction"] is None:
         given["reduction"] = reduction_of(likelihood)
@@ -239,9 +251,7 @@ def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Opti
     reduce, longest = given.pop("sharing") == "reduce", given.pop("max_factor")
     given["sharing"] = Sharing(reduce, given["batch_dim"], longest)
     given["joint"] = given["joint"] and not rule.matrices
-    given["scaled"] = given["grad_scaler"] is not None or rule.matrices  # bases know no scale
     given |= {"metric": metric_of(likelihood, metric), "damping": as_damping(damping)}
-    given |= {n: getattr(rule, n) for n in ("inputs", "matrices", "head")}
     out = Options(**given, rule=rule)
     if ekfac and out.damping.referenced:
         raise PullbackError(
@@ -249,7 +259,19 @@ def settle(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Opti
             f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
             "Give a number, or leave ekfac out",
         )
-    refuse_coupled(out.metric, fisher=out.fisher, ekfac=ekfac)
+    if out.metric.couples_samples and out.fisher == "empirical":
+        raise PullbackError(
+            'fisher="empirical" does not go with this metric',
+            f"{out.metric!r} relates samples, and their own gradients are not the same covector",
+            'Use fisher="mc" or "exact"',
+        )
+    if out.metric.couples_samples and ekfac:
+        raise PullbackError(
+            "ekfac=True does not go with this metric",
+            f"{out.metric!r} relates samples, and the corrected eigenvalues are sums over single "
+            "ones",
+            "Leave ekfac out",
+        )
     return out
 
 

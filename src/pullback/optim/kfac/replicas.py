@@ -9,8 +9,8 @@ their sum over all processes is the average, and less is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from math import prod
+from collections.abc import Mapping, Sequence, Set
+from math import isnan, prod
 from typing import Any
 
 import torch
@@ -18,45 +18,36 @@ from torch import Tensor
 
 from ..._core.flags import checksum
 from ..._core.placement import Placement
-from ..._core.processes import Pending, Processes
+from ..._core.processes import Processes
 from ..._core.shards import Groups, Parameters
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
     Packed,
     Side,
     launch_sides,
-    map_memory,
     memory,
-    sum_sides,
     triangle,
-    zeros_like,
 )
 from ..checks import refuse_sparse
-from .factors.average import Average
-from .factors.factor import SPECTRUM, BlockKey, Factors
+from .factors.block import SPECTRUM, Average, BlockKey, Factors
 from .factors.preconditioner import Averages, Preconditioner, placeholder
 from .statistics.capture import StatisticsCapture
-from .statistics.reduction import (
+from .statistics.sums import (
     BlockTensors,
-    Counts,
     Layouts,
-    SentSums,
-    counts_of,
-    is_broken,
+    Pool,
     join_layouts,
     layout_of,
     shared_sides,
     sides_of,
+    sums_of,
     tensors_of,
     zeros_of,
 )
-from .statistics.sums import Pool, means
 from .update import Tensors
 
 #: blocks with statistics, in an order that all processes have
 Blocks = Sequence[tuple[BlockKey, Average]]
-#: their keys, and averages on their way to become those of all processes
-ComingAverages = tuple[list[BlockKey], Pending[list[Side]]]
 
 
 class Replicas:
@@ -87,20 +78,9 @@ class Replicas:
         self._owned = owned and not processes.alone
         self._lazy = lazy and not owned and not processes.alone
         self._shared = False
-        #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
-        self._overlaps = wrapped and not owned and not processes.alone
-        self._apart: Processes | None = None
-        #: what all processes measured last, and what is under way
-        self._layouts: Layouts | None = None
-        self._counts: list[Tensor] = []
-        self._own: Counts | None = None  # this process's part of these counts
-        self._steady = False  # whether all parts were those of the time before
-        self._sent: SentSums | None = None
-        self._coming: ComingAverages | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
         return self.processes.alone
 
     def meet(
@@ -129,48 +109,9 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
-    def launch(
-        self,
-        capture: StatisticsCapture,
-        params: Parameters,
-        blocks: Blocks | None,
-        ema: float,
-        loss_scale: float,
-    ) -> None:
-        """Begin to sum the pooled statistics, in the shapes that all had last time.
-
-        It is called in the backward pass, and before `join`: messages of their own group know no
-        order but theirs. So every process begins once between two calls of `join`, also where a
-        step was skipped, and `join` finds out what is out of date. Nothing is waited for, since
-        another process may wait for this one's gradients. So averages are sent as they will be if
-        counts are those of the last time.
-
-        Args:
-            capture: has the statistics.
-            params: of the model.
-            blocks: those that will be inverted with these statistics; None where none will.
-            ema: the weight of the past in their averages.
-            loss_scale: by which cotangents are multiplied.
-        """
-        if self._sent is not None or self._apart is None or self._layouts is None:
-            return
-        self._coming = None
-        sent = self._sent = self._begin(capture.pool, self._layouts, params, self._apart)
-        if blocks is not None and self._lazy and self._steady:
-            pool = Pool(samples=self._counts[0], shared=sent.shared, share=self._part)
-            scale = capture.scale(pool.samples, loss_scale)
-            self._coming = self._begin_averages(sent, pool, scale, blocks, ema)
-
-    def succeed(self) -> None:
-        """Go on with a state that all processes loaded, whose averages are whole."""
+    def forget_shares(self) -> None:
+        """Go on with averages that are whole: all processes loaded them."""
         self._shared = False
-        if self._layouts is not None:  # some may have begun, so that nothing is begun ahead now
-            self._sent = self._coming = self._apart = None
-            self._overlaps = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but what is under way, and the group in which it is."""
-        return {**vars(self), **dict.fromkeys(("_sent", "_coming", "_apart", "_layouts", "_own"))}
 
     def join(
         self,
@@ -182,18 +123,13 @@ class Replicas:
     ) -> None:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
         processes, pool, structure = self.processes, capture.pool, capture.structure
-        sent, self._sent = self._sent, None
-        broken = is_broken(pool)
+        broken = isinstance(pool.samples, float) and isnan(pool.samples)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
         layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
-        before, self._own = self._own, counts_of(pool)
-        current = sent is None or sent.pool is pool
-        fresh = sent is not None and current and sent.calls == pool.calls
-        steady = self._own is not None and self._own == before
-        flags = [not broken, pool.calls == 0, fresh, current, steady]
+        flags = [not broken, pool.calls == 0]
         told = layouts, sorted(structure.partners.items())
         given = params, groups, gradients, schedule
-        alike, (whole, idle, fresh, current, self._steady) = self._compare(told, flags, *given)
+        alike, (whole, idle) = self._compare(told, flags, *given)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -206,18 +142,7 @@ class Replicas:
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        if sent is not None and current and not fresh:  # each of several passes would be sent
-            self._apart = None
-        if sent is None or not fresh or layouts != self._layouts:
-            self._coming, self._steady = None, self._steady and layouts == self._layouts
-            sent = self._begin(pool, layouts, params, processes)
-        if not self._steady:
-            self._coming = None
-        if self._layouts is None and self._overlaps:
-            self._apart = processes.apart()
-        self._layouts = layouts
-        self._counts = sent.finish()
-        pool.shared, pool.share = sent.shared, self._part
+        self._sum(pool, layouts, params)
 
     def _compare(
         self,
@@ -252,59 +177,38 @@ class Replicas:
             processes.same("their parameters", _lengths(held), remedy)
         return alike[0], found
 
-    @property
-    def _part(self) -> float:
-        """What this process adds of what is known without measuring: one of them adds all."""
-        return float(self.processes.rank == 0)
+    def _sum(self, pool: Pool, layouts: Layouts, params: Parameters) -> None:
+        """Sum counts over all processes, and the sides of which they hold no shares.
 
-    def _begin(
-        self, pool: Pool, layouts: Layouts, params: Parameters, processes: Processes
-    ) -> SentSums:
-        """Begin to sum counts, and the sides of which processes hold no shares."""
-        device = next(iter(params.by_name.values())).device
+        Where blocks have owners, these alone get the sums of sides.
+        """
         sums: dict[BlockKey, BlockTensors] = {}
         for key, layout in layouts.items():
-            held = None if is_broken(pool) else pool.sums.get(key)
-            own = {} if held is None else tensors_of(held)
-            if not layout_of(own).items() <= layout.items():
-                own = {}  # `join` finds out
+            own = tensors_of(pool.sums[key]) if key in pool.sums else {}
             like = params.by_name[key.names[0]]
             sums[key] = {
                 at: own[at] if at in own else zeros_of(at, *layout[at], like) for at in layout
             }
-        shared = {key: self._shared_sides(key, sides_of(own)) for key, own in sums.items()}
+        pool.shared = {key: self._shared_sides(key, sides_of(own)) for key, own in sums.items()}
+        pool.share = float(self.processes.rank == 0)
+        every = [(key, at) for key, own in sums.items() for at in own]
+        # numbers that are no sides: of places, and second moments in eigenbases
+        numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
+        counts = [torch.as_tensor(pool.samples), *(memory(sums[k][at]) for k, at in numbers)]
+        device = next(iter(params.by_name.values())).device
+        wide = [t.to(device, torch.float64) for t in counts]
+        pool.samples, *totals = self.processes.sum(wide, "counts")
+        for (key, at), t in zip(numbers, totals, strict=True):
+            sums[key][at] = t.to(memory(sums[key][at]).dtype)
+        rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
+        rest = [(key, at) for key, at in rest if at[1].side not in pool.shared[key]]
         owners = self.placement.owners if self._owned else {}
-        placed = owners if sums.keys() <= owners.keys() else {}
-        return SentSums(pool, sums, shared, processes, device, placed)
-
-    def _begin_averages(
-        self, sent: SentSums, pool: Pool, scale: Any, blocks: Blocks, ema: float
-    ) -> ComingAverages | None:
-        """Begin to sum averages as they will be when these statistics have been taken up."""
-
-        def sides() -> Iterator[Side]:
-            for key, average in blocks:
-                some = self._shared_sides(key, average.value)
-                pool.sums = sent.shares(key, self._counts)
-                new = means(pool, scale).get(key, {})
-                for f in sorted(f for f in average.value if f.side in some):
-                    yield self._lerp(average.value[f], new.get(f), ema)
-
-        if not all(sent.fits(key, average) for key, average in blocks):
-            return None
-        return [key for key, _ in blocks], launch_sides(sides(), sent.processes)
-
-    def _lerp(self, old: Side, new: Side | None, ema: float) -> Side:
-        """Return ema·old + (1 − ema)·new of this process's shares."""
-        if not self._shared and self.processes.rank:  # another one has all of it
-            old = zeros_like(old)
-        if new is None:
-            return old
-        return map_memory(lambda t: torch.lerp(t, memory(new), 1 - ema), old)
-
-    def agree(self, flag: Tensor) -> Tensor:
-        """Return whether statistics are good on all processes, of which each has a part."""
-        return self.processes.agree(flag) if self._lazy or self._owned else flag
+        placed = owners and sums.keys() <= owners.keys()
+        ranks = [owners[key] for key, _ in rest] if placed else None
+        sides = launch_sides([sums[key][at] for key, at in rest], self.processes, ranks).wait()
+        for (key, at), side in zip(rest, sides, strict=True):
+            sums[key][at] = side
+        pool.sums = {key: sums_of(own) for key, own in sums.items()}
 
     # --- averages as shares ---------------------------------------------------------------------
 
@@ -328,19 +232,12 @@ class Replicas:
             if self.processes.rank and held:
                 torch._foreach_zero_(held)
 
-    def whole(self, blocks: Blocks, *, taken: bool = False) -> None:
-        """Make averages whole, where they are shares; all processes call it.
-
-        If statistics were `taken` up just now, the sums may be under way.
-        """
-        coming, self._coming = self._coming if taken else None, None
+    def whole(self, blocks: Blocks) -> None:
+        """Make averages whole, where they are shares; all processes call it."""
         if not self._shared:
             return
         sides = self._sides(blocks)
-        if coming is not None and coming[0] == [key for key, _ in blocks]:
-            totals = coming[1].wait()
-        else:
-            totals = sum_sides(sides, self.processes)
+        totals = launch_sides(sides, self.processes).wait()
         for side, total in zip(sides, totals, strict=True):
             memory(side).copy_(memory(total))
         self._shared = False
@@ -394,7 +291,7 @@ class Replicas:
     def release(self, own: Preconditioner, averages: Averages) -> None:
         """Give up the memory of inverses that other teams hold, and of averages that others own."""
         for average in [a for key, a in averages.items() if not self.keeps(key)]:
-            average.change(placeholder)
+            average.change(placeholder, mass=False)
         placed = own.inverses.keys() & self.placement.owners.keys() - own.absent
         for key in [k for k in placed if not self.placement.holds(k)]:
             own.change(key, placeholder)

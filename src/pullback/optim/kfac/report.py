@@ -15,9 +15,8 @@ from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, sides
 from ...maps.proof import NO_LAYER
 from ..checks import warn_growth
-from .factors.average import block_of
-from .factors.factor import BlockKey, block_shape, describe, to_block
-from .rules.rule import Rule
+from .factors.block import BlockKey, block_of, block_shape, describe, to_block
+from .rules import Rule
 from .state import KFACState
 from .statistics.plan import Forecast
 from .update import Tensors

@@ -29,9 +29,17 @@ from ..._core.flags import finite_own
 from ..._core.shards import whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import Side, as_side, memory
-from .factors.average import Average, ema_update
+from .factors.block import (
+    SPECTRUM,
+    Average,
+    BlockKey,
+    FactorKey,
+    Factors,
+    block_shape,
+    ema_update,
+    to_block,
+)
 from .factors.damping import refuse_reference
-from .factors.factor import SPECTRUM, BlockKey, Factor, Factors, block_shape, to_block
 from .factors.preconditioner import Preconditioner, placeholder
 from .replicas import Replicas
 from .statistics.plan import Forecast
@@ -43,7 +51,7 @@ _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
 #: the means of one statistics step
-Found = Mapping[BlockKey, dict[Factor, Side]]
+BlockMeans = Mapping[BlockKey, dict[FactorKey, Side]]
 
 
 @dataclass
@@ -53,8 +61,6 @@ class KFACState:
     preconditioner: Preconditioner
     #: the processes that share the work
     replicas: Replicas
-    #: whether plain means are kept beside the averages
-    mean: bool
     #: steps done, statistics taken, λ, and whether a rejected step asks for new inverses
     schedule: dict[str, Any]
     averages: dict[BlockKey, Average] = field(default_factory=dict)
@@ -67,7 +73,7 @@ class KFACState:
 
     def allocate(self, key: BlockKey, like: Factors) -> None:
         """Make room for a block of these factors' shapes."""
-        self.averages[key] = Average.empty(like, mean=self.mean)
+        self.averages[key] = Average.empty(like, mean=self.preconditioner.damping.referenced)
         self.preconditioner.allocate(key, self.averages[key])
         self.learned.discard(key)
         self.reserved.discard(key)
@@ -75,11 +81,8 @@ class KFACState:
     def reserve(self, key: BlockKey, like: Factors) -> None:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, like)
-        own = self.preconditioner
-        self.averages[key] = self.averages[key].map(placeholder)
-        own.change(key, placeholder)
-        if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(placeholder)
+        self.averages[key].change(placeholder)
+        self.preconditioner.change(key, placeholder)
         self.reserved.add(key)
 
     def reserve_expected(self, expected: Forecast) -> None:
@@ -112,9 +115,7 @@ class KFACState:
     def move(self, key: BlockKey, like: Tensor) -> None:
         """Bring a block to another device or dtype."""
         own = self.preconditioner
-        self.averages[key] = self.averages[key].map(lambda t: t.to(like))
-        if key in own.spectra:
-            own.spectra[key] = own.spectra[key].map(lambda t: t.to(like))
+        self.averages[key].change(lambda t: t.to(like))
         if own.inverses[key].dtype == like.dtype:
             own.change(key, lambda t: t.to(like.device))
         else:  # made anew from the averages
@@ -138,21 +139,21 @@ class KFACState:
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
-    def succeed(self, old: KFACState, saved: Container[str]) -> None:
-        """Take the place of a state, of which the parameters that were not `saved` are shown."""
+    def inherit(self, old: KFACState, saved: Container[str]) -> None:
+        """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
         for key, average in old.averages.items():
             if not any(n in saved for n in key.names) and key not in self.averages:
                 self.reserve(key, average.value)  # they were frozen when it was saved
         old.schedule.update(self.schedule)  # the dict itself is shared
         self.schedule = old.schedule
-        self.replicas.succeed()
+        self.replicas.forget_shares()
 
     # --- statistics → averages → inverses → directions ------------------------------------------
 
-    def learn(self, found: Found, ema: float, guard: Guard) -> bool:
+    def learn(self, found: BlockMeans, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [memory(t) for own in found.values() for t in own.values()]
-        if not guard.holds(self.replicas.agree(finite_own(new))):
+        if not guard.holds(self.replicas.processes.agree(finite_own(new))):
             return False
         refuse_reference(self.preconditioner.damping, found)
         if not guard.deferred and self.make_room(found):
@@ -189,12 +190,6 @@ class KFACState:
         return {n: found.get(n, g) for n, g in gradients.items()}, stacks
 
     @property
-    def waiting(self) -> list[str]:
-        """The parameters of blocks that have statistics, and no inverse yet."""
-        late = sorted(self.learned - self.preconditioner.ready, key=lambda key: key.names)
-        return [n for key in late for n in key.names]
-
-    @property
     def bases(self) -> dict[BlockKey, Inverse]:
         """The eigenbases in which statistics are to be taken."""
         own = self.preconditioner
@@ -205,11 +200,6 @@ class KFACState:
         step = self.schedule["step"]
         return step % every == 0 or (step < every and count & (count - 1) == 0)
 
-    def renews(self, every: int) -> bool:
-        """Whether inverses will be renewed with the next statistics."""
-        due = self.schedule["retry"] or self.inverts(self.schedule["taken"] + 1, every)
-        return bool(due) or not self.learned <= self.preconditioner.ready
-
     def renew(self, taken: bool, every: int) -> None:
         """Renew inverses when it is time, and make those that are missing."""
         own, schedule = self.preconditioner, self.schedule
@@ -217,7 +207,7 @@ class KFACState:
         keys = self.learned if due else self.learned - own.ready
         schedule["retry"] = 0
         if keys:
-            self.replicas.whole(self.blocks, taken=taken)
+            self.replicas.whole(self.blocks)
             keys = sorted(keys, key=lambda key: key.names)
             self.replicas.renew(own, self.averages, keys, schedule["damping"])
 
@@ -253,9 +243,8 @@ class KFACState:
         return ema >= _HALF and all(average.adds_up(new) for average, new in kept)
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by what for."""
         own = self.preconditioner
-        spectra = [t for s in own.spectra.values() for t in s.tensors()]
+        spectra = [t for s in own.spectra.values() for t in (*s.sides(), s.mass)]
         held = [k for k in self.averages if k not in self.reserved]
         averages = [self.averages[k].mass for k in held]
         averages += [t for k in held if self.replicas.keeps(k) for t in self.averages[k].sides()]
@@ -279,7 +268,7 @@ def publish(
     """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     for p in params.values():  # a number keeps a dict that a flattened checkpoint would lose
         into[p] |= {"schedule": state.schedule, "average": {"mass": 0.0}, "inverse": {"ready": 0}}
-        if state.mean:
+        if state.preconditioner.damping.referenced:
             into[p]["mean"] = {"count": 0}
         if state.preconditioner.ekfac:
             into[p]["spectrum"] = {"mass": 0.0}
@@ -288,7 +277,7 @@ def publish(
         own["average"] = {**_nested(average.value, piece), "mass": average.mass}
         inverse = {n: piece(t) for n, t in held.inverses[key].tensors().items()}
         own["inverse"] = {**inverse, "ready": int(key in held.ready)}
-        if state.mean:
+        if state.preconditioner.damping.referenced:
             own["mean"] = {**_nested(average.mean, piece), "count": average.count}
         if key in held.spectra:
             values, mass = memory(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
@@ -302,18 +291,15 @@ def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, A
     return out
 
 
-def _factors(nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[Factor, Side]:
+def _factors(
+    nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+) -> dict[FactorKey, Side]:
     return {
-        Factor(role, side): as_side(change(t))
+        FactorKey(role, side): as_side(change(t))
         for role, own in nested.items()
         if isinstance(own, Mapping)
         for side, t in own.items()
     }
-
-
-def _shown(p: Tensor, t: Tensor) -> Tensor:
-    """Return zeros of a tensor's shape that take no memory."""
-    return torch.zeros((), dtype=t.dtype, device=p.device).expand(t.shape)
 
 
 def restore(
@@ -325,7 +311,8 @@ def restore(
     """
     try:
         given = {n: own["average"] for n, own in saved.items()}
-        shown = {n: _factors(own, partial(_shown, params[n])) for n, own in given.items()}
+        where = {n: partial(placeholder, device=params[n].device) for n in given}
+        shown = {n: _factors(own, where[n]) for n, own in given.items()}
         # those without factors of their own share the block of a weight
         shared = [n for n, own in shown.items() if not own]
         for name, own in shown.items():
@@ -367,12 +354,12 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
 
     def take(here: bool, t: Tensor) -> Tensor:
         t = whole(t)
-        return t.to(p.device, copy=True) if here else _shown(p, t)
+        return t.to(p.device, copy=True) if here else placeholder(t, p.device)
 
     held, average = state.preconditioner, state.averages[key]
     every, kept = partial(take, True), partial(take, state.replicas.keeps(key))
     average.value, average.mass = _factors(own["average"], kept), every(own["average"]["mass"])
-    if state.mean:
+    if state.preconditioner.damping.referenced:
         average.mean, average.count = _factors(own["mean"], kept), own["mean"]["count"]
     here, room = key not in held.absent, held.inverses[key]
     tensors: Any = {n: take(here, t) for n, t in own["inverse"].items() if n != "ready"}
@@ -383,7 +370,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
     if key in held.spectra:
         values, mass = (every(own["spectrum"][part]) for part in ("values", "mass"))
         held.spectra[key] = Average({SPECTRUM: values}, mass)
-    if average.started:
+    if average.mass > 0:
         state.learned.add(key)
 
 

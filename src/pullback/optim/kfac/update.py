@@ -7,7 +7,7 @@ and nothing moves where a flag on the device says that a direction is not finite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,29 +38,6 @@ def buffer_of(state: State, p: Tensor, name: str = "momentum") -> Tensor:
     return own[name]
 
 
-def make_buffers(
-    groups: Groups, state: State, names: Mapping[int, str], adam: Container[str], moving: bool
-) -> None:
-    """Make Adam's two moments for the parameters `adam`, and momentum where the group has one.
-
-    Where the step is `moving` by its last move, all have one.
-    """
-    for group in groups:
-        for p in group["params"]:
-            if names[id(p)] in adam:
-                buffer_of(state, p, "first")
-                buffer_of(state, p, "second")
-            elif moving or group.get("momentum"):
-                buffer_of(state, p)
-
-
-def drop_moments(state: State, params: Iterable[Tensor]) -> None:
-    """Forget Adam's moments of parameters that follow the rule from now on."""
-    for p in params:
-        for name in BUFFERS[1:]:
-            state[p].pop(name, None)
-
-
 @dataclass
 class Share:
     """The parameters of one param group that have a gradient, with their directions."""
@@ -78,7 +55,10 @@ class Share:
 def shares_of(
     groups: Groups, state: State, params: Parameters, given: Tensors, moving: bool
 ) -> list[Share]:
-    """Return the parameters of these directions, by group; `moving` as in `make_buffers`."""
+    """Return the parameters of these directions, by group.
+
+    Where the step is `moving` by its last move, all have momentum.
+    """
     shares = []
     for group in groups:
         names, own = params.among(group, given)
@@ -97,7 +77,7 @@ def shares_of(
 class Guard:
     """Whether a step goes on: asked at once, or by a flag on the device that guards every change.
 
-    Where it is `deferred`, nobody waits for the device: `broken` is 1 where nothing may change.
+    Where it is `deferred`, the host does not wait: `broken` is 1 where nothing may change.
     """
 
     def __init__(self, deferred: bool, good: Tensor | None = None) -> None:
@@ -171,56 +151,44 @@ def clip_shares(shares: Sequence[Share], limit: float, length: Callable[[Tensors
 
 
 def move(shares: Sequence[Share], broken: Tensor | None = None) -> None:
-    """Apply decay, momentum and the move; where the float32 flag `broken` is 1, nothing changes."""
+    """Set w ← (1 − η·decay)w, m ← μm + Δ and w ← w − ηm, in one pass where there is a kernel.
+
+    Where the float32 flag `broken` is 1, nothing changes.
+    """
     for share in shares:
-        if share.decay and share.momentum:
-            kept: Any = 1 - share.lr * share.decay
+        lr, momentum, decay = share.lr, share.momentum, share.decay
+        if decay and momentum:  # of which the kernel knows no decay
+            kept: Any = 1 - lr * decay
             if broken is not None:
                 one = share.params[0].new_ones(())
                 kept = torch.where(broken.to(one.device) > 0, one, one * kept)
             torch._foreach_mul_(share.params, kept)
+            decay = 0.0
         kinds: dict[object, list[int]] = {}  # one kernel knows one device and dtype
         for i, p in enumerate(share.params):
             kinds.setdefault((p.device, p.dtype), []).append(i)
-        every = share.params, share.directions, share.buffers if share.momentum else []
+        every = share.params, share.directions, share.buffers if momentum else []
         for own in kinds.values():
             params, directions, buffers = ([some[i] for i in own] if some else [] for some in every)
-            decay = 0.0 if share.momentum else share.decay
-            _advance(params, directions, buffers, share.lr, share.momentum, decay, broken)
-
-
-def _advance(
-    params: list[Tensor],
-    directions: list[Tensor],
-    buffers: list[Tensor],
-    lr: float | Tensor,
-    momentum: float,
-    decay: float,
-    broken: Tensor | None,
-) -> None:
-    """Set m ← μm + Δ, w ← w − ηm: in one pass over the memory where there is a kernel for it.
-
-    Without momentum the decay is part of it: w ← w − η(Δ + decay·w).
-    """
-    first = params[0]
-    # a rate on the device is read in single precision; on a CPU the kernel is wrong for bfloat16
-    exact = isinstance(lr, Tensor) and first.is_cuda and first.dtype != torch.float64
-    rate: Any = lr if exact else float(lr)
-    plain = first.dtype in (torch.float32, torch.float64)
-    if first.is_cuda or (plain and all(p.is_contiguous() for p in params)):
-        torch._fused_sgd_(
-            params, directions, buffers, weight_decay=decay, momentum=momentum, lr=rate,
-            dampening=0.0, nesterov=False, maximize=False, is_first_step=False, grad_scale=None,
-            found_inf=None if broken is None else broken.to(first.device),
-        )  # fmt: skip
-        return
-    if momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, directions)
-        directions = buffers
-    if decay:
-        torch._foreach_mul_(params, 1 - rate * decay)
-    torch._foreach_add_(params, directions, alpha=-rate)
+            first = params[0]
+            # a rate on the device is read in single precision
+            exact = isinstance(lr, Tensor) and first.is_cuda and first.dtype != torch.float64
+            rate: Any = lr if exact else float(lr)
+            plain = first.dtype in (torch.float32, torch.float64)  # on a CPU it is wrong for halves
+            if first.is_cuda or (plain and all(p.is_contiguous() for p in params)):
+                torch._fused_sgd_(
+                    params, directions, buffers, weight_decay=decay, momentum=momentum, lr=rate,
+                    dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+                    grad_scale=None, found_inf=None if broken is None else broken.to(first.device),
+                )  # fmt: skip
+                continue
+            if momentum:
+                torch._foreach_mul_(buffers, momentum)
+                torch._foreach_add_(buffers, directions)
+                directions = buffers
+            if decay:
+                torch._foreach_mul_(params, 1 - rate * decay)
+            torch._foreach_add_(params, directions, alpha=-rate)
 
 
 def like_parameter(direction: Tensor, p: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,75 +18,44 @@ from torch.func import jvp
 from .scaling import Action, Parameters
 
 
-class Chart(Protocol):
-    """A value of some parameters."""
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        """The parameters that are written."""
-        ...
-
-    def read(self, params: Parameters) -> Tensor:
-        """The value."""
-        ...
-
-    def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
-        """The parameters that have this value, from others nearby."""
-        ...
-
-
 @dataclass(frozen=True)
-class MatrixView:
-    """Entries of a parameter as a matrix (outputs, inputs), such as the transpose of w in x @ w.
+class ParameterView:
+    """Entries of a parameter as a matrix or vector, such as the transpose of w in x @ w.
 
     Attributes:
         name: the parameter.
-        outputs, inputs: its axes that are merged to the matrix's rows and to its columns.
+        axes: those of the parameter that are merged to each axis of the value: for a matrix those
+            of outputs and those of inputs.
         at: the place along its other axes, as of one expert in a stack.
         factor: what the entries are multiplied by.
     """
 
     name: str
-    outputs: tuple[int, ...]
-    inputs: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
     at: tuple[int, ...] = ()
     factor: float = 1.0
 
     @property
     def own(self) -> tuple[str, ...]:
+        """The parameters that are written."""
         return (self.name,)
 
-    def _matrix(self, w: Tensor) -> Tensor:
-        rest = [d for d in range(w.ndim) if d not in (*self.outputs, *self.inputs)]
-        chosen = w.permute(*rest, *self.outputs, *self.inputs)[self.at]
-        return chosen.reshape(prod(chosen.shape[: len(self.outputs)]), -1)
+    def _entries(self, w: Tensor) -> Tensor:
+        used = [d for merged in self.axes for d in merged]
+        rest = [d for d in range(w.ndim) if d not in used]
+        sizes = [prod(w.shape[d] for d in merged) for merged in self.axes]
+        return w.permute(*rest, *used)[self.at].reshape(sizes)
 
     def read(self, params: Parameters) -> Tensor:
-        return self.factor * self._matrix(params[self.name])
+        """The value."""
+        return self.factor * self._entries(params[self.name])
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
+        """The parameters that have this value, from others nearby."""
         w = params[self.name]
-        places = self._matrix(torch.arange(w.numel(), device=w.device).view(w.shape))
+        places = self._entries(torch.arange(w.numel(), device=w.device).view(w.shape))
         new = w.flatten().index_copy(0, places.flatten(), value.flatten() / self.factor)
         return {self.name: new.view(w.shape)}
-
-
-@dataclass(frozen=True)
-class VectorView:
-    """All entries of a parameter as one vector, times a number: the biases of several layers."""
-
-    name: str
-    factor: float = 1.0
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        return (self.name,)
-
-    def read(self, params: Parameters) -> Tensor:
-        return self.factor * params[self.name].flatten()
-
-    def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
-        return {self.name: value.view(params[self.name].shape) / self.factor}
 
 
 @dataclass(frozen=True)
@@ -101,6 +69,7 @@ class FixedNorm:
 
     @property
     def own(self) -> tuple[str, ...]:
+        """The parameters that are written."""
         return self.gain, self.shift
 
     def _centre(self, params: Parameters) -> Tensor:
@@ -108,10 +77,15 @@ class FixedNorm:
         return g * (self.mean * self.inverse).to(g)
 
     def read(self, params: Parameters) -> Tensor:
+        """The constant."""
         return params[self.shift] - self._centre(params)
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
+        """The shift that makes it this one."""
         return {self.shift: value + self._centre(params)}
+
+
+Chart = ParameterView | FixedNorm
 
 
 class ChartAction(Action):

@@ -46,11 +46,8 @@ class Action(ABC):
     def generators(self, params: Parameters) -> dict[str, Tensor]:
         """Z at w: (dimension, *shape) for each parameter that is moved."""
         one = params[self.names[0]]
-        lines = [
-            self.tangent(params, e)
-            for e in torch.eye(self.dimension, dtype=one.dtype, device=one.device)
-        ]
-        return {n: torch.stack([line[n] for line in lines]) for n in self.names}
+        eye = torch.eye(self.dimension, dtype=one.dtype, device=one.device)
+        return torch.func.vmap(lambda e: self.tangent(params, e))(eye)
 
     def pairing(self, params: Parameters, covector: Parameters) -> Tensor:
         """Z·v: the inner product of each generator with a vector, (dimension,).
@@ -82,16 +79,15 @@ class Leg:
     unit: Tensor
     power: int
 
-    def factors(self, scales: Tensor) -> Tensor:
-        """α_unit^power, of the shape of `unit`."""
-        rest = scales if self.complete else torch.cat([scales, scales.new_ones(1)])
-        chosen = rest[self.unit.to(scales.device)]
-        return chosen if self.power == 1 else chosen**self.power
+    def rates(self, t: Tensor) -> Tensor:
+        """power·t_unit for log-scales t (*batch, units): (*batch, *unit.shape)."""
+        rest = torch.cat([t, t.new_zeros(*t.shape[:-1], 1)], -1)  # for −1: not moved
+        return self.power * rest[..., self.unit.to(t.device)]
 
-    def rates(self, element: Tensor) -> Tensor:
-        """power·t_unit for log-scales t (units,): the derivative of `factors`."""
-        rest = element if self.complete else torch.cat([element, element.new_zeros(1)])
-        return self.power * rest[self.unit.to(element.device)]
+    def on(self, w: Tensor) -> Leg:
+        """The leg with a unit index that has as many axes as w, on its device."""
+        shape = [1] * (w.ndim - self.unit.ndim) + list(self.unit.shape)
+        return Leg(self.name, self.unit.to(w.device).reshape(shape), self.power)
 
     @property
     def complete(self) -> bool:
@@ -142,34 +138,11 @@ class Scaling(Action):
             rates[leg.name] = rates[leg.name] + rate if leg.name in rates else rate
         return {name: rate * params[name].detach() for name, rate in rates.items()}
 
-    def generators(self, params: Parameters) -> dict[str, Tensor]:
-        out: dict[str, Tensor] = {}
-        for leg in self.legs:
-            w = params[leg.name].detach()
-            unit = leg.unit.to(w.device)
-            chosen = torch.arange(self.units, device=w.device).view(-1, *[1] * unit.ndim) == unit
-            moved = leg.power * chosen * w
-            out[leg.name] = out[leg.name] + moved if leg.name in out else moved
-        return out
-
-    def pairing(self, params: Parameters, covector: Parameters) -> Tensor:
-        one = params[self.names[0]]
-        out = torch.zeros(self.units, dtype=one.dtype, device=one.device)
-        for leg in self.legs:
-            products = params[leg.name].detach() * covector[leg.name]
-            lined = products if products.ndim else products.view([1] * leg.unit.ndim)
-            out += leg.power * leg.sums(lined, self.units)
-        return out
-
     def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        return self.scale(params, element.exp())
-
-    def scale(self, params: Parameters, scales: Tensor) -> dict[str, Tensor]:
-        """The scaled parameters, for α (units,)."""
         out: dict[str, Tensor] = {}
         for leg in self.legs:
             w = out.get(leg.name, params[leg.name])
-            out[leg.name] = w * leg.factors(scales.to(w))
+            out[leg.name] = w * leg.rates(element.to(w)).exp()
         return out
 
     def merged(self) -> Scaling:

@@ -119,20 +119,16 @@ def folded_shift(source: Leg, units: int, norm: FixedNorm, at: Places, about: st
     return Shift(units, [source.name, norm.shift], move, about)
 
 
-def mean_shift(
-    reader: Reader, gain: str | None, shift: str | None, about: str = "mean", biased: bool = True
-) -> Shift:
+def mean_shift(reader: Reader, gain: str | None, shift: str | None, about: str = "mean") -> Shift:
     """W ← W + a (1/g)ᵀ and b ← b − a Σ_i β_i/g_i behind a layer norm with gain g and shift β.
 
     Its outputs before gain and shift sum to zero, so that this direction of W reads nothing.
 
     Args:
-        reader: the layer that reads the norm.
+        reader: the layer that reads the norm, with a bias where there is a shift.
         gain, shift: of the norm, where it has them.
         about: what it is, for people.
-        biased: whether the reader has a bias.
     """
-    both = biased and shift is not None
 
     def move(params: Parameters, element: Tensor) -> dict[str, Tensor]:
         w = params[reader.weight].detach()
@@ -141,12 +137,12 @@ def mean_shift(
         inverse = one if gain is None else 1 / params[gain].detach()
         line = torch.zeros_like(w[0]).index_copy(0, columns, inverse)
         moved = {reader.weight: _placed(w, reader.rows, a[:, None] * line)}
-        if both:
-            total = (params[str(shift)].detach() * inverse).sum()
+        if shift is not None:
+            total = (params[shift].detach() * inverse).sum()
             moved[reader.bias] = _placed(params[reader.bias].detach(), reader.places, -a * total)
         return moved
 
-    names = [reader.weight, reader.bias] if both else [reader.weight]
+    names = [reader.weight] if shift is None else [reader.weight, reader.bias]
     return Shift(len(reader.rows), names, move, about)
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..._core.space import compute_dtype
-from .sweep import norms_of
+from .keeper import norms_of
 
 GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
 
@@ -64,7 +64,10 @@ def direction(
     gs = [gradients[n].to(w.dtype) for n, w in zip(flat, ws, strict=True)]
     squares = torch.stack(norms_of(ws)).square()
     dots = torch.stack([_dot(w, g, dtype) for w, g in zip(ws, gs, strict=True)])
-    pull = _radial(held, tuple(flat), dtype, squares.device).pull(kind, squares, dots)
+    owner, along = _radial(kind, held, dtype, squares.device)
+    inverse = (owner @ squares).rsqrt().nan_to_num(posinf=0.0)
+    rho = (owner @ dots) * inverse
+    pull = owner.mT @ ((along @ rho) * inverse).nan_to_num(0.0, 0.0, 0.0)
     moves = zip(flat, ws, gs, pull, strict=True)
     return {**gradients, **{n: torch.addcmul(g, w, c.to(w.dtype)) for n, w, g, c in moves}}
 
@@ -90,36 +93,22 @@ def _dot(w: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.dot(w.reshape(-1).to(dtype), g.reshape(-1).to(dtype))
 
 
-class _Radial:
-    """The radial parts of layers: (layers, names) is 1 where a parameter belongs to a layer."""
-
-    def __init__(
-        self, layers: Layers, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        blocks = [names for chain in layers for names in chain]
-        owned = [[float(n in block) for n in names] for block in blocks]
-        self._owner = torch.tensor(owned, dtype=dtype, device=device)
-        ones = [self._owner.new_ones(len(chain), len(chain)) for chain in layers if chain]
-        eye = torch.eye(len(blocks), dtype=dtype, device=device)
-        # ρ ↦ what is added along each ŵ: mean ρ − ρ_k, or Σρ − ρ_k
-        self._along = {
-            "riemannian": torch.block_diag(*(x / len(x) for x in ones)) - eye,
-            "gtk-orthonormal": torch.block_diag(*ones) - eye,
-        }
-
-    def pull(self, kind: str, q: Tensor, d: Tensor) -> Tensor:
-        """c of each parameter's layer, (P,); 0 where that is zero or not finite."""
-        inverse = (self._owner @ q).rsqrt().nan_to_num(posinf=0.0)
-        rho = (self._owner @ d) * inverse
-        return self._owner.mT @ ((self._along[kind] @ rho) * inverse).nan_to_num(0.0, 0.0, 0.0)
-
-
 @lru_cache(maxsize=64)
 def _radial(
-    layers: Layers, names: tuple[str, ...], dtype: torch.dtype, device: torch.device
-) -> _Radial:
-    """Return a cached `_Radial`: building one copies numbers from the host."""
-    return _Radial(layers, names, dtype, device)
+    kind: str, layers: Layers, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Matrices that are kept, since building them copies numbers from the host.
+
+    Returns:
+        (layers, parameters) with 1 where a parameter belongs to a layer, and
+        ρ ↦ what is added along each ŵ, (layers, layers): mean ρ − ρ_k, or Σρ − ρ_k.
+    """
+    sizes = [[len(names) for names in chain] for chain in layers if chain]
+    rows = [torch.ones(1, n, dtype=dtype) for chain in sizes for n in chain]
+    mean = kind == "riemannian"
+    ones = [torch.full((n, n), 1 / n if mean else 1.0, dtype=dtype) for n in map(len, sizes)]
+    along = torch.block_diag(*ones) - torch.eye(len(rows), dtype=dtype)
+    return torch.block_diag(*rows).to(device), along.to(device)
 
 
 def polar_direction(w: Tensor, g: Tensor, sizes: Sequence[int]) -> Tensor:

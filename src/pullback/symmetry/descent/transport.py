@@ -15,6 +15,7 @@ they stand for changes the function in the same way as before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from ...grams.kronecker.inverse import Inverse, rounded, widened
 from ...grams.kronecker.packed import Packed, memory, whole
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
-from ...optim.kfac.factors.factor import SPECTRUM, BlockKey, block_shape
+from ...optim.kfac.factors.block import SPECTRUM, BlockKey, block_shape
 from ...optim.kfac.state import KFACState
-from ..slices.units import ScalingUnits
+from ..retraction import ScalingUnits
 
 #: the power of α that each kind of state is multiplied by, by the names that torch's optimizers use
 POWERS: dict[str, int] = {
@@ -75,9 +76,13 @@ def followers(
             continue
         if value.ndim == 0 and (w.ndim or name not in powers):
             continue  # a counter
-        if value.shape != w.shape:
-            _refuse_shape(name, value, w, powers)
-            continue
+        if value.shape != w.shape and powers.get(name) != 0:
+            raise PullbackError(
+                f"The optimizer's state {name!r} cannot be rescaled",
+                f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an "
+                "average, whose units are not told apart",
+                f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
+            )
         if name not in powers:
             raise PullbackError(
                 f"It is not known how the optimizer's state {name!r} is rescaled",
@@ -90,60 +95,27 @@ def followers(
     return found
 
 
-def _refuse_shape(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]) -> None:
-    """Raise for state of another shape, unless its power is 0."""
-    if powers.get(name) != 0:
-        raise PullbackError(
-            f"The optimizer's state {name!r} cannot be rescaled",
-            f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an average, "
-            "whose units are not told apart",
-            f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
-        )
-
-
 #: what multiplies a parameter: tensors that are broadcast to it, each with whether it scales the
 #: layer's outputs (else its inputs), which decides where the parameter has a single entry
 Multipliers = Sequence[tuple[Tensor, bool]]
 
 
-class CurvatureFollower:
-    """Averages and inverses of a `KFAC` optimizer; nothing for others."""
-
-    def __init__(self, optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
-        self._optimizer = optimizer if isinstance(optimizer, KFAC) else None
-        self._params = params
-
-    @property
-    def present(self) -> bool:
-        """Whether there is something to carry along."""
-        return self._optimizer is not None
-
-    def follow(self, units: ScalingUnits, t: Tensor) -> None:
-        """Rescale the optimizer's state after parameters were multiplied by log-scales t (U,)."""
-        if self._optimizer is not None:
-            rescale_state(self._optimizer.blocks, self._params, scales_of(units, t))
-
-
-def scales_of(units: ScalingUnits, t: Tensor) -> dict[str, Multipliers]:
-    """What multiplies each parameter, leg by leg: e^(power·t), and whether it leads into units."""
-    rest = torch.cat([t, t.new_zeros(1)])  # for −1: not scaled
-    return {
-        part.name: [((leg.power * rest[leg.unit]).exp(), leg.power > 0) for leg in part.legs]
-        for part in units.parts
-    }
-
-
 @torch.no_grad()
-def rescale_state(
-    state: KFACState, parameters: Mapping[str, Tensor], scales: Mapping[str, Multipliers]
+def rescale_curvature(
+    state: KFACState, parameters: Mapping[str, Tensor], units: ScalingUnits, t: Tensor
 ) -> None:
-    """Bring averages and inverses to parameters that were multiplied by these scales.
+    """Bring averages and inverses to parameters that were multiplied by log-scales t (U,).
 
     Args:
-        state: of an optimizer; changed in place.
+        state: K-FAC's; changed in place.
         parameters: the model's, by name.
-        scales: by name, for the parameters that were multiplied.
+        units: that were scaled.
+        t: by how much.
     """
+    scales = {
+        part.name: [(leg.rates(t).exp(), leg.power > 0) for leg in part.legs]
+        for part in units.parts
+    }
     #: roles in which a weight's rows belong to the layer's input
     transposed = {type(kind).__name__ for kind in REGISTRY.values() if kind.input_first}
     for key, average in state.averages.items():
@@ -153,11 +125,16 @@ def rescale_state(
         inverse = state.preconditioner.inverses[key]
         held = [*average.value.items(), *average.mean.items()]
         if not key.kronecker:
-            units = _entries(given, [parameters[n] for n in key.names])
+            ones = [average.mass.new_ones(parameters[n].shape) for n in key.names]
+            columns = [
+                reduce(torch.mul, [f for f, _ in factors], one).flatten()
+                for factors, one in zip(given, ones, strict=True)
+            ]
+            entries = torch.stack(columns, 1)  # of gain and shift of every unit, (U, k)
             for _, value in held:
-                _both(memory(value), 1 / units)
+                _both(memory(value), 1 / entries)
             assert inverse.left is not None
-            _both(inverse.left, units)
+            _both(inverse.left, entries)
             continue
         input_first = all(factor.role in transposed for factor in average.value)
         shape = block_shape(key, average.value)
@@ -174,17 +151,6 @@ def rescale_state(
         spectrum = state.preconditioner.spectra.get(key)
         if spectrum is not None:
             _outside_bases(memory(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
-
-
-def _entries(given: Sequence[Multipliers], params: Sequence[Tensor]) -> Tensor:
-    """What multiplies gain and shift of every unit, (U, k)."""
-    columns = []
-    for scales, p in zip(given, params, strict=True):
-        total = p.new_ones(p.shape) if not scales else scales[0][0].expand(p.shape)
-        for f, _ in scales[1:]:
-            total = total * f
-        columns.append(total.flatten())
-    return torch.stack(columns, 1)
 
 
 def _sides(

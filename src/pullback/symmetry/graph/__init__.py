@@ -1,1 +1,1 @@
-"""A model's call as a graph, and a walk along it that keeps books on scales and readers."""
+"""A model's call as a graph, rules for its operations, and the symmetries that it suggests."""

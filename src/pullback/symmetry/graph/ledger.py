@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..actions.charts import MatrixView
+from ..actions.charts import ParameterView
 from ..actions.scaling import Leg
 from .scales import FIXED, ZERO, collapse
 
@@ -51,7 +51,7 @@ class Act:
         return Act(move(self.scale), move(self.unit))
 
     def plain(self) -> Act:
-        """The same entries after something happened to them."""
+        """The same scales, of entries that are no layer's outputs any more."""
         return Act.of(self.scale, self.shape)
 
 
@@ -77,16 +77,19 @@ class Ref:
     def whole(cls, name: str, sizes: Sequence[int]) -> Ref:
         """The parameter itself."""
         sizes = tuple(sizes)
-        coords = []
-        for d, n in enumerate(sizes):
-            shape = [n if d == e else 1 for e in range(len(sizes))]
-            coords.append(torch.arange(n).view(shape).expand(sizes))
+        coords = torch.meshgrid(*map(torch.arange, sizes), indexing="ij") if sizes else ()
         return cls(name, sizes, tuple(coords), sizes)
 
     @property
     def shape(self) -> torch.Size:
         """Of the view."""
         return torch.Size(self.view)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the view is the parameter itself."""
+        whole = Ref.whole(self.name, self.sizes)
+        return self.view == self.sizes and all(map(torch.equal, self.coords, whole.coords))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Ref:
         """The entries rearranged."""
@@ -315,18 +318,7 @@ def _without_repetition(units: Sequence[int]) -> list[list[int]]:
     return out
 
 
-def view_rows(ref: Ref, axis: int, default: int) -> tuple[int, Tensor] | None:
-    """(d, index): the view's axis runs along the parameter's axis d, through these places."""
-    small = [collapse(c) for c in ref.coords]
-    varies = [d for d, c in enumerate(small) if c.shape[axis] > 1]
-    if not varies and ref.view[axis] == 1 and default < len(small):
-        varies = [default]
-    if len(varies) != 1 or small[varies[0]].numel() != small[varies[0]].shape[axis]:
-        return None
-    return varies[0], small[varies[0]].flatten().expand(ref.view[axis])
-
-
-def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
+def read_matrix(ref: Ref) -> tuple[ParameterView, Tensor, Tensor] | None:
     """The matrix (out, in) that a view (in, out) lies in, and the view's rows and columns there.
 
     None where an axis of the parameter counts both, as in a diagonal.
@@ -344,7 +336,7 @@ def read_matrix(ref: Ref) -> tuple[MatrixView, Tensor, Tensor] | None:
         for d in some:  # several axes are counted as one
             place = place * ref.sizes[d] + small[d].flatten()
         places.append(place.expand(ref.view[axis]))
-    view = MatrixView(ref.name, tuple(outs), tuple(ins), at, ref.factor)
+    view = ParameterView(ref.name, (tuple(outs), tuple(ins)), at, ref.factor)
     return view, places[0], places[1]
 
 
@@ -368,10 +360,6 @@ class Readers:
         """Whether these rows of the weight are another layer's, too."""
         return any(self._owners[made.weight, int(made.rows[i])] > 1 for i in outputs)
 
-    def clean(self, rows: tuple[Row, ...]) -> bool:
-        """Whether only recorded events read these outputs."""
-        return not any(r in self.ledger.touched for r in rows)
-
     def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
         """The events that read all outputs of a producer; None where they differ or are touched."""
         rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
@@ -380,21 +368,18 @@ class Readers:
         return first if alike else None
 
     def together(self, rows: tuple[Row, ...]) -> list[tuple[Reading, bool]] | None:
-        """The events of outputs that are always read together, in one order; else None."""
+        """The only readers of outputs that are always read together, in one order; else None."""
         events = self.of.get(rows[0], [])
-        for event, second in events:
-            read = event.where if second else event.rows
-            if read != rows:
-                return None
-        return events if all(self.of.get(r) == events for r in rows) else None
+        if any((event.where if second else event.rows) != rows for event, second in events):
+            return None
+        alike = all(r not in self.ledger.touched and self.of.get(r) == events for r in rows)
+        return events if alike else None
 
-
-def source_of(readers: Readers, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
-    """The layer whose outputs these are; norms and shared layers are no candidates."""
-    made = readers.ledger.producers[rows[0][0]]
-    if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
-        return None
-    outputs = [i for _, i in rows]
-    if len(set(outputs)) != len(outputs) or readers.shared(made, outputs):
-        return None
-    return made, outputs
+    def source(self, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
+        """The layer whose outputs these are; norms and shared layers are no candidates."""
+        made, outputs = self.ledger.producers[rows[0][0]], [i for _, i in rows]
+        if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
+            return None
+        if len(set(outputs)) != len(outputs) or self.shared(made, outputs):
+            return None
+        return made, outputs

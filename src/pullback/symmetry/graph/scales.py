@@ -95,12 +95,12 @@ class Scales:
         return pairwise(a, b, equate)
 
     def product(self, a: Tensor, b: Tensor, sign: int = 1) -> Tensor:
-        """The label of x·y^sign, with broadcasting."""
+        """The label of x·y^sign, ZERO where either is, with broadcasting."""
 
         def multiply(x: int, y: int) -> int:
-            if x == ZERO or (y == ZERO and sign > 0):
+            if ZERO in (x, y):
                 return ZERO
-            return self.label(self.solved(_sum(self.forms[x], self.forms[max(y, 0)], sign)))
+            return self.label(self.solved(_sum(self.forms[x], self.forms[y], sign)))
 
         return pairwise(a, b, multiply)
 
@@ -112,20 +112,16 @@ class Scales:
                 return ZERO
             form = self.solved(self.forms[x])
             if any((top * k) % bottom for _, k in form):
-                self.vanish_all(form)
+                for i, _ in form:
+                    self.vanish(((i, 1),))
                 return FIXED
             return self.label(tuple((i, top * k // bottom) for i, k in form if top))
 
         return each(a, raised)
 
-    def vanish_all(self, form: Form) -> None:
-        """Fix every atom of a form."""
-        for a, _ in self.solved(form):
-            self.vanish(((a, 1),))
-
     def fix(self, a: Tensor) -> None:
         """Entries with these labels are not scaled."""
-        for x in _distinct(a):
+        for x in collapse(a).unique().tolist():
             if x > 0:
                 self.vanish(self.forms[x])
 
@@ -151,10 +147,6 @@ def _sum(a: Form, b: Form, sign: int) -> Form:
 
 def _form(total: dict[int, int]) -> Form:
     return tuple(sorted((a, k) for a, k in total.items() if k))
-
-
-def _distinct(a: Tensor) -> list[int]:
-    return collapse(a).unique().tolist()
 
 
 def collapse(t: Tensor) -> Tensor:
@@ -226,23 +218,12 @@ def _up_to_a_number(scales: Scales, one: Legs, two: Legs, keys: list[tuple[int, 
     """Rows and columns, with γ from the latter."""
     rows, columns = keys
     dims = range(len(columns))
-    gamma = scales.merge(_difference(scales, two[columns], one[columns]), dims)
+    gamma = scales.merge(scales.product(two[columns], one[columns], -1), dims)
     gamma = gamma.clamp(min=FIXED)  # no column in common: a number of our choice
-    shift = _difference(scales, one[rows], two[rows])
+    shift = scales.product(one[rows], two[rows], -1)
     scales.unify(shift, gamma)
     filled = torch.where(
         one[columns] == ZERO, scales.product(two[columns], gamma, -1), one[columns]
     )
     other = torch.where(one[rows] == ZERO, scales.product(two[rows], gamma), one[rows])
     return {rows: other, columns: filled}
-
-
-def _difference(scales: Scales, a: Tensor, b: Tensor) -> Tensor:
-    """a − b, and ZERO where either is."""
-
-    def less(x: int, y: int) -> int:
-        if ZERO in (x, y):
-            return ZERO
-        return scales.label(scales.solved(_sum(scales.forms[x], scales.forms[y], -1)))
-
-    return pairwise(a, b, less)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,12 +46,12 @@ class Example:
     def __init__(self, model: nn.Module, args: Any, output: Selector = None) -> None:
         _refuse(model)
         self.model, self._output = plain(model), output
-        given: tuple[tuple[Any, ...], dict[str, Any]]
         if isinstance(args, Mapping):
             given = (), dict(args)
         else:
             given = (args if isinstance(args, tuple) else (args,)), {}
-        self.args, self.kwargs = pytree.tree_map_only(Tensor, _wide, given)
+        #: positional arguments, and keyword arguments
+        self.inputs: tuple[Any, Any] = pytree.tree_map_only(Tensor, _wide, given)
         if any(t.numel() == 0 for t in pytree.tree_leaves(given) if isinstance(t, Tensor)):
             raise PullbackError("The example is empty", "a tensor has no entries", "Pass samples")
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
@@ -61,16 +60,19 @@ class Example:
         frozen = {n: p for n, p in self.model.named_parameters() if not p.requires_grad}
         self.fixed = {n: _wide(b) for n, b in (*frozen.items(), *self.model.named_buffers())}
 
-    def outputs(self, params: Mapping[str, Tensor], *inputs: Any) -> list[Tensor]:
-        """The floating-point tensors that the model returns."""
-        args, kwargs = inputs or (self.args, self.kwargs)
-        fixed = {n: b.clone() for n, b in self.fixed.items()}
-        tensors = in_every_slot(self.model, {**fixed, **params})
+    def call(self, tensors: Mapping[str, Tensor], inputs: tuple[Any, Any]) -> list[Tensor]:
+        """The tensors that count in what the model returns, with these parameters and buffers."""
+        slots = in_every_slot(self.model, tensors)
         with _attributes_kept(self.model), _differentiable():
-            out = functional_call(
-                self.model, tensors, args, kwargs, tie_weights=False, strict=False
-            )
-        found = [t for t in self.selected(out) if t.is_floating_point()]
+            out = functional_call(self.model, slots, *inputs, tie_weights=False, strict=False)
+        if self._output is not None:
+            return [select(out, self._output)]
+        return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+
+    def outputs(self, params: Mapping[str, Tensor]) -> list[Tensor]:
+        """The floating-point tensors that the model returns."""
+        fixed = {n: b.clone() for n, b in self.fixed.items()}
+        found = [t for t in self.call({**fixed, **params}, self.inputs) if t.is_floating_point()]
         if not found:
             raise PullbackError(
                 "The model has no outputs to differentiate",
@@ -79,46 +81,30 @@ class Example:
             )
         return found
 
-    def selected(self, out: Any) -> list[Tensor]:
-        """The tensors that count in what the model returned."""
-        if self._output is not None:
-            return [select(out, self._output)]
-        return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([t.flatten() for t in self.outputs(params)])[None]
 
     def small(self) -> tuple[Any, Any]:
         """The arguments with two samples, where all have the same number of them."""
-        inputs = (self.args, self.kwargs)
-        tensors = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
+        tensors = [t for t in pytree.tree_leaves(self.inputs) if isinstance(t, Tensor)]
         if any(t.ndim == 0 for t in tensors) or len({len(t) for t in tensors}) != 1:
-            return inputs
-        return pytree.tree_map_only(Tensor, lambda t: t[:2], inputs)
+            return self.inputs
+        return pytree.tree_map_only(Tensor, lambda t: t[:2], self.inputs)
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The graph; its placeholders are the parameters, then constants, then inputs."""
-
-    graph: Graph
-    params: tuple[str, ...]
-    fixed: tuple[str, ...]
-    #: whether it holds for the given inputs alone, at whose values the model looked
-    specialized: bool = False
-
-
-def trace(example: Example) -> Traced:
+def trace(example: Example) -> tuple[Graph, bool]:
     """The graph of the call, with composite operations taken apart and none in place.
 
-    Where the model looks at values of its inputs (a mask that masks nothing), the graph is that of
-    these inputs.
+    Its placeholders are the parameters, then other parameters and buffers, then inputs. The flag
+    says whether it holds for the given inputs alone, at whose values the model looked (for a mask
+    that masks nothing).
 
     Raises:
         PullbackError: where which operations run depends on the values of tensors.
     """
     failure: Exception | None = None
-    for inputs in _tries(example):
+    # few samples suffice to see the operations; a model that minds gets all of them
+    for inputs in (example.small(), example.inputs):
         try:
             return _trace(example, inputs)
         except Exception as error:
@@ -131,34 +117,21 @@ def trace(example: Example) -> Traced:
     raise PullbackError("The model cannot be traced", why, BY_HAND) from failure
 
 
-def _tries(example: Example) -> Iterator[tuple[Any, Any]]:
-    """Few samples suffice to see the operations; a model that minds gets all of them."""
-    yield example.small()
-    yield example.args, example.kwargs
+def _trace(example: Example, inputs: tuple[Any, Any]) -> tuple[Graph, bool]:
+    reading = _Reading(len(example.params))
 
+    def call(params: dict[str, Tensor], fixed: dict[str, Tensor], inputs: Any) -> list[Tensor]:
+        with reading:
+            return example.call({**fixed, **params}, inputs)
 
-def _trace(example: Example, inputs: tuple[Any, Any]) -> Traced:
-    names, fixed = tuple(example.params), tuple(example.fixed)
-    reading = _Reading(len(names))
-
-    def call(params: list[Tensor], buffers: list[Tensor], inputs: Any) -> list[Tensor]:
-        tensors = dict(zip(fixed, buffers, strict=True)) | dict(zip(names, params, strict=True))
-        slots = in_every_slot(example.model, tensors)
-        with reading, _differentiable():
-            out = functional_call(
-                example.model, slots, inputs[0], inputs[1], tie_weights=False, strict=False
-            )
-        return example.selected(out)
-
-    values = [example.params[n] for n in names], [example.fixed[n].clone() for n in fixed]
+    fixed = {n: b.clone() for n, b in example.fixed.items()}
     # cuDNN's recurrent layers would be one operation each
     apart = torch.backends.cudnn.flags(enabled=False)
-    kept = _attributes_kept(example.model)
-    with torch.no_grad(), unfused_attention(), warnings.catch_warnings(), apart, kept:
+    with torch.no_grad(), unfused_attention(), warnings.catch_warnings(), apart:
         warnings.simplefilter("ignore")
-        module = make_fx(functionalize(call, remove="mutations"))(*values, inputs)
+        module = make_fx(functionalize(call, remove="mutations"))(example.params, fixed, inputs)
     module.graph.eliminate_dead_code()  # what outputs that do not count were made of
-    return Traced(module.graph, names, fixed, reading.looked)
+    return module.graph, reading.looked
 
 
 class _Reading(TorchDispatchMode):
@@ -291,8 +264,9 @@ def guess_input(model: nn.Module) -> Tensor:
     )
     for x in _candidates(first):
         try:
+            buffers = {n: b.clone() for n, b in model.named_buffers()}
             with torch.no_grad(), unfused_attention():
-                _quietly(model, x)
+                functional_call(model, buffers, (x,))
         except Exception:
             continue
         return x
@@ -301,12 +275,6 @@ def guess_input(model: nn.Module) -> Tensor:
         "no example was given, and its first layer does not say what it takes",
         "Pass an example: find(model, x)",
     )
-
-
-def _quietly(model: nn.Module, x: Tensor) -> None:
-    """A forward pass that leaves buffers alone."""
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    torch.func.functional_call(model, buffers, (x,))
 
 
 def _candidates(first: Any) -> list[Tensor]:
@@ -323,8 +291,7 @@ def _candidates(first: Any) -> list[Tensor]:
     if isinstance(first, nn.RNNBase):
         return [normal(4, 6, first.input_size)]
     if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
-        shape = (4, 6)
-        tokens = torch.randint(first.num_embeddings, shape, generator=generator)
+        tokens = torch.randint(first.num_embeddings, (4, 6), generator=generator)
         return [tokens.to(weight.device)]
     if isinstance(first, nn.modules.conv._ConvNd):
         ndim = len(first.kernel_size)

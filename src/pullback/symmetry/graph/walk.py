@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.charts import Chart, FixedNorm, VectorView
+from ..actions.charts import Chart, FixedNorm, ParameterView
 from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
 from .scales import FIXED, Scales, collapse, equate_uses
-from .tracing import Traced
+from .tracing import Example
 
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
 
@@ -65,22 +65,20 @@ class Walk:
     folds: list[tuple[FixedNorm, Tensor]] = field(default_factory=list)
     matrices: dict[str, Chart] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    _axes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    _axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
-    def run(self, traced: Traced, fixed: Mapping[str, Tensor]) -> None:
-        """Walk the graph, with these values of its constants; outputs are fixed."""
+    def run(self, graph: Graph, example: Example) -> None:
+        """Walk the graph of an example's call; outputs are fixed."""
         values: dict[Node, Any] = {}
-        remaining = {n: len(n.users) for n in traced.graph.nodes}
-        places = iter(traced.params)
-        constants = iter(traced.fixed)
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                name, shape = next(places, None), _shape(node)
-                if name is None and (constant := next(constants, None)) is not None:
-                    self.constants[node.name] = fixed[constant]
-                values[node] = Act.constant(shape) if name is None else Ref.whole(name, shape)
-            elif node.op == "get_attr":
-                values[node] = Act.constant(_shape(node))
+        remaining = {n: len(n.users) for n in graph.nodes}
+        names, constants = iter(example.params), iter(example.fixed.values())
+        for node in graph.nodes:
+            if node.op == "placeholder" and (name := next(names, None)) is not None:
+                values[node] = Ref.whole(name, shapes(node)[0])
+            elif node.op in ("placeholder", "get_attr"):
+                values[node] = Act.constant(shapes(node)[0])
+                if (constant := next(constants, None)) is not None:
+                    self.constants[node.name] = constant
             elif node.op == "output":
                 for out in _filled(node.args, values)[0]:
                     if isinstance(out, (Act, Ref)):
@@ -107,9 +105,9 @@ class Walk:
             out = known(self, node, list(args), dict(kwargs))
             if out is not NotImplemented:
                 return out
-        return self.give_up(node, name, args, kwargs)
+        return self.give_up(node, args, kwargs)
 
-    def give_up(self, node: Node, name: str, args: Any, kwargs: Any) -> Any:
+    def give_up(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Fix the scales of all inputs and outputs of an operation without a rule."""
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, (Act, Ref)):
@@ -161,22 +159,22 @@ class Walk:
         if found is None:
             return None
         view, rows, columns = found
-        axes = view.outputs, view.inputs
-        if self._axes.setdefault(weight.name, axes) != axes:
+        if self._axes.setdefault(weight.name, view.axes) != view.axes:
             return None
-        if axes == ((0,), (1,)) and len(weight.sizes) == 2 and weight.factor == 1:
-            return weight.name, rows, columns
-        name = f"{weight.name}, axes {view.outputs} by {view.inputs} at {view.at}"
-        name += "" if weight.factor == 1 else f", times {weight.factor}"
-        self.matrices[name] = view
-        return name, rows, columns
+        plain = ParameterView(weight.name, ((0,), (1,)))
+        return self._named(view, plain), rows, columns
 
     def vector(self, bias: Ref) -> str:
         """A name for the vector of all entries of a parameter, as they are used."""
-        if len(bias.sizes) == 1 and bias.factor == 1:
-            return bias.name
-        name = f"{bias.name}, times {bias.factor}"
-        self.matrices[name] = VectorView(bias.name, bias.factor)
+        view = ParameterView(bias.name, (tuple(range(len(bias.sizes))),), (), bias.factor)
+        return self._named(view, ParameterView(bias.name, ((0,),)))
+
+    def _named(self, view: ParameterView, whole: ParameterView) -> str:
+        """A name for the view; the parameter's own where it is the whole as it stands."""
+        if view == whole:
+            return view.name
+        name = f"{view.name}, axes {view.axes} at {view.at}, times {view.factor}"
+        self.matrices[name] = view
         return name
 
     # --- activations -----------------------------------------------------------------------
@@ -198,10 +196,6 @@ def _filled(tree: Any, values: dict[Node, Any]) -> Any:
     return map_arg(tree, lambda n: values[n])
 
 
-def _shape(node: Node) -> tuple[int, ...]:
-    return shapes(node)[0]
-
-
 def shapes(node: Node) -> list[tuple[int, ...]]:
     """The shapes of all results of an operation; () where one is no tensor."""
     value: Any = node.meta.get("val")
@@ -214,3 +208,9 @@ def result(node: Node, scale: Tensor) -> Any:
     value = node.meta.get("val")
     acts = [Act.of(scale, shape, torch.tensor(NONE)) for shape in shapes(node)]
     return acts if isinstance(value, (list, tuple)) else acts[0]
+
+
+def with_constants(node: Node, first: Act) -> Any:
+    """The results of an operation, of which all but the first are constants."""
+    more = [Act.constant(shape) for shape in shapes(node)[1:]]
+    return [first, *more] if isinstance(node.meta["val"], (list, tuple)) else first

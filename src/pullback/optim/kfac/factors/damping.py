@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...._core.checks import refuse_number
 from ...._core.errors import PullbackError
 from ....grams.kronecker import Pair, Units
 from ....steps.trust import RatioDamping
-from .factor import BlockKey, Factors
+from .block import BlockKey, Factors
 
 Reference = Mapping[BlockKey, Factors]
 Means = tuple[Tensor, Tensor]
@@ -39,9 +40,7 @@ class Damping(ABC):
     controlled: bool = False
 
     def __init__(self, value: float = 1e-3) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 <= value < float("inf"):
-            raise PullbackError("The damping is not usable", f"got {value!r}", "Use a number ≥ 0")
+        refuse_number("The damping", value)
         self.value = float(value)
 
     @abstractmethod

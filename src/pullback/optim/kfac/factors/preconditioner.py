@@ -24,10 +24,18 @@ from ....grams.kronecker.inverse import (
 from ....grams.kronecker.inverting import goes_alone
 from ....grams.kronecker.packed import Side, memory, whole
 from ....grams.kronecker.roots import eigenbasis, inverse_root, product, turn_basis
-from ..rules.rule import Rule
-from .average import Average, block_of, ema_update, stacked, undivided
+from ..rules import Rule
+from .block import (
+    SPECTRUM,
+    Average,
+    BlockKey,
+    block_of,
+    block_shape,
+    ema_update,
+    stacked,
+    undivided,
+)
 from .damping import Damping
-from .factor import SPECTRUM, BlockKey, block_shape
 
 _GROWTH, _TRIES = 10.0, 8
 _COARSE = 0.05  # the least damping with which roots are first tried with few bits
@@ -37,7 +45,6 @@ _BEGUN = 2**21  # entries of sides whose first eigenbases one step finds
 Averages = Mapping[BlockKey, Average]
 #: blocks of one kind, one after the other in an inverse of all
 Blocks = tuple[BlockKey, ...]
-Prepared = dict[Blocks, Inverse]
 
 
 class Preconditioner:
@@ -115,7 +122,6 @@ class Preconditioner:
         return Inverse(half.get("left"), half.get("right"), **own, steps=steps)
 
     def drop(self, key: BlockKey) -> None:
-        """Forget a block."""
         for held in (self.inverses, self.spectra, self.notes):
             held.pop(key, None)
         self.ready.discard(key)
@@ -123,9 +129,11 @@ class Preconditioner:
         self._groups = None
 
     def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace all tensors of a block's inverse."""
+        """Replace all tensors of a block's inverse, and of its corrected eigenvalues."""
         new: Any = {n: change(t) for n, t in self.inverses[key].tensors().items()}
         self.inverses[key], self._groups = replace(self.inverses[key], **new), None
+        if key in self.spectra:
+            self.spectra[key].change(change)
 
     def symmetric(self, key: BlockKey) -> tuple[str, ...]:
         """Which tensors of a block's inverse are symmetric matrices."""
@@ -149,13 +157,13 @@ class Preconditioner:
         """
         for key in keys:
             self.notes.pop(key, None)
-        self._accept(self._units(averages, [k for k in keys if not k.kronecker], value))
+        self._invert_units(averages, [k for k in keys if not k.kronecker], value)
         ways = {"eigenbasis": self._decompose, "basis": self._turn, "root": self._root}
         prepare = ways.get(self.rule.needs, self._invert)
         pairs = [k for k in keys if k.kronecker]
         for some in self._portions(pairs):
             before = self.bases(some) if alone else {}
-            self._accept(prepare(averages, some, value))
+            prepare(averages, some, value)
             self.turn_moments(before)
 
     def affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
@@ -198,20 +206,19 @@ class Preconditioner:
             kinds.setdefault(key if alone else (key.joint, average.kind), []).append(key)
         return [tuple(some) for some in kinds.values()]
 
-    def _units(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
+    def _invert_units(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Invert gains, shifts and single entries, all of a size at once."""
-        found, apart = {}, self.damping.referenced
+        apart = self.damping.referenced
         for some in self._alike(averages, keys, apart):
             key, average = some[0], stacked([averages[k] for k in some])
             block: Any = block_of(key, average.corrected())
             block, shift = self.damping.units(block, self._reference(key, averages), value)
             m, inverse = block.matrices, block.inverse(shift)
-            found[some] = Inverse(inverse)
+            self._accept(some, Inverse(inverse))
             if apart:
                 rank, size = round(float((m * inverse).sum())), m[..., 0].numel()  # tr M M⁺
                 if rank < size:
                     self._note(key, f"it is singular: rank {rank} of {size}, inverted on its range")
-        return found
 
     def _reference(self, key: BlockKey, averages: Averages) -> Any:
         """Return the block of long-run averages, where the damping needs one."""
@@ -224,12 +231,11 @@ class Preconditioner:
             self._note(key, "its reference is its own average: the one given lacks this block")
         return block_of(key, average.mean or average.corrected())
 
-    def _invert(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
+    def _invert(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Invert damped sides by Cholesky; more damping where that fails.
 
         Without damping, or with an invariant one, a singular side is inverted on its range.
         """
-        found: Prepared = {}
         singular, attempt = value == 0 or self.damping.referenced, 0
         waiting = self._alike(averages, keys, singular)
         while waiting and attempt < (_TRIES if value else 1):
@@ -240,7 +246,7 @@ class Preconditioner:
                 if any(got.failed[both]):
                     left.append(some)
                     continue
-                found[some] = self._form(*got.sides[both])
+                self._accept(some, self._form(*got.sides[both]))
                 if attempt:
                     self._note(some[0], f"its damping was raised to {now:.3g} to invert it")
                 for name, rank in zip(("output", "input"), got.ranks[both], strict=True):
@@ -251,7 +257,6 @@ class Preconditioner:
             waiting = [(key,) for some in left for key in some]
         for (key,) in waiting:
             self._note(key, f"its sides could not be inverted; {self._kept(key)}")
-        return found
 
     def _damped(
         self, averages: Averages, blocks: Sequence[Blocks], value: float, singular: bool
@@ -270,9 +275,8 @@ class Preconditioner:
         factors = self.rule.needs == "factors"
         return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
 
-    def _decompose(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
+    def _decompose(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Find the eigenbases of blocks; corrected eigenvalues are carried to the new ones."""
-        found: Prepared = {}
         for key in keys:
             pair: Any = block_of(key, averages[key].corrected())
             try:
@@ -286,10 +290,9 @@ class Preconditioner:
                 turned = Rotated(_overlap(u, held.left), _overlap(w, held.right), own)
                 own.copy_(turned.diagonal())
                 values = self.spectra[key].corrected()[SPECTRUM]
-            found[key,] = Inverse(u, w, _reciprocal(values, value))
-        return found
+            self._accept((key,), Inverse(u, w, _reciprocal(values, value)))
 
-    def _root(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
+    def _root(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Find the inverse roots of input sides; more bits and more damping where that fails."""
         waiting = self._alike(averages, keys, apart=False)
         for now, fine in ((value, value < _COARSE), (value, True), (10 * value, True)):
@@ -304,9 +307,8 @@ class Preconditioner:
             waiting = [(key,) for key in left]
         for (key,) in waiting:
             self._note(key, f"its root did not converge; {self._kept(key)}")
-        return {}
 
-    def _turn(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> Prepared:
+    def _turn(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Turn eigenbases after their sides; the first by `eigh`."""
         for ready in (True, False):
             own = [k for k in keys if (k in self.ready) is ready]
@@ -326,7 +328,6 @@ class Preconditioner:
                         self._note(key, f"its eigenbases were not found; {self._kept(key)}")
                     continue
                 self._put(some, new)
-        return {}
 
     def bases(self, keys: Iterable[BlockKey]) -> dict[BlockKey, list[Any]]:
         """Return copies of the bases that a renewal may turn, of blocks that are held here."""
@@ -368,8 +369,7 @@ class Preconditioner:
         return "the last good one stays" if key in self.ready else "it has none yet"
 
     def _corrects(self, key: BlockKey) -> bool:
-        """Whether corrected eigenvalues of a block are known."""
-        return key in self.spectra and key in self.ready and self.spectra[key].started
+        return key in self.spectra and key in self.ready and bool(self.spectra[key].mass > 0)
 
     def correct(self, found: Mapping[BlockKey, Side], ema: float, value: float) -> None:
         """Take up second moments of the gradient in the eigenbases."""
@@ -397,19 +397,18 @@ class Preconditioner:
         block, scale = undivided(key, average, corner)
         return (v * block.matvec(v)).sum() / scale ** (1 + key.kronecker)
 
-    def _accept(self, found: Mapping[Blocks, Inverse]) -> None:
+    def _accept(self, keys: Blocks, new: Inverse) -> None:
         """Copy new inverses to the memory of the old ones; factors serve one step and stay."""
-        for keys, new in found.items():
-            if not new.factors and all(self.inverses[k].kind == new.kind for k in keys):
-                self._put(keys, new.tensors())
-                continue
-            # perhaps another precision, or a dense reference beside a diagonal
-            counts = [self.shapes[k][0] for k in keys]
-            parts = {name: t.split(counts) for name, t in new.tensors().items()}
-            for i, key in enumerate(keys):
-                own = {name: some[i] for name, some in parts.items()}
-                self.inverses[key], self._groups = replace(new, **own), None
-            self.ready.update(keys)
+        if not new.factors and all(self.inverses[k].kind == new.kind for k in keys):
+            self._put(keys, new.tensors())
+            return
+        # perhaps another precision, or a dense reference beside a diagonal
+        counts = [self.shapes[k][0] for k in keys]
+        parts = {name: t.split(counts) for name, t in new.tensors().items()}
+        for i, key in enumerate(keys):
+            own = {name: some[i] for name, some in parts.items()}
+            self.inverses[key], self._groups = replace(new, **own), None
+        self.ready.update(keys)
 
     def _note(self, key: BlockKey, text: str) -> None:
         said = self.notes.get(key)
@@ -533,9 +532,9 @@ def _pair(key: BlockKey, average: Average) -> tuple[Pair, Tensor]:
     return block, scale
 
 
-def placeholder(t: Tensor) -> Tensor:
+def placeholder(t: Tensor, device: torch.device | None = None) -> Tensor:
     """Return zeros of this shape that take no memory."""
-    return t.new_zeros(()).expand(t.shape)
+    return torch.zeros((), dtype=t.dtype, device=device or t.device).expand(t.shape)
 
 
 def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:

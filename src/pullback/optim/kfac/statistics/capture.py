@@ -29,14 +29,15 @@ from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed import Side, packed
 from ....maps.layers import AffineBlock
+from ....maps.record import Sites
 from ...checks import warn_derivatives, warn_mismatch
-from ..factors.factor import DIAGONAL, BlockKey, Factor
-from .beside import Beside, sets_precision
-from .cotangents import AllSums, measuring
-from .covectors import NotFinite, Recipe, covectors, covectors_of, random_signs
-from .descent import Descent
-from .record import ForwardRecord, ParameterSites, RepeatedCall
-from .structure import Structure
+from ..factors.block import DIAGONAL, BlockKey, FactorKey
+from ..options import Options
+from .cotangents import measuring
+from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
+from .launch_thread import LaunchThread, sets_precision
+from .record import ForwardRecord, RepeatedCall
+from .structure import BlockStructure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
 _LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
@@ -63,7 +64,7 @@ class PendingPass:
         self._dtype, self._version = z.dtype, z._version
         self._leaf = z if node is None else None
         if isinstance(source, ForwardRecord) and node is not None:
-            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(z, node):
+            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(node):
                 # while the loss is differentiated there would be one more tensor of this size
                 self._value = None
             source.release(node)
@@ -74,7 +75,6 @@ class PendingPass:
         self.inputs = ()
 
     def value(self) -> Tensor:
-        """Return z as it was."""
         if self._value is None:
             assert isinstance(self.source, ForwardRecord)
             return self.source.head_output(self._dtype)
@@ -94,7 +94,7 @@ class PendingPass:
 
 
 class StatisticsCapture:
-    """Watches a model and, when statistics are due, adds up what the recipe asks for.
+    """Watches a model and, when statistics are due, adds up what the options ask for.
 
     `counter` gives a number that is another one at each step, for the random draws. Where there are
     `several` processes, one of them may have no samples. Where parameters are sharded, `whole`
@@ -104,20 +104,17 @@ class StatisticsCapture:
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        options: Options,
         counter: Callable[[], int],
         several: bool = False,
         whole: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self.recipe, self._counter = model, recipe, counter
+        self.model, self._options, self._counter = model, options, counter
         self._several, self._gather = several, whole
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
         self.wrapped = False
-        #: called where statistics are complete, while the backward pass goes on
-        self.completed: Callable[[], None] | None = None
-        self._syncs = False  # whether the last call's gradients are averaged over processes
-        self.pool, self.structure = Pool(), Structure(recipe)
+        self.pool, self.structure = Pool(), BlockStructure(options)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
@@ -136,7 +133,7 @@ class StatisticsCapture:
     @property
     def lacking(self) -> bool:
         """Whether a parameter that takes part has no block yet, or one with others."""
-        leaves = self._sites.leaves()
+        leaves = self.leaves()
         if leaves is not self._covered and self.structure.covers(leaves):
             self._covered = leaves
         return leaves is not self._covered
@@ -144,20 +141,38 @@ class StatisticsCapture:
     def choose(self, names: Iterable[str]) -> None:
         """Let only these parameters take part; the others are constants."""
         held = dict(plain(self.model).named_parameters())
-        self._sites = ParameterSites(plain(self.model), {n: held[n] for n in names})
+        self._chosen = {n: held[n] for n in names}
+        self._leaves: dict[str, Tensor] = {}
+        self._flags: list[bool] = []
+        self._sites: Sites | None = None
         self._covered: dict[str, Tensor] | None = None
 
+    def leaves(self) -> dict[str, Tensor]:
+        """Return the parameters that require a gradient, the same object while they do."""
+        flags = [p.requires_grad for p in self._chosen.values()]
+        if flags != self._flags:
+            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
+            self._flags = flags
+        return self._leaves
+
+    def sites(self) -> Sites | None:
+        """None where the model holds other tensors, as in `torch.func.functional_call`."""
+        model = plain(self.model)
+        if self._sites is None or not self._sites.current:
+            self._sites = Sites(model, ForwardRecord.kind)
+        now = dict(model.named_parameters())
+        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
+
     def close(self) -> None:
-        """Remove the hooks."""
         self.watch.close()
-        self.settle()
+        self.reset()
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
         self.pool = Pool(missed=MISSED[5] if self._waiting else MISSED[0])
         self.watch.reset()
 
-    def settle(self) -> None:
+    def reset(self) -> None:
         """Forget the passes that still wait as well: the parameters they used have changed."""
         for pending in list(self._open):
             pending.clear()
@@ -172,9 +187,7 @@ class StatisticsCapture:
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
         if torch.is_grad_enabled():
-            wrapper = active_wrapper()
-            self.wrapped = wrapper is not None
-            self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
+            self.wrapped = active_wrapper() is not None
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()
@@ -184,7 +197,7 @@ class StatisticsCapture:
             except RuntimeError:
                 compiled = True  # by the caller, whose code was left for the hook
         with stack:
-            sites, reason = None if self._gather else self._sites.sites(), ""
+            sites, reason = None if self._gather else self.sites(), ""
             if (sites is None and not self._gather) or peek_interpreter_stack() is not None:
                 reason = MISSED[1]
             elif not torch.is_grad_enabled():
@@ -200,7 +213,7 @@ class StatisticsCapture:
             elif compiled:
                 self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
-                record = ForwardRecord(plain(self.model), self._sites.leaves(), sites)
+                record = ForwardRecord(plain(self.model), self.leaves(), sites)
                 self._begun = stack.enter_context(record), tensors
             return stack.pop_all()
         return None
@@ -210,12 +223,10 @@ class StatisticsCapture:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        z, me = picked(output, self.recipe.output), weakref.ref(self)
+        z, me = picked(output, self._options.output), weakref.ref(self)
         if self._several and not z.numel():
-            if z.requires_grad:
-                z.register_hook(lambda _: (held := me()) and held.complete())
             return
-        samples_first(z, self.recipe.batch_dim)  # refuses what no metric is of
+        samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
             return
@@ -240,32 +251,23 @@ class StatisticsCapture:
         """Take the statistics of a pass, whose output has received its gradient."""
         source = pending.source
         with source.whole() if isinstance(source, RepeatedCall) else contextlib.nullcontext():
-            complete = self._measure(pending, cotangent)
-        if complete:
-            self.complete()
-
-    def complete(self) -> None:
-        """Tell that statistics are complete, unless another pass is to be added."""
-        if self.completed is not None and self._syncs and not self._waiting:
-            with torch.no_grad():
-                self.completed()
+            self._measure(pending, cotangent)
 
     @property
     def _waiting(self) -> bool:
         """Whether the output of a pass has not received its gradient yet."""
         return any(p.source is not None for p in self._open)
 
-    def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
-        """Add the sums of a pass; False where there are none, or not yet."""
-        leaves, root = self._sites.leaves(), pending.root()
-        if self._gather is None and not reaches_parameters(
-            leaves
-        ):  # a gradient by the inputs alone: a penalty, an attack
+    def _measure(self, pending: PendingPass, cotangent: Tensor) -> None:
+        """Add the sums of a pass, at once or when its backward pass ends."""
+        leaves, root = self.leaves(), pending.root()
+        # a gradient by the inputs alone: a penalty, an attack
+        if self._gather is None and not reaches_parameters(leaves):
             refuse_reentrant(root)
             self._note_derivative()
-            return False
+            return
         record, inputs = pending.source, pending.inputs
-        empirical = self.recipe.fisher == "empirical"
+        empirical = self._options.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
         alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
@@ -274,79 +276,56 @@ class StatisticsCapture:
                 leaves = {n: record.params[n] for n in leaves}
             call, record = record, ForwardRecord(plain(self.model), leaves)
             with self.watch.paused(), torch.compiler.set_stance("force_eager"):
-                root = select(call(record), self.recipe.output)
+                root = select(call(record), self._options.output)
             z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
             z = [pending.value()]
         pending.clear()
         assert record is not None
-        if self.recipe.inputs:
+        if self._options.rule.inputs:
             self.pool.calls += 1
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
-            return True
+            return
         with measuring(cotangent.device):
             random, slope = self.generator(cotangent.device), cotangent.detach()
             self._check_loss(z[0], slope, random)
             self.pool.calls += 1
             large = z[0].numel() >= _LARGE
-            hope = self._whole and slope.is_cuda and (record.head is not None or not large)
-            hope = hope and not empirical  # it cannot be measured again
-            kept, dtype = z[0] if hope and not large else None, z[0].dtype
-            beside = self._second_thread(record, slope.device)
+            deferred = self._whole and slope.is_cuda and (record.head is not None or not large)
+            deferred = deferred and not empirical  # it cannot be measured again
+            kept, dtype = z[0] if deferred and not large else None, z[0].dtype
+            thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
-                found = covectors_of(self.recipe, z.pop(), slope, inputs, random, hope)
-                given = root, slope, record, leaves, self.recipe.sharing, found.keep
+                found = covectors_of(self._options, z.pop(), slope, inputs, random, deferred)
+                given = root, slope, record, leaves, self._options.sharing, found.keep
                 own = Descent(*given, inputs=True) if alone else None
-                add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
+                add = partial(self.pool.add, samples=found.samples)
                 if own is not None and self.structure.measure_along(own, add):
-                    return False
-                fresh = self.structure.measure(root, found, record, leaves, own, beside)
+                    return
+                fresh = self.structure.measure(root, found, record, leaves, own, thread)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
-                    found = covectors_of(self.recipe, value, slope, inputs, random)
-                    add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
-                    fresh = self.structure.measure(root, found, record, leaves, None, beside)
+                    found = covectors_of(self._options, value, slope, inputs, random)
+                    fresh = self.structure.measure(root, found, record, leaves, None, thread)
             except NotFinite:
                 self.pool.samples = torch.nan
-                return True
+                return
             self._whole = found.whole is not False
-        if beside is not None:
-            finish = partial(add, fresh.sums, beside)
-            if self._several:  # sums over processes begin at once
-                finish()
-            else:
-                _ENGINE.queue_callback(finish)
-            return False
-        self.pool.add(fresh.sums, found.samples)
-        return True
+        add = partial(self.pool.add, fresh.sums, found.samples)
+        if thread is None:
+            add()
+        else:
+            _ENGINE.queue_callback(partial(_finish, weakref.ref(self), thread, add))
 
-    def _second_thread(self, record: ForwardRecord, device: torch.device) -> Beside | None:
-        """Who measures while the backward pass goes on; nobody where that could change a result."""
-        once = self.recipe.metric.couples_samples or self.recipe.fisher == "empirical"
+    def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
+        """Return what measures during the backward pass; None where that could change a result."""
+        once = self._options.metric.couples_samples or self._options.fisher == "empirical"
         wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
         if once or record.compounds or not wanted or sets_precision(record.entries):
             return None
-        return Beside(device, record.entries)
-
-    @staticmethod
-    def _add_along(
-        me: weakref.ref[StatisticsCapture],
-        pool: Pool,
-        samples: Any,
-        sums: AllSums,
-        beside: Beside | None = None,
-    ) -> None:
-        """Add what was measured along the user's own pass, at its end."""
-        capture = me()
-        if beside is not None and not beside.join():
-            if capture is not None:
-                capture.overlaps = False  # from now on it is measured before the pass goes on
-            return
-        pool.add(sums, samples)
-        if capture is not None:
-            capture.complete()
+        return LaunchThread(device, record.entries)
 
     def _note_derivative(self) -> None:
         """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
@@ -362,18 +341,18 @@ class StatisticsCapture:
 
     def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
-        recipe = self.recipe
+        options = self._options
         if self._checks == 0:
             return
-        value, own = (samples_first(t, recipe.batch_dim) for t in (z, slope))
+        value, own = (samples_first(t, options.batch_dim) for t in (z, slope))
         if self._checks == _CHECKS:
-            warn_mismatch(recipe.metric, value, own, stacklevel=2)
+            warn_mismatch(options.metric, value, own, stacklevel=2)
         self._checks -= 1
-        if recipe.fisher != "empirical" or recipe.scaled:
+        if options.fisher != "empirical" or options.scaled:
             return
-        drawn = covectors(replace(recipe, fisher="mc", draws=1), value, own, None, random)
+        drawn = covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
         typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
-        count = recipe.metric.samples(value) if recipe.reduction == "mean" else 1
+        count = options.metric.samples(value) if options.reduction == "mean" else 1
         ratio = count * own.norm(dtype=typical.dtype) / typical
         if bool(typical > 0) and float(ratio) > _SCALED:
             self._checks = 0
@@ -385,7 +364,7 @@ class StatisticsCapture:
                 stacklevel=2,
             )
 
-    def take(self, loss_scale: float) -> dict[BlockKey, dict[Factor, Side]] | None:
+    def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, Side]] | None:
         """Return the means of what was pooled since the last step, and begin anew.
 
         "sum" multiplies them by the samples. None where nothing finite was met.
@@ -396,19 +375,26 @@ class StatisticsCapture:
         self.clear()
         if not pool.sums:
             return {} if pool.samples > 0 else None
-        return means(pool, self.scale(pool.samples, loss_scale))
+        mean = self._options.reduction == "mean"
+        scale = 1.0 if mean else pool.samples
+        if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
+            scale = pool.samples ** (2 if mean else 1) / loss_scale**2
+        return means(pool, scale)
 
-    def scale(self, samples: Any, loss_scale: float) -> Any:
-        """Return what means of cotangents' squares are multiplied by."""
-        mean = self.recipe.reduction == "mean"
-        if self.recipe.fisher == "empirical":  # a mean's own cotangents are divided by N
-            return samples ** (2 if mean else 1) / loss_scale**2
-        return 1.0 if mean else samples
+
+def _finish(
+    me: weakref.ref[StatisticsCapture], thread: LaunchThread, add: Callable[[], None]
+) -> None:
+    """Add what a second thread has measured, unless an input was overwritten meanwhile."""
+    if thread.join():
+        add()
+    elif (capture := me()) is not None:
+        capture.overlaps = False  # from now on it is measured before the pass goes on
 
 
 def averaged_parts(
-    parts: Sequence[Part], recipe: Recipe, generator: torch.Generator
-) -> dict[BlockKey, dict[Factor, Any]]:
+    parts: Sequence[Part], options: Options, generator: torch.Generator
+) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
     Each derivative that a term carries forward is one more place that shares a layer's weight, with
@@ -417,7 +403,7 @@ def averaged_parts(
     pool = Pool()
     for number, part in enumerate(parts):
         value = part.linear.value
-        if recipe.fisher == "mc":
+        if options.fisher == "mc":
             shape = (1, len(value), *part.factor.white)
             given = part.factor.apply(random_signs(shape, value, generator))
         else:
@@ -425,9 +411,9 @@ def averaged_parts(
         for block in part.linear.factored(given).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
                 held = pool.of(BlockKey("kronecker", block.names))
-                sides = block.sides(recipe.sharing.longest)
+                sides = block.sides(options.sharing.longest)
                 for name, side in zip(("left", "right"), sides, strict=True):
-                    held.values[Factor(f"term {number}", name)] = packed(side)
+                    held.values[FactorKey(f"term {number}", name)] = packed(side)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]

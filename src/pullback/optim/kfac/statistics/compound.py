@@ -15,7 +15,7 @@ from ....grams.kronecker.packed import packed, whole
 from ....maps.layers import Tap
 from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
 from ....maps.proof import Proof, accumulate, norm
-from .descent import Descent
+from .covectors import Descent
 from .plan import BlockPlan, LayerUse
 from .record import CompoundCall
 from .sums import BIAS, Pool, factors_of

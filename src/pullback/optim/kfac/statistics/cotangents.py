@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
@@ -25,13 +25,12 @@ from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed import Side, memory, packed, packed_together, whole
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
-from ....maps.layers.product import ProductBlock
 from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
-from ..factors.factor import SPECTRUM, UNITS, BlockKey
-from .descent import Descent
+from ..factors.block import SPECTRUM, UNITS, BlockKey
+from .covectors import Descent
 from .plan import BlockPlan
 from .sums import BIAS, Pool, Sums, factors_of
 
@@ -97,8 +96,6 @@ class CotangentPass:
             for i, n in enumerate(names)
             if n in keys and names.count(n) == 1
         }
-        #: whether places need not be told apart by sample
-        self._rows = descent.coupling is None and not self._bases and not descent.sharing.reduce
         #: by use of a layer that the covector reached
         self.uses: dict[int, UseMoments] = {}
         #: the cotangents at compound layers, and the gradients of the parameters asked for
@@ -131,25 +128,20 @@ class CotangentPass:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return
-        entry, beside = self._entries[i], self.descent.beside
+        entry, thread = self._entries[i], self.descent.thread
         self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
-        if beside is None:
+        if thread is None:
             self._measure(i, own, delta)
         else:
-            beside.do(partial(self._measure, i, own, delta), delta)
+            thread.do(partial(self._measure, i, own, delta), delta)
 
     def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
         entry, sharing = own.entry, own.sharing
         if self._proof is not None:
-            every = delta.reshape(entry.shape)
-            self._proof.add_use(entry, every, _formula(entry, every))
+            self._proof.add_use(entry, delta, _formula(entry, delta))
         trained = {role: n for role, n in entry.names.items() if n is not None}
         if not delta.numel() or not any(n not in self._plain for n in trained.values()):
             return  # nothing is learned
-        # a linear layer gave a view of its rows, and these will do
-        rows = self._rows and type(entry.module) is nn.Linear
-        if not rows and delta.shape != entry.shape:
-            delta = delta.reshape(entry.shape)
         if isinstance(entry.layer, Scale):
             self._measure_units(own, delta, list(trained))
             return
@@ -159,7 +151,6 @@ class CotangentPass:
             own.spectrum = _squares_in(basis, own, delta)
 
     def _measure_units(self, own: UseMoments, delta: Tensor, roles: list[str]) -> None:
-        """Measure gains and shifts."""
         entry, layer, coupling = own.entry, own.entry.layer, self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
@@ -171,7 +162,6 @@ class CotangentPass:
             _form_units([own])
 
     def _measure_sides(self, own: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
-        """Measure both sides of a weight, and a bias."""
         entry, sharing, x = own.entry, own.sharing, own.entry.input
         module, layer, way = entry.module, entry.layer, self.descent
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():
@@ -336,13 +326,14 @@ def _block_of_use(
 def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None:
     """Second moments of a use's gradients in these eigenbases."""
     assert own.basis is not None
-    block: Any = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
-    if isinstance(block, ProductBlock) and block.turned == own.basis.turned:
-        block = block.inner
+    block = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
     if not isinstance(block, AffineBlock):
         return None
-    like, sides = (delta.device, compute_dtype(delta.dtype)), (basis.left, basis.right)
-    return block.squares(*(None if t is None else t.to(*like) for t in sides))
+    like = delta.device, compute_dtype(delta.dtype)
+    sides = [None if t is None else t.to(*like) for t in (basis.left, basis.right)]
+    if block.turned == own.basis.turned:
+        return block.squares(*sides)
+    return block.squares(*sides[::-1]).mT  # the weight's rows belong to the input
 
 
 def _formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:

@@ -14,59 +14,46 @@ and makes the bias's block exact. Those of gains and shifts in normalizations ar
 must be *the same for all samples* up to a sign which is taken off again: independent draws would
 cancel every term with i ≠ j. Where samples meet, as in batch normalization, the signs turn the
 cotangents that come from other samples into noise of mean zero.
+
+A `Descent` is one covector's way down the model. It knows where each layer on it has its samples:
+gains and shifts, reduced places and corrected eigenvalues are sums over samples, of which each may
+have several places. A layer shows them on the output's axis of samples as a rule; but a model may
+turn its axes over, fold them into one, or pick some places. Where sizes leave a doubt, a covector
+of some samples shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from ...._core.capture import Selector, first_input, samples_first
+from ...._core.capture import first_input, samples_first
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
+from ...._core.graph import Root, pull
 from ...._core.space import compute_dtype
-from ....maps.layers.moments import Moments, Sharing
+from ....maps.layers.moments import Moments, Sharing, candidates, find_layout
+from ....maps.layers.scale import unit_rows
 from ....maps.record import Entry
 from ....metrics import Fisher, Metric
+from ..options import Options
+from .launch_thread import LaunchThread
 from .record import ForwardRecord
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
+#: the layout of a use where the samples' places are not known
+UNKNOWN = "unknown"
+_REMARK = "which of its places belong to one sample is not known, and each is taken for one"
 
 
 class NotFinite(Exception):
     """Outputs or gradients are not finite, so that nothing can be learned from the pass."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is measured: the metric at the output, and how places and samples count."""
-
-    metric: Metric
-    #: "mc" draws covectors, "exact" takes the columns of S, "empirical" the loss's own cotangent
-    fisher: str
-    sharing: Sharing
-    #: whether weight and bias share a block
-    joint: bool
-    #: targets per sample for "mc"
-    draws: int
-    output: Selector
-    batch_dim: int
-    #: whether corrected eigenvalues are wanted, which are sums over samples
-    ekfac: bool
-    #: "mean" or "sum" over samples, of the loss
-    reduction: str
-    #: whether the loss may be scaled, by a `GradScaler` that is known
-    scaled: bool
-    #: whether inputs alone are measured
-    inputs: bool
-    #: whether weight matrices alone are measured, and diagonals are dropped
-    matrices: bool
-    #: whether the output layer is among them
-    head: bool
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ class Coupling:
     def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
         """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer: Any = entry.layer
-        rows = layer.unit_rows(entry.module, entry.input, delta, roles, sharing)
+        rows = unit_rows([layer.unit_sums(entry.module, entry.input, delta, roles, sharing)])
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 
@@ -145,26 +132,26 @@ class Covectors:
     keep: Tensor | None
     #: a covector of all places that count, where the others are of single positions
     reach: Tensor | None
-    #: whether all places count; where that was hoped for, what tells
+    #: whether all places count, or flags on the device that say so
     whole: bool | DeferredFlags
 
 
 def covectors_of(
-    recipe: Recipe,
+    options: Options,
     z: Tensor,
     cotangent: Tensor,
     inputs: Sequence[Tensor],
     generator: torch.Generator,
-    hope: bool = False,
+    deferred: bool = False,
 ) -> Covectors:
     """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN.
 
-    With `hope` nobody waits for the device to see whether all places count: `whole` tells later.
-    Nor whether z is finite, without which no statistics are.
+    If `deferred`, do not wait for the device: whether all places count is read later from `whole`,
+    and whether z is finite from the statistics.
     """
-    axis, metric = recipe.batch_dim, recipe.metric
+    axis, metric = options.batch_dim, options.metric
     value, slope = samples_first(z, axis), samples_first(cotangent, axis)
-    some = metric.uncounted(value, slope) if hope else None
+    some = metric.uncounted(value, slope) if deferred else None
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
     mask = metric.counted(value, slope) if some is None else None
@@ -181,10 +168,10 @@ def covectors_of(
         return covector.movedim(0, axis).to(dtype), pair[1]
 
     reach = None
-    if keep is not None and recipe.fisher == "exact" and not metric.couples_samples:
-        one = replace(recipe, fisher="mc", draws=1)
+    if keep is not None and options.fisher == "exact" and not metric.couples_samples:
+        one = replace(options, fisher="mc", draws=1)
         reach = placed(next(covectors(one, value, slope, first, generator)))[0]
-    found = covectors(recipe, value, slope, first, generator)
+    found = covectors(options, value, slope, first, generator)
     return Covectors(map(placed, found), samples, keep, reach, whole)
 
 
@@ -198,7 +185,11 @@ def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | Non
 
 
 def covectors(
-    recipe: Recipe, z: Tensor, cotangent: Tensor, inputs: Tensor | None, generator: torch.Generator
+    options: Options,
+    z: Tensor,
+    cotangent: Tensor,
+    inputs: Tensor | None,
+    generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
     """Covectors (N, *event) whose outer products add up to M, on average or exactly.
 
@@ -206,7 +197,7 @@ def covectors(
     layers, and makes the square of a summed gradient an estimate of the summed squares. Where the
     metric relates samples, each covector comes with their relation.
     """
-    metric, fisher, draws = recipe.metric, recipe.fisher, recipe.draws
+    metric, fisher, draws = options.metric, options.fisher, options.draws
     signs = (len(z), *[1] * (z.ndim - 1))
     if fisher == "empirical" and not metric.couples_samples:  # as it is: it may be large
         yield cotangent * random_signs(signs, cotangent, generator), None
@@ -214,7 +205,7 @@ def covectors(
     if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
         z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
     if metric.couples_samples:
-        yield from _coupled(recipe, z, inputs, generator)
+        yield from _coupled(options, z, inputs, generator)
         return
     if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
         raise coupling_error(metric, "it does not declare them: couples_samples is False")
@@ -230,15 +221,15 @@ def covectors(
 
 
 def _coupled(
-    recipe: Recipe, z: Tensor, inputs: Tensor | None, generator: torch.Generator
+    options: Options, z: Tensor, inputs: Tensor | None, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Coupling]]:
     """Covectors that all samples share, up to signs, and how samples are related.
 
     "exact" runs through the columns of P, "mc" draws v ∈ {±1}^m once for the whole batch.
     """
-    factor, draws = recipe.metric.factor(z, inputs=inputs), recipe.draws
+    factor, draws = options.metric.factor(z, inputs=inputs), options.draws
     if factor.coupling is None:
-        raise coupling_error(recipe.metric, "its factor does not say how")
+        raise coupling_error(options.metric, "its factor does not say how")
     lower, separate = factor.coupling, factor.separate()
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
@@ -248,7 +239,7 @@ def _coupled(
         along = signs.view(-1, *[1] * (covector.ndim - 1))
         return covector * along, Coupling(inverse, signs)
 
-    if recipe.fisher == "exact":
+    if options.fisher == "exact":
         yield from map(signed, separate.covectors(z))
         return
     for _ in range(draws):
@@ -288,17 +279,144 @@ def coupling_error(metric: Metric, why: str) -> PullbackError:
     )
 
 
-def refuse_coupled(metric: Metric, *, fisher: str, ekfac: bool) -> None:
-    """Raise for options that a metric with blocks between samples does not go with."""
-    if metric.couples_samples and fisher == "empirical":
-        raise PullbackError(
-            'fisher="empirical" does not go with this metric',
-            f"{metric!r} relates samples, and their own gradients are not the same covector",
-            'Use fisher="mc" or "exact"',
+@dataclass
+class Descent:
+    """A covector at the output, and what it is pulled back to."""
+
+    root: Root
+    #: of the output's shape and dtype
+    covector: Tensor
+    #: the layers on the way, and the parameters that take part
+    record: ForwardRecord
+    leaves: Mapping[str, Tensor]
+    sharing: Sharing
+    #: which places of the output count
+    keep: Tensor | None
+    #: whether to add the inputs as well, once per forward pass
+    inputs: bool
+    #: how the metric relates samples, and parameters held as diagonals since it cannot, with reason
+    coupling: Coupling | None = None
+    unrelated: Mapping[str, str] = field(default_factory=dict)
+    #: measures while the covector goes on; None to measure at once
+    thread: LaunchThread | None = None
+
+    @cached_property
+    def edges(self) -> list[GradientEdge]:
+        """Where cotangents are wanted, as `ForwardRecord.edges`."""
+        return self.record.edges(None if isinstance(self.root, Tensor) else self.root.node)
+
+    @cached_property
+    def axis(self) -> int:
+        return min(self.sharing.batch_dim, self.covector.ndim - 1)
+
+    @property
+    def samples(self) -> int:
+        return self.covector.shape[self.axis]
+
+    def signature(self, apart: bool) -> tuple[Any, ...]:
+        """Return what tells this way through the model from others, with the sizes that matter."""
+        record = self.record
+        return (
+            tuple([e.site.mark for e in record.entries]),
+            tuple([(c.path, c.note) for c in record.compounds]),
+            tuple(self.leaves),
+            tuple(self.unrelated.items()),
+            record.nodes,
+            self.samples == 1,
+            tuple([self._on_batch_axis(e) for _, e in self._told_apart(apart)]),
         )
-    if metric.couples_samples and ekfac:
-        raise PullbackError(
-            "ekfac=True does not go with this metric",
-            f"{metric!r} relates samples, and the corrected eigenvalues are sums over single ones",
-            "Leave ekfac out",
-        )
+
+    def pull(
+        self, targets: Sequence[Any], uses: Sequence[int], observe: Callable[[int, Tensor], None]
+    ) -> list[Tensor | None]:
+        """Pull the covector back to these targets; `observe` the cotangents of uses on the way."""
+
+        def before(i: int, number: int, cotangents: Sequence[Tensor | None]) -> None:
+            if (delta := cotangents[number]) is not None:
+                observe(i, delta)
+
+        edges = [(i, self.edges[i]) for i in uses]
+        handles = [e.node.register_prehook(partial(before, i, e.output_nr)) for i, e in edges]
+        try:
+            return list(pull(self.root, self.covector, targets))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def upcoming(self) -> tuple[int, ...]:
+        """Return the uses that the user's backward pass under way is going to reach."""
+        will = torch._C._will_engine_execute_node
+        return tuple([i for i, edge in enumerate(self.edges) if will(edge.node)])
+
+    def differs(self, covector: Tensor) -> bool:
+        """Whether a covector with signs would show that samples meet: some have another sign."""
+        same = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
+        return self.samples == 1 or not same
+
+    def everywhere(self) -> Tensor:
+        """A fixed random covector, nonzero at all positions and about as long as the metric's."""
+        random = torch.Generator(self.covector.device).manual_seed(0)
+        like = torch.empty_like(self.covector)
+        return like.normal_(0, like.shape[-1] ** -0.5, generator=random)
+
+    def sharing_at(self, entry: Entry, layout: str) -> Sharing:
+        """How the places of a use enter; each for itself where the samples are not known."""
+        if not layout:
+            return self.sharing
+        lead = tuple(entry.shape[: len(entry.shape) - entry.features])
+        fitting = [at for at in candidates(lead, self.samples) if at.kind == layout]
+        known = {"layout": fitting[0]} if fitting else {"reduce": False}
+        return replace(self.sharing, **known)
+
+    def locate_samples(self, apart: bool) -> list[str]:
+        """By use: empty where the axis tells, the kind of a `SampleLayout`, or `UNKNOWN`.
+
+        `apart` says that all layers have to tell samples apart, and not only gains and shifts.
+        """
+        entries = self.record.entries
+        out = [""] * len(entries)
+        doubtful = [i for i, e in self._told_apart(apart) if self._doubtful(e)]
+        if self.coupling is not None or not doubtful:
+            return out
+        # about half of the samples, always the same: the first one and not the last
+        chosen = torch.rand(self.samples, generator=torch.Generator().manual_seed(0)) < 0.5
+        chosen[-1], chosen[0] = False, True
+        chosen = chosen.to(self.covector.device)
+
+        def observe(i: int, delta: Tensor) -> None:
+            if delta.numel():
+                delta = delta.reshape(*entries[i].shape, 1)
+                layout = find_layout(delta, chosen, entries[i].features + 1)
+                out[i] = out[i] if layout is None else layout.kind
+
+        for i in doubtful:
+            out[i] = "" if self._on_batch_axis(entries[i]) else UNKNOWN
+        mask = chosen.view([-1 if i == self.axis else 1 for i in range(self.covector.ndim)])
+        part = replace(self, covector=self.everywhere().mul_(mask))
+        part.pull(list(self.leaves.values()), doubtful, observe)
+        return out
+
+    def _told_apart(self, apart: bool) -> list[tuple[int, Entry]]:
+        every = enumerate(self.record.entries)
+        return [(i, e) for i, e in every if apart or e.layer.curvature == "units"]
+
+    def _doubtful(self, entry: Entry) -> bool:
+        lead = entry.shape[: len(entry.shape) - entry.features]
+        alike = lead.count(self.samples) > 1
+        return len(lead) > 0 and (alike or not self._on_batch_axis(entry))
+
+    def _on_batch_axis(self, entry: Entry) -> bool:
+        """Whether the output's axis of samples has their number here as well."""
+        return entry.shape[samples_axis(entry, self.sharing)] == self.samples
+
+
+def unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
+    """What `UNKNOWN` means for the parameters of such uses."""
+    uses = [e for e, at in zip(entries, layouts, strict=True) if at == UNKNOWN]
+    return {n: f"{type(e.module).__name__}; {_REMARK}" for e in uses for n in e.names.values() if n}
+
+
+def used_by_functions(entries: Sequence[Entry]) -> dict[str, str]:
+    """What functions do with parameters that no module of a known kind showed."""
+    used = [e for e in entries if e.site.function]
+    return {n: f"used as by {type(e.module).__name__}" for e in used for n in e.names.values() if n}

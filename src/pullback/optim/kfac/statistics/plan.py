@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...._core.capture import plain
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
-from ..factors.factor import DIAGONAL, UNITS, BlockKey, Factor, Factors
-from .covectors import Recipe
+from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey, Factors
+from ..options import Options
 from .sums import BIAS, factors_of
 
 Names = Mapping[str, str | None]
@@ -89,7 +89,6 @@ class BlockPlan:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """The blocks, each once."""
         return list(dict.fromkeys(self._blocks.values()))
 
     def weight_block(self, names: Names) -> BlockKey | None:
@@ -117,7 +116,7 @@ class Forecast:
     """What is expected of every parameter, from the kinds of modules alone."""
 
     #: zeros of each block's factors, without memory
-    factors: dict[BlockKey, dict[Factor, Tensor]]
+    factors: dict[BlockKey, dict[FactorKey, Tensor]]
     #: block and kind of module, by parameter
     kinds: dict[str, tuple[str, str]]
     #: the bias beside a weight, and all biases
@@ -127,20 +126,20 @@ class Forecast:
     last: str | None
 
 
-def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> Forecast:
+def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -> Forecast:
     """Plan the blocks of these parameters as if every module were used once, and as its kind is.
 
     Where inputs alone are measured, the metric on a layer's outputs is flat, a diagonal.
     """
-    longest, flat = recipe.sharing.longest, recipe.inputs
+    longest, flat = options.sharing.longest, options.rule.inputs
     names = {id(p): n for n, p in chosen.items()}
     every = list(plain(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
     found = [use for module in every if module not in inside for use in _uses(module, names)]
     covered = {n for use, *_ in found for n in use.names.values()}
     rest = {n: "" for n in chosen if n not in covered}
-    plan = BlockPlan([use for use, *_ in found], rest, recipe.joint)
-    factors: dict[BlockKey, dict[Factor, Tensor]] = {k: {} for k in plan.keys}
+    plan = BlockPlan([use for use, *_ in found], rest, options.joint)
+    factors: dict[BlockKey, dict[FactorKey, Tensor]] = {k: {} for k in plan.keys}
     kinds: dict[str, tuple[str, str]] = {}
     for use, layer, groups, text in found:
         held = {r: chosen[n] for r, n in use.names.items() if n is not None}
@@ -159,7 +158,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> 
                 shape = (groups, n + bordered) if thin else (groups, n, n)
                 factors[key][factor] = _empty(w, shape)
                 if bordered and not thin:
-                    factors[key][Factor(factor.role, "mean")] = _empty(w, (groups, n))
+                    factors[key][FactorKey(factor.role, "mean")] = _empty(w, (groups, n))
         if (key := plan.bias_block(use.names)) is not None:
             b, apart = held["bias"], groups if use.joint else 1
             n = b.numel() // apart
@@ -176,30 +175,30 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], recipe: Recipe) -> 
 
 
 def measured_names(
-    model: nn.Module, params: Mapping[str, Tensor], given: Collection[str], recipe: Recipe
+    model: nn.Module, params: Mapping[str, Tensor], given: Collection[str], options: Options
 ) -> list[str]:
     """Return which of the `given` parameters are measured: all, or the matrices for the rule."""
-    if not recipe.matrices:
+    if not options.rule.matrices:
         return list(given)
-    every = forecast(model, params, recipe)
+    every = forecast(model, params, options)
     weights = {k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias}
     dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
-    if recipe.inputs:  # theirs is the side of columns; that of outputs is not read
+    if options.rule.inputs:  # theirs is the side of columns; that of outputs is not read
         read = {n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()}
         dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
     dense = [n for n in dense if not _of_vectors(weights[n])]
     # what no module of a known kind holds may turn out to be one, by what is done with it
     unknown = {n: p for n, p in params.items() if n not in every.kinds}
     dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
-    head = None if recipe.head else every.last
+    head = None if options.rule.head else every.last
     return [n for n in dense if n in given and n != head]
 
 
-def follows(recipe: Recipe, key: BlockKey, factors: Factors) -> bool:
+def follows(options: Options, key: BlockKey, factors: Factors) -> bool:
     """Whether a block follows the rule: what is no matrix after all follows AdamW."""
-    if not recipe.matrices:
+    if not options.rule.matrices:
         return True
-    read = [t for f, t in factors.items() if f.side == "right" or not recipe.inputs]
+    read = [t for f, t in factors.items() if f.side == "right" or not options.rule.inputs]
     dense = all(len(t.shape) == 3 for t in read)
     return key.kronecker and not key.bias and dense and not _of_vectors(factors)
 
@@ -218,7 +217,7 @@ def _uses(
     if isinstance(found, Layer) and found.curvature != "rows":
         own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
         if any(n is not None for n in own.values()):
-            yield use_of(found, module, own), found, found.groups(module), kind
+            yield use_of(found, module, own), found, found.form(module)[0], kind
     elif isinstance(found, Compound):
         note = found.note(module)
         text = f"{kind}, replayed" + (f" without {note}" if note else "")

@@ -68,13 +68,10 @@ class ForwardRecord(Recorder):
         return self._keep(path, layer) if compound else super()._hook(path, layer)
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
-        """The edge of a linear layer that gives a view of its rows is theirs: that one stays."""
-        rows = _rows_of(site.module, output)
-        if rows is None:
-            output = rows = output.clone() if output._is_view() else output
+        output = output.clone() if output._is_view() else output
         if site.layer.curvature == "units":
-            return Entry(site, x.detach(), edge_of(rows), output.shape, _kept_by(output)), output
-        return Entry(site, _input_as_used(x, rows), edge_of(rows), output.shape), output
+            return Entry(site, x.detach(), edge_of(output), output.shape, _kept_by(output)), output
+        return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
 
     def release(self, node: Any) -> None:
         """Do not hold this node of the graph; `edges` takes it again."""
@@ -97,7 +94,7 @@ class ForwardRecord(Recorder):
     @property
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
-        return tuple([module.training for module in self._sites.modules.values()])
+        return tuple([module.training for module in self.sites.modules.values()])
 
     def name(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter that takes part."""
@@ -113,7 +110,7 @@ class ForwardRecord(Recorder):
         super().__exit__(*exc)
 
     def _keep(self, path: str, compound: Compound) -> Any:
-        now = self._sites.now
+        now = self.sites.now
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not now or not torch.is_grad_enabled():
@@ -132,13 +129,11 @@ class ForwardRecord(Recorder):
 
         return keep
 
-    def find_head(self, z: Tensor, node: Any) -> bool:
-        """Note the plain linear layer that gave z and return True, before its node is released."""
+    def find_head(self, node: Any) -> bool:
+        """Note the plain linear layer of this node, before it is released; True if there is one."""
         for i, entry in enumerate(self.entries):
-            if type(entry.module) is nn.Linear and z.shape == entry.shape:
-                rows = _rows_of(entry.module, z)
-                if entry.edge.node is (node if rows is None else rows.grad_fn):
-                    self.head = i
+            if type(entry.module) is nn.Linear and entry.edge.node is node:
+                self.head = i
         return self.head is not None
 
     def head_output(self, dtype: torch.dtype) -> Tensor:
@@ -171,15 +166,6 @@ def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.grad_fn in inner else t, output)
 
 
-def _rows_of(module: nn.Module, output: Tensor) -> Tensor | None:
-    """The rows (places, O) that a linear layer computed, where its output is a view of them."""
-    rows = output._base if type(module) is nn.Linear else None
-    if rows is None or rows.grad_fn is None:
-        return None
-    whole = rows.numel() == output.numel() and rows.is_contiguous() and output.is_contiguous()
-    return rows if whole else None
-
-
 def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     """A layer's input in half precision if its output is, from the copy that autocast keeps."""
     dtype, x = output.dtype, x.detach()
@@ -208,40 +194,6 @@ def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
 def _packed() -> bool:
     """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
     return _PACKING is None or _PACKING(True) is not None
-
-
-class ParameterSites:
-    """The chosen parameters of a model, and the modules to be recorded."""
-
-    def __init__(self, model: nn.Module, chosen: Mapping[str, Tensor]) -> None:
-        self._model, self._chosen = model, chosen
-        self._leaves: dict[str, Tensor] = {}
-        self._flags: list[bool] = []
-        self._sites: Sites | None = None
-        #: where the parameters are held: a module's own dict, the name there, the parameter
-        self._homes: list[tuple[dict[str, Any], str, Tensor]] = []
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the parameters that require a gradient, the same object while they do."""
-        flags = [p.requires_grad for p in self._chosen.values()]
-        if flags != self._flags:
-            self._leaves = {n: p for n, p in self._chosen.items() if p.requires_grad}
-            self._flags = flags
-        return self._leaves
-
-    def sites(self) -> Sites | None:
-        """None where the model holds other tensors, as in `torch.func.functional_call`."""
-        if self._sites is None or not self._sites.current:
-            self._sites = Sites(self._model, ForwardRecord.kind)
-            modules, places = self._sites.modules, [n.rpartition(".") for n in self._chosen]
-            pairs = zip(places, self._chosen.values(), strict=True)
-            self._homes = [
-                (modules[at]._parameters, n, p) for (at, _, n), p in pairs if at in modules
-            ]
-        if all([held.get(n) is p for held, n, p in self._homes]):
-            return self._sites
-        now = dict(self._model.named_parameters())
-        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
 
 
 class RepeatedCall:

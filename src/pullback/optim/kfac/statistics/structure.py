@@ -17,12 +17,12 @@ from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry
 from ...checks import refuse_sparse
-from ..factors.factor import DIAGONAL, BlockKey
-from .beside import Beside
+from ..factors.block import DIAGONAL, BlockKey
+from ..options import Options
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
-from .covectors import Covectors, NotFinite, Recipe
-from .descent import Descent, unknown_layouts, used_by_functions
+from .covectors import Covectors, Descent, NotFinite, unknown_layouts, used_by_functions
+from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
 from .record import ForwardRecord
 from .sums import Pool, factors_of
@@ -47,14 +47,13 @@ class Route:
     alike: dict[tuple[bool, ...], bool] = field(default_factory=dict)
 
 
-class Structure:
-    """Adds up what a recipe asks for, and knows which block every parameter has."""
+class BlockStructure:
+    """Adds up what the options ask for, and knows which block every parameter has."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._sharing, self._joint = recipe.sharing, recipe.joint
-        self._matrices = recipe.matrices
+    def __init__(self, options: Options) -> None:
+        self._sharing, self._options = options.sharing, options
         #: whether all layers have to tell samples apart
-        self._apart = recipe.ekfac or recipe.sharing.reduce
+        self._apart = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[BlockKey, Inverse] = {}
         #: why a parameter is held as a diagonal
@@ -83,7 +82,8 @@ class Structure:
         route = self._routes.get(signature)
         if route is None or route.alike.get(modes) is not (True if tried else None):
             return False
-        diagonals = bool(route.plan.plain) and not self._matrices  # squares of their gradients
+        # diagonals are the squares of gradients, which the pass under way adds up
+        diagonals = bool(route.plan.plain) and not self._options.rule.matrices
         if diagonals or own.upcoming() != route.reached:
             return False
 
@@ -119,12 +119,12 @@ class Structure:
         record: ForwardRecord,
         leaves: Mapping[str, Tensor],
         own: Descent | None = None,
-        beside: Beside | None = None,
+        thread: LaunchThread | None = None,
     ) -> Pool:
         """Pull back all covectors of one pass and return the sums; inputs are added once.
 
         `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
-        The sums are complete when what is done `beside` is.
+        The sums are complete when the `thread` has done its tasks.
         """
         pool, inputs = Pool(), found.reach is None
         given = record, leaves, self._sharing, found.keep
@@ -135,7 +135,7 @@ class Structure:
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in found.every:
             unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
-            way = Descent(root, covector, *given, inputs, coupling, unrelated, beside)
+            way = Descent(root, covector, *given, inputs, coupling, unrelated, thread)
             self._pull(way, pool)
             inputs = False
             if own is not None:
@@ -180,11 +180,11 @@ class Structure:
         if route is not None and self._follow(way, route, pool):
             return
         # the first time, or another way through the same layers
-        if way.beside is not None:
-            way.beside.join()
-            way.beside = None
-        route, settled = self._prove_everywhere(way, pool) or self._prove(way, pool)
-        if settled:
+        if way.thread is not None:
+            way.thread.join()
+            way.thread = None
+        route, proven = self._prove_everywhere(way, pool) or self._prove(way, pool)
+        if proven:
             self._routes[signature] = route
             if len(self._routes) > _ROUTES:
                 del self._routes[next(iter(self._routes))]
@@ -197,10 +197,10 @@ class Structure:
             return False
         CompoundReplays(way, down.cotangents).add_to(pool, route.plan)
         self._note(route.plan)
-        if way.beside is None:
+        if way.thread is None:
             self._add(down, route.plan, pool)
         else:
-            way.beside.do(partial(self._add, down, route.plan, pool))
+            way.thread.do(partial(self._add, down, route.plan, pool))
         return True
 
     def _prove_everywhere(self, way: Descent, pool: Pool) -> tuple[Route, bool] | None:
@@ -228,16 +228,16 @@ class Structure:
         uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
         remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
         plain = {**different_forms(uses), **proof.unexplained(down.gradients), **way.unrelated}
-        if any(plain.values()) and not way.record.listening:
-            way.record.listening = True  # a function may use what no module showed
-        plan = BlockPlan(uses, plain, self._joint, remarks)
+        if any(plain.values()) and not way.record.sites.listening:
+            way.record.sites.listening = True  # a function may use what no module showed
+        plan = BlockPlan(uses, plain, self._options.joint, remarks)
         ends = last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
         self._note(plan)
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
-        settled = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
-        return Route(plan, layouts, down.reached, ends), settled
+        proven = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
+        return Route(plan, layouts, down.reached, ends), proven
 
     def _note(self, plan: BlockPlan) -> None:
         """Note what holds for the parameters from now."""
@@ -252,7 +252,6 @@ class Structure:
         self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
 
     def _add(self, down: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
-        """Add what was measured to its blocks."""
         way = down.descent
         down.add_to(pool, plan)
         names = [n for n in plan.plain if n in way.leaves]

@@ -1,29 +1,30 @@
-"""What one statistics step adds up, block by block, and the means of it."""
+"""What one statistics step adds up, block by block, its means, and its sums over processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....grams.kronecker.packed import Side, memory, packed
+from ...._core.errors import PullbackError
+from ....grams.kronecker.packed import Side, memory, packed, zeros_like
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
-from ..factors.factor import BlockKey, Factor
+from ..factors.block import SPECTRUM, BlockKey, FactorKey, Factors
 
 #: the factors of a bias by itself, whose input is 1 everywhere
-BIAS = Factor("bias", "right"), Factor("bias", "left")
+BIAS = FactorKey("bias", "right"), FactorKey("bias", "left")
 
 
-def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[Factor, Factor]:
+def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
     """Return the factors of inputs and outputs of a layer's weight, in the block's coordinates."""
     role, first = type(layer).__name__, layer.input_first and not key.turned
     one, two = ("left", "right") if first else ("right", "left")
-    return Factor(role, one), Factor(role, two)
+    return FactorKey(role, one), FactorKey(role, two)
 
 
 @dataclass
@@ -34,12 +35,12 @@ class Sums:
     second moments, and the squares of units, diagonals and spectra.
     """
 
-    inputs: dict[Factor, Moments] = field(default_factory=dict)
-    values: dict[Factor, Side] = field(default_factory=dict)
+    inputs: dict[FactorKey, Moments] = field(default_factory=dict)
+    values: dict[FactorKey, Side] = field(default_factory=dict)
 
-    def add(self, factor: Factor, found: Moments | Side) -> None:
+    def add(self, factor: FactorKey, found: Moments | Side) -> None:
         """Add the moments of inputs at one use, or what one covector gave there."""
-        held: dict[Factor, Any] = self.inputs if isinstance(found, Moments) else self.values
+        held: dict[FactorKey, Any] = self.inputs if isinstance(found, Moments) else self.values
         accumulate(held, {factor: found})
 
 
@@ -81,7 +82,6 @@ class Pool:
         return self.share if side in self.shared.get(key, ()) else 1.0
 
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
-        """Add the sums of one forward pass."""
         for key, own in sums.items():
             accumulate(self.of(key).inputs, own.inputs)
             accumulate(self.of(key).values, own.values)
@@ -92,12 +92,12 @@ class Pool:
         self.missed = max(self.missed, reason, key=MISSED.index)
 
 
-def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side]]:
+def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, Side]]:
     """Means over samples (cotangents) and places (inputs); cotangents are multiplied by `scale`.
 
     The memory of the sums becomes that of the means, many of them at once.
     """
-    out: dict[BlockKey, dict[Factor, Side]] = {}
+    out: dict[BlockKey, dict[FactorKey, Side]] = {}
     values: dict[object, list[Tensor]] = {}
     inputs: dict[object, tuple[list[Tensor], list[float]]] = {}
     for key, held in pool.sums.items():
@@ -112,7 +112,7 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[Factor, Side
             if factor.role in roles:
                 share = pool.share_of(key, factor.side)
                 for side, t in _sums(m, key.joint, share).items():
-                    own[Factor(factor.role, side or factor.side)] = t
+                    own[FactorKey(factor.role, side or factor.side)] = t
                     if isinstance(m.places, Tensor):  # one per group, perhaps
                         _divide(memory(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))
                         continue
@@ -144,3 +144,93 @@ def _sums(m: Moments, joint: bool, share: float) -> dict[str, Side]:
         return {"": packed(m.second), "mean": m.first}
     counts = m.places.view(-1, 1) if isinstance(m.places, Tensor) else m.places
     return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}
+
+
+#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
+Place = tuple[str, FactorKey]
+BlockTensors = dict[Place, Side]
+#: shapes and dtypes of all sums, by block
+Layouts = dict[BlockKey, dict[Place, tuple[tuple[int, ...], torch.dtype]]]
+
+
+def tensors_of(sums: Sums) -> BlockTensors:
+    """Return a block's sums one by one; `sums_of` puts them together again."""
+    out: BlockTensors = {("values", f): t for f, t in sorted(sums.values.items())}
+    for f, m in sorted(sums.inputs.items()):
+        places = torch.as_tensor(m.places, dtype=torch.float64)
+        out |= {("second", f): m.second, ("first", f): m.first, ("places", f): places}
+    return out
+
+
+def sums_of(own: BlockTensors) -> Sums:
+    """Return the sums of a block."""
+    out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
+    for f in [f for kind, f in own if kind == "second"]:
+        first, places = memory(own["first", f]), memory(own["places", f])
+        out.inputs[f] = Moments(own["second", f], first, places.to(first))
+    return out
+
+
+def layout_of(own: BlockTensors) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of a block's sums."""
+    return {at: (tuple(t.shape), memory(t).dtype) for at, t in own.items()}
+
+
+def join_layouts(every: Sequence[Layouts]) -> Layouts:
+    """Return the blocks that any process saw; raise where they contradict each other.
+
+    A process without samples, or whose samples passed other layers, adds nothing to a block that
+    others saw. One that sees a parameter in another block is an error on all of them.
+    """
+    out: Layouts = {}
+    seen: dict[str, tuple[int, BlockKey]] = {}
+    for rank, layouts in enumerate(every):
+        for key, own in layouts.items():
+            held = out.setdefault(key, {})
+            fits = all(held.get(at, own[at]) == own[at] for at in own)
+            for name in key.names:
+                first, other = seen.setdefault(name, (rank, key))
+                if other != key or not fits:
+                    raise PullbackError(
+                        f"The processes see {name!r} otherwise",
+                        f"process {first} has {_said(other, every[first])} and process {rank} "
+                        f"{_said(key, layouts)}",
+                        "Let all of them use its layer in the same way, in the same precision",
+                    )
+            held |= own
+    return {k: dict(sorted(out[k].items())) for k in sorted(out, key=lambda key: key.names)}
+
+
+def _said(key: BlockKey, layouts: Layouts) -> str:
+    found = [layout for (kind, _), layout in layouts[key].items() if kind == "values"]
+    together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
+    return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
+
+
+def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Side:
+    """Return what a process has of sums that it did not see."""
+    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
+    return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
+
+
+def sides_of(own: BlockTensors) -> dict[FactorKey, Side]:
+    """Return Σaaᵀ and Σδδᵀ."""
+    roles = {f.role for kind, f in own if kind == "values"}
+    some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]
+    return {f: t for f, t in some if f.role in roles}
+
+
+def shared_sides(key: BlockKey, factors: Factors, *, read: bool) -> frozenset[str]:
+    """Return the sides of a block of which every process may hold a share between inversions.
+
+    Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
+    between, it must be linear in what is shared: the longer of both sides, and neither of them
+    where a parameter has several roles.
+    """
+    if not read or not key.kronecker:
+        return frozenset({"left", "right", "mean"})
+    if len({factor.role for factor in factors}) > 1:
+        return frozenset()
+    lengths = {f.side: t.shape[-1] for f, t in factors.items() if len(t.shape) == 3}
+    longer = lengths.get("right", 0) > lengths.get("left", 0)
+    return frozenset({"right", "mean"} if longer else {"left"})

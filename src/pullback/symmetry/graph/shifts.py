@@ -13,16 +13,17 @@ from fractions import Fraction
 from math import lcm
 
 import torch
+from torch import Tensor
 
 from ..actions.scaling import Action, Leg, Parameters, connected
 from ..actions.shifts import Reader, Shift, bias_shift, common_shift, folded_shift, mean_shift
-from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
-from ..graph.walk import Walk
+from .ledger import Ledger, Producer, Readers, Reading, Row
+from .walk import Walk
 
 
-def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:
+def shifts(walk: Walk, readers: Readers, params: Parameters) -> Iterator[Action]:
     """Biases that other biases can take over, or that do nothing."""
-    readers, ledger = Readers(walk.ledger), walk.ledger
+    ledger = readers.ledger
     for p, made in enumerate(ledger.producers):
         rows = [(p, i) for i in range(len(made.rows))]
         rows = [r for r in rows if r not in ledger.touched and r in readers.of]
@@ -34,7 +35,7 @@ def shifts(walk: Walk, params: Parameters) -> Iterator[Action]:
             yield from _moved_bias(walk, made, group, readers)
     for event in ledger.events:
         if event.kind in ("norm", "softmax"):
-            yield from _common(ledger, readers, event, params)
+            yield from _common(readers, event, params)
         elif event.kind == "linear":
             yield from _mean(ledger, event)
 
@@ -71,13 +72,18 @@ def _moved_bias(walk: Walk, made: Producer, rows: list[Row], readers: Readers) -
         found = []
         for k, (event, _) in enumerate(events):
             reader = walk.ledger.producers[event.where["reader"]]
-            if reader.bias is None or reader.bias_rows is None or event.where.get("padded"):
+            if reader.bias is None or event.where.get("padded"):
                 return
             at = torch.tensor([_place(readers.of[r][k][0], r) for r in rows])
-            weight = str(reader.weight)
-            found.append((Reader(reader.bias, reader.bias_rows, weight, reader.rows, at), 1))
+            found.append((_reader(reader, at), 1))
         into = ", ".join(dict.fromkeys(r.bias for r, _ in found))
         yield bias_shift(n, [source], found, about=f"shift of {name} into {into}")
+
+
+def _reader(made: Producer, columns: Tensor) -> Reader:
+    """A linear layer as one that reads constants at these columns."""
+    places = columns[:0] if made.bias_rows is None else made.bias_rows
+    return Reader(str(made.bias), places, str(made.weight), made.rows, columns)
 
 
 def _place(event: Reading, row: Row) -> int:
@@ -85,12 +91,10 @@ def _place(event: Reading, row: Row) -> int:
     return event.where["at"][event.rows.index(row)]
 
 
-def _common(
-    ledger: Ledger, readers: Readers, event: Reading, params: Parameters
-) -> Iterator[Action]:
+def _common(readers: Readers, event: Reading, params: Parameters) -> Iterator[Action]:
     """A shift of all of a layer's outputs that a norm or a softmax takes away."""
-    source, events = source_of(readers, event.rows), readers.together(event.rows)
-    if source is None or events is None or len(events) != 1 or not readers.clean(event.rows):
+    source, events = readers.source(event.rows), readers.together(event.rows)
+    if source is None or events is None or len(events) != 1:
         return
     made, outputs = source
     inputs = event.kind == "softmax" or event.where.get("inputs", False)
@@ -120,24 +124,18 @@ def _mean(ledger: Ledger, event: Reading) -> Iterator[Action]:
         return
     columns = torch.tensor(event.where["at"])[torch.tensor(outputs).argsort()]
     about = f"mean direction of {norm.about or 'a layer norm'} in {reader.about}"
-    places = columns if reader.bias_rows is None else reader.bias_rows
-    read = Reader(str(reader.bias), places, str(reader.weight), reader.rows, columns)
-    yield mean_shift(read, norm.weight, norm.bias, about, reader.bias_rows is not None)
+    yield mean_shift(_reader(reader, columns), norm.weight, norm.bias, about)
 
 
 Solution = dict[str, int]  # s by the name of a bias or table
 
 
-def streams(ledger: Ledger, params: Parameters) -> Iterator[Action]:
+def streams(readers: Readers, params: Parameters) -> Iterator[Action]:
     """The shifts of every group of layers that sums connect."""
-    readers = Readers(ledger)
-    for members in _components(ledger):
-        plain = _solutions(ledger, readers, members, uniform=False)
-        for solution in plain:
-            yield _shift(ledger, readers, members, solution, uniform=False)
-        for solution in _solutions(ledger, readers, members, uniform=True)[len(plain) :]:
-            yield _shift(ledger, readers, members, solution, uniform=True)
-        yield from _unseen(ledger, readers, members, params)
+    for members in _components(readers.ledger):
+        for solution, uniform in _solutions(readers, members):
+            yield _shift(readers, members, solution, uniform)
+        yield from _unseen(readers, members, params)
 
 
 def _components(ledger: Ledger) -> list[list[int]]:
@@ -150,30 +148,33 @@ def _components(ledger: Ledger) -> list[list[int]]:
 
 
 def _held(
-    ledger: Ledger, members: Sequence[int], names: dict[int, str], s: dict[str, Fraction]
-) -> dict[int, Fraction]:
+    ledger: Ledger, members: Sequence[int], names: dict[int, str], s: Solution
+) -> dict[int, int]:
     """t for every member."""
-    t: dict[int, Fraction] = {}
+    t: dict[int, int] = {}
     for p in members:
         terms = [t[q] for q in ledger.producers[p].terms if q is not None]
-        t[p] = sum(terms, s.get(names.get(p, ""), Fraction(0)))
+        t[p] = sum(terms, s.get(names.get(p, ""), 0))
     return t
 
 
-def _solutions(
-    ledger: Ledger, readers: Readers, members: Sequence[int], *, uniform: bool
-) -> list[Solution]:
-    """A basis of whole-numbered s; with `uniform`, first that for any c, then what it adds."""
+def _solutions(readers: Readers, members: Sequence[int]) -> list[tuple[Solution, bool]]:
+    """A basis of whole-numbered s, and which of them are for multiples of the ones only."""
+    ledger = readers.ledger
     names = _sources(ledger, members)
     sources = list(dict.fromkeys(names.values()))
-    columns = [_held(ledger, members, names, {name: Fraction(1)}) for name in sources]
-    strict = [p for p in members if not _absorbed(ledger, readers, p, uniform=False)]
-    basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
-    if uniform:
-        loose = [p for p in strict if not _absorbed(ledger, readers, p, uniform=True)]
-        wider = _kernel([[c[p] for c in columns] for p in loose], len(sources))
-        basis = _extended(basis, wider)
-    return [{n: k for n, k in zip(sources, line, strict=True) if k} for line in basis]
+    columns = [_held(ledger, members, names, {name: 1}) for name in sources]
+    strict, loose = (
+        [p for p in members if not _absorbed(readers, p, uniform=uniform)]
+        for uniform in (False, True)
+    )
+    out = basis = _kernel([[c[p] for c in columns] for p in strict], len(sources))
+    for line in _kernel([[c[p] for c in columns] for p in loose], len(sources)):
+        grown = torch.tensor([*out, line], dtype=torch.float64)
+        if int(torch.linalg.matrix_rank(grown)) > len(out):
+            out = [*out, line]
+    lines = [{n: k for n, k in zip(sources, line, strict=True) if k} for line in out]
+    return [(line, i >= len(basis)) for i, line in enumerate(lines)]
 
 
 def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
@@ -191,10 +192,12 @@ def _sources(ledger: Ledger, members: Sequence[int]) -> dict[int, str]:
     return {p: leg.name for p, leg in found.items() if leg.name not in odd}
 
 
-def _absorbed(ledger: Ledger, readers: Readers, p: int, *, uniform: bool) -> bool:
+def _absorbed(readers: Readers, p: int, *, uniform: bool) -> bool:
     """Whether every reader of a producer can absorb an added constant."""
     events = readers.reading(p)
-    return events is not None and all(_absorbs(ledger, e, second, uniform) for e, second in events)
+    return events is not None and all(
+        _absorbs(readers.ledger, e, second, uniform) for e, second in events
+    )
 
 
 def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> bool:
@@ -206,9 +209,9 @@ def _absorbs(ledger: Ledger, event: Reading, second: bool, uniform: bool) -> boo
     return event.kind in ("sum", "null") or (event.kind == "pair" and second)
 
 
-def _kernel(rows: list[list[Fraction]], n: int) -> list[list[int]]:
+def _kernel(rows: list[list[int]], n: int) -> list[list[int]]:
     """Whole-numbered vectors that span the kernel of a matrix (·, n)."""
-    matrix, pivots = [list(r) for r in rows], []
+    matrix, pivots = [[Fraction(x) for x in row] for row in rows], []
     for column in range(n):
         at = len(pivots)
         found = next((i for i in range(at, len(matrix)) if matrix[i][column]), None)
@@ -230,34 +233,20 @@ def _kernel(rows: list[list[Fraction]], n: int) -> list[list[int]]:
     return out
 
 
-def _extended(basis: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """The basis, and those of the other vectors that it does not span."""
-    out = list(basis)
-    for line in more:
-        grown = torch.tensor([*out, line], dtype=torch.float64)
-        if int(torch.linalg.matrix_rank(grown)) > len(out):
-            out.append(line)
-    return out
-
-
-def _shift(
-    ledger: Ledger, readers: Readers, members: Sequence[int], solution: Solution, *, uniform: bool
-) -> Shift:
+def _shift(readers: Readers, members: Sequence[int], solution: Solution, uniform: bool) -> Shift:
+    ledger = readers.ledger
     names = _sources(ledger, members)
     producers = {name: ledger.producers[p] for p, name in names.items()}
     sources = {n: made.source(range(len(made.rows))) for n, made in producers.items()}
     legs = [Leg(n, leg.unit, solution[n]) for n, leg in sources.items() if leg and n in solution]
-    t = _held(ledger, members, names, {n: Fraction(k) for n, k in solution.items()})
+    t = _held(ledger, members, names, solution)
     found = []
     for p in members:
         for event, _ in (readers.reading(p) or []) if t[p] else []:
             if event.kind == "linear":
                 made = ledger.producers[event.where["reader"]]
-                assert made.bias is not None
-                assert made.bias_rows is not None
-                at = [event.where["at"][event.rows.index((p, i))] for i in range(len(event.rows))]
-                where = (made.bias, made.bias_rows, str(made.weight), made.rows, torch.tensor(at))
-                found.append((Reader(*where), int(t[p])))
+                at = torch.tensor([_place(event, (p, i)) for i in range(len(event.rows))])
+                found.append((_reader(made, at), t[p]))
     width = max(len(ledger.producers[p].rows) for p in members)
     moved = list(dict.fromkeys([*(leg.name for leg in legs), *(r.bias for r, _ in found)]))
     about = f"{'uniform ' if uniform else ''}shift of {moved[0]}"
@@ -265,19 +254,17 @@ def _shift(
     return bias_shift(width, legs, found, uniform, about)
 
 
-def _unseen(
-    ledger: Ledger, readers: Readers, members: Sequence[int], params: Parameters
-) -> Iterator[Shift]:
+def _unseen(readers: Readers, members: Sequence[int], params: Parameters) -> Iterator[Shift]:
     """Yield common shifts of the weights of layers that only norms read."""
     blind: dict[int, bool] = {}
     for p in reversed(members):
         events = readers.reading(p)
-        sums = [q for q in members if p in ledger.producers[q].terms]
+        sums = [q for q in members if p in readers.ledger.producers[q].terms]
         norms = [e for e, _ in events or [] if e.kind == "norm" and e.where.get("inputs")]
         other = [e for e, _ in events or [] if e.kind not in ("norm", "sum")]
         seen = events is None or other or not (norms or sums) or not all(blind[q] for q in sums)
         blind[p] = not seen
-        made = ledger.producers[p]
+        made = readers.ledger.producers[p]
         mine = blind[p] and made.kind == "linear" and made.weight is not None
         if mine and not readers.shared(made, list(range(len(made.rows)))):
             weight = str(made.weight)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.ledger import NONE, Act, Producer, Ref, Value
-from ..graph.scales import FIXED, collapse
-from ..graph.walk import Walk, result, rule, shapes
+from .ledger import NONE, Act, Producer, Ref, Value
+from .scales import FIXED, collapse
+from .walk import Walk, result, rule, shapes, with_constants
 
 #: below this an added number is taken for a guard against division by zero
 _GUARD = 1e-3
@@ -22,9 +22,11 @@ def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Both sides have one scale."""
     x, y = args[:2]
     if not isinstance(y, (Act, Ref)):
-        return _constant_added(walk, node, x, y)
-    if not isinstance(x, (Act, Ref)):
-        return _constant_added(walk, node, y, x)
+        act = walk.act(x)
+        walk.touch(act)
+        if abs(y) > _GUARD:
+            walk.scales.fix(act.scale)
+        return act.plain()
     if isinstance(x, Ref) and isinstance(y, Act):
         x, y = y, x
     if "add" not in str(node.target) or kwargs.get("alpha", 1) != 1:
@@ -36,14 +38,6 @@ def add(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
             y = y.plain()
         return added(walk, one.plain(), y)
     return added(walk, walk.act(x), y)
-
-
-def _constant_added(walk: Walk, node: Node, x: Value, number: float) -> Any:
-    act = walk.act(x)
-    walk.touch(act)
-    if abs(number) > _GUARD:
-        walk.scales.fix(act.scale)
-    return act.plain()
 
 
 def added(walk: Walk, x: Act, y: Value) -> Act:
@@ -146,11 +140,6 @@ def mul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if not isinstance(y, (Act, Ref)):
         return scaled(walk, x, y if sign > 0 or not y else 1 / y)
-    if not isinstance(x, (Act, Ref)):
-        if sign > 0:
-            return scaled(walk, y, x)
-        act = walk.act(y)
-        return Act.of(walk.scales.power(act.scale, -1), act.shape)
     if sign > 0 and isinstance(x, Ref) and isinstance(y, Act):
         x, y = y, x
     if sign > 0 and isinstance(x, Act) and isinstance(y, Ref):
@@ -191,17 +180,17 @@ def gained(walk: Walk, x: Act, gain: Ref, kind: str) -> Act:
 
 
 @rule(
-    *("relu", "leaky_relu", "abs", "neg", "positive", "_prelu_kernel", "prelu"),
-    *("rrelu", "rrelu_with_noise", "rrelu_with_noise_functional"),
+    *("relu", "leaky_relu", "abs", "neg", "_prelu_kernel", "native_dropout"),
+    *("rrelu_with_noise", "rrelu_with_noise_functional"),
 )
-def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+def homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """f(αx) = αf(x) for α > 0."""
     for slope in args[1:]:
         if isinstance(slope, Ref):
             walk.act(slope, fixed=True)
     act = walk.act(args[0])
     walk.touch(act)
-    return act.plain()
+    return with_constants(node, act.plain())
 
 
 @rule("glu")
@@ -243,41 +232,29 @@ def powers(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
     return Act.of(walk.scales.power(act.scale, *top), act.shape)
 
 
-@rule("sum", "mean", "amax", "amin", "max", "min", "cumsum", "std", "linalg_vector_norm", "norm")
+@rule(
+    *("sum", "mean", "amax", "amin", "max", "min", "cumsum", "std", "var"),
+    *("linalg_vector_norm", "norm"),
+)
 def reduced(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """One scale along the axes that are summed over."""
-    if len(args) > 1 and isinstance(args[1], (Act, Ref)):
-        return add(walk, node, args, {})  # the larger of two tensors
-    act = walk.act(args[0])
-    name, ndim = str(node.target), len(act.shape)
-    spec = kwargs.get(
-        "dim",
-        args[2 if "norm" in name else 1] if len(args) > (2 if "norm" in name else 1) else None,
-    )
-    dims = list(range(ndim)) if spec is None else [spec] if isinstance(spec, int) else list(spec)
-    dims = [d % ndim for d in dims or range(ndim)] if ndim else []
+    act, name = walk.act(args[0]), str(getattr(node.target, "_opname", ""))
+    shape, ndim = shapes(node)[0], len(act.shape)
+    given = args[2:] if "norm" in name else args[1:]
+    spec = kwargs.get("dim", given[0] if given else None)
+    dims = [spec] if isinstance(spec, int) else list(spec or range(ndim))
+    dims = [d % ndim for d in dims]
     merged = walk.scales.merge(act.scale, dims) if dims else act.scale
-    units = _averaged(act, dims) if getattr(node.target, "_opname", "") == "mean" else None
-    if units is None:
-        walk.touch(act)
-    return _reduced_result(node, merged, units, dims)
-
-
-def _averaged(act: Act, dims: list[int]) -> Tensor | None:
-    """The units of a mean over places, which is an output of the layer like any; None else."""
+    if name == "var":
+        merged = walk.scales.power(merged, 2)
+    # a mean over places is an output of the layer like any
     units = collapse(act.unit)
-    wide = [d for d in dims if units.shape[d] > 1]
-    return None if wide or not act.shape.numel() else units
-
-
-def _reduced_result(node: Node, merged: Tensor, units: Tensor | None, dims: list[int]) -> Any:
-    value = node.meta.get("val")
-    shape = shapes(node)[0]
-    if len(shape) != merged.ndim:
-        merged = _without(merged, dims)
-        units = None if units is None else _without(units, dims)
-    out = Act.of(merged, shape, units)
-    return [out, Act.constant(shape)] if isinstance(value, (list, tuple)) else out
+    if name != "mean" or any(units.shape[d] > 1 for d in dims) or not act.shape.numel():
+        walk.touch(act)
+        units = torch.tensor(NONE)
+    if len(shape) != ndim:
+        merged, units = _without(merged, dims), _without(units, dims)
+    return with_constants(node, Act.of(merged, shape, units))
 
 
 def _without(t: Tensor, dims: list[int]) -> Tensor:
@@ -285,14 +262,7 @@ def _without(t: Tensor, dims: list[int]) -> Tensor:
     return t.reshape([n for d, n in enumerate(t.shape) if d not in dims])
 
 
-@rule("var")
-def variance(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Scales are squared."""
-    out = reduced(walk, node, args, kwargs)
-    return Act.of(walk.scales.power(out.scale, 2), out.shape)
-
-
-@rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+@rule("_softmax", "_log_softmax", "_safe_softmax")
 def softmax(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Fixes scales; takes a common shift away."""
     act, dim = walk.act(args[0]), args[1]

@@ -1,8 +1,9 @@
-"""Rules for sums over channels: matrix products, convolutions and tables.
+"""Rules for layers: matrix products, convolutions, tables and normalization.
 
 With a weight, y_i = Σ_j W_ij x_j (+ b_i): each output gets a scale of its own, and
 log-scales obey W_ij = y_i − x_j, b_i = y_i. A product of activations, Σ_j x_j y_j, needs
 x_j + y_j to be the same for all j. Each column of a table of vectors has a scale of its own.
+What goes into a norm loses its scale; gain and shift are a linear layer.
 """
 
 from __future__ import annotations
@@ -13,40 +14,21 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph.ledger import NONE, Act, Producer, Ref, Value, view_rows
-from ..graph.scales import ZERO, collapse
-from ..graph.walk import Walk, rule, shapes
-from .pointwise import added, scaled
+from ..actions.charts import FixedNorm
+from .ledger import NONE, Act, Producer, Ref, Value
+from .pointwise import added, gained, scaled
+from .scales import FIXED, ZERO, collapse
+from .walk import Walk, rule, shapes, with_constants
 
 
-@rule("mm")
-def mm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """x y, matrices."""
+@rule("mm", "mv", "dot", "vdot", "bmm")
+def matmul(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
+    """x y, for vectors, matrices or stacks of matrices."""
     x, y = args[:2]
-    out = product(walk, _lifted(x), _lifted(y))
-    return out.moved(lambda t: t[0])
-
-
-@rule("mv")
-def mv(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """A matrix times a vector."""
-    x, y = args[:2]
-    out = product(walk, _lifted(x), y.moved(lambda t: t[None, :, None]))
-    return out.moved(lambda t: t[0, :, 0])
-
-
-@rule("dot", "vdot")
-def dot(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """⟨x, y⟩."""
-    x, y = args[:2]
-    out = product(walk, x.moved(lambda t: t[None, None]), y.moved(lambda t: t[None, :, None]))
-    return out.moved(lambda t: t[0, 0, 0])
-
-
-@rule("bmm")
-def bmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Act:
-    """Matrix by matrix."""
-    return product(walk, args[0], args[1])
+    row, column = len(x.shape) == 1, len(y.shape) == 1
+    x = x.moved(lambda t: t.view(1, *([1] if row else []), *t.shape) if t.ndim < 3 else t)
+    y = y.moved(lambda t: t.view(1, *t.shape, *([1] if column else [])) if t.ndim < 3 else t)
+    return product(walk, x, y).moved(lambda t: t.reshape(shapes(node)[0]))
 
 
 @rule("addmm", "baddbmm")
@@ -58,15 +40,11 @@ def addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Ac
         y = scaled(walk, y, alpha)
     else:
         x = scaled(walk, x, alpha)
-    out = mm(walk, node, [x, y], {}) if len(x.shape) == 2 else product(walk, x, y)
+    out = matmul(walk, node, [x, y], {})
     zero = isinstance(bias, Act) and bool((collapse(bias.scale) == ZERO).all())
     if zero or beta == 0:
         return out
     return added(walk, out, scaled(walk, bias, beta))
-
-
-def _lifted(value: Value) -> Value:
-    return value.moved(lambda t: t[None])
 
 
 def product(walk: Walk, x: Value, y: Value) -> Act:
@@ -91,30 +69,36 @@ def linear(walk: Walk, x: Act, weight: Ref) -> Act:
     if bool((incoming != ZERO).any()):  # else the weight is not seen
         walk.hold(weight, atoms, walk.scales.power(incoming.mT, -1))
     units = [
-        _reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
+        _matrix_reader(walk, part, weight.moved(lambda t, k=k: t[k]), atoms[k, 0])
         for k, part in enumerate(x.unit.split(b // count))
     ]
     return Act.of(atoms, (b, n, m), torch.stack(units)[:, None])
 
 
-def _reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
+def _matrix_reader(walk: Walk, units: Tensor, weight: Ref, atoms: Tensor) -> Tensor:
     """A linear layer with weight (i, m) reads units (b, n, i): its own, (m,)."""
-    found, units = walk.matrix(weight), collapse(units)
+    found = walk.matrix(weight)
     if found is None:
-        walk.ledger.touch(units)
+        walk.ledger.touch(collapse(units))
         return torch.full((weight.view[1],), NONE)
     name, rows, columns = found
-    made = walk.ledger.produce(
-        Producer("linear", name, rows, atoms, about=weight.name.rpartition(".")[0])
-    )
-    reader = len(walk.ledger.producers) - 1
-    flat = units.expand(*units.shape[:2], weight.view[0])
-    lines = flat.reshape(-1, weight.view[0]).unique(dim=0)
+    made = Producer("linear", name, rows, atoms, about=weight.name.rpartition(".")[0])
+    return _reader(walk, units, made, columns.tolist())
+
+
+def _reader(
+    walk: Walk, units: Tensor, made: Producer, columns: list[int], padded: bool = False
+) -> Tensor:
+    """A layer reads units (…, i) at columns (i,): its own, (m,)."""
+    own, small = walk.ledger.produce(made), collapse(units)
+    flat = small.expand(*small.shape[:-1], len(columns))
+    lines = flat.reshape(-1, len(columns)).unique(dim=0)
     if len(lines) == 1:
-        walk.ledger.read("linear", lines[0], columns.tolist(), reader=reader)
+        reader = len(walk.ledger.producers) - 1
+        walk.ledger.read("linear", lines[0], columns, reader=reader, padded=padded)
     else:  # outputs of a recurrent layer at all times
-        walk.ledger.touch(units)
-    return made
+        walk.ledger.touch(small)
+    return own
 
 
 def paired(walk: Walk, x: Act, y: Act) -> Act:
@@ -202,26 +186,13 @@ def _conv(
     columns = second.view(groups, 1, -1).expand(-1, len(first) // groups, -1).flatten(0, 1)
     walk.hold(weight, rows, columns.reshape(*columns.shape, *tail))
     unit = torch.tensor(NONE)
-    if groups > 1 or transposed or view_rows(weight, 0, 0) is None or weight.view != weight.sizes:
+    if groups > 1 or transposed or not weight.complete:
         walk.touch(x)
     else:
-        unit = _conv_reader(walk, x, weight, atoms, any(padding))
+        about = weight.name.rpartition(".")[0]
+        made = Producer("conv", weight.name, torch.arange(len(atoms)), atoms, about=about)
+        unit = _reader(walk, x.unit.movedim(1, -1), made, [*range(x.shape[1])], any(padding))
     return Act.of(_spread(atoms, shape), shape, _spread(unit, shape) if unit.ndim else unit)
-
-
-def _conv_reader(walk: Walk, x: Act, weight: Ref, atoms: Tensor, padded: bool) -> Tensor:
-    about = weight.name.rpartition(".")[0]
-    made = walk.ledger.produce(
-        Producer("conv", weight.name, torch.arange(len(atoms)), atoms, about=about)
-    )
-    units = collapse(x.unit)
-    if units.numel() == units.shape[1]:
-        listed = units.flatten().expand(x.shape[1])
-        reader = len(walk.ledger.producers) - 1
-        walk.ledger.read("linear", listed, range(x.shape[1]), reader=reader, padded=padded)
-    else:
-        walk.ledger.touch(units)
-    return made
 
 
 def _spread(labels: Tensor, shape: torch.Size) -> Tensor:
@@ -241,3 +212,100 @@ def embedding(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -
     entries, about = table.placed(line.expand(table.view)), table.name.rpartition(".")[0]
     made = Producer("embedding", table.name, line, atoms, table=entries, about=about)
     return Act.of(atoms, shape, walk.ledger.produce(made))
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def layer_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Over the last axes; also RMS norm."""
+    act = walk.act(args[0])
+    rms = "rms" in str(node.target)
+    over = list(range(-len(args[1]), 0))
+    walk.scales.merge(act.scale, over)
+    if rms or len(over) > 1:
+        walk.touch(act)
+    else:
+        _removed(walk, act, -1, inputs=True)
+    gain, shift = args[2], None if rms else args[3]
+    kind = "gain" if rms or len(over) > 1 else "layer_norm"
+    return with_constants(node, _affine(walk, act.shape, gain, shift, kind))
+
+
+@rule("native_group_norm")
+def group_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Over groups of channels."""
+    act, groups = walk.act(args[0]), int(args[6])
+    tail = [1] * (len(act.shape) - 2)
+    parts = act.scale.unflatten(1, (groups, -1))
+    walk.scales.merge(parts, range(2, parts.ndim))
+    _removed(walk, act, 1, groups)
+    gain, shift = (v if v is None else v.moved(lambda t: t.view(-1, *tail)) for v in args[1:3])
+    return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
+
+
+@rule(
+    *("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit", "miopen_batch_norm"),
+    *("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
+)
+def batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """With the statistics of the batch, or with fixed ones."""
+    act = walk.act(args[0])
+    frozen = "no_training" in str(node.target) or args[5] is False
+    tail = [1] * (len(act.shape) - 2)
+    gain, shift = (v if v is None else v.moved(lambda t: t.view(-1, *tail)) for v in args[1:3])
+    label = walk.scales.merge(act.scale, [0, *range(2, len(act.shape))])
+    if not frozen:
+        _removed(walk, act, 1, kind="null")
+        return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
+    # x ↦ (x − mean)/σ is a fixed map: scales pass only together with a change of the shift
+    if not isinstance(gain, Ref) or not isinstance(shift, Ref):
+        walk.touch(act)
+        walk.scales.fix(label)
+        return with_constants(node, _affine(walk, act.shape, gain, shift, "gain"))
+    out = gained(walk, Act.of(label, act.shape), gain, "gain")
+    eps = float(args[6] if "no_training" in str(node.target) else args[7])
+    mean, variance = (walk.constants[a.name] for a in node.args[3:5])  # pyright: ignore
+    _removed(walk, act, 1, kind="fold", fold=len(walk.folds))
+    norm = FixedNorm(gain.name, shift.name, mean, (variance + eps).rsqrt())
+    walk.folds.append((norm, label.flatten()))
+    return with_constants(node, added(walk, out, shift))
+
+
+def _removed(
+    walk: Walk,
+    act: Act,
+    axis: int,
+    groups: int = 1,
+    inputs: bool = False,
+    kind: str = "norm",
+    **more: Any,
+) -> None:
+    """A shift common to a group of channels is taken away; with `inputs`, of each sample."""
+    units = collapse(act.unit)
+    if units.numel() != units.shape[axis]:
+        walk.touch(act)
+        return
+    channels = units.flatten().expand(act.shape[axis]).view(groups, -1)
+    for group, chosen in zip(
+        torch.arange(channels.numel()).view(groups, -1), channels, strict=True
+    ):
+        if walk.ledger.one_producer(chosen) is None:
+            walk.ledger.touch(chosen)
+        else:
+            walk.ledger.read(kind, chosen, group.tolist(), inputs=inputs, **more)
+
+
+def _affine(walk: Walk, shape: torch.Size, gain: Any, shift: Any, kind: str) -> Act:
+    """The normalized values times a gain plus a shift."""
+    out = Act.constant(shape)
+    if isinstance(gain, Ref):
+        out = gained(walk, out, gain, kind)
+    elif kind == "layer_norm":
+        out = _bare(walk, shape)
+    return out if shift is None else added(walk, out, shift)
+
+
+def _bare(walk: Walk, shape: torch.Size) -> Act:
+    """A layer norm without gain still has outputs that sum to zero."""
+    fixed = torch.full((shape[-1],), FIXED)
+    made = Producer("layer_norm", None, torch.arange(shape[-1]), fixed)
+    return Act.of(fixed, shape, walk.ledger.produce(made))

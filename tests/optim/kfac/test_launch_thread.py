@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pullback as pb
-from pullback.optim.kfac.statistics.beside import Beside
+from pullback.optim.kfac.statistics.launch_thread import LaunchThread
 
 
 def _network() -> nn.Module:
@@ -94,7 +94,7 @@ def test_nothing_is_kept() -> None:
         for seed in range(3):
             _loss(model, seed).backward()
             opt.step()
-            assert not any(type(o) is Beside for o in gc.get_objects())
+            assert not any(type(o) is LaunchThread for o in gc.get_objects())
     finally:
         gc.enable()
 

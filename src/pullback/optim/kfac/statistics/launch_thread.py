@@ -16,7 +16,7 @@ from ....maps.record import Entry
 _WAITING = 2**28  # bytes of cotangents that wait to be measured
 
 
-class Beside:
+class LaunchThread:
     """Does tasks in their order, on the stream on which it was made.
 
     To launch the statistics' kernels may take the host longer than the GPU to run them. The engine
@@ -28,7 +28,7 @@ class Beside:
         self._inputs = [(entry.input, entry.input._version) for entry in entries]
         self._device, self._stream = device, _stream(device)
         # without a circle of references, which would keep the inputs
-        self._thread = ThreadPoolExecutor(1, "pullback", _settle, (device, self._stream))
+        self._thread = ThreadPoolExecutor(1, "pullback", _prepare, (device, self._stream))
         self._tasks: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
 
@@ -56,7 +56,7 @@ class Beside:
         return all(x._version == version for x, version in self._inputs)
 
 
-def _settle(device: torch.device, stream: Any) -> None:
+def _prepare(device: torch.device, stream: Any) -> None:
     """Compute without a graph and without tangents; autocast is off in a new thread."""
     torch.set_grad_enabled(False)
     _set_fwd_grad_enabled(False).__enter__()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..actions.charts import ChartAction
-from ..actions.scaling import Action, Leg, Mixing, Scaling
-from ..graph.ledger import Ledger, Producer, Readers, Reading, Row, source_of
-from ..graph.scales import Form
-from ..graph.walk import ParameterRegion, Walk
+from ..actions.scaling import Action, Leg, Mixing, Scaling, connected
+from .ledger import Producer, Readers, Row
+from .scales import Form
+from .walk import ParameterRegion, Walk
 
 Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
 
@@ -32,7 +32,7 @@ def scalings(walk: Walk) -> list[Action]:
     reached = [(norm, _reached(walk, labels, units)) for norm, labels in walk.folds]
     out: list[Action] = []
     for s, found in enumerate(legs):
-        scaling = Scaling(sizes[s], _joined(found), _about(found))
+        scaling = Scaling(sizes[s], found, _about(found))
         mine = {norm.shift: norm for norm, those in reached if s in those}
         # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
         out.append(ChartAction(scaling, mine) if mine else scaling)
@@ -92,29 +92,6 @@ def _legs(walk: Walk, name: str, array: Tensor, units: Units) -> Iterator[tuple[
         yield scaling, Leg(name, table[place].view(array.shape), power)
 
 
-def _joined(legs: list[Leg]) -> list[Leg]:
-    """Legs of different regions of one parameter as one."""
-    out: list[Leg] = []
-    for leg in legs:
-        for i, other in enumerate(out):
-            if (other.name, other.power) == (
-                leg.name,
-                leg.power,
-            ) and other.unit.ndim == leg.unit.ndim:
-                try:
-                    one, two = torch.broadcast_tensors(other.unit, leg.unit)
-                except RuntimeError:
-                    continue
-                if one.shape in (other.unit.shape, leg.unit.shape) and not bool(
-                    ((one >= 0) & (two >= 0)).any()
-                ):
-                    out[i] = Leg(leg.name, torch.maximum(one, two), leg.power)
-                    break
-        else:
-            out.append(leg)
-    return out
-
-
 def _reached(walk: Walk, labels: Tensor, units: Units) -> set[int]:
     """The scalings that the entries with these labels answer to."""
     forms = [walk.scales.solved(walk.scales.forms[x]) for x in labels.unique().tolist() if x > 0]
@@ -139,32 +116,29 @@ def _listed(names: list[str]) -> str:
 Rows = tuple[Row, ...]
 
 
-def mixings(walk: Walk) -> list[Mixing]:
-    """One for each set of outputs that only linear layers read."""
-    readers = Readers(walk.ledger)
-    out: list[Mixing] = []
-    done: set[Rows] = set()
-    for event in walk.ledger.events:
-        if event.rows in done or len(event.rows) < 2:
-            continue
-        if event.kind == "linear":
-            members = _class(walk.ledger, readers, event.rows)
-            found = None if members is None else _between(walk.ledger, readers, members)
-        elif event.kind == "pair":
-            members = [event.rows, event.where]
-            found = _against(walk.ledger, readers, event, done)
-        else:
-            continue
-        done.update(members or [event.rows])
-        if found is not None:
-            out.append(found)
-            for p, i in (row for rows in members or () for row in rows):
-                # the scales of outputs that are mixed are part of the mixing
-                walk.scales.fix(walk.ledger.producers[p].atoms[i])
-    return out
+def mixings(walk: Walk, readers: Readers) -> list[Mixing]:
+    """One for each set of outputs that only linear layers read, or only products of two layers."""
+    ledger, done = readers.ledger, set[Rows]()
+    found: list[tuple[Mixing | None, list[Rows]]] = []
+    for event in ledger.events:
+        if event.kind == "linear" and event.rows not in done and len(event.rows) > 1:
+            members = _class(readers, event.rows)
+            done.update(members or [event.rows])
+            if members is not None:
+                found.append((_between(readers, members), members))
+    pairs = [e for e in ledger.events if e.kind == "pair" and len(e.rows) > 1]
+    for part in connected([(0, e.rows), (1, e.where)] for e in pairs):
+        queries = list(dict.fromkeys(pairs[i].rows for i in part))
+        keys = list(dict.fromkeys(pairs[i].where for i in part))
+        found.append((_against(readers, queries, keys), [*queries, *keys]))
+    for mixing, members in found:
+        for p, i in (row for rows in members for row in rows if mixing is not None):
+            # the scales of outputs that are mixed are part of the mixing
+            walk.scales.fix(ledger.producers[p].atoms[i])
+    return [mixing for mixing, _ in found if mixing is not None]
 
 
-def _class(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None:
+def _class(readers: Readers, rows: Rows) -> list[Rows] | None:
     """All outputs that one matrix must mix, since sums connect them."""
     found: dict[Rows, None] = {}
     waiting = [rows]
@@ -173,20 +147,20 @@ def _class(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None:
         if now in found:
             continue
         found[now] = None
-        more = _partners(ledger, readers, now)
+        more = _partners(readers, now)
         if more is None:
             return None
         waiting += more
     return list(found)
 
 
-def _partners(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None:
+def _partners(readers: Readers, rows: Rows) -> list[Rows] | None:
     """Outputs that are mixed where these are; None if they cannot be."""
-    p, outputs = rows[0][0], [i for _, i in rows]
+    p, outputs, ledger = rows[0][0], [i for _, i in rows], readers.ledger
     made, events = ledger.producers[p], readers.together(rows)
     if any(q != p for q, _ in rows) or len(set(outputs)) != len(outputs):
         return None
-    if events is None or not readers.clean(rows) or None in made.terms:
+    if events is None or None in made.terms:
         return None
     if made.kind not in ("linear", "conv", "embedding", "sum"):
         return None
@@ -205,20 +179,21 @@ def _partners(ledger: Ledger, readers: Readers, rows: Rows) -> list[Rows] | None
     return [tuple((q, i) for i in outputs) for q in ends]
 
 
-def _between(ledger: Ledger, readers: Readers, members: list[Rows]) -> Mixing | None:
+def _between(readers: Readers, members: list[Rows]) -> Mixing | None:
     """Outputs of linear layers that only linear layers read."""
     into: dict[tuple[str, tuple[int, ...]], None] = {}
     tables: dict[tuple[str, tuple[int, ...]], None] = {}
     out: dict[tuple[str, tuple[int, ...]], None] = {}
+    producers = readers.ledger.producers
     for rows in members:
-        made, outputs = ledger.producers[rows[0][0]], [i for _, i in rows]
+        made, outputs = producers[rows[0][0]], [i for _, i in rows]
         if made.kind == "embedding":
             tables[str(made.weight), tuple(made.rows[outputs].tolist())] = None
         else:
             into.update(dict.fromkeys((n, tuple(at.tolist())) for n, at in _into(made, outputs)))
         for event, _ in readers.together(rows) or ():
             if event.kind != "sum":
-                reader = ledger.producers[event.where["reader"]]
+                reader = producers[event.where["reader"]]
                 out[str(reader.weight), tuple(event.where["at"])] = None
     places = [(name, i) for name, at in out for i in at]
     if not out or len(set(places)) != len(places):
@@ -241,28 +216,18 @@ def _into(made: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
     return into
 
 
-def _against(
-    ledger: Ledger, readers: Readers, event: Reading, done: set[tuple[Row, ...]]
-) -> Mixing | None:
+def _against(readers: Readers, queries: list[Rows], keys: list[Rows]) -> Mixing | None:
     """Queries against keys; several heads may share either."""
-    lefts, rights = {event.rows: None}, {event.where: None}
-    for _ in range(len(ledger.events)):
-        before = len(lefts) + len(rights)
-        for other in ledger.events:
-            if other.kind == "pair" and (other.rows in lefts or other.where in rights):
-                lefts[other.rows] = rights[other.where] = None
-        if len(lefts) + len(rights) == before:
-            break
-    done.update(lefts)
     sides: list[list[tuple[str, Tensor]]] = [[], []]
-    for k, side in enumerate((lefts, rights)):
+    for k, side in enumerate((queries, keys)):
         for rows in side:
-            source, events = source_of(readers, rows), readers.together(rows)
-            if source is None or events is None or not readers.clean(rows):
+            source, events = readers.source(rows), readers.together(rows)
+            if source is None or events is None:
                 return None
             if any(e.kind != "pair" or second != bool(k) for e, second in events):
                 return None
             sides[k].extend(_into(*source))
     out = [(name, rows, True) for name, rows in sides[1]]
-    about = f"GL({len(event.rows)}) between query {sides[0][0][0]} and key {sides[1][0][0]}"
-    return Mixing(len(event.rows), sides[0], out, about)
+    size = len(queries[0])
+    about = f"GL({size}) between query {sides[0][0][0]} and key {sides[1][0][0]}"
+    return Mixing(size, sides[0], out, about)

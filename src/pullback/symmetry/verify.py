@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..._core.errors import PullbackError
-from ..._core.graph import unfused_attention
-from ..actions.scaling import Action, Scaling
-from ..graph.tracing import Example
+from .._core.errors import PullbackError
+from .._core.graph import unfused_attention
+from .actions.scaling import Action, Scaling
+from .graph.tracing import Example
 
 #: what round-off may leave of J Z, and where the model itself computes in a narrower type
 TOLERANCE, _NARROW = 1e-10, 1e-5
@@ -89,14 +89,14 @@ class Verifier:
         return torch.where(torch.isfinite(lengths) & torch.isfinite(ratio), ratio, torch.inf)
 
     def residual(self, tangent: Mapping[str, Tensor]) -> float:
-        """Of one tangent, by name."""
+        """‖J Z‖, relative, of one tangent Z by name."""
         tangent = {n: t / self._size[n] for n, t in tangent.items()}
         pairs = [(self._pulled[n] * t).flatten(1).sum(1) for n, t in tangent.items()]
         length = torch.stack([t.norm() for t in tangent.values()]).norm()
         return float(self._residuals(torch.stack(pairs, 1)[None], length[None], tangent))
 
     def unit_residuals(self, action: Scaling) -> Tensor:
-        """Of the generator of every unit, (units,)."""
+        """‖J Z‖, relative, of every unit's generator: (units,)."""
         one = self.params[action.names[0]]
         pairs = {n: one.new_zeros(_COVECTORS, action.units) for n in action.names}
         squares = one.new_zeros(action.units)

@@ -1,19 +1,113 @@
-"""Averages of statistics over steps, and the Gram blocks that they stand for."""
+"""Blocks of F̂: their names and coordinates, averages of their factors, and the Gram of these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...._core.errors import PullbackError
 from ...._core.flags import lerp_unless
 from ....grams.kronecker import GramBlock, Pair, Units, merged, sides
 from ....grams.kronecker.inverting import over_groups
 from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
-from .factor import BlockKey, Factor, Factors, block_shape
+
+
+class FactorKey(NamedTuple):
+    """One factor of a block: the kind of layer that used the parameter, and the side.
+
+    In the coordinates of a weight (O, I), "left" acts on its rows and "right" on its columns; where
+    the bias shares the block, "mean" is the mean input. Units and diagonals have a "left" alone.
+    """
+
+    role: str
+    side: str
+
+
+UNITS = FactorKey("units", "left")
+DIAGONAL = FactorKey("diagonal", "left")
+#: second moments of the gradient in a block's eigenbases (EKFAC)
+SPECTRUM = FactorKey("spectrum", "values")
+#: means of one statistics step, or averages of many
+Factors = Mapping[FactorKey, Side]
+
+
+@dataclass(frozen=True)
+class BlockKey:
+    """The parameters of one block, and what is held for them.
+
+    `kind` is "kronecker" (weight and perhaps bias, or a bias alone), "units" (gain and shift of
+    every unit) or "diagonal" (single entries). A `turned` weight is held as (G, I, O), and its
+    coordinates are those of its transpose.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    bias: bool = False
+    turned: bool = False
+
+    def __hash__(self) -> int:
+        return hash(self.names)  # few blocks share a parameter
+
+    @cached_property
+    def joint(self) -> bool:
+        """Whether a Kronecker block holds weight and bias together."""
+        return self.kind == "kronecker" and len(self.names) == 2
+
+    @cached_property
+    def kronecker(self) -> bool:
+        return self.kind == "kronecker"
+
+
+def block_shape(key: BlockKey, factors: Factors) -> tuple[int, ...]:
+    """Return the shape of a block's coordinates: (G, O, I) with the bias as a column, or (U, k)."""
+    if not key.kronecker:
+        return tuple(next(iter(factors.values())).shape[:2])
+    rows = max(t.shape[-1] for f, t in factors.items() if f.side == "left")
+    bordered = [f.side == "mean" for f in factors]
+    columns = max(t.shape[-1] + any(bordered) for f, t in factors.items() if f.side == "right")
+    return next(iter(factors.values())).shape[0], rows, columns
+
+
+def to_block(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return tensors of the parameters' shapes in the coordinates of their block."""
+    if not key.kronecker:
+        v = torch.stack([t.flatten() for t in tensors], 1)
+    else:
+        groups, rows, columns = shape[0], shape[1], shape[-1] - key.joint
+        v = tensors[0]
+        if v.numel() == groups * rows * columns:
+            v = v.reshape(groups, -1, rows).mT if key.turned else v.reshape(groups, rows, -1)
+            v = torch.cat([v, tensors[1].reshape(groups, -1, 1)], 2) if key.joint else v
+    if tuple(v.shape) != tuple(shape):
+        raise PullbackError(
+            f"Parameter {key.names[0]!r} changed its shape",
+            f"its block was built for {tuple(shape)}, the gradient gives {tuple(v.shape)}",
+            "Build the optimizer again after changing the model",
+        )
+    return v
+
+
+def describe(key: BlockKey, factors: Factors) -> str:
+    """Return a block in words, for `coverage`."""
+    if key.kind == "diagonal":
+        return "diagonal"
+    if key.kind == "units":
+        return "units, gain and shift" if len(key.names) == 2 else "units"
+    groups, rows, columns = block_shape(key, factors)
+    size = f"{f'{groups} × ' if groups > 1 else ''}({rows} ⊗ {columns})"
+    dense = {f.side for f, value in factors.items() if len(value.shape) == 3}
+    marks = [
+        f"{word} diagonal"
+        for side, word in (("left", "output"), ("right", "input"))
+        if side not in dense
+    ]
+    return ", ".join([f"kronecker {size}", *marks])
 
 
 @dataclass
@@ -25,9 +119,9 @@ class Average:
     `mean` is the plain mean of `count` sets, where a damping asks for it.
     """
 
-    value: dict[Factor, Side]
+    value: dict[FactorKey, Side]
     mass: Tensor
-    mean: dict[Factor, Side] = field(default_factory=dict)
+    mean: dict[FactorKey, Side] = field(default_factory=dict)
     count: int = 0
 
     @classmethod
@@ -49,21 +143,11 @@ class Average:
 
     def adds_up(self, new: Factors) -> bool:
         """Whether one kernel on the device can add these factors: their memory is alike."""
-        if not self.mass.is_cuda or self.mean or self.value.keys() != new.keys():
+        if not self.mass.is_cuda or self.mean or not self.fits(new):
             return False
-        pairs = ((memory(self.value[f]), memory(t)) for f, t in new.items())
-        return all(
-            a.shape == b.shape and a.stride() == b.stride()
-            and a.dtype == b.dtype and a.device == b.device
-            for a, b in pairs
-        )  # fmt: skip
+        return all(memory(self.value[f]).stride() == memory(t).stride() for f, t in new.items())
 
-    @property
-    def started(self) -> bool:
-        """Whether there are statistics in it; waits for the device."""
-        return bool(self.mass > 0)
-
-    def corrected(self) -> dict[Factor, Tensor]:
+    def corrected(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
         return {f: over_groups(whole(t), self.mass) for f, t in self.value.items()}
 
@@ -73,24 +157,15 @@ class Average:
         sides = [(f, t.shape[1:]) for f, t in self.value.items()]
         return *sides, self.mass.dtype, self.mass.device
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Average:
-        """Return the same with all tensors changed: moved to another device, say."""
-        value = {f: map_memory(change, t) for f, t in self.value.items()}
-        mean = {f: map_memory(change, t) for f, t in self.mean.items()}
-        return Average(value, change(self.mass), mean, self.count)
-
-    def change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the memory of all sides; the mass stays."""
+    def change(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
+        """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
         self.value = {f: map_memory(change, t) for f, t in self.value.items()}
         self.mean = {f: map_memory(change, t) for f, t in self.mean.items()}
+        if mass:
+            self.mass = change(self.mass)
 
     def sides(self) -> list[Tensor]:
-        """Return the memory of all sides."""
         return [*map(memory, self.value.values()), *map(memory, self.mean.values())]
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors that are held."""
-        return [*self.sides(), self.mass]
 
 
 def stacked(averages: Sequence[Average]) -> Average:
@@ -145,7 +220,7 @@ def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> G
     roles = sorted({factor.role for factor in factors})
     width = block_shape(key, factors)[2]
     pairs = [
-        Pair(whole(factors[Factor(r, "left")]), _homogeneous(factors, r, width, corner))
+        Pair(whole(factors[FactorKey(r, "left")]), _homogeneous(factors, r, width, corner))
         for r in roles
     ]
     return merged(pairs)
@@ -165,7 +240,7 @@ def undivided(
 
 def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:
     """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
-    side, mean = whole(factors[Factor(role, "right")]), factors.get(Factor(role, "mean"))
+    side, mean = whole(factors[FactorKey(role, "right")]), factors.get(FactorKey(role, "mean"))
     n = side.shape[-1]
     if n == width:
         return side

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph.ledger import Act, Ref
-from ..graph.scales import FIXED, ZERO
-from ..graph.walk import Walk, result, rule, shapes
+from .ledger import Act, Ref
+from .scales import FIXED, ZERO
+from .walk import Walk, result, rule, shapes, with_constants
 
 
 @rule(
     *("t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "slice", "select", "flip"),
-    *("movedim", "narrow", "roll", "repeat", "unfold", "diagonal", "numpy_T", "swapaxes"),
-    *("channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "swapdims", "expand_as"),
+    *("roll", "repeat", "unfold", "diagonal", "channel_shuffle", "pixel_shuffle"),
+    "pixel_unshuffle",
 )
 def moved(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The same operation on the labels."""
@@ -32,46 +32,26 @@ def operation(node: Node) -> Callable[..., Any]:
     return node.target
 
 
-@rule("view", "_unsafe_view", "reshape", "view_copy", "_reshape_alias", "flatten", "unflatten")
+@rule("view", "_unsafe_view", "view_copy", "_reshape_alias")
 def reshaped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The same entries in another shape."""
     shape = shapes(node)[0]
-    if not isinstance(args[1], (list, tuple, torch.Size)) and "view" in str(node.target):
+    if not isinstance(args[1], (list, tuple, torch.Size)):
         return args[0]  # another dtype
     return args[0].moved(lambda t: t.reshape(shape))
 
 
-@rule(
-    "split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk", "tensor_split"
-)
+@rule("split", "split_with_sizes", "unbind", "unsafe_split")
 def parts(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Several pieces of a tensor."""
     count, target = len(shapes(node)), operation(node)
     return [args[0].moved(lambda t, i=i: target(t, *args[1:], **kwargs)[i]) for i in range(count)]
 
 
-@rule(
-    *("clone", "contiguous", "alias", "detach", "_to_copy", "lift_fresh_copy", "lift_fresh"),
-    *("to", "lift", "positive", "_conj"),
-)
+@rule("clone", "alias", "detach", "_to_copy", "lift_fresh_copy", "lift_fresh", "lift", "_conj")
 def same(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The tensor itself."""
     return args[0]
-
-
-@rule("native_dropout", "dropout", "feature_dropout")
-def dropped(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Dropout multiplies by constants."""
-    act = walk.act(args[0])
-    walk.touch(act)
-    out = act.plain()
-    return [out, Act.constant(act.shape)] if len(shapes(node)) > 1 else out
-
-
-@rule("bernoulli", "rand", "randn", "rand_like", "randn_like", "empty", "empty_like", "new_empty")
-def random(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """No parameter enters."""
-    return Act.constant(shapes(node)[0])
 
 
 @rule("cat", "stack")
@@ -120,31 +100,24 @@ def triangle(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) ->
 
 
 @rule(
-    *("max_pool1d", "max_pool2d", "max_pool3d", "max_pool2d_with_indices"),
-    *("max_pool3d_with_indices", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
-    *("adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_nearest2d"),
-    *("upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
-    *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "upsample_bicubic2d"),
-    *("adaptive_avg_pool2d", "adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d"),
-    *("reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d"),
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+    *("upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_nearest_exact2d", "_upsample_bilinear2d_aa"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
 )
 def pooled(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Neighbors within a channel are compared, averaged or repeated."""
     act = walk.act(args[0])
     walk.touch(act)
-    wide = shapes(node)
-    spatial = range(len(act.shape) - _spatial(str(node.target)), len(act.shape))
-    merged = walk.scales.merge(act.scale, spatial)
-    out = Act.of(merged, wide[0])
-    return [out, Act.constant(wide[0])] if len(wide) > 1 else out
+    count = next(d for d in (1, 2, 3) if f"{d}d" in str(node.target))
+    merged = walk.scales.merge(act.scale, range(-count, 0))
+    return with_constants(node, Act.of(merged, shapes(node)[0]))
 
 
-def _spatial(name: str) -> int:
-    return next((d for d in (1, 2, 3) if f"{d}d" in name), 2)
-
-
-@rule("index_select", "gather", "index", "take_along_dim")
+@rule("index_select", "gather", "index")
 def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Entries picked by an index that is not looked at: one scale along the axes it runs over."""
     act, shape, name = walk.act(args[0]), shapes(node)[0], str(node.target)
@@ -165,10 +138,10 @@ def picked(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> A
     return Act.of(merged, shape)
 
 
-@rule("gt", "ge", "lt", "le", "eq", "ne")
+@rule("gt", "ge", "lt", "le", "eq", "ne", "sign", "sgn", "isnan", "isinf")
 def compared(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Comparisons with 0, or of values with one scale, do not change under positive scales."""
-    x, y = args[:2]
+    x, y = args if len(args) == 2 else (args[0], 0)
     act = walk.act(x)
     walk.touch(act)
     if isinstance(y, (Act, Ref)):
@@ -180,34 +153,21 @@ def compared(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) ->
     return result(node, torch.tensor(FIXED))
 
 
-@rule("sign", "sgn", "zeros_like", "ones_like", "isnan", "isinf")
-def signs(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What depends on shapes and signs alone."""
-    walk.touch(walk.act(args[0]))
-    zero = "zeros" in str(node.target)
-    return result(node, torch.tensor(ZERO if zero else FIXED))
-
-
 @rule("where")
 def where(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Both choices have one scale."""
     if len(args) < 3:
         return NotImplemented
-    sides = [v if isinstance(v, (Act, Ref)) else _number(v) for v in args[1:3]]
-    one, two = (walk.act(s) for s in sides)
-    walk.touch(walk.act(args[0]), one, two)
-    shape = torch.broadcast_shapes(walk.act(args[0]).shape, one.shape, two.shape)
+    mask, one, two = (walk.act(v if isinstance(v, (Act, Ref)) else _number(v)) for v in args)
+    walk.touch(mask, one, two)
+    shape = torch.broadcast_shapes(mask.shape, one.shape, two.shape)
     return Act.of(walk.scales.unify(one.scale, two.scale), shape)
 
 
 @rule("masked_fill")
 def masked_fill(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Like `where`."""
-    return where(walk, node, [args[1], _filling(args[2]), args[0]], {})
-
-
-def _filling(value: Any) -> Any:
-    return value if isinstance(value, (Act, Ref)) else _number(value)
+    return where(walk, node, [args[1], args[2], args[0]], {})
 
 
 def _number(value: float) -> Act:
@@ -215,16 +175,17 @@ def _number(value: float) -> Act:
     return Act.constant((), zero=value == 0 or value in (float("inf"), float("-inf")))
 
 
-@rule("zeros", "new_zeros")
-def zeros(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Structural zeros."""
-    return result(node, torch.tensor(ZERO))
+@rule(
+    *("zeros", "new_zeros", "zeros_like", "ones_like", "empty", "empty_like", "new_empty"),
+    *("bernoulli", "rand", "randn", "rand_like", "randn_like"),
+)
+def constant(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Structural zeros, and numbers that no parameter enters."""
+    return result(node, torch.tensor(ZERO if "zeros" in str(node.target) else FIXED))
 
 
 @rule("scalar_tensor", "full")
 def filled(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """A constant."""
-    value = args[-1]
-    return result(
-        node, _number(value).scale if isinstance(value, (int, float)) else torch.tensor(FIXED)
-    )
+    """One number everywhere."""
+    known = isinstance(args[-1], (int, float))
+    return result(node, _number(args[-1]).scale if known else torch.tensor(FIXED))

@@ -1,0 +1,36 @@
+"""Where a result came from: what the library says of it, and the commit of its source."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pullback
+from pullback.cli import environment as library
+
+
+def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """What a reader needs to judge times and to repeat a run."""
+    return {**library.environment(device), "commit": commit()}
+
+
+def commit() -> str | None:
+    """The commit of the library's source, "-dirty" where it was changed; None outside of git."""
+    source = Path(pullback.__file__)
+    # an installed copy may lie inside somebody else's repository
+    if _git(source.parent, "ls-files", "--error-unmatch", source.name) is None:
+        return None
+    return _git(source.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

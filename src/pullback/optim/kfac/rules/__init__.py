@@ -1,1 +1,0 @@
-"""Direction rules: how a gradient becomes a direction, from the factors of its block."""

@@ -1,1 +1,0 @@
-"""Group actions that the books of a walk suggest."""

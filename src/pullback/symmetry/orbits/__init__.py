@@ -1,1 +1,0 @@
-"""Orbits at a point: verification, tangents and rank."""

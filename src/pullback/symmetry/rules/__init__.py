@@ -1,1 +1,0 @@
-"""What each operation does to scales; importing a module registers its rules."""

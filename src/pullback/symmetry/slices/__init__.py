@@ -1,1 +1,0 @@
-"""Slices that meet orbits once: constraints, retractions, projections, bases."""
