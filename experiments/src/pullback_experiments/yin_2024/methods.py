@@ -113,7 +113,8 @@ class NaturalMethod(DescentMethod):
         metric = "L² of u" if self.l2 else "Gauss–Newton"
         before = f", after {self.pretrain} Adam steps" if self.pretrain else ""
         solver = type(self.solver()).__name__
-        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {self.rule()!r}{before}"
+        rule = repr(self.rule()).replace("inner=", "step=")  # as records made earlier have it
+        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {rule}{before}"
 
 
 class _NaturalStepper(Stepper):
