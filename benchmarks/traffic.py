@@ -80,9 +80,9 @@ def held_on_a_gpu(name: str, t: Tensor, *, moments: bool) -> Tensor:
 def count(
     model: nn.Module, options: dict[str, Any], size: int, workers: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
-    """Return bytes per step by purpose, calls, and bytes of sums in single steps.
+    """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
 
-    Intervals are those of the rule. Steps are those with statistics, and with inversions beside.
+    Intervals are those of the rule. Passes are those with statistics, and with inversions beside.
     """
     opt = pb.KFAC(model, **options)
     state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None

@@ -219,8 +219,9 @@ class LayerStructure:
 
         layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
-            reached = one is not None and two is not None
-            layout = detect(one, two, c, entry.features, exact) if reached else None
+            layout = None
+            if one is not None and two is not None:
+                layout = detect(one, two, c, entry.features, exact)
             if layout is not None:
                 layouts[i] = layout
             else:

@@ -10,6 +10,7 @@ from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -217,8 +218,15 @@ class KFAC(Optimizer):
             several=not processes.alone,
             whole=self._params.leaves if self._params.shards else None,
         )
+        if not processes.alone:
+            me = ref(self)  # hooks hold it
+            self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
         self._memory: dict[str, Any] = {}
+
+    def _launch(self) -> None:
+        """Begin to sum statistics over processes, while the backward pass goes on."""
+        self._replicas.launch(self._capture.pool, self._params)
 
     # --- a torch optimizer's duties -------------------------------------------------------------
 
@@ -447,6 +455,7 @@ class KFAC(Optimizer):
             return self._reject(f"the loss is {problem.loss}", loss)
         report.watch_growth(self._growth, loss)
         if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
+            self._launch()
             self._replicas.join(capture, params, groups, gradients, held.schedule)
         found = self._statistics(problem, owing)
         guard = Guard(self._deferrable(found, gradients))

@@ -10,7 +10,7 @@ their sum over all processes is the average, and less is sent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from math import isnan, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -36,11 +36,12 @@ from .statistics.sums import (
     BlockTensors,
     Layouts,
     Pool,
+    SentSums,
+    is_broken,
     join_layouts,
     layout_of,
     shared_sides,
     sides_of,
-    sums_of,
     tensors_of,
     zeros_of,
 )
@@ -78,6 +79,12 @@ class Replicas:
         self._owned = owned and not processes.alone
         self._lazy = lazy and not owned and not processes.alone
         self._shared = False
+        #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
+        self._overlaps = wrapped and not owned and not processes.alone
+        self._apart: Processes | None = None
+        #: what all processes measured last, and what is under way
+        self._layouts: Layouts | None = None
+        self._sent: SentSums | None = None
 
     @property
     def alone(self) -> bool:
@@ -109,9 +116,27 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
+    def launch(self, pool: Pool, params: Parameters) -> None:
+        """Begin to sum the pooled statistics, in the shapes that all had last time.
+
+        It is called in the backward pass, and before `join`: messages of their own group know no
+        order but theirs. So every process begins once between two calls of `join`, also where a
+        step was skipped, and `join` finds out what is out of date. Nothing is waited for, since
+        another process may wait for this one's gradients.
+        """
+        if self._sent is None and self._apart is not None and self._layouts is not None:
+            self._sent = self._begin(pool, self._layouts, params, self._apart)
+
     def forget_shares(self) -> None:
         """Go on with averages that are whole: all processes loaded them."""
         self._shared = False
+        if self._layouts is not None:  # some may have begun, so that nothing is begun ahead now
+            self._sent = self._apart = None
+            self._overlaps = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is under way, and the group in which it is."""
+        return {**vars(self), **dict.fromkeys(("_sent", "_apart", "_layouts"))}
 
     def join(
         self,
@@ -123,13 +148,16 @@ class Replicas:
     ) -> None:
         """Make the pooled sums those of all processes; raise on all where they contradict."""
         processes, pool, structure = self.processes, capture.pool, capture.structure
-        broken = isinstance(pool.samples, float) and isnan(pool.samples)
+        sent, self._sent = self._sent, None
+        broken = is_broken(pool)
         keys = [] if broken else sorted(pool.sums, key=lambda key: key.names)
         layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
-        flags = [not broken, pool.calls == 0]
+        current = sent is None or sent.pool is pool
+        fresh = sent is not None and current and sent.calls == pool.calls
+        flags = [not broken, pool.calls == 0, fresh, current]
         told = layouts, sorted(structure.partners.items())
         given = params, groups, gradients, schedule
-        alike, (whole, idle) = self._compare(told, flags, *given)
+        alike, (whole, idle, fresh, current) = self._compare(told, flags, *given)
         if idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -142,7 +170,16 @@ class Replicas:
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
             }
-        self._sum(pool, layouts, params)
+        if sent is not None and current and not fresh:  # each of several passes would be sent
+            self._apart = None
+        if sent is None or not fresh or layouts != self._layouts:
+            sent = self._begin(pool, layouts, params, processes)
+        if self._layouts is None and self._overlaps:
+            self._apart = processes.apart()
+        self._layouts = layouts
+        sent.finish()
+        pool.shared = sent.shared
+        pool.share = float(processes.rank == 0)
 
     def _compare(
         self,
@@ -177,38 +214,25 @@ class Replicas:
             processes.same("their parameters", _lengths(held), remedy)
         return alike[0], found
 
-    def _sum(self, pool: Pool, layouts: Layouts, params: Parameters) -> None:
-        """Sum counts over all processes, and the sides of which they hold no shares.
-
-        Where blocks have owners, these alone get the sums of sides.
-        """
+    def _begin(
+        self, pool: Pool, layouts: Layouts, params: Parameters, processes: Processes
+    ) -> SentSums:
+        """Begin to sum counts, and the sides of which processes hold no shares."""
+        device = next(iter(params.by_name.values())).device
         sums: dict[BlockKey, BlockTensors] = {}
         for key, layout in layouts.items():
-            own = tensors_of(pool.sums[key]) if key in pool.sums else {}
+            held = None if is_broken(pool) else pool.sums.get(key)
+            own = {} if held is None else tensors_of(held)
+            if not layout_of(own).items() <= layout.items():
+                own = {}  # `join` finds out
             like = params.by_name[key.names[0]]
             sums[key] = {
                 at: own[at] if at in own else zeros_of(at, *layout[at], like) for at in layout
             }
-        pool.shared = {key: self._shared_sides(key, sides_of(own)) for key, own in sums.items()}
-        pool.share = float(self.processes.rank == 0)
-        every = [(key, at) for key, own in sums.items() for at in own]
-        # numbers that are no sides: of places, and second moments in eigenbases
-        numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
-        counts = [torch.as_tensor(pool.samples), *(memory(sums[k][at]) for k, at in numbers)]
-        device = next(iter(params.by_name.values())).device
-        wide = [t.to(device, torch.float64) for t in counts]
-        pool.samples, *totals = self.processes.sum(wide, "counts")
-        for (key, at), t in zip(numbers, totals, strict=True):
-            sums[key][at] = t.to(memory(sums[key][at]).dtype)
-        rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
-        rest = [(key, at) for key, at in rest if at[1].side not in pool.shared[key]]
+        shared = {key: self._shared_sides(key, sides_of(own)) for key, own in sums.items()}
         owners = self.placement.owners if self._owned else {}
-        placed = owners and sums.keys() <= owners.keys()
-        ranks = [owners[key] for key, _ in rest] if placed else None
-        sides = launch_sides([sums[key][at] for key, at in rest], self.processes, ranks).wait()
-        for (key, at), side in zip(rest, sides, strict=True):
-            sums[key][at] = side
-        pool.sums = {key: sums_of(own) for key, own in sums.items()}
+        placed = owners if sums.keys() <= owners.keys() else {}
+        return SentSums(pool, sums, shared, processes, device, placed)
 
     # --- averages as shares ---------------------------------------------------------------------
 

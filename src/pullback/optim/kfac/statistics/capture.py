@@ -33,7 +33,7 @@ from ....maps.record import Sites
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
-from .cotangents import measuring
+from .cotangents import AllSums, measuring
 from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
 from .launch_thread import LaunchThread, sets_precision
 from .record import ForwardRecord, RepeatedCall
@@ -114,6 +114,9 @@ class StatisticsCapture:
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
         self.wrapped = False
+        #: called where statistics are complete, while the backward pass goes on
+        self.completed: Callable[[], None] | None = None
+        self._syncs = False  # whether the last call's gradients are averaged over processes
         self.pool, self.structure = Pool(), BlockStructure(options)
         self.choose(name for name, _ in plain(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
@@ -187,7 +190,9 @@ class StatisticsCapture:
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Record the layers of a forward pass, if it can give statistics."""
         if torch.is_grad_enabled():
-            self.wrapped = active_wrapper() is not None
+            wrapper = active_wrapper()
+            self.wrapped = wrapper is not None
+            self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
         if not self.wanted:
             return None
         stack = contextlib.ExitStack()
@@ -225,6 +230,8 @@ class StatisticsCapture:
             return
         z, me = picked(output, self._options.output), weakref.ref(self)
         if self._several and not z.numel():
+            if z.requires_grad:
+                z.register_hook(lambda _: (held := me()) and held.complete())
             return
         samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
@@ -251,21 +258,29 @@ class StatisticsCapture:
         """Take the statistics of a pass, whose output has received its gradient."""
         source = pending.source
         with source.whole() if isinstance(source, RepeatedCall) else contextlib.nullcontext():
-            self._measure(pending, cotangent)
+            complete = self._measure(pending, cotangent)
+        if complete:
+            self.complete()
+
+    def complete(self) -> None:
+        """Tell that statistics are complete, unless another pass is to be added."""
+        if self.completed is not None and self._syncs and not self._waiting:
+            with torch.no_grad():
+                self.completed()
 
     @property
     def _waiting(self) -> bool:
         """Whether the output of a pass has not received its gradient yet."""
         return any(p.source is not None for p in self._open)
 
-    def _measure(self, pending: PendingPass, cotangent: Tensor) -> None:
-        """Add the sums of a pass, at once or when its backward pass ends."""
+    def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
+        """Add the sums of a pass; False where there are none, or not yet."""
         leaves, root = self.leaves(), pending.root()
         # a gradient by the inputs alone: a penalty, an attack
         if self._gather is None and not reaches_parameters(leaves):
             refuse_reentrant(root)
             self._note_derivative()
-            return
+            return False
         record, inputs = pending.source, pending.inputs
         empirical = self._options.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
@@ -286,7 +301,7 @@ class StatisticsCapture:
             self.pool.calls += 1
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
-            return
+            return True
         with measuring(cotangent.device):
             random, slope = self.generator(cotangent.device), cotangent.detach()
             self._check_loss(z[0], slope, random)
@@ -300,24 +315,29 @@ class StatisticsCapture:
                 found = covectors_of(self._options, z.pop(), slope, inputs, random, deferred)
                 given = root, slope, record, leaves, self._options.sharing, found.keep
                 own = Descent(*given, inputs=True) if alone else None
-                add = partial(self.pool.add, samples=found.samples)
+                add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
-                    return
+                    return False
                 fresh = self.structure.measure(root, found, record, leaves, own, thread)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
                     value = record.head_output(dtype) if kept is None else kept
                     random.manual_seed(random.initial_seed())
                     found = covectors_of(self._options, value, slope, inputs, random)
+                    add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                     fresh = self.structure.measure(root, found, record, leaves, None, thread)
             except NotFinite:
                 self.pool.samples = torch.nan
-                return
+                return True
             self._whole = found.whole is not False
-        add = partial(self.pool.add, fresh.sums, found.samples)
-        if thread is None:
-            add()
-        else:
-            _ENGINE.queue_callback(partial(_finish, weakref.ref(self), thread, add))
+        if thread is not None:
+            finish = partial(add, fresh.sums, thread)
+            if self._several:  # sums over processes begin at once
+                finish()
+            else:
+                _ENGINE.queue_callback(finish)
+            return False
+        self.pool.add(fresh.sums, found.samples)
+        return True
 
     def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
         """Return what measures during the backward pass; None where that could change a result."""
@@ -326,6 +346,24 @@ class StatisticsCapture:
         if once or record.compounds or not wanted or sets_precision(record.entries):
             return None
         return LaunchThread(device, record.entries)
+
+    @staticmethod
+    def _add_along(
+        me: weakref.ref[StatisticsCapture],
+        pool: Pool,
+        samples: Any,
+        sums: AllSums,
+        thread: LaunchThread | None = None,
+    ) -> None:
+        """Add what was measured along the user's own pass, at its end."""
+        capture = me()
+        if thread is not None and not thread.join():
+            if capture is not None:
+                capture.overlaps = False  # from now on it is measured before the pass goes on
+            return
+        pool.add(sums, samples)
+        if capture is not None:
+            capture.complete()
 
     def _note_derivative(self) -> None:
         """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
@@ -380,16 +418,6 @@ class StatisticsCapture:
         if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
             scale = pool.samples ** (2 if mean else 1) / loss_scale**2
         return means(pool, scale)
-
-
-def _finish(
-    me: weakref.ref[StatisticsCapture], thread: LaunchThread, add: Callable[[], None]
-) -> None:
-    """Add what a second thread has measured, unless an input was overwritten meanwhile."""
-    if thread.join():
-        add()
-    elif (capture := me()) is not None:
-        capture.overlaps = False  # from now on it is measured before the pass goes on
 
 
 def averaged_parts(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...._core.errors import PullbackError
-from ....grams.kronecker.packed import Side, memory, packed, zeros_like
+from ...._core.processes import Processes
+from ....grams.kronecker.packed import Side, launch_sides, memory, packed, zeros_like
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
@@ -211,6 +213,52 @@ def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) 
     """Return what a process has of sums that it did not see."""
     zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
     return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
+
+
+def is_broken(pool: Pool) -> bool:
+    """Whether a pass gave something that is not finite."""
+    return isinstance(pool.samples, float) and isnan(pool.samples)
+
+
+class SentSums:
+    """The sums of one statistics step, on their way to become those of all processes.
+
+    Of `shared` sides every process keeps its share, over the counts of all. Where blocks have
+    `owners`, these alone get the sums.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        sums: dict[BlockKey, BlockTensors],
+        shared: Mapping[BlockKey, frozenset[str]],
+        processes: Processes,
+        device: torch.device,
+        owners: Mapping[BlockKey, int],
+    ) -> None:
+        self.pool, self.calls, self.shared, self.processes = pool, pool.calls, shared, processes
+        self._sums = sums
+        every = [(key, at) for key, own in sums.items() for at in own]
+        # numbers that are no sides: of places, and second moments in eigenbases
+        self._numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
+        rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
+        self._rest = [(key, at) for key, at in rest if at[1].side not in shared[key]]
+        counts = [torch.as_tensor(pool.samples), *(memory(sums[k][at]) for k, at in self._numbers)]
+        wide = [t.to(device, torch.float64) for t in counts]
+        self._counts = processes.launch_sum(wide, "counts")
+        sides = [sums[key][at] for key, at in self._rest]
+        ranks = [owners[key] for key, _ in self._rest] if owners else None
+        self._sides = launch_sides(sides, processes, ranks)
+
+    def finish(self) -> None:
+        """Fill the pool with what has been summed."""
+        samples, *counts = self._counts.wait()
+        for (key, at), t in zip(self._numbers, counts, strict=True):
+            self._sums[key][at] = t.to(memory(self._sums[key][at]).dtype)
+        for (key, at), side in zip(self._rest, self._sides.wait(), strict=True):
+            self._sums[key][at] = side
+        self.pool.samples = samples
+        self.pool.sums = {key: sums_of(own) for key, own in self._sums.items()}
 
 
 def sides_of(own: BlockTensors) -> dict[FactorKey, Side]:

@@ -1,4 +1,4 @@
-"""Loops with other than one pass per step, several optimizers, and how often factors are sent."""
+"""Statistics are summed over processes while the backward pass goes on."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def calls(opt: pb.KFAC) -> list[int]:
 
 
 def events(rank: int, size: int, options: dict[str, Any]) -> Any:
-    """Return how often each statistics step sends counts and factors."""
+    """Return what each statistics step sends in its backward pass, and in `step`."""
     net = DistributedDataParallel(model_of("dense"))
     opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options})
     found = []
     for number in range(10):
         x, y = batch(10 * number + rank, 8, "dense")
         opt.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        before = calls(opt)
+        loss = F.cross_entropy(net(x), y)
+        start = calls(opt)
+        loss.backward()
+        middle = calls(opt)
         opt.step()
         if number % 2 == 0:
-            found.append([b - a for a, b in zip(before, calls(opt), strict=True)])
+            parts = zip(start, middle, calls(opt), strict=True)
+            found.append([(b - a, c - b) for a, b, c in parts])
     return found
 
 
@@ -47,13 +50,18 @@ EXPECTED = {"clip": (1, 2), "invariant damping": (1, 1), "spectral": (0, 1), "ei
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_factors_are_sent_as_rarely_as_the_options_allow(world: World, name: str) -> None:
+def test_sums_are_under_way_before_the_backward_pass_returns(world: World, name: str) -> None:
     often, inverting = EXPECTED[name]
     first, *rest = world.run(events, OPTIONS[name])
     assert all(other == first for other in rest)
-    # inversions follow the first three, and the fifth
-    sent = [inverting, inverting, inverting, often, inverting]
-    assert first == [[1, n] for n in sent]
+    assert first[0] == [(0, 1), (0, inverting)]  # the first statistics show the shapes
+    sent = [
+        inverting,
+        inverting,
+        often,
+        inverting,
+    ]  # inversions follow the first three, and the fifth
+    assert first[1:] == [[(1, 0), (often, n - often)] for n in sent]
 
 
 def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
