@@ -1,13 +1,15 @@
 """The programs of docs/pde-gallery.md, run as they stand there; four of them beside other methods.
 
     python -m benchmarks.pde_gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
+    python -m benchmarks.pde_gallery --draw    # the picture again, from the record
 
 Every python fence under a third-level heading of the page is one program. It is executed with the
 page's first fence before it, in the order of the page, and leaves `problem`, `network` and
 `solution`. Errors are relative L² errors against what the program knows, or against a reference of
 this file. The race gives each method the same CPU seconds of the process, the same network and the
 same points: `pde.solve` with its defaults, Adam for a fifth of the time and then L-BFGS, and
-SSBroyden. Records are kept by name, so that --only adds to what is there.
+SSBroyden. Records are kept by name, so that --only adds to what is there. The solutions on a grid
+lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -33,15 +34,17 @@ from scipy.integrate import solve_bvp, solve_ivp
 from torch import Tensor, nn
 
 from pullback import pde
+from pullback_experiments.framework import plots
 
 from .ssbroyden import SSBroyden
+from .table.numbers import small
 from .timing import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "pde-gallery.md"
 RECORD = ROOT / "benchmarks" / "results" / "pde-gallery.json"
 FIGURE = ROOT / "docs" / "figures" / "pde-gallery.png"
-PANELS = Path(tempfile.gettempdir()) / "pullback-pde-gallery"
+PANELS = RECORD.with_suffix(".arrays")
 RACE = ("minimal-surface", "elasticity", "wave", "fokkerplanck")
 _PART = re.compile(r"^### (?P<title>.+?)$.*?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 Field = Callable[[Tensor], Tensor]
@@ -199,41 +202,38 @@ def save_panel(name: str, solution: pde.Solution) -> None:
     values[~domain.contains(x)] = torch.nan
     PANELS.mkdir(exist_ok=True)
     shape = [len(t) for t in ticks]
-    ends = np.array([[t[0].item(), t[-1].item()] for t in ticks])
-    np.savez(
+    np.savez_compressed(
         PANELS / f"{name}.npz",
-        values=values.reshape(*shape, -1).numpy(),
-        ends=ends,
+        values=values.reshape(*shape, -1).numpy().astype(np.float32),
+        ends=np.array([[t[0].item(), t[-1].item()] for t in ticks]),
         names=np.array(domain.names[:2]),
+        fields=np.array(solution.problem.fields),
     )
 
 
 def draw(results: dict[str, Any]) -> None:
-    """One sheet of all solutions."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib.figure import Figure
-
+    """One sheet of all solutions whose panels are on record."""
     found = {n: r for n, r in results.items() if (PANELS / f"{n}.npz").exists()}
-    columns = 6
+    columns = 4
     rows = math.ceil(len(found) / columns)
-    figure = Figure(figsize=(2.1 * columns, 2.15 * rows), dpi=80, layout="constrained")
+    figure = plots.new(2.75 * columns, 2.8 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax, (name, result) in zip(axes, found.items(), strict=False):
         panel = np.load(PANELS / f"{name}.npz")
         values, ends, names = panel["values"], panel["ends"], panel["names"]
         if len(ends) == 1:
-            ax.plot(np.linspace(ends[0, 0], ends[0, 1], len(values)), values, lw=1.2)
+            x = np.linspace(ends[0, 0], ends[0, 1], len(values))
+            for color, field, line in zip(plots.PALETTE, panel["fields"], values.T, strict=False):
+                ax.plot(x, line, color=color, lw=1.8, label=str(field))
+            ax.legend(frameon=False)
         else:
             ax.imshow(
                 values[:, :, 0].T, origin="lower", extent=ends.flatten(), aspect="auto",
                 cmap="viridis", interpolation="bilinear",
             )  # fmt: skip
-            ax.set_ylabel(str(names[1]), fontsize=7, labelpad=1)
-        ax.set_xlabel(str(names[0]), fontsize=7, labelpad=1)
-        ax.set_title(f"{result['title']}\n{result['error']:.0e}", fontsize=7)
-        ax.tick_params(labelsize=6, length=2)
+            ax.set_ylabel(str(names[1]), labelpad=1)
+        ax.set_xlabel(str(names[0]), labelpad=1)
+        ax.set_title(f"{result['title']}\n{small(result['error'], 0)}", size=11)
         ax.locator_params(nbins=3)
     for ax in axes[len(found) :]:
         ax.set_visible(False)
@@ -324,8 +324,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=list(every), choices=list(every))
     parser.add_argument("--race", nargs="*", default=None, choices=list(every))
     parser.add_argument("--seconds", type=float, default=15.0, help="of each method in the race")
+    parser.add_argument("--draw", action="store_true", help="run nothing, draw what is on record")
     parser.add_argument("--out", type=Path, default=RECORD)
     options = parser.parse_args(arguments)
+    if options.draw:
+        draw(json.loads(options.out.read_text())["gallery"])
+        return
     torch.set_num_threads(1)
     here = environment(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
     record = json.loads(options.out.read_text()) if options.out.exists() else {}

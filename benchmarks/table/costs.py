@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from pullback_experiments.races.checks import title as optimizer_title
-
 from ..kfac_versions import ratios
 from .numbers import RESULTS, Rows, record, seconds, size, times
 
@@ -155,14 +153,8 @@ def vision() -> Rows:
     rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
     for found in record("race-vision")["summary"]["tables"]:
         label = found["title"].partition(":")[0]
-        rows += [[label, _optimizer(row[0]), *row[1:5]] for row in found["rows"]]
+        rows += [[label, *row[:5]] for row in found["rows"]]
     return rows
-
-
-def _optimizer(name: str) -> str:
-    """An optimizer of the races as the pages call it, "ours, 0.6 (kfac-spectral)" as well."""
-    name, _, method = name.partition(" (")
-    return optimizer_title(name, method.rstrip(")"))
 
 
 #: record, title of its table, task as the README calls it, rival
@@ -179,16 +171,17 @@ def races() -> Rows:
     """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
     rows = [["task", "rival", "its loss", "`KFAC`", "steps to its loss", "seconds to its loss"]]
     for name, title, task, rival in RACES:
-        summary, key = record(name)["summary"], rival.lower()
+        summary = record(name)["summary"]
         found = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
         runs = {row[0]: row for row in found}
-        ours = min((r for k, r in runs.items() if k.startswith("kfac-")), key=lambda r: float(r[3]))
-        claim = f"{title}: K-FAC's rules reach {key}'s final loss in"
+        whole = (r for k, r in runs.items() if k.startswith("K-FAC") and "of the steps" not in k)
+        ours = min(whole, key=lambda r: float(r[3]))
+        claim = f"{title}: K-FAC's rules reach the final loss of {rival} in"
         said = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
         steps, of = re.findall(r"[\d.]+", said)[:2]
-        spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[key]))]
+        spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[rival]))]
         took = f"{seconds(spent[0])}, its {seconds(spent[1])}"
-        rows.append([task, rival, runs[key][3], ours[3], f"{float(steps):.0f} of {of}", took])
+        rows.append([task, rival, runs[rival][3], ours[3], f"{float(steps):.0f} of {of}", took])
     return rows
 
 

@@ -30,7 +30,8 @@ def pde_race() -> Rows:
     """Errors after the same CPU seconds."""
     found = record("pde-gallery")
     methods = list(next(iter(found["race"].values())))
-    rows = [["", "CPU s", *methods]]
+    titles = {"Gauss–Newton": "Natural gradient"}
+    rows = [["", "CPU s", *(titles.get(method, method) for method in methods)]]
     for key, by in found["race"].items():
         name, seconds = key.split("/")
         errors = [small(by[method]["error"]) for method in methods]

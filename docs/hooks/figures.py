@@ -9,9 +9,9 @@ from typing import Any
 FIGURE = re.compile(r'<p>(<img [^>]*?src="([^"]+)"[^>]*>)')
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 APART = re.compile(r"<(pre|math|svg)\b.*?</\1>|<[^>]*>", re.DOTALL)  # no words of the page
-NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 2026-11-17, K-FAC, ResNet-50, L = 1
-    r"\b\d[\d.]*e[-−+]\d+|[-−]?\d[\d.]* ± [\d.]+|\b\d[\d.]* (?:ms|s|[MGT]i?B)\b|\b\d{4}-\d\d-\d\d\b"
-    r"|\b[A-Z][A-Za-z]{0,5}-(?:[A-Z]+\b|\d+\b)|\b[A-Z] = \d+\b"
+NUMBER = re.compile(  # 1e-3, −0.6 ± 1.4, 24 ms, 65 %, 2026-11-17, K-FAC, ResNet-50, L = 1
+    r"\b\d[\d.]*e[-−+]\d+|[-−]?\d[\d.]* ± [\d.]+|\b\d[\d.]* (?:(?:ms|s|[MGT]i?B)\b|%)"
+    r"|\b\d{4}-\d\d-\d\d\b|\b\d-D\b|\b[A-Z][A-Za-z]{0,5}-(?:[A-Z]+\b|\d+\b)|\b[A-Z] = \d+\b"
 )
 
 

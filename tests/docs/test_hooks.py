@@ -32,6 +32,17 @@ def test_formulas_are_typeset() -> None:
     assert "<msup>" in shown
 
 
+def test_indices_are_set_in_words_and_not_in_code() -> None:
+    pytest.importorskip("latex2mathml")
+    shown = hook("formulas").on_page_content(
+        "<p>w_{k+1} = e^(−d) x_i, T_wS, a state_dict</p><code>a_i</code>"
+    )
+    assert shown == (
+        "<p>w<sub>k+1</sub> = e<sup>−d</sup> x<sub>i</sub>, T<sub>w</sub>S, a state_dict</p>"
+        "<code>a_i</code>"
+    )
+
+
 def test_figures_open_at_full_size() -> None:
     shown = hook("figures").on_page_content('<p><img alt="A" src="a.png" /></p>')
     assert shown == '<p><a href="a.png"><img alt="A" src="a.png" /></a></p>'

@@ -9,17 +9,17 @@ from torch.func import functional_call, jacrev
 
 from pullback_experiments.bai_2024_projection import moves
 from pullback_experiments.bai_2024_projection.experiment import slope
-from pullback_experiments.bai_2024_projection.moves import SCALE, Scene
+from pullback_experiments.bai_2024_projection.moves import SCALE, NetworkData
 
 CPU = torch.device("cpu")
 
 
-def scene(seed: int, width: int = 40, count: int = 7) -> Scene:
+def scene(seed: int, width: int = 40, count: int = 7) -> NetworkData:
     torch.manual_seed(seed)
-    return Scene.of(width, count, CPU)
+    return NetworkData.of(width, count, CPU)
 
 
-def jacobian(found: Scene, x: Tensor) -> Tensor:
+def jacobian(found: NetworkData, x: Tensor) -> Tensor:
     """(N, p), by torch alone."""
     params = {n: p.detach() for n, p in found.net.named_parameters()}
     rows = jacrev(lambda p: functional_call(found.net, p, (x,))[:, 0])(params)
@@ -31,7 +31,7 @@ def matern(x: Tensor, y: Tensor) -> Tensor:
     return torch.exp(-d) * (1 + d)
 
 
-def dense(found: Scene, method: str) -> Tensor:
+def dense(found: NetworkData, method: str) -> Tensor:
     """The move of the function at the grid, from explicit matrices."""
     j, at, c = jacobian(found, found.x), jacobian(found, found.grid), found.residuals
     if method == "standard":

@@ -18,7 +18,7 @@ from pullback.symmetry import Sliced
 from pullback_experiments.bai_2024_slices import (
     EXPERIMENTS,
     Figure2,
-    Rescaled,
+    Rescaling,
     figure2,
     networks,
     rescaled,
@@ -35,6 +35,7 @@ from pullback_experiments.bai_2024_slices.networks import (
 )
 from pullback_experiments.bai_2024_slices.rescaled import METHODS as CONTENDERS
 from pullback_experiments.bai_2024_slices.rescaled import apart
+from pullback_experiments.framework import executor
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.store import Available
 
@@ -195,15 +196,15 @@ def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
     monkeypatch.setattr(rescaled, "METHODS", tuple(some))
     monkeypatch.setattr("pullback_experiments.bai_2024_slices.rescaled.METHODS", some)
-    (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaled))
+    (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaling))
     experiment = replace(full, epochs=2, judged=False)
-    assert experiment.run(True, [0], tmp_path, quiet(), seconds=0).status == 3
-    assert experiment.run(True, [0], tmp_path, quiet()).status == 0
+    assert executor.run(experiment, True, [0], tmp_path, quiet(), seconds=0).status == 3
+    assert executor.run(experiment, True, [0], tmp_path, quiet()).status == 0
     path = tmp_path / "bai-2024-slices-rescaled-quick.json"
     before = json.loads(path.read_text())
     assert len(before["runs"]) == 2 + 2 * 2
     assert (tmp_path / "bai-2024-slices-rescaled-quick.png").stat().st_size > 10_000
-    assert experiment.run(True, [0], tmp_path, quiet()).status == 0
+    assert executor.run(experiment, True, [0], tmp_path, quiet()).status == 0
     assert json.loads(path.read_text()) == before
 
 
@@ -225,7 +226,7 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
     short = _Short(
         name="short", figure="", claim="", held=held, quick_held=held, searched=1, lr=0.1
     )
-    outcome = short.run(False, [0, 1], tmp_path, quiet())
+    outcome = executor.run(short, False, [0, 1], tmp_path, quiet())
     assert len(outcome.checks) == 10
     state = json.loads((tmp_path / "short.json").read_text())
     assert ["search", "Adam", "0.0001"] in [r["key"] for r in state["runs"]]
@@ -257,5 +258,5 @@ def test_missing_data_are_noticed_before_anything_is_done(
     load.cache_clear()
     (experiment,) = (e for e in EXPERIMENTS if isinstance(e, Figure2))
     with pytest.raises(PullbackError, match="Set PULLBACK_DATA"):
-        experiment.run(out=tmp_path / "out", console=quiet())
+        executor.run(experiment, out=tmp_path / "out", console=quiet())
     assert not list((tmp_path / "out").iterdir())

@@ -22,9 +22,10 @@ from pullback_experiments.bai_2024_sobolev.vgg import (
     SETTINGS,
     THEIRS,
     SobolevMethod,
-    Training,
+    VGGTraining,
     paper_claims,
 )
+from pullback_experiments.framework import executor
 from pullback_experiments.learning import data, images
 from pullback_experiments.learning.networks import convnet, mlp, vgg16
 
@@ -155,7 +156,7 @@ def test_claims_follow_the_curves() -> None:
 
 def test_every_figure_names_methods_of_its_experiment() -> None:
     for experiment in (FULL, HUNDRED):
-        assert isinstance(experiment, Training)
+        assert isinstance(experiment, VGGTraining)
         names = {m.name for m in experiment.methods}
         for chosen in experiment.figures.values():
             assert set(chosen) <= names
@@ -164,7 +165,7 @@ def test_every_figure_names_methods_of_its_experiment() -> None:
         )
 
 
-def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
+def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTraining:
     """A few pictures in place of CIFAR-10."""
     found = data.generated((3, 32, 32), 10, 60)
     monkeypatch.setattr(images, "load", lambda dataset, sheets: found)
@@ -179,11 +180,11 @@ def tiny(experiment: Training, monkeypatch: pytest.MonkeyPatch) -> Training:
     ],
 )
 def test_quick_training(
-    experiment: Training, methods: Sequence[SobolevMethod], tmp_path: Path
+    experiment: VGGTraining, methods: Sequence[SobolevMethod], tmp_path: Path
 ) -> None:
     shown = {part: [m.name for m in methods] for part in experiment.figures}
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
-    done = experiment.run(True, None, tmp_path, quiet())
+    done = executor.run(experiment, True, None, tmp_path, quiet())
     assert done.status == 0
     assert done.done == len(experiment.methods)
     state = json.loads((tmp_path / f"{experiment.name}-quick.json").read_text())
@@ -203,7 +204,7 @@ def test_a_paused_run_goes_on_to_the_same_bits(
         status, count = 3, 0
         while status == 3:
             seconds = 0.0 if name == "sliced" else None
-            status = one.run(True, [2], tmp_path / name, quiet(), seconds=seconds).status
+            status = executor.run(one, True, [2], tmp_path / name, quiet(), seconds=seconds).status
             count += 1
         assert count == (2 if name == "sliced" else 1)
     curves = [
@@ -217,7 +218,7 @@ def test_a_paused_run_goes_on_to_the_same_bits(
 def test_the_tuned_comparison_runs_and_shows_both_settings(tmp_path: Path) -> None:
     assert isinstance(TUNED, Tuned)
     console = quiet()
-    done = replace(TUNED, epochs=2).run(True, [0], tmp_path, console)
+    done = executor.run(replace(TUNED, epochs=2), True, [0], tmp_path, console)
     assert done.done == done.total
     assert [c.of_paper for c in done.checks] == [True, True, False, False, False, False]
     assert "K-FAC's settings" in said(console)

@@ -18,6 +18,7 @@ from pullback.cli.app import app
 from pullback.cli.solving import setups
 from pullback_experiments import registry
 from pullback_experiments.commands import bench, listing
+from pullback_experiments.framework import executor
 
 from .small import Small, said, slow
 
@@ -238,7 +239,7 @@ def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_list_survives_a_time_that_is_none(small: list[Small], tmp_path: Path) -> None:
-    small[0].run(True, out=tmp_path)
+    executor.run(small[0], True, out=tmp_path)
     path = tmp_path / "small-quick.json"
     held = json.loads(path.read_text())
     held["runs"][0]["took"] = 10**400

@@ -12,7 +12,7 @@ from torch.func import hessian, vmap
 
 from pullback import PullbackError
 from pullback_experiments.showcase import problems
-from pullback_experiments.showcase.problems import PROBLEMS, LeastSquares, Poisson, target
+from pullback_experiments.showcase.problems import PROBLEMS, LeastSquares, PoissonTask, target
 from pullback_experiments.showcase.race import run, tune
 
 
@@ -71,7 +71,7 @@ def test_a_curve_grows_in_time_and_steps_and_the_watcher_sees_the_end() -> None:
 
 
 def test_all_contenders_see_the_same_loss_of_a_pde() -> None:
-    problem = Poisson()
+    problem = PoissonTask()
     first = []
     for contender in problem.contenders:
         model = problem.model()
@@ -94,7 +94,7 @@ def test_all_contenders_see_the_same_loss_of_a_pde() -> None:
 
 
 def test_the_picture_of_a_pde_shows_every_contender(tmp_path: Path) -> None:
-    problem = Poisson()
+    problem = PoissonTask()
     path = problem.picture({c.name: problem.model() for c in problem.contenders}, tmp_path / "new")
     assert path.stat().st_size > 10_000
     assert LeastSquares().picture({}, tmp_path) is None

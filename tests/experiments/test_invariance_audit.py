@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from pullback_experiments.framework import executor
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.invariance_audit import EXPERIMENTS
 from pullback_experiments.invariance_audit import experiment as module
@@ -29,7 +30,9 @@ def test_claims_name_what_failed() -> None:
 @pytest.mark.slow
 def test_one_seed(tmp_path: Path) -> None:
     (experiment,) = EXPERIMENTS
-    outcome = experiment.run(quick=True, out=tmp_path, console=Console(file=io.StringIO()))
+    outcome = executor.run(
+        experiment, quick=True, out=tmp_path, console=Console(file=io.StringIO())
+    )
     assert all(c.holds for c in outcome.checks)
     assert {p.suffix for p in outcome.files} >= {".json", ".png"}
 

@@ -19,6 +19,7 @@ from pullback import PullbackError, flow
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork
 from pullback_experiments import kerekes_2022, registry
+from pullback_experiments.framework import executor
 from pullback_experiments.kerekes_2022 import margins
 from pullback_experiments.kerekes_2022.common import (
     angle,
@@ -247,7 +248,7 @@ def test_a_flow_that_ends_early_does_not_lose_the_others(
 
     monkeypatch.setattr(EuclideanFlow, "run", stuck)
     small = EXPERIMENTS["figure4"].smoke()
-    found = small.run(True, [0], tmp_path, Console(file=io.StringIO()))
+    found = executor.run(small, True, [0], tmp_path, Console(file=io.StringIO()))
     assert found.status == 0
     record = json.loads((tmp_path / "kerekes-2022-figure4-quick.json").read_text())
     euclidean = next(r["record"] for r in record["runs"] if r["key"] == ["EGD"])
@@ -350,7 +351,7 @@ def test_the_registry_knows_them() -> None:
 
 def run(name: str, folder: Path) -> None:
     experiment = EXPERIMENTS[name]
-    found = experiment.run(True, [0], folder, Console(file=io.StringIO()))
+    found = executor.run(experiment, True, [0], folder, Console(file=io.StringIO()))
     assert found.status == 0, [str(c) for c in found.checks if not c.agrees]
     assert all(path.stat().st_size for path in found.files)
 

@@ -23,10 +23,11 @@ from pullback.geometry.charts.twin import (
     twin,
     whitening,
 )
+from pullback_experiments.framework import executor
 from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
 from pullback_experiments.kfac_invariance.experiment import RECORDED, claims
 from pullback_experiments.kfac_invariance.methods import GROUPS, METHODS, TwinMethod, TwinRun, run
-from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, Pair
+from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Net, TwinPair
 
 PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
 UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}
@@ -125,7 +126,7 @@ def test_a_diverged_run_is_no_agreement() -> None:
     with torch.no_grad():
         for p in pair.two.model.parameters():
             p.fill_(math.nan)
-    assert run(Pair(pair.one, pair.two, pair.batch, pair.held), METHODS[-1], 1).worst > 1e100
+    assert run(TwinPair(pair.one, pair.two, pair.batch, pair.held), METHODS[-1], 1).worst > 1e100
 
 
 def test_claims_are_as_recorded_when_theory_holds() -> None:
@@ -154,7 +155,7 @@ def test_the_experiment_writes_record_and_figure_and_resumes(
     monkeypatch.setattr(experiment, "run", pretend)
     nets, exhibits = ([named(net) for net in some] for some in (NETS, EXHIBITS))
     ours = Invariance(nets=nets, exhibits=exhibits)
-    assert ours.run(False, [0, 1], tmp_path, quiet()).status == 0
+    assert executor.run(ours, False, [0, 1], tmp_path, quiet()).status == 0
     assert len(made) == 2 * (len(NETS) * len(METHODS) + len(EXHIBITS) * 4)
     assert (tmp_path / "luk-grosse-2018.png").read_bytes()[:4] == b"\x89PNG"
     state = json.loads((tmp_path / "luk-grosse-2018.json").read_text("utf-8"))
@@ -162,9 +163,9 @@ def test_the_experiment_writes_record_and_figure_and_resumes(
     assert state["summary"]["verdict"]["outcome"] == "differs"
     assert {"torch", "commit"} <= set(state["environments"][0])
     before = len(made)
-    assert ours.run(False, [0, 1], tmp_path, quiet()).status == 0
+    assert executor.run(ours, False, [0, 1], tmp_path, quiet()).status == 0
     assert len(made) == before
-    assert ours.run(True, None, tmp_path, quiet()).status == 0
+    assert executor.run(ours, True, None, tmp_path, quiet()).status == 0
     quick = json.loads((tmp_path / "luk-grosse-2018-quick.json").read_text("utf-8"))
     assert {r["seed"] for r in quick["runs"]} == {0, 1}
 

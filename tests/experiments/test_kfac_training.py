@@ -40,7 +40,7 @@ from pullback_experiments.kfac_training.tasks import (
     MNIST,
     SHAKESPEARE,
     VGG,
-    Task,
+    TrainingTask,
     autoencoder,
     bernoulli,
     categorical,
@@ -63,7 +63,7 @@ def test_the_autoencoder_is_mirrored_around_a_linear_code() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.title)
-def test_tasks_fit_their_likelihoods(task: Task) -> None:
+def test_tasks_fit_their_likelihoods(task: TrainingTask) -> None:
     """A mean of −log likelihoods over samples, but for what does not depend on z."""
     model, images = task.made(True, CPU)
     z = model(images.x[:20]).detach().requires_grad_()
@@ -134,7 +134,7 @@ def test_grids_are_of_one_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("one", kfac_training.EXPERIMENTS, ids=lambda e: e.name)
-def test_kfac_has_no_more_epochs_than_the_others(one: kfac_training.Training) -> None:
+def test_kfac_has_no_more_epochs_than_the_others(one: kfac_training.KFACTraining) -> None:
     for quick, epochs in ((False, one.epochs), (True, one.quick_epochs)):
         methods = [m.name for m in one._methods(quick)]
         assert list(epochs) == methods
@@ -154,7 +154,7 @@ def test_the_records_of_before_go_on() -> None:
 
 @pytest.mark.parametrize("task", [VGG, SHAKESPEARE], ids=lambda t: t.title)
 @pytest.mark.parametrize("place", range(3))
-def test_a_step_of_every_method(task: Task, place: int, tmp_path: Path) -> None:
+def test_a_step_of_every_method(task: TrainingTask, place: int, tmp_path: Path) -> None:
     """From the loop, with the full version's settings on the quick version's network."""
     method = (VGG_METHODS if task is VGG else TEXT)[place]
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ import pytest
 
 from pullback import PullbackError
 from pullback_experiments import Paused, registry
-from pullback_experiments.framework import parallel
+from pullback_experiments.framework import executor, parallel
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.parallel import Job
 
@@ -33,8 +33,8 @@ def records(out: Path) -> dict[tuple[Any, ...], Any]:
 @pytest.mark.slow
 def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     ours, console = registry.find(NAME), quiet()
-    ours.run(True, [0], tmp_path / "one")
-    done = ours.run(True, [0], tmp_path / "two", console, workers=2)
+    executor.run(ours, True, [0], tmp_path / "one")
+    done = executor.run(ours, True, [0], tmp_path / "two", console, workers=2)
     assert done.status == 0
     assert done.done == done.total
     assert records(tmp_path / "one") == records(tmp_path / "two")
@@ -51,16 +51,16 @@ def test_no_more_processes_than_items(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(parallel, "processes", none)
     with pytest.raises(KeyboardInterrupt):
-        registry.find(NAME).run(True, [0], tmp_path, workers=100_000)
+        executor.run(registry.find(NAME), True, [0], tmp_path, workers=100_000)
     assert asked[0] < 10
 
 
 def test_an_experiment_that_processes_cannot_find_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match=r"several processes.*Use one worker"):
-        Small().run(out=tmp_path, workers=2)
+        executor.run(Small(), out=tmp_path, workers=2)
     assert not list(tmp_path.iterdir())
     with pytest.raises(PullbackError, match="several processes"):
-        registry.find("luk-grosse-2018").smoke().run(True, out=tmp_path, workers=2)
+        executor.run(registry.find("luk-grosse-2018").smoke(), True, out=tmp_path, workers=2)
 
 
 def test_errors_come_back_from_a_process() -> None:
@@ -88,7 +88,7 @@ def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
     assert took > 0
     assert isinstance(record["path"], np.ndarray)
     alone = Small()
-    alone.run(seeds=[1], out=tmp_path / "alone")
+    executor.run(alone, seeds=[1], out=tmp_path / "alone")
     (one,) = [
         run
         for run in json.loads((tmp_path / "alone" / "small.json").read_text())["runs"]

@@ -32,7 +32,7 @@ def state(out: Path, name: str = "small") -> dict:
 
 def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
     console = quiet()
-    done = Small(drawn=True).run(out=tmp_path, console=console)
+    done = executor.run(Small(drawn=True), out=tmp_path, console=console)
     assert done.status == 0
     assert (done.done, done.total, done.seeds) == (6, 6, (0, 1, 2))
     assert done.verdict is not None
@@ -52,9 +52,9 @@ def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
 
 def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Path) -> None:
     first = Small()
-    first.run(seeds=[0, 1], out=tmp_path)
+    executor.run(first, seeds=[0, 1], out=tmp_path)
     again = Small()
-    assert again.run(seeds=[1, 2], out=tmp_path).status == 0
+    assert executor.run(again, seeds=[1, 2], out=tmp_path).status == 0
     assert again.made == [("lr 0.1", 2), ("lr 0.5", 2)]
     held = state(tmp_path)
     assert len(held["runs"]) == 6
@@ -62,23 +62,23 @@ def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Pa
 
 
 def test_seeds_beside_those_asked_for_are_named_and_not_called_missing(tmp_path: Path) -> None:
-    Small().run(seeds=[0, 1], out=tmp_path)
+    executor.run(Small(), seeds=[0, 1], out=tmp_path)
     console = quiet()
-    assert Small().run(seeds=[2], out=tmp_path, console=console).beside == (0, 1)
+    assert executor.run(Small(), seeds=[2], out=tmp_path, console=console).beside == (0, 1)
     assert "Seeds 0-1 are finished too and were not asked for" in said(console)
     page = gathered(tmp_path)[0][0]
     assert "missing" not in page.html
     assert "Seeds 0-1 are finished too" in page.html
     assert "pullback run small --out" in page.html  # all of them, so no --seeds
     assert page.seeds == "2, partial"
-    assert Small().run(out=tmp_path).beside == ()
+    assert executor.run(Small(), out=tmp_path).beside == ()
     assert gathered(tmp_path)[0][0].seeds == "0-2"
 
 
 def test_what_a_seed_gives_does_not_depend_on_the_order(tmp_path: Path) -> None:
-    Small().run(out=tmp_path / "a")
+    executor.run(Small(), out=tmp_path / "a")
     torch.manual_seed(99)
-    Small().run(seeds=[2], out=tmp_path / "b")
+    executor.run(Small(), seeds=[2], out=tmp_path / "b")
     one = {(r["key"][0], r["seed"]): r["record"] for r in state(tmp_path / "a")["runs"]}
     two = {(r["key"][0], r["seed"]): r["record"] for r in state(tmp_path / "b")["runs"]}
     assert two == {k: v for k, v in one.items() if k[1] == 2}
@@ -89,13 +89,13 @@ def test_items_leave_the_callers_random_numbers_and_threads_alone(tmp_path: Path
     want = torch.rand(1)
     torch.manual_seed(5)
     threads = torch.get_num_threads()
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     assert torch.rand(1) == want
     assert torch.get_num_threads() == threads
 
 
 def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
-    done = Small(bad=True).run(out=tmp_path)
+    done = executor.run(Small(bad=True), out=tmp_path)
     assert done.status == 1
     assert done.verdict is not None
     assert done.verdict.outcome == "not reproduced"
@@ -103,7 +103,7 @@ def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
 
 def test_sizes_that_cannot_tell_are_not_judged(tmp_path: Path) -> None:
     console = quiet()
-    done = Small(bad=True, judged=False).run(out=tmp_path, console=console)
+    done = executor.run(Small(bad=True, judged=False), out=tmp_path, console=console)
     assert done.status == 0
     assert done.verdict is None
     assert not done.checks
@@ -113,14 +113,14 @@ def test_sizes_that_cannot_tell_are_not_judged(tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_refused_and_methods_may_come_and_go(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     with pytest.raises(PullbackError, match=r"another configuration: steps differ"):
-        Small(steps=9).run(out=tmp_path)
+        executor.run(Small(steps=9), out=tmp_path)
     more = Small(rates=(0.1, 0.3, 0.5))
-    assert more.run(out=tmp_path).status == 0
+    assert executor.run(more, out=tmp_path).status == 0
     assert {name for name, _ in more.made} == {"lr 0.3"}
     fewer = Small(rates=(0.1, 0.3))
-    assert fewer.run(out=tmp_path).status == 0
+    assert executor.run(fewer, out=tmp_path).status == 0
     assert not fewer.made
     assert set(state(tmp_path)["config"]["methods"]) == {"lr 0.1", "lr 0.3", "lr 0.5"}
 
@@ -134,7 +134,7 @@ def test_a_changed_method_is_refused(tmp_path: Path) -> None:
 
 
 def test_quick_is_kept_apart(tmp_path: Path) -> None:
-    done = Small().run(True, out=tmp_path)
+    done = executor.run(Small(), True, out=tmp_path)
     assert done.seeds == (0,)
     assert (tmp_path / "small-quick.json").exists()
     assert not (tmp_path / "small.json").exists()
@@ -142,11 +142,11 @@ def test_quick_is_kept_apart(tmp_path: Path) -> None:
 
 def test_an_item_done_once_comes_first_and_is_seen_by_others(tmp_path: Path) -> None:
     ours = Small(once=True)
-    assert ours.run(out=tmp_path).status == 0
+    assert executor.run(ours, out=tmp_path).status == 0
     assert ours.made[0] == ("reference", 0)
     assert [name for name, _ in ours.made].count("reference") == 1
     plain = Small()
-    plain.run(out=tmp_path / "b")
+    executor.run(plain, out=tmp_path / "b")
     (one,) = [r for r in state(tmp_path)["runs"] if r["key"] == ["lr 0.1"] and r["seed"] == 1]
     (two,) = [r for r in state(tmp_path / "b")["runs"] if r["key"] == ["lr 0.1"] and r["seed"] == 1]
     assert one["record"]["loss"][0] == pytest.approx(9 * two["record"]["loss"][0])
@@ -162,7 +162,7 @@ class Few(Small):
 
 def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:
     ours = Few()
-    done = ours.run(out=tmp_path)
+    done = executor.run(ours, out=tmp_path)
     assert (done.done, done.total, done.seeds) == (4, 4, (0, 1, 2))
     assert ours.made == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
     assert len(done.checks) == 1
@@ -208,7 +208,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> None:
     console = quiet()
-    done = Small(before=clock.second).run(out=tmp_path, console=console, seconds=3.5)
+    done = executor.run(Small(before=clock.second), out=tmp_path, console=console, seconds=3.5)
     assert done.status == UNFINISHED
     # the fourth would end after 4 s, and items are known to take one
     assert done.done == 3
@@ -219,13 +219,13 @@ def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> Non
     assert len(done.checks) == 1
     assert state(tmp_path)["summary"]["complete"] == [0]
     rest = Small()
-    assert rest.run(out=tmp_path, seconds=60).status == 0
+    assert executor.run(rest, out=tmp_path, seconds=60).status == 0
     assert len(rest.made) == 3
 
 
 def test_every_slice_gets_on_even_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
     for done in range(1, 4):
-        assert Small(before=clock.second).run(out=tmp_path, seconds=0.1).done == done
+        assert executor.run(Small(before=clock.second), out=tmp_path, seconds=0.1).done == done
 
 
 def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Clock) -> None:
@@ -236,7 +236,7 @@ def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Cl
     statuses = []
     for _ in range(3):
         ours = Long(before=clock.parts(4))
-        statuses.append(ours.run(seeds=[0], out=tmp_path, seconds=3).status)
+        statuses.append(executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status)
     # 3 of the first; its last and 2 of the second; its last 2
     assert statuses == [UNFINISHED, UNFINISHED, 0]
     assert [run["took"] for run in state(tmp_path)["runs"]] == [4, 4]
@@ -245,13 +245,13 @@ def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Cl
 
 def test_checkpoints_of_another_configuration_are_refused(tmp_path: Path, clock: Clock) -> None:
     ours = Small(rates=(0.1,), before=clock.parts(50))
-    assert ours.run(seeds=[0], out=tmp_path, seconds=5).status == UNFINISHED
+    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=5).status == UNFINISHED
     (tmp_path / "small.json").unlink()
     with pytest.raises(PullbackError, match=r"checkpoints of another configuration: steps differ"):
-        replace(ours, steps=9).run(seeds=[0], out=tmp_path)
+        executor.run(replace(ours, steps=9), seeds=[0], out=tmp_path)
     (tmp_path / "small.work" / "configuration").write_text("{")
     with pytest.raises(PullbackError, match=r"checkpoints of another configuration"):
-        ours.run(seeds=[0], out=tmp_path)
+        executor.run(ours, seeds=[0], out=tmp_path)
 
 
 def test_arrays_are_no_configuration(tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_an_interruption_leaves_finished_items(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Small(before=interrupted).run(out=tmp_path)
+        executor.run(Small(before=interrupted), out=tmp_path)
     assert len(state(tmp_path)["runs"]) == 3
     rest = Small()
-    assert rest.run(out=tmp_path).status == 0
+    assert executor.run(rest, out=tmp_path).status == 0
     assert len(rest.made) == 3
 
 
@@ -278,21 +278,22 @@ def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
     """Without any chance to clean up."""
     code = (
         "import os, sys; from pathlib import Path; from tests.experiments.small import Small\n"
+        "from pullback_experiments import run\n"
         "def die(key, context):\n    if context.seed == 1: os._exit(9)\n"
-        "Small(before=die).run(out=Path(sys.argv[1]))"
+        "run(Small(before=die), out=Path(sys.argv[1]))"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False)
     assert done.returncode == 9
     rest = Small()
-    assert rest.run(out=tmp_path).status == 0
+    assert executor.run(rest, out=tmp_path).status == 0
     assert len(rest.made) == 4
 
 
 def test_a_full_disk_leaves_the_previous_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Small(drawn=True).run(seeds=[0], out=tmp_path)
+    executor.run(Small(drawn=True), seeds=[0], out=tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
 
     def full(file: int) -> None:
@@ -301,9 +302,9 @@ def test_a_full_disk_leaves_the_previous_results(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(PullbackError, match=r"No space left on device.*--out"):
-            Small().run(seeds=[0, 1], out=tmp_path)
+            executor.run(Small(), seeds=[0, 1], out=tmp_path)
     assert {p: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
-    assert Small().run(seeds=[0, 1], out=tmp_path).status == 0
+    assert executor.run(Small(), seeds=[0, 1], out=tmp_path).status == 0
 
 
 def test_a_file_that_cannot_be_completed_is_not_there(tmp_path: Path) -> None:
@@ -355,23 +356,23 @@ def test_unreadable_and_foreign_files_are_refused(
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     before = path.read_bytes()
     with pytest.raises(PullbackError, match=words):
-        Small().run(out=tmp_path)
+        executor.run(Small(), out=tmp_path)
     assert path.read_bytes() == before
 
 
 def test_results_of_another_experiment_are_refused(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     (tmp_path / "small.json").rename(tmp_path / "other.json")
     with pytest.raises(PullbackError, match="another experiment: they are of 'small'"):
-        Small(name="other").run(out=tmp_path)
+        executor.run(Small(name="other"), out=tmp_path)
 
 
 def test_lost_arrays_are_named(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     victim = next((tmp_path / "small.arrays").iterdir())
     victim.write_bytes(b"nothing")
     with pytest.raises(PullbackError, match=victim.name):
-        Small().run(out=tmp_path)
+        executor.run(Small(), out=tmp_path)
 
 
 def test_damaged_arrays_are_named(tmp_path: Path) -> None:
@@ -456,8 +457,8 @@ def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
         clock.parts(4)(key, context)
 
     ours = Small(rates=(0.1,), before=other)
-    assert ours.run(seeds=[0], out=tmp_path, seconds=3).status == UNFINISHED
-    assert ours.run(seeds=[0], out=tmp_path).done == 1
+    assert executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status == UNFINISHED
+    assert executor.run(ours, seeds=[0], out=tmp_path).done == 1
     assert not (tmp_path / "small.work").exists()
 
 
@@ -465,26 +466,26 @@ def test_a_folder_of_checkpoints_may_be_cleared_by_another(tmp_path: Path) -> No
     def cleared(key: str, context: Context) -> None:
         shutil.rmtree(context.place.parent, ignore_errors=True)
 
-    assert Small(before=cleared).run(out=tmp_path).status == 0
+    assert executor.run(Small(before=cleared), out=tmp_path).status == 0
 
 
 def test_items_need_names_of_their_own(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match="share a name"):
-        Small(rates=(0.1, 0.1)).run(out=tmp_path)
+        executor.run(Small(rates=(0.1, 0.1)), out=tmp_path)
 
 
 def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match="--device cpu"):
-        Small().run(out=tmp_path, device="abacus")
+        executor.run(Small(), out=tmp_path, device="abacus")
     if not torch.cuda.is_available():
         with pytest.raises(PullbackError, match="'cuda' cannot be used"):
-            Small().run(out=tmp_path, device="cuda")
+            executor.run(Small(), out=tmp_path, device="cuda")
     for other in ("meta", "hpu", "privateuseone", ""):
         with pytest.raises(PullbackError, match=f"'{other}' cannot be used.{{,99}}--device cpu"):
-            Small().run(out=tmp_path, device=other)
+            executor.run(Small(), out=tmp_path, device=other)
     (tmp_path / "file").write_text("")
     with pytest.raises(PullbackError, match="--out"):
-        Small().run(out=tmp_path / "file")
+        executor.run(Small(), out=tmp_path / "file")
 
 
 def test_items_that_stay_on_the_cpu_refuse_another_device(
@@ -492,7 +493,7 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
 ) -> None:
     monkeypatch.setattr(executor, "usable", torch.device)
     with pytest.raises(PullbackError, match="compute on the CPU"):
-        Small(anywhere=False).run(out=tmp_path, device="cuda")
+        executor.run(Small(anywhere=False), out=tmp_path, device="cuda")
     assert not list(tmp_path.iterdir())
     staying = {n for n in registry.names() if not registry.find(n).anywhere}
     yin = {f"yin-2024-{n}" for n in ("shallow", "deep", "poisson")}

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from pullback.cli.app import app
 from pullback_experiments import Results, registry
+from pullback_experiments.framework import executor
 from pullback_experiments.framework.check import Check
 
 from .small import quiet
@@ -51,7 +52,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("PULLBACK_DATA", raising=False)  # no data but what is installed or made up
     monkeypatch.chdir(tmp_path)
     ours = registry.find(name).smoke()
-    done = ours.run(True, out=tmp_path, console=quiet())
+    done = executor.run(ours, True, out=tmp_path, console=quiet())
     assert done.done == done.total > 0
     assert done.seeds == tuple(ours.quick_seeds)
     # what these sizes cannot tell is not judged
@@ -112,6 +113,6 @@ def test_quick(name: str, tmp_path: Path) -> None:
         file = "cifar100.npz" if "cifar100" in name else "cifar10_test.npz"
         if not available(file):
             pytest.skip(f"PULLBACK_DATA names no folder with {file}")
-    done = registry.find(name).run(True, out=tmp_path)
+    done = executor.run(registry.find(name), True, out=tmp_path)
     assert done.status == 0, [str(c) for c in done.checks if not c.agrees]
     assert done.checks or name in TOO_SHORT

@@ -21,7 +21,7 @@ from pullback.steps import Constant
 from pullback_experiments import Context, Paused, Results
 from pullback_experiments.framework.store import Store
 from pullback_experiments.learning import data, schedules
-from pullback_experiments.learning.training import Seen, accuracy, fit
+from pullback_experiments.learning.training import Evaluation, accuracy, fit
 
 DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 
@@ -138,13 +138,13 @@ def test_half_precision_is_only_on_the_way(tmp_path: Path) -> None:
 
 def test_evaluation_is_a_mean_over_all_samples_and_keeps_the_mode() -> None:
     model = net(dropout=0.5)
-    found = Seen(model, DATA, {"accuracy": accuracy}, most=7).now()
+    found = Evaluation(model, DATA, {"accuracy": accuracy}, most=7).now()
     model.eval()
     with torch.no_grad():
         want = (model(DATA.test_x).argmax(1) == DATA.test_y).double().mean()
     assert found["test accuracy"] == pytest.approx(float(want))
     model.train()
-    Seen(model, DATA, {"accuracy": accuracy}, most=7).now()
+    Evaluation(model, DATA, {"accuracy": accuracy}, most=7).now()
     assert model.training
 
 

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from pullback.testing import assert_close
 from pullback_experiments import van_oostrum_2023
+from pullback_experiments.framework import executor
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.store import Results, Store
 from pullback_experiments.van_oostrum_2023 import examples, theorems
-from pullback_experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, Scene
+from pullback_experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, RandomModel
 
 (OURS,) = van_oostrum_2023.EXPERIMENTS
 
@@ -50,12 +51,12 @@ def test_a3_has_the_papers_numbers(context: Context) -> None:
 
 
 def test_the_projection_is_that_of_the_dense_gram(context: Context) -> None:
-    scene = Scene(context)
+    scene = RandomModel(context)
     xi = scene.xi.clone().requires_grad_()
     j = torch.autograd.functional.jacobian(scene.phi, xi)
     assert isinstance(j, Tensor)
     z = scene.phi(scene.xi).requires_grad_()
-    (slope,) = torch.autograd.grad(Scene.loss(z), z)
+    (slope,) = torch.autograd.grad(RandomModel.loss(z), z)
     gram = j.T @ scene.metric @ j
     move = j @ torch.linalg.pinv(gram, rtol=1e-10, hermitian=True) @ j.T @ slope
     assert int(torch.linalg.matrix_rank(gram, rtol=1e-10)) == theorems.INNER
@@ -78,7 +79,7 @@ def test_theorems_hold_but_for_damping(context: Context) -> None:
 
 
 def test_all_checks_are_as_recorded_and_one_printed_number_is_wrong(tmp_path: Path) -> None:
-    done = OURS.run(True, [5], tmp_path)
+    done = executor.run(OURS, True, [5], tmp_path)
     assert done.status == 0
     assert [c.claim for c in done.checks if not c.holds] == [
         "the curve crosses itself at ξ₂ = π/2, as printed in A.2"

@@ -17,15 +17,16 @@ from pullback import NaturalGradient
 from pullback.solvers import OrthogonalGreedy, PseudoInverse, Solution
 from pullback.steps import Clip, Constant, GridLineSearch, Local
 from pullback_experiments import yin_2024
+from pullback_experiments.framework import executor
 from pullback_experiments.yin_2024 import problems
-from pullback_experiments.yin_2024.methods import ArgMin, Natural, Watch
-from pullback_experiments.yin_2024.problems import Fit, Setting
+from pullback_experiments.yin_2024.methods import ArgMin, DirectionProbe, NaturalMethod
+from pullback_experiments.yin_2024.problems import Fit, FitSetting
 from pullback_experiments.yin_2024.runs import Summary, entries
 from pullback_experiments.yin_2024.runs import run as run_one
 
 EXPERIMENTS = {e.name.removeprefix("yin-2024-"): e for e in yin_2024.EXPERIMENTS}
-FITTED = Setting(problems.least_squares, (2, 4, 1), {"equation": 40})
-PINN = Setting(problems.poisson, (2, 4, 1), {"equation": 30, "dirichlet": 12})
+FITTED = FitSetting(problems.least_squares, (2, 4, 1), {"equation": 40})
+PINN = FitSetting(problems.poisson, (2, 4, 1), {"equation": 30, "dirichlet": 12})
 
 
 def quiet() -> Console:
@@ -44,15 +45,15 @@ def flat_gradient(fit: Fit) -> Tensor:
     return torch.cat([g.flatten() for g in found])
 
 
-def direction(fit: Fit, method: Natural) -> Tensor:
+def direction(fit: Fit, method: NaturalMethod) -> Tensor:
     optimizer = NaturalGradient(fit.model, solver=method.solver(), gram=method.gram)
     batch = fit.values if method.l2 else None
     return optimizer.direction(objective=fit.objective, metric_batch=batch).x
 
 
-def natural(rcond: float | None = None, **options: Any) -> Natural:
+def natural(rcond: float | None = None, **options: Any) -> NaturalMethod:
     rule = partial(GridLineSearch, 30)
-    return Natural("NGD", "", partial(PseudoInverse, rcond), rule, **options)
+    return NaturalMethod("NGD", "", partial(PseudoInverse, rcond), rule, **options)
 
 
 def test_problems_are_the_papers() -> None:
@@ -114,7 +115,7 @@ def test_arg_min_moves_where_the_grid_search_rejects() -> None:
 
 def test_watch_sees_the_direction_before_it_is_cut() -> None:
     x = torch.tensor([5.0, -7.0], dtype=torch.float64)
-    watch = Watch(Clip(1.0, Constant(1.0)))
+    watch = DirectionProbe(Clip(1.0, Constant(1.0)))
     assert watch.take(_Uphill.local(x)).direction.tolist() == [1.0, -1.0]
     assert (watch.largest, watch.energy) == (7.0, 74.0)
 
@@ -164,9 +165,9 @@ def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:
     for experiment in EXPERIMENTS.values():
         assert experiment.short
         assert set(experiment.short) <= set(range(len(experiment.held)))
-    few = Setting(problems.least_squares, (2, 6, 1), {"equation": 60})
+    few = FitSetting(problems.least_squares, (2, 6, 1), {"equation": 60})
     short = replace(EXPERIMENTS["shallow"], setting=few, quick_steps=3)
-    done = short.run(True, [0], tmp_path, quiet())
+    done = executor.run(short, True, [0], tmp_path, quiet())
     assert [c.claim for c in done.checks] == [
         "the Gram is singular to working precision",
         "greedily chosen vectors keep nine tenths of the energy of the full direction",

@@ -49,7 +49,7 @@ Long items take checkpoints: `Item(..., resumable=True)`; write them under `cont
 where `context.due` save and `raise Paused`. `training.fit` does that for networks. Items of
 `once=True` come before the seeds (a search for settings) and are read by `context.done.once(key)`.
 `data.py` has the data sets, `plots` the palette, bands over seeds and axes, `curves` medians of
-runs that end early. From Python: `Decay(…).run(quick=True, out=Path("results"))`; with `workers=2`
+runs that end early. From Python: `run(Decay(…), quick=True, out=Path("results"))`; with `workers=2`
 items are done in two processes, after those of `once=True`.
 
 Every experiment of the registry runs in the tests: give yours a `smoke()` that returns a smaller

@@ -41,15 +41,17 @@ def run(
 
     Status: 0 all checks are as recorded, 1 some are not, 3 there is more to do.
     """
+    from .framework import executor
     from .framework.progress import seed_range
 
     with refusing():
         found = registry.find(name)
         asked = None if seeds is None else seed_range(seeds)
         try:
-            done = found.run(
-                quick, asked, out, console(), device=device, seconds=seconds, workers=workers
-            )
+            done = executor.run(
+                found, quick, asked, out, console(),
+                device=device, seconds=seconds, workers=workers,
+            )  # fmt: skip
         except KeyboardInterrupt:
             kept = out / f"{found.stem(quick)}.json"
             where = f"What was finished is in {kept}" if kept.exists() else "Nothing was finished"

@@ -18,15 +18,16 @@ from pullback.cli.files import folder
 from pullback.cli.terminal import forgiving
 
 from .commands import report
+from .framework import executor
 from .framework.check import Outcome
 from .framework.environment import environment
 from .showcase.display import described, progress, shown
 from .showcase.experiment import Demonstration, budget, problems, table
-from .showcase.problem import Problem
+from .showcase.problem import DemoProblem
 from .showcase.race import Curve, run, tune
 
 
-def compete(console: Console, problem: Problem, seconds: float) -> list[Curve]:
+def compete(console: Console, problem: DemoProblem, seconds: float) -> list[Curve]:
     """One run of every contender."""
     curves = []
     with progress(console, problem, seconds) as watcher:
@@ -36,7 +37,7 @@ def compete(console: Console, problem: Problem, seconds: float) -> list[Curve]:
     return curves
 
 
-def search(console: Console, problem: Problem) -> None:
+def search(console: Console, problem: DemoProblem) -> None:
     """What every point of every grid ends with, best first, and the point in use."""
     for contender in problem.contenders:
         if contender.grid:
@@ -46,7 +47,7 @@ def search(console: Console, problem: Problem) -> None:
             console.print(f"{name}\n  {tried}", soft_wrap=True)
 
 
-def kept(out: Path, quick: bool, races: Sequence[tuple[Problem, list[Curve]]]) -> Outcome:
+def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]]) -> Outcome:
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
@@ -55,7 +56,7 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[Problem, list[Curve]]]) -
         for curve in curves:
             name = ((problem.title, curve.name), demonstration.seeds[0])
             store.put(name, curve.as_dict(), curve.seconds[-1], here)
-    return demonstration.run(quick, out=out)
+    return executor.run(demonstration, quick, out=out)
 
 
 def main(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pullback_experiments.commands import report
+from pullback_experiments.framework import executor
 
 from ..small import Small
 from .browser import Browser, Page
@@ -26,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, records: Path) -> Path:
     out = tmp_path_factory.mktemp("results")
     shutil.copy(records / "yin-2024-shallow.json", out)
     shutil.copy(records / "kerekes-2022-figure2.json", out)
-    Small(drawn=True).run(out=out)
+    executor.run(Small(drawn=True), out=out)
     state: dict[str, Any] = json.loads((out / "small.json").read_text())
     for name in ("name", "claim", "figure", "about", "paper"):
         state["about"][name] = EVIL

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from pullback import PullbackError
 from pullback.cli.app import app
 from pullback_experiments.commands import report
+from pullback_experiments.framework import executor
 
 from ..small import Small, slow
 
@@ -44,7 +45,7 @@ def parsed(text: str) -> Tags:
 
 
 def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
-    Small(drawn=True).run(out=tmp_path)
+    executor.run(Small(drawn=True), out=tmp_path)
     path, left_out = report.write(tmp_path)
     assert not left_out
     text = path.read_text("utf-8")
@@ -68,7 +69,7 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
 
 
 def test_hostile_words_stay_words(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     file = tmp_path / "small.json"
     state = json.loads(file.read_text())
     evil = "</script><script>alert(1)</script>\"'"
@@ -87,7 +88,7 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
 
 def test_figures_are_never_taken_from_elsewhere(tmp_path: Path) -> None:
     out = tmp_path / "results"
-    Small(drawn=True).run(out=out)
+    executor.run(Small(drawn=True), out=out)
     (tmp_path / "secret.svg").write_text("<svg>secret</svg>")
     file = out / "small.json"
     state = json.loads(file.read_text())
@@ -97,12 +98,12 @@ def test_figures_are_never_taken_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_partial_and_interrupted_runs_are_called_so(tmp_path: Path) -> None:
-    Small().run(seeds=[0, 2], out=tmp_path)
+    executor.run(Small(), seeds=[0, 2], out=tmp_path)
     text = report.write(tmp_path)[0].read_text("utf-8")
     assert "Seeds: 0,2; partial, 1 of 3 are missing (1)" in text
     assert "--seeds 0,2" in text
     assert "<td>0,2, partial</td>" in text
-    Small(before=slow).run(out=tmp_path / "b", seconds=0.01)
+    executor.run(Small(before=slow), out=tmp_path / "b", seconds=0.01)
     text = report.write(tmp_path / "b")[0].read_text("utf-8")
     assert "unfinished, 1 of 6 items" in text
     assert "not judged" in text
@@ -112,13 +113,13 @@ def test_partial_and_interrupted_runs_are_called_so(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Small(before=interrupted).run(out=tmp_path / "c")
+        executor.run(Small(before=interrupted), out=tmp_path / "c")
     text = report.write(tmp_path / "c")[0].read_text("utf-8")
     assert "interrupted before anything was judged" in text
 
 
 def test_what_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     whole = (tmp_path / "small.json").read_text()
     state = json.loads(whole)
     (tmp_path / "broken.json").write_text("{")
@@ -171,7 +172,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     (tmp_path / "report.html").mkdir()
     done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
     assert done.exit_code == 1
@@ -179,7 +180,7 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_text_that_is_no_text_is_written(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     file = tmp_path / "small.json"
     state = json.loads(file.read_text())
     state["about"]["claim"] = "half \ud800 a pair"
@@ -189,13 +190,13 @@ def test_text_that_is_no_text_is_written(tmp_path: Path) -> None:
 
 def test_the_same_name_in_two_folders_has_two_addresses(tmp_path: Path) -> None:
     for folder in ("a", "b", "b/c"):
-        Small().run(out=tmp_path / folder)
+        executor.run(Small(), out=tmp_path / folder)
     ids = re.findall(r'<article id="([^"]+)"', report.write(tmp_path)[0].read_text("utf-8"))
     assert ids == ["small", "b-c-small", "b-small"] or len(set(ids)) == 3
 
 
 def test_a_page_allows_no_other_script_and_no_request(tmp_path: Path) -> None:
-    Small().run(out=tmp_path)
+    executor.run(Small(), out=tmp_path)
     text = report.write(tmp_path)[0].read_text("utf-8")
     found = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
     assert found

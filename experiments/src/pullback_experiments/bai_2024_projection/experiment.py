@@ -19,7 +19,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from . import moves
 from .figures import charts
-from .moves import METHODS, Scene
+from .moves import METHODS, NetworkData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,7 +98,7 @@ class Projection(Experiment):
         ]
 
     def _moves(self, shape: tuple[int, int], context: Context) -> Record:
-        scene = Scene.of(*shape, context.device)
+        scene = NetworkData.of(*shape, context.device)
         x, grid = scene.x[:, 0], scene.grid[:, 0]
         with torch.no_grad():
             f = scene.net(scene.grid)[:, 0]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLORS = dict(zip(METHODS, ("#7F7F7F", "#0072B2", "#D55E00"), strict=True))
+_COLORS = plots.colors(METHODS)
 _GREEN = "#009E73"
 
 
@@ -107,14 +107,14 @@ def _errors(axes: Axes, results: Results) -> None:
 
 def _resolution(axes: Axes, r: Record) -> None:
     for color, (order, norms) in zip(plots.PALETTE, r["norms"].items(), strict=False):
-        name = "L²" if order == "0" else f"H^{order}"
+        name = "L²" if order == "0" else f"Hˢ, s = {order}"
         axes.plot(r["resolution"], norms, "o-", color=color, ms=3, lw=1.6, label=name)
     _panel(axes, "f  ‖∇ℓ‖ on finer grids: none in L²", "grid points", "", log=True)
 
 
 _MOVES: Mapping[str, Style] = {"predicted": "solid", "actual": "dotted"}
 _NETS: Mapping[str, Style] = {"wide": "solid", "narrow": "dotted"}
-_PLACES = dict(zip(METHODS, (6, 1, 0), strict=True))
+_PLACES = plots.places(METHODS)
 
 
 def charts(results: Results) -> list[Chart]:
@@ -155,7 +155,7 @@ def _error_chart(results: Results) -> Chart:
 def _resolution_chart(results: Results) -> Chart:
     record = results.once("resolution")
     series = [
-        Series("L²" if s == "0" else f"H^{s}", {"points": Line(record["resolution"], norms)})
+        Series("L²" if s == "0" else f"Hˢ, s = {s}", {"points": Line(record["resolution"], norms)})
         for s, norms in record["norms"].items()
     ]
     return Chart("‖∇ℓ‖ on finer grids: none in L²", "‖∇ℓ‖", series, x={"points": "grid points"})

@@ -56,7 +56,7 @@ def network(width: int, device: torch.device) -> nn.Sequential:
 
 
 @dataclass(frozen=True)
-class Scene:
+class NetworkData:
     """A network, its data, and points between them.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scene:
     grid: Tensor
 
     @classmethod
-    def of(cls, width: int, count: int, device: torch.device) -> Scene:
+    def of(cls, width: int, count: int, device: torch.device) -> NetworkData:
         """Data evenly on [−2, 2], the other points on [−2.6, 2.6]."""
         x, grid = (
             torch.linspace(-end, end, n, dtype=torch.float64, device=device)[:, None]
@@ -127,7 +127,7 @@ def _optimizer(method: str, net: nn.Module, lr: float) -> Optimizer:
 
 
 @torch.no_grad()
-def compared(scene: Scene, method: str) -> dict[str, Any]:
+def compared(scene: NetworkData, method: str) -> dict[str, Any]:
     """Predicted and actual moves at the grid, and their distance for every size of step."""
     change = scene.change(method)
     rate = change(scene.grid)
@@ -149,7 +149,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def projections(scene: Scene) -> dict[str, float]:
+def projections(scene: NetworkData) -> dict[str, float]:
     """How well the laws of P and S hold: relative differences."""
     tangent, c, x = Tangent(scene.net), scene.residuals, scene.x
     metric = Sobolev(SCALE)

@@ -22,9 +22,9 @@ What the runs say is in `docs/reproductions/bai-2024-slices.md`.
 from __future__ import annotations
 
 from .figure2 import Figure2
-from .rescaled import Rescaled
+from .rescaled import Rescaling
 
-__all__ = ["EXPERIMENTS", "Figure2", "Rescaled"]
+__all__ = ["EXPERIMENTS", "Figure2", "Rescaling"]
 
 EXPERIMENTS = (
     Figure2(
@@ -37,7 +37,7 @@ EXPERIMENTS = (
         held=(True, True, False, True, True, True, False, False, False, False),
         quick_held=(True, False, False, False, True, True, True, False, False, False),
     ),
-    Rescaled(
+    Rescaling(
         name="bai-2024-slices-rescaled",
         figure="beside Figure 2",
         claim="Rescaling a network along its orbits breaks or slows SGD and Adam; on a slice "

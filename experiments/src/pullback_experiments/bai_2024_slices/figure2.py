@@ -190,7 +190,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "Adam": (SGD, ADAM, SLICED),
 }
 _PLACES = plots.places((SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START))
-_STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted"}
+_STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted", SLICED: "dashed"}
 _ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
 
 
@@ -216,10 +216,6 @@ def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
         return None
     lines = {key: averages([r[key] for r in runs], [r[what] for r in runs]) for key in _ALONG}
     return Series(name, lines, _PLACES[name], _STYLES.get(name, "solid"))
-
-
-#: what theory says another one equals
-_DASHED = {START: "--", UNITS: ":"}
 
 
 def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
@@ -248,5 +244,5 @@ def mean_band(axes: Axes, runs: Sequence[Record], along: str, what: str, name: s
     """Mean ± standard deviation at every epoch that all seeds reached."""
     line = averages([r[along] for r in runs], [r[what] for r in runs])
     color = plots.PALETTE[_PLACES[name]]
-    axes.plot(line.x, line.y, _DASHED.get(name, "-"), color=color, lw=1.7, label=name)
+    axes.plot(line.x, line.y, ls=_STYLES.get(name), color=color, lw=1.7, label=name)
     axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, lw=0)

@@ -116,7 +116,7 @@ STARTS: Mapping[str, tuple[str, bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rescaled(Experiment):
+class Rescaling(Experiment):
     """Digits; each unit is scaled by 10^±size, then the network is trained for some epochs.
 
     Attributes:
@@ -272,8 +272,18 @@ def _slow(found: Ends, name: str, size: int) -> Claim:
     each = {start: (final(by[name][size]), final(by[name][0])) for start, by in found.items()}
     holds = all(a >= SLOW * b for a, b in each.values())
     numbers = "; ".join(f"{start}: {_loss(a)} for {_loss(b)}" for start, (a, b) in each.items())
-    claim = f"after 10^±{size} {name} breaks or ends with {SLOW:g} times the loss and more"
+    claim = f"after {_factor(size)} {name} breaks or ends with {SLOW:g} times the loss and more"
     return claim, holds, numbers
+
+
+def _factor(size: int) -> str:
+    """By what units are multiplied.
+
+    >>> _factor(3)
+    '10³ or 10⁻³'
+    """
+    power = "⁰¹²³⁴⁵⁶⁷⁸⁹"[size]
+    return f"10{power} or 10⁻{power}"
 
 
 def _loss(value: float) -> str:
@@ -287,26 +297,26 @@ def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Ta
         [name, f"{by[0][0]['rate']:g}", *(_loss(final(by[s])) for s in sizes)]
         for name, by in found.items()
     ]
-    heads = ["as it was" if s == 0 else f"10^±{s}" for s in sizes]
+    heads = ["as it was" if s == 0 else _factor(s) for s in sizes]
     count = len(next(iter(found.values()))[0])
     return Table(["method", "lr", *heads], rows, f"{start}: median training loss of {count} seeds")
 
 
 _TOP = 30.0  # losses beyond are drawn here: lost
 _MARKS = "os^D"
-#: places in the palette; a method and the same on the slice share one
-_COLORS = list(plots.places(m.name for m in METHODS[:4]).values())
+_PLACES = plots.places(m.name for m in METHODS)
 
 
 def draw(found: Ends, seeds: int) -> Figure:
-    """One panel per start; a sliced optimizer is a solid line, another a dashed one."""
-    title = f"Training loss after rescaling each unit by 10^±size; {seeds} seeds, medians and range"
+    """One panel per start; a sliced optimizer is a dashed line, another a solid one."""
+    title = r"Training loss after rescaling each unit by $10^{\pm s}$"
+    title += f"; {seeds} seeds, medians and range"
     figure = plots.new(4.2 * len(found) + 2.2, 5.4, title, dpi=110)
     grid = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
     for axes, (name, methods) in zip(grid, found.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
         for i, m in enumerate(METHODS):
-            color = plots.PALETTE[_COLORS[i % 4]]
+            color = plots.PALETTE[_PLACES[m.name]]
             ends = [[min(finite(r["train loss"][-1]), _TOP) for r in methods[m.name][s]]
                     for s in sizes]  # fmt: skip
             # side by side, since sliced ones lie on top of each other
@@ -314,41 +324,45 @@ def draw(found: Ends, seeds: int) -> Figure:
             middle = np.array([quantiles(e)[1] for e in ends])
             bars = [middle - [min(e) for e in ends], [max(e) for e in ends] - middle]
             axes.errorbar(
-                x, middle, bars, fmt="-" if m.sliced else "--", marker=_MARKS[i % 4], ms=5,
+                x, middle, bars, fmt="--" if m.sliced else "-", marker=_MARKS[i % 4], ms=5,
                 color=color, lw=1.7, elinewidth=0.8, label=m.name,
             )  # fmt: skip
         plots.dress(axes, logx=False)
         axes.set_xticks(sizes, ["as it was", *(rf"$10^{{\pm {s}}}$" for s in sizes[1:])])
         axes.axhline(np.log(10), color=plots.INK, lw=0.8, ls=":")
         axes.axhline(_TOP, color=plots.INK, lw=0.8)
-        plots.label(axes, "size of the rescaling", title=name)
+        plots.label(axes, "size s of the rescaling", title=name)
     plots.label(grid[0], y="training loss (top: lost, dotted: chance)")
     grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
 
 
 def rescaled(found: Ends) -> list[Chart]:
-    """The final loss against the size; a method and the same on the slice share a color."""
+    """The final loss against the size."""
     return [
         Chart(
             name.capitalize().replace("mlp", "MLP"),
             "training loss",
             [
-                _ends(m.name, methods[m.name], _COLORS[i % 4], "solid" if m.sliced else "dashed")
-                for i, m in enumerate(METHODS)
+                _ends(m.name, methods[m.name], _PLACES[m.name], plots.dashes(m.name))
+                for m in METHODS
             ],
-            x={"size": "size s of the rescaling by 10^±s"},
+            x={"size": "size s of the rescaling by 10ˢ or 10⁻ˢ"},
             logx=False,
-            note="medians and range over seeds; solid: on a slice; lost runs are left out",
+            note="medians and range over seeds; dashed: on a slice; losses above 30 are left out",
         )
         for name, methods in found.items()
     ]
 
 
+def _shown(loss: float) -> float:
+    return loss if loss <= _TOP else math.inf
+
+
 def _ends(
     name: str, by_size: Mapping[int, Sequence[Record]], color: int, style: Style
 ) -> Series | None:
-    ends = {s: [finite(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
+    ends = {s: [_shown(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
     if not ends:
         return None
     middle = [quantiles(e)[1] for e in ends.values()]

@@ -27,15 +27,15 @@ damping, and is it the kernel? `docs/reproductions/bai-2024-sobolev.md` has the 
 from __future__ import annotations
 
 from .digits import Tuned
-from .vgg import METHODS, PAPER, Training, paper_claims
+from .vgg import METHODS, PAPER, VGGTraining, paper_claims
 
-__all__ = ["EXPERIMENTS", "Training", "Tuned"]
+__all__ = ["EXPERIMENTS", "Tuned", "VGGTraining"]
 
 FIGURES = ("Sobolev", "K-FAC", "Sobolev − schedule")
 VARIANTS = ("Sobolev", *(m.name for m in METHODS if m.name.startswith("K-FAC")))
 
 EXPERIMENTS = (
-    Training(
+    VGGTraining(
         name="bai-2024-sobolev-cifar10",
         figure="Figures 3 and 5",
         claim="The Sobolev natural gradient converges clearly faster than K-FAC, to a similar "
@@ -47,7 +47,7 @@ EXPERIMENTS = (
         claims=paper_claims,
         held=(True, False, False, False, False, True, False, False),
     ),
-    Training(
+    VGGTraining(
         name="bai-2024-sobolev-cifar100",
         figure="Figures 4 and 6",
         claim="The same on CIFAR-100.",

@@ -115,12 +115,7 @@ def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
 
 def panel(axes: Axes, found: Mapping[str, Sequence[Record]], measure: str) -> None:
     """A measure of every method."""
-    from matplotlib.ticker import FormatStrFormatter, LogLocator
-
     for name, color in plots.colors(found).items():
         runs = found[name]
         plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
     plots.dress(axes, logx=False, logy="loss" in measure)
-    if "loss" in measure:  # of which a panel may show less than a decade
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))

@@ -40,7 +40,7 @@ FINALISTS = 4
 
 
 @dataclass(frozen=True)
-class Task:
+class SmallTask:
     """A network and its data."""
 
     network: Callable[[], nn.Module]
@@ -56,8 +56,8 @@ def _clothes() -> DataSet:
 
 
 TASKS = {
-    "MLP, digits": Task(partial(mlp, 64, 64, 64, 10), data.digits),
-    "conv net, Fashion-MNIST": Task(partial(convnet, 14), _clothes),
+    "MLP, digits": SmallTask(partial(mlp, 64, 64, 64, 10), data.digits),
+    "conv net, Fashion-MNIST": SmallTask(partial(convnet, 14), _clothes),
 }
 
 #: metrics by name, given the median distance of the data
@@ -110,7 +110,7 @@ class Tuned(Experiment):
             "methods": {name: repr(metric(1.0)) for name, metric in METRICS.items()},
         }
 
-    def _tasks(self, quick: bool) -> dict[str, Task]:
+    def _tasks(self, quick: bool) -> dict[str, SmallTask]:
         return dict(list(TASKS.items())[:1]) if quick else TASKS
 
     def _grid(self, quick: bool) -> list[tuple[float, float]]:

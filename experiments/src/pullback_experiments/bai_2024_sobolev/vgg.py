@@ -166,7 +166,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Experiment):
+class VGGTraining(Experiment):
     """VGG-16, 50 epochs of batches of 128 with random crops and flips, for every method.
 
     Attributes:

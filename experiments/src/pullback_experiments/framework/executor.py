@@ -51,7 +51,7 @@ def run(
         parallel.named(experiment)  # before anything is done
     store = experiment.opened(quick, folder(out))
     asked = experiment.chosen(seeds, quick)
-    plan = Plan(experiment, quick, asked, store, where)
+    plan = RunPlan(experiment, quick, asked, store, where)
     plan.do(console, seconds, workers)
     return plan.conclude(console)
 
@@ -68,7 +68,7 @@ def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
     return where
 
 
-class Plan:
+class RunPlan:
     """The items of one run, each with its seed, in order."""
 
     def __init__(
@@ -195,7 +195,7 @@ class Executor:
         deadline: by `time.monotonic()`, or None.
     """
 
-    plan: Plan
+    plan: RunPlan
     place: Path
     progress: Progress
     guess: Estimates

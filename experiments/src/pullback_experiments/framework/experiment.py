@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from rich.console import Console
 
 from .check import Check, Verdict, concluded
 from .curves import Chart
@@ -21,8 +20,6 @@ from .tabular import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from .check import Outcome
 
 
 class Paused(Exception):
@@ -195,24 +192,6 @@ class Experiment(ABC):
         about |= {"quick": quick, "seeds": list(self.quick_seeds if quick else self.seeds)}
         path = out / f"{self.stem(quick)}.json"
         return Store(path, self.config(quick), about, self.open_parts)
-
-    def run(
-        self,
-        quick: bool = False,
-        seeds: Sequence[int] | None = None,
-        out: Path = Path("results"),
-        console: Console | None = None,
-        *,
-        device: str | torch.device = "cpu",
-        seconds: float | None = None,
-        workers: int = 1,
-    ) -> Outcome:
-        """Do what is missing, judge, draw and save; see `executor.run`."""
-        from .executor import run
-
-        return run(
-            self, quick, seeds, out, console, device=device, seconds=seconds, workers=workers
-        )
 
     def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
         """The seeds of a run."""

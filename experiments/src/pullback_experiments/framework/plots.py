@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from pullback._core.errors import extra
 from pullback.cli import files
@@ -18,17 +18,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["INK", "PALETTE", "band", "colors", "dress", "known", "label", "new", "places", "save"]
+__all__ = [
+    "COMMON", "INK", "PALETTE", "band", "colors", "dashes", "dress", "known", "label", "new",
+    "places", "save",
+]  # fmt: skip
 
 #: a method's place in the palette, the same in all figures
 _PLACES = {
-    "Natural gradient": 0, "Gauss–Newton": 0, "NGD": 0, "kfac-spectral": 0,
+    "Natural gradient": 0, "Gauss–Newton": 0, "NGD": 0, "natural": 0,
     "Adam": 1, "AdamW": 1, "adamw": 1,
-    "L-BFGS": 2, "muon-0.9": 2,
-    "K-FAC": 3, "kfac-natural": 3,
-    "SGD": 4, "sgd": 4,
-    "muon": 5, "E-NGD": 5, "soap": 6, "E-NGD-OGA": 6, "NGD-OGA": 7, "kfac-eigenbasis": 7,
+    "L-BFGS": 2,
+    "K-FAC": 3, "kfac-natural": 3, "Sliced K-FAC": 3,
+    "SGD": 4, "sgd": 4, "SliceSGD": 4, "standard": 4,
+    "E-NGD": 5, "muon": 5, "E-NGD-OGA": 6, "soap": 6, "NGD-OGA": 7, "K = I": 7,
+    "Sobolev": 8, "Sliced Adam": 8, "kfac-eigenbasis": 8,
+    "Sobolev − schedule": 9, "kfac-spectral": 9,
+    "K-FAC + both": 11, "muon-0.9": 12, "Sobolev–Fisher": 12, "K-FAC + scaling": 13,
+    "K-FAC + schedule": 14, "Sobolev–Fisher, short": 15,
 }  # fmt: skip
+#: and that of a variant, "METHOD, HOW", by how it differs
+_VARIANTS = {
+    "undamped": 3, "invariant": 8, "not cut": 8, "damped": 9, "target ratio": 10,
+    "pre-trained": 11, "backtracking": 12, "arg-min": 13, "Tikhonov": 13, "from rows": 14,
+    "momentum": 14, "100 vectors": 15,
+}  # fmt: skip
+COMMON = 8  # places for series that have none of their own
+
+
+def _own(name: str) -> int | None:
+    return _PLACES.get(name, _VARIANTS.get(name.partition(", ")[2]))
 
 
 def places(names: Iterable[str]) -> dict[str, int]:
@@ -38,15 +56,27 @@ def places(names: Iterable[str]) -> dict[str, int]:
     {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
     """
     names = list(names)
-    own = {name: _PLACES[name] for name in names if name in _PLACES}
-    free = [i for i in reversed(range(len(PALETTE))) if i not in own.values()]
+    own = {name: place for name in names if (place := _own(name)) is not None}
+    free = [i for i in reversed(range(COMMON)) if i not in own.values()]
     rest = dict(zip([name for name in names if name not in own], free, strict=False))
     return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
 
 
 def known(name: str) -> bool:
     """Whether the method has a place of its own."""
-    return name in _PLACES
+    return _own(name) is not None
+
+
+def dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
+    """How a method's line is drawn.
+
+    A greedy solve is dashed beside the full one, and an optimizer on a slice beside the plain one.
+    So is invariant damping, and the arg-min search is dotted: they lie upon what they vary.
+    """
+    if "arg-min" in name:
+        return "dotted"
+    varies = "-OGA" in name or name.startswith("Slice") or name.endswith(", invariant")
+    return "dashed" if varies else "solid"
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
@@ -54,8 +84,11 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[place] for name, place in places(names).items()}
 
 
-#: Okabe and Ito's, which color-blind readers can tell apart
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
+#: Okabe and Ito's, which color-blind readers can tell apart, then darker ones for variants
+PALETTE = (
+    "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000",
+    "#332288", "#A3184F", "#117733", "#AA4499", "#2BA79B", "#8C8A1C", "#8A4B08", "#6FB61F",
+)  # fmt: skip
 INK, _GRID = "#333333", "#E4E4E4"
 _WIDEST = 11.0  # inches
 
@@ -89,6 +122,13 @@ def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
     if logy:
         axes.yaxis.set_major_locator(LogLocator(numticks=8))
         axes.yaxis.set_minor_locator(NullLocator())
+    for axis, logarithmic in ((axes.xaxis, logx), (axes.yaxis, logy)):
+        low, high = axis.get_view_interval()
+        if logarithmic and high < 100 * low:  # powers of ten alone would be one tick or two
+            few = high > 10 * low
+            subs = (1.0, 2.0, 5.0) if few else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+            axis.set_major_locator(LogLocator(subs=subs))
+            axis.set_major_formatter("{x:g}")
     axes.grid(True, which="major", color=_GRID, lw=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -34,7 +34,8 @@ def grid(found: Mapping[tuple[str, str], Cell]) -> Figure:
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     names = [name.replace(" ", "\n", 1) for name in columns]
     axes.set_xticks([j + 0.5 for j in range(len(columns))], names, size=9)
-    axes.set_yticks([i + 0.5 for i in range(len(rows))], rows, size=9)
+    labels = [name.replace("NGD, ", "Natural gradient,\n") for name in rows]
+    axes.set_yticks([i + 0.5 for i in range(len(rows))], labels, size=9)
     axes.xaxis.tick_top()
     axes.tick_params(length=0, colors=INK)
     for spine in axes.spines.values():
@@ -49,5 +50,5 @@ def _cell(axes: Axes, i: int, j: int, cell: Cell) -> None:
     color, words, small = (_FILL[cell[0]], str(cell[0]), cell[1]) if cell else ("#FFFFFF", "–", "")
     axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", lw=2))
     style: Any = {"ha": "center", "va": "center", "color": INK}
-    axes.text(j + 0.5, i + (0.36 if small else 0.5), words, size=9, **style)
-    axes.text(j + 0.5, i + 0.72, small, size=7.5, **style)
+    axes.text(j + 0.5, i + (0.36 if small else 0.5), words, size=9.5, **style)
+    axes.text(j + 0.5, i + 0.72, small, size=8.5, **style)

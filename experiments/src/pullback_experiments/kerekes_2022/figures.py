@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_INK = 7
+_NATURAL, _INK = 0, 7  # places in the palette; EGD's is its depth
 _METHODS: Mapping[str, Style] = {"EGD": "solid", "NGD": "dotted"}
+#: NGD's lines by depth
+_DASHES = {1: (0, (4, 1.5)), 2: (0, (1, 1.2)), 3: (0, (4, 1, 1, 1)), 4: (0, (1, 3))}
 #: name, item, color and style of a line
 _Kind = tuple[str, tuple[str, ...], int, Style]
 
@@ -33,14 +35,16 @@ def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
     levels = [r["level"] for r in runs]
     series: list[Series | None] = [
         Series(
-            f"EGD, L = {depth}", {"level": quartiles(levels, [r["angles"][place] for r in runs])}
+            f"EGD, L = {depth}",
+            {"level": quartiles(levels, [r["angles"][place] for r in runs])},
+            depth,
         )
         for place, depth in enumerate(depths)
     ]
     if natural:
         ends = [[r["descent angle"]] * len(levels[0]) for r in natural]
         line = quartiles([levels[0]] * len(natural), ends)
-        series.append(Series("NGD, L = 1", {"level": line}, _INK, "dashed"))
+        series.append(Series("NGD, L = 1", {"level": line}, _NATURAL, "dashed"))
     return [
         Chart(
             "Directions: depth turns EGD, and not NGD",
@@ -57,15 +61,13 @@ def sparse(results: Results, config: dict[str, Any]) -> list[Chart]:
     """Accuracy against N, and against −log loss at the largest N < D; NGD's logits over time."""
     euclidean, depths = results.of("EGD"), config["depths"]
     series = [
-        _accuracy(f"EGD, L = {d}", euclidean, row, config, color=row)
-        for row, d in enumerate(depths)
+        _accuracy(f"EGD, L = {d}", euclidean, row, config, color=d) for row, d in enumerate(depths)
     ]
     for depth in config["natural depths"]:
-        color = _INK if depth == 1 else depths.index(depth) if depth in depths else None
-        runs = results.of("NGD", f"L={depth}")
-        series.append(_accuracy(f"NGD, L = {depth}", runs, 0, config, color=color, style="dotted"))
+        name, runs = f"NGD, L = {depth}", results.of("NGD", f"L={depth}")
+        series.append(_accuracy(name, runs, 0, config, color=_NATURAL, style="dotted"))
     runs = results.of("NGD, population")
-    series.append(_accuracy("NGD, population", runs, 0, config, color=_INK, style="dashed"))
+    series.append(_accuracy("NGD, population", runs, 0, config, color=_NATURAL, style="dashed"))
     first = Chart(
         "Accuracy against the number of samples",
         "test accuracy, %",
@@ -108,6 +110,7 @@ def _way_down(runs: Sequence[Record], config: dict[str, Any]) -> list[Chart]:
                     levels, [[100 * at[row][below[-1]] for at in r["path"]] for r in runs]
                 )
             },
+            depth,
         )
         for row, depth in enumerate(config["depths"])
     ]
@@ -129,7 +132,7 @@ def _logits(runs: Sequence[Record]) -> list[Chart]:
     times, margins = list(runs[0]["time"]), runs[0]["margins"]
     spread = quartiles([times] * margins.shape[1], margins.T.tolist())
     series = [
-        Series("y·logit", {"time": spread}, 1),
+        Series("NGD", {"time": spread}, _NATURAL),
         Series("t", {"time": Line(times, times)}, _INK, "dashed"),
     ]
     title, note = "NGD's logits grow as t, N < D", "median and quartiles over samples, first seed"
@@ -143,14 +146,15 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     at = {"observed": "observed entries"}
     kinds: list[_Kind] = []
     for method, style in _METHODS.items():
-        for place, depth in enumerate(config["depths"]):
+        for depth in config["depths"]:
+            place = depth if method == "EGD" else _NATURAL
             kinds.append((f"{method}, L = {depth}", (method, f"L={depth}"), place, style))
     kinds.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
     starts: list[_Kind] = []
     for d in (2, 3):
         words = f"L = {d}, start of L = {config['collapsed']}"
-        starts.append((f"L = {d}", ("EGD", f"L={d}"), d - 1, "solid"))
-        starts.append((words, ("EGD, collapsed start", f"L={d}"), d - 1, "dashed"))
+        starts.append((f"L = {d}", ("EGD", f"L={d}"), d, "solid"))
+        starts.append((words, ("EGD, collapsed start", f"L={d}"), d, "dashed"))
 
     def chart(title: str, y: str, what: str, chosen: Sequence[_Kind]) -> Chart:
         series = []
@@ -168,6 +172,9 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     ]
 
 
+_SUPPORT = {"margin": 1, "natural": _NATURAL}
+
+
 def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
     """Shares of samples that are support vectors."""
     found = {r: results.of(f"D/N={r:g}") for r in ratios}
@@ -183,6 +190,7 @@ def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
                     [[100 * runs[i][what] for runs in found.values()] for i in range(count)],
                 )
             },
+            _SUPPORT[what],
         )
         for what, name in names.items()
         if count
@@ -203,20 +211,23 @@ def draw_planar(
     x, y = points(results.seeds[0], torch.device("cpu"))
     for axes, method in ((left, "EGD"), (middle, "NGD")):
         _scatter(axes, x, y)
-        for place, (color, depth) in enumerate(zip(plots.PALETTE, depths, strict=False)):
+        for place, depth in enumerate(depths):
+            color = plots.PALETTE[depth]
             beta = _first(results, method, place, depth)
             width = 1.6 if method == "EGD" else 0.9 * (len(depths) - place) + 0.8
             _separator(axes, beta, color, f"L = {depth}", width)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(edgecolor="none", framealpha=0.9, fontsize=8, loc="lower right")
         plots.label(axes, "x₁", "x₂", f"{method}, seed {results.seeds[0]}")
     runs = results.of("EGD")
-    for place, (color, depth) in enumerate(zip(plots.PALETTE, depths, strict=False)):
+    for place, depth in enumerate(depths):
+        color = plots.PALETTE[depth]
         xs, ys = [r["level"] for r in runs], [r["angles"][place] for r in runs]
         plots.band(right, xs, ys, color, f"EGD, L = {depth}")
         limit = sorted(r["limit angle"][place] for r in runs)[len(runs) // 2]
         right.axhline(limit, color=color, lw=0.9, ls=":")
     natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
-    right.axhline(natural[len(natural) // 2], color=plots.INK, lw=1.4, ls="--", label="NGD, all L")
+    middle_angle, color = natural[len(natural) // 2], plots.PALETTE[_NATURAL]
+    right.axhline(middle_angle, color=color, lw=1.4, ls="--", label="NGD, all L")
     plots.dress(right, logy=False)
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     title = rf"{len(results.seeds)} seeds; dotted: $\ell_{{2/L}}$ margins"
@@ -262,17 +273,19 @@ def draw_sparse(results: Results, config: dict[str, Any]) -> Figure:
 def _accuracies(axes: Axes, results: Results, config: dict[str, Any]) -> None:
     counts = config["samples"]
 
-    def line(runs: list[Any], row: int, color: str, name: str, style: str) -> None:
+    def line(runs: list[Any], row: int, color: str, name: str, **style: Any) -> None:
         values = 100 * np.array([r["accuracy"][row] for r in runs])
-        axes.plot(counts, values.mean(0), style, color=color, label=name, ms=3)
+        axes.plot(counts, values.mean(0), color=color, label=name, **style)
         axes.fill_between(counts, values.min(0), values.max(0), color=color, alpha=0.12, lw=0)
 
-    for row, (color, depth) in enumerate(zip(plots.PALETTE, config["depths"], strict=False)):
-        line(results.of("EGD"), row, color, f"EGD, L = {depth}", "o-")
-    for color, depth in zip(plots.PALETTE, config["natural depths"], strict=False):
-        shade = plots.INK if depth == 1 else color
-        line(results.of("NGD", f"L={depth}"), 0, shade, f"NGD, L = {depth}", ":")
-    line(results.of("NGD, population"), 0, plots.INK, "NGD, population", "--")
+    for row, depth in enumerate(config["depths"]):
+        color = plots.PALETTE[depth]
+        line(results.of("EGD"), row, color, f"EGD, L = {depth}", marker="o", ms=3)
+    color = plots.PALETTE[_NATURAL]
+    for depth in config["natural depths"]:
+        runs = results.of("NGD", f"L={depth}")
+        line(runs, 0, color, f"NGD, L = {depth}", ls=_DASHES[depth])
+    line(results.of("NGD, population"), 0, color, "NGD, population", marker="s", ms=4)
     axes.axvline(config["dim"], color=plots.INK, lw=0.6)
     plots.dress(axes, logx=False, logy=False)
     axes.legend(frameon=False, fontsize=8)
@@ -283,7 +296,8 @@ def _logit_panel(axes: Axes, results: Results) -> None:
     record = results.of("NGD", "L=1")[0]
     margins, times = np.asarray(record["margins"]), record["time"]
     if len(times):
-        axes.plot(times, margins, color=plots.PALETTE[1], lw=0.6, alpha=0.6)
+        axes.plot(times, margins, color=plots.PALETTE[_NATURAL], lw=0.6, alpha=0.6)
+        axes.plot([], [], color=plots.PALETTE[_NATURAL], label="NGD, all samples")
         axes.plot(times, times, "--", color=plots.INK, lw=1.2, label="t")
         axes.legend(frameon=False, fontsize=8)
     plots.dress(axes, logx=False, logy=False)
@@ -292,15 +306,15 @@ def _logit_panel(axes: Axes, results: Results) -> None:
 
 def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
     euclidean, natural = results.of("EGD")[0], results.of("NGD", "L=1")[0]
-    kinds = [(f"EGD, L = {d}", euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
+    kinds = [(f"EGD, L = {d}", d, euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
     kinds += [
-        ("NGD", natural["beta"]),
-        ("NGD, population", results.of("NGD, population")[0]["beta"]),
+        ("NGD", _NATURAL, natural["beta"]),
+        ("NGD, population", _NATURAL, results.of("NGD, population")[0]["beta"]),
     ]
     shown = min(config["dim"], 5 * config["nonzero"])
-    for place, (name, beta) in enumerate(kinds):
+    for row, (name, place, beta) in enumerate(kinds):
         values = np.asarray(beta)[:shown] / np.abs(beta).max()
-        low = -2.4 * place
+        low = -2.4 * row
         color = plots.PALETTE[place]
         axes.vlines(np.arange(shown), low, low + values, color=color, lw=1.2)
         axes.axhline(low, color=color, lw=0.5)
@@ -318,22 +332,21 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
 
     size, rank = config["size"], config["rank"]
     title = f"Completing a {size}×{size} matrix of rank {rank}, {len(results.seeds)} seeds"
-    figure = plots.new(15, 4.6, title)
+    figure = plots.new(15, 5.0, title)
     left, middle, right = figure.subplots(1, 3)
     depths = config["depths"]
-    kinds: list[tuple[str, str, tuple[str, ...], str]] = [
-        (plots.PALETTE[i], f"EGD, L = {d}", ("EGD", f"L={d}"), "-") for i, d in enumerate(depths)
+    kinds: list[tuple[str, str, tuple[str, ...], Any]] = [
+        (plots.PALETTE[d], f"EGD, L = {d}", ("EGD", f"L={d}"), "-") for d in depths
     ]
-    kinds += [
-        (plots.PALETTE[i], f"NGD, L = {d}", ("NGD", f"L={d}"), ":") for i, d in enumerate(depths)
-    ]
+    natural = plots.PALETTE[_NATURAL]
+    kinds += [(natural, f"NGD, L = {d}", ("NGD", f"L={d}"), _DASHES[d]) for d in depths]
     kinds.append((plots.INK, "nuclear norm", ("nuclear norm",), "--"))
     for color, name, key, style in kinds:
         _line(left, results, config, key, "error", color, name, style)
         _line(middle, results, config, key, "rank", color, "", style)
     middle.axhline(rank, color=plots.INK, lw=0.6)
-    for place, depth in ((1, 2), (2, 3)):
-        color = plots.PALETTE[place]
+    for depth in (2, 3):
+        color = plots.PALETTE[depth]
         _line(right, results, config, ("EGD", f"L={depth}"), "error", color, f"L = {depth}", "-")
         words = f"L = {depth}, start of L = {config['collapsed']}"
         key = ("EGD, collapsed start", f"L={depth}")
@@ -345,9 +358,9 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     ):
         plots.dress(axes, logx=False)
         plots.label(axes, "observed entries", what, name)
-    # between what completes and what does not there is room in the middle
-    middle.legend(
-        *left.get_legend_handles_labels(), frameon=False, fontsize=7, ncols=2, loc="center"
+    lines, names = left.get_legend_handles_labels()
+    figure.legend(
+        lines, names, frameon=False, fontsize=8, ncols=len(names), loc="outside lower center"
     )
     middle.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     middle.yaxis.set_major_formatter("{x:g}")
@@ -364,7 +377,7 @@ def _line(
     what: str,
     color: str,
     name: str,
-    style: str,
+    style: Any,
 ) -> None:
     runs = results.of(*key)
     plots.band(axes, [config["counts"]] * len(runs), [r[what] for r in runs], color, name, ls=style)

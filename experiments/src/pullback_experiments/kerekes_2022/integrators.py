@@ -1,7 +1,7 @@
 r"""Autonomous systems y' = f(y), many at once, each with a step size of its own.
 
-A `Pair` is a formula and an estimate of its error; `march` repeats it until a clock says stop. How
-large an error may be is not for the formula to say: a `Size` measures it in units of the tolerance.
+An `EmbeddedFormula` is a formula and an estimate of its error; `march` repeats it until a clock
+says stop. A `Size` measures the error in units of the tolerance.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Of = Callable[[Tensor], Tensor]
 Size = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Pair(Protocol):
+class EmbeddedFormula(Protocol):
     """A formula with an estimate of its error."""
 
     @property
@@ -105,7 +105,7 @@ def relative(rtol: float = 1e-5, atol: Tensor | float = 1e-9) -> Size:
 
 
 def march(
-    pair: Pair,
+    pair: EmbeddedFormula,
     y: Tensor,
     clock: Of,
     end: float,

@@ -106,12 +106,12 @@ class EuclideanFlow:
         """G = −∇_β log ℓ, (B, D)."""
         return self._local(v).gradient
 
-    def _local(self, v: Tensor) -> _Local:
+    def _local(self, v: Tensor) -> _FlowPoint:
         u = self._margins(v)
         weights, level = _weights(u, self.data.counts)
         gradient = (weights[:, None, :] @ self.data.rows)[:, 0]
         p = self._p(v)  # h² = Σ_l (β/w_l)² = P∘dβ/dv
-        return _Local(u, weights, gradient, p, self._slope(v), p * gradient, level)
+        return _FlowPoint(u, weights, gradient, p, self._slope(v), p * gradient, level)
 
     def _slope(self, v: Tensor) -> Tensor:
         """dβ/dv."""
@@ -122,7 +122,7 @@ class EuclideanFlow:
         here = self._local(v)
         return here.move / self._speed(v, here)[0]
 
-    def _speed(self, v: Tensor, here: _Local) -> tuple[Tensor, Tensor, Tensor]:
+    def _speed(self, v: Tensor, here: _FlowPoint) -> tuple[Tensor, Tensor, Tensor]:
         """dτ/dt̂ = Q/(1 + λ) + ‖P∘G‖/(‖v‖ + α), Q = ‖h∘G‖² = dλ/dt̂; and both parts, (B, 1)."""
         fall = (here.p * here.slope * here.gradient.square()).sum(1, keepdim=True)
         fall = fall / (1 + here.level.clamp(min=0))
@@ -146,7 +146,7 @@ class EuclideanFlow:
         return f, Jacobian(p1 * g / rho, left, right)
 
     def _speed_and_slope(
-        self, v: Tensor, here: _Local, p1: Tensor, z: Tensor
+        self, v: Tensor, here: _FlowPoint, p1: Tensor, z: Tensor
     ) -> tuple[Tensor, Tensor]:
         """ρ = dτ/dt̂ and ∇ρ, (B, 1) and (B, D)."""
         g, p, slope = here.gradient, here.p, here.slope
@@ -166,7 +166,7 @@ class EuclideanFlow:
         grown = (grown - size * v / length / (length + self.scale)) / (length + self.scale)
         return rho, rho1 + torch.where(growth > 0, grown, 0.0)
 
-    def _curvature(self, here: _Local) -> Tensor:
+    def _curvature(self, here: _FlowPoint) -> Tensor:
         """Z, (B, k, D), the rows of weights that count, times √(weight φ(u))."""
         weights = here.weights * torch.sigmoid(here.margins)
         some = _counting(weights).any(0)
@@ -213,7 +213,7 @@ class EuclideanFlow:
 
 
 @dataclass(frozen=True)
-class _Local:
+class _FlowPoint:
     """u, the samples' weights in G, G, P, dβ/dv, P∘G and λ = −log ℓ at some v."""
 
     margins: Tensor

@@ -131,7 +131,7 @@ class Planar(Repeated):
                     _median(r["flow angle"] for r in ngd),
                 ]
             )
-        columns = ["depth", "EGD", "ℓ_{2/L} margin", "largest gap", "NGD", "NGF"]
+        columns = ["depth", "EGD", "ℓp margin, p = 2/L", "largest gap", "NGD", "NGF"]
         title = f"Degrees from e₁, medians over {len(results.seeds)} seeds"
         return [Table(columns, rows, title), self._starts(results)]
 
@@ -191,7 +191,7 @@ def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
     runs, out = results.of("EGD"), []
     for place, depth in enumerate(depths):
         off = max(r["off"][place] for r in runs)
-        claim = f"EGD with L = {depth} finds the ℓ_{{2/{depth}}} margin"
+        claim = f"EGD with L = {depth} finds the ℓp margin for p = 2/{depth}"
         out.append((claim, off < 0.01, f"at most {off:.1g}° from it"))
     deepest = max(r["angles"][-1][-1] for r in runs)
     first = min(r["angles"][0][-1] for r in runs)

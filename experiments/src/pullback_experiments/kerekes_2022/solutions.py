@@ -25,7 +25,7 @@ __all__ = [
     "ridgeless",
     # matrices
     "nuclear_norm_completion",
-    "Completion",
+    "CompletedMatrix",
 ]
 
 
@@ -252,7 +252,7 @@ _EVERY = 10
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletedMatrix:
     """A matrix that meets the observations exactly.
 
     Attributes:
@@ -281,7 +281,7 @@ def nuclear_norm_completion(
     *,
     tol: float = 1e-6,
     max_iterations: int = 50_000,
-) -> Completion:
+) -> CompletedMatrix:
     r"""The completion of smallest nuclear norm, by alternating directions.
 
     Z = Y with Y observed and Z of small norm: Z ← shrink(Y − U), Y ← b on Ω and Z + U elsewhere,
@@ -302,7 +302,7 @@ def nuclear_norm_completion(
     y, mask = _observed(shape, rows, columns, values)
     size = float(torch.linalg.matrix_norm(y, 2))
     if size == 0:
-        return Completion(y, 0.0, 0.0, 0)
+        return CompletedMatrix(y, 0.0, 0.0, 0)
     b, threshold = y / size, 1.0
     y, u = b.clone(), torch.zeros_like(b)
     gap, norm, bound = float("inf"), 0.0, 0.0
@@ -320,7 +320,7 @@ def nuclear_norm_completion(
         bound = max(bound, float((dual * b)[mask].sum()))
         gap = (norm - bound) / norm
         if gap <= tol:
-            return Completion(size * y, size * norm, max(gap, 0.0), i)
+            return CompletedMatrix(size * y, size * norm, max(gap, 0.0), i)
         if i <= max_iterations // 2:
             ratio = float((z - y).norm() * u.norm() / ((y - before).norm() * y.norm() + 1e-300))
             factor = 2.0 if ratio > 5 else 0.5 if ratio < 0.2 else 1.0  # keeps residuals level

@@ -98,8 +98,8 @@ class Support(Repeated):
         figure = plots.new(6.4, 4.2, f"Support vectors of N = {n} samples")
         axes = figure.subplots()
         for color, what, name in (
-            (plots.PALETTE[0], "margin", "ℓ2 margin (EGD)"),
-            (plots.PALETTE[1], "natural", "NGD = least squares"),
+            (plots.PALETTE[1], "margin", "ℓ2 margin (EGD)"),
+            (plots.PALETTE[0], "natural", "NGD = least squares"),
         ):
             shares = [[100 * x[what] for x in results.of(f"D/N={r:g}")] for r in ratios]
             xs = [ratios] * len(results.seeds)

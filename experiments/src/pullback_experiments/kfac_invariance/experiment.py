@@ -13,7 +13,7 @@ from ..framework import plots
 from ..framework.check import Check, Claim, recorded
 from ..framework.curves import Chart, Line, Series
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plots import INK, PALETTE
+from ..framework.plots import INK
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .methods import GROUPS, INVARIANT, METHODS, STEPS, TIKHONOV, UNDAMPED, TwinMethod, TwinRun, run
@@ -154,15 +154,10 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
         zip(*([min(max(v, _BOTTOM), _TOP) for v in r.mismatch] for r in records), strict=True)
     )
     middle, low, high = ([f(c) for c in columns] for f in (median, min, max))
-    # the first two lie upon each other
-    place = GROUPS.index(group)
     line = Line(list(range(len(columns))), middle, low, high)
-    style = "dashed" if place == 1 else "solid"
-    return Series(group, {"step": line}, _PLACES[place], style)
+    return Series(group, {"step": line}, plots.places([group])[group], plots.dashes(group))
 
 
-_PLACES = (3, 7, 2, 1, 4)  # Adam and SGD as in all figures
-_STYLES = ("-", (0, (4, 2)), "-", "-", "-")  # the first two lie upon each other
 _COLUMNS = 3
 
 
@@ -173,8 +168,8 @@ def draw(found: Found, nets: Sequence[Net]) -> Figure:
     figure = plots.new(11, 0.9 + 2.6 * rows, title)
     grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
-        for place, style, group in zip(_PLACES, _STYLES, GROUPS, strict=True):
-            _band(axes, found[net.name, group], PALETTE[place], style, group)
+        for group, color in plots.colors(GROUPS).items():
+            _band(axes, found[net.name, group], color, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
         axes.set_visible(False)
@@ -187,13 +182,13 @@ def draw(found: Found, nets: Sequence[Net]) -> Figure:
     return figure
 
 
-def _band(axes: Axes, records: Sequence[TwinRun], color: str, style: object, name: str) -> None:
+def _band(axes: Axes, records: Sequence[TwinRun], color: str, name: str) -> None:
     """The median over seeds and variants, between the best and the worst."""
     curves = [[_shown(v) for v in r.mismatch] for r in records]
     steps = range(len(curves[0]))
     columns = list(zip(*curves, strict=True))
     middle = [median(c) for c in columns]
-    axes.plot(steps, middle, color=color, lw=1.9, ls=style, label=name)  # pyright: ignore[reportArgumentType]
+    axes.plot(steps, middle, color=color, lw=1.9, ls=plots.dashes(name), label=name)
     low, high = [min(c) for c in columns], [max(c) for c in columns]
     axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
 
@@ -206,7 +201,7 @@ def _shown(value: float) -> float:
 def _dress(axes: Axes, net: Net) -> None:
     plots.dress(axes, logx=False)
     axes.set_ylim(_BOTTOM, _TOP)
-    axes.axhline(SAME, color=INK, lw=0.8, ls=":")
+    axes.axhline(SAME, color=INK, lw=0.9, ls=":", label="taken for equal")
     plots.label(axes, title=net.name)
 
 

@@ -15,7 +15,7 @@ from pullback.grams.kronecker import Pair as Sides
 from pullback.grams.kronecker import sides
 from pullback.optim.kfac import Damping, Invariant
 
-from .nets import Pair, Side
+from .nets import TwinPair, TwinSide
 
 _LR, _CLIP = 0.5, 1e-3
 _FIRST_ORDER = 1e-2
@@ -36,14 +36,14 @@ class TwinMethod:
     name: str
     group: str
     about: str
-    build: Callable[[Side], Optimizer]
+    build: Callable[[TwinSide], Optimizer]
     plain: bool = False
 
 
 def _kfac(
     group: str, damping: float | Damping, momentum: float, ema: float, *, plain: bool = False
 ) -> TwinMethod:
-    def build(side: Side) -> Optimizer:
+    def build(side: TwinSide) -> Optimizer:
         return KFAC(
             side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=_CLIP,
             momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
@@ -61,11 +61,11 @@ def _every(group: str, damping: float | Damping) -> list[TwinMethod]:
     ]
 
 
-def _adam(side: Side) -> Optimizer:
+def _adam(side: TwinSide) -> Optimizer:
     return torch.optim.Adam(side.model.parameters(), lr=_FIRST_ORDER)
 
 
-def _sgd(side: Side) -> Optimizer:
+def _sgd(side: TwinSide) -> Optimizer:
     return torch.optim.SGD(side.model.parameters(), lr=_FIRST_ORDER)
 
 
@@ -110,7 +110,7 @@ class TwinRun:
         return max(self.mismatch[1:])
 
 
-def run(pair: Pair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
+def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
     """So many steps of both networks on the same batches."""
     optimizers = [method.build(side) for side in (pair.one, pair.two)]
     both = list(zip((pair.one, pair.two), optimizers, strict=True))
@@ -144,7 +144,7 @@ def run(pair: Pair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
 
 
 @torch.no_grad()
-def _values(side: Side, x: Tensor) -> Tensor:
+def _values(side: TwinSide, x: Tensor) -> Tensor:
     return side.seen(side.model(x))
 
 

@@ -92,7 +92,7 @@ BATCH, HELD = 128, 200
 
 
 @dataclass(frozen=True)
-class Side:
+class TwinSide:
     """One of the two networks.
 
     Attributes:
@@ -109,7 +109,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pair:
+class TwinPair:
     """A network and its twin before training.
 
     Attributes:
@@ -118,8 +118,8 @@ class Pair:
         held: inputs at which the functions are compared, none of them trained on.
     """
 
-    one: Side
-    two: Side
+    one: TwinSide
+    two: TwinSide
     batch: Callable[[], tuple[Tensor, Tensor]]
     held: Tensor
 
@@ -130,7 +130,7 @@ class Net:
 
     name: str
     about: str
-    make: Callable[[int], Pair]
+    make: Callable[[int], TwinPair]
 
 
 Inputs = Callable[[int], Tensor]
@@ -190,7 +190,7 @@ def _pair(
     gain: float = 1.5,
     dead: int = 0,
     seen: Callable[[Tensor], Tensor] = lambda z: z,
-) -> Pair:
+) -> TwinPair:
     """Inputs with correlated channels and a mean; a teacher of the same kind as the network."""
     generator = _random(seed)
     model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
@@ -214,8 +214,8 @@ def _pair(
 
     twin_of = other(model, _random(1000 + seed), inputs)
     metric = metrics.Fisher(likelihood)
-    one, two = (Side(m, metric, loss, seen) for m in (model, twin_of))
-    return Pair(one, two, batch, inputs(HELD))
+    one, two = (TwinSide(m, metric, loss, seen) for m in (model, twin_of))
+    return TwinPair(one, two, batch, inputs(HELD))
 
 
 def _reparametrized(
@@ -243,8 +243,8 @@ def _mlp_pair(
     activation: type[nn.Module] = nn.Tanh,
     other: Reparametrize = _reparametrized,
     **options: object,
-) -> Callable[[int], Pair]:
-    def make(seed: int) -> Pair:
+) -> Callable[[int], TwinPair]:
+    def make(seed: int) -> TwinPair:
         shape = sizes[:1]
         return _pair(seed, lambda: _mlp(sizes, activation), other, shape, likelihood, **options)  # pyright: ignore[reportArgumentType]
 
@@ -253,8 +253,8 @@ def _mlp_pair(
 
 def _conv_pair(
     padding: int, other: Reparametrize = _reparametrized, *, explicit: bool = False
-) -> Callable[[int], Pair]:
-    def make(seed: int) -> Pair:
+) -> Callable[[int], TwinPair]:
+    def make(seed: int) -> TwinPair:
         def build() -> nn.Sequential:
             return _convnet(padding, explicit=explicit)
 
@@ -263,39 +263,39 @@ def _conv_pair(
     return make
 
 
-def _recurrent_pair(**options: bool) -> Callable[[int], Pair]:
+def _recurrent_pair(**options: bool) -> Callable[[int], TwinPair]:
     def other(model: Recurrent, generator: torch.Generator, inputs: Inputs) -> nn.Module:
         return recurrent_twin(model, generator, **options)
 
-    def make(seed: int) -> Pair:
+    def make(seed: int) -> TwinPair:
         return _pair(seed, lambda: Recurrent(4, 4, 2), other, (6, 4), likelihoods.Gaussian())
 
     return make
 
 
-def _output_pair(metric: str) -> Callable[[int], Pair]:
+def _output_pair(metric: str) -> Callable[[int], TwinPair]:
     """Gauss–Newton: the twin's outputs are Ωy + γ, and its loss undoes it.
 
     "euclidean" measures the twin's outputs in its own coordinates, "carried" carries the metric
     over, "inner" changes no output.
     """
 
-    def make(seed: int) -> Pair:
+    def make(seed: int) -> TwinPair:
         found = _mlp_pair((5, 7, 6, 3), likelihoods.Gaussian())(seed)
         flat = metrics.Euclidean()
-        one = Side(found.one.model, flat, found.one.loss, found.one.seen)
+        one = TwinSide(found.one.model, flat, found.one.loss, found.one.seen)
         if metric == "inner":
-            two = Side(found.two.model, flat, found.two.loss, found.two.seen)
-            return Pair(one, two, found.batch, found.held)
+            two = TwinSide(found.two.model, flat, found.two.loss, found.two.seen)
+            return TwinPair(one, two, found.batch, found.held)
         change = random_change(3, _random(2000 + seed))
         back = AffineMap(change.inverse())
-        two = Side(
+        two = TwinSide(
             nn.Sequential(found.two.model, AffineMap(change)),
             flat if metric == "euclidean" else _carried(change),
             lambda z, y: found.two.loss(back(z), y),
             back,
         )
-        return Pair(one, two, found.batch, found.held)
+        return TwinPair(one, two, found.batch, found.held)
 
     return make
 

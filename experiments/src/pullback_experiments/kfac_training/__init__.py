@@ -27,12 +27,12 @@ quadratic model's rescaling and momentum. (`optim.kfac` has the paper's controls
 
 from __future__ import annotations
 
-from .experiment import Training
+from .experiment import KFACTraining
 from .methods import LARGE, QUICK_TEXT, QUICK_VGG, TEXT
 from .methods import VGG as VGG_METHODS
 from .tasks import AUTOENCODER, CONVNET, SHAKESPEARE, VGG
 
-__all__ = ["EXPERIMENTS", "Training"]
+__all__ = ["EXPERIMENTS", "KFACTraining"]
 
 _CHOICE = (
     "Each method with the best of its grid; where that has runs of several lengths, K-FAC with the "
@@ -40,7 +40,7 @@ _CHOICE = (
 )
 
 EXPERIMENTS = (
-    Training(
+    KFACTraining(
         name="kfac-autoencoder",
         figure="deep autoencoders, in kind",
         claim="K-FAC trains a deep autoencoder in far fewer steps than SGD and Adam, and in a "
@@ -51,7 +51,7 @@ EXPERIMENTS = (
         less=3.0,
         ours=False,
     ),
-    Training(
+    KFACTraining(
         name="kfac-convnet",
         figure="beside it, a conv net",
         claim="K-FAC trains a small convolutional network in fewer steps than SGD and Adam",
@@ -62,7 +62,7 @@ EXPERIMENTS = (
         batch=500,
         quick_held=(),
     ),
-    Training(
+    KFACTraining(
         name="kfac-vgg",
         figure="beside it, VGG-16",
         claim="K-FAC trains VGG-16 on CIFAR-10 in fewer steps and less time than SGD and AdamW",
@@ -79,7 +79,7 @@ EXPERIMENTS = (
         fewer=1.0,
         quick_held=(),
     ),
-    Training(
+    KFACTraining(
         name="kfac-shakespeare",
         figure="beside it, a transformer",
         claim="K-FAC trains a small transformer on tiny Shakespeare in fewer steps and less time "

@@ -23,7 +23,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning.training import fit, tensor_cores
 from .methods import KRONECKER, METHODS, OF_THE_RUN, Settings, TunedMethod
-from .tasks import Task
+from .tasks import TrainingTask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ _ALONG = {"seconds": "seconds of training", "step": "steps"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(Experiment):
+class KFACTraining(Experiment):
     """One network, trained by all.
 
     Attributes:
@@ -53,7 +53,7 @@ class Training(Experiment):
         quick_held: of the quick version, which has the first alone, or none.
     """
 
-    task: Task
+    task: TrainingTask
     methods: Sequence[TunedMethod] = METHODS
     quick_methods: Sequence[TunedMethod] = METHODS
     epochs: Mapping[str, int] = field(
@@ -266,7 +266,7 @@ def draw(found: Found, title: str) -> Figure:
             xs, ys = [r[along] for r in runs], [r[measure] for r in runs]
             plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
-            axes.axhline(mark(found), color=plots.INK, lw=0.8, ls=":")
+            axes.axhline(mark(found), color=plots.INK, lw=0.9, ls=":", label="best of the others")
         ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
         logarithmic = max(ends) > _WIDE * min(ends)
         plots.dress(axes, logy=logarithmic)

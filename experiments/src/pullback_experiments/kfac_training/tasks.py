@@ -106,7 +106,7 @@ _WARM = 0.05  # the share of a run in which the rate rises: without it the large
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """Something to learn.
 
     Attributes:
@@ -135,7 +135,7 @@ class Task:
     def described(self) -> dict[str, Any]:
         """What a run depends on beside the title, where it is not as of most tasks."""
         said = {
-            "evaluated": self.evaluated if self.evaluated != Task.evaluated else None,
+            "evaluated": self.evaluated if self.evaluated != TrainingTask.evaluated else None,
             "warm-up": self.warm or None,
             "augmentation": "crops and flips" if self.cropped else None,
             "precision": "bfloat16 autocast and TF32 on CUDA" if self.half else None,
@@ -188,21 +188,21 @@ def large_digits(train: int = 640, side: int = 32) -> DataSet:
     return replace(some, x=x, test_x=test_x)
 
 
-AUTOENCODER = Task(
+AUTOENCODER = TrainingTask(
     "Deep autoencoder",
     (partial(autoencoder, MNIST), partial(_itself, data.mnist)),
     (partial(autoencoder, DIGITS), partial(_itself, data.digits)),
     bernoulli,
     partial(Bernoulli, event=1),
 )
-CONVNET = Task(
+CONVNET = TrainingTask(
     "Convolutional network",
     (partial(convnet, 14, 16), _clothes),
     (partial(convnet, 8), data.digits),
     F.cross_entropy,
     Categorical,
 )
-VGG = Task(
+VGG = TrainingTask(
     "VGG-16",
     (vgg16, partial(images.load, "cifar10")),
     (partial(vgg16, narrow=16), large_digits),
@@ -214,7 +214,7 @@ VGG = Task(
     half=True,
     layout=torch.channels_last,
 )
-SHAKESPEARE = Task(
+SHAKESPEARE = TrainingTask(
     "Transformer",
     (partial(GPT, 65, 256, 256, 6, 4, tied=False), text.tiny_shakespeare),
     (partial(GPT, 11, 32, 32, 2, 2, tied=False), text.generated),

@@ -72,7 +72,7 @@ def fit(
     if measures is None:
         measures = {} if data.y.is_floating_point() else {"accuracy": accuracy}
     graphed = graphed and context.device.type == "cuda"
-    seen = Seen(model, data, {"loss": loss, **measures}, evaluated, half)
+    seen = Evaluation(model, data, {"loss": loss, **measures}, evaluated, half)
     loop = _Loop(
         model, optimizer, data, loss, context, batch, schedule, augment, half, epochs, graphed
     )
@@ -161,7 +161,7 @@ class _Loop:
         value.backward()
         return value
 
-    def note(self, seen: Seen, seconds: float) -> None:
+    def note(self, seen: Evaluation, seconds: float) -> None:
         """One more entry."""
         before = self.record.get("seconds", [0.0])[-1]
         rate = self.optimizer.param_groups[0]["lr"]
@@ -227,7 +227,7 @@ def accuracy(z: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Evaluation:
     """Means over both sets in evaluation mode; not on the clock."""
 
     model: nn.Module

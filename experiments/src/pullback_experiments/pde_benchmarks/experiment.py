@@ -19,7 +19,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..problems import setup
-from .methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS, QUICK, SLABS, TARGETS, PdeMethod
+from .methods import ADAM, GAUSS_NEWTON, LBFGS, METHODS, QUICK, SLABS, TARGETS, PdeMethod, title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ class Benchmarks(Experiment):
     paper: str = "Errors that others report"
     figure: str = "benchmark set of PDEs"
     claim: str = (
-        "Gauss–Newton in function space reaches the errors that others report, and in the same "
+        "The natural gradient reaches the errors that others report, and in the same "
         "time errors far below those of Adam and L-BFGS"
     )
     about: str = (
@@ -142,9 +142,10 @@ class Benchmarks(Experiment):
                     None if to is None or not math.isfinite(to) else f"{to:.1f}",
                 ]
             )
-        columns = ["problem", *(m.name for m in METHODS), "reported", "seconds to it"]
-        title = f"Relative L² error after {self._seconds(results.quick):g} s, {len(results.seeds)} "
-        return [Table(columns, rows, title + ("seed" if len(results.seeds) == 1 else "seeds"))]
+        columns = ["problem", *(title(m.name) for m in METHODS), "reported", "seconds to it"]
+        heading = f"Relative L² error after {self._seconds(results.quick):g} s, "
+        heading += f"{len(results.seeds)} "
+        return [Table(columns, rows, heading + ("seed" if len(results.seeds) == 1 else "seeds"))]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         return {"": draw(self._found(results), TARGETS)}
@@ -197,7 +198,10 @@ def charts(found: Found, targets: Mapping[str, float]) -> list[Chart]:
         Chart(
             problem,
             "relative L² error",
-            [over_seeds(method, runs, "error", _ALONG) for method, runs in by.items()],
+            [
+                over_seeds(title(method), runs, "error", _ALONG, style=plots.dashes(method))
+                for method, runs in by.items()
+            ],
             x=_ALONG,
             note=f"others report {targets[problem]:.1e}" if problem in targets else "",
         )
@@ -218,9 +222,12 @@ def draw(found: Found, targets: Mapping[str, float]) -> Figure:
         colors = plots.colors(by)
         for method, runs in by.items():
             xs, ys = [r["seconds"] for r in runs], [r["error"] for r in runs]
-            plots.band(axes, xs, ys, colors[method], method, spaced=True)
+            style = plots.dashes(method)
+            plots.band(axes, xs, ys, colors[method], title(method), spaced=True, ls=style)
         if problem in targets:
-            axes.axhline(targets[problem], color=plots.INK, lw=0.8, ls=":")
+            axes.axhline(
+                targets[problem], color=plots.INK, lw=0.9, ls=":", label="reported by others"
+            )
         plots.dress(axes)
         plots.label(axes, "seconds", "error", problem)
     for axes in list(grid.flat)[len(found) :]:
@@ -267,7 +274,8 @@ def _ahead(found: Found) -> Check:
     }
     least = min(ratios, key=ratios.__getitem__)
     held = sum(r >= AHEAD for r in ratios.values())
-    claim = f"after the same seconds Gauss–Newton's error is {AHEAD:g} times below Adam's, L-BFGS's"
+    claim = "after the same seconds the natural gradient's error is "
+    claim += f"{AHEAD:g} times below Adam's, L-BFGS's"
     numbers = f"{held} of {len(ratios)} problems; the least is {ratios[least]:.1e} for {least}"
     return Check(claim, held == len(ratios), numbers, of_paper=False)
 
@@ -275,4 +283,4 @@ def _ahead(found: Found) -> Check:
 def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
     found, seconds = final(records), reached(records, target)
     numbers = f"{found:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
-    return Check(f"Gauss–Newton solves {problem} to {target:.1e}", found <= target, numbers)
+    return Check(f"the natural gradient solves {problem} to {target:.1e}", found <= target, numbers)

@@ -83,6 +83,12 @@ def _lbfgs() -> dict[str, Any]:
 
 GAUSS_NEWTON, ENGD, GREEDY, LBFGS, ADAM = "Gauss–Newton", "E-NGD", "E-NGD-OGA", "L-BFGS", "Adam"
 
+
+def title(method: str) -> str:
+    """A method's name for readers; records keep their own."""
+    return "Natural gradient" if method == GAUSS_NEWTON else method
+
+
 METHODS = (
     PdeMethod(GAUSS_NEWTON, "the set-up's own, by default a trust radius on the SVD of A"),
     PdeMethod(ENGD, "dense Gram, minimum norm, grid of 30 step sizes", _natural),

@@ -43,15 +43,16 @@ class Lead:
         if self.below is not None:
             name = min((n for n in ours if n in found), key=lambda n: final(found[n]), default=None)
             end = math.inf if name is None else final(found[name])
-            claim = f"K-FAC's rules end {self.below:g} below {self.rival}"
-            out.append((claim, end <= level - self.below, f"{end:.4f} ({name}) and {level:.4f}"))
+            claim = f"K-FAC's rules end {self.below:g} below {title(self.rival)}"
+            best = "none" if name is None else title(name)
+            out.append((claim, end <= level - self.below, f"{end:.4f} ({best}) and {level:.4f}"))
         for along, share in (("step", self.steps), ("seconds", self.seconds)):
             if share is not None:
                 theirs = median(r[along][-1] for r in found[self.rival])
                 own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
                 unit = along.rstrip("s") + "s"
                 amount = f"{share:g} of its {unit}" if share != 1 else f"fewer {unit} than it"
-                claim = f"K-FAC's rules reach {self.rival}'s final loss in {amount}"
+                claim = f"K-FAC's rules reach the final loss of {title(self.rival)} in {amount}"
                 holds = own < theirs if share == 1 else own <= share * theirs
                 numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"
                 out.append((claim, holds, numbers))
@@ -86,14 +87,13 @@ def _own(found: Found, ours: Sequence[str]) -> list[Sequence[Record]]:
     return [runs for name, runs in found.items() if name in ours or name.startswith("ours")]
 
 
-def table(found: Found, title: str) -> Table:
+def table(found: Found, heading: str) -> Table:
     """Every optimizer with its rate, its end and its times."""
     rows = []
     for name, runs in found.items():
-        rule = f" ({runs[0]['method']})" if name.startswith("ours") else ""
         rows.append(
             [
-                name + rule,
+                title(name, runs[0]["method"]),
                 f"{runs[0]['lr']:g}",
                 str(runs[0]["steps"]),
                 f"{final(runs):.4f}",
@@ -104,7 +104,7 @@ def table(found: Found, title: str) -> Table:
         )
     columns = ["optimizer", "lr", "steps", "held-out loss", "accuracy", "seconds", "ms/step"]
     count = len(next(iter(found.values())))
-    return Table(columns, rows, f"{title}: medians over {count} seed{'s'[: count > 1]}")
+    return Table(columns, rows, f"{heading}: medians over {count} seed{'s'[: count > 1]}")
 
 
 def _shown(value: float) -> str:

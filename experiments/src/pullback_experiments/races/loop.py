@@ -124,7 +124,7 @@ def run(
         for optimizer in optimizers:
             if isinstance(optimizer, KFAC):
                 stack.enter_context(optimizer)  # which ends its hooks
-        race = _Race(task, model, optimizers, batches, steps, device)
+        race = _RaceState(task, model, optimizers, batches, steps, device)
         for share in race.advance():
             watch(share, f"{race.record['held-out loss'][-1]:.4g}")
     record = race.record
@@ -134,7 +134,7 @@ def run(
 
 
 @dataclass
-class _Race:
+class _RaceState:
     """The state of a run."""
 
     task: RaceTask

@@ -16,7 +16,7 @@ from torch import Tensor
 from pullback import pde
 
 from ..framework import plots
-from .problem import Contender, Problem
+from .problem import Competitor, DemoProblem
 from .race import Watcher
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def shown(name: str, value: float) -> str:
 
 @contextmanager
 def progress(
-    console: Console, problem: Problem, seconds: float
-) -> Iterator[Callable[[Contender], Watcher]]:
+    console: Console, problem: DemoProblem, seconds: float
+) -> Iterator[Callable[[Competitor], Watcher]]:
     """One bar per contender with its loss and the time left; plain lines without a terminal."""
     console.print(f"[bold]{problem.title}[/bold], {seconds:g} s for each optimizer")
     if not console.is_terminal:
@@ -66,7 +66,7 @@ def progress(
             for c in problem.contenders
         }
 
-        def watcher(contender: Contender) -> Watcher:
+        def watcher(contender: Competitor) -> Watcher:
             task = tasks[contender.name]
             bars.reset(task, total=1.0, loss="-")
             return lambda share, loss: bars.update(task, completed=share, loss=f"{loss:.1e}")
@@ -74,7 +74,7 @@ def progress(
         yield watcher
 
 
-def _announced(console: Console, contender: Contender) -> Watcher:
+def _announced(console: Console, contender: Competitor) -> Watcher:
     """A line when a run starts, and one when it ends."""
     console.print(f"  {contender.name}: running")
 

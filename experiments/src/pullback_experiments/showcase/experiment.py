@@ -19,7 +19,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .display import described, shown
-from .problem import Contender, Problem
+from .problem import Competitor, DemoProblem
 from .problems import PROBLEMS
 from .race import Curve, run
 
@@ -73,7 +73,7 @@ class Demonstration(Experiment):
         """Of the first measure of each problem."""
         return [] if results.quick else [_lowest(*race) for race in self.races(results)]
 
-    def races(self, results: Results) -> list[tuple[Problem, list[Curve]]]:
+    def races(self, results: Results) -> list[tuple[DemoProblem, list[Curve]]]:
         """The curves of each problem, of those that are done."""
         found = [
             (
@@ -110,7 +110,7 @@ class Demonstration(Experiment):
 
 
 @cache
-def problems() -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
     """The problems whose data can be had, and why others cannot."""
     found, missing = [], []
     for make in PROBLEMS.values():
@@ -121,19 +121,19 @@ def problems() -> tuple[tuple[Problem, ...], tuple[str, ...]]:
     return tuple(found), tuple(missing)
 
 
-def budget(problem: Problem, quick: bool) -> float:
+def budget(problem: DemoProblem, quick: bool) -> float:
     """Seconds of each run."""
     return _QUICK if quick else problem.seconds
 
 
-def _work(problem: Problem, contender: Contender, seconds: float, context: Context) -> Record:
+def _work(problem: DemoProblem, contender: Competitor, seconds: float, context: Context) -> Record:
     def watch(share: float, loss: float) -> None:
         context.watch(share, f"loss {loss:.1e}")
 
     return run(problem, contender, seconds=seconds, watch=watch).as_dict()
 
 
-def _lowest(problem: Problem, curves: Sequence[Curve]) -> Check:
+def _lowest(problem: DemoProblem, curves: Sequence[Curve]) -> Check:
     ends: Mapping[str, float] = {c.name: c.values()[-1] for c in curves}
     others = {k: v for k, v in ends.items() if k != NATURAL and math.isfinite(v)}
     best = min(others, key=others.__getitem__)
@@ -149,7 +149,7 @@ def _series(curve: Curve, measure: str) -> Series:
     return Series(curve.name, lines, plots.places([curve.name])[curve.name])
 
 
-def table(problem: Problem, curves: Sequence[Curve]) -> Table:
+def table(problem: DemoProblem, curves: Sequence[Curve]) -> Table:
     """Optimizer, settings, steps, seconds, and the final measures."""
     settings = {c.name: described(c.settings) for c in problem.contenders}
     names = list(curves[0].measures[-1])
@@ -168,7 +168,7 @@ def table(problem: Problem, curves: Sequence[Curve]) -> Table:
 
 _APART = 0.115  # least distance of two labels, as a share of the panel's height
 
-Race = tuple[Problem, Sequence[Curve]]
+Race = tuple[DemoProblem, Sequence[Curve]]
 
 
 def draw(races: Sequence[Race]) -> Figure:

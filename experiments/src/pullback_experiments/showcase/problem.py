@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 @dataclass(frozen=True)
-class Contender:
+class Competitor:
     """One optimizer.
 
     Attributes:
@@ -42,7 +42,7 @@ class Contender:
     def candidates(self) -> Iterator[dict[str, float]]:
         """Every point of the grid.
 
-        >>> list(Contender("Adam", Optimizer, grid={"lr": (0.1, 0.2)}).candidates())
+        >>> list(Competitor("Adam", Optimizer, grid={"lr": (0.1, 0.2)}).candidates())
         [{'lr': 0.1}, {'lr': 0.2}]
         """
         for values in product(*self.grid.values()):
@@ -76,7 +76,7 @@ def lbfgs(model: nn.Module) -> Optimizer:
 Stepper = Callable[[], float]
 
 
-class Problem(ABC):
+class DemoProblem(ABC):
     """A training problem with fixed data and a fixed initial model.
 
     Attributes:
@@ -89,14 +89,14 @@ class Problem(ABC):
     title: str
     setting: str
     seconds: float
-    contenders: tuple[Contender, ...]
+    contenders: tuple[Competitor, ...]
 
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model, the same for every contender."""
 
     @abstractmethod
-    def stepper(self, contender: Contender, model: nn.Module, optimizer: Optimizer) -> Stepper:
+    def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
         """What steps the contender's optimizer on this model."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Problem(ABC):
         return None
 
 
-class Supervised(Problem):
+class SupervisedTask(DemoProblem):
     """A loss of outputs on data.
 
     Attributes:
@@ -122,7 +122,7 @@ class Supervised(Problem):
     def loss(self, z: Tensor, y: Tensor) -> Tensor:
         """The loss that is trained, of outputs z."""
 
-    def stepper(self, contender: Contender, model: nn.Module, optimizer: Optimizer) -> Stepper:
+    def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
         """Steps on batches: the same sequence for all contenders with the same batch size."""
         generator = torch.Generator().manual_seed(0)
 

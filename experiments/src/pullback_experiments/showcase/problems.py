@@ -1,4 +1,4 @@
-"""The problems of the demonstration: a new one is a `Problem`, and a line of `PROBLEMS`."""
+"""The problems of the demonstration: a new one is a `DemoProblem`, and a line of `PROBLEMS`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pullback.steps import TargetRatio
 
 from ..learning import data
 from .display import draw_errors as draw
-from .problem import Contender, Problem, Stepper, Supervised, adam, descend, lbfgs, sgd
+from .problem import Competitor, DemoProblem, Stepper, SupervisedTask, adam, descend, lbfgs, sgd
 
 _TRAIN = 1347  # of 1797 images; the other 450 are for testing
 _BATCH, _KFAC_BATCH = 64, 256
@@ -34,7 +34,7 @@ def load() -> tuple[Tensor, Tensor]:
     return some.x.double(), some.y
 
 
-class Digits(Supervised):
+class Digits(SupervisedTask):
     """Cross-entropy of a 64-32-10 tanh network on 1347 images; 450 others test it."""
 
     title = "Digits"
@@ -46,10 +46,10 @@ class Digits(Supervised):
         self.x, self._test = x[:_TRAIN], x[_TRAIN:]
         self.y, self._truth = y[:_TRAIN], y[_TRAIN:]
         self.contenders = (
-            Contender("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _BATCH),
-            Contender("Adam", adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, _BATCH),
-            Contender("K-FAC", _kfac, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _KFAC_BATCH),
-            Contender("Natural gradient", _hessian_free),
+            Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _BATCH),
+            Competitor("Adam", adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, _BATCH),
+            Competitor("K-FAC", _kfac, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _KFAC_BATCH),
+            Competitor("Natural gradient", _hessian_free),
         )
 
     def model(self) -> nn.Module:
@@ -90,7 +90,7 @@ def target(x: Tensor) -> Tensor:
     return torch.sin(math.pi * x).prod(1, True) + torch.sin(1.5 * math.pi * x).prod(1, True)
 
 
-class LeastSquares(Supervised):
+class LeastSquares(SupervisedTask):
     """½ mean |u − g|² over 1000 points; the error is relative L² on 4000 others.
 
     After Yin (2024), section 2.1: a [2, 30, 1] tanh network u is fitted to g on Ω = [0, 1]².
@@ -106,11 +106,11 @@ class LeastSquares(Supervised):
         self.x, self._test = points[:_POINTS], points[_POINTS:]
         self.y, self._truth = target(self.x), target(self._test)
         self.contenders = (
-            Contender("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}),
-            Contender("Adam", adam, {"lr": 0.01}, {"lr": (0.003, 0.01, 0.03, 0.1)}),
+            Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}),
+            Competitor("Adam", adam, {"lr": 0.01}, {"lr": (0.003, 0.01, 0.03, 0.1)}),
             # torch's L-BFGS drops curvature pairs below 1e-10: a larger loss keeps it going
-            Contender("L-BFGS", lbfgs, scale=1e3),
-            Contender("Natural gradient", _natural_gradient, {"radii": 48}, {"radii": (24, 48)}),
+            Competitor("L-BFGS", lbfgs, scale=1e3),
+            Competitor("Natural gradient", _natural_gradient, {"radii": 48}, {"radii": (24, 48)}),
         )
 
     def model(self) -> nn.Module:
@@ -135,7 +135,7 @@ def _natural_gradient(model: nn.Module, radii: float) -> NaturalGradient:
 _INSIDE, _BOUNDARY = 900, 120
 
 
-class Poisson(Problem):
+class PoissonTask(DemoProblem):
     """½ mean |Δu + f|² inside plus ½ mean u² on the boundary, u* = sin πx sin πy."""
 
     title = "Poisson's equation"
@@ -150,17 +150,17 @@ class Poisson(Problem):
         self.contenders = (
             # not the best point of one search, 0.1 (2.7e-2; 0.03 had 3.3e-2): 0.1 swings, and ended
             # two other runs at 7e-2 and 2e-1
-            Contender("Adam", adam, {"lr": 0.03}, {"lr": (0.01, 0.03, 0.1, 0.3)}),
+            Competitor("Adam", adam, {"lr": 0.03}, {"lr": (0.01, 0.03, 0.1, 0.3)}),
             # torch's L-BFGS drops curvature pairs below 1e-10: a larger loss keeps it going
-            Contender("L-BFGS", lbfgs, scale=1e3),
-            Contender("Natural gradient", _gauss_newton),
+            Competitor("L-BFGS", lbfgs, scale=1e3),
+            Competitor("Natural gradient", _gauss_newton),
         )
 
     def model(self) -> Trial:
         network = pde.mlp(2, 32, 1, seed=0)
         return Trial(network, {}, next(network.parameters()))
 
-    def stepper(self, contender: Contender, model: nn.Module, optimizer: Optimizer) -> Stepper:
+    def stepper(self, contender: Competitor, model: nn.Module, optimizer: Optimizer) -> Stepper:
         """The same terms for all; first-order optimizers see their sum."""
         assert isinstance(model, Trial)
         conditions = self._problem.conditions
@@ -188,8 +188,8 @@ def _gauss_newton(model: nn.Module) -> NaturalGradient:
     return NaturalGradient(model, solver=PseudoInverse(double=True), step=TargetRatio())
 
 
-PROBLEMS: dict[str, Callable[[], Problem]] = {
+PROBLEMS: dict[str, Callable[[], DemoProblem]] = {
     "least_squares": LeastSquares,
-    "poisson": Poisson,
+    "poisson": PoissonTask,
     "digits": Digits,
 }

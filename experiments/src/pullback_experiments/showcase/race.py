@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from .problem import Contender, Problem, Stepper
+from .problem import Competitor, DemoProblem, Stepper
 
 _SPACING = 1.12  # ratio of the times of two measurements
 _FIRST = 2e-3  # the first one, as a share of the budget
@@ -54,7 +54,12 @@ class Curve:
 
 
 def run(
-    problem: Problem, contender: Contender, *, seconds: float, watch: Watcher, **settings: float
+    problem: DemoProblem,
+    contender: Competitor,
+    *,
+    seconds: float,
+    watch: Watcher,
+    **settings: float,
 ) -> Curve:
     """Train from the problem's initial model until `seconds` are spent in steps.
 
@@ -85,7 +90,7 @@ def run(
 
 
 def tune(
-    problem: Problem, contender: Contender, *, seconds: float
+    problem: DemoProblem, contender: Competitor, *, seconds: float
 ) -> list[tuple[dict[str, float], float]]:
     """Every point of the contender's grid with its final measure, best first."""
     ends = []
@@ -97,7 +102,7 @@ def tune(
 
 
 def _fresh(
-    problem: Problem, contender: Contender, settings: dict[str, float]
+    problem: DemoProblem, contender: Competitor, settings: dict[str, float]
 ) -> tuple[nn.Module, Stepper]:
     model = problem.model()
     return model, problem.stepper(contender, model, contender(model, **settings))

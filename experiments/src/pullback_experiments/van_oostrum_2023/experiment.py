@@ -231,8 +231,8 @@ def _eight(axes: Axes, results: Results) -> None:
 def _space(axes: Axes, results: Results) -> None:
     found = results.once("A.3")
     axes.plot([-0.5, 6.5], [6.5, -0.5], color=_SOFT, lw=1.2, label="all y with Gy = ∇L")
-    _arrow(axes, found["y_xi"], _PHI, "y_Ξ = (3, 3)")
-    _arrow(axes, found["y_theta"], _PSI, "y_Θ = (4⅘, 1⅕)")
+    _arrow(axes, found["y_xi"], _PHI, r"$y_\Xi$ = (3, 3)")
+    _arrow(axes, found["y_theta"], _PSI, r"$y_\Theta$ = (4⅘, 1⅕)")
     axes.set(xlim=(-0.5, 6.5), ylim=(-0.5, 6.5))
     _framed(axes, "A.3: two vectors, one move", "y₁", "y₂", "upper right")
 

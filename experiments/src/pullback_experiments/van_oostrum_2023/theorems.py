@@ -25,7 +25,7 @@ INVERSES: dict[str, Callable[[int], Solver]] = {
 }
 
 
-class Scene:
+class RandomModel:
     """φ: R⁸ → (R⁵, g) of rank 3, f on R⁸, L on R⁵; all random, in float64.
 
     Attributes:
@@ -83,14 +83,14 @@ def _relative(one: Tensor, two: Tensor) -> float:
 
 
 def _coefficients(point: Point, solver: Solver) -> Tensor:
-    found = point.natural_gradient(Scene.loss, solver)
+    found = point.natural_gradient(RandomModel.loss, solver)
     assert isinstance(found, Tensor)
     return found
 
 
 def theorems(context: Context) -> Record:
     """By inverse: how far dφ·G⁻∇L is from Π grad L, from ψ's move, and df·x from x, relative."""
-    scene = Scene(context)
+    scene = RandomModel(context)
     one, two = scene.points()
     truth, jacobian = scene.projected(), jacrev(scene.f)(scene.theta)
     projection, model, space = {}, {}, {}
@@ -112,7 +112,7 @@ def theorems(context: Context) -> Record:
 
 def steps(sizes: Sequence[float], context: Context) -> Record:
     """‖φ(ξ − ηx) − ψ(θ − ηx')‖ over how far φ moved, for every η: Moore–Penrose and damped."""
-    scene, found = Scene(context), {}
+    scene, found = RandomModel(context), {}
     one, two = scene.points()
     for name in ("Moore–Penrose", DAMPED):
         mine, other = (_coefficients(p, INVERSES[name](scene.seed)) for p in (one, two))

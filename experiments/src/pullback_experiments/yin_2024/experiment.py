@@ -14,7 +14,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from .methods import DescentMethod
-from .problems import Setting
+from .problems import FitSetting
 from .runs import EARLY, DescentRun, Summary, run
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Comparison(Experiment):
         quick_steps: of every method, at most.
     """
 
-    setting: Setting
+    setting: FitSetting
     methods: Sequence[tuple[DescentMethod, int]]
     groups: Mapping[str, Sequence[str]]
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
@@ -134,14 +134,7 @@ def charts(experiment: Comparison, results: Results) -> list[Chart]:
             group,
             name,
             [
-                # which lies upon the search that it varies
-                over_seeds(
-                    method,
-                    results.of(method),
-                    measure,
-                    _ALONG,
-                    style="dashed" if "arg-min" in method else "solid",
-                )
+                over_seeds(method, results.of(method), measure, _ALONG, style=plots.dashes(method))
                 for method in methods
             ],
             x=_ALONG,
@@ -169,7 +162,8 @@ def draw(experiment: Comparison, results: Results) -> Figure:
             for name, color in plots.colors(names).items():
                 runs = results.of(name)
                 xs, ys = [r[along] for r in runs], [r[what] for r in runs]
-                plots.band(axes, xs, ys, color, name, spaced=along == "seconds")
+                style, spaced = plots.dashes(name), along == "seconds"
+                plots.band(axes, xs, ys, color, name, spaced=spaced, ls=style)
             plots.dress(axes)
             plots.label(axes, "CPU seconds" if along == "seconds" else along, _NAMES[what])
         plots.label(row[0], title=group)

@@ -18,17 +18,17 @@ from pullback.steps import GridLineSearch, Local, Move, Step, TargetRatio, Wrapp
 from .problems import Fit
 
 #: numbers about one step, by name
-Seen = dict[str, float]
+StepNumbers = dict[str, float]
 
 
 class Stepper(ABC):
     """One optimizer at work on one fit."""
 
     @abstractmethod
-    def step(self) -> Seen:
+    def step(self) -> StepNumbers:
         """One step; what is cheap to say of it."""
 
-    def probe(self) -> Seen:
+    def probe(self) -> StepNumbers:
         """What costs time to find out; not counted as the method's."""
         return {}
 
@@ -80,7 +80,7 @@ class _Gradient(Stepper):
     def __init__(self, fit: Fit, optimizer: Optimizer) -> None:
         self._fit, self._optimizer = fit, optimizer
 
-    def step(self) -> Seen:
+    def step(self) -> StepNumbers:
         self._optimizer.zero_grad()
         self._fit.loss().backward()
         self._optimizer.step()
@@ -88,7 +88,7 @@ class _Gradient(Stepper):
 
 
 @dataclass(frozen=True)
-class Natural(DescentMethod):
+class NaturalMethod(DescentMethod):
     """A natural gradient.
 
     Attributes:
@@ -107,21 +107,22 @@ class Natural(DescentMethod):
     greedy: int = 0
 
     def on(self, fit: Fit) -> Stepper:
-        return _Natural(fit, self)
+        return _NaturalStepper(fit, self)
 
     def described(self) -> str:
         metric = "L² of u" if self.l2 else "Gauss–Newton"
         before = f", after {self.pretrain} Adam steps" if self.pretrain else ""
         solver = type(self.solver()).__name__
-        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {self.rule()!r}{before}"
+        rule = repr(self.rule()).replace("inner=", "step=")  # as records made earlier have it
+        return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {rule}{before}"
 
 
-class _Natural(Stepper):
-    def __init__(self, fit: Fit, method: Natural) -> None:
+class _NaturalStepper(Stepper):
+    def __init__(self, fit: Fit, method: NaturalMethod) -> None:
         self._fit, self._method = fit, method
         rule = method.rule()
         self._memoryless = not isinstance(rule, TargetRatio)
-        self._watch = Watch(rule) if self._memoryless else None
+        self._watch = DirectionProbe(rule) if self._memoryless else None
         self._optimizer = self._built(method.solver(), self._watch or rule)
         self._options = {
             "objective": fit.objective,
@@ -133,7 +134,7 @@ class _Natural(Stepper):
     def _built(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
         return NaturalGradient(self._fit.model, solver=solver, step=rule, gram=self._method.gram)
 
-    def step(self) -> Seen:
+    def step(self) -> StepNumbers:
         self._taken += 1
         if self._taken <= self._method.pretrain:
             return _Gradient(self._fit, self._warm).step()
@@ -144,7 +145,7 @@ class _Natural(Stepper):
             seen |= {"largest": self._watch.largest}
         return seen
 
-    def probe(self) -> Seen:
+    def probe(self) -> StepNumbers:
         """∇Lᵀh of a greedy choice over ∇Lᵀx of the method's own direction.
 
         It exceeds 1 once the cutoff of the dense Gram hides most of the gradient from x.
@@ -173,7 +174,7 @@ class ArgMin(GridLineSearch):
         return super().take(replace(local, loss=float("inf")))
 
 
-class Watch(Wrapper):
+class DirectionProbe(Wrapper):
     """Keeps two numbers of the direction x before anything cuts it.
 
     Attributes:

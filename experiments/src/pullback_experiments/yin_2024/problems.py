@@ -49,7 +49,7 @@ def poisson() -> pde.Problem:
 
 
 @dataclass(frozen=True)
-class Setting:
+class FitSetting:
     """What is fitted, with which network, at how many points per condition."""
 
     problem: Callable[[], pde.Problem]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..framework.curves import finite, held
-from .methods import DescentMethod, Seen
-from .problems import Setting
+from .methods import DescentMethod, StepNumbers
+from .problems import FitSetting
 
 _ENTRIES = 40  # of a curve
 SOLVED = 0.1  # relative error at which a run counts as having got somewhere
@@ -37,7 +37,7 @@ class DescentRun:
     seen: dict[str, list[float | None]] = field(default_factory=dict)
     stuck: int | None = None
 
-    def add(self, step: int, seconds: float, loss: float, error: float, seen: Seen) -> None:
+    def add(self, step: int, seconds: float, loss: float, error: float, seen: StepNumbers) -> None:
         """One more entry."""
         for name in {*self.seen, *seen}:
             self.seen.setdefault(name, [None] * len(self.steps)).append(_short(seen.get(name)))
@@ -69,7 +69,7 @@ def entries(steps: int) -> set[int]:
     return {math.ceil(ratio**i - 1e-9) for i in range(_ENTRIES + 1)} | {steps}
 
 
-def run(setting: Setting, method: DescentMethod, seed: int, steps: int) -> DescentRun:
+def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> DescentRun:
     """At most so many steps from the seed's network; a run that is stuck or lost ends early.
 
     A first step on another copy lets torch load what it needs; it is not counted.

@@ -12,8 +12,8 @@ from pullback.steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
 from ..framework.check import Check, Claim, recorded
 from . import problems
 from .experiment import Comparison
-from .methods import ArgMin, DescentMethod, FirstOrder, Natural
-from .problems import Setting
+from .methods import ArgMin, DescentMethod, FirstOrder, NaturalMethod
+from .problems import FitSetting
 from .runs import EARLY, SOLVED, Summary
 
 
@@ -172,19 +172,19 @@ def _fit(
     """Least squares: the loss's own Gram is the L² Gram, so NGD and E-NGD are one method."""
     full, greedy = PseudoInverse, _greedy(k)
     natural = [
-        Natural("NGD", "minimum norm, grid search", full, _grid, greedy=k),
-        Natural("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
-        Natural("NGD, arg-min", "grid search without accept test", full, _printed),
-        Natural("NGD-OGA, backtracking", f"{k} greedy vectors, Armijo", greedy, Backtracking),
-        Natural("NGD, damped", f"{_ADDED}, grid search", _damped, _grid),
-        Natural("NGD-OGA, damped", f"{k} greedy vectors, {_ADDED}", _damped_greedy(k), _grid),
-        Natural("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+        NaturalMethod("NGD", "minimum norm, grid search", full, _grid, greedy=k),
+        NaturalMethod("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
+        NaturalMethod("NGD, arg-min", "grid search without accept test", full, _printed),
+        NaturalMethod("NGD-OGA, backtracking", f"{k} greedy vectors, Armijo", greedy, Backtracking),
+        NaturalMethod("NGD, damped", f"{_ADDED}, grid search", _damped, _grid),
+        NaturalMethod("NGD-OGA, damped", f"{k} greedy vectors, {_ADDED}", _damped_greedy(k), _grid),
+        NaturalMethod("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
     ]
     return Comparison(
         name=f"yin-2024-{name}",
         figure=figure,
         claim=f"{k} greedily chosen tangent vectors do the work of the whole natural gradient",
-        setting=Setting(problems.least_squares, layers, {"equation": 1000}),
+        setting=FitSetting(problems.least_squares, layers, {"equation": 1000}),
         methods=[*((m, steps) for m in natural), *_first_order(adam, 0.3, _FIT_SGD, 2000)],
         groups={
             "The paper's methods": ["NGD", "NGD-OGA", "NGD, arg-min", "Adam", "SGD"],
@@ -199,30 +199,32 @@ def _fit(
 def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Comparison:
     full, greedy = PseudoInverse, _greedy(k)
     natural = [
-        Natural("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
-        Natural("E-NGD-OGA", f"{k} greedy vectors, cut", greedy, _cut),
-        Natural("NGD", "L² Gram of u, cut", full, _cut, l2=True),
-        Natural("NGD-OGA", f"L² Gram of u, {k} greedy vectors, cut", greedy, _cut, l2=True),
-        Natural("E-NGD, not cut", "grid search alone", full, _grid),
-        Natural("E-NGD-OGA, not cut", f"{k} greedy vectors", greedy, _grid),
-        Natural("E-NGD-OGA, 100 vectors", f"{more} greedy vectors, not cut", _greedy(more), _grid),
-        Natural("E-NGD, arg-min", "not cut, no accept test", full, _printed),
-        Natural("E-NGD, backtracking", "not cut, Armijo", full, Backtracking),
-        Natural("E-NGD, from rows", "not cut, SVD of A", full, _grid, gram="rows"),
-        Natural("E-NGD, damped", f"not cut, {_ADDED}", _damped, _grid),
-        Natural(
+        NaturalMethod("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
+        NaturalMethod("E-NGD-OGA", f"{k} greedy vectors, cut", greedy, _cut),
+        NaturalMethod("NGD", "L² Gram of u, cut", full, _cut, l2=True),
+        NaturalMethod("NGD-OGA", f"L² Gram of u, {k} greedy vectors, cut", greedy, _cut, l2=True),
+        NaturalMethod("E-NGD, not cut", "grid search alone", full, _grid),
+        NaturalMethod("E-NGD-OGA, not cut", f"{k} greedy vectors", greedy, _grid),
+        NaturalMethod(
+            "E-NGD-OGA, 100 vectors", f"{more} greedy vectors, not cut", _greedy(more), _grid
+        ),
+        NaturalMethod("E-NGD, arg-min", "not cut, no accept test", full, _printed),
+        NaturalMethod("E-NGD, backtracking", "not cut, Armijo", full, Backtracking),
+        NaturalMethod("E-NGD, from rows", "not cut, SVD of A", full, _grid, gram="rows"),
+        NaturalMethod("E-NGD, damped", f"not cut, {_ADDED}", _damped, _grid),
+        NaturalMethod(
             "E-NGD-OGA, damped", f"{k} greedy vectors, not cut, {_ADDED}", _damped_greedy(k), _grid
         ),
-        Natural("E-NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
+        NaturalMethod("E-NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
     ]
-    first = Natural(
+    first = NaturalMethod(
         "E-NGD, pre-trained", f"{pretrain} Adam steps, not cut", full, _grid, pretrain=pretrain
     )
     return Comparison(
         name="yin-2024-poisson",
         figure="Figure 3",
         claim=f"E-NGD on {k} greedily chosen tangent vectors gets on where E-NGD sticks",
-        setting=Setting(problems.poisson, (2, 20, 20, 1), {"equation": 600, "dirichlet": 120}),
+        setting=FitSetting(problems.poisson, (2, 20, 20, 1), {"equation": 600, "dirichlet": 120}),
         methods=[
             *((m, steps) for m in natural),
             (first, steps + pretrain),

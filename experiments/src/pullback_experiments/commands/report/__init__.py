@@ -24,7 +24,7 @@ from ...framework import store
 from ...framework.progress import ranges
 from .article import article
 from .charts import MALFORMED, curves
-from .markup import Entry
+from .markup import ReportEntry
 from .page import page
 from .solution import solution
 
@@ -48,9 +48,9 @@ def write(out: Path) -> tuple[Path, list[str]]:
     return path, left_out
 
 
-def gathered(out: Path) -> tuple[list[Entry], list[str]]:
+def gathered(out: Path) -> tuple[list[ReportEntry], list[str]]:
     """Return an entry for every result file, and a line on every other JSON file."""
-    entries: list[Entry] = []
+    entries: list[ReportEntry] = []
     left_out: list[str] = []
     for path in sorted(out.rglob("*.json"), key=lambda p: p.with_suffix("").parts):
         place = path.relative_to(out)
@@ -63,7 +63,7 @@ def gathered(out: Path) -> tuple[list[Entry], list[str]]:
     return entries, left_out
 
 
-def _entry(path: Path, out: Path, anchor: str) -> Entry:
+def _entry(path: Path, out: Path, anchor: str) -> ReportEntry:
     state: dict[str, Any] = store.content(path)
     if state.get("format") == FORMAT:
         return solution(path, out, state, anchor)

@@ -13,7 +13,7 @@ from . import charts
 from .charts import Curves
 from .markup import (
     VERDICTS,
-    Entry,
+    ReportEntry,
     badge,
     command,
     environments,
@@ -26,7 +26,9 @@ from .markup import (
 )
 
 
-def article(path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves: Curves) -> Entry:
+def article(
+    path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves: Curves
+) -> ReportEntry:
     """The entry of a results file."""
     about, summary = state["about"], state["summary"]
     checks, figures = summary.get("checks") or [], summary.get("figures") or []
@@ -55,7 +57,7 @@ def article(path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves
     asked = [c for c in checks if c.get("of_paper", True)]
     held = sum(bool(c["holds"]) for c in asked)
     complete = [int(s) for s in summary.get("complete") or []]
-    return Entry(
+    return ReportEntry(
         anchor=anchor,
         paper=str(about.get("paper") or "Other"),
         name=name + (" (quick)" if about.get("quick") else ""),
@@ -91,7 +93,7 @@ def _why(summary: Mapping[str, Any]) -> str:
     why = str(verdict["why"])
     if summary.get("checks"):
         why = why.partition("; not: ")[0]
-    return f'<p class="why">{text(why)}.</p>'
+    return f'<p class="why">{text(why[:1].upper() + why[1:])}.</p>'
 
 
 def _seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, bool]:

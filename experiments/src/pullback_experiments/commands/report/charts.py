@@ -13,8 +13,8 @@ from typing import Any
 from pullback import PullbackError
 
 from ... import registry
-from ...framework.curves import Chart, Line, Series
-from ...framework.plots import PALETTE, known, places
+from ...framework.curves import Chart, Line, Series, Style
+from ...framework.plots import COMMON, known, places
 from ...framework.store import Available
 from .markup import text
 
@@ -27,7 +27,9 @@ def drawn(charts: Sequence[Chart]) -> str:
     parts = []
     for chart in charts:
         if chart.shown():
-            head = f"<h4>{text(chart.title)} <small>{text(chart.y)}</small></h4>"
+            same = chart.title.lower() == chart.y.lower()
+            small = "" if same else f" <small>{text(chart.y)}</small>"
+            head = f"<h4>{text(chart.title)}{small}</h4>"
             data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
             parts.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
     return f'<div class="charts">\n{chr(10).join(parts)}\n</div>' if parts else ""
@@ -60,17 +62,19 @@ def _colored(shown: Sequence[Series]) -> list[dict[str, Any]]:
     """Methods in the colors of the figures; other series in the order of the palette."""
     names = [series.name for series in shown]
     if any(map(known, names)) and len(own := places(names)) == len(set(names)):
-        return [_series(series, own[series.name]) for series in shown]
-    return [_series(series, place) for place, series in enumerate(shown)]
+        return [_series(series, own[series.name], series.style) for series in shown]
+    # a palette that has been used up goes on with dashes
+    return [
+        _series(s, place % COMMON, "dashed" if s.color is None and place >= COMMON else s.style)
+        for place, s in enumerate(shown)
+    ]
 
 
-def _series(series: Series, place: int) -> dict[str, Any]:
-    color = place if series.color is None else series.color
+def _series(series: Series, place: int, style: Style) -> dict[str, Any]:
     return {
         "name": series.name,
-        "color": color % len(PALETTE),
-        # a palette that has been used up goes on with dashes
-        "style": "dashed" if series.color is None and place >= len(PALETTE) else series.style,
+        "color": place if series.color is None else series.color,
+        "style": style,
         "lines": {key: _line(line) for key, line in series.lines.items()},
     }
 

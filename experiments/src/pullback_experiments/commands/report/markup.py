@@ -20,7 +20,7 @@ VERDICTS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportEntry:
     """A part of the page, and what the overview says of it; all but `html` are texts.
 
     Attributes:

@@ -14,7 +14,7 @@ import pullback
 
 from ...framework.plots import PALETTE
 from ...framework.progress import clocked
-from .markup import VERDICTS, Entry, badge, lines, text
+from .markup import VERDICTS, ReportEntry, badge, lines, text
 
 #: in the order in which they are joined
 STYLES = ("base.css", "article.css", "chart.css", "media.css")
@@ -30,9 +30,9 @@ SCRIPTS = (
 )
 
 
-def page(entries: Sequence[Entry], left_out: Sequence[str]) -> str:
+def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
     """The whole page from entries and notes (texts)."""
-    papers: dict[str, list[Entry]] = {}
+    papers: dict[str, list[ReportEntry]] = {}
     for entry in sorted(entries, key=lambda e: e.paper.casefold()):
         papers.setdefault(entry.paper, []).append(entry)
     style, script = styles(), scripts()
@@ -104,7 +104,7 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _counted(papers: dict[str, list[Entry]]) -> str:
+def _counted(papers: dict[str, list[ReportEntry]]) -> str:
     entries = [e for some in papers.values() for e in some]
     if not entries:
         return "No results."
@@ -119,7 +119,7 @@ def _nothing(left_out: Sequence[str]) -> str:
     return f"<p>There are no results under this folder: {why}. Run an experiment first.</p>"
 
 
-def _filters(papers: dict[str, list[Entry]]) -> str:
+def _filters(papers: dict[str, list[ReportEntry]]) -> str:
     """Shown by the script."""
     found = {e.verdict for some in papers.values() for e in some}
     verdicts = "".join(
@@ -136,7 +136,7 @@ def _filters(papers: dict[str, list[Entry]]) -> str:
 </form>"""
 
 
-def _overview(papers: dict[str, list[Entry]]) -> str:
+def _overview(papers: dict[str, list[ReportEntry]]) -> str:
     rows = []
     for paper, entries in papers.items():
         for e in entries:
@@ -160,7 +160,7 @@ def _overview(papers: dict[str, list[Entry]]) -> str:
     )
 
 
-def _section(paper: str, entries: Sequence[Entry]) -> str:
+def _section(paper: str, entries: Sequence[ReportEntry]) -> str:
     inside = lines(e.html for e in entries)
     return f'<section data-paper="{_key(paper)}">\n<h2>{text(paper)}</h2>\n{inside}\n</section>'
 

@@ -12,7 +12,7 @@ from ...framework.curves import Chart, Line, Series
 from ...framework.progress import clocked
 from . import charts
 from .markup import (
-    Entry,
+    ReportEntry,
     badge,
     command,
     environments,
@@ -28,7 +28,7 @@ PAPER = "Solved equations"
 _AXES = {"step": "steps", "seconds": "seconds"}
 
 
-def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Entry:
+def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> ReportEntry:
     """The entry of a solution's record."""
     config, result = state["config"], state["result"]
     name = str(config["name"])
@@ -62,7 +62,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> En
     html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(parts)}\n</article>'
     took = float(result["seconds"])
     seed = str(config["seed"])
-    return Entry(anchor, PAPER, name, "pullback solve", "not judged", "–", seed, took, html)
+    return ReportEntry(anchor, PAPER, name, "pullback solve", "not judged", "–", seed, took, html)
 
 
 def history(found: Mapping[str, Any]) -> list[Chart]:
