@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.geometry.charts.twin import random_change
 from pullback.optim.kfac import Adaptive, Exact, Invariant
-from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, Pair, Side
+from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, TwinPair, TwinSide
 
 from ..common import closure_of, flat, refused
 from .common import DOUBLE, vector
@@ -25,7 +25,7 @@ def _double() -> None:
     torch.set_default_dtype(DOUBLE)
 
 
-def kfac(side: Side, **options: Any) -> pb.KFAC:
+def kfac(side: TwinSide, **options: Any) -> pb.KFAC:
     chosen: dict[str, Any] = {
         "damping": 0.0, "momentum": 0.0, "ema": 0.0, "kl_clip": 1e-3, "fisher": "exact",
         "statistics_every": 1, "invert_every": 1,
@@ -33,7 +33,7 @@ def kfac(side: Side, **options: Any) -> pb.KFAC:
     return pb.KFAC(side.model, 0.5, metric=side.metric, **chosen | options)
 
 
-def mismatch(pair: Pair, build: Callable[[Side], Any], steps: int = 3) -> float:
+def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 3) -> float:
     """How far both functions are apart after the steps, relative to their way."""
     sides, optimizers = (pair.one, pair.two), [build(pair.one), build(pair.two)]
 
