@@ -120,7 +120,8 @@ def _contraction(
     entries = mode.entries(w)
     assert entries is not None
     if spread or Multiplication.read(entries, (own, other, result), None) is None:
-        sizes = {a: n for a, n in zip(own[:-2], w.shape, strict=False) if a in result and n > 1}
+        stacked = own[:-2] or ("" if spread else own[:1])
+        sizes = {a: n for a, n in zip(stacked, w.shape, strict=False) if a in result and n > 1}
         lacking = [a for a in sizes if a not in other]
         x, other = x.expand(*(sizes[a] for a in lacking), *x.shape), "".join(lacking) + other
         x = x.expand(

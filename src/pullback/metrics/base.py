@@ -25,25 +25,25 @@ class Metric(ABC):
         """S at z; `inputs` are the model's inputs, for metrics that depend on them."""
 
     @property
-    def source(self) -> Likelihood | Metric | None:
+    def counter(self) -> Likelihood | Metric | None:
         """The likelihood or metric that this one is made of, which counts samples in its place."""
         return None
 
     def samples(self, z: Tensor) -> int:
         """How many samples a mean over z counts."""
-        return z.shape[0] if self.source is None else self.source.samples(z)
+        return z.shape[0] if self.counter is None else self.counter.samples(z)
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
-        return None if self.source is None else self.source.counted(z, cotangent)
+        return None if self.counter is None else self.counter.counted(z, cotangent)
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """A flag that is False where `counted` would return None, see `Likelihood.uncounted`."""
-        return None if self.source is None else self.source.uncounted(z, cotangent)
+        return None if self.counter is None else self.counter.uncounted(z, cotangent)
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Why the first ∂loss/∂z is certainly not of the metric's loss, and the remedy; or ""."""
-        return "" if self.source is None else self.source.mismatch(z, cotangent)
+        return "" if self.counter is None else self.counter.mismatch(z, cotangent)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
@@ -126,7 +126,7 @@ class Weighted(Metric):
         return Scaled(self.metric.factor(z, inputs=inputs), weight, tuple(z.shape[1:]))
 
     @property
-    def source(self) -> Metric:
+    def counter(self) -> Metric:
         return self.metric
 
 
@@ -144,7 +144,7 @@ class Fisher(Metric):
         return self.likelihood.factor(z)
 
     @property
-    def source(self) -> Likelihood:
+    def counter(self) -> Likelihood:
         return self.likelihood
 
 

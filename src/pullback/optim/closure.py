@@ -255,7 +255,9 @@ class ClosureProblem(StepProblem):
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
         origin = {n: p.detach().clone() for n, p in self.params.items()}
-        grads = [(p, None if p.grad is None else p.grad.clone()) for p in self._model.parameters()]
+        grads = [(p, p.grad) for p in self._model.parameters()]
+        for p, _ in grads:
+            p.grad = None  # zeroing gradients in place must not reach those of the step
         try:
             if "repeatable" not in self._memory:
                 self._refuse_stochastic(self._mean([self._trial(origin)])[0])

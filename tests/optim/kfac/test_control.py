@@ -55,6 +55,26 @@ def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
     return opt, Closure(opt)
 
 
+@pytest.mark.parametrize("controlled", CONTROLLED)
+def test_gradients_may_be_zeroed_in_place(controlled: dict[str, Any]) -> None:
+    """A trial's gradients never reach those of the step."""
+    x, y = batch(20)
+
+    def run(none: bool) -> list[Any]:
+        opt, _ = made(net(), **controlled)
+
+        def closure() -> Tensor:
+            opt.zero_grad(set_to_none=none)
+            loss = F.cross_entropy(opt.model(x), y)
+            loss.backward()
+            return loss
+
+        infos = [opt.step(closure) for _ in range(3)]
+        return [vector(opt.model).tolist(), [str(info) for info in infos]]
+
+    assert run(True) == run(False)
+
+
 def fisher(model: nn.Module) -> Tensor:
     """The whole matrix, by its definition."""
     z = model(batch(20)[0])

@@ -537,3 +537,19 @@ def test_models_of_known_modules_are_not_listened_to_again() -> None:
         for _ in range(2):
             o.step(opt, model, torch.randn(N, D), "categorical")
         assert "".join(heard) == want
+
+
+@pytest.mark.parametrize("equation", ["nti,gi->ntgi", "nti,gi->ntig"])
+def test_axes_of_a_matrix_that_stay_are_blocks_of_one_entry(equation: str) -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(H, D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(equation, x, self.w).flatten(2)
+
+    model = Spread()
+    opt = pb.KFAC(model, 1e-2, rule="natural", likelihood=pb.likelihoods.Gaussian())
+    (0.5 * model(torch.randn(5, T, D)).square().sum(-1).mean()).backward()
+    assert f"kronecker {H * D} × (1 ⊗ 1)" in str(opt.coverage())

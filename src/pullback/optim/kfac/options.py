@@ -182,10 +182,13 @@ class Options:
     sharing: Sharing
     #: whether weight and bias share a block
     joint: bool
+    #: targets per sample of "mc"
     draws: int
     output: Selector
     batch_dim: int
+    #: whether eigenvalues are measured in the factors' eigenbases
     ekfac: bool
+    #: of the loss, "mean" or "sum"
     reduction: str
     damping: Damping
     lr: float

@@ -243,6 +243,7 @@ class KFACState:
         return ema >= _HALF and all(average.adds_up(new) for average, new in kept)
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes held, by what for."""
         own = self.preconditioner
         spectra = [t for s in own.spectra.values() for t in (*s.sides(), s.mass)]
         held = [k for k in self.averages if k not in self.reserved]
