@@ -4,7 +4,8 @@
     python -m tests.changed tests          # tests of everything that changed
     python -m tests.changed tests HEAD~3   # compared with another commit
 
-Tests mirror modules, so a source file has the tests of its own name, else those of its folder.
+A file of the library has the tests of its package, or of its folder in it where tests have that
+folder too. An experiment has the tests of its own name.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def nearest(files: Iterable[Path]) -> list[str]:
 
     >>> nearest([Path("src/pullback/solvers/cholesky.py"), Path("docs/linear.md")])
     ['tests/docs/test_links.py', 'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
-     'tests/solvers/test_cholesky.py', 'src/pullback/solvers/cholesky.py']
+     'tests/solvers', 'src/pullback/solvers/cholesky.py']
     """
     found = {test for file in files for test in _of(file)}
     return sorted(found, key=lambda test: (not test.startswith("tests"), test))
@@ -63,7 +64,7 @@ def _of(file: Path) -> Iterator[str]:
         return
     elif LIBRARY in file.parents:
         yield file.as_posix()  # its docstrings
-        yield from _mirror(file.relative_to(LIBRARY).with_suffix("").parts)
+        yield from _package(file.relative_to(LIBRARY).with_suffix("").parts)
     elif EXPERIMENTS in file.parents:
         yield file.as_posix()
         yield from _mirror(("experiments", *file.relative_to(EXPERIMENTS).with_suffix("").parts))
@@ -71,6 +72,22 @@ def _of(file: Path) -> Iterator[str]:
         yield (file if file.name.startswith("test_") else file.parent).as_posix()
     elif (ROOT / "tests" / file.parts[0]).is_dir():  # examples, benchmarks, docs
         yield f"tests/{file.parts[0]}"
+
+
+def _package(parts: tuple[str, ...]) -> Iterator[str]:
+    """Tests of the innermost folder that tests have too, without those of other packages' folders.
+
+    >>> list(_package(("optim", "kfac", "rules")))
+    ['tests/optim/kfac']
+    """
+    names = FOLDERS.get(parts[0], parts[0]), *parts[1:-1]
+    folders = [Path("tests", *names[:n]) for n in range(len(names), 0, -1)]
+    inner = next((f for f in folders if (ROOT / f).is_dir()), Path("tests/core"))
+    own = ROOT / LIBRARY / parts[0]
+    if any((own / f.name).is_dir() for f in (ROOT / inner).iterdir() if f.name != "__pycache__"):
+        yield from (f.relative_to(ROOT).as_posix() for f in (ROOT / inner).glob("test_*.py"))
+    else:
+        yield inner.as_posix()
 
 
 def _mirror(parts: tuple[str, ...]) -> Iterator[str]:

@@ -159,17 +159,17 @@ def vision() -> Rows:
 
 #: record, title of its table, task as the README calls it, rival
 RACES = [
-    ("race-text", "Decoder of 6 layers", "decoder, 10.9M parameters, bytes of code", "AdamW"),
-    ("race-text", "Decoder of 6 layers", "the same", "Muon"),
-    ("race-text-large", "Decoder of 12 layers", "decoder, 85.7M parameters", "Muon"),
-    ("race-vision", "ResNet-18", "ResNet-18, CIFAR-10", "AdamW"),
-    ("race-vision", "ViT of 6 layers", "ViT of 6 layers, CIFAR-10", "AdamW"),
+    ("race-text", "Decoder of 6 layers", "decoder 10.9M", "AdamW"),
+    ("race-text", "Decoder of 6 layers", "decoder 10.9M", "Muon"),
+    ("race-text-large", "Decoder of 12 layers", "decoder 85.7M", "Muon"),
+    ("race-vision", "ResNet-18", "ResNet-18", "AdamW"),
+    ("race-vision", "ViT of 6 layers", "ViT", "AdamW"),
 ]
 
 
 def races() -> Rows:
     """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
-    rows = [["task", "rival", "its loss", "`KFAC`", "steps to its loss", "seconds to its loss"]]
+    rows = [["task, rival", "its loss", "`KFAC`", "steps to its loss", "seconds"]]
     for name, title, task, rival in RACES:
         summary = record(name)["summary"]
         found = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
@@ -180,8 +180,9 @@ def races() -> Rows:
         said = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
         steps, of = re.findall(r"[\d.]+", said)[:2]
         spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[rival]))]
-        took = f"{seconds(spent[0])}, its {seconds(spent[1])}"
-        rows.append([task, rival, runs[rival][3], ours[3], f"{float(steps):.0f} of {of}", took])
+        took = f"{seconds(spent[0])}/{seconds(spent[1])}"
+        losses = runs[rival][3], ours[3]
+        rows.append([f"{task}, {rival}", *losses, f"{float(steps):.0f}/{of}", took])
     return rows
 
 

@@ -10,7 +10,7 @@ from tests.changed import ROOT, nearest, sources
 @pytest.mark.parametrize(
     ("file", "found"),
     [
-        ("src/pullback/solvers/cholesky.py", "tests/solvers/test_cholesky.py"),
+        ("src/pullback/solvers/cholesky.py", "tests/solvers"),
         ("src/pullback/optim/kfac/factors/damping.py", "tests/optim/kfac"),
         ("src/pullback/_core/lazy.py", "tests/core"),
         ("src/pullback/__init__.py", "tests/core"),

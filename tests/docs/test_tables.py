@@ -66,14 +66,25 @@ def test_costs_that_a_newcomer_reads() -> None:
     mlps = [row for row in costs if row[0] == "exact, sample space" and "MLP" in row[1]]
     solve = next(row[4].rstrip("×") for row in costs if row[0] == "exact, pseudo-inverse")
     rules = table.TABLES["rules"]()[1:]
-    kfac = between([row[i] for row in rules for i in (1, 3)], 1) + " of AdamW's"
-    mlp, start = between([row[4] for row in mlps], 1), said("docs/start.md")
-    for text in (said("README.md"), start):
-        assert f"| {kfac} |" in text
+    kfac = [row[i] for row in rules for i in (1, 3)]
+    mlp = between([row[4] for row in mlps], 1)
+    start, readme = said("docs/start.md"), said("README.md")
+    for text in (readme, start):
         assert f"| {mlp} of SGD's |" in text
         assert f"| {solve} of Adam's |" in text
+    assert f"| {between(kfac, 1)} of AdamW's |" in start
+    resnet = record("race-vision")["summary"]["tables"][0]  # its default is spectral
+    pace = {row[0]: float(row[6]) for row in resnet["rows"]}
+    most = [*kfac, f"{pace['K-FAC, spectral'] / pace['AdamW']}×"]
+    small = [str(row["time of a step over Adam's"]) for row in record("defaults-cuda")["rows"]]
+    assert f"| {between(most, 1)} of AdamW's, small nets {between(small, 0)} |" in readme
+    assert f"| {between(small, 0)} of Adam's |" in start
     assert f"| {between([row[i] for row in rules for i in (2, 4)], 1)} of AdamW's |" in start
     assert f"| {between([row[5] for row in mlps], 1)} of SGD's |" in start
+
+
+def test_the_readme_is_short() -> None:
+    assert 600 <= len((table.ROOT / "README.md").read_text("utf-8").split()) <= 800
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:

@@ -679,7 +679,7 @@ def test_fisher_of_a_class_instead_of_an_object() -> None:
 
 @pytest.mark.parametrize("option", ["gram", "reduction"])
 def test_unknown_choices(option: str) -> None:
-    with refused(f"Unknown {option} 'typo'", "not one of the choices", "Use one of ("):
+    with refused(f"Unknown {option} 'typo'", "not one of the choices", "Use one of '"):
         pb.NaturalGradient(mlp(), **{option: "typo"})  # pyright: ignore[reportArgumentType]
 
 

@@ -87,8 +87,9 @@ def require_kind(name: str, value: object, kind: type) -> None:
 def refuse_unknown(what: str, name: object, known: Iterable[object]) -> None:
     """Raise where a name is none of those that an option knows."""
     if name not in (choices := tuple(known)):
+        words = ", ".join(map(repr, choices))
         raise PullbackError(
-            f"Unknown {what} {name!r}", "it is not one of the choices", f"Use one of {choices}"
+            f"Unknown {what} {name!r}", "it is not one of the choices", f"Use one of {words}"
         )
 
 

@@ -49,7 +49,7 @@ def cut_like(t: Tensor, p: Tensor) -> Tensor:
     return distribute_tensor(whole(own), *cuts[1], src_data_rank=None)
 
 
-class Parameters:
+class ModelParameters:
     """The parameters of a model by name; `fully_shard` may have cut some along one axis each."""
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:

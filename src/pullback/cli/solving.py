@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from .. import pde
-from .._core.errors import PullbackError, nearest
+from .._core.errors import PullbackError, extra, nearest
 from . import SETUP_MODULES
 from .environment import usable
 from .files import folder
@@ -48,6 +48,8 @@ def solved(
     else:
         _add_setups()
         found = pde.setup(name)
+    with extra("plots"):  # before the run, not after it
+        import_module("matplotlib")
     usable(device)
     folder(out)
     kept = out / f"{name}-seed{seed}.pt"
@@ -68,8 +70,8 @@ def solved(
     console.print(summary(solution))
     stem = name if seed == 0 else f"{name}-seed{seed}"  # one does not overwrite the other
     picture, record = out / f"{stem}.png", out / f"{stem}.json"
-    solution.plot(picture)
     write(record, report(name, found, seed, device, options, solution))
+    solution.plot(picture)
     words = f"Written: {picture}, {record}, {kept}"
     console.print(words, highlight=False, markup=False, soft_wrap=True)
     return False

@@ -80,7 +80,7 @@ def network_for(
     frequency: float | Sequence[float] | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A network for a problem of which nothing else is known, by a rule.
+    """Choose a network for a problem by its dimension, waves and linearity.
 
     Let n be the half waves that the solution may have across the domain, along each axis; they are
     estimated from the data and the linear part of the equations (`oscillation`).

@@ -34,17 +34,22 @@ class Burgers:
 
     def __init__(self, nu: float) -> None:
         self.nu = check_positive("nu", nu)
-        # nodes for a step of a quarter of the narrowest Gaussian's width √(2νt/(1+πt))
-        width = math.sqrt(2 * self.nu / (1 + math.pi))
-        reach = math.sqrt(4 * _DIGITS * self.nu + 4 / math.pi)
-        self.half_nodes = math.ceil(reach / min(0.25 * width, 0.1))
+        self.half_nodes = self._nodes(1.0)
+
+    def _nodes(self, t: float) -> int:
+        """Half the nodes up to this time: a step is a quarter of the narrowest Gaussian's width."""
+        width = math.sqrt(2 * self.nu * t / (1 + math.pi * t))
+        reach = math.sqrt(4 * _DIGITS * self.nu * t + 4 / math.pi)
+        return math.ceil(reach / min(0.25 * width, 0.1))
 
     def __call__(self, x: Tensor) -> Tensor:
         points = check_points(x, 2).numpy()
         require(x.is_floating_point(), "The points' dtype", x.dtype, "Pass floating-point points")
         early = points[~(points[:, 1] >= 0), 1]
         require(not len(early), "A point's time", early, "Use points (x, t) with t ≥ 0")
-        return torch.from_numpy(self.quadrature(points, self.half_nodes)).to(x)
+        last = float(points[:, 1].max(initial=1.0))
+        require(math.isfinite(last), "A point's time", last, "Use finite times")
+        return torch.from_numpy(self.quadrature(points, self._nodes(last))).to(x)
 
     def quadrature(self, points: Array, half_nodes: int, shift: float = 0.0) -> Array:
         """The formula with 2·half_nodes + 1 nodes, moved by `shift` of their distance."""

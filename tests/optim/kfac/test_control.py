@@ -58,10 +58,10 @@ def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
 @pytest.mark.parametrize("controlled", CONTROLLED)
 def test_gradients_may_be_zeroed_in_place(controlled: dict[str, Any]) -> None:
     """A trial's gradients never reach those of the step."""
-    x, y = batch(20)
+    (x, y), start = batch(20), net()
 
     def run(none: bool) -> list[Any]:
-        opt, _ = made(net(), **controlled)
+        opt, _ = made(copy.deepcopy(start), **controlled)
 
         def closure() -> Tensor:
             opt.zero_grad(set_to_none=none)
@@ -69,8 +69,8 @@ def test_gradients_may_be_zeroed_in_place(controlled: dict[str, Any]) -> None:
             loss.backward()
             return loss
 
-        infos = [opt.step(closure) for _ in range(3)]
-        return [vector(opt.model).tolist(), [str(info) for info in infos]]
+        losses = [float(opt.step(closure).detach()) for _ in range(3)]
+        return [losses, str(opt.info), vector(opt.model).tolist()]
 
     assert run(True) == run(False)
 

@@ -108,7 +108,11 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 def duplicate(model: nn.Module) -> nn.Module:
     """A copy without gradients."""
-    out = copy.deepcopy(model)
+    try:
+        out = copy.deepcopy(model)
+    except RuntimeError as error:
+        remedy = "Keep no tensors with a graph in the model"
+        raise PullbackError("The model cannot be copied", str(error), remedy) from error
     out.zero_grad(set_to_none=True)
     return out
 

@@ -105,7 +105,7 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
 
 
 def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
-    """What forms the moments of several inputs like this one at once, or None."""
+    """Return the function that forms the moments of several such inputs at once, or None."""
     if sharing.reduce or module.groups > 1:
         return None
     # on a CPU a correlation is no faster, and its sums are less exact

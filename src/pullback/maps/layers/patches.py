@@ -137,7 +137,7 @@ def _turned(some: Sequence[Tensor]) -> Tensor:
 
 
 def channel_bytes(x: Tensor) -> int:
-    """What `channel_moments` needs for one of them."""
+    """Return the bytes that `channel_moments` takes per input."""
     each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
     return each if _by_samples(x) else x.nbytes
 

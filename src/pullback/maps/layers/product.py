@@ -208,7 +208,7 @@ class Matrices(Layer):
         return self._placed(given, moments(_by_matrix(x), sharing, kept))
 
     def _placed(self, given: Multiplication, found: Moments) -> Moments:
-        """The moments of the matrices that were used, among those of all."""
+        """Return moments of all matrices of the stack, zero for those that were not used."""
         if given.form[0] == 1:
             return found
         places = torch.as_tensor(found.places, device=found.first.device).expand(given.used)

@@ -38,7 +38,7 @@ class UnitSums:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Those of one kind can be finished together."""
+        """Return what sums must have in common for `unit_rows` to join them."""
         some = next(iter(self.by.values()))
         return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
-from ..._core.shards import Groups, Parameters
+from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ...steps.trust import best_factors
@@ -76,7 +76,7 @@ def problem_of(
     objective: Any,
     options: Options,
     capture: StatisticsCapture,
-    params: Parameters,
+    params: ModelParameters,
     groups: Groups,
     processes: Processes,
     memory: dict[str, Any],

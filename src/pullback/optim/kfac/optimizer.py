@@ -21,7 +21,7 @@ from ..._core.capture import Selector, plain
 from ..._core.errors import PullbackError
 from ..._core.flags import DeferredFlags, finite
 from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import Parameters, cut_like, is_sharded, local, reshard
+from ..._core.shards import ModelParameters, cut_like, is_sharded, local, reshard
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -208,7 +208,7 @@ class KFAC(Optimizer):
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
         processes = self._replicas.processes
-        self._params = Parameters(self.model, processes)
+        self._params = ModelParameters(self.model, processes)
         rank = f" {processes.rank}" if processes.rank else ""
         seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..._core.flags import checksum
 from ..._core.placement import Placement
 from ..._core.processes import Processes
-from ..._core.shards import Groups, Parameters
+from ..._core.shards import Groups, ModelParameters
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed import (
     Packed,
@@ -91,7 +91,7 @@ class Replicas:
         return self.processes.alone
 
     def meet(
-        self, params: Parameters, options: Mapping[str, Any], groups: Groups, schedule: Any
+        self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
     ) -> None:
         """Raise where processes differ in model or options; begin at the same parameters."""
         if self.alone:
@@ -107,8 +107,8 @@ class Replicas:
 
     # --- on the way in --------------------------------------------------------------------------
 
-    def average_gradients(self, params: Parameters, groups: Groups, wrapped: bool) -> None:
-        """Average the gradients of a model that no wrapper does it for."""
+    def average_gradients(self, params: ModelParameters, groups: Groups, wrapped: bool) -> None:
+        """Average gradients over processes where no wrapper (DDP, FSDP) does."""
         if self.alone or self._wrapped or wrapped:
             return
         held = {n: p for n, p in params.of(groups).items() if p.requires_grad and p.numel()}
@@ -116,7 +116,7 @@ class Replicas:
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
 
-    def launch(self, pool: Pool, params: Parameters) -> None:
+    def launch(self, pool: Pool, params: ModelParameters) -> None:
         """Begin to sum the pooled statistics, in the shapes that all had last time.
 
         It is called in the backward pass, and before `join`: messages of their own group know no
@@ -141,7 +141,7 @@ class Replicas:
     def join(
         self,
         capture: StatisticsCapture,
-        params: Parameters,
+        params: ModelParameters,
         groups: Groups,
         gradients: Tensors,
         schedule: Mapping[str, Any],
@@ -185,7 +185,7 @@ class Replicas:
         self,
         told: object,
         flags: Sequence[bool],
-        params: Parameters,
+        params: ModelParameters,
         groups: Groups,
         gradients: Tensors,
         schedule: Mapping[str, Any],
@@ -215,7 +215,7 @@ class Replicas:
         return alike[0], found
 
     def _begin(
-        self, pool: Pool, layouts: Layouts, params: Parameters, processes: Processes
+        self, pool: Pool, layouts: Layouts, params: ModelParameters, processes: Processes
     ) -> SentSums:
         """Begin to sum counts, and the sides of which processes hold no shares."""
         device = next(iter(params.by_name.values())).device
@@ -446,7 +446,7 @@ def _lengths(tensors: Tensors) -> dict[str, str]:
     }
 
 
-def _rates(params: Parameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
+def _rates(params: ModelParameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return what param groups and schedule say, without numbers on a device."""
     out: dict[str, Any] = {}
     for i, group in enumerate(groups):

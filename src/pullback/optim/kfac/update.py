@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ..._core.shards import Groups, Parameters
+from ..._core.shards import Groups, ModelParameters
 from ...steps.trust import clip_factor
 
 #: a parameter's own tensors: momentum, or Adam's moments
@@ -53,7 +53,7 @@ class Share:
 
 
 def shares_of(
-    groups: Groups, state: State, params: Parameters, given: Tensors, moving: bool
+    groups: Groups, state: State, params: ModelParameters, given: Tensors, moving: bool
 ) -> list[Share]:
     """Return the parameters of these directions, by group.
 
@@ -97,7 +97,7 @@ class Guard:
 
 
 def adam_move(
-    groups: Groups, state: State | None, params: Parameters, gradients: Tensors, step: int,
+    groups: Groups, state: State | None, params: ModelParameters, gradients: Tensors, step: int,
     rest: float, broken: Tensor | None,
 ) -> None:  # fmt: skip
     """Take AdamW's step number `step`, from 1 on, along these gradients.

@@ -47,7 +47,7 @@ class ParameterView:
         return w.permute(*rest, *used)[self.at].reshape(sizes)
 
     def read(self, params: Parameters) -> Tensor:
-        """The value."""
+        """Return its value at these parameters."""
         return self.factor * self._entries(params[self.name])
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
