@@ -552,4 +552,5 @@ def test_axes_of_a_matrix_that_stay_are_blocks_of_one_entry(equation: str) -> No
     model = Spread()
     opt = pb.KFAC(model, 1e-2, rule="natural", likelihood=pb.likelihoods.Gaussian())
     (0.5 * model(torch.randn(5, T, D)).square().sum(-1).mean()).backward()
+    opt.step()
     assert f"kronecker {H * D} × (1 ⊗ 1)" in str(opt.coverage())
