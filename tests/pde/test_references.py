@@ -47,6 +47,11 @@ def burgers_by_fourier(nu, x, t, n=256):
 
 
 class TestBurgers:
+    def test_late_times(self):
+        x = np.array([-0.7, 0.3, 0.5])
+        own, other = evaluate(Burgers(0.1), x, 10.0), burgers_by_fourier(0.1, x, 10.0, 64)
+        assert np.abs(own - other).max() < 1e-11
+
     @pytest.mark.parametrize("nu", [1e-3, 0.01 / math.pi, 0.01, 0.1, 1.0])
     def test_other_nodes_give_the_same(self, nu):
         u = Burgers(nu)

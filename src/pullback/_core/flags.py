@@ -27,7 +27,7 @@ def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
 
 
 def finite_own(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the same of tensors that nobody else holds.
+    """Return `finite` of tensors that may be overwritten with their own values.
 
     One kernel looks at many of them on a GPU, and writes what it has read.
     """

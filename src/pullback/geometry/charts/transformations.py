@@ -1,4 +1,4 @@
-"""Transformations of a model that leave its function as it is: what an audit runs through.
+"""Transformations of a model that keep its function, which an audit tries one by one.
 
 Each gives a *twin*: a module with parameters θ of its own and w = f(θ), so ψ = φ∘f at θ₀ = f⁻¹(w₀).
 Changes of activations and of neurons give ordinary networks of `Linear` and `Conv` layers; a

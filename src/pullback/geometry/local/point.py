@@ -96,7 +96,7 @@ class Point:
         inputs: a module's inputs, a tensor or a tuple of arguments.
         reduction: whether one of `pullback.metrics` is a "mean" over the samples (by default
             with a module, as in `NaturalGradient`) or a "sum" (by default with a function).
-            A matrix is taken as it is.
+            A matrix is neither divided nor multiplied.
         rcond: singular values of A below rcond·σ_max count as zero; by default
             10·max(n, p, 10)·ε, at most √ε: the round-off of J, and not only of its SVD.
 

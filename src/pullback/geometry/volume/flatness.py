@@ -65,7 +65,7 @@ def flatness(
     r"""∫_S dvol over the connected S ∋ w₀ with F(w₀) ≤ F < F(w₀) + ε, F = loss∘φ.
 
     The volume element is √det(JᵀMJ), so the number belongs to the functions and not to their
-    coordinates: any diffeomorphism of parameters leaves it as it is.
+    coordinates: no diffeomorphism of parameters changes it.
 
     Where dφ has a kernel, as for ReLU networks with their rescalings, the volume is zero and says
     nothing. Measure along a slice instead: `basis` spans it, and "tangent" takes the orthogonal

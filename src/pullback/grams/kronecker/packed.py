@@ -142,7 +142,7 @@ def launch_sides(
 
 
 def triangle(side: Side) -> Side:
-    """Return a symmetric side as it is sent: a matrix packed, unless it is small."""
+    """Return a symmetric side in the form that is sent: packed, unless it is small."""
     if isinstance(side, Packed) or side.ndim != 3 or side.shape[-1] < _LEAST_SENT:
         return side
     return Packed.of(side)
