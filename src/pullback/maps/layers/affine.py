@@ -210,6 +210,13 @@ class AffineBlock(Block):
             return x
         return torch.cat([x, self._height[:, None].expand(*x.shape[:3], 1)], 3)
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return inputs ā (N, G, T, I or I + 1) and cotangents δ (N, R, G, T, O) of the rows.
+
+        The last column of ā belongs to the bias where there is one; a row is Σ_t δ_t ⊗ ā_t.
+        """
+        return self._extended(), self._delta
+
     def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
         r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
 
