@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pullback.likelihoods import MSE, Bernoulli, Categorical, Gaussian, Poisson
-from pullback.metrics import Bregman, Euclidean, Fisher, Sobolev, Weighted
+from pullback.metrics import Bregman, Euclidean, Fisher, FubiniStudy, Sobolev, Weighted
 from pullback.solvers import Cholesky, ConjugateGradient, OrthogonalGreedy, PseudoInverse, Sketched
 from tests.laws import models as m
 from tests.laws.cases import MetricCase, ModelCase, SolverCase
@@ -93,6 +93,14 @@ def sobolev_matrix(z: Tensor, x: Tensor, scale: float, jitter: float) -> Tensor:
     return torch.kron(torch.linalg.inv(k).contiguous(), torch.eye(event, dtype=z.dtype)) / n
 
 
+def centered_matrix(z: Tensor, weights: Tensor) -> Tensor:
+    """(diag ω − ωωᵀ/N) ⊗ I for weights of mean 1, with the mean over samples taken."""
+    omega = weights / weights.mean()
+    n = len(z)
+    over_samples = torch.diag(omega) - torch.outer(omega, omega) / n
+    return torch.kron(over_samples, torch.eye(z[0].numel(), dtype=z.dtype)) / n
+
+
 def potential(z: Tensor) -> Tensor:
     """Strictly convex: logsumexp + 0.1 |z|²."""
     return torch.logsumexp(z.flatten(), 0) + 0.1 * (z**2).sum()
@@ -149,6 +157,11 @@ def _divergence(z: Tensor) -> Tensor:
     return torch.stack([potential(a) - b @ a.flatten() for a, b in zip(z, y, strict=True)]).mean()
 
 
+def _centered_squares(z: Tensor) -> Tensor:
+    """A loss that does not change when a constant is added to z."""
+    return _squares(z - z.mean(0) + _target(z).mean(0))
+
+
 def _euclidean_matrix(z: Tensor, x: Tensor) -> Tensor:
     return torch.eye(z.numel(), dtype=z.dtype) / len(z)
 
@@ -201,6 +214,18 @@ METRICS = [
         lambda z, x: sobolev_matrix(z, x, 2.0, 1e-6),
         _squares,
         lambda z, x: x.is_floating_point(),
+    ),
+    MetricCase(
+        "FubiniStudy",
+        FubiniStudy(),
+        lambda z, x: centered_matrix(z, torch.ones(len(z), dtype=z.dtype)),
+        _centered_squares,
+    ),
+    MetricCase(
+        "FubiniStudy weighted",
+        FubiniStudy(weight),
+        lambda z, x: centered_matrix(z, weight(x)),
+        _centered_squares,
     ),
     MetricCase("user callable", user_metric, lambda z, x: block(user_metric(z)) / len(z), _squares),
 ]

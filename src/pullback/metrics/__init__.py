@@ -2,6 +2,7 @@
 
 from .._core.factor import Blocks, Diagonal, Factor, Scaled, Whitened
 from .base import Bregman, Euclidean, Fisher, Metric, MetricFunction, Weighted, as_metric
+from .fubini_study import FubiniStudy
 from .rkhs import Matern, ReproducingKernel, median_distance
 from .sobolev import Sobolev
 
@@ -13,6 +14,7 @@ __all__ = [
     "Euclidean",
     "Factor",
     "Fisher",
+    "FubiniStudy",
     "ReproducingKernel",
     "Matern",
     "Metric",
