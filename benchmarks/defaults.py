@@ -122,8 +122,10 @@ def train(
     problem = TASKS[task]()
     model = problem.model.to(device)
     (x, y), held = ([t.to(device) for t in some] for some in (problem.train, problem.held))
-    optimizer, draws = build(model), torch.Generator().manual_seed(seed)
-    steps, some = max(1, round(problem.steps * longer)), slice(0, 2000)
+    optimizer = build(model)
+    draws = torch.Generator().manual_seed(seed)
+    steps = max(1, round(problem.steps * longer))
+    some = slice(0, 2000)
 
     def judge(data: Any) -> float:
         model.eval()
@@ -132,7 +134,9 @@ def train(
         model.train()
         return value
 
-    start, ends, times = judge((x, y)), [], []
+    start = judge((x, y))
+    ends = []
+    times = []
     for i in range(steps):
         index = torch.randint(len(x), (problem.batch,), generator=draws).to(device)
         synchronize(torch.device(device))

@@ -126,7 +126,8 @@ def curvlinops(model: nn.Module, x: Tensor, y: Tensor) -> Route | None:
 
 
 def measure(name: str, model: nn.Module, x: Tensor, device: torch.device) -> dict:
-    model, x = model.to(device), x.to(device)
+    model = model.to(device)
+    x = x.to(device)
     y = torch.randint(0, 10, (len(x),), generator=torch.Generator().manual_seed(1)).to(device)
     reference = naive(copy.deepcopy(model).double(), x.double(), y)
     routes: dict[str, Route | None] = {
@@ -135,7 +136,8 @@ def measure(name: str, model: nn.Module, x: Tensor, device: torch.device) -> dic
         "NNGeometry": nngeometry(copy.deepcopy(model), x, y),  # it leaves hooks behind
         "curvlinops (CG)": curvlinops(copy.deepcopy(model), x, y),
     }
-    errors, usable = {}, {}
+    errors = {}
+    usable = {}
     for route, run in routes.items():
         if run is None:
             continue

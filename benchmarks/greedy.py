@@ -58,7 +58,8 @@ def naive(a: Tensor, g: Tensor, k: int) -> Route:
 
     def route() -> Tensor:
         length = a.norm(dim=0)
-        h, chosen = torch.zeros_like(g), torch.empty(0, dtype=torch.long, device=g.device)
+        h = torch.zeros_like(g)
+        chosen = torch.empty(0, dtype=torch.long, device=g.device)
         columns = a[:, :0]
         for _ in range(k):
             score = (g - a.T @ (columns @ h[chosen])).abs() / length
@@ -74,7 +75,8 @@ def naive(a: Tensor, g: Tensor, k: int) -> Route:
 
 
 def from_rows(a: Tensor, r: Tensor, k: int) -> dict[str, Route]:
-    g, gram = a.T @ r, Rows(a)
+    g = a.T @ r
+    gram = Rows(a)
     return {
         "floor": floor(lambda: a.T @ r, g, k),
         "greedy": ours(gram, g, r, k),
@@ -85,7 +87,8 @@ def from_rows(a: Tensor, r: Tensor, k: int) -> dict[str, Route]:
 
 
 def from_dense(a: Tensor, r: Tensor, k: int) -> dict[str, Route]:
-    g, gram = a.T @ r, Dense(a.T @ a, len(a))
+    g = a.T @ r
+    gram = Dense(a.T @ a, len(a))
     return {
         "floor": floor(lambda: gram.matvec(g), g, k),
         "greedy": ours(gram, g, None, k),
@@ -95,7 +98,8 @@ def from_dense(a: Tensor, r: Tensor, k: int) -> dict[str, Route]:
 
 def matrix_free(a: Tensor, r: Tensor, k: int) -> dict[str, Route]:
     n, p = a.shape
-    g, gram = a.T @ r, Operator(a.matmul, a.T.matmul, (n, p), a.dtype, a.device)
+    g = a.T @ r
+    gram = Operator(a.matmul, a.T.matmul, (n, p), a.dtype, a.device)
     return {
         "floor": floor(lambda: a.T @ (a @ g), g, k, gram.diagonal),
         "greedy": ours(gram, g, r, k),
@@ -145,13 +149,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     parser.add_argument("--out", type=Path, default=None, help="results are added to this file")
     options = parser.parse_args([] if arguments is None else arguments)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device = torch.device(options.device)
+    dtype = getattr(torch, options.dtype)
     print(environment(device))
     a, r = problem(options.rows, options.parameters, device, dtype)
     results = {name: measure(name, a, r, options.vectors) for name in options.forms}
     if options.out is not None:
         here = environment(device)
-        record = json.loads(options.out.read_text()) if options.out.exists() else {}
+        if options.out.exists():
+            record = json.loads(options.out.read_text())
+        else:
+            record = {}
         if record.get("environment") != here:
             record = {"environment": here, "results": {}}
         record["results"].update(results)

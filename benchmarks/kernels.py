@@ -66,7 +66,8 @@ def contraction(model: nn.Module, x: Tensor) -> Tensor:
 
 def products(model: nn.Module, x: Tensor) -> Tensor:
     """NTK-vector products: the tutorial's second form."""
-    params, function = parameters(model), single(model)
+    params = parameters(model)
+    function = single(model)
 
     def pair(one: Tensor, two: Tensor) -> Tensor:
         value, pull, *_ = vjp(lambda p: function(p, one), params)
@@ -108,7 +109,9 @@ def peak(problem: str, n: int, route: str, device: torch.device) -> int:
     process = context.Process(target=_measured, args=arguments)
     process.start()
     process.join()
-    return queue.get(timeout=5) if process.exitcode == 0 else -1
+    if process.exitcode == 0:
+        return queue.get(timeout=5)
+    return -1
 
 
 def _measured(problem: str, n: int, route: str, threads: int, queue: Any) -> None:
@@ -136,7 +139,8 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
     last = {route: foretold(route, problem, device) for route in ROUTES}
     print(f"\n{PROBLEMS[problem][0]}")
     for n in sizes:
-        usable, skipped = {}, {}
+        usable = {}
+        skipped = {}
         for route in ROUTES:
             reason = too_much(last[route], n, options)
             if reason and route != "pullback":
@@ -196,7 +200,8 @@ def report(
     errors: dict[str, float],
     skipped: dict[str, str],
 ) -> dict[str, Any]:
-    ours, own = times["pullback"], max(peaks["pullback"], 1)
+    ours = times["pullback"]
+    own = max(peaks["pullback"], 1)
     for route, seconds in times.items():
         print(
             f"  N={n:5} {route:27} {seconds:9.3f} s {seconds / ours:8.1f}×"
@@ -228,8 +233,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--merge", action="store_true", help="keep what the record has besides")
     options = parser.parse_args([] if arguments is None else arguments)
-    sizes = (4,) if options.quick else tuple(options.sizes)
-    names = [options.only] if options.only else list(PROBLEMS)
+    if options.quick:
+        sizes = (4,)
+    else:
+        sizes = tuple(options.sizes)
+    if options.only:
+        names = [options.only]
+    else:
+        names = list(PROBLEMS)
     print(environment(torch.device(options.device)))
     print("time and peak memory of the full NTK, and as multiples of pullback's; error vs float64")
     results = {name: measure(name, sizes, options) for name in names}

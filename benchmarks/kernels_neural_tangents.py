@@ -29,7 +29,8 @@ from jax.interpreters import ad  # pyright: ignore[reportMissingImports]
 
 # neural-tangents 0.6.5 looks for these where jax 0.4.28 has them no more, and without them its best
 # implementation, structured derivatives, fails
-ad.source_info_util, ad.config = source_info_util, jax.config
+ad.source_info_util = source_info_util
+ad.config = jax.config
 
 SIZES = (128, 512, 2048)
 Params = list[tuple[Any, Any]]

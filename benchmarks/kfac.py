@@ -46,13 +46,18 @@ class Bench:
 
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.case, self.device = case, device
+        self.case = case
+        self.device = device
         with torch.device(device):
-            self.model, (self.x, self.y) = case.model(), case.batch()
+            self.model = case.model()
+            self.x, self.y = case.batch()
 
     def forward(self, model: nn.Module) -> Tensor:
         half = self.case.half
-        amp = torch.autocast(self.device.type, half) if half else contextlib.nullcontext()
+        if half:
+            amp = torch.autocast(self.device.type, half)
+        else:
+            amp = contextlib.nullcontext()
         with amp:
             return model(self.x)
 
@@ -114,7 +119,8 @@ class Bench:
 
     def seconds(self, who: str, repeats: int) -> dict[str, float]:
         """Of a step of each kind, and of the baseline."""
-        row, routes = IN_A_ROW[self.device.type], self.routes(who)
+        row = IN_A_ROW[self.device.type]
+        routes = self.routes(who)
         in_rows = {kind: repeated(step, row) for kind, step in routes.items()}
         found = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
         return {kind: seconds / row for kind, seconds in found.items()}
@@ -138,7 +144,8 @@ def repeated(step: Callable[[], Any], count: int) -> Callable[[], Any]:
 
 def combined(kinds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
     """Seconds per step by the schedule, in multiples of the baseline."""
-    plain, statistics = kinds[f"{who} plain"], kinds[f"{who} statistics"]
+    plain = kinds[f"{who} plain"]
+    statistics = kinds[f"{who} statistics"]
     inversion = kinds[f"{who} inversion"] - statistics
     mean = plain + (statistics - plain) / schedule[0] + max(0.0, inversion) / schedule[1]
     return mean / kinds["baseline"]
@@ -169,15 +176,28 @@ def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) ->
 
 
 def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
-    bench, at = Bench(case, device), rates(device, case.half)
+    bench = Bench(case, device)
+    at = rates(device, case.half)
     work = floor(bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y))
-    memory = bench.memory() if device.type == "cuda" else {}
-    kernels = bench.kernels() if device.type == "cuda" else {}
+    if device.type == "cuda":
+        memory = bench.memory()
+    else:
+        memory = {}
+    if device.type == "cuda":
+        kernels = bench.kernels()
+    else:
+        kernels = {}
     gc.collect()
-    repeats = 2 if quick else max(10, 40 // IN_A_ROW[device.type])
+    if quick:
+        repeats = 2
+    else:
+        repeats = max(10, 40 // IN_A_ROW[device.type])
     kinds = bench.seconds("kfac", repeats)
     gc.collect()
-    theirs = bench.seconds("naive", max(2, repeats // 2)) if case.naive else {}
+    if case.naive:
+        theirs = bench.seconds("naive", max(2, repeats // 2))
+    else:
+        theirs = {}
     gc.collect()
     # no floor lies above what was reached: the baseline's own rate is one that the machine has
     reached = work.gradient / kinds["baseline"]
@@ -189,7 +209,10 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     floors = {s: least(kinds, lowest, v) for s, v in SCHEDULES.items()}
     floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / kinds["baseline"]
     floors["plain"] = 1 + lowest["apply"] / kinds["baseline"]
-    peer = {s: combined(theirs, "naive", v) for s, v in SCHEDULES.items()} if theirs else {}
+    if theirs:
+        peer = {s: combined(theirs, "naive", v) for s, v in SCHEDULES.items()}
+    else:
+        peer = {}
     ratios["10/100, run"] = scheduled(bench, bench.kfac(10, 100), 6 if quick else 100)
     for rule in RULES if device.type == "cuda" or quick else ():  # each by its own schedule
         ratios[f"{rule}, run"] = scheduled(bench, bench.rule(rule), 6 if quick else 60)

@@ -52,7 +52,10 @@ def text(n: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def cases(device: torch.device, quick: bool) -> dict[str, Case]:
     likelihoods = pb.likelihoods
     if device.type == "cpu":
-        widths = (64, 40, 12) if quick else (784, 1000, 500, 250, 30)
+        if quick:
+            widths = (64, 40, 12)
+        else:
+            widths = (784, 1000, 500, 250, 30)
         n, width = (32, 4) if quick else (512, 32)
         return {
             "autoencoder": Case(

@@ -42,7 +42,10 @@ def rates(device: torch.device, half: torch.dtype | None) -> Rates:
     """Measured: the best of a few large products and copies."""
     n = 8192 if device.type == "cuda" else 1024
     x = torch.randn(n, n, device=device)
-    y = x if half is None else x.to(half)
+    if half is None:
+        y = x
+    else:
+        y = x.to(half)
     product = 2.0 * n**3
     large = torch.empty(2**28 if device.type == "cuda" else 2**25, device=device)
     return Rates(
@@ -113,10 +116,12 @@ def floor(model: nn.Module, forward: Callable[[], Tensor], loss: Callable[[Tenso
 
 def _layer(module: Any, x: Tensor, y: Tensor) -> tuple[float, float, float, float]:
     """Flops of products, inverses and the apply; bytes of both sides."""
-    o, i = module.weight.shape[0], module.weight[0].numel()
+    o = module.weight.shape[0]
+    i = module.weight[0].numel()
     if isinstance(module, nn.Conv2d):
         places = len(y) * prod(y.shape[2:])
-        k, channels = module.kernel_size[0], x.shape[1]
+        k = module.kernel_size[0]
+        channels = x.shape[1]
         inputs = float(places * i**2)
         if k > 1 and module.stride == (1, 1):
             inputs = min(inputs, ((2 * k - 1) ** 2 + 1) * places * channels**2)
@@ -124,7 +129,10 @@ def _layer(module: Any, x: Tensor, y: Tensor) -> tuple[float, float, float, floa
         places = x.numel() // x.shape[-1]
         inputs = float(places * i**2)
     i += module.bias is not None
-    products, inverses, apply, state = inputs, 0.0, 0.0, 0.0
+    products = inputs
+    inverses = 0.0
+    apply = 0.0
+    state = 0.0
     products += places * o**2 if o <= LONGEST else 0
     for n in (o, i):
         if n <= LONGEST:

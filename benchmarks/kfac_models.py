@@ -29,8 +29,10 @@ class Bottleneck(nn.Module):
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
         self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
         self.conv3 = nn.Conv2d(width, out, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.norm3, self.skip = nn.BatchNorm2d(out), nn.Sequential()
+        self.norm1 = nn.BatchNorm2d(width)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.norm3 = nn.BatchNorm2d(out)
+        self.skip = nn.Sequential()
         if stride != 1 or channels != out:
             self.skip = nn.Sequential(
                 nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out)

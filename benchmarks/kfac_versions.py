@@ -96,7 +96,10 @@ def main() -> None:
 
     from benchmarks.timing import environment
 
-    names = ("resnet50", "gpt2") if device.type == "cuda" else ("autoencoder", "convnet")
+    if device.type == "cuda":
+        names = ("resnet50", "gpt2")
+    else:
+        names = ("autoencoder", "convnet")
     trees = {"before": given.before.resolve(), "now": ROOT}
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     path = given.out or ROOT / "benchmarks" / "results" / f"kfac-versions-{device.type}.json"

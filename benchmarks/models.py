@@ -41,9 +41,12 @@ class Attention(nn.Module):
     def __init__(self, width: int = 64, heads: int = 4, classes: int = 10) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.read = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +66,8 @@ class Block(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.GroupNorm(32, out), nn.GroupNorm(32, out)
+        self.norm1 = nn.GroupNorm(32, out)
+        self.norm2 = nn.GroupNorm(32, out)
         self.skip = nn.Identity()
         if stride != 1 or channels != out:
             self.skip = nn.Conv2d(channels, out, 1, stride, bias=False)

@@ -31,8 +31,10 @@ class NaiveKFAC(torch.optim.SGD):
         invert_every: int = 100,
     ) -> None:
         super().__init__(model.parameters(), lr=lr, momentum=momentum)
-        self.damping, self.ema = damping, ema
-        self.statistics_every, self.invert_every = statistics_every, invert_every
+        self.damping = damping
+        self.ema = ema
+        self.statistics_every = statistics_every
+        self.invert_every = invert_every
         self.steps = 0
         layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
         self.layers = [m for m in layers if max(len(m.weight), m.weight[0].numel()) <= LONGEST]
@@ -57,12 +59,15 @@ class NaiveKFAC(torch.optim.SGD):
         if not self._due:
             return
         dtype = module.weight.dtype
-        a, d = self._held.pop(module).to(dtype), grad_output[0].to(dtype)
+        a = self._held.pop(module).to(dtype)
+        d = grad_output[0].to(dtype)
         n = len(a)
         if isinstance(module, nn.Conv2d):
             a = F.unfold(a, module.kernel_size, module.dilation, module.padding, module.stride)  # pyright: ignore[reportArgumentType]
-            a, d = a.mT, d.flatten(2).mT
-        a, d = a.reshape(-1, a.shape[-1]), d.reshape(-1, d.shape[-1])
+            a = a.mT
+            d = d.flatten(2).mT
+        a = a.reshape(-1, a.shape[-1])
+        d = d.reshape(-1, d.shape[-1])
         if module.bias is not None:
             a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         self._new[module] = [a.T @ a / len(a), d.T @ d * n]
@@ -93,7 +98,8 @@ class NaiveKFAC(torch.optim.SGD):
         return [torch.cholesky_inverse(torch.linalg.cholesky(x)) for x in shifted]
 
     def _precondition(self, module: Any, left: Tensor, right: Tensor) -> None:
-        weight, bias = module.weight, module.bias
+        weight = module.weight
+        bias = module.bias
         v = weight.grad.flatten(1)
         if bias is not None:
             v = torch.cat([v, bias.grad[:, None]], 1)

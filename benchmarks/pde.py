@@ -34,11 +34,15 @@ def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, A
     setup = problems.setup(name)
     start = time.perf_counter()
     found = setup.solve(seed, device=device, progress=False, budget=seconds)
-    history, target = found.history, ERRORS.get(name)
+    history = found.history
+    target = ERRORS.get(name)
     if "slabs" in setup.options:  # the errors on the way are those of one slab
         reached = history.spent if target is not None and found.error <= target else None
     else:
-        reached = None if target is None else history.seconds_to(target)
+        if target is None:
+            reached = None
+        else:
+            reached = history.seconds_to(target)
     thin = max(1, len(history.error) // 60)
     return {
         "name": name,
@@ -58,12 +62,12 @@ def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, A
 
 
 def line(r: dict[str, Any]) -> str:
-    target, to = r["target"], r["seconds to target"]
-    goal = (
-        ""
-        if target is None
-        else f"  target {target:.1e} " + ("missed" if to is None else f"in {to:.0f} s")
-    )
+    target = r["target"]
+    to = r["seconds to target"]
+    if target is None:
+        goal = ""
+    else:
+        goal = f"  target {target:.1e} " + ("missed" if to is None else f"in {to:.0f} s")
     return (
         f"{r['name']:16s} seed {r['seed']}  p {r['parameters']:6d}  error {r['error']:.2e}  "
         f"{r['steps']:5d} steps  {r['seconds']:6.1f} s{goal}"
@@ -80,7 +84,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     path = given.out or RESULTS / f"pde-{given.device}.json"
-    kept = json.loads(path.read_text())["runs"] if path.exists() else {}
+    if path.exists():
+        kept = json.loads(path.read_text())["runs"]
+    else:
+        kept = {}
     with ThreadPoolExecutor(given.parallel) as pool:
         waiting = [
             pool.submit(in_its_own_process, n, s, given.device, given.seconds)

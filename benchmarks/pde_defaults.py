@@ -86,7 +86,9 @@ def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = 
         sizes = first.in_features, *hidden, len(problem.fields)
         embeddings = [m for m in inner if isinstance(m, pde.PeriodicEmbedding)]
         found.network = nn.Sequential(*embeddings, *pde.mlp(*sizes, seed=seed))
-    return found.float() if name in _SINGLE else found
+    if name in _SINGLE:
+        return found.float()
+    return found
 
 
 def one(
@@ -111,11 +113,15 @@ def one(
                 c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
             fresh = network(problem, name, seed, hidden)
             found = pde.solve(problem, fresh, seed=seed, progress=False, **options)
-    history, verdict = found.history, found.verdict
+    history = found.history
+    verdict = found.verdict
     solved = time.perf_counter() - start
     check = found.check()
     thin = max(1, len(history.error) // 60)
-    slabs = len(found.network.networks) if isinstance(found.network, Slabs) else 1
+    if isinstance(found.network, Slabs):
+        slabs = len(found.network.networks)
+    else:
+        slabs = 1
     return {
         "name": name,
         "seed": seed,
@@ -167,7 +173,10 @@ def apart(arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 def line(r: dict[str, Any]) -> str:
     """A run in a line."""
-    estimated = "" if r["estimated"] is None else f"  estimated {r['estimated']:.0e}"
+    if r["estimated"] is None:
+        estimated = ""
+    else:
+        estimated = f"  estimated {r['estimated']:.0e}"
     return (
         f"{r['name']:16s} seed {r['seed']:2d}  p {r['parameters']:6,d}  error {r['error']:.1e}"
         f"{estimated}  residual {r['relative']:.0e}  {r['verdict'] or '–':11s} "
@@ -178,7 +187,9 @@ def line(r: dict[str, Any]) -> str:
 def seeds(text: str) -> list[int]:
     """ "0,3" or "0-49"."""
     first, _, last = text.partition("-")
-    return list(range(int(first), int(last) + 1)) if last else [int(s) for s in text.split(",")]
+    if last:
+        return list(range(int(first), int(last) + 1))
+    return [int(s) for s in text.split(",")]
 
 
 def store(path: Path, record: dict[str, Any]) -> None:
@@ -206,7 +217,10 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)  # which the environment states
     end = time.monotonic() + given.ends
-    kept = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
+    if given.out.exists():
+        kept = json.loads(given.out.read_text())["runs"]
+    else:
+        kept = {}
     where = {
         "environment": environment(torch.device(given.device)),
         "version": pb.__version__,

@@ -105,7 +105,8 @@ def reaction(solution: Field) -> float:
     second = modes @ np.diag(-((np.pi * np.arange(n)) ** 2)) @ np.linalg.inv(modes)
 
     def rates(t: float, z: np.ndarray) -> np.ndarray:
-        u, v = z[:n], z[n:]
+        u = z[:n]
+        v = z[n:]
         return np.concatenate([0.05 * second @ u + u - u**3 - v, 0.1 * second @ v + u - v])
 
     times = np.linspace(0, 2, 41)
@@ -119,7 +120,9 @@ def reaction(solution: Field) -> float:
 def operator(solution: Field) -> float:
     """Against a boundary value solver, for 20 random sources."""
     draws = 2 * torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).double() - 1
-    mesh, found, truth = np.linspace(0, 1, 101), [], []
+    mesh = np.linspace(0, 1, 101)
+    found = []
+    truth = []
     for a, b in draws.tolist():
 
         def rates(x: np.ndarray, z: np.ndarray, a: float = a, b: float = b) -> np.ndarray:
@@ -190,7 +193,10 @@ def measure(program: Program) -> dict[str, Any]:
 def save_panel(name: str, solution: pde.Solution) -> None:
     """The first field on a grid over the first two coordinates, others held in the middle."""
     domain = solution.problem.domain
-    count = _SIDE if domain.dim > 1 else 4 * _SIDE
+    if domain.dim > 1:
+        count = _SIDE
+    else:
+        count = 4 * _SIDE
     ticks = [
         torch.linspace(a, b, count, dtype=torch.float64)
         for a, b in zip(domain.low[:2].tolist(), domain.high[:2].tolist(), strict=True)
@@ -220,7 +226,9 @@ def draw(results: dict[str, Any]) -> None:
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax, (name, result) in zip(axes, found.items(), strict=False):
         panel = np.load(PANELS / f"{name}.npz")
-        values, ends, names = panel["values"], panel["ends"], panel["names"]
+        values = panel["values"]
+        ends = panel["ends"]
+        names = panel["names"]
         if len(ends) == 1:
             x = np.linspace(ends[0, 0], ends[0, 1], len(values))
             for color, field, line in zip(plots.PALETTE, panel["fields"], values.T, strict=False):
@@ -252,7 +260,8 @@ class AdamThenLBFGS(torch.optim.Optimizer):
     def __init__(self, params: Any, switch: Callable[[], bool]) -> None:
         params = list(params)
         super().__init__(params, {})
-        self.switch, self.scale = switch, 1e3
+        self.switch = switch
+        self.scale = 1e3
         self.adam = torch.optim.Adam(params, lr=3e-3)
         self.lbfgs = torch.optim.LBFGS(
             params, max_iter=1, max_eval=25, history_size=100, tolerance_grad=0.0,
@@ -287,7 +296,8 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
     out = {}
     for method, options in optimizers(lambda: False).items():
         program.run(steps=1, **options)  # what is imported then is not counted
-        begun, curve = time.process_time(), []
+        begun = time.process_time()
+        curve = []
 
         def spent(begun: float = begun) -> float:
             return time.process_time() - begun
@@ -302,7 +312,8 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             names = program.run(steps=10**9, callbacks=[watch], **optimizers(due)[method])
-        solution, count = names["solution"], len(curve)
+        solution = names["solution"]
+        count = len(curve)
         kept = sorted({*range(0, count, max(1, count // 20)), count - 1})
         out[method] = {
             "error": solution.error,
@@ -332,7 +343,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     here = environment(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.out.exists():
+        record = json.loads(options.out.read_text())
+    else:
+        record = {}
     if record.get("environment") != here:
         record = {"environment": here, "gallery": {}, "race": {}}
 

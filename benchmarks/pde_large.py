@@ -43,7 +43,8 @@ def one(name: str, device: str, seconds: float) -> dict[str, Any]:
         points={"equation": inside, "dirichlet": outside}, sampler="sobol", progress=False,
         solver=Cholesky(), step=step, gram="kernel", memory=2**33, measure=5,
     )  # fmt: skip
-    history, cuda = found.history, device == "cuda"
+    history = found.history
+    cuda = device == "cuda"
     return {
         "parameters": sum(p.numel() for p in network.parameters()),
         "residuals": inside + outside,

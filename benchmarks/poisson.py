@@ -36,7 +36,9 @@ from .timing import environment
 
 RESULTS = Path(__file__).parent / "results" / "poisson.json"
 TARGETS = (1e-6, 1e-9)
-REFERENCE_STEPS, PATIENCE, MEASURE = 500, 20.0, 10
+REFERENCE_STEPS = 500
+PATIENCE = 20.0
+MEASURE = 10
 
 
 def source(x: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ class Clock:
     entries: list[tuple[float, float, float]] = field(default_factory=list)
 
     def time(self, work: Callable[[], Any]) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         out = work()
         self.wall += time.perf_counter() - wall
         self.cpu += time.process_time() - cpu
@@ -91,7 +94,8 @@ class Rival:
 
     def __init__(self, seed: int, steps: int) -> None:
         network = pde.mlp(2, 32, 1, seed=seed)
-        self._reference, self._steps = built(network, seed), steps
+        self._reference = built(network, seed)
+        self._steps = steps
         yardstick = Yardstick(poisson(), next(network.parameters()))
         self._error = lambda: yardstick.error(network)
         self.clock = Clock()
@@ -108,7 +112,8 @@ class Rival:
 
 
 def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
-    rival, clock = Rival(seed, reference_steps), Clock()
+    rival = Rival(seed, reference_steps)
+    clock = Clock()
     network = pde.mlp(2, 32, 1, seed=seed)
     mark = time.process_time()
 
@@ -116,7 +121,8 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
         nonlocal mark
         history = run.history
         clock.cpu += time.process_time() - mark  # with the measuring, which is a few milliseconds
-        clock.wall, clock.steps = history.spent, len(history)
+        clock.wall = history.spent
+        clock.steps = len(history)
         if history.measured[-1] == len(history):
             clock.measured(history.error[-1])
         rival.until(clock.wall)
@@ -188,7 +194,10 @@ def shown(seed: str, run: dict[str, Any]) -> str:
     def one(name: str) -> str:
         r = run[name]
         to = r["seconds to"]["1e-06"]
-        reached = "never at 1e-6" if to is None else f"1e-6 after {to:.1f} s"
+        if to is None:
+            reached = "never at 1e-6"
+        else:
+            reached = f"1e-6 after {to:.1f} s"
         return f"{name} {r['error']:.1e} in {r['steps']} steps, {r['seconds']:.1f} s, {reached}"
 
     return f"seed {seed}: {one('ours')}; {one('reference')}"
@@ -212,7 +221,10 @@ def main(arguments: list[str] | None = None) -> None:
         "reference steps": options.reference_steps,
         "ours": f"defaults of pde.solve, {TargetRatio()!r}",
     }
-    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.out.exists():
+        record = json.loads(options.out.read_text())
+    else:
+        record = {}
     if {k: record.get(k) for k in here} != here:
         record = {**here, "runs": {}}
     print(here["environment"], flush=True)

@@ -33,8 +33,12 @@ from pullback_experiments.races.tasks import TASKS
 from .timing import environment
 
 RESULTS = Path(__file__).parent / "results"
-LR, SEED, STEPS = 8e-3, 0, 300
-BETA, EVERY = 0.95, 10  # of Shampoo's factors
+LR = 8e-3
+SEED = 0
+STEPS = 300
+# of Shampoo's factors
+BETA = 0.95
+EVERY = 10
 REST = {"rest": 0.25}  # of the rate, for embeddings, head and gains
 
 
@@ -60,8 +64,12 @@ class Powered(Spectral):
         again: bool = False, share: float = 0.2, rest: float = 0.25,
     ) -> None:  # fmt: skip
         super().__init__(rest=rest)
-        self.power, self.both, self.gradient, self.again = power, both, gradient, again
-        self.share, self.inputs = share, not both or gradient
+        self.power = power
+        self.both = both
+        self.gradient = gradient
+        self.again = again
+        self.share = share
+        self.inputs = not both or gradient
         self._moments: dict[Any, dict[str, Tensor]] = {}
         self._steps: dict[Any, int] = {}
 
@@ -91,17 +99,27 @@ class Powered(Spectral):
         if self.gradient:
             held = self._moments[m.shape]
             m = m.float() @ held["columns root"]
-            return held["rows root"] @ m if self.both else m
-        left, right, scale = prepared.left, prepared.right, prepared.scale
+            if self.both:
+                return held["rows root"] @ m
+            return m
+        left = prepared.left
+        right = prepared.right
+        scale = prepared.scale
         assert right is not None
         assert scale is not None
-        values, m = 1 / scale, m.float()
-        m = m if left is None else left.mT @ m
+        values = 1 / scale
+        m = m.float()
+        if left is None:
+            m = m
+        else:
+            m = left.mT @ m
         m = (m @ right) * self._reduced(values.mean(1, keepdim=True))
         if self.both:
             m = m * self._reduced(values.mean(2, keepdim=True))
         m = m @ right.mT
-        return m if left is None else left @ m
+        if left is None:
+            return m
+        return left @ m
 
     def _reduced(self, values: Tensor) -> Tensor:
         return (values / values.mean((1, 2), keepdim=True) + self.share) ** -self.power
@@ -127,7 +145,8 @@ class Grafted(Spectral):
     def directions(
         self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
     ) -> list[Tensor]:
-        (d,), (g,) = super().directions(prepared, given, good), given
+        (d,) = super().directions(prepared, given, good)
+        (g,) = given
         v = self._squares.setdefault(g.shape, g.square()).lerp_(g.square(), 1 - BETA)
         assert prepared.first is not None
         adam = prepared.first / (v.sqrt() + 1e-8)
@@ -165,7 +184,8 @@ def _changed(**some: Any) -> optimizers.Build:
     return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **some, **more})
 
 
-OWN, SAMPLED = {}, {"fisher": "mc", "likelihood": Categorical()}
+OWN = {}
+SAMPLED = {"fisher": "mc", "likelihood": Categorical()}
 ROWS: dict[str, optimizers.Build] = {
     "Spectral, unchanged": _changed(),
     "no factor: Muon with its rows made even": _changed(damping=1e4),
@@ -208,7 +228,8 @@ def main(arguments: list[str] | None = None) -> None:
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
         jobs = {pool.submit(_run, n, task, steps, asked.device): n for n in asked.only}
         for job in as_completed(jobs):
-            name, error = jobs[job], job.exception()
+            name = jobs[job]
+            error = job.exception()
             found[name] = {"error": str(error)} if error else job.result()
             print(f"{name:45} {found[name].get('final', error)}", flush=True)
             if not asked.quick:

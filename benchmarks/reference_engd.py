@@ -42,8 +42,11 @@ class Reference:
         *,
         products: bool = True,
     ) -> None:
-        self.network, self.products = network, products
-        self._inside, self._boundary, self._source = inside, boundary, source(inside.x)
+        self.network = network
+        self.products = products
+        self._inside = inside
+        self._boundary = boundary
+        self._source = source(inside.x)
         self._sizes = 0.5 ** torch.linspace(0, _SIZES - 1, _SIZES, dtype=inside.x.dtype)
 
     def _u(self, params: Params, x: Tensor) -> Tensor:

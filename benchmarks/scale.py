@@ -49,7 +49,8 @@ def optimizer(model: nn.Module, lr: float = 0.0) -> pb.NaturalGradient:
 
 
 def natural(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], pb.StepInfo]:
-    opt, closure = optimizer(model), closure_of(model, x, y)
+    opt = optimizer(model)
+    closure = closure_of(model, x, y)
     return lambda: opt.step(closure)
 
 
@@ -88,11 +89,14 @@ class Mask(nn.Module):
 @torch.no_grad()
 def switched(model: nn.Sequential, x: Tensor) -> int:
     """How many units are on in one precision and off in the other."""
-    count, exact, y = 0, copy.deepcopy(model).double(), x.double()
+    count = 0
+    exact = copy.deepcopy(model).double()
+    y = x.double()
     for layer, twin in zip(model, exact, strict=True):
         if isinstance(layer, nn.ReLU):
             count += int(((x > 0) != (y > 0)).sum())
-        x, y = layer(x), twin(y)
+        x = layer(x)
+        y = twin(y)
     return count
 
 
@@ -122,7 +126,10 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     memory = {route: peak_bytes(run, device) for route, run in routes.items()}
     error = relative_error(model, x, y, same_pattern=False)
     rectified = isinstance(model, nn.Sequential) and isinstance(model[1], nn.ReLU)
-    fixed = relative_error(model, x, y, same_pattern=True) if rectified else error
+    if rectified:
+        fixed = relative_error(model, x, y, same_pattern=True)
+    else:
+        fixed = error
     ratio = times["natural gradient"] / times["SGD"]
     jacobian = info.rows * info.parameters * 4
     print(

@@ -54,7 +54,8 @@ def in_rounds(
     warmup: int = 2,
 ) -> dict[str, list[float]]:
     """Seconds of each block in each round; fewer rounds where the time is up, never below three."""
-    order, shuffle = list(blocks), random.Random(0).shuffle
+    order = list(blocks)
+    shuffle = random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in blocks}
     begun = time.perf_counter()
     for done in range(-warmup, rounds):
@@ -73,9 +74,11 @@ def in_rounds(
 
 def middle(values: list[float]) -> dict[str, float]:
     """The median, a 95 % interval of it from order statistics, and the quartiles."""
-    ranked, n = sorted(values), len(values)
+    ranked = sorted(values)
+    n = len(values)
     reach = round(0.98 * n**0.5)
-    low, high = max(0, n // 2 - reach), min(n - 1, (n - 1) // 2 + reach)
+    low = max(0, n // 2 - reach)
+    high = min(n - 1, (n - 1) // 2 + reach)
     return {
         "ratio": statistics.median(ranked),
         "low": ranked[low],
@@ -110,7 +113,8 @@ def captured(
     routes: Mapping[str, Route], alone: bool, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Blocks as graphs in one pool of memory; and those that could not be recorded."""
-    blocks, failed = {}, {}
+    blocks = {}
+    failed = {}
     pool = torch.cuda.graph_pool_handle()
     for name, route in routes.items():
         try:
@@ -126,7 +130,10 @@ def show(title: str, part: Mapping[str, Any]) -> None:
     print(f"\n{title}: {part['rounds']} rounds")
     for name, ms in part["milliseconds"].items():
         found = part["ratio"].get(name)
-        shown = f"{found['ratio']:6.3f} [{found['low']:.3f}, {found['high']:.3f}]" if found else ""
+        if found:
+            shown = f"{found['ratio']:6.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+        else:
+            shown = ""
         print(f"  {name:24} {ms:9.4f} ms {shown}", flush=True)
     for name, why in part.get("failed", {}).items():
         print(f"  {name:24} not captured: {why}")
@@ -160,7 +167,10 @@ def measure(
     chosen = [n for n in bench.optimizers() if not options.routes or n in options.routes]
     routes = {n: bench.route(n) for n in chosen}
     result = traffic(bench, routes, bandwidth(device, options.quick))
-    graphs = (False, True) if device.type == "cuda" else (False,)
+    if device.type == "cuda":
+        graphs = (False, True)
+    else:
+        graphs = (False,)
     for alone, graph in product((False, True), graphs):
         blocks = {n: r.block(r.alone if alone else r.train) for n, r in routes.items()}
         failed: dict[str, str] = {}

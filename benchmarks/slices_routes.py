@@ -75,7 +75,8 @@ def resnet_scalings(model: nn.Module) -> list[Scaling]:
     """The gains of each norm into the next convolutions; along a skip they are one."""
     assert isinstance(model, nn.Sequential)
     out = []
-    into, readers = ["1"], list[str]()
+    into = ["1"]
+    readers = list[str]()
     for i, block in enumerate(model):
         if not isinstance(block, Bottleneck):
             continue
@@ -84,7 +85,8 @@ def resnet_scalings(model: nn.Module) -> list[Scaling]:
         out.append(scaling(model, [f"{i}.norm2"], [f"{i}.conv3"]))
         if len(block.skip):
             out.append(scaling(model, into, [*readers, f"{i}.skip.0"]))
-            into, readers = [f"{i}.skip.1"], []
+            into = [f"{i}.skip.1"]
+            readers = []
         into.append(f"{i}.norm3")
     return [*out, scaling(model, into, [*readers, str(len(model) - 1)])]
 
@@ -97,7 +99,9 @@ class Route:
     ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
-        self._x, self._y, self.steps = x, y, steps
+        self._x = x
+        self._y = y
+        self.steps = steps
         self.train()
         with Counter() as counted:
             for _ in range(period):
@@ -145,7 +149,8 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations, self.bytes = 0, 0
+        self.operations = 0
+        self.bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,7 +176,9 @@ def _written(func: Any, index: int) -> bool:
 def _size(x: Any) -> int:
     if isinstance(x, Tensor):
         return x.numel() * x.element_size()
-    return sum(_size(each) for each in x) if isinstance(x, (list, tuple)) else 0
+    if isinstance(x, (list, tuple)):
+        return sum(_size(each) for each in x)
+    return 0
 
 
 class Bench:
@@ -179,9 +186,14 @@ class Bench:
 
     def __init__(self, name: str, device: torch.device, quick: bool) -> None:
         torch.manual_seed(0)
-        self.device, self.name, self.quick = device, name, quick
+        self.device = device
+        self.name = name
+        self.quick = quick
         if name != "resnet50":
-            widths = (48, 64, 48, 32, 10) if quick else PAPER
+            if quick:
+                widths = (48, 64, 48, 32, 10)
+            else:
+                widths = PAPER
             self.model: nn.Module = relu_mlp(widths, bias=name == "mlp").to(device)
             x = torch.randn(8 if quick else 128, widths[0], device=device)
             self.scalings = mlp_scalings(self.model)
@@ -192,13 +204,18 @@ class Bench:
             n, side = (64, 224) if large else (2, 64)
             x = torch.randn(n, 3, side, side, device=device)
             self.scalings = resnet_scalings(self.model)
-        self.x, self.y = x, torch.randint(0, 10, (len(x),), device=device)
+        self.x = x
+        self.y = torch.randint(0, 10, (len(x),), device=device)
 
     @property
     def steps(self) -> int:
         """In a block, at least."""
         large = self.device.type != "cuda" or self.name == "resnet50"
-        return 1 if self.quick else 2 if large else 10
+        if self.quick:
+            return 1
+        if large:
+            return 2
+        return 10
 
     def period(self, name: str) -> int:
         """After how many steps all has been done once."""
@@ -213,11 +230,13 @@ class Bench:
         return -(-self.steps // self.period(name)) * self.period(name)
 
     def route(self, name: str) -> Route:
-        make, period = self.optimizers()[name], self.period(name)
+        make = self.optimizers()[name]
+        period = self.period(name)
         return Route(self.model, make, self.x, self.y, period, self.block(name))
 
     def optimizers(self) -> dict[str, Make]:
-        sgd, adam = torch.optim.SGD, torch.optim.Adam
+        sgd = torch.optim.SGD
+        adam = torch.optim.Adam
         on_gpu = self.device.type == "cuda"
         out: dict[str, Make] = {
             "SGD foreach": lambda m: sgd(m.parameters(), LR, foreach=True),

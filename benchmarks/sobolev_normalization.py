@@ -37,7 +37,8 @@ from .timing import environment
 RESULTS = Path(__file__).parent / "results"
 SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in median distances
 BATCHES = (32, 128)
-DAMPING, JITTER = 0.03, 1e-5
+DAMPING = 0.03
+JITTER = 1e-5
 CHOICES = ("B", "1'K⁻¹1", "tr K⁻¹")
 
 
@@ -113,11 +114,16 @@ def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
     slopes = torch.autograd.grad(F.cross_entropy(z, y), outs)
     for k, (name, (module, a, _)) in enumerate(held.items()):
         a = a if isinstance(module, nn.Linear) else F.unfold(a, 3, padding=1).mT
-        a = a[:, None] if a.ndim == 2 else a
+        if a.ndim == 2:
+            a = a[:, None]
+        else:
+            a = a
         a = torch.cat([a, torch.ones_like(a[..., :1])], 2)
 
         def flat(d: Tensor) -> Tensor:
-            return d[:, None] if d.ndim == 2 else d.flatten(2).mT
+            if d.ndim == 2:
+                return d[:, None]
+            return d.flatten(2).mT
 
         delta = torch.stack([flat(d[k]) for d in by_output])
         yield Layer(name, a, delta, torch.einsum("bto,bti->oi", flat(slopes[k]), a))
@@ -138,7 +144,8 @@ def compared(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str
     flat = layer.gradient.flatten()
     eye = torch.eye(len(g), dtype=g.dtype)
     want = torch.linalg.solve(g + DAMPING * eye, flat)
-    (sv, su), (av, au) = torch.linalg.eigh(s), torch.linalg.eigh(a)
+    sv, su = torch.linalg.eigh(s)
+    av, au = torch.linalg.eigh(a)
     turned = su.T @ layer.gradient @ au
     direction = {}
     for name, z in chosen.items():
@@ -154,9 +161,13 @@ def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
         torch.manual_seed(0)
         model = make().double()
         for after in (False, True):
-            model = trained(model, x[:1347], y[:1347]) if after else model
+            if after:
+                model = trained(model, x[:1347], y[:1347])
+            else:
+                model = model
             for batch in batches:
-                xs, ys = x[:batch], y[:batch]
+                xs = x[:batch]
+                ys = y[:batch]
                 unit = median_distance(xs)
                 every = list(layers(model, xs, ys))
                 for scale in scales:
@@ -176,7 +187,8 @@ def table(found: list[Record]) -> str:
         some = [r for r in found if r.scale == scale]
         frobenius = [median(r.frobenius[c] for r in some) for c in CHOICES]
         direction = [median(r.direction[c] for r in some) for c in CHOICES]
-        best, condition = median(r.best for r in some), median(r.condition for r in some)
+        best = median(r.best for r in some)
+        condition = median(r.condition for r in some)
         row = f"{scale:12g} {condition:8.1e} | " + " ".join(f"{v:9.3g}" for v in frobenius)
         lines.append(f"{row}  {best:9.3g} | " + " ".join(f"{v:9.3g}" for v in direction))
     for kind in ("frobenius", "direction"):
@@ -193,7 +205,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one batch size and two scales")
     parser.add_argument("--out", type=Path, default=RESULTS / "sobolev-normalization.json")
     given = parser.parse_args()
-    found = study((32,), (0.3, 1.0)) if given.quick else study(BATCHES, SCALES)
+    if given.quick:
+        found = study((32,), (0.3, 1.0))
+    else:
+        found = study(BATCHES, SCALES)
     print(table(found))
     record = {
         "environment": environment(torch.device("cpu")),

@@ -88,7 +88,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args([] if arguments is None else arguments)
     device = torch.device(options.device)
-    sizes = SIZES[:ON_CPU] if device.type == "cpu" else SIZES + LARGE
+    if device.type == "cpu":
+        sizes = SIZES[:ON_CPU]
+    else:
+        sizes = SIZES + LARGE
     if options.only:
         sizes = tuple(s for s in SIZES + LARGE if f"{s[0]}x{s[1]}" in options.only)
     print(environment(device))

@@ -107,10 +107,20 @@ def _factors(b: float, h: float, n: int) -> tuple[float, float]:
     a = max(h * b - 1, 0.0)  # not below 0 but for round-off
     c = math.sqrt(a / (1 + a))
     low = min(1.0, h * (1 - c))
-    smallest = (low - 1) / a if a > 0 else -math.inf
+    if a > 0:
+        smallest = (low - 1) / a
+    else:
+        smallest = -math.inf
     theta = max(smallest, min(1 / low, (1 - b) / b))
     sigma = 1 + a * theta
-    phi, high = (1 - theta) / sigma, min(1.0, 1 / b)
-    root = sigma ** (-1 / (n - 1)) if n > 1 else 1.0
-    tau = min(high * root, sigma) if theta <= 0 else high * min(root, 1 / theta)
+    phi = (1 - theta) / sigma
+    high = min(1.0, 1 / b)
+    if n > 1:
+        root = sigma ** (-1 / (n - 1))
+    else:
+        root = 1.0
+    if theta <= 0:
+        tau = min(high * root, sigma)
+    else:
+        tau = high * min(root, 1 / theta)
     return phi, tau

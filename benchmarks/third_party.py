@@ -37,7 +37,8 @@ from .third_party_real import shares
 from .timing import compare, environment, first_and_later
 
 RESULTS = Path(__file__).parent / "results"
-STEPS, LAST = 30, 5
+STEPS = 30
+LAST = 5
 RATES = {"SGD": (0.01, 0.1, 1.0), "Adam": (1e-3, 3e-3, 1e-2), "KFAC": (1, 3, 10)}
 
 
@@ -47,7 +48,9 @@ def output_of(case: Model, out: Any) -> Tensor:
         return out
     if case.output is None:
         return out.logits
-    return out[int(case.output)] if case.output.isdigit() else getattr(out, case.output)
+    if case.output.isdigit():
+        return out[int(case.output)]
+    return getattr(out, case.output)
 
 
 def kfac(case: Model, model: nn.Module, lr: float | None = None, **options: Any) -> pb.KFAC:
@@ -71,7 +74,8 @@ def train(
     case: Model, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> list[float]:
     """The losses of an ordinary loop, on the same batches for every optimizer."""
-    losses, random = [], torch.Generator().manual_seed(0)
+    losses = []
+    random = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     for _ in range(steps):
         x, y = case.batch(random)
@@ -116,7 +120,9 @@ def costs(case: Model) -> dict[str, Any]:
     these; the mean of `KFAC(model)` over 20 steps; the first step over a later statistics step.
     """
     torch.manual_seed(0)
-    start, cpu, clock = case.make().train(), torch.device("cpu"), time.process_time
+    start = case.make().train()
+    cpu = torch.device("cpu")
+    clock = time.process_time
     made: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "baseline": lambda m: torch.optim.AdamW(trained(m), 0.0, foreach=True),
         "kfac plain": lambda m: natural(case, m, NEVER),
@@ -130,9 +136,13 @@ def costs(case: Model) -> dict[str, Any]:
     found = {kind: kinds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
     found["10/100"] = combined(kinds, "kfac", (10, 100))
     own = copy.deepcopy(start)
-    step, began = stepping(case, own, kfac(case, own, 0.0)), 0.0
+    step = stepping(case, own, kfac(case, own, 0.0))
+    began = 0.0
     for i in range(21):
-        began = clock() if i == 1 else began
+        if i == 1:
+            began = clock()
+        else:
+            began = began
         step()
     found["default"] = (clock() - began) / 20 / base
     own = copy.deepcopy(start)
@@ -143,7 +153,8 @@ def costs(case: Model) -> dict[str, Any]:
 def race(case: Model) -> dict[str, Any]:
     """The scores of three optimizers at each rate."""
     torch.manual_seed(0)
-    start, found = case.make().train(), {}
+    start = case.make().train()
+    found = {}
     for name, rates in RATES.items():
         found[name] = {}
         for lr in rates:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 
-WORDS, CLASSES = 48, 5
+WORDS = 48
+CLASSES = 5
 Batch = tuple[dict[str, Any], Tensor]
 
 
@@ -140,12 +141,14 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        self.words = nn.Embedding(WORDS, 32)
+        self.head = nn.Linear(32, WORDS)
         self.inner = nn.Transformer(32, 4, 1, 1, 64, 0.0, batch_first=True)
 
     def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(input_ids.shape[1])
-        one, two = self.words(input_ids), self.words(decoder_input_ids)
+        one = self.words(input_ids)
+        two = self.words(decoder_input_ids)
         return self.head(self.inner(one, two, tgt_mask=mask, tgt_is_causal=True))
 
 
@@ -260,7 +263,8 @@ def torchvision_models() -> dict[str, Model]:
 
     def resnet() -> nn.Module:
         model: Any = tv.resnet18(num_classes=CLASSES)
-        model.layer3, model.layer4 = nn.Identity(), nn.Identity()
+        model.layer3 = nn.Identity()
+        model.layer4 = nn.Identity()
         model.fc = nn.Linear(128, CLASSES)
         return model
 

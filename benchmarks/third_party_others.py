@@ -72,7 +72,8 @@ class Recurrent(nn.Module):
 
     def __init__(self, cell: type[nn.LSTM | nn.GRU]) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 32), nn.Linear(48, WORDS)
+        self.words = nn.Embedding(WORDS, 32)
+        self.head = nn.Linear(48, WORDS)
         self.cell = cell(32, 48, batch_first=True)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -221,7 +222,8 @@ def torchvision_models() -> dict[str, Model]:
         )  # fmt: skip
 
     def efficientnet() -> nn.Module:
-        one, two = tv.efficientnet.FusedMBConvConfig, tv.efficientnet.MBConvConfig
+        one = tv.efficientnet.FusedMBConvConfig
+        two = tv.efficientnet.MBConvConfig
         blocks = [one(1, 3, 1, 16, 16, 1), one(4, 3, 2, 16, 24, 1), two(4, 3, 2, 24, 32, 2)]
         return tv.EfficientNet(blocks, 0.0, num_classes=CLASSES, last_channel=64)
 
@@ -229,7 +231,8 @@ def torchvision_models() -> dict[str, Model]:
         model: Any = tv.ResNet(
             tv.resnet.Bottleneck, [1, 1, 1, 1], CLASSES, groups=8, width_per_group=4
         )
-        model.layer3, model.layer4 = nn.Identity(), nn.Identity()
+        model.layer3 = nn.Identity()
+        model.layer4 = nn.Identity()
         model.fc = nn.Linear(512, CLASSES)
         return model
 
@@ -316,7 +319,8 @@ def transformers_models() -> dict[str, Model]:
             loss="mse", scaling=None, attention_dropout=0.0, ff_dropout=0.0, head_dropout=0.0,
         ))  # fmt: skip
 
-    pixels, plain = pictures("pixel_values"), text(use_cache=False)
+    pixels = pictures("pixel_values")
+    plain = text(use_cache=False)
     found = {
         "RoBERTa": (hf.RobertaForSequenceClassification, hf.RobertaConfig,
                     {**small, **label}, sentences),

@@ -49,11 +49,9 @@ def cases(quick: bool) -> dict[str, Case]:
 
         model: Any = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1]) if quick else resnet.resnet50()
         if quick:
-            model.layer3, model.layer4, model.fc = (
-                nn.Identity(),
-                nn.Identity(),
-                nn.Linear(512, 1000),
-            )
+            model.layer3 = nn.Identity()
+            model.layer4 = nn.Identity()
+            model.fc = nn.Linear(512, 1000)
         return model
 
     def vit() -> nn.Module:

@@ -89,5 +89,8 @@ def peak_bytes(route: Callable[[], Any], device: torch.device) -> int:
 
 
 def environment(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = "CPU"
     return f"torch {torch.__version__}, {name}, {torch.get_num_threads()} CPU threads"

@@ -85,7 +85,9 @@ def count(
     Intervals are those of the rule. Passes are those with statistics, and with inversions beside.
     """
     opt = pb.KFAC(model, **options)
-    state, paper, read = opt.blocks, Paper(size), opt.kl_clip is not None
+    state = opt.blocks
+    paper = Paper(size)
+    read = opt.kl_clip is not None
     own = state.preconditioner
     replicas = Replicas(paper, workers, wrapped=True, lazy=True, read=read)
     keys = sorted(state.averages, key=lambda key: key.names)
@@ -125,7 +127,10 @@ def count(
 
 # --- measured -------------------------------------------------------------------------------------
 
-_IMAGES, _TOKENS, _LENGTH, _LETTERS = 16, 4, 32, 96
+_IMAGES = 16
+_TOKENS = 4
+_LENGTH = 32
+_LETTERS = 96
 #: networks, and batches of one process
 SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...], int]] = {
     "convnet": (lambda: convnet(16), lambda: torch.randn(_IMAGES, 3, 32, 32), (_IMAGES,), 10),
@@ -148,18 +153,24 @@ def measure(rank: int, size: int, name: str, options: dict[str, Any] | None, ste
     else:
         opt = pb.KFAC(net, **options)
     torch.manual_seed(rank)
-    before, start = {}, 0.0
+    before = {}
+    start = 0.0
     for step in range(100 + steps):
         if step == 100:  # inversions become rare
             dist.barrier()
-            before = opt.traffic() if options is not None else {}
+            if options is not None:
+                before = opt.traffic()
+            else:
+                before = {}
             start = time.perf_counter()
-        x, y = draw(), torch.randint(0, classes, shape)
+        x = draw()
+        y = torch.randint(0, classes, shape)
         opt.zero_grad()
         F.cross_entropy(net(x).flatten(0, -2), y.flatten()).backward()
         opt.step()
     dist.barrier()
-    whole, sent = time.perf_counter() - start, {}
+    whole = time.perf_counter() - start
+    sent = {}
     assert options is None or opt.info.accepted
     if options is not None:
         for what, own in opt.traffic().items():

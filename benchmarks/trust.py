@@ -68,10 +68,12 @@ class Greedy(TargetRatio):
 
     def __init__(self, *, slack: float = 1.0, drop: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
-        self.slack, self.drop = slack, drop
+        self.slack = slack
+        self.drop = drop
 
     def take(self, local: Local) -> Move:
-        path, radius = local.path(), local.state.get("radius", self.radius)
+        path = local.path()
+        radius = local.state.get("radius", self.radius)
         assert path is not None
         assert local.lr is not None
         solution = local.direction(0.0)
@@ -89,7 +91,8 @@ class Greedy(TargetRatio):
         chosen = int(torch.where(near, losses[: largest + 1], torch.inf).argmin())
         if float(losses.min()) <= self.drop * local.loss:
             chosen = int(losses.argmin())
-        x, damping = path.at(dampings[chosen]), float(dampings[chosen])
+        x = path.at(dampings[chosen])
+        damping = float(dampings[chosen])
         local.state["radius"] = float(radii[chosen]) if damping > 0 else float(x.norm())
         return Move(x, 1.0, Solution(x, damping, solution.rank), True, float(losses[chosen]))
 

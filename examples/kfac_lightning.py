@@ -40,8 +40,10 @@ class Classifier(L.LightningModule):
 def main(processes: int = 1, epochs: int = 10) -> float:
     """Train, and return the accuracy."""
     L.seed_everything(0, verbose=False)
-    centers, which = 3 * torch.randn(6, 2), torch.arange(600) % 6
-    x, y = centers[which] + 0.3 * torch.randn(600, 2), which % 3
+    centers = 3 * torch.randn(6, 2)
+    which = torch.arange(600) % 6
+    x = centers[which] + 0.3 * torch.randn(600, 2)
+    y = which % 3
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = L.Trainer(
         max_epochs=epochs, accelerator="cpu", devices=processes, gradient_clip_val=1.0,

@@ -20,7 +20,8 @@ import pullback as pb
 def rings(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Points on four rings, and which ring each is on."""
     random = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    y, turn = torch.randint(0, 4, (count,), generator=random), torch.rand(count, generator=random)
+    y = torch.randint(0, 4, (count,), generator=random)
+    turn = torch.rand(count, generator=random)
     return torch.view_as_real(torch.polar(1.0 + y, 6.28 * turn)), y
 
 
@@ -30,7 +31,9 @@ def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
     if torch.cuda.is_available():
         torch.cuda.set_device(dist.get_node_local_rank(0))
         torch.set_default_device("cuda")
-    rank, size, start = dist.get_rank(), dist.get_world_size(), 0
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    start = 0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 4))
     net = DistributedDataParallel(model)

@@ -19,7 +19,8 @@ CLASSES = 5
 def waves(count: int) -> tuple[Tensor, Tensor]:
     """Images of waves in noise, and which direction they have."""
     y = torch.randint(0, CLASSES, (count,))
-    angle, place = (math.pi * y / CLASSES)[:, None, None], torch.arange(48) / 3
+    angle = (math.pi * y / CLASSES)[:, None, None]
+    place = torch.arange(48) / 3
     wave = torch.sin(place[:, None] * angle.cos() + place * angle.sin())
     return wave[:, None] + 0.5 * torch.randn(count, 3, 48, 48), y
 

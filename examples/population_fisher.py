@@ -15,13 +15,15 @@ import pullback as pb
 def fit(metric_batch: Tensor | None, steps: int) -> tuple[pb.StepInfo, float]:
     """Train on 40 labeled points; return the last step's record and the test loss."""
     torch.manual_seed(0)
-    x, x_test = torch.randn(40, 8).double(), torch.randn(4000, 8).double()
+    x = torch.randn(40, 8).double()
+    x_test = torch.randn(4000, 8).double()
     truth = torch.randn(8).double()
 
     def label(x: Tensor) -> Tensor:
         return torch.bernoulli(torch.sigmoid(x @ truth)).unsqueeze(1)
 
-    y, y_test = label(x), label(x_test)
+    y = label(x)
+    y_test = label(x_test)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     opt = pb.NaturalGradient(
         model,

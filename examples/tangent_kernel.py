@@ -26,7 +26,8 @@ def main(lr: float = 1e-3) -> tuple[float, float, float]:
     gram = pb.kernels.ntk(model, x)[..., 0, 0]  # (8, 8)
     condition = float(torch.linalg.cond(gram))
     residual = (model(x) - y).detach()
-    before, at_data = model(grid).detach(), model(x).detach()
+    before = model(grid).detach()
+    at_data = model(x).detach()
 
     def closure(net: nn.Module, opt: torch.optim.Optimizer) -> Tensor:
         opt.zero_grad()

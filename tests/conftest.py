@@ -12,7 +12,8 @@ from pullback.maps.layers import REGISTRY
 
 @pytest.fixture(autouse=True)
 def _torch_as_it_was() -> Iterator[None]:
-    dtype, layers = torch.get_default_dtype(), dict(REGISTRY)
+    dtype = torch.get_default_dtype()
+    layers = dict(REGISTRY)
     yield
     torch.set_default_dtype(dtype)
     REGISTRY.clear()

@@ -37,7 +37,9 @@ def each_once(*axes: Iterable[Any]) -> list[Any]:
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Mark cases slow, but for a few in which all pairs occur; the most missing ones first."""
     pairs = [{*combinations(enumerate(map(id, case)), 2)} for case in cases]
-    missing, rest, chosen = set().union(*pairs), {*range(len(cases))}, set[int]()
+    missing = set().union(*pairs)
+    rest = {*range(len(cases))}
+    chosen = set[int]()
     while missing:
         best = max(rest, key=lambda i: (len(pairs[i] & missing), -i))
         rest.remove(best)

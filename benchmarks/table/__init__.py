@@ -60,7 +60,10 @@ def written(text: str) -> str:
 
     def block(match: re.Match[str]) -> str:
         kind, _, experiment = match["name"].partition("of:")
-        rows = own(experiment) if experiment else TABLES[kind]()
+        if experiment:
+            rows = own(experiment)
+        else:
+            rows = TABLES[kind]()
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
         head, _, rest = lines.partition("\n")
         rule = "|" + "---|" * len(rows[0])

@@ -7,7 +7,10 @@ from . import ROOT, pages, stale, written
 
 def main() -> int:
     checking = "--check" in sys.argv
-    found = stale() if checking else pages()
+    if checking:
+        found = stale()
+    else:
+        found = pages()
     for page in found:
         text = page.read_text("utf-8")
         if checking or written(text) != text:

@@ -33,7 +33,8 @@ def costs() -> Rows:
         for key, one in record(name)["results"].items():
             label, batch, count = KFAC[key]
             more = [label, size(count), batch]
-            ratio, held = one["ratio"], times(one["ratio"].get("memory"))
+            ratio = one["ratio"]
+            held = times(one["ratio"].get("memory"))
             for schedule in ("10/100", "every step"):
                 method = "K-FAC" if schedule == "10/100" else "K-FAC, every step"
                 cell = times(ratio[schedule])

@@ -20,9 +20,11 @@ def tuned() -> dict[str, float]:
 def pde_defaults() -> Rows:
     """Every ready problem with nothing tuned."""
     head = ["problem", "parameters", "steps", "seconds", "error", "tuned", "`check()` estimates"]
-    rows, best = [[*head, "residuals", "verdict", "warned"]], tuned()
+    rows = [[*head, "residuals", "verdict", "warned"]]
+    best = tuned()
     for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
-        energy, estimated = one["relative"] != one["relative"], one["estimated"]
+        energy = one["relative"] != one["relative"]
+        estimated = one["estimated"]
         known = best.get(one["name"])
         rows.append(
             [
@@ -48,7 +50,8 @@ def pde_seeds() -> Rows:
         by.setdefault(one["name"], []).append(one)
     rows = [["set-up", "runs", "target", "reach it", "best", "median", "worst", "missed by seeds"]]
     for name, runs in by.items():
-        target, errors = runs[0]["target"], [one["error"] for one in runs]
+        target = runs[0]["target"]
+        errors = [one["error"] for one in runs]
         if len(runs) > 1:
             missed = [f"{r['seed']} ({small(r['error'])})" for r in runs if r["error"] > target]
             cells = [small(min(errors)), small(statistics.median(errors)), small(max(errors))]

@@ -25,7 +25,10 @@ def environments() -> Rows:
 
 
 def environment(one: dict[str, Any]) -> str:
-    device = "CPU" if one["device"] == "cpu" else one["device"]
+    if one["device"] == "cpu":
+        device = "CPU"
+    else:
+        device = one["device"]
     plural = "" if one["threads"] == 1 else "s"
     return f"torch {one['torch']}, {device}, {one['threads']} CPU thread{plural}"
 

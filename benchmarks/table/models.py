@@ -40,14 +40,21 @@ def models_real() -> Rows:
     rows = [["", "natural", "default", "natural, the benchmark's class"]]
     own = {"GPT-2": "gpt2", "ResNet-50": "resnet50"}
     for model, one in record("third-party-real-cuda")["results"].items():
-        ratio, first = one["ratio"], one["first step"]
+        ratio = one["ratio"]
+        first = one["first step"]
         shares = _shares(first["natural"]["shares"])
         key = own.get(model.partition(",")[0])
-        twin = {} if key is None else record("kfac-cuda")["results"][key]["ratio"]
+        if key is None:
+            twin = {}
+        else:
+            twin = record("kfac-cuda")["results"][key]["ratio"]
         label = f"{model}, {size(one['parameters'])}: Kronecker, units, diagonal"
         rows.append([label, shares, "", ""])
         for what, column in (("a step", "{}, run"), ("memory", "{}, memory")):
-            natural = column.format("10/100") if what == "a step" else "memory"
+            if what == "a step":
+                natural = column.format("10/100")
+            else:
+                natural = "memory"
             cells = [ratio[natural], ratio[column.format("default")], twin.get(natural)]
             rows.append([what, *(times(cell) for cell in cells)])
         steps = [f"{first[kind]['ratio']:.1f}" for kind in ("natural", "default")]

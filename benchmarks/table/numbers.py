@@ -18,11 +18,17 @@ def times(value: float | None) -> str:
     """A ratio in two or three digits: 1.57×, 9.9×, 126×."""
     if value is None:
         return "–"
-    return f"{value:.2f}×" if value < 2 else f"{value:.1f}×" if value < 10 else f"{value:.0f}×"
+    if value < 2:
+        return f"{value:.2f}×"
+    if value < 10:
+        return f"{value:.1f}×"
+    return f"{value:.0f}×"
 
 
 def size(count: float) -> str:
-    return f"{count:,.0f}" if count < 1e6 else f"{count / 1e6:.1f}M"
+    if count < 1e6:
+        return f"{count:,.0f}"
+    return f"{count / 1e6:.1f}M"
 
 
 def memory(count: float) -> str:
@@ -32,7 +38,9 @@ def memory(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+    if value < 10:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
 
 
 def small(value: float, digits: int = 1) -> str:

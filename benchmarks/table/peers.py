@@ -27,7 +27,10 @@ def scale() -> Rows:
         label, batch = names[key]
         sgd, ours = (one["milliseconds"][k] for k in ("SGD", "natural gradient"))
         jacobian = memory(4 * one["parameters"] * one["rows"])
-        error = "–" if key == "resnet18" else small(one["error_same_pattern"], 0)
+        if key == "resnet18":
+            error = "–"
+        else:
+            error = small(one["error_same_pattern"], 0)
         row = [f"{label}, batch {batch}", size(one["parameters"]), f"{one['rows']:,}", jacobian]
         row += [f"{sgd:.1f} ms", f"{ours:.0f} ms", times(one["ratio"])]
         rows.append([*row, memory(one["peak_bytes"]["natural gradient"]), error])
@@ -38,8 +41,12 @@ def pde() -> Rows:
     head = ["set-up", "seed", "parameters", "error", "target", "to target", "steps", "seconds"]
     rows = [[*head, "runs at a time"]]
     for one in sorted(record("pde-cuda")["runs"].values(), key=lambda r: (r["name"], r["seed"])):
-        reached, target = one["seconds to target"], one["target"]
-        to = "**missed**" if reached is None else f"{seconds(reached)} s"
+        reached = one["seconds to target"]
+        target = one["target"]
+        if reached is None:
+            to = "**missed**"
+        else:
+            to = f"{seconds(reached)} s"
         to, bar = ("–", "–") if target is None else (to, small(target))
         took = seconds(one["seconds"]) + (", budget" if "budget of" in one["stopped"] else "")
         row = [f"`{one['name']}`", str(one["seed"]), f"{one['parameters']:,}", small(one["error"])]
@@ -51,7 +58,10 @@ def pde_large() -> Rows:
     rows = [["problem", "parameters", "residuals", "error", "steps", "seconds", "a step"]]
     for name, one in record("pde-large")["runs"].items():
         sizes = [f"{one['parameters']:,}", f"{one['residuals']:,}", small(one["error"])]
-        each = "–" if one.get("shared") else f"{one['seconds'] / one['steps']:.2f} s"
+        if one.get("shared"):
+            each = "–"
+        else:
+            each = f"{one['seconds'] / one['steps']:.2f} s"
         rows.append([f"Poisson {name}", *sizes, str(one["steps"]), seconds(one["seconds"]), each])
     return rows
 
@@ -78,7 +88,8 @@ def poisson() -> Rows:
     for key, name in (("ours", "`pde.solve`"), ("reference", "reference")):
         one = record("poisson")["summary"][key]
         least = [f"{one['at most'][bar]} of {one['runs']}" for bar in ("1e-06", "1e-09")]
-        spent, step = one["median CPU seconds to 1e-06"], one["CPU ms per step"]
+        spent = one["median CPU seconds to 1e-06"]
+        step = one["CPU ms per step"]
         row = [name, small(one["median error"]), small(one["worst error"]), *least]
         rows.append([*row, f"{spent:.1f}", f"{step:.0f}"])
     return rows
@@ -113,7 +124,10 @@ def greedy() -> Rows:
     rows = [["Gram", "floor", "`OrthogonalGreedy(500)`", "with `block=10`", "naive"]]
     for name, one in record("greedy")["results"].items():
         cells = [one["seconds"].get(k) for k in ("floor", "greedy", "greedy, block of 10", "naive")]
-        label = name if name == "dense" else f"{name}, {one['rows']:,} rows".replace("rows, ", "")
+        if name == "dense":
+            label = name
+        else:
+            label = f"{name}, {one['rows']:,} rows".replace("rows, ", "")
         rows.append([label, *("–" if c is None else f"{c:.1f} s" for c in cells)])
     return rows
 

@@ -45,7 +45,10 @@ def _exposed(row: dict[str, float], rule: str, processes: int, backward: float) 
     Of the natural and the spectral rule the sums of statistics are under way when it begins, and
     share the link with the gradients. Averages are summed before inversions, when it has ended.
     """
-    room = max(0.0, backward - row["gradients"] / BANDWIDTH) if rule != "eigenbasis" else 0.0
+    if rule != "eigenbasis":
+        room = max(0.0, backward - row["gradients"] / BANDWIDTH)
+    else:
+        room = 0.0
     averages = row["inversion"] - row["statistics"]
     sums = max(0.0, row["statistics"] / BANDWIDTH - room) / row["statistics_every"]
     sums += averages / BANDWIDTH / row["inversion_every"]
@@ -58,7 +61,8 @@ def on_paper() -> Rows:
     rows = [["", "GPUs", *RULES.values()]]
     for model, key in MODELS.items():
         measured = record("kfac-cuda")["results"][key]
-        baseline, ratio = measured["milliseconds"]["baseline"] / 1e3, measured["ratio"]
+        baseline = measured["milliseconds"]["baseline"] / 1e3
+        ratio = measured["ratio"]
         for processes in (8, 64, 256, 1024):
             cells = []
             for rule in RULES:

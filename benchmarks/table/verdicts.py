@@ -16,17 +16,22 @@ def experiments() -> list[tuple[str, dict[str, Any]]]:
 
 
 def seeds(one: dict[str, Any]) -> str:
-    complete, asked = one["summary"].get("complete"), one["summary"].get("asked")
+    complete = one["summary"].get("complete")
+    asked = one["summary"].get("asked")
     if not asked:
         return "–"
-    return str(len(asked)) if complete == asked else f"{len(complete or [])} of {len(asked)}"
+    if complete == asked:
+        return str(len(asked))
+    return f"{len(complete or [])} of {len(asked)}"
 
 
 def outcome(one: dict[str, Any]) -> str:
     if not one["summary"]:
         return "unfinished"
     verdict = one["summary"]["verdict"]
-    return verdict["outcome"] if verdict else "no claim of the paper"
+    if verdict:
+        return verdict["outcome"]
+    return "no claim of the paper"
 
 
 def held(one: dict[str, Any]) -> str:
@@ -34,7 +39,9 @@ def held(one: dict[str, Any]) -> str:
     checks = one["summary"].get("checks", [])
     theirs = [c for c in checks if c["of_paper"]]
     said = f"{sum(c['holds'] for c in theirs or checks)} of {len(theirs or checks)}"
-    return (said if theirs else f"{said}, ours") if checks else "–"
+    if checks:
+        return said if theirs else f"{said}, ours"
+    return "–"
 
 
 def cited(paper: str) -> str:
@@ -62,7 +69,10 @@ def failures() -> Rows:
         checks = one["summary"].get("checks", [])
         for check in [c for c in checks if c["of_paper"]] or checks:
             if not check["holds"]:
-                claim = check["claim"] if check["of_paper"] else f"{check['claim']} (ours)"
+                if check["of_paper"]:
+                    claim = check["claim"]
+                else:
+                    claim = f"{check['claim']} (ours)"
                 rows.append([f"`{name}`", claim, check["numbers"]])
     return rows
 
@@ -74,6 +84,6 @@ def own(name: str) -> Rows:
 
 
 def _cell(value: str | None) -> str:
-    return (
-        "–" if value is None else re.sub(r"e([+-])0*(?=\d)", lambda m: "e" + m[1].strip("+"), value)
-    )
+    if value is None:
+        return "–"
+    return re.sub(r"e([+-])0*(?=\d)", lambda m: "e" + m[1].strip("+"), value)

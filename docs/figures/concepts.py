@@ -23,7 +23,9 @@ from pullback_experiments.framework import plots
 
 HERE = Path(__file__).parent
 ORANGE, BLUE, GREEN = plots.PALETTE[:3]
-NATURAL, PLAIN = ORANGE, plots.PALETTE[4]  # as in the demonstration, where SGD is the plain one
+# as in the demonstration, where SGD is the plain one
+NATURAL = ORANGE
+PLAIN = plots.PALETTE[4]
 PAPER = {"bbox": {"fc": "white", "ec": "none", "pad": 1.5}}  # under words, so that no line crosses
 J = np.array([[1.6, 0.9], [0.1, 0.7]])  # dφ of the little map that is drawn
 
@@ -165,7 +167,8 @@ def conditioning() -> None:
         A = u @ torch.diag(torch.logspace(0, -float(power), 20, dtype=torch.float64)) @ v
         w = torch.randn(20).double()
         solver = pb.solvers.PseudoInverse(rcond=1e-15)
-        state, squared = solver.init(pb.grams.Rows(A)), solver.init(pb.grams.Dense(A.T @ A))
+        state = solver.init(pb.grams.Rows(A))
+        squared = solver.init(pb.grams.Dense(A.T @ A))
         g = A.T @ (A @ w)
         for name, x in (
             ("from r, with A", solver.solve(state, g, whitened=A @ w).x),

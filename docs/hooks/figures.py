@@ -22,7 +22,8 @@ def linked(html: str) -> str:
 
 def unbroken(html: str) -> str:
     """Mark numbers and names with a hyphen, so that a line never ends inside one."""
-    parts, end = [], 0
+    parts = []
+    end = 0
     for apart in APART.finditer(html):
         parts += [_marked(html[end : apart.start()]), apart[0]]
         end = apart.end()
@@ -38,7 +39,9 @@ def roomy(html: str) -> str:
 
     def mark(cell: re.Match[str]) -> str:
         words = len(re.sub("<[^>]*>", "", cell[0])) > 40
-        return cell[0].replace("<td", '<td class="words"', 1) if words else cell[0]
+        if words:
+            return cell[0].replace("<td", '<td class="words"', 1)
+        return cell[0]
 
     return CELL.sub(mark, html)
 

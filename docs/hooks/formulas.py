@@ -36,7 +36,8 @@ def indexed(html: str) -> str:
     >>> indexed("<p>w_{k+1} = e^(−d) x_i, <code>a_i</code></p>")
     '<p>w<sub>k+1</sub> = e<sup>−d</sup> x<sub>i</sub>, <code>a_i</code></p>'
     """
-    parts, end = [], 0
+    parts = []
+    end = 0
     for apart in APART.finditer(html):
         parts += [_set(html[end : apart.start()]), apart[0]]
         end = apart.end()

@@ -23,7 +23,8 @@ def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:
 
 
 def test_the_floor_counts_a_linear_layer() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
     found = kfac_floor.floor(model, lambda: model(x), lambda z: z.sum())
     assert found.gradient == 2 * 5 * (2 * 12 + 3 * 8)  # no gradient for the first input
     assert found.reverse == 2 * 5 * 8
@@ -36,7 +37,8 @@ def test_the_floor_counts_a_linear_layer() -> None:
 def test_the_naive_peer_divides_by_both_factors() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
-    x, y = torch.randn(20, 3).double(), torch.randn(20, 2).double()
+    x = torch.randn(20, 3).double()
+    y = torch.randn(20, 2).double()
     before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
     optimizer = NaiveKFAC(model, 1.0, damping=0.0, momentum=0.0)
     (0.5 * (model(x) - y).square().sum() / 20).backward()

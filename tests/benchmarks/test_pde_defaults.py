@@ -53,7 +53,8 @@ def test_a_run_says_what_it_found() -> None:
 
 
 def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls = tmp_path / "found.json", []
+    path = tmp_path / "found.json"
+    calls = []
 
     def one(arguments: tuple[Any, ...]) -> dict[str, object]:
         calls.append(arguments[:2])

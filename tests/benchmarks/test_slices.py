@@ -69,7 +69,8 @@ def test_the_listed_scalings_are_the_ones_that_are_found() -> None:
 
 def test_the_scalings_of_a_residual_network_keep_its_function() -> None:
     bench = Bench("resnet50", CPU, quick=True)
-    model, params = bench.model.double().eval(), dict(bench.model.named_parameters())
+    model = bench.model.double().eval()
+    params = dict(bench.model.named_parameters())
     x = bench.x.double()
     before = model(x)
     with torch.no_grad():

@@ -13,7 +13,8 @@ def pair(seed: int, n: int = 7) -> tuple[torch.Tensor, ...]:
     """A positive definite H, a step s along −H g, and y with yᵀs > 0."""
     g = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(n, n, generator=g, dtype=torch.float64) for _ in range(2))
-    inverse, hessian = a @ a.T + 0.1 * torch.eye(n), b @ b.T + 0.1 * torch.eye(n)
+    inverse = a @ a.T + 0.1 * torch.eye(n)
+    hessian = b @ b.T + 0.1 * torch.eye(n)
     gradient = torch.randn(n, generator=g, dtype=torch.float64)
     s = -0.3 * inverse @ gradient
     return inverse, s, hessian @ s, gradient
@@ -27,7 +28,8 @@ def test_updates(seed: int) -> None:
     assert torch.allclose(found, found.T)
     assert float(torch.linalg.eigvalsh(found)[0]) > 0
     plain = updated(inverse, s, y, gradient, 0.3, scaled=False)
-    rho, eye = 1 / (y @ s), torch.eye(len(s), dtype=torch.float64)
+    rho = 1 / (y @ s)
+    eye = torch.eye(len(s), dtype=torch.float64)
     left = eye - rho * torch.outer(s, y)
     assert torch.allclose(plain, left @ inverse @ left.T + rho * torch.outer(s, s))
     assert not torch.allclose(plain, found)

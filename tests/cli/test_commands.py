@@ -173,7 +173,8 @@ def test_seconds_are_a_budget(tmp_path: Path) -> None:
 
 
 def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, taken = pde.Run._step, []
+    step = pde.Run._step
+    taken = []
 
     def interrupted(self: pde.Run):
         if len(taken) == 2:

@@ -33,7 +33,8 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
     x = (1 + torch.randn(groups, 5, 4000)).to(dtype)
     y = (1 + torch.randn(groups, 7, 4000)).to(dtype)
     for a, b in ((x, y), (x, x)):
-        got, want = products.products(a, b), a.double() @ b.double().mT
+        got = products.products(a, b)
+        want = a.double() @ b.double().mT
         assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert float((got - want).norm() / want.norm()) < 1e-6
 
@@ -42,7 +43,10 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
 def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
     """Rows may be parts of longer ones; no kernel loses digits by adding up one by one."""
     rows = torch.randn(groups, 120, 60_000)
-    x = rows[:, :100, 3:50_003] if sliced else rows[:, :100].contiguous()
+    if sliced:
+        x = rows[:, :100, 3:50_003]
+    else:
+        x = rows[:, :100].contiguous()
     for y in (x, x[:, :10], rows[:, 100:, : x.shape[2]]):
         want = x.double() @ y.double().mT
         out = torch.zeros(want.shape[1:])
@@ -64,7 +68,8 @@ def test_halves_add_up_and_the_high_one_fits_tf32() -> None:
 
 @pytest.mark.parametrize("depth", [700, 5000, 20_000])
 def test_short_sums_add_up(depth: int) -> None:
-    x, y = torch.randn(9, depth, dtype=torch.float64), torch.randn(depth, 11, dtype=torch.float64)
+    x = torch.randn(9, depth, dtype=torch.float64)
+    y = torch.randn(depth, 11, dtype=torch.float64)
     out = torch.ones(9, 11, dtype=torch.float64)
     products._accumulate_short_sums(out, x, y)
     assert torch.allclose(out, 1 + x @ y, rtol=1e-12, atol=1e-10)
@@ -73,18 +78,23 @@ def test_short_sums_add_up(depth: int) -> None:
 @pytest.mark.parametrize("depth", [700, 9000])
 def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with the two products that a GPU alone has done in float32."""
-    mm, bounds = torch.mm, [(0, 100), (100, 130)]
+    mm = torch.mm
+    bounds = [(0, 100), (100, 130)]
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.float(), b.float()))
     monkeypatch.setattr(products, "_large", lambda x, y: True)
     monkeypatch.setattr(products, "panels", lambda n, like: bounds if n == 130 else [(0, n)])
-    x, y = torch.randn(130, depth), torch.randn(50, depth)
+    x = torch.randn(130, depth)
+    y = torch.randn(50, depth)
     with full_precision(torch.device("cuda"), watched=False):
         assert products._splits(x, x.T)
         for one, two in ((x, x), (x, y)):
             want = one.double() @ two.double().T
             out = torch.ones(want.shape)
             products.add_cross(out, one, two)
-            out = products.mirrored(out.tril()) if one is two else out
+            if one is two:
+                out = products.mirrored(out.tril())
+            else:
+                out = out
             for got in (out - 1, cross(one, two)):
                 assert float((got - want).norm() / want.norm()) < 2e-6
     assert not products._splits(x, x.T)
@@ -100,7 +110,8 @@ def test_nothing_is_changed_on_the_cpu() -> None:
 @cuda
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_large_products_keep_float32_accuracy_and_the_flags(precision: str) -> None:
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    matmul = torch.backends.cuda.matmul
+    conv = torch.backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision
     try:
         matmul.fp32_precision = precision

@@ -19,7 +19,8 @@ class Checks:
     """The checks of one test module, as `CHECKS` in it."""
 
     def __init__(self, module: str) -> None:
-        self.module, self.functions = module, dict[str, Check]()
+        self.module = module
+        self.functions = dict[str, Check]()
 
     def add(self, function: Check) -> Check:
         """Decorate a check."""

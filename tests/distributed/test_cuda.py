@@ -278,7 +278,8 @@ def _exact_in_a_group_of_one(rank: int, size: int) -> None:
         x = test_ntk.inputs(8)
         kernel = pb.kernels.ntk(test_ntk.model(), x, group=dist.group.WORLD)
         assert bool(torch.isfinite(kernel).all())
-        poisson, network = pb.pde.Poisson(dim=2), test_pde.network()
+        poisson = pb.pde.Poisson(dim=2)
+        network = test_pde.network()
         options: Any = {"points": 40, "steps": 5, "progress": False}
         solution = pb.pde.solve(poisson, network, group=dist.group.WORLD, **options)
         assert solution.history.loss[-1] < solution.history.loss[0]

@@ -93,7 +93,10 @@ def compare(
         warnings.simplefilter("ignore")
         # also on a process without samples, which measures nothing
         warnings.filterwarnings("error", message=".*the measured output does not")
-        outer = DDP(shared) if wrap else shared
+        if wrap:
+            outer = DDP(shared)
+        else:
+            outer = shared
         many = make(outer, **({} if wrap else {"group": dist.group.WORLD}))
         own = slice(cuts[rank], cuts[rank + 1])
         found = steps(many, outer, x[own], y[own], SIZE / len(x), number)
@@ -145,7 +148,8 @@ def what_is_sent(rank: int, size: int) -> None:
     assert steps(opt, outer, x[own], y[own], 1 / 4, 1)[0].gram == "kernel"
     after = opt.traffic()
     sent = {k: v.bytes - (before[k].bytes if k in before else 0) for k, v in after.items()}
-    p, rows = sum(w.numel() for w in outer.parameters()), 4 * 3
+    p = sum(w.numel() for w in outer.parameters())
+    rows = 4 * 3
     widths = 4 * (4 + 300 + 300) + rows * (300 + 300 + 3)
     assert sent["objects"] <= 1.1 * 8 * widths * (size - 1)
     assert sent["kernel"] <= 8 * (size * rows) ** 2
@@ -162,7 +166,9 @@ def sample_space_by_rows(rank: int, size: int) -> None:
 
 @CHECKS.add
 def parameter_space_by_products(rank: int, size: int) -> None:
-    cuts, data = (0, 40, 40, 60), batch(count=60)  # 120 and 60 rows, 51 parameters
+    # 120 and 60 rows, 51 parameters
+    cuts = (0, 40, 40, 60)
+    data = batch(count=60)
     found = compare(rank, mlp(), natural(pb.solvers.Cholesky(1e-3)), data, cuts=cuts)
     assert (found[0].gram, found[0].rows, found[0].parameters) == ("rows", 180, 51)
 
@@ -222,7 +228,8 @@ def hessian_free(rank: int, size: int) -> None:
     same_everywhere(*shared)
     if rank == 0:
         other = torch.randperm(60, generator=torch.Generator().manual_seed(0)).to(place())
-        whole, permuted = run(slice(0, 60), only(0)), run(other, only(0))
+        whole = run(slice(0, 60), only(0))
+        permuted = run(other, only(0))
         for want, order, found in zip(whole, permuted, shared, strict=True):
             assert (found - want).norm() <= 100 * (order - want).norm() + 1e-9 * want.norm()
         assert (shared[1] - whole[1]).norm() <= 1e-3 * whole[1].norm()
@@ -252,7 +259,8 @@ def accumulated_calls(rank: int, size: int) -> None:
     """Two forward calls in a closure, of which the last process makes none."""
     x, y = batch()
     model = mlp(16)
-    alone, shared = copy.deepcopy(model), copy.deepcopy(model)
+    alone = copy.deepcopy(model)
+    shared = copy.deepcopy(model)
 
     def run(opt: Any, net: nn.Module, halves: list[slice], scale: float) -> None:
         def closure() -> Tensor:
@@ -281,7 +289,8 @@ def objectives(rank: int, size: int) -> None:
     """Means over the points of all processes, one of which has none."""
     x, _ = batch()
     model = mlp(outputs=1)
-    alone, shared = copy.deepcopy(model), copy.deepcopy(model)
+    alone = copy.deepcopy(model)
+    shared = copy.deepcopy(model)
 
     def objective(net: nn.Module, x: Tensor) -> Callable[..., Any]:
         def residuals(params: dict[str, Tensor]) -> Any:
@@ -313,9 +322,16 @@ def a_nan_on_one_process_is_rejected_by_all(rank: int, size: int) -> None:
         model = mlp(16)
         outer = DDP(model)
         opt = natural(pb.solvers.Cholesky(1e-2))(outer)
-        x2 = torch.full_like(x, torch.nan) if rank == 2 and poison == "input" else x
-        before, saved = flat(model), f"{opt.state_dict()}"
-        scale = float("nan") if rank == 2 and poison == "loss" else 1 / 12
+        if rank == 2 and poison == "input":
+            x2 = torch.full_like(x, torch.nan)
+        else:
+            x2 = x
+        before = flat(model)
+        saved = f"{opt.state_dict()}"
+        if rank == 2 and poison == "loss":
+            scale = float("nan")
+        else:
+            scale = 1 / 12
         info = steps(opt, outer, x2, y, scale, 1)[0]
         assert not info.accepted
         assert "not finite" in info.reason
@@ -330,7 +346,11 @@ def an_error_on_one_process_is_an_error_on_all(rank: int, size: int) -> None:
     x, y = batch()
     model = mlp()
     opt = natural()(model, group=dist.group.WORLD)
-    x2 = model(x) @ x.new_ones(3, 4) if rank == 1 else x  # depends on the model's parameters
+    # depends on the model's parameters
+    if rank == 1:
+        x2 = model(x) @ x.new_ones(3, 4)
+    else:
+        x2 = x
     with pytest.raises(pb.PullbackError, match="input depends on" if rank == 1 else "Process 1"):
         steps(opt, model, x2, y, 1.0, 1)
     assert steps(opt, model, x, y, 1 / 12, 1)[0].accepted

@@ -31,7 +31,10 @@ CATEGORICAL = pb.likelihoods.Categorical()
 def wrapped(
     size: int, model: nn.Module | None = None, group: Any = None, **options: Any
 ) -> tuple[Any, pb.KFAC]:
-    group = GROUPS[size] if group is None else group
+    if group is None:
+        group = GROUPS[size]
+    else:
+        group = group
     net = DistributedDataParallel(model or model_of("dense"), process_group=group)
     options = {"likelihood": CATEGORICAL, "statistics_every": 2, "invert_every": 2, **options}
     return net, pb.KFAC(net, 0.05, **options)
@@ -153,11 +156,15 @@ class Otherwise(nn.Module):
 
     def __init__(self, outside: bool) -> None:
         super().__init__()
-        self.one, self.last, self.outside = nn.Linear(6, 5), nn.Linear(5, 4), outside
+        self.one = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 4)
+        self.outside = outside
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.last(torch.tanh(self.one(x[:, 0])))
-        return h * (1 + self.last.weight.sum()) if self.outside else h
+        if self.outside:
+            return h * (1 + self.last.weight.sum())
+        return h
 
 
 def otherwise(rank: int, size: int) -> None:
@@ -421,7 +428,8 @@ def weights(folder: Path, steps: int) -> Tensor:
 @pytest.mark.slow
 def test_torchrun_restarts_and_goes_on(tmp_path: Path) -> None:
     """A process is lost in step 25, and the run ends where an unbroken one does."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     for folder, options in ((whole, (0,)), (broken, (25, "--max-restarts", "1"))):
         run = launch(folder, 40, *options)
         said = run.communicate(timeout=300)[0]

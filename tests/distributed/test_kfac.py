@@ -147,13 +147,19 @@ def _loop(rank: int, size: int, kind: str) -> Result:
         net = torch.compile(DistributedDataParallel(model), backend="eager")
     else:
         net = DistributedDataParallel(model)
-    given = {"group": torch.distributed.group.WORLD} if kind == "built before" else {}
+    if kind == "built before":
+        given = {"group": torch.distributed.group.WORLD}
+    else:
+        given = {}
     options: dict[str, Any] = {"statistics_every": 2, "invert_every": 4, **given}
     if kind == "eigenbasis":
         opt = pb.KFAC(net, **options)
     else:
         fisher = "empirical" if kind == "scaler" else "mc"
-        scaled = {"grad_scaler": scaler} if kind == "scaler" else {}
+        if kind == "scaler":
+            scaled = {"grad_scaler": scaler}
+        else:
+            scaled = {}
         options |= {"likelihood": CATEGORICAL, "fisher": fisher, **scaled}
         opt = pb.KFAC(model if given else net, 0.05, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 3)

@@ -26,8 +26,12 @@ def inputs(count: int) -> Tensor:
 
 
 def compare(count: int, other: int | None = None, **options: object) -> None:
-    net, x = model(), inputs(count)
-    x2 = None if other is None else inputs(other)
+    net = model()
+    x = inputs(count)
+    if other is None:
+        x2 = None
+    else:
+        x2 = inputs(other)
     want = pb.kernels.ntk(net, x, x2, **options)  # pyright: ignore
     found = pb.kernels.ntk(net, x, x2, group=dist.group.WORLD, **options)  # pyright: ignore
     assert found.shape == want.shape

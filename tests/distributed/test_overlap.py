@@ -79,8 +79,13 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
 
     for number in range(8):
         x, y = batch(number, sum(COUNTS), "dense")
-        rows = share(COUNTS, rank) if size > 1 else slice(None)
-        x, y, count = x[rows], y[rows], sum(COUNTS)
+        if size > 1:
+            rows = share(COUNTS, rank)
+        else:
+            rows = slice(None)
+        x = x[rows]
+        y = y[rows]
+        count = sum(COUNTS)
         opt.zero_grad()
         if way == "dropped":
             loss_of(x.flip(0), y, count).backward()
@@ -89,7 +94,10 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
             net(x)
             sum(p.sum() * 0 for p in model.parameters()).backward()  # pyright: ignore
         elif way == "unmeasured":
-            some = slice(COUNTS[0] + COUNTS[1]) if size == 1 else slice(None)
+            if size == 1:
+                some = slice(COUNTS[0] + COUNTS[1])
+            else:
+                some = slice(None)
             loss_of(x[some], y[some], count).backward()
         elif way in ("two passes", "two calls"):
             parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
@@ -102,7 +110,10 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
         else:
             loss = loss_of(x, y, count)
             # a pass that stays open keeps statistics back until `step`, on one process alone
-            seen = model(x) if way == "skipped" and rank == 0 else None
+            if way == "skipped" and rank == 0:
+                seen = model(x)
+            else:
+                seen = None
             loss.backward()
             del seen
         if way != "skipped" or number != 4:
@@ -129,11 +140,18 @@ def pair(rank: int, size: int) -> Tensor:
     opts = [pb.KFAC(net, 0.05, **options) for net in nets]
     for number in range(6):
         x, y = batch(number, sum(COUNTS), "dense")
-        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        if size > 1:
+            rows = share(COUNTS, rank)
+        else:
+            rows = slice(None)
         for opt in opts:
             opt.zero_grad()
         losses = [F.cross_entropy(net(x[rows]), y[rows], reduction="sum") for net in nets]
-        seen = models[0](x[rows]) if rank == 0 and size > 1 else None  # keeps statistics back
+        # keeps statistics back
+        if rank == 0 and size > 1:
+            seen = models[0](x[rows])
+        else:
+            seen = None
         for loss in losses:
             (loss / sum(COUNTS) * size).backward()
         del seen
@@ -150,7 +168,8 @@ def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
 
 def begun(rank: int, size: int) -> Tensor:
     """Train with first eigenbases that are divided over several steps."""
-    held, preconditioner._BEGUN = preconditioner._BEGUN, 100
+    held = preconditioner._BEGUN
+    preconditioner._BEGUN = 100
     try:
         return _eigenbasis_run(rank, size)
     finally:
@@ -163,7 +182,10 @@ def _eigenbasis_run(rank: int, size: int) -> Tensor:
     opt = pb.KFAC(net, rule="eigenbasis", statistics_every=1, invert_every=1)
     for number in range(4):
         x, y = batch(number, sum(COUNTS), "dense")
-        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        if size > 1:
+            rows = share(COUNTS, rank)
+        else:
+            rows = slice(None)
         opt.zero_grad()
         loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
         (loss / sum(COUNTS) * size).backward()

@@ -48,7 +48,8 @@ def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -
         many[-1].bias += rank  # pyright: ignore  # the first process's network counts
     found = pde.solve(problem, many, **options)
     same_everywhere(flat(many))
-    history, verdict = found.history, found.verdict
+    history = found.history
+    verdict = found.verdict
     told_everywhere((history.loss, history.trials, history.moved, found.loss, found.unknowns))
     told_everywhere((verdict.name, verdict.reason))
     if rank == 0:
@@ -147,7 +148,8 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = pde.solve(problem, net, **options)
-    history, verdict = found.history, found.verdict
+    history = found.history
+    verdict = found.verdict
     assert history.restarted
     assert "tries" in found.stopped
     same_everywhere(flat(net), torch.tensor(history.loss), torch.tensor(history.restarted))
@@ -166,7 +168,8 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
             assert abs(alone.relative(len(history)) - verdict.relative) <= 1e-12
 
     with TemporaryDirectory() as folder:
-        again, path = pde.mlp(1, 3, 1, seed=0), Path(folder) / "run.pt"
+        again = pde.mlp(1, 3, 1, seed=0)
+        path = Path(folder) / "run.pt"
         stop = history.restarted[0] + 2
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -256,7 +259,9 @@ def checkpoints(rank: int, size: int) -> None:
     whole = network()
     pde.solve(problem, whole, steps=5, **options)
     with TemporaryDirectory() as folder:
-        path, other = Path(folder) / "run.pt", Path(folder) / "other.pt"  # of each process
+        # of each process
+        path = Path(folder) / "run.pt"
+        other = Path(folder) / "other.pt"
         pde.solve(problem, network(), steps=3, checkpoint=path, **options)
         assert path.exists() == (rank == 0)
         if rank == 0:
@@ -324,7 +329,8 @@ def _killed(rank: int, size: int) -> None:
 
 
 def test_a_lost_process_is_an_error() -> None:
-    own, start = World(2, seconds=20.0), perf_counter()
+    own = World(2, seconds=20.0)
+    start = perf_counter()
     try:
         first, second = own.errors(_killed)
     finally:
@@ -359,7 +365,8 @@ pde.solve(pde.Poisson(2), network, steps=100_000, callbacks=[tell], **options)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_torchrun_is_interrupted(tmp_path: Path, number: int) -> None:
-    script, saved = tmp_path / "script.py", tmp_path / "run.pt"
+    script = tmp_path / "script.py"
+    saved = tmp_path / "run.pt"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", "2", str(script), str(saved)]

@@ -33,7 +33,8 @@ LENGTHS = [(40, 50, 60), (1_500_000, 30, 0), (0, 2_000_000, 0)]
 def exchanged(rank: int, size: int) -> None:
     processes = Processes(GROUPS[size])
     for lengths in LENGTHS:
-        held, by = parts(rank, lengths), owners(lengths)
+        held = parts(rank, lengths)
+        by = owners(lengths)
         processes.exchange(held, by)
         for i, (t, owner) in enumerate(zip(held, by, strict=True)):
             torch.testing.assert_close(t, parts(owner, lengths)[i], rtol=0, atol=0)
@@ -49,7 +50,10 @@ def summed_to_owners(rank: int, size: int) -> None:
         found = processes.sum_to(parts(rank, lengths), by)
         for i, (t, owner) in enumerate(zip(found, by, strict=True)):
             total = sum((parts(r, lengths)[i] for r in range(size)), torch.zeros(()))
-            want = total if owner == rank else parts(rank, lengths)[i]
+            if owner == rank:
+                want = total
+            else:
+                want = parts(rank, lengths)[i]
             torch.testing.assert_close(t, want, rtol=0, atol=0)
 
 

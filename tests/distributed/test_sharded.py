@@ -83,7 +83,8 @@ def advance(
     """Train on this process's samples."""
     for step in steps:
         x, y = batch(step, sum(counts), kind)
-        total, rows = (y != IGNORED).sum(), share(counts, rank)
+        total = (y != IGNORED).sum()
+        rows = share(counts, rank)
         opt.zero_grad()
         z = net(x[rows]).flatten(0, -2)
         loss = F.cross_entropy(z, y[rows].flatten(), reduction="sum") / total
@@ -149,8 +150,13 @@ def test_mixed_precision(world: World) -> None:
 )
 def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int, ...]) -> None:
     """Saved in two pieces or in pairs, a run goes on in three, in the other way, or whole."""
-    options, path = OPTIONS[name], str(tmp_path / "saved")
-    size, other = len(counts), (10, 8, 11, 7) if len(counts) == 2 else (20, 16)
+    options = OPTIONS[name]
+    path = str(tmp_path / "saved")
+    size = len(counts)
+    if len(counts) == 2:
+        other = (10, 8, 11, 7)
+    else:
+        other = (20, 16)
     world.run(run, "dense", counts, options, {"save": path, "steps": 3}, size=size)
     want = train(0, 1, "dense", (36,), options, FEW)
     how: dict[str, Any] = {"load": path, "start": 3, "steps": FEW}
@@ -167,7 +173,8 @@ def held(rank: int, size: int, name: str) -> Any:
     net: Any = sharded("dense", size) if size > 1 else model_of("dense")
     opt = optimizer(net, OPTIONS[name])
     advance(net, opt, "dense", COUNTS if size > 1 else (sum(COUNTS),), rank, range(3))
-    before, saved = opt.memory(), opt.state_dict()["state"]
+    before = opt.memory()
+    saved = opt.state_dict()["state"]
     parts = ("average", "inverse", "mean", "spectrum")
     tensors = [t for own in saved.values() for part in parts for t in _tensors(own.get(part))]
     pieces = [(tuple(t.shape), local(t).nbytes) for t in tensors if t.ndim]
@@ -283,13 +290,18 @@ def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
     opts = [pb.KFAC(net, 0.05, params=some, **options) for some in (params[:-2], params[-2:])]
     for number in range(5):
         x, y = batch(number, sum(COUNTS), "dense")
-        rows = share(COUNTS, rank) if size > 1 else slice(None)
+        if size > 1:
+            rows = share(COUNTS, rank)
+        else:
+            rows = slice(None)
         net.zero_grad()
         loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
         (loss / sum(COUNTS) * size).backward()
         for opt in opts:
             opt.step()
-    return whole(net) if size > 1 else {n: p.detach() for n, p in net.named_parameters()}
+    if size > 1:
+        return whole(net)
+    return {n: p.detach() for n, p in net.named_parameters()}
 
 
 def test_two_optimizers_on_one_model(world: World) -> None:

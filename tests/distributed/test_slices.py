@@ -37,7 +37,10 @@ def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None
 
     def run(group: Any, some: slice, scale: float) -> Tensor:
         net = copy.deepcopy(first)
-        outer = DDP(net) if group is dist.group.WORLD else net
+        if group is dist.group.WORLD:
+            outer = DDP(net)
+        else:
+            outer = net
         opt = make(outer, group)
         for _ in range(10):
             opt.zero_grad()
@@ -83,7 +86,8 @@ def sliced(rank: int, size: int) -> None:
 @CHECKS.add
 def sliced_kfac(rank: int, size: int) -> None:
     def kfac(m: nn.Module, group: Any) -> Any:
-        likelihood, every = pb.likelihoods.Categorical(), {"statistics_every": 2, "invert_every": 4}
+        likelihood = pb.likelihoods.Categorical()
+        every = {"statistics_every": 2, "invert_every": 4}
         opt = pb.KFAC(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **every)
         return pb.symmetry.Sliced(opt)
 

@@ -31,7 +31,9 @@ IGNORED = -100
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.last = nn.Linear(6, 20), nn.Linear(20, 17), nn.Linear(17, 4)
+        self.one = nn.Linear(6, 20)
+        self.two = nn.Linear(20, 17)
+        self.last = nn.Linear(17, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.two(torch.tanh(self.one(x[:, 0])))))
@@ -40,8 +42,10 @@ class Dense(nn.Module):
 class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3, groups=2, bias=False)
-        self.norm, self.last = nn.GroupNorm(2, 6), nn.Linear(6, 4)
+        self.one = nn.Conv2d(1, 4, 3)
+        self.two = nn.Conv2d(4, 6, 3, groups=2, bias=False)
+        self.norm = nn.GroupNorm(2, 6)
+        self.last = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.two(torch.tanh(self.one(x[:, None])))
@@ -51,8 +55,10 @@ class Convolutions(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(7, 6), nn.LayerNorm(6)
-        self.mix, self.last = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 4)
+        self.embed = nn.Embedding(7, 6)
+        self.norm = nn.LayerNorm(6)
+        self.mix = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.last = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.embed((3 * x[..., 0]).abs().long() % 7))
@@ -62,7 +68,8 @@ class Attention(nn.Module):
 class Recurrence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.last = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 4)
+        self.cell = nn.LSTM(6, 5, batch_first=True)
+        self.last = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.cell(x)[0][:, -1])
@@ -71,7 +78,8 @@ class Recurrence(nn.Module):
 class Waves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.filter, self.cell = nn.Conv1d(6, 5, 3, padding=1), nn.GRU(5, 4, batch_first=True)
+        self.filter = nn.Conv1d(6, 5, 3, padding=1)
+        self.cell = nn.GRU(5, 4, batch_first=True)
         self.last = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,12 +91,15 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.high, self.low = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.first = nn.Linear(6, 5)
+        self.high = nn.Linear(5, 5)
+        self.low = nn.Linear(5, 5)
         self.last = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, 0]
-        up, h = x[:, 0] > 0, torch.tanh(self.first(x))
+        up = x[:, 0] > 0
+        h = torch.tanh(self.first(x))
         out = torch.zeros_like(h)
         for rows, layer in ((up, self.high), (~up, self.low)):
             if bool(rows.any()):
@@ -101,7 +112,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.mix = nn.Embedding(4, 6), nn.Linear(6, 6)
+        self.embed = nn.Embedding(4, 6)
+        self.mix = nn.Linear(6, 6)
         self.last = nn.Linear(6, 4)
         self.last.weight = self.embed.weight
 
@@ -131,7 +143,10 @@ def model_of(kind: str) -> nn.Module:
 def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     x = torch.randn(samples, 6, 6, generator=random, dtype=torch.float64)
-    shape = (samples, 6) if kind == "attention" else (samples,)
+    if kind == "attention":
+        shape = (samples, 6)
+    else:
+        shape = (samples,)
     y = torch.randint(0, 4, shape, generator=random)
     if kind == "attention":  # padding
         y[torch.rand(shape, generator=random) < 0.2] = IGNORED
@@ -161,7 +176,10 @@ def train(
             model, process_group=GROUPS[size], find_unused_parameters=unused
         )
     options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
-    group = GROUPS[size] if how.get("plain") and size > 1 else None
+    if how.get("plain") and size > 1:
+        group = GROUPS[size]
+    else:
+        group = None
     opt = pb.KFAC(net, group=group, **options)
     if path := how.get("load"):
         load(net, opt, path, size)
@@ -170,7 +188,10 @@ def train(
     for step in range(how.get("start", 0), steps):
         x, y = batch(step, sum(counts), kind)
         total = (y != IGNORED).sum()
-        rows = share(counts, rank) if size > 1 else slice(None)
+        if size > 1:
+            rows = share(counts, rank)
+        else:
+            rows = slice(None)
 
         def closure(x: Tensor = x[rows], y: Tensor = y[rows], total: Tensor = total) -> Tensor:
             opt.zero_grad()

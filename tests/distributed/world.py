@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 GROUPS: dict[int, Any] = {}
 _PLACE = [torch.device("cpu")]
 #: what is said of a process that does not answer
-GONE, HANGS = "the process is gone", "the process hangs"
+GONE = "the process is gone"
+HANGS = "the process hangs"
 
 
 def place() -> torch.device:
@@ -56,7 +57,10 @@ class World:
             context.set_forkserver_preload(["torch._dynamo", "scipy.linalg", "scipy.special", *own])
         else:
             context = mp.get_context("spawn")  # CUDA does not go with forks
-        self.size, self.pipes, self.processes, self.lost = size, [], [], size
+        self.size = size
+        self.pipes = []
+        self.processes = []
+        self.lost = size
         for rank in range(size):
             here, there = context.Pipe()
             given = (rank, size, port, there, seconds, device, backend)
@@ -107,7 +111,9 @@ class World:
 
 def _received(pipe: Any, patience: float) -> tuple[Any, Any]:
     try:
-        return pipe.recv() if pipe.poll(patience) else (None, HANGS)
+        if pipe.poll(patience):
+            return pipe.recv()
+        return (None, HANGS)
     except (EOFError, OSError):
         return None, GONE
 
@@ -120,7 +126,8 @@ def _serve(
     settle(device)
     if device == "cuda":
         torch.cuda.set_device(0 if backend == "gloo" else rank)
-    address, limit = f"tcp://127.0.0.1:{port}", timedelta(seconds=seconds)
+    address = f"tcp://127.0.0.1:{port}"
+    limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, address, rank=rank, world_size=size, timeout=limit)
     for n in range(1, size + 1):
         GROUPS[n] = dist.group.WORLD if n == size else dist.new_group(range(n), timeout=limit)

@@ -87,7 +87,8 @@ def run(path: Path) -> Iterator[tuple[Snippet, str]]:
 
 def difference(shown: str, printed: str, rtol: float) -> str | None:
     """What is wrong with the output that a page shows, or None."""
-    left, right = shown.rstrip(), printed.rstrip()
+    left = shown.rstrip()
+    right = printed.rstrip()
     if NUMBER.sub("#", left) != NUMBER.sub("#", right):
         return f"the page shows\n{left}\nand the snippet prints\n{right}"
     if not COMPARED:
@@ -101,8 +102,10 @@ def difference(shown: str, printed: str, rtol: float) -> str | None:
 
 def update(path: Path) -> None:
     """Write what the snippets print into the page, and their figures into docs/figures."""
-    path, here = path.resolve(), Path.cwd()
-    text, shift = path.read_text(encoding="utf-8"), 0
+    path = path.resolve()
+    here = Path.cwd()
+    text = path.read_text(encoding="utf-8")
+    shift = 0
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:

@@ -25,7 +25,10 @@ def anchors(path: Path) -> set[str]:
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(page.read_text("utf-8")):
         name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
+        if name:
+            target = page.parent / name
+        else:
+            target = page
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target), link

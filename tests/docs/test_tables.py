@@ -68,7 +68,8 @@ def test_costs_that_a_newcomer_reads() -> None:
     rules = table.TABLES["rules"]()[1:]
     kfac = [row[i] for row in rules for i in (1, 3)]
     mlp = between([row[4] for row in mlps], 1)
-    start, readme = said("docs/start.md"), said("README.md")
+    start = said("docs/start.md")
+    readme = said("README.md")
     for text in (readme, start):
         assert f"| {mlp} of SGD's |" in text
         assert f"| {solve} of Adam's |" in text

@@ -49,7 +49,9 @@ class Small(Experiment):
     def items(self, quick: bool) -> list[Item]:
         steps = self.config(quick)["steps"]
         out = [Item((f"lr {r}",), partial(self._descend, r, steps)) for r in self.rates]
-        return [Item(("reference",), self._reference, once=True), *out] if self.once else out
+        if self.once:
+            return [Item(("reference",), self._reference, once=True), *out]
+        return out
 
     def _reference(self, context: Context) -> Mapping[str, Any]:
         self.made.append(("reference", context.seed))

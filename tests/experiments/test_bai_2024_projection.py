@@ -33,10 +33,15 @@ def matern(x: Tensor, y: Tensor) -> Tensor:
 
 def dense(found: NetworkData, method: str) -> Tensor:
     """The move of the function at the grid, from explicit matrices."""
-    j, at, c = jacobian(found, found.x), jacobian(found, found.grid), found.residuals
+    j = jacobian(found, found.x)
+    at = jacobian(found, found.grid)
+    c = found.residuals
     if method == "standard":
         return at @ (j.T @ (c / len(c)))
-    k = matern(found.x, found.x) if method == "Sobolev" else torch.eye(len(c), dtype=c.dtype)
+    if method == "Sobolev":
+        k = matern(found.x, found.x)
+    else:
+        k = torch.eye(len(c), dtype=c.dtype)
     root = torch.linalg.inv(torch.linalg.cholesky(k))  # K⁻¹ = rootᵀ root
     return at @ torch.linalg.lstsq(root @ j, torch.linalg.solve(root.T, c), driver="gelsd").solution
 

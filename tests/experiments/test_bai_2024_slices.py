@@ -81,7 +81,8 @@ def test_the_papers_network() -> None:
 
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_every_method_lowers_the_loss(name: str) -> None:
-    model, (x, y) = small(), batch()
+    model = small()
+    x, y = batch()
     optimizer = BY_NAME[name].build(model, 1e-3 if BY_NAME[name].rates else 0.1)
     before = float(F.cross_entropy(model(x), y).detach())
     stepped(model, optimizer, 10)
@@ -89,7 +90,8 @@ def test_every_method_lowers_the_loss(name: str) -> None:
 
 
 def test_the_control_starts_with_equal_norms_and_the_same_function() -> None:
-    model, (x, _) = small(), batch()
+    model = small()
+    x, _ = batch()
     before = model(x).detach()
     BY_NAME[START].build(model, 0.1)
     norms = torch.stack([p.detach().norm() for p in model.parameters()])
@@ -98,7 +100,8 @@ def test_the_control_starts_with_equal_norms_and_the_same_function() -> None:
 
 
 def test_units_are_sliced_sgd() -> None:
-    one, two = small(), small()
+    one = small()
+    two = small()
     a = stepped(one, BY_NAME[UNITS].build(one, 0.1))
     b = stepped(two, Sliced(torch.optim.SGD(two.parameters(), 0.1), two, sweeps=1))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -137,7 +140,8 @@ def test_times_and_ends() -> None:
 
 
 def test_claims_are_decided_by_the_numbers() -> None:
-    slow, fast = [run(1.0, [0.1, 0.2, 0.3, 0.9])] * 2, [run(1.02, [0.1, 0.8, 0.9, 0.9])] * 2
+    slow = [run(1.0, [0.1, 0.2, 0.3, 0.9])] * 2
+    fast = [run(1.02, [0.1, 0.8, 0.9, 0.9])] * 2
     found = {m.name: fast for m in METHODS} | {"SGD": slow}
     good = {"one step": 1e-15, "two steps": [4e-3, 1e-3], "slope": 2.0}
     checks = claims(found, good, 0.6, (True,) * 10)
@@ -184,7 +188,8 @@ def test_sliced_optimizers_forget_the_scale(method: Any) -> None:
 
 
 def test_apart() -> None:
-    one, two = {"train loss": [1.0, 2.0]}, {"train loss": [1.0, 2.5]}
+    one = {"train loss": [1.0, 2.0]}
+    two = {"train loss": [1.0, 2.5]}
     assert apart(one, two) == pytest.approx(0.2)
     assert apart(one, {"train loss": [1.0]}) == math.inf
 

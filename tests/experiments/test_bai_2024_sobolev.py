@@ -128,7 +128,8 @@ def curve(rate: float, top: float = 0.9) -> dict[str, Any]:
 
 
 def test_levels_are_found_between_epochs() -> None:
-    fast, slow = curve(0.4, 0.95), curve(0.1, 0.95)
+    fast = curve(0.4, 0.95)
+    slow = curve(0.1, 0.95)
     assert reached(fast, "train loss", 5.0) == 0
     assert abs(reached(slow, "train loss", 0.5) - 10 * math.log(2.3 / 0.5)) < 0.1
     assert reached(slow, "test accuracy", 0.96) == math.inf
@@ -143,7 +144,8 @@ def test_levels_are_found_between_epochs() -> None:
 
 
 def test_claims_follow_the_curves() -> None:
-    fast, slow = [curve(0.4, 0.925)], [curve(0.15, 0.925)]
+    fast = [curve(0.4, 0.925)]
+    slow = [curve(0.15, 0.925)]
     found = {m.name: fast if "Sobolev" in m.name else slow for m in METHODS}
     assert all(c.holds for c in paper_claims(found, (True,) * 8))
     turned = {m.name: slow if "Sobolev" in m.name else fast for m in METHODS}
@@ -201,7 +203,8 @@ def test_a_paused_run_goes_on_to_the_same_bits(
 ) -> None:
     one = replace(tiny(FULL, monkeypatch), methods=METHODS[:1], figures={"": ("Sobolev",)})
     for name in ("whole", "sliced"):
-        status, count = 3, 0
+        status = 3
+        count = 0
         while status == 3:
             seconds = 0.0 if name == "sliced" else None
             status = executor.run(one, True, [2], tmp_path / name, quiet(), seconds=seconds).status

@@ -34,7 +34,8 @@ def write_cifar(path: Path, count: int, seed: int) -> np.ndarray:
     """Sheets of three images each."""
     image = pytest.importorskip("PIL.Image")
     x = np.random.default_rng(seed).integers(0, 256, (count * 3, 32, 32, 3), dtype=np.uint8)
-    sheets, ends = b"", [0]
+    sheets = b""
+    ends = [0]
     for i in range(count):
         held = io.BytesIO()
         sheet = x[3 * i : 3 * i + 3].reshape(-1, 32, 3)
@@ -117,7 +118,8 @@ def test_digits_from_either_source_are_the_same(
     datasets = pytest.importorskip("sklearn.datasets")
     held = datasets.load_digits()
     one = data.digits()
-    images, labels = held.images.astype(np.uint8), held.target.astype(np.uint8)
+    images = held.images.astype(np.uint8)
+    labels = held.target.astype(np.uint8)
     np.savez(folder / "digits8x8.npz", images=images, labels=labels)
     two = data.digits()
     assert torch.equal(one.x, two.x)

@@ -73,9 +73,11 @@ def test_the_stiff_integrator_has_order_two_and_ignores_what_has_settled() -> No
 
 def test_the_explicit_integrator_has_order_five() -> None:
     explicit = Explicit(lambda y: torch.stack([y[:, 1], -y[:, 0]], 1), relative(0.0, 1.0))
-    errors, estimates = [], []
+    errors = []
+    estimates = []
     for count in (10, 20):
-        y, h = torch.tensor([[0.0, 1.0]], dtype=DOUBLE), torch.full((1,), 1 / count, dtype=DOUBLE)
+        y = torch.tensor([[0.0, 1.0]], dtype=DOUBLE)
+        h = torch.full((1,), 1 / count, dtype=DOUBLE)
         estimates.append(float(explicit.step(y, h)[1]))
         for _ in range(count):
             y, _ = explicit.step(y, h)
@@ -108,7 +110,9 @@ def test_a_step_that_is_not_a_number_is_refused_until_it_is_too_short() -> None:
 @pytest.mark.parametrize("rank", [1, 2, 5, 9])
 @pytest.mark.parametrize("step", [0.3, 1.0])
 def test_implicit_steps_are_solved_whatever_the_rank(rank: int, step: float) -> None:
-    a, left, right = draw(2, 6), draw(2, 6, rank, seed=1), draw(2, 6, rank, seed=2)
+    a = draw(2, 6)
+    left = draw(2, 6, rank, seed=1)
+    right = draw(2, 6, rank, seed=2)
     a[0, 1] = 1.0  # 1 − c a vanishes for c = 1
     c = torch.tensor([[step], [0.5]], dtype=DOUBLE)
     whole = torch.eye(6, dtype=DOUBLE) - c[..., None] * (a.diag_embed() + left @ right.mT)
@@ -136,9 +140,11 @@ def test_the_rescaled_flow_agrees_with_plain_small_steps(depth: int) -> None:
     x, y = separable(6, 4)
     fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.5, rtol=1e-6)
     v = fast.run(1.5)
-    level, beta = float(fast.level(v)), fast.beta(v)[0]
+    level = float(fast.level(v))
+    beta = fast.beta(v)[0]
     model = flat_start(4, depth, 0.5, CPU)
-    factors, rate = torch.stack([w.detach() for w in model.factors]), 5e-3
+    factors = torch.stack([w.detach() for w in model.factors])
+    rate = 5e-3
     for _ in range(200_000):
         b = factors.prod(0)
         u = y * (x @ b)
@@ -175,7 +181,8 @@ def test_the_flow_reaches_the_margins() -> None:
     flows = EuclideanFlow(Signed.of([(x, y)] * 2), [1, 2], [1.0, 1e-3], rtol=1e-4)
     beta = flows.beta(flows.run(3e4))
     assert angle(beta[0], l2_max_margin(x, y).beta) < 0.02
-    found, truth = beta[1] / float((y * (x @ beta[1])).min()), l1_max_margin(x, y)
+    found = beta[1] / float((y * (x @ beta[1])).min())
+    truth = l1_max_margin(x, y)
     assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
 
 
@@ -197,7 +204,8 @@ def test_errors_are_measured_where_the_logits_are() -> None:
     """One sample moves alone, or all alike: by the definition, through autograd's Jacobian."""
     x, y = separable(9, 4)
     found = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e9, logits=0.1)
-    v, error = draw(1, 4, seed=2), 1e-3 * draw(1, 4, seed=3)
+    v = draw(1, 4, seed=2)
+    error = 1e-3 * draw(1, 4, seed=3)
     beta = v * (v.square() + 0.04)
     u = y * (x @ beta[0])
     off = y * (x @ ((3 * v.square() + 0.04) * error)[0])
@@ -205,7 +213,8 @@ def test_errors_are_measured_where_the_logits_are() -> None:
     mean = (weights * off).sum() / weights.sum()
     level = -F.softplus(-u).mean().log()
     assert bool((weights > 1e-5 * weights.max()).all())
-    apart, together = float((off - mean).abs().max()), float(mean.abs() / (1 + level.clamp(min=0)))
+    apart = float((off - mean).abs().max())
+    together = float(mean.abs() / (1 + level.clamp(min=0)))
     size = float(found.size(v, v, error))
     assert size == pytest.approx(max(apart, together) / 0.1, rel=1e-9)
     entries = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e-6, logits=1e9)
@@ -259,7 +268,8 @@ def test_a_flow_that_ends_early_does_not_lose_the_others(
 
 
 def test_data_sets_of_several_sizes_do_not_mix() -> None:
-    one, two = separable(9, 3), separable(4, 3, 7)
+    one = separable(9, 3)
+    two = separable(4, 3, 7)
     both = EuclideanFlow(Signed.of([one, two]), 2, 0.2)
     alone = EuclideanFlow(Signed.of([two]), 2, 0.2)
     v = draw(2, 3)

@@ -37,9 +37,11 @@ def separable(samples: int, dim: int, seed: int = 0) -> tuple[torch.Tensor, torc
 
 def test_the_counterexample_to_invariance_of_margins() -> None:
     """X = (2, −3), A = [[1, 2], [−1, 0]]: the printed points are those of ℓ1, these of ℓ2."""
-    x, y = torch.tensor([[2.0, -3.0]], dtype=DOUBLE), torch.ones(1, dtype=DOUBLE)
+    x = torch.tensor([[2.0, -3.0]], dtype=DOUBLE)
+    y = torch.ones(1, dtype=DOUBLE)
     a = torch.tensor([[1.0, 2.0], [-1.0, 0.0]], dtype=DOUBLE)
-    beta, moved = l2_max_margin(x, y).beta, l2_max_margin(x @ a.T, y).beta
+    beta = l2_max_margin(x, y).beta
+    moved = l2_max_margin(x @ a.T, y).beta
     torch.testing.assert_close(beta, torch.tensor([2.0, -3.0], dtype=DOUBLE) / 13)
     torch.testing.assert_close(moved, torch.tensor([-0.2, -0.1], dtype=DOUBLE))
     torch.testing.assert_close(a.T @ moved, torch.tensor([-0.1, -0.4], dtype=DOUBLE))
@@ -115,7 +117,8 @@ def test_depth_asks_for_sparsity() -> None:
 
 
 def test_least_squares() -> None:
-    x, y = draw(9, 4), draw(9, seed=1)
+    x = draw(9, 4)
+    y = draw(9, seed=1)
     assert error(ordinary_least_squares(x, y), torch.linalg.solve(x.T @ x, x.T @ y)) < 1e-12
     assert error(ridgeless(x, y), ordinary_least_squares(x, y)) < 1e-12
     for wide in (draw(3, 7), draw(6, 2) @ draw(2, 5, seed=1)):
@@ -127,16 +130,19 @@ def test_least_squares() -> None:
 def test_invariance_of_least_squares() -> None:
     """X → XAᵀ: the same fitted values for N < D, Aᵀβ' = β for N ≥ D."""
     a = draw(5, 5, seed=3)
-    x, y = draw(3, 5), draw(3, seed=1)
+    x = draw(3, 5)
+    y = draw(3, seed=1)
     assert error(x @ a.T @ ridgeless(x @ a.T, y), x @ ridgeless(x, y)) < 1e-11
-    x, y = draw(11, 5), draw(11, seed=1)
+    x = draw(11, 5)
+    y = draw(11, seed=1)
     assert error(a.T @ ordinary_least_squares(x @ a.T, y), ordinary_least_squares(x, y)) < 1e-11
 
 
 def test_completion_recovers_a_low_rank_matrix() -> None:
     truth = draw(20, 2) @ draw(2, 18, seed=1)
     order = torch.randperm(360, generator=torch.Generator().manual_seed(0))[:290]
-    rows, columns = order // 18, order % 18
+    rows = order // 18
+    columns = order % 18
     found = nuclear_norm_completion((20, 18), rows, columns, truth[rows, columns], tol=1e-8)
     assert error(found.matrix, truth) < 1e-5
     assert found.rank() == 2
@@ -152,7 +158,8 @@ def test_completion_against_known_optima() -> None:
         (3, 3), torch.tensor([1]), torch.tensor([2]), torch.tensor([-4.0], dtype=DOUBLE)
     )
     assert abs(one.norm - 4) < 1e-5
-    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1])
+    rows = torch.tensor([0, 1, 1])
+    columns = torch.tensor([0, 0, 1])
     two = nuclear_norm_completion((2, 2), rows, columns, torch.ones(3, dtype=DOUBLE))
     assert abs(two.norm - 2) < 1e-5
     assert abs(float(two.matrix[0, 1]) - 1) < 1e-2
@@ -210,7 +217,8 @@ def test_bad_observations() -> None:
         nuclear_norm_completion((2, 2), zero, zero, zero)
     with pytest.raises(PullbackError, match="whole numbers"):
         nuclear_norm_completion((2, 2), values, values, values)
-    truth, index = draw(8, 8), torch.arange(8)
+    truth = draw(8, 8)
+    index = torch.arange(8)
     with pytest.raises(PullbackError, match="did not converge"):
         nuclear_norm_completion(
             (8, 8), index, index.flip(0), truth.diagonal(), tol=1e-15, max_iterations=10
@@ -219,12 +227,14 @@ def test_bad_observations() -> None:
 
 
 def test_separability_does_not_depend_on_units() -> None:
-    x, beta = draw(8, 4), draw(4, seed=1)
+    x = draw(8, 4)
+    beta = draw(4, seed=1)
     y = (x @ beta).sign()
     scaled = x * torch.tensor([1e-7, 1.0, 1e7, 1e3], dtype=x.dtype)
     assert separates(scaled, y)
     assert separates(scaled.requires_grad_(), y)
     found = l2_max_margin(scaled, y)
     assert float((y * (scaled.detach() @ found.beta)).min()) > 1 - 1e-9
-    both, signs = torch.cat([scaled, scaled]), torch.cat([y, -y])
+    both = torch.cat([scaled, scaled])
+    signs = torch.cat([y, -y])
     assert not separates(both, signs)

@@ -83,8 +83,10 @@ def test_sigmoid_to_tanh_is_the_known_map() -> None:
 
 def test_a_changed_convolution_sees_changed_channels() -> None:
     torch.manual_seed(0)
-    layer, generator = nn.Conv2d(2, 3, 3, stride=2).double(), torch.Generator().manual_seed(1)
-    before, after = random_change(2, generator), random_change(3, generator)
+    layer = nn.Conv2d(2, 3, 3, stride=2).double()
+    generator = torch.Generator().manual_seed(1)
+    before = random_change(2, generator)
+    after = random_change(3, generator)
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
 
     def moved(change: Change, a: torch.Tensor) -> torch.Tensor:

@@ -75,12 +75,14 @@ def test_tasks_fit_their_likelihoods(task: TrainingTask) -> None:
 
 
 def test_bernoulli_is_summed_over_pixels() -> None:
-    z, y = torch.zeros(5, 7), torch.rand(5, 7)
+    z = torch.zeros(5, 7)
+    y = torch.rand(5, 7)
     assert math.isclose(float(bernoulli(z, y)), 7 * math.log(2), rel_tol=1e-6)
 
 
 def test_tokens_are_samples() -> None:
-    z, y = torch.randn(3, 5, 7, dtype=torch.float64), torch.randint(7, (3, 5))
+    z = torch.randn(3, 5, 7, dtype=torch.float64)
+    y = torch.randint(7, (3, 5))
     want = -z.log_softmax(-1).gather(-1, y[..., None]).mean()
     torch.testing.assert_close(categorical(z, y), want)
 
@@ -106,7 +108,8 @@ def test_the_fisher_of_text_is_a_mean_over_tokens() -> None:
     """The head's block against products of all its tokens' inputs and predictions."""
     torch.manual_seed(0)
     model = GPT(7, 5, 8, 1, 2, tied=False).double()
-    x, y = torch.randint(7, (16, 5)), torch.randint(7, (16, 5))
+    x = torch.randint(7, (16, 5))
+    y = torch.randint(7, (16, 5))
     seen: list[Tensor] = []
     hook = model.head.register_forward_hook(lambda m, given, z: seen.append(given[0].detach()))
     p = model(x).detach().softmax(-1).flatten(0, 1)

@@ -32,7 +32,8 @@ def records(out: Path) -> dict[tuple[Any, ...], Any]:
 
 @pytest.mark.slow
 def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
-    ours, console = registry.find(NAME), quiet()
+    ours = registry.find(NAME)
+    console = quiet()
     executor.run(ours, True, [0], tmp_path / "one")
     done = executor.run(ours, True, [0], tmp_path / "two", console, workers=2)
     assert done.status == 0
@@ -172,7 +173,8 @@ def test_a_process_never_hears_an_interruption_and_the_first_one_does() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         pytest.skip("the tests run in the background, where interruptions are ignored")
     masked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-    command, found = [sys.executable, "-c", masked], []
+    command = [sys.executable, "-c", masked]
+    found = []
 
     def start() -> None:
         with parallel._deaf():

@@ -120,7 +120,10 @@ def _small(**changes: Any) -> RaceTask:
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "muon-torch"])
 def test_every_optimizer_learns_something(name: str) -> None:
     rate = {"sgd": 0.3, "kfac-natural": 0.1}.get(name, 0.01)
-    settings = {"kl_clip": 1e-2, "damping": 0.1} if name == "kfac-natural" else {}
+    if name == "kfac-natural":
+        settings = {"kl_clip": 1e-2, "damping": 0.1}
+    else:
+        settings = {}
     record = run(_small(), name, rate, seed=0, device=CPU, settings=settings)
     assert record["step"] == [0, 3, 6, 9]
     assert record["seconds"] == sorted(record["seconds"])

@@ -17,7 +17,12 @@ def _gradients(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", [(4, 4), (3, 5), (6, 2, 2)])
 def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # to compare closely
-    beta1, beta2, eps, lr, decay, every = 0.9, 0.8, 1e-8, 0.1, 0.05, 3
+    beta1 = 0.9
+    beta2 = 0.8
+    eps = 1e-8
+    lr = 0.1
+    decay = 0.05
+    every = 3
     weight = nn.Parameter(torch.ones(shape, dtype=torch.float64))
     own = SOAP([weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, every=every)
     first, *others = _gradients(shape, 8)
@@ -25,13 +30,15 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
     own.step()
     g = first.flatten(1).numpy()
     w = np.full(g.shape, 1.0) * (1 - lr * decay)
-    left, right = g @ g.T, g.T @ g
+    left = g @ g.T
+    right = g.T @ g
     q, p = (own.state[weight][k][0].numpy().copy() for k in "qp")
     for base, factor in ((q, left), (p, right)):
         np.testing.assert_allclose(base.T @ base, np.eye(len(base)), atol=1e-12)
         rotated = base.T @ factor @ base
         np.testing.assert_allclose(rotated, np.diag(np.diag(rotated)), atol=1e-10)
-    m, v = np.zeros_like(g), np.zeros_like(g)
+    m = np.zeros_like(g)
+    v = np.zeros_like(g)
     for t, grad in enumerate(others, 1):
         weight.grad = grad
         own.step()
@@ -57,10 +64,12 @@ def test_stacks_are_matrices_one_by_one() -> None:
     grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
     for kind in (Muon, lambda params, lr: SOAP(params, lr, every=2)):
         together, apart = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
-        one, several = kind(together, 0.1), [kind([p], 0.1) for p in apart]
+        one = kind(together, 0.1)
+        several = [kind([p], 0.1) for p in apart]
         for given in grads:
             for p, q, g in zip(together, apart, given, strict=True):
-                p.grad, q.grad = g, g
+                p.grad = g
+                q.grad = g
             for optimizer in (one, *several):
                 optimizer.step()
         torch.testing.assert_close(list(together), list(apart), rtol=1e-4, atol=1e-5)
@@ -76,7 +85,10 @@ def test_muon_takes_the_steps_of_torchs() -> None:
         draw.manual_seed(3)
         for _ in range(4):
             for p in (ours, theirs):
-                p.grad = torch.randn(8, 5, generator=draw) if p is ours else ours.grad
+                if p is ours:
+                    p.grad = torch.randn(8, 5, generator=draw)
+                else:
+                    p.grad = ours.grad
             optimizer.step()
     # torch's iterates are bfloat16
     torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)

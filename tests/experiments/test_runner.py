@@ -186,7 +186,10 @@ class Clock:
 
         def work(key: str, context: Context) -> None:
             file = context.folder() / "part"
-            part = int(file.read_text()) if file.exists() else 0
+            if file.exists():
+                part = int(file.read_text())
+            else:
+                part = 0
             while part < count:
                 self.now += 1
                 part += 1
@@ -376,7 +379,8 @@ def test_lost_arrays_are_named(tmp_path: Path) -> None:
 
 
 def test_damaged_arrays_are_named(tmp_path: Path) -> None:
-    store, name = Store(tmp_path / "r.json", {}), (("k",), 0)
+    store = Store(tmp_path / "r.json", {})
+    name = (("k",), 0)
     store.put(name, {"x": np.random.default_rng(0).normal(size=500), "y": np.ones(3)}, 1.0, {})
     (victim,) = tmp_path.rglob("*.npz")
     sound = victim.read_bytes()

@@ -31,7 +31,8 @@ def tensor(*values: float) -> Tensor:
 
 def problem() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     torch.manual_seed(0)
-    model, x = nn.Linear(5, 1, bias=False).double(), draw(3, 5)
+    model = nn.Linear(5, 1, bias=False).double()
+    x = draw(3, 5)
     return model, x, lambda: F.softplus(-Y * model(x)[:, 0]).mean()
 
 
@@ -156,7 +157,8 @@ def test_a_budget_and_a_stiff_problem() -> None:
             max_evaluations=400,
         )
 
-    explicit, implicit = run("DOP853"), run("LSODA")
+    explicit = run("DOP853")
+    implicit = run("LSODA")
     assert explicit.status == "budget"
     assert "evaluations" in explicit.reason
     assert explicit.evaluations < 500
@@ -404,7 +406,8 @@ def test_a_stochastic_loss_is_refused() -> None:
 def test_dropout_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
-    x, state = draw(3, 5), torch.get_rng_state()
+    x = draw(3, 5)
+    state = torch.get_rng_state()
     closure = lambda: F.softplus(-Y * model(x)[:, 0]).mean()  # noqa: E731
     with pytest.raises(PullbackError, match="stochastic"):
         flow.integrate(model, closure, kind="euclidean", t=(0, 1))

@@ -42,13 +42,16 @@ def net(features: int = 8) -> nn.Module:
 def logistic(model: nn.Module, x: Tensor, y: Tensor, reduction: str) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         losses = F.softplus(-y * model(x)[:, 0])
-        return losses.mean() if reduction == "mean" else losses.sum()
+        if reduction == "mean":
+            return losses.mean()
+        return losses.sum()
 
     return closure
 
 
 def test_logistic_margins() -> None:
-    model, x = net(), draw(5, 8)
+    model = net()
+    x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     found = flow.integrate(
         model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1), reduction="sum"
@@ -60,7 +63,8 @@ def test_logistic_margins() -> None:
 
 
 def test_a_summed_loss_with_a_mean_metric_is_n_times_faster() -> None:
-    model, x = linear(), draw(5, 8)
+    model = linear()
+    x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     found = flow.integrate(model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1))
     for t in (0.2, 1.0):
@@ -84,7 +88,8 @@ def test_known_margins(s0: float, y: float, t: float, truth: float) -> None:
 
 def test_discrete_steps_of_a_linear_model() -> None:
     """s ← s + η y (1 + e^(−ys)); from 0 with η = ½: 1, 1.6839397206."""
-    model, x = linear(), draw(5, 8)
+    model = linear()
+    x = draw(5, 8)
     nn.init.zeros_(model.weight)  # pyright: ignore
     opt = pb.NaturalGradient(
         model, Fisher(Bernoulli()), pb.solvers.PseudoInverse(), pb.steps.Constant(0.5)
@@ -109,7 +114,8 @@ def test_discrete_steps_of_a_linear_model() -> None:
     ("make", "last"), [(linear, 800.0), pytest.param(net, 45.0, marks=pytest.mark.slow)]
 )
 def test_logits_of_eight_hundred(make: Callable[[], nn.Module], last: float) -> None:
-    model, x = make(), draw(5, 8)
+    model = make()
+    x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
     found = flow.integrate(model, data, t=(0, last))
@@ -121,7 +127,8 @@ def test_logits_of_eight_hundred(make: Callable[[], nn.Module], last: float) -> 
 
 def test_softmax_logits() -> None:
     """z_y − z_k = d_k + u with e^u = (1 + C)e^t − C, C = Σ e^(−d_k): all classes recede alike."""
-    x, y = draw(5, 8), torch.tensor([0, 2, 1, 1, 0])
+    x = draw(5, 8)
+    y = torch.tensor([0, 2, 1, 1, 0])
     torch.manual_seed(0)
     model = nn.Linear(8, 3).double()
     z0 = model(x).detach()
@@ -144,12 +151,14 @@ def test_softmax_logits() -> None:
 def test_more_samples_than_parameters(classes: int) -> None:
     """No margins of their own: the log-domain velocity is the dense weighted one."""
     torch.manual_seed(0)
-    x, y = draw(30, 3), torch.randint(0, classes, (30,))
+    x = draw(30, 3)
+    y = torch.randint(0, classes, (30,))
     model = nn.Linear(3, 1 if classes == 2 else 3).double()
     metric: pb.metrics.Metric
     if classes == 2:
         data = flow.Supervised(x, y, Bernoulli())
-        metric, loss = Fisher(Bernoulli()), F.binary_cross_entropy_with_logits
+        metric = Fisher(Bernoulli())
+        loss = F.binary_cross_entropy_with_logits
         closure = lambda: loss(model(x)[:, 0], y.to(DTYPE))  # noqa: E731
     else:
         data = flow.Supervised(x, y, Categorical())
@@ -187,7 +196,9 @@ def test_the_velocity_far_out_is_the_weighted_least_squares_solution(shift: floa
 
 
 def test_least_squares_decays_at_one_rate_naturally_and_by_the_kernel_euclideanly() -> None:
-    model, x, y = linear(), draw(5, 8), draw(5, 1, seed=3)
+    model = linear()
+    x = draw(5, 8)
+    y = draw(5, 1, seed=3)
     r0 = (model(x) - y).detach()
 
     def residuals(params: dict[str, Tensor]) -> Tensor:
@@ -209,7 +220,8 @@ def test_least_squares_decays_at_one_rate_naturally_and_by_the_kernel_euclideanl
 
 
 def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not() -> None:
-    b, c = draw(3, 6, seed=1), draw(4, 3, seed=2)
+    b = draw(3, 6, seed=1)
+    c = draw(4, 3, seed=2)
     g = torch.diag(torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=DTYPE))
 
     def phi(w: Tensor) -> Tensor:
@@ -253,7 +265,8 @@ def test_a_metric_that_moves_and_a_dict_of_coordinates() -> None:
 
 @pytest.mark.parametrize("method", flow.METHODS)
 def test_every_method(method: str) -> None:
-    model, x = linear(), draw(5, 8)
+    model = linear()
+    x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
     found = flow.integrate(model, data, t=(0, 1), method=method, rtol=1e-5, atol=1e-7)
@@ -264,7 +277,9 @@ def test_every_method(method: str) -> None:
 
 def test_damped_flow_and_the_euclidean_metric() -> None:
     """With M = I and damping λ: s' = K(K + λ)⁻¹∂, K = JJᵀ."""
-    model, x, y = linear(), draw(5, 8), draw(5, 1, seed=3)
+    model = linear()
+    x = draw(5, 8)
+    y = draw(5, 1, seed=3)
     r0 = (model(x) - y).detach()
     found = flow.integrate(
         model,
@@ -285,7 +300,8 @@ def test_weights_beyond_the_digits_end_the_flow_with_a_reason(scale: float) -> N
     """N > D, logits tens apart: the samples of largest weight decide, or the flow says why not."""
     from pullback.flow.supervised import SupervisedField
 
-    x, beta = draw(6, 3), scale * draw(3, seed=1)
+    x = draw(6, 3)
+    beta = scale * draw(3, seed=1)
     y = (x @ beta).sign()
     data = flow.Supervised(x, (1 + y) / 2, Bernoulli())
     model = pb.linear.LinearModel(3, beta)
@@ -299,7 +315,8 @@ def test_weights_beyond_the_digits_end_the_flow_with_a_reason(scale: float) -> N
 
 
 def test_classes_of_any_integer_type() -> None:
-    x, y = draw(4, 5), torch.tensor([0, 1, 2, 1])
+    x = draw(4, 5)
+    y = torch.tensor([0, 1, 2, 1])
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
     ends = [

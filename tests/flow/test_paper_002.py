@@ -45,7 +45,9 @@ def shear(dim: int) -> Tensor:
 
 
 def test_theorem_1_logits_do_not_see_invertible_maps_of_the_data() -> None:
-    (x, y), a, start = separable(4, 7), shear(7), 0.3 * draw(7, seed=2)
+    x, y = separable(4, 7)
+    a = shear(7)
+    start = 0.3 * draw(7, seed=2)
     one = natural(LinearModel(7, start), x, y)
     two = natural(LinearModel(7, torch.linalg.solve(a.T, start)), x @ a.T, y)
     for t in TIMES:
@@ -53,7 +55,9 @@ def test_theorem_1_logits_do_not_see_invertible_maps_of_the_data() -> None:
 
 
 def test_theorem_2_the_classifier_follows_the_map() -> None:
-    (x, y), a, start = separable(9, 3), shear(3), 0.1 * draw(3, seed=2)
+    x, y = separable(9, 3)
+    a = shear(3)
+    start = 0.1 * draw(3, seed=2)
     one = natural(LinearModel(3, start), x, y)
     two = natural(LinearModel(3, torch.linalg.solve(a.T, start)), x @ a.T, y)
     for t in TIMES:
@@ -61,7 +65,8 @@ def test_theorem_2_the_classifier_follows_the_map() -> None:
 
 
 def test_theorem_3_and_the_direction_of_least_squares() -> None:
-    (x, y), start = separable(4, 7), 0.3 * draw(7, seed=2)
+    x, y = separable(4, 7)
+    start = 0.3 * draw(7, seed=2)
     found = natural(LinearModel(7, start), x, y)
     s0 = (x @ start).tolist()
     for t in TIMES:
@@ -72,7 +77,8 @@ def test_theorem_3_and_the_direction_of_least_squares() -> None:
 
 
 def test_euclidean_flow_has_none_of_this() -> None:
-    (x, y), a = separable(20, 7), shear(7)
+    x, y = separable(20, 7)
+    a = shear(7)
     data = [flow.Supervised(z, (1 + y) / 2, Bernoulli(), "sum") for z in (x, x @ a.T)]
     one, two = (
         flow.integrate(
@@ -101,7 +107,8 @@ def test_theorem_4_in_models_that_are_not_linear(kind: str) -> None:
 
 
 def test_reparametrization_by_depth() -> None:
-    (x, y), start = separable(9, 3), 0.2 * draw(3, seed=2)
+    x, y = separable(9, 3)
+    start = 0.2 * draw(3, seed=2)
     one = natural(LinearModel(3, start), x, y)
     factors = torch.ones(3, 3, dtype=DOUBLE)
     factors[0] = start
@@ -112,7 +119,8 @@ def test_reparametrization_by_depth() -> None:
 
 def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
     """β(t) = b + e^{−t}(β₀ − b) on observed entries and β₀ elsewhere."""
-    mask, b = draw(3, 3, seed=3) > 0, draw(3, 3, seed=4)
+    mask = draw(3, 3, seed=3) > 0
+    b = draw(3, 3, seed=4)
     model = DeepMatrix([3, 3, 3, 3], seed=1, dtype=DOUBLE)
     beta = model.beta.detach()
     found = flow.integrate(
@@ -131,7 +139,8 @@ def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
 
 def test_the_counterexample_and_what_flows_do_there() -> None:
     """X = (2, −3): the natural flow carries over to XAᵀ, the ℓ2 margin does not."""
-    x, y = torch.tensor([[2.0, -3.0]], dtype=DOUBLE), torch.ones(1, dtype=DOUBLE)
+    x = torch.tensor([[2.0, -3.0]], dtype=DOUBLE)
+    y = torch.ones(1, dtype=DOUBLE)
     a = torch.tensor([[1.0, 2.0], [-1.0, 0.0]], dtype=DOUBLE)
     # of one point the least norm with margin 1
     beta, moved = (torch.linalg.pinv(z) @ y for z in (x, x @ a.T))

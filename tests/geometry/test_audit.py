@@ -50,7 +50,8 @@ def sgd(model: nn.Module) -> Optimizer:
 
 def by_hand(model: nn.Module, batch: Batch, lr: float, steps: int) -> Tensor:
     """Plain gradient descent with autograd alone, and the outputs it ends with."""
-    model, (x, y) = copy.deepcopy(model), batch
+    model = copy.deepcopy(model)
+    x, y = batch
     for _ in range(steps):
         loss = 0.5 * (model(x) - y).square().sum() / len(x)
         params = list(model.parameters())
@@ -61,7 +62,8 @@ def by_hand(model: nn.Module, batch: Batch, lr: float, steps: int) -> Tensor:
 
 
 def test_mismatches_are_those_of_runs_by_hand() -> None:
-    model, batch = network(), data()
+    model = network()
+    batch = data()
     found = audit(sgd, model, batch, [Affine(3)], steps=3, sizes=(1, 0.1)).rows[0]
     twin = Affine(3).twin(model, batch[0]).model
     start = model(batch[0]).detach()
@@ -77,7 +79,8 @@ def test_mismatches_are_those_of_runs_by_hand() -> None:
 
 def test_the_direction_is_that_of_definitions_5_and_6() -> None:
     """SGD under w = Mθ: df·O(ψ) = MMᵀ∇ against ∇, and J of both, with a dense Jacobian."""
-    model, batch = network(nn.Tanh), data()
+    model = network(nn.Tanh)
+    batch = data()
     size = sum(p.numel() for p in model.parameters())
     m = torch.eye(size, dtype=torch.float64) + 0.2 * torch.randn(size, size, dtype=torch.float64)
     found = audit(sgd, model, batch, {"mixing": mixing(m)}, steps=0).rows[0]
@@ -96,7 +99,8 @@ def test_the_direction_is_that_of_definitions_5_and_6() -> None:
 
 
 def test_the_model_and_the_random_state_stay_as_they_were() -> None:
-    model, batch = network(), data()
+    model = network()
+    batch = data()
     model(batch[0]).sum().backward()
     before = copy.deepcopy(model.state_dict())
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -125,7 +129,8 @@ def test_frozen_parameters_stay_in_their_places() -> None:
 
 
 def test_orthogonal_mixing_is_exact_for_sgd_and_not_for_adam() -> None:
-    model, batch = network(nn.Tanh), data()
+    model = network(nn.Tanh)
+    batch = data()
     size = sum(p.numel() for p in model.parameters())
     turn = mixing(torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0])
     makes = {"sgd": sgd, "adam": lambda m: Adam(m.parameters(), lr=1e-2)}
@@ -165,7 +170,8 @@ def test_kfac_with_a_pseudo_inverse_of_few_samples_is_first_order_on_them_only()
 
 
 def test_state_closures_and_lists_of_optimizers() -> None:
-    model, batch = network(), data()
+    model = network()
+    batch = data()
     makes: dict[str, Callable[[nn.Module], Any]] = {
         "momentum": lambda m: SGD(m.parameters(), lr=0.01, momentum=0.9, nesterov=True),
         "groups": lambda m: SGD([{"params": [p], "lr": 0.01} for p in m.parameters()]),
@@ -182,7 +188,8 @@ def test_state_closures_and_lists_of_optimizers() -> None:
 
 
 def test_classes_and_a_loss_of_ones_own() -> None:
-    model, (x, _) = network(), data()
+    model = network()
+    x, _ = data()
     y = torch.randint(0, 2, (len(x),))
 
     def make(m: nn.Module) -> Optimizer:
@@ -197,7 +204,8 @@ def test_classes_and_a_loss_of_ones_own() -> None:
 
 
 def test_round_off_is_measured_in_single_precision_too() -> None:
-    model, (x, y) = network().float(), data()
+    model = network().float()
+    x, y = data()
     found = audit(sgd, model, (x.float(), y.float()), steps=1, sizes=(1, 0.1))
     assert found.row("neuron permutation").verdict is Verdict.EXACT
     assert found.row("entry permutation").verdict is Verdict.EXACT
@@ -220,7 +228,9 @@ def test_lower_precision_needs_its_resolution() -> None:
     def make(m: nn.Module) -> Optimizer:
         return Rounded(m.parameters(), lr=0.1)
 
-    model, batch, kinds = network(), data(), [NeuronPermutation()]
+    model = network()
+    batch = data()
+    kinds = [NeuronPermutation()]
     assert audit(make, model, batch, kinds).rows[0].verdict is Verdict.NOT
     assert (
         audit(Contender("fine", make, resolution=1e-2), model, batch, kinds).rows[0].verdict

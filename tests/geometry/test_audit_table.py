@@ -12,7 +12,10 @@ from pullback.geometry.invariance.table import Audit
 from pullback.optim import KFAC
 from pullback_experiments.invariance_audit.contenders import optimizers
 
-E, F, N, U = "exact", "first order", "not invariant", "undecided"
+E = "exact"
+F = "first order"
+N = "not invariant"
+U = "undecided"
 RANK = {E: 2, F: 1, N: 0, U: 0}
 NAMES = ("input rotation", "input whitening", "per-layer rotation", "per-layer affine",
          "neuron rescaling", "neuron permutation", "entry permutation", "elementwise")  # fmt: skip

@@ -40,7 +40,9 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.inner, self.leave = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        self.enter = nn.Linear(4, 5)
+        self.inner = nn.Linear(5, 5)
+        self.leave = nn.Linear(5, 2)
         self.norm = nn.LayerNorm(5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +102,8 @@ REFUSED = {
 def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]
-    model, x = build().to(dtype), draw().to(dtype)
+    model = build().to(dtype)
+    x = draw().to(dtype)
     before = copy.deepcopy(model.state_dict())
     if (name, kind.name) in REFUSED:
         with pytest.raises(PullbackError):
@@ -125,8 +128,10 @@ def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dt
 def test_whitening_whitens_what_the_first_layer_sees() -> None:
     torch.manual_seed(1)
     for build, draw, centered in ((mlp, flat, True), (lambda: mlp(bias=False), flat, False)):
-        model, x = build().double(), draw().double()
-        found, seen = Whitening().twin(model, x).model, []
+        model = build().double()
+        x = draw().double()
+        found = Whitening().twin(model, x).model
+        seen = []
         layers(found)[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         found(x)
         (a,) = seen
@@ -142,7 +147,8 @@ def test_neurons_against_explicit_matrices(kind: Transformation) -> None:
     x = torch.randn(5, 3).double()
     found = kind.twin(model, x).model
     assert [type(m) for m in found] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
-    (one, two), (new, last) = layers(model), layers(found)
+    one, two = layers(model)
+    new, last = layers(found)
     joined = [torch.cat([n.weight, n.bias[:, None]], 1) for n in (one, new)]
     m = torch.linalg.lstsq(joined[0].T, joined[1].T).solution.T
     order = m.abs().argmax(1)
@@ -167,7 +173,8 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
     for p, q in zip(again.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     torch.testing.assert_close(sigmoid_twin(mlp(nn.Tanh).double())(x).shape, model(x).shape)
-    act, (one, two) = nn.Sigmoid(), (nn.Linear(4, 4).double() for _ in range(2))
+    act = nn.Sigmoid()
+    one, two = (nn.Linear(4, 4).double() for _ in range(2))
     shared = nn.Sequential(one, act, two, act)  # the last one is no hidden unit
     torch.testing.assert_close(tanh_twin(shared)(x), shared(x))
     with pytest.raises(PullbackError, match="no Sigmoid network"):
@@ -178,8 +185,10 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
 
 def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
     torch.manual_seed(4)
-    layer, generator = nn.Linear(3, 2).double(), torch.Generator().manual_seed(1)
-    one, two = random_change(3, generator), random_change(2, generator)
+    layer = nn.Linear(3, 2).double()
+    generator = torch.Generator().manual_seed(1)
+    one = random_change(3, generator)
+    two = random_change(2, generator)
     new = change_coordinates(layer, one, two)
     back = torch.linalg.inv(two.matrix)
     w = back @ layer.weight @ torch.linalg.inv(one.matrix)

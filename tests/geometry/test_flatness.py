@@ -233,7 +233,8 @@ def test_a_rescaled_relu_unit_has_the_same_room(scale):
     x = torch.tensor(
         [[2.0, 0], [0, 2], [2, 2], [1, 3], [-2, 0], [0, -2], [-2, -2], [-1, -3]]
     ).double()
-    first, last = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
+    first = nn.Linear(2, 1, bias=False)
+    last = nn.Linear(1, 1, bias=False)
     model = nn.Sequential(first, nn.ReLU(), last).double()
     with torch.no_grad():
         first.weight.copy_(scale * torch.tensor([[1.0, 0.5]]))

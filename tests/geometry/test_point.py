@@ -33,7 +33,8 @@ def tensor(*values: float) -> Tensor:
 
 def overparametrized(seed: int = 0) -> Callable[[Tensor], Tensor]:
     """R⁸ → R⁵ of rank 3: five functions of three combinations of the parameters."""
-    b, c = draw(3, 8, seed=seed + 1), draw(5, 3, seed=seed + 2)
+    b = draw(3, 8, seed=seed + 1)
+    c = draw(5, 3, seed=seed + 2)
     return lambda x: torch.tanh(c @ torch.sin(b @ x)) + (c @ (b @ x)) ** 2
 
 
@@ -79,7 +80,9 @@ INVERSES = {
 def test_theorem_1_any_generalized_inverse_pushes_forward_to_the_projection(
     inverse: object, seed: int
 ) -> None:
-    phi, xi, g = overparametrized(seed), draw(8, seed=seed + 20), spd(5, seed=seed)
+    phi = overparametrized(seed)
+    xi = draw(8, seed=seed + 20)
+    g = spd(5, seed=seed)
     point = Point(phi, xi, g)
     pushed = point.pushforward(point.natural_gradient(loss, inverse))  # pyright: ignore
     ambient = torch.linalg.solve(g, slope(phi(xi)))
@@ -89,7 +92,9 @@ def test_theorem_1_any_generalized_inverse_pushes_forward_to_the_projection(
 
 
 def test_theorem_1_fails_with_damping() -> None:
-    phi, xi, g = overparametrized(), draw(8, seed=20), spd(5)
+    phi = overparametrized()
+    xi = draw(8, seed=20)
+    g = spd(5)
     point = Point(phi, xi, g)
     exact = point.pushforward(point.natural_gradient(loss))
     for damping, low, high in ((1e-2, 1e-7, 1e-1), (1.0, 1e-5, 1.0)):
@@ -106,19 +111,27 @@ def test_theorem_1_fails_with_damping() -> None:
 
 @pytest.mark.parametrize("inverse", INVERSES.values(), ids=INVERSES)
 def test_theorem_2_reparametrization_invariance_on_the_model(inverse: object) -> None:
-    phi, g, theta, mix = overparametrized(), spd(5), draw(8, seed=3), draw(8, 8, seed=4)
+    phi = overparametrized()
+    g = spd(5)
+    theta = draw(8, seed=3)
+    mix = draw(8, 8, seed=4)
 
     def f(t: Tensor) -> Tensor:
         return mix @ torch.sinh(0.3 * t) + t**3
 
-    one, two = Point(phi, f(theta), g), Point(lambda t: phi(f(t)), theta, g)
+    one = Point(phi, f(theta), g)
+    two = Point(lambda t: phi(f(t)), theta, g)
     pushed = [p.pushforward(p.natural_gradient(loss, inverse)) for p in (one, two)]  # pyright: ignore
     assert_close(pushed[1], pushed[0], 1e-7, "Theorem 2")
 
 
 def test_damping_is_not_invariant() -> None:
-    phi, g, theta, mix = overparametrized(), spd(5), draw(8, seed=3), draw(8, 8, seed=4)
-    one, two = Point(phi, mix @ theta, g), Point(lambda t: phi(mix @ t), theta, g)
+    phi = overparametrized()
+    g = spd(5)
+    theta = draw(8, seed=3)
+    mix = draw(8, 8, seed=4)
+    one = Point(phi, mix @ theta, g)
+    two = Point(lambda t: phi(mix @ t), theta, g)
     pushed = [p.pushforward(p.natural_gradient(loss, Cholesky(1e-2))) for p in (one, two)]
     assert float((pushed[0] - pushed[1]).norm() / pushed[0].norm()) > 1e-6
 
@@ -133,12 +146,14 @@ def test_example_a3_exact_numbers() -> None:
     def square(z: Tensor) -> Tensor:
         return z[0] ** 2
 
-    one, two = Point(phi, tensor(2, 1)), Point(psi, tensor(1, 1))
+    one = Point(phi, tensor(2, 1))
+    two = Point(psi, tensor(1, 1))
     assert_close(one.gram(), torch.ones(2, 2, dtype=DTYPE), 1e-15, "G(ξ)")
     assert_close(two.gram(), tensor(4, 2, 2, 1).view(2, 2), 1e-15, "G(θ)")
     assert_close(one.gradient(square), tensor(6, 6), 1e-15, "∇_ξ L")  # pyright: ignore
     assert_close(two.gradient(square), tensor(12, 6), 1e-15, "∇_θ L")  # pyright: ignore
-    y_xi, x = one.natural_gradient(square), two.natural_gradient(square)
+    y_xi = one.natural_gradient(square)
+    x = two.natural_gradient(square)
     assert isinstance(y_xi, Tensor)
     assert isinstance(x, Tensor)
     f = torch.diag(tensor(2, 1))
@@ -167,7 +182,8 @@ def test_example_2_and_a2_corrected() -> None:
     for x in t:
         truth = torch.stack([-torch.sin(2 * x), torch.sin(x)])
         assert_close(psi(x[None]), truth, 1e-14, "ψ = (−sin 2θ, sin θ)")
-    one, two = Point(figure_eight, tensor(0)), Point(psi, tensor(0))
+    one = Point(figure_eight, tensor(0))
+    two = Point(psi, tensor(0))
     unit = tensor(1)
     assert_close(one.pushforward(unit), tensor(2, 1), 1e-15, "∂(ξ₁)")
     assert_close(two.pushforward(unit), tensor(-2, 1), 1e-15, "∂(θ₁)")
@@ -200,7 +216,8 @@ def test_example_1_spans_that_meet_in_zero_only() -> None:
 
 
 def test_proposition_2_a_homeomorphism_with_zero_differential() -> None:
-    phi, xi = overparametrized(), draw(8, seed=3)
+    phi = overparametrized()
+    xi = draw(8, seed=3)
     point = Point(lambda t: phi(xi + t**3), torch.zeros(8, dtype=DTYPE))
     assert_close(point.value, phi(xi), 1e-15, "ψ(0) = φ(ξ*)")
     assert point.rank.rank == 0
@@ -214,13 +231,15 @@ def test_proposition_2_a_homeomorphism_with_zero_differential() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_decomposition_is_orthogonal(dtype: torch.dtype) -> None:
-    phi, g = overparametrized(), spd(5)
+    phi = overparametrized()
+    g = spd(5)
     cast = lambda x: phi(x.to(DTYPE)).to(x.dtype)  # noqa: E731
     xi = draw(8, seed=20)
     part = Point(cast, xi.to(dtype), g.to(dtype), rcond=1e-5).decompose(loss)
     tol = 1e-3 if dtype == torch.float32 else 1e-9
     assert part.ambient.dtype == dtype
-    tangent, lost = part.tangent.to(DTYPE), part.residual.to(DTYPE)
+    tangent = part.tangent.to(DTYPE)
+    lost = part.residual.to(DTYPE)
     assert_close(part.ambient.to(DTYPE), tangent + lost, tol, "the sum")
     assert abs(float(tangent @ g @ lost)) < tol * part.length**2
     truth = torch.linalg.solve(g, slope(phi(xi)))
@@ -230,9 +249,11 @@ def test_decomposition_is_orthogonal(dtype: torch.dtype) -> None:
 
 
 def test_gram_and_gradient_with_a_metric_that_moves() -> None:
-    phi, xi = overparametrized(), draw(8, seed=3)
+    phi = overparametrized()
+    xi = draw(8, seed=3)
     metric = lambda z: torch.diag(1 + z**2)  # noqa: E731
-    j, m = jacobian(phi, xi), metric(phi(xi))
+    j = jacobian(phi, xi)
+    m = metric(phi(xi))
     assert_close(Point(phi, xi, metric).gram(), j.T @ m @ j, 1e-13, "G")
     assert_close(Point(phi, xi).gram(), j.T @ j, 1e-13, "G in the Euclidean metric")
     given = j.T @ slope(phi(xi))
@@ -275,10 +296,14 @@ def test_a_dict_of_parameters() -> None:
 def test_a_module_agrees_with_the_optimizer_and_the_oracle(metric: pb.metrics.Metric) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    x, y = draw(6, 3), torch.tensor([0, 1, 2, 0, 1, 1])
+    x = draw(6, 3)
+    y = torch.tensor([0, 1, 2, 0, 1, 1])
     before = [p.detach().clone() for p in model.parameters()]
     point = Point(model, None, metric, inputs=x)
-    used = pb.metrics.Euclidean() if metric is None else metric
+    if metric is None:
+        used = pb.metrics.Euclidean()
+    else:
+        used = metric
     cross = lambda z: nn.functional.cross_entropy(z, y)  # noqa: E731
     truth = pb.testing.oracle(model, x, used, cross)
     assert_close(point.gram(), truth.gram, 1e-12, "G")
@@ -304,7 +329,8 @@ def test_a_module_agrees_with_the_optimizer_and_the_oracle(metric: pb.metrics.Me
 
 def test_reduction_and_a_matrix_over_all_outputs_of_a_module() -> None:
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 2).double(), draw(4, 3)
+    model = nn.Linear(3, 2).double()
+    x = draw(4, 3)
     mean = Point(model, None, pb.metrics.Euclidean(), inputs=x).gram()
     total = Point(model, None, pb.metrics.Euclidean(), inputs=x, reduction="sum").gram()
     assert_close(total, 4 * mean, 1e-14, "sum and mean")
@@ -314,7 +340,8 @@ def test_reduction_and_a_matrix_over_all_outputs_of_a_module() -> None:
 
 
 def test_other_parameters_of_a_module() -> None:
-    model, x = nn.Linear(3, 2).double(), draw(4, 3)
+    model = nn.Linear(3, 2).double()
+    x = draw(4, 3)
     other = {"weight": draw(2, 3), "bias": draw(2)}
     point = Point(model, other, inputs=x)
     assert_close(point.value, x @ other["weight"].T + other["bias"], 1e-14, "φ(ξ)")
@@ -329,7 +356,8 @@ def test_other_parameters_of_a_module() -> None:
 def test_inverses_are_solvers(inverse: pb.solvers.Solver) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    x, y = draw(6, 3), draw(6, 2, seed=1)
+    x = draw(6, 3)
+    y = draw(6, 2, seed=1)
     opt = pb.NaturalGradient(model, solver=inverse, gram="rows")
 
     def closure() -> Tensor:
@@ -350,7 +378,8 @@ def test_inverses_are_solvers(inverse: pb.solvers.Solver) -> None:
 def test_random_inverse_is_not_symmetric_and_damping_replaces_it() -> None:
     gram = pb.grams.Rows(draw(3, 6))
     solver = RandomInverse(0, scale=10.0)
-    state, g = solver.init(gram), gram.dense()
+    state = solver.init(gram)
+    g = gram.dense()
     inverse = torch.stack([solver.solve(state, e).x for e in torch.eye(6).to(g)], 1)
     assert_close(g @ inverse @ g, g, 1e-10, "G G⁻ G = G")
     assert float((inverse - inverse.T).norm()) > 0.1 * float(inverse.norm())
@@ -370,7 +399,8 @@ def test_an_ill_conditioned_map_keeps_its_digits() -> None:
 
 
 def test_weighted_norm_is_the_smallest() -> None:
-    a, w = draw(3, 6), spd(6, seed=2)
+    a = draw(3, 6)
+    w = spd(6, seed=2)
     solver = WeightedNorm(w)
     g = a.T @ draw(3, seed=4)
     x = solver.solve(solver.init(pb.grams.Rows(a)), g).x

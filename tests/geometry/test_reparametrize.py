@@ -70,7 +70,8 @@ def differential(twin: Reparametrized) -> Tensor:
 
 @pytest.mark.parametrize(("name", "dtype"), each_once(CASES, [torch.float64, torch.float32]))
 def test_the_function_is_the_same_and_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
-    model, x = network(dtype), inputs(dtype=dtype)
+    model = network(dtype)
+    x = inputs(dtype=dtype)
     before = copy.deepcopy(model.state_dict())
     twin = reparametrize(model, CASES[name]())
     limit = 1e-13 if dtype == torch.float64 else 2e-5
@@ -86,7 +87,8 @@ def test_the_function_is_the_same_and_the_model_as_it_was(name: str, dtype: torc
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_pulled_back(name: str) -> None:
     """∇_θL = Fᵀ∇_wL and J_θ = J_w F."""
-    model, x = network(), inputs()
+    model = network()
+    x = inputs()
     twin = reparametrize(model, CASES[name]())
     f = differential(twin)
     assert torch.linalg.matrix_rank(f) == SIZE
@@ -108,9 +110,11 @@ def test_gradients_are_pulled_back(name: str) -> None:
 )
 def test_theorem_2_on_the_model_and_formula_31_on_the_parameters(name: str, count: int) -> None:
     """dψ G_θ⁺∇ = dφ G_w⁺∇, while df G_θ⁺∇ = F(FᵀGF)⁺Fᵀ∇, another vector if p > rank."""
-    model, x = network(), inputs(count)
+    model = network()
+    x = inputs(count)
     twin = reparametrize(model, CASES[name]())
-    f, (j, _) = differential(twin), dense(model, x)
+    f = differential(twin)
+    j, _ = dense(model, x)
     r = torch.randn(2 * count, dtype=torch.float64)
     direct = j @ torch.linalg.pinv(j) @ r
 
@@ -139,7 +143,8 @@ def test_frozen_tied_and_buffered_models() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3)
+            self.one = nn.Linear(3, 3, bias=False)
+            self.two = nn.Linear(3, 3)
             self.two.weight = self.one.weight
             self.norm = nn.BatchNorm1d(3).eval()
             self.norm.weight.requires_grad_(False)

@@ -25,7 +25,10 @@ def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
     linear = ModuleMap(model, Call.of(x)).linearize(
         {n: p for n, p in model.named_parameters() if p.requires_grad}
     )
-    chosen = Euclidean() if metric is None else metric
+    if metric is None:
+        chosen = Euclidean()
+    else:
+        chosen = metric
     return Part(linear, chosen.factor(linear.value, inputs=x))
 
 
@@ -146,7 +149,8 @@ def test_auto_asks_the_model_for_its_closed_form_first() -> None:
             return Dense(7.0 * torch.eye(linear.space.size, dtype=linear.space.dtype))
 
     model = Known(3, 1, bias=False).double()
-    x, y = torch.randn(5, 3).double(), torch.randn(5, 1).double()
+    x = torch.randn(5, 3).double()
+    y = torch.randn(5, 1).double()
     for form, curvature in (("auto", 7.0), ("rows", None)):
         opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.0), gram=form, lr=1.0)
         before = model.weight.detach().clone()

@@ -99,11 +99,17 @@ def test_scaled_and_shifted_sides(monkeypatch: pytest.MonkeyPatch, panels: bool)
         found = inverses(every, scales, shifts)
         assert not any(found.failed)
         for i, m in enumerate(every):
-            dense = torch.diag_embed(m) if m.ndim == 2 else m
+            if m.ndim == 2:
+                dense = torch.diag_embed(m)
+            else:
+                dense = m
             eye = torch.eye(m.shape[-1], dtype=DOUBLE)
             dense = dense / scales[i] + shifts[i][:, None, None] * eye
             want = torch.linalg.inv(dense)
-            got = torch.diag_embed(found.sides[i]) if m.ndim == 2 else found.sides[i]
+            if m.ndim == 2:
+                got = torch.diag_embed(found.sides[i])
+            else:
+                got = found.sides[i]
             torch.testing.assert_close(got, want)
     assert all(torch.equal(a, b) for a, b in zip(every, kept, strict=True))
 

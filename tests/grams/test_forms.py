@@ -23,7 +23,8 @@ def matrix(n: int, p: int, rank: int | None = None, seed: int = 0) -> Tensor:
 
 
 def forms(a: Tensor) -> dict[str, Gram]:
-    project, lift = a.matmul, a.T.matmul
+    project = a.matmul
+    lift = a.T.matmul
     return {
         "rows": Rows(a),
         "kernel": Kernel(a @ a.T, project, lift, a.shape[1]),

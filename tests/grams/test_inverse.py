@@ -23,7 +23,8 @@ def padded(side: Tensor) -> Tensor:
 
 def forms(left: Tensor, right: Tensor) -> dict[str, Inverse]:
     inverses = torch.linalg.inv(left), torch.linalg.inv(right)
-    (rows, u), (columns, w) = torch.linalg.eigh(left), torch.linalg.eigh(right)
+    rows, u = torch.linalg.eigh(left)
+    columns, w = torch.linalg.eigh(right)
     return {
         "inverse": Inverse(inverses[0], padded(inverses[1])),
         "factors": Inverse(*map(torch.linalg.cholesky, (left, right)), factors=True),
@@ -34,12 +35,19 @@ def forms(left: Tensor, right: Tensor) -> dict[str, Inverse]:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", ["inverse", "factors", "eigenbasis"])
 def test_every_form_is_the_dense_inverse(form: str, bias: bool) -> None:
-    left, right = spd(3, 4, 0), spd(3, 6, 1)
+    left = spd(3, 4, 0)
+    right = spd(3, 6, 1)
     g = torch.randn(3, 4, 6, dtype=DOUBLE, generator=torch.Generator().manual_seed(2))
     want = torch.linalg.inv(left) @ g @ torch.linalg.inv(right)
-    given = [g[..., :5], g[..., 5]] if bias else [g]
+    if bias:
+        given = [g[..., :5], g[..., 5]]
+    else:
+        given = [g]
     found = apply_inverse(forms(left, right)[form], given)
-    joined = torch.cat([found[0], found[1][..., None]], 2) if bias else found[0]
+    if bias:
+        joined = torch.cat([found[0], found[1][..., None]], 2)
+    else:
+        joined = found[0]
     torch.testing.assert_close(joined, want)
     assert all(t.is_contiguous() for t in found[:1])
 
@@ -56,7 +64,10 @@ def test_float16_loses_no_more_than_tf32(bias: bool, power: int) -> None:
     assert half.left is not None
     assert half.left.dtype == torch.float16
     g = torch.randn(2, 16, 24, generator=torch.Generator().manual_seed(2)) * 1e-9
-    given = [g[..., :23], g[..., 23]] if bias else [g]
+    if bias:
+        given = [g[..., :23], g[..., 23]]
+    else:
+        given = [g]
     want = [t.double() for t in apply_inverse(inverse, given)]
     for found, exact in zip(apply_inverse(half, given), want, strict=True):
         assert (found - exact).norm() < 5e-3 * exact.norm()
@@ -79,7 +90,9 @@ def test_float16_keeps_what_unlike_units_contribute() -> None:
 
 def test_a_rescaled_inverse_in_float16() -> None:
     wide = Inverse(*(torch.linalg.inv(spd(1, 8, i, torch.float32)) for i in (0, 1)))
-    half, left, right = rounded(wide), torch.rand(1, 8) + 0.5, torch.rand(1, 8) + 0.5
+    half = rounded(wide)
+    left = torch.rand(1, 8) + 0.5
+    right = torch.rand(1, 8) + 0.5
     _rescale_inverse(half, left, right)
     _rescale_inverse(wide, left, right)
     g = [torch.randn(1, 8, 8)]

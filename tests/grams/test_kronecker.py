@@ -54,8 +54,14 @@ def dense(block: Any) -> Tensor:
         return torch.block_diag(*block.matrices)
     if isinstance(block, Rotated):
         g, o, i = block.values.shape
-        u = torch.eye(o, dtype=DOUBLE).expand(g, o, o) if block.u is None else block.u
-        w = torch.eye(i, dtype=DOUBLE).expand(g, i, i) if block.w is None else block.w
+        if block.u is None:
+            u = torch.eye(o, dtype=DOUBLE).expand(g, o, o)
+        else:
+            u = block.u
+        if block.w is None:
+            w = torch.eye(i, dtype=DOUBLE).expand(g, i, i)
+        else:
+            w = block.w
         turn = [torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(u, w, strict=True)]
         pieces = zip(turn, block.values, strict=True)
         return torch.block_diag(*[t @ torch.diag(v.flatten()) @ t.T for t, v in pieces])
@@ -81,7 +87,8 @@ def test_laws(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "damping"), each_once(BLOCKS, [0.0, 1e-3, 1.0]))
 def test_solve(name: str, damping: float) -> None:
-    gram, g = Kronecker([BLOCKS[name]]), dense(BLOCKS[name])
+    gram = Kronecker([BLOCKS[name]])
+    g = dense(BLOCKS[name])
     v = draw(gram.size, seed=5)
     want = torch.linalg.pinv(
         g + damping * torch.eye(len(g), dtype=DOUBLE), hermitian=True, rtol=1e-12
@@ -93,7 +100,8 @@ def test_blocks_stand_where_the_index_says() -> None:
     blocks = [BLOCKS["groups"], BLOCKS["units"], BLOCKS["rotated"]]
     size = sum(len(dense(b)) for b in blocks)
     index = torch.randperm(size, generator=torch.Generator().manual_seed(0))
-    gram, want = Kronecker(blocks, index), torch.empty(size, size, dtype=DOUBLE)
+    gram = Kronecker(blocks, index)
+    want = torch.empty(size, size, dtype=DOUBLE)
     want[index[:, None], index] = torch.block_diag(*map(dense, blocks))
     check_gram(gram)
     assert_close(gram.dense(), want, 1e-12, "dense")
@@ -108,7 +116,8 @@ def test_blocks_stand_where_the_index_says() -> None:
 
 def test_solvers_take_it() -> None:
     gram = Kronecker([BLOCKS["pair"], BLOCKS["groups"]])
-    v, g = draw(gram.size), gram.dense()
+    v = draw(gram.size)
+    g = gram.dense()
     solver = pb.solvers.Cholesky()
     found = solver.solve(solver.init(gram), v, 0.1)
     assert_close(
@@ -157,8 +166,11 @@ def plain(given: list[Tensor], *, singular: bool = False) -> Inverses:
 
 
 def test_sides_invert_together_and_report() -> None:
-    good, other, poor = symmetric(2, 3), symmetric(1, 3, seed=1), symmetric(1, 3, 2, seed=2)
-    line, hole = draw(1, 4).square() + 0.1, torch.tensor([[1.0, 0.0, 2.0]], dtype=DOUBLE)
+    good = symmetric(2, 3)
+    other = symmetric(1, 3, seed=1)
+    poor = symmetric(1, 3, 2, seed=2)
+    line = draw(1, 4).square() + 0.1
+    hole = torch.tensor([[1.0, 0.0, 2.0]], dtype=DOUBLE)
     given = [good, line, other, poor, hole]
     found = plain(given)
     assert found.failed == [False, False, False, True, True]
@@ -192,7 +204,9 @@ def test_zero_sides_are_no_trouble() -> None:
 
 
 def test_shifted_and_multiply() -> None:
-    v, left, right = draw(2, 3, 4), symmetric(2, 3), symmetric(2, 4, seed=1)
+    v = draw(2, 3, 4)
+    left = symmetric(2, 3)
+    right = symmetric(2, 4, seed=1)
     by = torch.tensor([0.5, 2.0], dtype=DOUBLE)
     assert_close(
         sides.multiply(left, v, right),

@@ -50,15 +50,18 @@ def test_the_polynomials_together_bring_small_numbers_near_one() -> None:
 
 def test_each_polynomial_is_the_best_on_the_interval_that_the_last_one_left() -> None:
     """By Chebyshev's theorem: 1 − p is ± its largest value, in turn, at four points."""
-    low, high = 1e-3, 1.0
+    low = 1e-3
+    high = 1.0
     for a, b, c in _POLAR:
-        middle, half = -3 * b / (10 * c), ((3 * b) ** 2 - 20 * a * c) ** 0.5 / (10 * c)
+        middle = -3 * b / (10 * c)
+        half = ((3 * b) ** 2 - 20 * a * c) ** 0.5 / (10 * c)
         turns = [(middle - half) ** 0.5, (middle + half) ** 0.5]  # where p' = 0
         assert low < turns[0] < turns[1] < high
         errors = 1 - quintic((a, b, c), torch.tensor([low, *turns, high], dtype=DOUBLE))
         want = errors.abs().max() * torch.tensor([1.0, -1, 1, -1], dtype=DOUBLE)
         torch.testing.assert_close(errors, want, rtol=0, atol=1e-3)
-        low, high = 1 - float(errors[2]), 1.01 * (1 - float(errors[1]))
+        low = 1 - float(errors[2])
+        high = 1.01 * (1 - float(errors[1]))
 
 
 def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -> None:
@@ -159,7 +162,10 @@ def test_the_root_of_a_side_without_statistics_is_a_multiple_of_one() -> None:
         found, good = inverse_root(side, 0.1)
         assert bool(good.all())
         assert bool(torch.isfinite(found).all())
-        whole = found if found.ndim == 3 else torch.diag_embed(found)
+        if found.ndim == 3:
+            whole = found
+        else:
+            whole = torch.diag_embed(found)
         one = torch.eye(5, dtype=DOUBLE).expand(2, 5, 5)
         torch.testing.assert_close(whole, one, rtol=0, atol=0.006)
 
@@ -168,7 +174,10 @@ def test_the_root_of_a_side_without_statistics_is_a_multiple_of_one() -> None:
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_a_side_that_is_not_finite_is_flagged(value: float, diagonal: bool) -> None:
     side = spd(4, 10.0, batch=3)
-    side = side.diagonal(dim1=1, dim2=2).clone() if diagonal else side
+    if diagonal:
+        side = side.diagonal(dim1=1, dim2=2).clone()
+    else:
+        side = side
     side[1] = value
     assert inverse_root(side, 0.1)[1].tolist() == [True, False, True]
 
@@ -200,7 +209,8 @@ def nearby(n: int, far: float, batch: int = 2) -> Tensor:
 def test_a_turned_basis_comes_to_that_of_eigh(n: int, far: float) -> None:
     values = torch.linspace(1, 2, n, dtype=DOUBLE)
     basis = orthonormal(2, n)
-    side, turned = (basis * values) @ basis.mT, basis @ nearby(n, far)
+    side = (basis * values) @ basis.mT
+    turned = basis @ nearby(n, far)
     last = off_diagonal(side, turned)
     for _ in range(12):
         turned = turn_basis(side, turned)
@@ -215,7 +225,8 @@ def test_a_turned_basis_comes_to_that_of_eigh(n: int, far: float) -> None:
 
 def test_a_turn_is_perturbation_theory_to_second_order() -> None:
     """C = S + ε S₁ in the eigenbasis of S: what is off the diagonal falls from ε to ε²."""
-    basis, values = orthonormal(1, 6), torch.linspace(1, 2, 6, dtype=DOUBLE)
+    basis = orthonormal(1, 6)
+    values = torch.linspace(1, 2, 6, dtype=DOUBLE)
     rest = []
     for size in (1e-3, 1e-4):
         change = normal(1, 6, 6, seed=3)
@@ -229,7 +240,8 @@ def test_a_turn_is_perturbation_theory_to_second_order() -> None:
 def test_repeated_eigenvalues_have_any_basis(far: float) -> None:
     values = torch.tensor([1.0, 1, 1, 2, 2, 5, 0, 0], dtype=DOUBLE)
     basis = orthonormal(2, 8)
-    side, turned = (basis * values) @ basis.mT, basis @ nearby(8, far)
+    side = (basis * values) @ basis.mT
+    turned = basis @ nearby(8, far)
     first = off_diagonal(side, turned)
     for _ in range(10):
         turned = turn_basis(side, turned)
@@ -240,7 +252,8 @@ def test_repeated_eigenvalues_have_any_basis(far: float) -> None:
 
 def test_a_basis_far_off_stays_orthonormal() -> None:
     """Rotations are bounded, and two steps of Newton and Schulz leave 2 % of error at most."""
-    side, turned = spd(30, 1e4, batch=3), orthonormal(3, 30, seed=5)
+    side = spd(30, 1e4, batch=3)
+    turned = orthonormal(3, 30, seed=5)
     for _ in range(20):
         turned = turn_basis(side, turned)
         assert not_orthonormal(turned) < 0.02
@@ -256,7 +269,8 @@ def test_nothing_to_turn(side: Tensor) -> None:
 
 
 def test_the_scale_of_a_side_does_not_matter_to_its_basis() -> None:
-    side, basis = spd(6, 30.0), orthonormal(2, 6, seed=4)
+    side = spd(6, 30.0)
+    basis = orthonormal(2, 6, seed=4)
     for scale in (1e-6, 1e6):
         pair = turn_basis(scale * side, basis), turn_basis(side, basis)
         torch.testing.assert_close(*pair, rtol=0, atol=1e-9)

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pullback as pb
 
-WORDS, LENGTH, IGNORED = 9, 8, -100
+WORDS = 9
+LENGTH = 8
+IGNORED = -100
 NATURAL: dict[str, Any] = {
     "likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "statistics_every": 2,
     "invert_every": 4,
@@ -31,7 +33,8 @@ def next_word_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
 ) -> Tensor:
     """`ForCausalLMLoss` in the model's own precision; that one is in float32."""
-    z, y = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    z = logits[:, :-1].flatten(0, 1)
+    y = labels[:, 1:].flatten()
     total = F.cross_entropy(z, y, reduction="sum", ignore_index=IGNORED)
     return total / ((y != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
@@ -89,7 +92,8 @@ def fit(model: Any, folder: Any, kfac: dict[str, Any], resume: Any = None, **opt
     args = arguments(folder, **options)
     opt = pb.KFAC(model, group=dist.group.WORLD, **kfac)
     trainer: Any = Kept(model, args, train_dataset=sentences(), optimizers=(opt, None))
-    trainer.seen, trainer.kfac = [], opt
+    trainer.seen = []
+    trainer.kfac = opt
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -107,7 +111,8 @@ def accelerated(
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro, **options)
-    model, (x, y) = gpt2(dtype=dtype), batches(64)
+    model = gpt2(dtype=dtype)
+    x, y = batches(64)
     words = TensorDataset(x, y)
     loader: Any = DataLoader(words, batch_size=16 // size // micro)
     if after:

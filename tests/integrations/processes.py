@@ -55,7 +55,8 @@ def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def with_trainer(
     rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
 ) -> dict[str, Any]:
-    early, found = pb.KFAC(gpt2(), **NATURAL), {}
+    early = pb.KFAC(gpt2(), **NATURAL)
+    found = {}
     share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     saved = {**share, "save_strategy": "steps", "save_steps": 3}
     found["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
@@ -86,6 +87,8 @@ def with_lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    loop, folder = globals()[f"with_{sys.argv[1]}"], Path(sys.argv[2])
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    loop = globals()[f"with_{sys.argv[1]}"]
+    folder = Path(sys.argv[2])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     torch.save(loop(rank, size, folder), folder / f"{rank}.pt")

@@ -24,13 +24,17 @@ def _no_mixed_precision_left() -> Any:
 
 
 def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool = False) -> Tensor:
-    model, (x, y) = gpt2(dtype=dtype).train(), batches(64)
+    model = gpt2(dtype=dtype).train()
+    x, y = batches(64)
     opt = pb.KFAC(model, **kfac)
     for some, target in zip(x.split(16), y.split(16), strict=True):
         opt.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             z = model(input_ids=some, position_ids=torch.arange(LENGTH).expand(16, LENGTH)).logits
-        z = z.float() if half else z
+        if half:
+            z = z.float()
+        else:
+            z = z
         F.cross_entropy(z.flatten(0, 1), target.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()

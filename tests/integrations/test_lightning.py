@@ -71,7 +71,8 @@ def test_an_exact_fit_is_the_loop_by_hand(step: pb.steps.Step, lightning: Any) -
 
 def by_hand(clip: float | None, micro: int = 1) -> Tensor:
     net = classifier({}).net
-    opt, (x, y) = pb.KFAC(net, **NATURAL), points().tensors
+    opt = pb.KFAC(net, **NATURAL)
+    x, y = points().tensors
     for epoch in range(2):
         for a, b in zip(x.split(16 * micro), y.split(16 * micro), strict=True):
             opt.param_groups[0]["lr"] = 0.1 * 0.5**epoch

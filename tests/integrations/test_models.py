@@ -86,7 +86,9 @@ def test_logits_are_found(name: str, compiled: bool) -> None:
     """With the loss inside of the model; at least nine tenths of the weights have their block."""
     torch.manual_seed(0)
     make, kind = MODELS[name]
-    model, batch, losses = make().train(), inputs(kind), []
+    model = make().train()
+    batch = inputs(kind)
+    losses = []
     net: Any = torch.compile(model, backend="eager") if compiled else model
     opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
     for _ in range(6):
@@ -135,7 +137,8 @@ def test_a_net_of_torchvision() -> None:
     torch.manual_seed(0)
     model = shufflenet().train()
     opt = pb.KFAC(model, statistics_every=2)
-    x, y = torch.randn(8, 3, 32, 32), torch.arange(8) % 3
+    x = torch.randn(8, 3, 32, 32)
+    y = torch.arange(8) % 3
     losses = []
     for _ in range(4):
         opt.zero_grad()
@@ -154,7 +157,8 @@ def test_gpt2_has_the_symmetries_of_its_twin_of_linear_layers() -> None:
                            (block.mlp, "c_proj")]:  # fmt: skip
             old = getattr(part, name)
             new = nn.Linear(*old.weight.shape, dtype=old.weight.dtype)
-            new.weight.data, new.bias.data = old.weight.data.T.clone(), old.bias.data.clone()
+            new.weight.data = old.weight.data.T.clone()
+            new.bias.data = old.bias.data.clone()
             setattr(part, name, new)
     x = {"input_ids": torch.arange(16).view(2, 8) % WORDS}
     counts = [pb.symmetry.find(m.eval(), x, output="logits").generators() for m in (model, twin)]

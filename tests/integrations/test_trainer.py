@@ -28,7 +28,9 @@ def by_hand(seen: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
     """The same batches, joined where gradients were accumulated."""
     model = gpt2().train()
     opt = pb.KFAC(model, **kfac)
-    rate, epoch, rest = opt.param_groups[0]["lr"], len(sentences()) // 8, iter(seen)
+    rate = opt.param_groups[0]["lr"]
+    epoch = len(sentences()) // 8
+    rest = iter(seen)
     steps: list[list[Any]] = []
     while sum(map(len, steps)) < len(seen):  # the last step of an epoch may have fewer
         left = epoch - sum(map(len, steps)) % epoch
@@ -124,7 +126,8 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 def test_the_class_and_its_arguments(tmp_path: Path) -> None:
     """Trainer hands over `model` as the first argument."""
-    model, want = gpt2(), fit(gpt2(), tmp_path, SPECTRAL)
+    model = gpt2()
+    want = fit(gpt2(), tmp_path, SPECTRAL)
     given = pb.KFAC, {"model": model, **SPECTRAL}
     own = hf.Trainer(
         model, arguments(tmp_path), train_dataset=sentences(), optimizer_cls_and_kwargs=given
@@ -137,10 +140,14 @@ def test_the_class_and_its_arguments(tmp_path: Path) -> None:
 def test_accelerates_scaler() -> None:
     """A step that overflows is left out; the others are those without a scaler."""
     accelerate.Accelerator(cpu=True)
-    (x, y), ends = (t.clone() for t in _words()), []
+    x, y = (t.clone() for t in _words())
+    ends = []
     for scaled in (True, False):
         model = gpt2().train()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
+        if scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        else:
+            scaler = None
         own = {**NATURAL, "fisher": "empirical", "grad_scaler": scaler}
         opt = accelerate.optimizer.AcceleratedOptimizer(pb.KFAC(model, **own), scaler=scaler)
         for step in range(5):

@@ -41,7 +41,9 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.head = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 2)
+        self.left = nn.Linear(3, 4)
+        self.right = nn.Linear(2, 4)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.head(torch.tanh(self.left(x) + self.right(y)))

@@ -177,7 +177,8 @@ class Implicit:
     """A basis by its products, which are to be transposes of each other."""
 
     def __init__(self, forward: Tensor, backward: Tensor) -> None:
-        self.matvec, self.rmatvec = forward.matmul, backward.matmul
+        self.matvec = forward.matmul
+        self.rmatvec = backward.matmul
 
 
 def test_bases(model: nn.Module, x: Tensor) -> None:

@@ -15,7 +15,10 @@ from tests.laws.models import conv1d, mlp
 def test_the_routes_agree(net: str) -> None:
     torch.manual_seed(0)
     model = (mlp(3, 5, 2) if net == "mlp" else conv1d()).double()
-    x = torch.randn(3, 3) if net == "mlp" else torch.randn(3, 2, 8)
+    if net == "mlp":
+        x = torch.randn(3, 3)
+    else:
+        x = torch.randn(3, 2, 8)
     want = kernels.contraction(model, x.double())
     for name, route in kernels.ROUTES.items():
         assert_close(route(model, x.double()), want, 1e-12, name)

@@ -18,7 +18,8 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.gate = nn.Linear(3, 3), 0.0
+        self.linear = nn.Linear(3, 3)
+        self.gate = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + self.gate * x.mean(0)
@@ -29,7 +30,9 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.read = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)
+        self.first = nn.Linear(3, 4)
+        self.last = nn.Linear(4, 5)
+        self.read = nn.Linear(5, 2)
         self.w = torch.ones(6, 1, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,7 +42,8 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_parameters_are_named_as_the_cause(value: float) -> None:
-    model, x = build("mlp"), inputs("mlp", 5)
+    model = build("mlp")
+    x = inputs("mlp", 5)
     ntk(model, x)
     next(model.parameters()).data.view(-1)[0] = value
     with pytest.raises(PullbackError, match="The parameters are not finite"):
@@ -49,7 +53,8 @@ def test_parameters_are_named_as_the_cause(value: float) -> None:
 
 
 def test_a_norm_that_overflows_is_no_infinity() -> None:
-    model, x = nn.Linear(2, 1), torch.full((3, 2), 1e30)
+    model = nn.Linear(2, 1)
+    x = torch.full((3, 2), 1e30)
     with torch.no_grad():
         model.weight.fill_(1e-30)
     k = ntk(model, torch.cat([x, 1e-30 * x]))
@@ -57,7 +62,8 @@ def test_a_norm_that_overflows_is_no_infinity() -> None:
 
 
 def test_a_model_that_begins_to_couple_is_refused() -> None:
-    model, x = Gated().double(), draw(9, 3)
+    model = Gated().double()
+    x = draw(9, 3)
     for _ in range(2):
         assert ntk(model, x).shape == (9, 9, 3, 3)
     model.gate = 0.1
@@ -68,14 +74,16 @@ def test_a_model_that_begins_to_couple_is_refused() -> None:
 
 @pytest.mark.parametrize("net", ["mlp", "attention", "embedding", "tied"])
 def test_a_second_call_is_the_first(net: str) -> None:
-    model, x = build(net), inputs(net, 5)
+    model = build(net)
+    x = inputs(net, 5)
     first = ntk(model, x)
     assert torch.equal(ntk(model, x), first)
 
 
 @pytest.mark.parametrize("equal_first", [True, False])
 def test_what_was_seen_of_cotangents_is_proved_anew(equal_first: bool) -> None:
-    model, x = Weighted().double(), draw(4, 6, 3)
+    model = Weighted().double()
+    x = draw(4, 6, 3)
     weights = [model.w, torch.arange(6, dtype=torch.float64)[:, None]]
     for w in weights if equal_first else reversed(weights):
         model.w = w

@@ -11,7 +11,8 @@ from pullback.testing import assert_close
 from pullback_experiments.bai_2024_projection.experiment import gradient_norm
 from tests.kernels.nets import draw
 
-POINTS, RESIDUALS = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([1.0, -2.0, 0.5])
+POINTS = torch.tensor([0.0, 1.0, 5.0])
+RESIDUALS = torch.tensor([1.0, -2.0, 0.5])
 
 
 def test_the_l2_gradient_does_not_exist() -> None:
@@ -28,7 +29,10 @@ def test_the_sobolev_gradient_does(order: float) -> None:
         for n in (400, 1600, 6400, 25600)
     ]
     d = (POINTS[:, None] - POINTS).abs().double()
-    k = 0.5 * torch.exp(-d) if order == 1 else 0.25 * torch.exp(-d) * (1 + d)
+    if order == 1:
+        k = 0.5 * torch.exp(-d)
+    else:
+        k = 0.25 * torch.exp(-d) * (1 + d)
     e = RESIDUALS.double()
     limit = float((e @ k @ e).sqrt())
     errors = [abs(norm - limit) for norm in norms]
@@ -49,7 +53,8 @@ def test_the_fisher_rao_gradient() -> None:
     g(∇ℓ, h) = dℓ(h) for every h with Σh = 0. In ∫ h₁h₂/p², as it is printed, that is not so.
     """
     p = torch.softmax(draw(7), 0)
-    index, e = torch.tensor([1, 4, 4]), draw(3, seed=1)
+    index = torch.tensor([1, 4, 4])
+    e = draw(3, seed=1)
     delta = torch.zeros_like(p).index_add_(0, index, e)
     gradient = p * delta - p * (p[index] * e).sum()
     assert abs(float(gradient.sum())) < 1e-14
@@ -64,14 +69,16 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.LSTM(3, 4, batch_first=True).double(), nn.Linear(4, 2).double()
+        self.body = nn.LSTM(3, 4, batch_first=True).double()
+        self.head = nn.Linear(4, 2).double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)[0][:, -1])
 
 
 def test_a_recurrent_network_is_linearized() -> None:
-    model, x = Recurrent(), torch.randn(5, 6, 3).double()
+    model = Recurrent()
+    x = torch.randn(5, 6, 3).double()
     first = linearize(model)
     torch.testing.assert_close(first(x), model(x))
     moved = {n: p + 1e-6 * torch.randn_like(p) for n, p in model.named_parameters()}

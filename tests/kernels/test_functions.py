@@ -45,9 +45,11 @@ def test_the_forms_of_the_projection_agree(metric: str, widths: tuple[int, ...])
     """(14) = (15) = (16), and all are J(x*) G⁺ Jᵀ c."""
     torch.manual_seed(1)
     model = mlp(*widths).double()
-    x, new = draw(8, 2), draw(5, 2, seed=3)
+    x = draw(8, 2)
+    new = draw(5, 2, seed=3)
     c = gradient_of(model, x)
-    j, j2 = dense(model, x), dense(model, new)
+    j = dense(model, x)
+    j2 = dense(model, new)
     inverse = torch.linalg.pinv(oracle(model, x, METRICS[metric], count=1).rows, rtol=1e-6)
     v = inverse @ (inverse.T @ (j.T @ c.flatten()))
     for form in ("pushforward", "orthonormal", "kernel"):
@@ -61,7 +63,8 @@ def test_the_forms_of_the_projection_agree(metric: str, widths: tuple[int, ...])
 
 def test_the_direction_is_the_optimizers() -> None:
     torch.manual_seed(1)
-    model, x = mlp(2, 30, 3).double(), draw(8, 2)
+    model = mlp(2, 30, 3).double()
+    x = draw(8, 2)
     y = torch.arange(8) % 3
     metric = Fisher(pb.likelihoods.Categorical())
     opt = pb.NaturalGradient(model, metric, pb.solvers.PseudoInverse(1e-6))
@@ -80,7 +83,8 @@ def test_the_direction_is_the_optimizers() -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_p_is_a_projection_and_s_is_not(metric: str) -> None:
     torch.manual_seed(1)
-    model, x = mlp(2, 3, 3).double(), draw(12, 2)
+    model = mlp(2, 3, 3).double()
+    x = draw(12, 2)
     h = draw(12, 3, seed=5)
     j = dense(model, x)
     m = oracle(model, x, METRICS[metric], count=1).metric
@@ -113,8 +117,11 @@ def test_s_is_a_projection_when_the_coordinates_are_orthonormal() -> None:
 @pytest.mark.parametrize("net", ["mlp", "conv2d", "embedding", "scalars"])
 def test_kernel_forms_of_gradients(net: str) -> None:
     """(16), (19) and (22): Σ K(x_i, ·) c_i for K_f, Θ and K_GTK, and the move they predict."""
-    model, x, new = build(net), inputs(net, 5), inputs(net, 3, seed=1)
-    j, j2 = dense(model, x), dense(model, new)
+    model = build(net)
+    x = inputs(net, 5)
+    new = inputs(net, 3, seed=1)
+    j = dense(model, x)
+    j2 = dense(model, new)
     tangent = Tangent(model)
     c = draw(len(j), seed=3).view(tangent.at(x).value.shape)
     basis = draw(j.shape[1], 9)
@@ -135,7 +142,8 @@ def test_kernel_forms_of_gradients(net: str) -> None:
 
 def test_the_rkhs_gradient_is_the_gradient() -> None:
     """(13): dℓ(h) = ⟨∇ℓ, h⟩ for every h of the space."""
-    x, c = draw(4, 2), draw(4, 3, seed=1)
+    x = draw(4, 2)
+    c = draw(4, 3, seed=1)
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         return torch.exp(-torch.cdist(a, b))
@@ -149,7 +157,9 @@ def test_the_rkhs_gradient_is_the_gradient() -> None:
 
 
 def test_predicted_and_actual_moves_agree_to_first_order() -> None:
-    model, x, new = build("mlp"), inputs("mlp", 5), inputs("mlp", 6, seed=1)
+    model = build("mlp")
+    x = inputs("mlp", 5)
+    new = inputs("mlp", 6, seed=1)
     change = NTK(Tangent(model)).expand(x, draw(5, 2))
     errors = []
     for scale in (1e-2, 1e-3, 1e-4):
@@ -161,9 +171,12 @@ def test_predicted_and_actual_moves_agree_to_first_order() -> None:
 
 def test_a_move_is_of_the_function_as_it_was() -> None:
     """What was predicted before a step stays predicted after it."""
-    model, x, new = build("mlp"), inputs("mlp", 5), inputs("mlp", 6, seed=1)
+    model = build("mlp")
+    x = inputs("mlp", 5)
+    new = inputs("mlp", 6, seed=1)
     change = NTK(Tangent(model)).expand(x, draw(5, 2))
-    before, actual = change(new), (-1e-3 * change).actual(new)
+    before = change(new)
+    actual = (-1e-3 * change).actual(new)
     start = model(new).detach()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -178,8 +191,10 @@ def test_pushforward_metric() -> None:
     model = mlp(2, 3, 2).double()
     x = draw(40, 2)
     j = dense(model, x)
-    u, v = draw(j.shape[1], seed=3), draw(j.shape[1], seed=4)
-    f, g = (j @ u).view(40, 2), (j @ v).view(40, 2)
+    u = draw(j.shape[1], seed=3)
+    v = draw(j.shape[1], seed=4)
+    f = (j @ u).view(40, 2)
+    g = (j @ v).view(40, 2)
     theta = ntk(model, x)
     got = rkhs_inner(f, g, kernel=theta)
     assert abs(float(got - u @ v)) < 1e-6 * float(u.norm() * v.norm())
@@ -190,7 +205,8 @@ def test_pushforward_metric() -> None:
 
 
 def test_pushforward_metric_of_a_quotient() -> None:
-    model, x = build("relu"), inputs("relu", 30)
+    model = build("relu")
+    x = inputs("relu", 30)
     j = dense(model, x)
     u = draw(j.shape[1], seed=3)
     shortest = torch.linalg.pinv(j, rtol=1e-9) @ (j @ u)

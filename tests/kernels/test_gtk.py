@@ -20,8 +20,12 @@ def size(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize(("net", "k"), each_once(NETS, [1, 3, 30]))
 def test_the_kernel_is_j_c_ct_jt(net: str, k: int) -> None:
-    model, x, x2 = build(net), inputs(net, 5), inputs(net, 4, seed=1)
-    j, j2, c = dense(model, x), dense(model, x2), draw(size(model), k)
+    model = build(net)
+    x = inputs(net, 5)
+    x2 = inputs(net, 4, seed=1)
+    j = dense(model, x)
+    j2 = dense(model, x2)
+    c = draw(size(model), k)
     want = blocks(j @ c @ c.T @ j2.T, 5, 4)
     assert_close(gtk(model, x, x2, basis=c), want, 1e-12, "full")
     diagonal = torch.diagonal(want, dim1=2, dim2=3)
@@ -47,7 +51,8 @@ class Implicit:
 @pytest.mark.parametrize("k", [2, 40])
 @pytest.mark.parametrize("net", ["mlp", "scalars"])
 def test_every_form_of_a_basis(net: str, k: int) -> None:
-    model, x = build(net), inputs(net, 5)
+    model = build(net)
+    x = inputs(net, 5)
     c = draw(size(model), k)
     c[c.abs() < 1] = 0
     want = gtk(model, x, basis=c)
@@ -67,14 +72,16 @@ def test_every_form_of_a_basis(net: str, k: int) -> None:
 
 
 def test_a_tangent_vector_may_name_some_parameters() -> None:
-    model, x = build("mlp"), inputs("mlp", 4)
+    model = build("mlp")
+    x = inputs("mlp", 4)
     v = {"0.weight": draw(6, 3)}
     flat = torch.cat([(v.get(n, 0 * p)).flatten() for n, p in model.named_parameters()]).detach()
     assert_close(gtk(model, x, basis=[v]), gtk(model, x, basis=flat[:, None]), 1e-14, "one name")
 
 
 def test_without_a_basis_it_is_the_ntk() -> None:
-    model, x = build("mlp"), inputs("mlp", 4)
+    model = build("mlp")
+    x = inputs("mlp", 4)
     assert torch.equal(gtk(model, x), ntk(model, x))
     eye = torch.eye(size(model), dtype=torch.float64)
     assert_close(gtk(model, x, basis=eye), ntk(model, x), 1e-12, "C = I")
@@ -84,8 +91,13 @@ def test_without_a_basis_it_is_the_ntk() -> None:
 
 def test_products_and_gradients() -> None:
     """K_GTK ∇L = J·C Cᵀ Jᵀ∇L (Corollary 4.3), by a matrix and by products."""
-    model, x, x2 = build("mlp"), inputs("mlp", 5), inputs("mlp", 4, seed=1)
-    j, j2, c, g = dense(model, x), dense(model, x2), draw(size(model), 7), draw(5, 2, seed=4)
+    model = build("mlp")
+    x = inputs("mlp", 5)
+    x2 = inputs("mlp", 4, seed=1)
+    j = dense(model, x)
+    j2 = dense(model, x2)
+    c = draw(size(model), 7)
+    g = draw(5, 2, seed=4)
     kernel = GTK(Tangent(model), c)
     want = j2 @ c @ (c.T @ (j.T @ g.flatten()))
     assert_close(kernel.operator(x2, x).matvec(g).flatten(), want, 1e-12, "matvec")

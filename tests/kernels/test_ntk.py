@@ -23,9 +23,13 @@ LAYOUTS = {
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize(("net", "layout"), each_once(NETS, LAYOUTS))
 def test_the_kernel_is_j_jt(net: str, layout: str) -> None:
-    model, x, x2 = build(net), inputs(net, 5), inputs(net, 4, seed=1)
-    j, j2 = dense(model, x), dense(model, x2)
-    want, across = blocks(j @ j.T, 5, 5), blocks(j @ j2.T, 5, 4)
+    model = build(net)
+    x = inputs(net, 5)
+    x2 = inputs(net, 4, seed=1)
+    j = dense(model, x)
+    j2 = dense(model, x2)
+    want = blocks(j @ j.T, 5, 5)
+    across = blocks(j @ j2.T, 5, 4)
     pick = LAYOUTS[layout]
     assert_close(ntk(model, x, layout=layout), pick(want), 1e-12, "Θ(x, x)")
     assert_close(ntk(model, x, x2, layout=layout), pick(across), 1e-12, "Θ(x, x2)")
@@ -37,7 +41,9 @@ def test_the_kernel_is_j_jt(net: str, layout: str) -> None:
     all_pairs(["mlp", "scalars", "embedding", "bare"], [1, 2, 3, 5, 9], LAYOUTS),
 )
 def test_blocks_of_samples_change_nothing(net: str, chunk: int, layout: str) -> None:
-    model, x, x2 = build(net), inputs(net, 5), inputs(net, 3, seed=1)
+    model = build(net)
+    x = inputs(net, 5)
+    x2 = inputs(net, 3, seed=1)
     for other in (None, x2):
         whole = ntk(model, x, other, layout=layout)
         pieces = ntk(model, x, other, layout=layout, chunk=chunk)
@@ -46,7 +52,8 @@ def test_blocks_of_samples_change_nothing(net: str, chunk: int, layout: str) -> 
 
 
 def test_little_memory_means_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = build("mlp"), inputs("mlp", 30)
+    model = build("mlp")
+    x = inputs("mlp", 30)
     sizes: list[int] = []
     linearize = ModuleMap.linearize
 
@@ -72,7 +79,8 @@ def test_the_symmetric_half_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
         return kernel(self, other, budget=budget)
 
     monkeypatch.setattr(Pulled, "kernel", counted)
-    model, x = build("mlp"), inputs("mlp", 8)
+    model = build("mlp")
+    x = inputs("mlp", 8)
     k = ntk(model, x, chunk=2)
     assert len(pairs) == 4 * 5 // 2
     matrix = k.transpose(1, 2).reshape(16, 16)
@@ -89,11 +97,15 @@ def test_no_jacobian_is_formed_for_wide_layers() -> None:
 
 @pytest.mark.parametrize("net", ["mlp", "grid", "scalars", "conv2d", "torch attention", "tied"])
 def test_products_without_a_matrix(net: str) -> None:
-    model, x, x2 = build(net), inputs(net, 5), inputs(net, 4, seed=1)
-    j, j2 = dense(model, x), dense(model, x2)
+    model = build(net)
+    x = inputs(net, 5)
+    x2 = inputs(net, 4, seed=1)
+    j = dense(model, x)
+    j2 = dense(model, x2)
     operator = ntk_operator(model, x, x2, chunk=3)
     assert operator.shape == (len(j), len(j2))
-    u, v = draw(len(j2)), draw(len(j), seed=2)
+    u = draw(len(j2))
+    v = draw(len(j), seed=2)
     assert_close(operator.matvec(u), j @ (j2.T @ u), 1e-12, "K u")
     shaped = operator.matvec(u.view(4, *operator.event))
     assert shaped.shape == (5, *operator.event)
@@ -102,7 +114,8 @@ def test_products_without_a_matrix(net: str) -> None:
 
 
 def test_some_parameters_at_another_point() -> None:
-    model, x = build("mlp"), inputs("mlp", 4)
+    model = build("mlp")
+    x = inputs("mlp", 4)
     other = build("mlp", seed=3)
     some = {"2.weight": other.get_parameter("2.weight").detach()}
     k = ntk(model, x, params=some)
@@ -114,7 +127,8 @@ def test_some_parameters_at_another_point() -> None:
 
 
 def test_frozen_parameters_do_not_count() -> None:
-    model, x = build("mlp"), inputs("mlp", 4)
+    model = build("mlp")
+    x = inputs("mlp", 4)
     model.get_parameter("0.weight").requires_grad_(False)
     j = dense(model, x)
     assert_close(ntk(model, x), blocks(j @ j.T, 4, 4), 1e-12, "free ones only")
@@ -122,7 +136,8 @@ def test_frozen_parameters_do_not_count() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision(dtype: torch.dtype) -> None:
-    model, x = build("conv2d"), inputs("conv2d", 4)
+    model = build("conv2d")
+    x = inputs("conv2d", 4)
     j = dense(model, x)
     k = ntk(model.to(dtype), x.to(dtype))
     assert k.dtype == torch.float32
@@ -130,7 +145,8 @@ def test_low_precision(dtype: torch.dtype) -> None:
 
 
 def test_the_model_is_left_alone() -> None:
-    model, x = build("norms"), inputs("norms", 3)
+    model = build("norms")
+    x = inputs("norms", 3)
     random = torch.get_rng_state()
     before = {n: v.clone() for n, v in model.state_dict().items()}
     k = ntk(model, x)
@@ -141,7 +157,8 @@ def test_the_model_is_left_alone() -> None:
 
 
 def test_under_no_grad_and_with_inference_tensors() -> None:
-    model, x = build("mlp"), inputs("mlp", 4)
+    model = build("mlp")
+    x = inputs("mlp", 4)
     want = ntk(model, x)
     with torch.no_grad():
         assert torch.equal(ntk(model, x), want)
@@ -157,7 +174,9 @@ def test_one_sample_and_one_weight() -> None:
 
 
 def test_a_kernel_object_serves_many_batches() -> None:
-    model, x, x2 = build("mlp"), inputs("mlp", 4), inputs("mlp", 3, seed=1)
+    model = build("mlp")
+    x = inputs("mlp", 4)
+    x2 = inputs("mlp", 3, seed=1)
     kernel = NTK(Tangent(model))
     assert torch.equal(kernel(x, x2), ntk(model, x, x2))
     assert torch.equal(kernel(x), ntk(model, x))
@@ -168,7 +187,8 @@ def test_a_kernel_object_serves_many_batches() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("net", ["wide", "conv2d", "attention"])
 def test_cuda(net: str, layout: str) -> None:
-    model, x = build(net), inputs(net, 5)
+    model = build(net)
+    x = inputs(net, 5)
     want = ntk(model, x, layout=layout)
     got = ntk(model.float().cuda(), x.float().cuda(), layout=layout, chunk=2)
     assert_close(got.double().cpu(), want, 1e-5, layout)

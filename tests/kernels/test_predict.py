@@ -19,9 +19,14 @@ from tests.laws.models import mlp
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("net", ["mlp", "conv2d", "attention", "torch attention", "tied", "pair"])
 def test_the_linearized_model_is_the_first_order_one(net: str) -> None:
-    model, x = build(net), inputs(net, 4)
-    args = x if isinstance(x, tuple) else (x,)
-    j, z = dense(model, x), model(*args).detach()
+    model = build(net)
+    x = inputs(net, 4)
+    if isinstance(x, tuple):
+        args = x
+    else:
+        args = (x,)
+    j = dense(model, x)
+    z = model(*args).detach()
     first = linearize(model)
     assert_close(first(*args), z, 1e-13, "at w₀")
     v = draw(j.shape[1], seed=1)
@@ -42,11 +47,13 @@ def test_the_linearized_model_is_the_first_order_one(net: str) -> None:
 
 
 def test_it_is_linear_and_trainable() -> None:
-    model, x = build("mlp"), inputs("mlp", 5)
+    model = build("mlp")
+    x = inputs("mlp", 5)
     first = linearize(model)
     loss = first(x).square().sum()
     got = torch.autograd.grad(loss, list(first.weights.parameters()))
-    j, z = dense(model, x), model(x).detach()
+    j = dense(model, x)
+    z = model(x).detach()
     assert_close(torch.cat([g.flatten() for g in got]), j.T @ (2 * z.flatten()), 1e-12, "Jᵀ∇")
     again = copy.deepcopy(first)
     again.load_state_dict(first.state_dict())
@@ -54,7 +61,8 @@ def test_it_is_linear_and_trainable() -> None:
 
 
 def test_some_parameters_alone() -> None:
-    model, x = build("mlp"), inputs("mlp", 5)
+    model = build("mlp")
+    x = inputs("mlp", 5)
     first = linearize(model, {"0.weight": model.get_parameter("0.weight")})
     assert [n for n, p in first.weights.named_parameters() if p.requires_grad] == ["0.weight"]
     assert_close(first(x), model(x).detach(), 1e-13, "at w₀")
@@ -63,11 +71,17 @@ def test_some_parameters_alone() -> None:
 @pytest.mark.parametrize("t", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_prediction_is_gradient_flow_of_the_linearized_model(t: float, reduction: str) -> None:
-    model, x, y = build("mlp"), inputs("mlp", 4), draw(4, 2, seed=1)
+    model = build("mlp")
+    x = inputs("mlp", 4)
+    y = draw(4, 2, seed=1)
     new = inputs("mlp", 3, seed=2)
     got = predict(NTK(Tangent(model)), x, y, new, t=t, lr=0.3, f0=model, reduction=reduction).mean
-    j, j2 = dense(model, x), dense(model, new)
-    n = y.numel() if reduction == "mean" else 1
+    j = dense(model, x)
+    j2 = dense(model, new)
+    if reduction == "mean":
+        n = y.numel()
+    else:
+        n = 1
     # dw/dt = −η Jᵀ(f − y)/n for w, with f = f₀ + J w: an augmented matrix exponential
     p = j.shape[1]
     flow = torch.zeros(p + 1, p + 1).double()
@@ -80,7 +94,9 @@ def test_prediction_is_gradient_flow_of_the_linearized_model(t: float, reduction
 
 def test_the_end_of_training_interpolates() -> None:
     torch.manual_seed(0)
-    model, x, y = mlp(3, 60, 2).double(), draw(5, 3), draw(5, 2, seed=1)
+    model = mlp(3, 60, 2).double()
+    x = draw(5, 3)
+    y = draw(5, 2, seed=1)
     kernel = NTK(Tangent(model))
     assert_close(predict(kernel, x, y, x, f0=model).mean, y, 1e-8, "f_∞(x) = y")
     late = predict(kernel, x, y, x, f0=model, t=1e9).mean
@@ -90,10 +106,14 @@ def test_the_end_of_training_interpolates() -> None:
 @pytest.mark.parametrize("reg", [0.0, 0.3])
 def test_gaussian_process_posterior(reg: float) -> None:
     torch.manual_seed(0)
-    model, x, y, new = mlp(3, 60, 2).double(), draw(5, 3), draw(5, 2, seed=1), draw(4, 3, seed=2)
+    model = mlp(3, 60, 2).double()
+    x = draw(5, 3)
+    y = draw(5, 2, seed=1)
+    new = draw(4, 3, seed=2)
     kernel = NTK(Tangent(model))
     got = predict(kernel, x, y, new, diag_reg=reg, covariance=True)
-    j, j2 = dense(model, x), dense(model, new)
+    j = dense(model, x)
+    j2 = dense(model, new)
     k = j @ j.T + reg * torch.eye(10).double()
     assert_close(got.mean.flatten(), j2 @ j.T @ torch.linalg.solve(k, y.flatten()), 1e-7, "mean")
     want = j2 @ j2.T - j2 @ j.T @ torch.linalg.solve(k, j @ j2.T)
@@ -105,7 +125,9 @@ def test_gaussian_process_posterior(reg: float) -> None:
 
 def test_covariance_of_an_ensemble_in_time() -> None:
     """Against f_t of many initial functions drawn from the prior."""
-    x, new, y = draw(4, 2), draw(3, 2, seed=1), draw(4, 1, seed=2)
+    x = draw(4, 2)
+    new = draw(3, 2, seed=1)
+    y = draw(4, 1, seed=2)
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
         return a @ b.T + 1
@@ -128,7 +150,10 @@ def test_covariance_of_an_ensemble_in_time() -> None:
 
 
 def test_scalar_kernels_act_on_each_output() -> None:
-    model, x, y, new = build("mlp"), inputs("mlp", 4), draw(4, 2, seed=1), inputs("mlp", 3, seed=2)
+    model = build("mlp")
+    x = inputs("mlp", 4)
+    y = draw(4, 2, seed=1)
+    new = inputs("mlp", 3, seed=2)
 
     def trace(a: Tensor, b: Tensor) -> Tensor:
         return ntk(model, a, b, layout="trace")
@@ -150,7 +175,9 @@ def test_singular_kernels_leave_what_they_do_not_see() -> None:
 
 
 def test_refusals() -> None:
-    model, x, y = build("mlp"), inputs("mlp", 4), draw(4, 2)
+    model = build("mlp")
+    x = inputs("mlp", 4)
+    y = draw(4, 2)
     kernel = NTK(Tangent(model))
     with pytest.raises(PullbackError, match="do not fit the kernel"):
         predict(kernel, x, y[:3], x)
@@ -170,7 +197,9 @@ def test_refusals() -> None:
 
 def test_float32() -> None:
     torch.manual_seed(0)
-    model, x, y = nn.Linear(3, 2), torch.randn(5, 3), torch.randn(5, 2)
+    model = nn.Linear(3, 2)
+    x = torch.randn(5, 3)
+    y = torch.randn(5, 2)
     got = predict(NTK(Tangent(model)), x, y, x, t=1.0, f0=model, covariance=True)
     assert got.mean.dtype == torch.float32
     assert got.covariance is not None
@@ -181,7 +210,8 @@ def test_float32() -> None:
 def test_equal_inputs_at_the_end_of_training(t: float | None) -> None:
     """K is singular: directions it does not know stay as they are, and nothing is infinite."""
     kernel = NTK(Tangent(build("mlp")))
-    x, y = inputs("mlp", 3)[[0, 0, 1, 2]], draw(4, 2)
+    x = inputs("mlp", 3)[[0, 0, 1, 2]]
+    y = draw(4, 2)
     found = predict(kernel, x, y, x, t=t, covariance=True)
     assert_close(found.mean[:2], y[:2].mean(0).expand(2, 2), 1e-6, "the mean of both targets")
     assert found.covariance is not None
@@ -189,7 +219,8 @@ def test_equal_inputs_at_the_end_of_training(t: float | None) -> None:
 
 
 def test_an_initial_function_that_does_not_fit() -> None:
-    kernel, x = NTK(Tangent(build("mlp"))), inputs("mlp", 4)
+    kernel = NTK(Tangent(build("mlp")))
+    x = inputs("mlp", 4)
     with pytest.raises(PullbackError, match="initial function"):
         predict(kernel, x, draw(4, 2), x, f0=lambda a: a)
     with pytest.raises(PullbackError, match="lr is not usable"):

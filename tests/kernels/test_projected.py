@@ -26,7 +26,10 @@ MEMORIES = {"rows": 2**30, "kernel": 4000}
 
 def small(p_small: bool) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    model = mlp(2, 3, 2) if p_small else mlp(2, 25, 2)
+    if p_small:
+        model = mlp(2, 3, 2)
+    else:
+        model = mlp(2, 25, 2)
     return model.double(), draw(10, 2), draw(4, 2, seed=1)
 
 
@@ -34,7 +37,8 @@ def small(p_small: bool) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("metric", METRICS)
 def test_it_is_j_g_pinv_jt(metric: str, p_small: bool) -> None:
     model, x, x2 = small(p_small)
-    j, j2 = dense(model, x), dense(model, x2)
+    j = dense(model, x)
+    j2 = dense(model, x2)
     inverse = torch.linalg.pinv(oracle(model, x, METRICS[metric], count=1).rows, rtol=1e-6)
     g = inverse @ inverse.T
     scale = (j @ g @ j.T).norm()
@@ -49,7 +53,8 @@ def test_it_is_j_g_pinv_jt(metric: str, p_small: bool) -> None:
 def test_from_the_sample_space_kernel(metric: str, layout: str) -> None:
     torch.manual_seed(0)
     model = mlp(3, 60, 2).double()
-    x, x2 = draw(6, 3), draw(3, 3, seed=1)
+    x = draw(6, 3)
+    x2 = draw(3, 3, seed=1)
     kernels = [
         projected_kernel(
             model, x2, metric=METRICS[metric], support=x, layout=layout, memory=memory, rcond=1e-6
@@ -63,7 +68,8 @@ def test_from_the_sample_space_kernel(metric: str, layout: str) -> None:
 def test_sobolev_with_full_row_rank_is_the_sobolev_kernel(memory: int) -> None:
     """J (Jᵀ(K⁻¹⊗I)J)⁺Jᵀ = K ⊗ I, so that a step moves the function by −ηK∇L."""
     torch.manual_seed(0)
-    model, x = mlp(3, 60, 2).double(), draw(6, 3)
+    model = mlp(3, 60, 2).double()
+    x = draw(6, 3)
     metric = Sobolev(1.0)
     d = torch.cdist(x, x)
     k = torch.exp(-d) * (1 + d)
@@ -118,7 +124,8 @@ def test_k_f_does_not_depend_on_coordinates() -> None:
 @pytest.mark.parametrize("net", ["conv2d", "attention", "embedding", "tied"])
 def test_orthonormal_features(net: str) -> None:
     """⟨h_i, h_j⟩_M = δ_ij on the support, and K_f = Σ h_i ⊗ h_i reproduces tangent functions."""
-    model, x = build(net), inputs(net, 4)
+    model = build(net)
+    x = inputs(net, 4)
     kernel = Projected(Tangent(model), x, Euclidean(), rcond=1e-8)
     h = kernel.features_at(x).flatten(0, 1)
     assert_close(h.T @ h, torch.eye(kernel.rank).double(), 1e-9, "orthonormal")

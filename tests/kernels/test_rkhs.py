@@ -32,7 +32,8 @@ def test_any_basis_is_orthonormal_for_its_kernel(seed: int, k: int, more: int) -
 @pytest.mark.parametrize(("net", "seed"), each_once(NETS, range(3)))
 def test_bases_of_tangent_spaces_are_orthonormal(net: str, seed: int) -> None:
     """The same for b_i = dφ·c_i of random c_i, as many as are independent on the points."""
-    model, x = build(net, seed), inputs(net, 6, seed)
+    model = build(net, seed)
+    x = inputs(net, 6, seed)
     j = dense(model, x)
     k = max(1, int(torch.linalg.matrix_rank(j)) // 2)
     c = draw(j.shape[1], k, seed=seed)
@@ -45,7 +46,8 @@ def test_bases_of_tangent_spaces_are_orthonormal(net: str, seed: int) -> None:
 @pytest.mark.parametrize("net", ["mlp", "relu", "conv2d", "embedding"])
 def test_dependent_directions_have_a_projection_for_a_gram(net: str) -> None:
     """More directions than dimensions: BᵀK⁺B is the projection onto the row space of B."""
-    model, x = build(net), inputs(net, 3)
+    model = build(net)
+    x = inputs(net, 3)
     j = dense(model, x)
     got = rkhs_inner(j.T, kernel=ntk(model, x))
     assert_close(got, torch.linalg.pinv(j) @ j, 1e-8, "J⁺J")
@@ -55,9 +57,11 @@ def test_dependent_directions_have_a_projection_for_a_gram(net: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_any_basis_gives_a_natural_gradient(seed: int) -> None:
     """Corollary 4.3: in the GTK's own metric the kernel form is the gradient on T_fΦ."""
-    model, x = build("mlp", seed), inputs("mlp", 8, seed)
+    model = build("mlp", seed)
+    x = inputs("mlp", 8, seed)
     j = dense(model, x)
-    c, g = draw(j.shape[1], 10, seed=seed), draw(8, 2, seed=seed + 1)
+    c = draw(j.shape[1], 10, seed=seed)
+    g = draw(8, 2, seed=seed + 1)
     b = j @ c
     gradient = GTK(Tangent(model), c).expand(x, g)(x).flatten()
     for h in b.T:  # dℓ(h) = ⟨∇ℓ, h⟩ for every tangent h
@@ -68,7 +72,8 @@ def test_any_basis_gives_a_natural_gradient(seed: int) -> None:
 def test_shapes() -> None:
     b = draw(6, 3)
     k = b @ b.T
-    f, g = b @ draw(3), b @ draw(3, seed=1)
+    f = b @ draw(3)
+    g = b @ draw(3, seed=1)
     want = f @ torch.linalg.pinv(k, rtol=1e-12) @ g
     assert rkhs_inner(f, g, kernel=k).shape == ()
     assert_close(rkhs_inner(f, g, kernel=k), want, 1e-9, "two functions")
@@ -109,6 +114,7 @@ def test_kernels_and_functions_that_are_not_usable() -> None:
         rkhs_inner(torch.tensor([1.0, 0.0]), kernel=torch.diag(torch.tensor([1.0, -1.0])))
     with pytest.raises(PullbackError, match="not finite"):
         rkhs_inner(torch.tensor([1.0, torch.nan]), kernel=torch.eye(2))
-    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3, dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
     with pytest.raises(PullbackError, match="does not fit the points"):
         rkhs_inner(torch.ones(3, 2, dtype=torch.float64), kernel=ntk(model, x))

@@ -30,7 +30,9 @@ class Named(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.last = nn.Linear(3, 4), nn.Linear(2, 4), nn.Linear(4, 2)
+        self.one = nn.Linear(3, 4)
+        self.two = nn.Linear(2, 4)
+        self.last = nn.Linear(4, 2)
 
     def forward(self, *, left: Tensor, right: Tensor, scale: float = 1.0) -> Any:
         hidden = torch.tanh(self.one(left) + scale * self.two(right))
@@ -52,7 +54,8 @@ def dense(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
 def test_inputs_may_be_named_and_the_output_chosen(output: str) -> None:
     model = Named()
     x, x2 = ({"left": torch.randn(n, 3), "right": torch.randn(n, 2)} for n in (5, 4))
-    j, j2 = dense(model, x, output), dense(model, x2, output)
+    j = dense(model, x, output)
+    j2 = dense(model, x2, output)
     # a parameter that the output does not feel has no column
     found = ntk(model, x, x2, output=output)
     assert_close(found, torch.einsum("nap,kbp->nkab", j, j2), 1e-12, output)

@@ -48,7 +48,9 @@ class Built:
         """z, samples first, with a graph; the same random numbers every time."""
         torch.manual_seed(self.seed)
         z = self.model(*self.args, **self.kwargs).movedim(self.batch_dim, 0)
-        return z.unsqueeze(-1) if z.ndim == 1 else z
+        if z.ndim == 1:
+            return z.unsqueeze(-1)
+        return z
 
     @property
     def first(self) -> Tensor:

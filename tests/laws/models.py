@@ -14,8 +14,11 @@ class Attention(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.final, self.head = nn.LayerNorm(d), nn.Linear(d, m)
+        self.norm = nn.LayerNorm(d)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.out = nn.Linear(d, d)
+        self.final = nn.LayerNorm(d)
+        self.head = nn.Linear(d, m)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -41,7 +44,8 @@ class Words(nn.Module):
 
     def __init__(self, words: int, d: int, m: int) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(words, d, padding_idx=0), nn.Linear(d, m)
+        self.embedding = nn.Embedding(words, d, padding_idx=0)
+        self.head = nn.Linear(d, m)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(torch.tanh(self.embedding(tokens)).mean(1))
@@ -67,7 +71,8 @@ class Twice(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.mix, self.head = nn.Linear(d, d), nn.Linear(d, m)
+        self.mix = nn.Linear(d, d)
+        self.head = nn.Linear(d, m)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.mix(torch.tanh(self.mix(x)))))
@@ -78,7 +83,9 @@ class SharedWeight(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.one, self.two, self.head = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, m)
+        self.one = nn.Linear(d, d)
+        self.two = nn.Linear(d, d)
+        self.head = nn.Linear(d, m)
         self.two.weight = self.one.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,10 +97,15 @@ class Outside(nn.Module):
 
     def __init__(self, d: int, m: int, multiple: float | None = None) -> None:
         super().__init__()
-        self.one, self.head, self.multiple = nn.Linear(d, d), nn.Linear(d, m), multiple
+        self.one = nn.Linear(d, d)
+        self.head = nn.Linear(d, m)
+        self.multiple = multiple
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.one.weight if self.multiple is None else self.multiple * self.one.weight
+        if self.multiple is None:
+            weight = self.one.weight
+        else:
+            weight = self.multiple * self.one.weight
         return self.head(torch.tanh(self.one(x)) @ weight)
 
 
@@ -103,9 +115,12 @@ class Norms(nn.Module):
     def __init__(self, m: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 1)
-        self.group, self.instance = nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)
-        self.slopes, self.slope = nn.PReLU(4), nn.PReLU()
-        self.rms, self.head = nn.RMSNorm(16), nn.Linear(16, m)
+        self.group = nn.GroupNorm(2, 4)
+        self.instance = nn.InstanceNorm2d(4, affine=True)
+        self.slopes = nn.PReLU(4)
+        self.slope = nn.PReLU()
+        self.rms = nn.RMSNorm(16)
+        self.head = nn.Linear(16, m)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.slopes(self.group(self.conv(x)))
@@ -118,7 +133,8 @@ class SequenceFirst(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(d, d), nn.Linear(d, m)
+        self.one = nn.Linear(d, d)
+        self.two = nn.Linear(d, m)
 
     def forward(self, x: Tensor) -> Tensor:
         t, n, d = x.shape
@@ -131,7 +147,9 @@ class Several(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.left, self.right, self.head = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, m)
+        self.left = nn.Linear(d, d)
+        self.right = nn.Linear(d, d)
+        self.head = nn.Linear(d, m)
 
     def forward(self, x: Tensor, y: Tensor, flag: bool, *, gain: Tensor) -> Tensor:
         h = self.left(x) * gain + self.right(input=y)
@@ -171,7 +189,8 @@ class SlopeOfScalars(nn.Module):
 
     def __init__(self, d: int) -> None:
         super().__init__()
-        self.body, self.slope = nn.Linear(d, 1), nn.PReLU()
+        self.body = nn.Linear(d, 1)
+        self.slope = nn.PReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.slope(self.body(x).squeeze(-1))
@@ -182,7 +201,8 @@ class Coupled(nn.Module):
 
     def __init__(self, d: int, m: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(d, d), nn.Linear(d, m)
+        self.one = nn.Linear(d, d)
+        self.two = nn.Linear(d, m)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.one(x))
@@ -254,7 +274,8 @@ def frozen() -> nn.Sequential:
 def batch_norm() -> nn.Sequential:
     """Batch norm in evaluation mode, with statistics that are not trivial."""
     norm = nn.BatchNorm2d(3)
-    norm.running_mean, norm.running_var = torch.tensor([0.5, -1, 0]), torch.tensor([2.0, 0.5, 1])
+    norm.running_mean = torch.tensor([0.5, -1, 0])
+    norm.running_var = torch.tensor([2.0, 0.5, 1])
     return nn.Sequential(nn.Conv2d(2, 3, 2), norm, nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)).eval()
 
 

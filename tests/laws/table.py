@@ -12,7 +12,8 @@ from pullback.solvers import Cholesky, ConjugateGradient, OrthogonalGreedy, Pseu
 from tests.laws import models as m
 from tests.laws.cases import MetricCase, ModelCase, SolverCase
 
-rand, ints = torch.randn, torch.randint
+rand = torch.randn
+ints = torch.randint
 
 FORMS = ("rows", "kernel", "dense", "matrix_free")
 
@@ -84,7 +85,8 @@ def learned_variance_matrix(z: Tensor) -> Tensor:
 
 def sobolev_matrix(z: Tensor, x: Tensor, scale: float, jitter: float) -> Tensor:
     """(K + jitter)⁻¹ ⊗ I, entry by entry."""
-    n, event = len(z), z[0].numel()
+    n = len(z)
+    event = z[0].numel()
     k = torch.empty(n, n, dtype=z.dtype)
     for i in range(n):
         for j in range(n):

@@ -157,7 +157,8 @@ def test_the_metric_may_be_averaged_over_other_inputs() -> None:
 def test_logistic_step_without_overflow(margins: tuple[float, ...]) -> None:
     """N ≤ D and X of full row rank: Δβ = X⁺(y/φ(y u)), whatever the margins."""
     x, _ = regression(3, 5, 1)
-    u, y = torch.tensor(margins).double(), torch.tensor([1.0, -1.0, 1.0]).double()
+    u = torch.tensor(margins).double()
+    y = torch.tensor([1.0, -1.0, 1.0]).double()
     model = nn.Linear(5, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ u)[None])

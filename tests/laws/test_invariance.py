@@ -94,7 +94,8 @@ def test_duplicating_the_batch_changes_nothing(name: str, form: str) -> None:
     for times in (1, 3):
         model = tanh_mlp(3, 5, 3)
         opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), gram=form)
-        many, labels = x.repeat(times, 1), y.repeat(times)
+        many = x.repeat(times, 1)
+        labels = y.repeat(times)
         found.append(
             move(model, opt, lambda model=model, a=many, b=labels: loss(model(a), b, "mean"))
         )
@@ -169,7 +170,8 @@ def test_calls_through_different_heads_pool(form: str) -> None:
             return self.heads[head](torch.tanh(self.body(x)))
 
     torch.manual_seed(0)
-    model, (x, _) = Heads().double(), data(5)
+    model = Heads().double()
+    x, _ = data(5)
     with torch.enable_grad():
         z = torch.cat([model(x, 0), model(x[:3], 1)])
     j = jacobian(z, list(model.parameters()))
@@ -202,13 +204,21 @@ def test_a_weight_is_a_repetition() -> None:
     found = []
     for repeat in (False, True):
         model = tanh_mlp(3, 5, 3)
-        points = x.repeat_interleave(counts, 0) if repeat else x
-        metric = Euclidean() if repeat else Weighted(Euclidean(), counts.double())
+        if repeat:
+            points = x.repeat_interleave(counts, 0)
+        else:
+            points = x
+        if repeat:
+            metric = Euclidean()
+        else:
+            metric = Weighted(Euclidean(), counts.double())
         opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), reduction="sum")
 
         def loss(model=model, points=points, repeat=repeat) -> Tensor:
             squares = 0.5 * (model(points) ** 2).sum(1)
-            return squares.sum() if repeat else (counts * squares).sum()
+            if repeat:
+                return squares.sum()
+            return (counts * squares).sum()
 
         found.append(move(model, opt, loss))
     assert_close(found[1], found[0], 1e-10, "weights and repetitions")
@@ -217,7 +227,8 @@ def test_a_weight_is_a_repetition() -> None:
 def test_affine_reparametrization_leaves_the_undamped_function_step() -> None:
     """The natural gradient of w ↦ φ(Pw) moves the function as that of φ does."""
     torch.manual_seed(0)
-    x, t = torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    x = torch.randn(4, 3).double()
+    t = torch.randn(4, 2).double()
     p = torch.randn(3, 3).double()
     moved = []
     for inputs in (x, x @ p):

@@ -39,7 +39,8 @@ def fitting(model: ModelCase) -> list[MetricCase]:
 
 
 def check(model: ModelCase, metric: MetricCase, form: str, solver: SolverCase) -> pb.StepInfo:
-    case, want = built(model), truth(model, metric)
+    case = built(model)
+    want = truth(model, metric)
     probe = Probe(*DAMPINGS)
     info = case.step(
         metric.metric, metric.loss, solver=solver.make(DAMPINGS[0]), step=probe, gram=form
@@ -96,7 +97,8 @@ def test_the_solve_starts_from_r_where_it_is_known(metric: MetricCase, form: str
 
 def test_a_regularizer_is_honoured_and_r_is_not_used() -> None:
     """p.grad is the truth: g no longer comes from the outputs alone."""
-    case, metric = MODELS[0].make(), METRICS[0]
+    case = MODELS[0].make()
+    metric = METRICS[0]
 
     def loss(z: torch.Tensor) -> torch.Tensor:
         decay = sum((p**2).sum() for p in case.model.parameters())
@@ -145,7 +147,10 @@ def test_undamped_is_the_minimum_norm_solution(make, metric: str, rank, form: st
     chosen = next(m for m in METRICS if m.name == metric)
     want = case.oracle(chosen)
     sigma = torch.linalg.svdvals(want.rows)
-    rank = min(want.rows.shape) if rank is None else rank
+    if rank is None:
+        rank = min(want.rows.shape)
+    else:
+        rank = rank
     condition = float(sigma[0] / sigma[rank - 1])
     assert condition < 2000, f"the case is ill conditioned ({condition:.1e}): choose another"
     probe = Probe(None)
@@ -165,7 +170,8 @@ def test_undamped_is_the_minimum_norm_solution(make, metric: str, rank, form: st
 
 
 def test_sketched_needs_rows_and_says_so() -> None:
-    case, metric = MODELS[0].make(), METRICS[0]
+    case = MODELS[0].make()
+    metric = METRICS[0]
     with pytest.raises(pb.PullbackError, match="needs the rows"):
         case.step(metric.metric, metric.loss, solver=pb.solvers.Sketched(), gram="dense")
 

@@ -36,7 +36,8 @@ def logistic_oracle(x: Tensor, y: Tensor, logits: Tensor, digits: int = 1500) ->
     """F⁺∇ with F = Xᵀφφ(−)X for X of full row or column rank, in so many digits."""
     with mpmath.workdps(digits):
         a = mpmath.matrix(x.tolist())
-        labels, s = [mpmath.mpf(v) for v in y.tolist()], [mpmath.mpf(v) for v in logits.tolist()]
+        labels = [mpmath.mpf(v) for v in y.tolist()]
+        s = [mpmath.mpf(v) for v in logits.tolist()]
         n, d = x.shape
         wrong = [1 / (1 + mpmath.exp(yi * si)) for yi, si in zip(labels, s, strict=True)]
         g = a.T * mpmath.matrix([-yi * w for yi, w in zip(labels, wrong, strict=True)])

@@ -46,7 +46,8 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_natural_gradient_is_the_pseudo_inverse(dims: list[int]) -> None:
-    model, grad = net(dims), draw(dims[0], dims[-1])
+    model = net(dims)
+    grad = draw(dims[0], dims[-1])
     moves = model.natural_gradient(grad)
     assert [m.shape for m in moves] == [w.shape for w in model.factors]
     j = jacobian(product, list(model.factors))
@@ -60,7 +61,8 @@ def test_natural_gradient_is_the_pseudo_inverse(dims: list[int]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(0, 2**20), st.booleans())
 def test_any_dims_at_any_rank(dims: list[int], seed: int, deficient: bool) -> None:
-    model, grad = net(dims, seed), draw(dims[0], dims[-1], seed=seed + 1)
+    model = net(dims, seed)
+    grad = draw(dims[0], dims[-1], seed=seed + 1)
     if deficient:  # one factor of rank one
         w = model.factors[seed % model.depth].data
         w.copy_(torch.outer(w[:, 0], w[0]))
@@ -90,9 +92,11 @@ def test_tiny_numbers() -> None:
 
 def test_narrow_two_factors_project_onto_the_tangent_space() -> None:
     """J J⁺∇ = ∇ − (1 − UU⁺)∇(1 − V⁺V), and the moves in closed form."""
-    model, grad = net([7, 2, 5]), draw(7, 5)
+    model = net([7, 2, 5])
+    grad = draw(7, 5)
     u, v = model.values()
-    left, right = u @ torch.linalg.pinv(u), torch.linalg.pinv(v) @ v
+    left = u @ torch.linalg.pinv(u)
+    right = torch.linalg.pinv(v) @ v
     one, two = model.natural_gradient(grad)
     rest = grad - left @ grad
     want = grad - (rest - rest @ right)
@@ -106,7 +110,9 @@ def test_narrow_two_factors_project_onto_the_tangent_space() -> None:
 
 def test_entries_alone() -> None:
     """Matrix completion: J has the rows of the observed entries."""
-    rows, columns, grad = torch.tensor([0, 4, 2, 0]), torch.tensor([3, 3, 1, 0]), draw(4)
+    rows = torch.tensor([0, 4, 2, 0])
+    columns = torch.tensor([3, 3, 1, 0])
+    grad = draw(4)
     for dims in ([5, 3, 4], [5, 6, 7, 4], [5, 2, 2, 4]):
         model = net(dims)
         got = flat(model.natural_gradient(grad, entries=(rows, columns)))
@@ -124,21 +130,24 @@ def test_invariance_of_the_model_step() -> None:
 
 
 def test_split_solves_where_it_exists_but_is_longer() -> None:
-    model, grad = net([3, 6, 5, 4]), draw(3, 4)
+    model = net([3, 6, 5, 4])
+    grad = draw(3, 4)
     j = jacobian(product, list(model.factors))
     shortest = flat(model.natural_gradient(grad))
     split = flat(model.split_natural_gradient(grad))
     assert error(j @ split, grad.flatten()) < 1e-12
     assert split.norm() > 1.01 * shortest.norm()
     q = [torch.linalg.qr(draw(4, 4, seed=i)).Q for i in range(3)]
-    orthogonal, grad = DeepMatrix.of(q), draw(4, 4)
+    orthogonal = DeepMatrix.of(q)
+    grad = draw(4, 4)
     split = flat(orthogonal.split_natural_gradient(grad))
     assert error(split, flat(orthogonal.natural_gradient(grad))) < 1e-13
 
 
 def test_split_is_refused_where_it_is_no_solution() -> None:
     """2-3-3-4: J has full row rank, and the split is wrong all the same."""
-    model, grad = net([2, 3, 3, 4]), draw(2, 4)
+    model = net([2, 3, 3, 4])
+    grad = draw(2, 4)
     j = jacobian(product, list(model.factors))
     assert int(torch.linalg.matrix_rank(j)) == 8
     assert "rank 3 of 4 columns" in split_obstacle(model.values())
@@ -155,7 +164,8 @@ def test_split_is_refused_where_it_is_no_solution() -> None:
     ids=str,
 )
 def test_iteration_for_large_matrices(dims: list[int]) -> None:
-    model, grad = net(dims), draw(dims[0] * dims[-1])
+    model = net(dims)
+    grad = draw(dims[0] * dims[-1])
     tangent = _tangent(model.values(), list(range(model.depth)), ())
     assert isinstance(tangent, MatrixTangent)
     j = jacobian(product, list(model.factors))
@@ -165,10 +175,12 @@ def test_iteration_for_large_matrices(dims: list[int]) -> None:
 
 
 def test_large_matrices_are_solved_by_iteration() -> None:
-    model, grad = net([60, 80, 70, 60]), draw(60, 60)
+    model = net([60, 80, 70, 60])
+    grad = draw(60, 60)
     moves = model.natural_gradient(grad)
     factors = model.values()
-    before, after = [torch.eye(60, dtype=DOUBLE), factors[0], factors[0] @ factors[1]], None
+    before = [torch.eye(60, dtype=DOUBLE), factors[0], factors[0] @ factors[1]]
+    after = None
     after = [factors[1] @ factors[2], factors[2], torch.eye(60, dtype=DOUBLE)]
     image = sum(a @ m @ b for a, m, b in zip(before, moves, after, strict=True))
     assert isinstance(image, torch.Tensor)
@@ -180,10 +192,12 @@ def test_large_matrices_are_solved_by_iteration() -> None:
 
 
 def test_forward_is_the_product_the_map_and_the_entries() -> None:
-    model, x = net([4, 6, 3]), draw(7, 4)
+    model = net([4, 6, 3])
+    x = draw(7, 4)
     torch.testing.assert_close(model(), product(*model.factors))
     torch.testing.assert_close(model(x), x @ model.beta)
-    rows, columns = torch.tensor([0, 3]), torch.tensor([2, 1])
+    rows = torch.tensor([0, 3])
+    columns = torch.tensor([2, 1])
     torch.testing.assert_close(model(rows, columns), model.beta[rows, columns])
     assert model.depth == 2
     assert net([4, 3]).beta.shape == (4, 3)
@@ -272,7 +286,8 @@ def test_factors_of_any_size(size: float, depth: int) -> None:
 
 
 def test_bytes_are_indices() -> None:
-    model, index = net([4, 3]), torch.tensor([1, 2], dtype=torch.uint8)
+    model = net([4, 3])
+    index = torch.tensor([1, 2], dtype=torch.uint8)
     assert torch.equal(model(index, index), model.beta[[1, 2], [1, 2]])
 
 

@@ -38,7 +38,8 @@ def dense_logistic(j: torch.Tensor, y: torch.Tensor, s: torch.Tensor) -> torch.T
 def test_natural_gradient_is_the_pseudo_inverse(
     dim: int, depth: int, seed: int, zeros: int
 ) -> None:
-    model, grad = DiagonalNetwork(dim, depth, seed=seed, dtype=DOUBLE), draw(dim, seed=seed)
+    model = DiagonalNetwork(dim, depth, seed=seed, dtype=DOUBLE)
+    grad = draw(dim, seed=seed)
     for i in range(zeros):  # entries of zero, on several factors at one place too
         model.factors[i % depth].data[seed % dim] = 0.0
     j = jacobian(hadamard, list(model.factors))
@@ -55,7 +56,8 @@ def test_natural_gradient_is_the_pseudo_inverse(
 @pytest.mark.parametrize(("samples", "depth"), each_once([3, 6, 20], [1, 2, 4]))
 def test_logistic_natural_gradient(samples: int, depth: int) -> None:
     dim = 6
-    x, y = draw(samples, dim, seed=3), draw(samples, seed=4).sign()
+    x = draw(samples, dim, seed=3)
+    y = draw(samples, seed=4).sign()
     model = DiagonalNetwork(dim, depth, seed=2, dtype=DOUBLE)
     j = x @ jacobian(hadamard, list(model.factors))
     want = dense_logistic(j, y, model(x).detach())
@@ -75,7 +77,8 @@ def test_a_coordinate_with_two_zeros_does_not_move() -> None:
     for w in list(model.factors)[:2]:
         w.data[1] = 0.0
     for samples in (2, 9):
-        x, y = draw(samples, 4), draw(samples, seed=1).sign()
+        x = draw(samples, 4)
+        y = draw(samples, seed=1).sign()
         j = x @ jacobian(hadamard, list(model.factors))
         want = dense_logistic(j, y, model(x).detach())
         assert error(flat(model.logistic_natural_gradient(x, y)), want) < 1e-11
@@ -86,7 +89,8 @@ def test_a_coordinate_with_two_zeros_does_not_move() -> None:
 def test_logits_of_any_size(samples: int, logits: str) -> None:
     """All large, spread over 800, grossly wrong: against 1500 digits."""
     dim = 5
-    x, y = draw(samples, dim), draw(samples, seed=1).sign()
+    x = draw(samples, dim)
+    y = draw(samples, seed=1).sign()
     s = {
         "large": 900 + draw(samples, seed=2),
         "spread": torch.linspace(0, 800, samples, dtype=DOUBLE),
@@ -101,7 +105,8 @@ def test_logits_of_any_size(samples: int, logits: str) -> None:
 def test_rank_deficient_data() -> None:
     """More samples than rank, fewer dimensions than columns: F⁺ all the same."""
     x = draw(9, 3) @ draw(3, 6, seed=1)
-    y, beta = draw(9, seed=2).sign(), draw(6, seed=3)
+    y = draw(9, seed=2).sign()
+    beta = draw(6, seed=3)
     got = logistic_natural_gradient(x, y, beta)
     assert error(got, dense_logistic(x, y, x @ beta)) < 1e-11
     assert not logistic_natural_gradient(torch.zeros(3, 2), torch.ones(3), torch.zeros(2)).any()
@@ -109,7 +114,8 @@ def test_rank_deficient_data() -> None:
 
 def test_discrete_logits_follow_their_own_recursion() -> None:
     """N ≤ D: s ← s + ηy(1 + e^{−ys}), from s = 0 with η = ½: 1, then 1.6839397206."""
-    x, y = draw(3, 7), torch.tensor([1.0, -1.0, 1.0], dtype=DOUBLE)
+    x = draw(3, 7)
+    y = torch.tensor([1.0, -1.0, 1.0], dtype=DOUBLE)
     beta = torch.zeros(7, dtype=DOUBLE)
     for want in (1.0, 1.6839397206):
         beta = beta - 0.5 * logistic_natural_gradient(x, y, beta)
@@ -125,7 +131,9 @@ def test_discrete_logits_follow_their_own_recursion() -> None:
 
 def test_theorem_1_fewer_samples_than_dimensions() -> None:
     """X → XAᵀ leaves the logits of every step where they were."""
-    x, y, a = draw(4, 9), draw(4, seed=1).sign(), draw(9, 9, seed=2)
+    x = draw(4, 9)
+    y = draw(4, seed=1).sign()
+    a = draw(9, 9, seed=2)
     beta = draw(9, seed=3)
     moved = torch.linalg.solve(a.T, beta)
     for _ in range(20):
@@ -136,7 +144,9 @@ def test_theorem_1_fewer_samples_than_dimensions() -> None:
 
 def test_theorem_2_at_least_as_many_samples() -> None:
     """Aᵀβ'_t = β_t, step by step."""
-    x, y, a = draw(12, 5), draw(12, seed=1).sign(), draw(5, 5, seed=2)
+    x = draw(12, 5)
+    y = draw(12, seed=1).sign()
+    a = draw(5, 5, seed=2)
     beta = 0.1 * draw(5, seed=3)
     moved = torch.linalg.solve(a.T, beta)
     for _ in range(20):
@@ -147,7 +157,8 @@ def test_theorem_2_at_least_as_many_samples() -> None:
 
 def test_theorem_4_in_diagonal_networks() -> None:
     """ṡ = y/φ(ys) whatever the depth: the velocity of the logits under natural gradient flow."""
-    x, y = draw(3, 6), torch.tensor([1.0, 1.0, -1.0], dtype=DOUBLE)
+    x = draw(3, 6)
+    y = torch.tensor([1.0, 1.0, -1.0], dtype=DOUBLE)
     for depth in (1, 2, 3, 5):
         model = DiagonalNetwork(6, depth, seed=depth, dtype=DOUBLE)
         s = model(x).detach()
@@ -158,7 +169,9 @@ def test_theorem_4_in_diagonal_networks() -> None:
 
 def test_a_sum_with_a_mean_is_n_times_faster() -> None:
     """∇ of the summed loss and F averaged: N times the natural gradient of like with like."""
-    x, y, beta = draw(8, 3), draw(8, seed=1).sign(), draw(3, seed=2)
+    x = draw(8, 3)
+    y = draw(8, seed=1).sign()
+    beta = draw(3, seed=2)
     s = x @ beta
     weights = torch.sigmoid(s) * torch.sigmoid(-s)
     mean = x.T @ (weights[:, None] * x) / 8
@@ -187,7 +200,8 @@ def test_forward_and_initialization() -> None:
 @pytest.mark.parametrize("gap", [1.0, 1e-7, 0.0])
 def test_nearly_dependent_columns(gap: float, scale: float) -> None:
     """The rank is that of the SVD, however it was found, for like and for unlike weights."""
-    x, y = draw(30, 4), draw(30, seed=1).sign()
+    x = draw(30, 4)
+    y = draw(30, seed=1).sign()
     x[:, 3] = x[:, 2] + gap * x[:, 3]
     beta = scale * draw(4, seed=2).requires_grad_()
     u = y * (x @ beta).detach()
@@ -199,13 +213,16 @@ def test_nearly_dependent_columns(gap: float, scale: float) -> None:
 
 
 def test_types_are_promoted() -> None:
-    x, y, beta = draw(9, 4), draw(9, seed=1).sign(), draw(4, seed=2)
+    x = draw(9, 4)
+    y = draw(9, seed=1).sign()
+    beta = draw(4, seed=2)
     want = logistic_natural_gradient(x.float().double(), y, beta)
     assert torch.equal(logistic_natural_gradient(x.float(), y, beta), want)
 
 
 def test_float32() -> None:
-    x, y = draw(4, 6).float(), draw(4, seed=1).sign()
+    x = draw(4, 6).float()
+    y = draw(4, seed=1).sign()
     model = DiagonalNetwork(6, 2, seed=0, dtype=torch.float32)
     got = model.logistic_natural_gradient(x, y)
     assert all(m.dtype is torch.float32 for m in got)
@@ -273,7 +290,8 @@ def test_logits_far_apart_are_decided_by_the_samples_behind(
     scale: float, dtype: torch.dtype
 ) -> None:
     """N > D, all correct: the D samples of least margin are met exactly, x̃ᵀΔ = 1/φ(u) = 1."""
-    x, beta = draw(6, 3).to(dtype), scale * draw(3, seed=1).to(dtype)
+    x = draw(6, 3).to(dtype)
+    beta = scale * draw(3, seed=1).to(dtype)
     y = (x @ beta).sign()
     behind = (y * (x @ beta)).argsort()[:3]
     truth = -torch.linalg.solve((y[:, None] * x)[behind], torch.ones(3, dtype=dtype))
@@ -290,7 +308,8 @@ def test_weights_out_of_range_are_refused() -> None:
 
 
 def test_half_precision_and_whole_numbers_of_numpy() -> None:
-    x, y = draw(6, 3), draw(6, seed=1).sign()
+    x = draw(6, 3)
+    y = draw(6, seed=1).sign()
     want = logistic_natural_gradient(x, y, torch.zeros(3, dtype=DOUBLE))
     got = logistic_natural_gradient(x.half(), y.half(), torch.zeros(3).half())
     assert got.dtype is torch.float16

@@ -34,7 +34,8 @@ def diagonal(dim: int, depth: int) -> DiagonalNetwork:
     return DiagonalNetwork(dim, depth, seed=1, dtype=DOUBLE)
 
 
-X, FEW = draw(7, 4), draw(2, 4)
+X = draw(7, 4)
+FEW = draw(2, 4)
 ENTRIES = torch.tensor([0, 1, 3, 3]), torch.tensor([2, 2, 0, 1])
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
@@ -84,7 +85,9 @@ def closure_of(opt: pb.NaturalGradient, model: nn.Module, args: Any, f: Any = lo
 @pytest.mark.parametrize(("name", "metric", "solver"), all_pairs(MODELS, METRICS, SOLVERS))
 def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> None:
     build, args = MODELS[name]
-    model, chosen, (make, damping) = build(), METRICS[metric], SOLVERS[solver]
+    model = build()
+    chosen = METRICS[metric]
+    make, damping = SOLVERS[solver]
     opt = pb.NaturalGradient(model, chosen, make())
     closure = closure_of(opt, model, args)
     want = oracle(model, args, chosen, lambda z: loss(z)).solve(damping)
@@ -108,7 +111,10 @@ def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> N
 )
 def test_any_metric_on_a_batch(metric: Metric, damping: float, dims: tuple[int, ...]) -> None:
     model = deep(*dims)
-    solver = pb.solvers.Cholesky(damping) if damping else pb.solvers.PseudoInverse()
+    if damping:
+        solver = pb.solvers.Cholesky(damping)
+    else:
+        solver = pb.solvers.PseudoInverse()
     opt = pb.NaturalGradient(model, metric, solver)
 
     def centered(z: Tensor) -> Tensor:
@@ -274,8 +280,10 @@ def test_other_steps_and_float32() -> None:
 
 def test_completion_by_the_metric_of_all_entries_moves_the_observed_alone() -> None:
     """The natural gradient does not generalize: unobserved entries stay, to first order."""
-    model, target = deep(4, 6, 6, 4), draw(4)
-    rows, columns = torch.tensor([0, 1, 2, 3]), torch.tensor([1, 1, 3, 0])
+    model = deep(4, 6, 6, 4)
+    target = draw(4)
+    rows = torch.tensor([0, 1, 2, 3])
+    columns = torch.tensor([1, 1, 3, 0])
     opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), metric_batch=())
 
     def closure() -> Tensor:
@@ -285,7 +293,8 @@ def test_completion_by_the_metric_of_all_entries_moves_the_observed_alone() -> N
         return value
 
     x = opt.direction(closure).x
-    before, h = model.beta.detach().clone(), 1e-6
+    before = model.beta.detach().clone()
+    h = 1e-6
     with torch.no_grad():
         nn.utils.vector_to_parameters(
             nn.utils.parameters_to_vector(model.parameters()) - h * x, model.parameters()

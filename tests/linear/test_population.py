@@ -37,7 +37,8 @@ def test_coefficients(size: float) -> None:
     def integral(f) -> float:
         return 2 * quad(f, 0, 50, limit=500, epsabs=0.0, epsrel=1e-13)[0] / scale
 
-    want_a, want_c = integral(bell), integral(lambda t: (t / scale) ** 2 * bell(t))
+    want_a = integral(bell)
+    want_c = integral(lambda t: (t / scale) ** 2 * bell(t))
     assert abs(float(a) / want_a - 1) < 1e-12
     assert abs(float(c) / want_c - 1) < 1e-12
 
@@ -69,7 +70,8 @@ def test_against_samples() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("zero", [False, True])
 def test_natural_gradient_of_diagonal_networks(depth: int, zero: bool) -> None:
-    model, grad = DiagonalNetwork(5, depth, seed=1, dtype=DOUBLE), draw(5)
+    model = DiagonalNetwork(5, depth, seed=1, dtype=DOUBLE)
+    grad = draw(5)
     if zero and depth > 1:
         for w in list(model.factors)[:2]:
             w.data[2] = 0.0

@@ -96,7 +96,8 @@ class Gain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gain, self.drop = nn.Parameter(torch.ones(3)), nn.Dropout(0.5)
+        self.gain = nn.Parameter(torch.ones(3))
+        self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +210,8 @@ def test_the_kernel_forms_no_rows_of_structured_layers(
 ) -> None:
     torch.manual_seed(0)
     make, inputs = BIG[name]
-    model, x = make().double(), inputs()
+    model = make().double()
+    x = inputs()
     built = Built(model, (x.double() if x.is_floating_point() else x,), {})
 
     def refuse(self: Block) -> dict[str, Tensor]:
@@ -234,7 +236,8 @@ def test_the_kernel_forms_no_rows_of_structured_layers(
         )
     assert info.accepted, info.reason
     assert info.gram == "kernel"
-    n, p = info.rows, info.parameters
+    n = info.rows
+    p = info.parameters
     assert largest.numel < n * p / 2, f"a tensor of {largest.numel} entries; J has {n * p}"
 
 

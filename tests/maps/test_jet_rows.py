@@ -11,7 +11,8 @@ from pullback.maps import OperatorMap, Scheme
 from pullback.maps import operator as module
 from pullback.maps.layers import AffineBlock, RowsBlock
 
-N, D = 6, 2
+N = 6
+D = 2
 Q = torch.linspace(0.2, 1, N).double()
 SCHEME = Scheme.of([(0, 1)], laplacian=(0, 1))
 
@@ -54,7 +55,8 @@ def test_small_and_large_alike(sites: int, covectors: int, monkeypatch: pytest.M
     large = map.linearize(params).pullback(u)
     kinds = {type(b) for b in small.blocks.values()}, {type(b) for b in large.blocks.values()}
     assert kinds == ({RowsBlock}, {AffineBlock})
-    v, c = torch.randn(small.space.size).double(), torch.randn(N, covectors).double()
+    v = torch.randn(small.space.size).double()
+    c = torch.randn(N, covectors).double()
     for got, want in (
         (small.rows(), large.rows()),
         (small.kernel(), large.kernel()),

@@ -42,7 +42,9 @@ def oracle(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
             if not u.requires_grad:
                 return torch.zeros_like(u)
             (g,) = torch.autograd.grad(u.sum(), x, create_graph=True, allow_unused=True)
-            return torch.zeros_like(u) if g is None else g[:, index[-1]]
+            if g is None:
+                return torch.zeros_like(u)
+            return g[:, index[-1]]
 
         channels = [along(index) for index in scheme.indices]
         if scheme.laplacian:
@@ -55,11 +57,15 @@ def agree(function: Function, x: Tensor, scheme: Scheme, tol: float = 1e-10) -> 
     """Channel by channel, relative to the channel's own size (or that of the value)."""
     jet = function(Jet.input(x, scheme))
     assert isinstance(jet, Jet)
-    got, want = jet.stacked().detach(), oracle(function, x, scheme)
+    got = jet.stacked().detach()
+    want = oracle(function, x, scheme)
     assert got.shape == want.shape
     assert bool(torch.isfinite(want).all())
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        scale = w.norm() if w.norm() > 0 else 1.0
+        if w.norm() > 0:
+            scale = w.norm()
+        else:
+            scale = 1.0
         off = float((g - w).norm() / scale)
         assert off <= tol, f"channel {i} of {scheme}: {off:.1e}"
 
@@ -90,13 +96,16 @@ FUNCTIONS = sorted(
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: getattr(f, "__name__", str(f)))
 def test_every_tower(function: Any) -> None:
-    mix, name = layer(DIM, 4), function.__name__
+    mix = layer(DIM, 4)
+    name = function.__name__
     method = function is getattr(Tensor, name, None)
 
     def u(x: Any) -> Any:
         h = mix(x)
         a = h * h + 0.2  # positive: logarithms and roots take part
-        return getattr(a, name)() if method else function(a)
+        if method:
+            return getattr(a, name)()
+        return function(a)
 
     for scheme in (COLLAPSED,) if method else (MIXED, COLLAPSED, PLAIN):
         agree(u, points(2), scheme, 1e-9 if function is torch.sinc else 1e-10)
@@ -298,7 +307,10 @@ def test_random_networks(
         h = x
         for one in layers[:-1]:
             out = activation(one(h))
-            h = out + h if skip and out.shape == h.shape else out
+            if skip and out.shape == h.shape:
+                h = out + h
+            else:
+                h = out
         return layers[-1](h)
 
     x = points(n, dim, seed)

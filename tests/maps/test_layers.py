@@ -118,7 +118,10 @@ def test_layer(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, shape = CASES[name]
     module = randomized(make().double())
     table = isinstance(module, nn.Embedding)
-    x = torch.randint(0, 5, shape) if table else torch.randn(*shape).double()
+    if table:
+        x = torch.randint(0, 5, shape)
+    else:
+        x = torch.randn(*shape).double()
     if route == "materialized" and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         pytest.skip("one route")
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
@@ -132,7 +135,8 @@ def test_layer(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {c.reason for c in pulled.coverage} == {"known layer"}, pulled.coverage
     n, r = pulled.shape
     assert_close(pulled.rows(), j, 1e-12, "rows = J")
-    v, c = torch.randn(j.shape[1]).double(), torch.randn(n, r).double()
+    v = torch.randn(j.shape[1]).double()
+    c = torch.randn(n, r).double()
     assert_close(pulled.project(v), (j @ v).view(n, r), 1e-12, "project(v) = J v")
     assert_close(pulled.lift(c), j.T @ c.flatten(), 1e-12, "lift(c) = Jᵀc")
     for budget in (1, 2**30):
@@ -149,7 +153,10 @@ class Mixed(nn.Module):
     """A fixed nonlinear mix of each sample's entries, three numbers of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1) if x.ndim > 1 else x[:, None]
+        if x.ndim > 1:
+            x = x.flatten(1)
+        else:
+            x = x[:, None]
         mix = torch.linspace(-1, 1, 3 * x.shape[1], dtype=x.dtype).view(3, -1)
         return torch.sin(x @ mix.T + 0.3 * x.sum(1, keepdim=True))
 

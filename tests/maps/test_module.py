@@ -66,7 +66,8 @@ def test_linearizing_leaves_the_model_alone(case: ModelCase) -> None:
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cell, self.head = kind(2, 3, batch_first=True), nn.Linear(3, 2)
+        self.cell = kind(2, 3, batch_first=True)
+        self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.cell(x)[0][:, -1])
@@ -143,7 +144,8 @@ def test_layers_nobody_registered_are_still_exact(name: str) -> None:
 def test_fused_attention() -> None:
     """No forward mode, no second derivative, no vmap rule: served by plain products."""
     torch.manual_seed(0)
-    model, x = Scaled().double(), torch.randn(2, 3, 4).double()
+    model = Scaled().double()
+    x = torch.randn(2, 3, 4).double()
     j = jacobian(model(x), list(model.parameters()))
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     v = torch.randn(j.shape[1]).double()
@@ -171,13 +173,16 @@ class Counting(nn.Module):
 def test_a_replay_sees_the_buffers_that_the_call_saw(form: str) -> None:
     """Spectral norm in training mode is such a module: its forward pass moves its own buffers."""
     torch.manual_seed(0)
-    model, x = Counting().double(), torch.randn(4, 3).double()
+    model = Counting().double()
+    x = torch.randn(4, 3).double()
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1), gram=form)
 
     def closure() -> Tensor:
         opt.zero_grad()
-        one, two = model(x[:2]), model(x[2:])  # scaled by 2 and by 3
+        # scaled by 2 and by 3
+        one = model(x[:2])
+        two = model(x[2:])
         loss = 0.5 * (one.square().sum() + two.square().sum()) / 4
         loss.backward()
         return loss
@@ -204,7 +209,8 @@ def test_forward_mode_is_not_trusted_with_a_padding_row() -> None:
     x = torch.tensor([0, 1, 2, 1])
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     with torch.no_grad():
-        v, u = torch.randn(6).double(), torch.randn(4, 2).double()
+        v = torch.randn(6).double()
+        u = torch.randn(4, 2).double()
         pushed = linear.jvp(v)
         assert_close((pushed * u).sum(), v @ linear.vjp(u), 1e-13, "⟨J v, u⟩ = ⟨v, Jᵀu⟩")
         assert torch.equal(pushed[0], torch.zeros(2).double())
@@ -233,7 +239,8 @@ def test_batch_norm_in_training_mode_is_refused_with_the_remedy() -> None:
 
 
 def test_an_input_changed_in_place_is_refused() -> None:
-    model, x = nn.Linear(3, 2).double(), torch.randn(4, 3).double()
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(4, 3).double()
     opt = pb.NaturalGradient(model)
 
     def closure() -> Tensor:

@@ -40,7 +40,8 @@ def test_products_and_rows_are_the_jacobian(name: str) -> None:
         return FEW[name]({"w": v[:6].view(3, 2), "c": v[6]}).flatten()
 
     j = torch.func.jacrev(function)(flat)
-    v, u = torch.randn(7).double(), torch.randn(len(j)).double()
+    v = torch.randn(7).double()
+    u = torch.randn(len(j)).double()
     assert_close(linear.value.flatten(), function(flat), 1e-15, "value")
     assert_close(linear.rows(), j, 1e-13, "rows")
     assert_close(linear.jvp(v).flatten(), j @ v, 1e-13, "jvp")
@@ -78,14 +79,16 @@ def test_every_form_serves_an_objective(form: str) -> None:
     names = [n for n, _ in model.named_parameters()]
 
     def function(v: Tensor) -> Tensor:
-        pieces, start = {}, 0
+        pieces = {}
+        start = 0
         for n in names:
             p = params()[n]
             pieces[n] = v[start : start + p.numel()].view(p.shape)
             start += p.numel()
         return residual(pieces).flatten() / 5**0.5
 
-    j, z = torch.func.jacrev(function)(before), function(before)
+    j = torch.func.jacrev(function)(before)
+    z = function(before)
     info = opt.step(objective=residual)
     want = torch.linalg.solve(j.T @ j + 0.1 * torch.eye(7).double(), j.T @ z)
     moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -20,7 +20,8 @@ from pullback.maps.operator import JetLinearization
 from pullback.testing import assert_close
 from tests.maps.layers.grams import gram
 
-N, D = 7, 2
+N = 7
+D = 2
 X = torch.rand(1, N, D, generator=torch.Generator().manual_seed(3)).double()
 TWO = torch.rand(2, N, D, generator=torch.Generator().manual_seed(4)).double()
 Q = torch.linspace(0.2, 1, N).double()
@@ -132,7 +133,8 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def system(channels: Tensor, params: dict[str, Tensor]) -> Tensor:
     """Three nonlinear equations per point, of two fields at the first and last site."""
-    u, v = channels[:, 0, :, 0], channels[:, -1, :, 1]
+    u = channels[:, 0, :, 0]
+    v = channels[:, -1, :, 1]
     return torch.stack([u[4] + u[0] * v[1], v[4] - u[2] ** 2, u[3] * v[0] - v[3]], -1)
 
 
@@ -162,7 +164,8 @@ def written_out(net: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
         laplacian = second(site, 0, 0) + second(site, 1, 1)
         return [u(site), first(site, 0), first(site, 1), second(site, 0, 1), laplacian]
 
-    u, v = at(x[0], 0), at(x[-1], 1)
+    u = at(x[0], 0)
+    v = at(x[-1], 1)
     out = torch.stack([u[4] + u[0] * v[1], v[4] - u[2] ** 2, u[3] * v[0] - v[3]], -1)
     return Q.to(x).sqrt()[:, None] * out
 
@@ -188,7 +191,8 @@ ALONE = [n for n in NETWORKS if n != COUPLED]
 def test_every_product_is_that_of_the_jacobian(name: str, sites: Tensor) -> None:
     net = made(name)
     linear = source(net, sites).linearize(split(net))
-    j, params = dense(net, sites), split(net)
+    j = dense(net, sites)
+    params = split(net)
     z = written_out(net, {n: p.detach() for n, p in params.items()}, sites)
     v = torch.randn(j.shape[1]).double()
     u = torch.randn(N, 3).double()
@@ -200,7 +204,8 @@ def test_every_product_is_that_of_the_jacobian(name: str, sites: Tensor) -> None
     covectors = torch.randn(2, N, 3).double()
     rows = torch.einsum("rnk,nkp->nrp", covectors, j.view(N, 3, -1))
     pulled = linear.pullback(covectors)
-    flat, c = rows.flatten(0, 1), torch.randn(N, 2).double()
+    flat = rows.flatten(0, 1)
+    c = torch.randn(N, 2).double()
     assert_close(pulled.rows(), flat, 1e-11, "pulled rows")
     assert_close(pulled.project(v).flatten(), flat @ v, 1e-11, "project")
     assert_close(pulled.lift(c), flat.T @ c.flatten(), 1e-11, "lift")
@@ -238,7 +243,9 @@ def typed(m: Any, x: Any) -> Any:
 
 
 def branching(m: Any, x: Any) -> Any:
-    return m.a(torch.sin(x)) if x.shape[0] > 1 and bool((x[:, 0] >= 0).all()) else m.a(x)
+    if x.shape[0] > 1 and bool((x[:, 0] >= 0).all()):
+        return m.a(torch.sin(x))
+    return m.a(x)
 
 
 def modulo(m: Any, x: Any) -> Any:
@@ -334,7 +341,8 @@ def test_float32() -> None:
 
 def block(n: int, r: int, t: int, weight: bool, bias: bool, seed: int, g: int = 2) -> AffineBlock:
     torch.manual_seed(seed)
-    x, delta = torch.randn(n, g, t, 3).double(), torch.randn(n, r, g, t, 4).double()
+    x = torch.randn(n, g, t, 3).double()
+    delta = torch.randn(n, r, g, t, 4).double()
     h = torch.randint(0, 2, (t,)).double()
     h[0] = 1
     return AffineBlock(
@@ -348,13 +356,18 @@ def block(n: int, r: int, t: int, weight: bool, bias: bool, seed: int, g: int = 
 
 def flat_rows(b: AffineBlock) -> Tensor:
     """Σ_t δ_t ⊗ (a_t, h_t), one entry after the other."""
-    x, delta, h = b._inputs(), b._delta, b._h
+    x = b._inputs()
+    delta = b._delta
+    h = b._h
     out = []
     if "w" in b.names:
         w = (delta[..., :, None] * x[:, None, :, :, None, :]).sum(3)
         out.append(w.flatten(2))
     if "b" in b.names:
-        heights = torch.ones(delta.shape[3]).double() if h is None else h
+        if h is None:
+            heights = torch.ones(delta.shape[3]).double()
+        else:
+            heights = h
         out.append((delta * heights[:, None]).sum(3).flatten(2))
     return torch.cat(out, -1).flatten(0, 1)
 
@@ -362,7 +375,8 @@ def flat_rows(b: AffineBlock) -> Tensor:
 @pytest.mark.parametrize("budget", [1, 4000, 2**30])
 @pytest.mark.parametrize(("weight", "bias"), [(True, True), (True, False), (False, True)])
 def test_both_routes_of_a_block(weight: bool, bias: bool, budget: int) -> None:
-    one, two = block(5, 2, 4, weight, bias, 0), block(3, 1, 2, weight, bias, 1)
+    one = block(5, 2, 4, weight, bias, 0)
+    two = block(3, 1, 2, weight, bias, 1)
     for a, b in ((one, one), (one, two), (two, one), (two, two), (one, one.narrow(1, 4))):
         assert isinstance(b, AffineBlock)
         want = flat_rows(a) @ flat_rows(b).T

@@ -67,6 +67,7 @@ class StubbornNet(nn.Linear):
 
 def test_where_it_cannot_each_covector_has_a_pass() -> None:
     torch.manual_seed(0)
-    model, x = StubbornNet(4, 3).double(), torch.randn(5, 4, dtype=torch.float64)
+    model = StubbornNet(4, 3).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     assert_close(linear.rows(), jacobian(model(x), [*model.parameters()]), 1e-12, "J")

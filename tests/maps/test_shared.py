@@ -22,7 +22,8 @@ class Gated(nn.Module):
 
     def __init__(self, gate: float = 0.0) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 2)
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 2)
         self.gate = nn.Parameter(torch.tensor(gate), requires_grad=False)
         self.outside = self.turned = self.mixed = False
 
@@ -31,7 +32,9 @@ class Gated(nn.Module):
         if self.outside:
             h = h + self.gate * self.first.weight.sum()
         z = self.second(h.transpose(0, 1) if self.turned else h).sum(1)
-        return z + z.mean(0) if self.mixed else z
+        if self.mixed:
+            return z + z.mean(0)
+        return z
 
 
 def dense(model: nn.Module, x: Tensor) -> Tensor:
@@ -117,7 +120,8 @@ def test_plans_do_not_keep_a_model_alive() -> None:
 
 def test_a_tangent_space_stays_where_it_was(model: Gated) -> None:
     x = torch.randn(3, 5, 5, dtype=torch.float64)
-    tangent, want = Tangent(model), dense(model, x)
+    tangent = Tangent(model)
+    want = dense(model, x)
     with torch.no_grad():
         model.first.weight += 1
     assert_close(ntk(tangent, x), want, 1e-12, "before the step")
@@ -129,7 +133,9 @@ class Routed(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.first, self.second, self.way = nn.Linear(4, 5), nn.Linear(5, 2), way
+        self.first = nn.Linear(4, 5)
+        self.second = nn.Linear(5, 2)
+        self.way = way
 
     def forward(self, x: Tensor) -> Tensor:  # (N, 4)
         order = x[:, 0].argsort()
@@ -154,17 +160,21 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.one = nn.Linear(4, 2)
+        self.two = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:  # (N, 4)
-        some, z = x[:, 0] > 0, x.new_zeros(len(x), 2)
-        z[some], z[~some] = self.one(x[some]), self.two(x[~some])
+        some = x[:, 0] > 0
+        z = x.new_zeros(len(x), 2)
+        z[some] = self.one(x[some])
+        z[~some] = self.two(x[~some])
         return z
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 def test_an_expert_without_samples_has_no_share(chunk: int | None) -> None:
     torch.manual_seed(0)
-    model, x = Experts().double(), torch.randn(6, 4, dtype=torch.float64)
+    model = Experts().double()
+    x = torch.randn(6, 4, dtype=torch.float64)
     for inputs in (x, x.abs(), -x.abs()):
         assert_close(ntk(model, inputs, chunk=chunk), dense(model, inputs), 1e-10, "K = J Jᵀ")

@@ -17,7 +17,8 @@ class Folded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.one = nn.Linear(3, 4)
+        self.two = nn.Linear(4, 2)
         nn.init.zeros_(self.two.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +31,8 @@ class SquareSequence(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.one = nn.Linear(3, 4)
+        self.two = nn.Linear(4, 2)
         nn.init.zeros_(self.two.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +45,8 @@ def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) 
     """At zero-initialized outputs every layout fits; it must not be kept for later steps."""
     torch.manual_seed(0)
     model = kind().double()
-    x, t = torch.randn(4, 4, 3).double(), torch.randn(4, 4, 2).double()
+    x = torch.randn(4, 4, 3).double()
+    t = torch.randn(4, 4, 2).double()
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1), gram=form, batch_dim=1)
 
     def closure() -> Tensor:
@@ -103,7 +106,8 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.body = nn.Embedding(4, 3), nn.Linear(3, 2)
+        self.table = nn.Embedding(4, 3)
+        self.body = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(torch.tanh(x + self.table(torch.arange(4))))
@@ -111,7 +115,8 @@ class Positions(nn.Module):
 
 def test_places_are_not_mistaken_for_samples() -> None:
     torch.manual_seed(0)
-    model, x = Positions().double(), torch.randn(4, 4, 3).double()
+    model = Positions().double()
+    x = torch.randn(4, 4, 3).double()
     j = jacobian(model(x), list(model.parameters()))
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     pulled = linear.pullback(identity_covectors(linear.value))
@@ -126,8 +131,10 @@ class Axes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.folded, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.folded = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         n, t, _ = x.shape
@@ -141,7 +148,8 @@ class Axes(nn.Module):
 @pytest.mark.parametrize("shape", [(3, 3, 3), (2, 4, 3), (4, 2, 3), (1, 3, 3), (3, 1, 3)], ids=str)
 def test_samples_are_found_on_every_axis(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model, x = Axes().double(), torch.randn(*shape).double()
+    model = Axes().double()
+    x = torch.randn(*shape).double()
     j = jacobian(model(x), list(model.parameters()))
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     pulled = linear.pullback(identity_covectors(linear.value))
@@ -171,7 +179,8 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.one = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
         self.gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +190,8 @@ class Gated(nn.Module):
 def test_a_use_that_opens_later_is_noticed() -> None:
     """The plan made while the gate is shut is dropped once it no longer explains the gradient."""
     torch.manual_seed(0)
-    model, x = Gated().double(), torch.randn(4, 3).double()
+    model = Gated().double()
+    x = torch.randn(4, 3).double()
     params = list(model.parameters())
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1), gram="kernel", lr=0.0)
 

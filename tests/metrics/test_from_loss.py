@@ -85,9 +85,11 @@ def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
     rule: str | None, places: int
 ) -> None:
     """Also where there are as many places as classes."""
-    loss, ends = nn.CrossEntropyLoss(), []
+    loss = nn.CrossEntropyLoss()
+    ends = []
     torch.manual_seed(1)
-    x, y = torch.randn(8, places, 2, dtype=torch.float64), torch.randint(0, 3, (8, places))
+    x = torch.randn(8, places, 2, dtype=torch.float64)
+    y = torch.randint(0, 3, (8, places))
     for given in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -121,7 +123,8 @@ def test_two_axes_on_which_classes_may_be_are_refused() -> None:
 
 
 def test_a_loss_with_other_terms_does_not_show_its_classes() -> None:
-    model, x = nn.Linear(5, 4).double(), torch.randn(8, 3, 5, dtype=torch.float64)
+    model = nn.Linear(5, 4).double()
+    x = torch.randn(8, 3, 5, dtype=torch.float64)
     y = torch.randint(0, 4, (24,))
     opt = pb.KFAC(model, 0.1, likelihood=nn.CrossEntropyLoss())
     z = model(x)
@@ -136,7 +139,8 @@ def test_log_probabilities_have_the_metric_of_their_logits() -> None:
     z = torch.randn(4, 3, dtype=torch.float64)
     log_p = z.log_softmax(1)
     v = torch.randn_like(z)
-    of_logits, of_logs = Categorical().factor(z), from_loss(nn.NLLLoss()).factor(log_p)
+    of_logits = Categorical().factor(z)
+    of_logs = from_loss(nn.NLLLoss()).factor(log_p)
     assert_close(of_logs.matvec(v), of_logits.matvec(v), 1e-14, "M v")
 
 
@@ -151,8 +155,10 @@ def test_presets_take_a_loss_and_its_reduction(make: Any) -> None:
 
 
 def test_kfac_takes_a_loss_as_it_takes_its_likelihood() -> None:
-    loss, ends = nn.CrossEntropyLoss(reduction="sum"), []
-    x, y = torch.randn(8, 2, dtype=torch.float64), torch.arange(8) % 3
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    ends = []
+    x = torch.randn(8, 2, dtype=torch.float64)
+    y = torch.arange(8) % 3
     for given in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Linear(2, 3).double()

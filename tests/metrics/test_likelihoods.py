@@ -133,17 +133,20 @@ def test_poisson_score_by_enumeration() -> None:
 @pytest.mark.parametrize("name", ["Gaussian", "Gaussian learned", "MSE"])
 def test_gaussian_score_by_quadrature(name: str) -> None:
     """Gauss–Hermite nodes integrate the quartics exactly; the spread comes from the density."""
-    likelihood, z = LIKELIHOODS[name], logits(2)
+    likelihood = LIKELIHOODS[name]
+    z = logits(2)
     nodes, weights = (
         torch.tensor(a) for a in __import__("numpy").polynomial.hermite_e.hermegauss(8)
     )
     weights = weights / weights.sum()
     if name == "Gaussian learned":  # z = (mean, log-variance)
-        outcomes, mass = (z[0] + (0.5 * z[1]).exp() * nodes)[:, None], weights
+        outcomes = (z[0] + (0.5 * z[1]).exp() * nodes)[:, None]
+        mass = weights
     else:
         spread = {"Gaussian": 0.3**0.5, "MSE": 0.5**0.5}[name]
         grid = torch.cartesian_prod(nodes, nodes)
-        outcomes, mass = z + spread * grid, torch.outer(weights, weights).flatten()
+        outcomes = z + spread * grid
+        mass = torch.outer(weights, weights).flatten()
     got = score_moment(likelihood, z, outcomes, mass)
     assert_close(got, matrix(likelihood, z), 1e-12, "E[score scoreᵀ] = M")
 
@@ -164,7 +167,8 @@ def test_samples_have_the_fisher_information(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_samples_repeat_with_their_generator(name: str) -> None:
-    likelihood, z = LIKELIHOODS[name], logits(3, 4)
+    likelihood = LIKELIHOODS[name]
+    z = logits(3, 4)
     one, two = (likelihood.sample(z, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(one, two)
 
@@ -174,15 +178,18 @@ def test_samples_repeat_with_their_generator(name: str) -> None:
 )
 def test_classes_are_drawn_by_their_probabilities(classes: int, dtype: torch.dtype) -> None:
     """χ² of many draws, whose mean is the number of classes less one; scores are p − e_y."""
-    made, n = torch.Generator().manual_seed(classes), 8000
+    made = torch.Generator().manual_seed(classes)
+    n = 8000
     z = torch.randn(classes, generator=made).to(dtype)
     z[[1, -1]] = -torch.inf
-    p, likelihood = torch.softmax(z.double(), 0), Categorical()
+    p = torch.softmax(z.double(), 0)
+    likelihood = Categorical()
     scores = [likelihood.score(z.expand(n // 4, -1), made).double() for _ in range(4)]
     counts = torch.cat([s.argmin(1) for s in scores]).bincount(minlength=classes)
     live = p > 0
     assert counts[~live].sum() == 0
-    chi, degrees = ((counts - n * p).square() / (n * p))[live].sum(), int(live.sum()) - 1
+    chi = ((counts - n * p).square() / (n * p))[live].sum()
+    degrees = int(live.sum()) - 1
     assert abs(float(chi) - degrees) < 6 * (2 * degrees) ** 0.5 + 6
     e = F.one_hot(scores[0].argmin(1), classes)
     assert_close(scores[0], p - e, 1e-12 if dtype == torch.float64 else 1e-2, "p − e_y")
@@ -201,10 +208,14 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_mean_is_torchs_mean(name: str) -> None:
     """`samples` is what torch divides by, and nll is torch's loss."""
-    likelihood, z = LIKELIHOODS[name], logits(5, 4)
+    likelihood = LIKELIHOODS[name]
+    z = logits(5, 4)
     ratio = LOSSES[name](z, "sum") / LOSSES[name](z, "mean")
     assert likelihood.samples(z) == round(float(ratio))
-    y = torch.arange(5) % 4 if name == "Categorical" else torch.ones_like(z)
+    if name == "Categorical":
+        y = torch.arange(5) % 4
+    else:
+        y = torch.ones_like(z)
     assert_close(likelihood.nll(z, y).sum(), LOSSES[name](z, "sum"), 1e-14, "nll")
 
 
@@ -275,7 +286,8 @@ def test_a_step_at_extreme_logits_is_damped_and_finite(sign: float) -> None:
     model = torch.nn.Linear(1, 3, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(sign * torch.tensor([[1e4], [-1e4], [0.0]]))
-    x, y = torch.ones(2, 1).double(), torch.tensor([2, 2])
+    x = torch.ones(2, 1).double()
+    y = torch.tensor([2, 2])
     opt = pb.NaturalGradient(model, Fisher(Categorical()), pb.solvers.Cholesky(1e-3))
 
     def closure() -> Tensor:
@@ -326,7 +338,8 @@ def test_ignored_positions_pool_over_calls(form: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 3, 4).double()
     y = torch.tensor([[0, -100, 2], [1, 1, -100], [-100, -100, 0], [2, 1, 0]])
-    weight, found = torch.randn(3, 4).double(), []
+    weight = torch.randn(3, 4).double()
+    found = []
     for cuts in ([4], [1, 3]):
         model = torch.nn.Linear(4, 3, bias=False).double()
         with torch.no_grad():
@@ -402,7 +415,8 @@ def test_losses_that_say_nothing_of_the_classes_pass() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_loss_that_has_shown_its_classes_is_not_refused_later(dtype: torch.dtype) -> None:
     """Cross-entropy and a smoothness of logits in time, of which the second is left in the end."""
-    y, one = torch.arange(12).view(3, 4) % 5, Categorical()
+    y = torch.arange(12).view(3, 4) % 5
+    one = Categorical()
     for z in (logits(3, 4, 5), 200 * F.one_hot(y, 5) + logits(3, 4, 5)):
         z = z.to(dtype).requires_grad_()
         smooth = (z[:, 1:] - z[:, :-1]).square().mean()

@@ -47,7 +47,8 @@ def test_laws(metric: Metric, dtype: torch.dtype) -> None:
 
 
 def test_bregman_of_logsumexp_is_the_fisher_metric() -> None:
-    z, v = values(4, 3), values(4, 3, seed=1)
+    z = values(4, 3)
+    v = values(4, 3, seed=1)
     bregman = Bregman(lambda z: torch.logsumexp(z, 0)).factor(z)
     fisher = Fisher(Categorical()).factor(z)
     assert_close(bregman.matvec(v), fisher.matvec(v), 1e-13, "Bregman(logsumexp) = Categorical")
@@ -70,14 +71,17 @@ def test_bregman_is_finite_at_extreme_outputs(dtype: torch.dtype) -> None:
 
 
 def test_bregman_over_several_axes() -> None:
-    z, v = values(2, 3, 2), values(2, 3, 2, seed=1)
+    z = values(2, 3, 2)
+    v = values(2, 3, 2, seed=1)
     got = Bregman(lambda z: torch.logsumexp(z.flatten(), 0)).factor(z).matvec(v)
     flat = Fisher(Categorical()).factor(z.flatten(1)).matvec(v.flatten(1))
     assert_close(got.flatten(1), flat, 1e-13, "event of shape (3, 2)")
 
 
 def test_weights_multiply_m() -> None:
-    z, v, w = values(3, 2), values(3, 2, seed=1), torch.tensor([1.0, 4.0, 0.0]).double()
+    z = values(3, 2)
+    v = values(3, 2, seed=1)
+    w = torch.tensor([1.0, 4.0, 0.0]).double()
     got = Weighted(Fisher(Bernoulli()), w).factor(z).matvec(v)
     assert_close(got, w[:, None] * Fisher(Bernoulli()).factor(z).matvec(v), 1e-14, "w M v")
     by_input = Weighted(Euclidean(), lambda x: x[:, 0] ** 2).factor(z, inputs=v)

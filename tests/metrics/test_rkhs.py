@@ -74,7 +74,9 @@ def test_scales_are_lengths() -> None:
 def test_distances_of_many_wide_points(dtype: torch.dtype) -> None:
     """By inner products, and by differences where these would cancel."""
     x = points(80, 300).to(dtype) + 1e3
-    x[1], x[2], x[3] = x[0], x[0] + 1e-3, x[0]
+    x[1] = x[0]
+    x[2] = x[0] + 1e-3
+    x[3] = x[0]
     x[3, 0] += 1e-2
     want = torch.stack([(a - x.double()).norm(dim=1) for a in x.double()])
     got = distances(x, x)

@@ -74,7 +74,8 @@ def test_laws(shape: tuple[int, ...], metric) -> None:
 
 
 def test_matrix_is_the_inverse_kernel_on_every_output() -> None:
-    x, z = points(), points(4, 3)
+    x = points()
+    z = points(4, 3)
     k = Matern(1.5, 1.5)(x, x)
     factor = Sobolev(1.5, jitter=0.0).factor(z, inputs=x)
     v = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -130,7 +131,8 @@ def test_the_function_moves_by_the_kernel_times_the_gradient(form: str) -> None:
 
 
 def test_equal_inputs_need_the_jitter() -> None:
-    x, z = points()[[0, 1, 1, 2]], points(4, 3)
+    x = points()[[0, 1, 1, 2]]
+    z = points(4, 3)
     check_metric(Sobolev(), z, x, tol=1e-4)  # the default jitter serves, at condition 1e10
     with pytest.raises(pb.PullbackError, match="jitter"):
         Sobolev(jitter=0.0).factor(z, inputs=x)
@@ -225,7 +227,8 @@ def test_fisher_weighted_gram(form: str) -> None:
 
 def test_the_inner_fisher_metric_is_that_of_the_amplitudes() -> None:
     """Pᵀdz = d(2√p), so M is the Sobolev metric of x ↦ 2√p(x)."""
-    x, z = points(), points(4, 3)
+    x = points()
+    z = points(4, 3)
     v = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     move = torch.func.jvp(lambda z: 2 * z.softmax(1).sqrt(), (z,), (v,))[1]
     metric = Sobolev(1.5, jitter=0.0, inner=Fisher(Categorical()))
@@ -236,7 +239,9 @@ def test_the_inner_fisher_metric_is_that_of_the_amplitudes() -> None:
 
 @pytest.mark.filterwarnings("ignore:The Sobolev kernel")
 def test_far_apart_it_is_the_metric_of_single_samples() -> None:
-    x, z, v = 1e3 * points(), points(4, 3), points(4, 3).flip(0)
+    x = 1e3 * points()
+    z = points(4, 3)
+    v = points(4, 3).flip(0)
     one = Sobolev(1e-3, jitter=0.0).factor(z, inputs=x)
     assert_close(one.matvec(v), Euclidean().factor(z).matvec(v), 1e-14, "K = I")
     fisher = Fisher(Categorical())
@@ -245,7 +250,9 @@ def test_far_apart_it_is_the_metric_of_single_samples() -> None:
 
 
 def test_kernels_of_a_user() -> None:
-    x, z, v = points(), points(4, 3), points(4, 3).flip(0)
+    x = points()
+    z = points(4, 3)
+    v = points(4, 3).flip(0)
     own = Sobolev(kernel=lambda x, y: 10 * Matern(1.5, 2.0)(x, y), jitter=1e-3).factor(z, inputs=x)
     same = Sobolev(2.0, jitter=1e-3).factor(z, inputs=x)
     assert_close(10 * own.matvec(v), same.matvec(v), 1e-12, "degree −1 in K, jitter included")
@@ -294,7 +301,9 @@ def test_inputs_that_are_not_finite() -> None:
 @pytest.mark.parametrize(("scale", "found"), [(1e-3, "identity"), (1e5, "all-ones")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_scales_that_tell_nothing_warn_once(scale: float, found: str, dtype: torch.dtype) -> None:
-    metric, x, z = Sobolev(scale, jitter=1e-3), points().to(dtype), points(4, 3).to(dtype)
+    metric = Sobolev(scale, jitter=1e-3)
+    x = points().to(dtype)
+    z = points(4, 3).to(dtype)
     with pytest.warns(UserWarning, match=rf"{found}.*median_distance\(inputs\); it is 2\."):
         metric.factor(z, inputs=x)
     with warnings.catch_warnings():

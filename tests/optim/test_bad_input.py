@@ -42,7 +42,8 @@ class Disturbing(nn.Module):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_loss_is_rejected(value: float) -> None:
-    model, (x, y) = Disturbing(), data()
+    model = Disturbing()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     opt.step(closure_of(opt, model, x, y))
     with untouched(model, opt):
@@ -53,7 +54,8 @@ def test_non_finite_loss_is_rejected(value: float) -> None:
 
 
 def test_non_finite_loss_is_rejected_before_any_trial() -> None:
-    model, (x, y) = Disturbing(), data()
+    model = Disturbing()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=pb.steps.GridLineSearch(4))
     with untouched(model, opt):
         info = opt.step(closure_of(opt, model, x * float("nan"), y))
@@ -62,7 +64,8 @@ def test_non_finite_loss_is_rejected_before_any_trial() -> None:
 
 
 def test_non_finite_gradient_is_rejected() -> None:
-    model, (x, y) = Disturbing(), data()
+    model = Disturbing()
+    x, y = data()
     opt = pb.NaturalGradient(model)
 
     def loss(z: Tensor, y: Tensor) -> Tensor:
@@ -75,7 +78,8 @@ def test_non_finite_gradient_is_rejected() -> None:
 
 
 def test_a_run_goes_on_after_a_rejected_step() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=pb.steps.Backtracking())
     good = closure_of(opt, model, x, y)
     assert not opt.step(closure_of(opt, model, x * float("nan"), y)).accepted
@@ -85,7 +89,8 @@ def test_a_run_goes_on_after_a_rejected_step() -> None:
 
 
 def test_non_finite_trial_losses_are_avoided() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=pb.steps.Backtracking())
     start = vector(model)
 
@@ -102,14 +107,16 @@ def test_non_finite_trial_losses_are_avoided() -> None:
 
 
 def test_empty_batch_with_a_mean_is_rejected() -> None:
-    model, (x, y) = mlp(), data(0)
+    model = mlp()
+    x, y = data(0)
     opt = pb.NaturalGradient(model)
     with untouched(model, opt):
         assert not opt.step(closure_of(opt, model, x, y)).accepted
 
 
 def test_empty_batch_with_a_sum_is_refused() -> None:
-    model, (x, y) = Disturbing(), data(0)
+    model = Disturbing()
+    x, y = data(0)
     opt = pb.NaturalGradient(model, reduction="sum")
     total = closure_of(opt, model, x, y, lambda z, y: (z - y).square().sum())
     with untouched(model, opt), refused("The batch is empty", "(0, 2)", "Skip empty batches"):
@@ -117,14 +124,16 @@ def test_empty_batch_with_a_sum_is_refused() -> None:
 
 
 def test_batch_of_one() -> None:
-    model, (x, y) = mlp(), data(1)
+    model = mlp()
+    x, y = data(1)
     opt = pb.NaturalGradient(model)
     assert opt.step(closure_of(opt, model, x, y)).accepted
 
 
 def test_batch_norm_in_training_mode_is_refused_and_its_statistics_are_kept() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(DOUBLE)
-    opt, (x, y) = pb.NaturalGradient(model), data()
+    opt = pb.NaturalGradient(model)
+    x, y = data()
     closure = closure_of(opt, model, x, y)
     with (
         untouched(model, opt),
@@ -136,7 +145,8 @@ def test_batch_norm_in_training_mode_is_refused_and_its_statistics_are_kept() ->
 
 
 def test_an_input_changed_after_the_forward_pass_is_refused() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
 
     def closure() -> Tensor:
@@ -155,7 +165,8 @@ def test_a_model_that_changes_its_input_is_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input.mul_(2))
 
-    model, (x, y) = Doubling(3, 2, dtype=DOUBLE), data()
+    model = Doubling(3, 2, dtype=DOUBLE)
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with refused("An input changed", "modified in place", "Pass a copy"):
         opt.step(closure_of(opt, model, x, y))
@@ -165,7 +176,8 @@ def test_a_model_that_changes_its_input_is_refused() -> None:
 
 
 def test_a_large_loss_is_judged_in_its_own_precision() -> None:
-    model, (x, _) = nn.Linear(3, 2).to(DOUBLE), data()
+    model = nn.Linear(3, 2).to(DOUBLE)
+    x, _ = data()
     opt = pb.NaturalGradient(model)
     y = torch.full((6, 2), 1e150, dtype=DOUBLE)  # L = 1e300, beyond float32
     assert opt.step(closure_of(opt, model, x, y)).accepted
@@ -181,7 +193,8 @@ class Auxiliary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.body = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
         self.other = nn.Linear(4, 1)
         self.to(DOUBLE)
 
@@ -191,7 +204,8 @@ class Auxiliary(nn.Module):
 
 
 def test_parameters_that_the_output_does_not_depend_on_are_named_once() -> None:
-    model, (x, y) = Auxiliary(), data()
+    model = Auxiliary()
+    x, y = data()
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(1e-3))
     weight = [0.0]
 
@@ -217,7 +231,8 @@ def test_parameters_that_the_output_does_not_depend_on_are_named_once() -> None:
 def test_a_loss_without_one_parameter_warns_and_names_it() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).to(DOUBLE)
     model.forward = lambda x: model["used"](x)  # pyright: ignore
-    (x, y), opt = data(), pb.NaturalGradient(model)
+    x, y = data()
+    opt = pb.NaturalGradient(model)
     before = vector(model["unused"])
     closure = closure_of(opt, model, x, y)
     expected = r"does not depend on unused\.weight, unused\.bias"
@@ -233,7 +248,8 @@ def test_a_loss_without_one_parameter_warns_and_names_it() -> None:
 def test_a_loss_without_any_optimized_parameter_is_refused() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).to(DOUBLE)
     model.forward = lambda x: model["used"](x)  # pyright: ignore
-    (x, y), opt = data(), pb.NaturalGradient(model, params=model["unused"].parameters())
+    x, y = data()
+    opt = pb.NaturalGradient(model, params=model["unused"].parameters())
     with (
         untouched(model, opt),
         refused("does not depend on any optimized parameter", "every gradient is None", "closure"),
@@ -242,7 +258,8 @@ def test_a_loss_without_any_optimized_parameter_is_refused() -> None:
 
 
 def test_closure_that_returns_nothing() -> None:
-    model, (x, y) = Disturbing(), data()
+    model = Disturbing()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     inner = closure_of(opt, model, x, y)
 
@@ -257,7 +274,8 @@ def test_closure_that_returns_nothing() -> None:
 
 
 def test_closure_that_returns_one_loss_per_sample() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
 
     def closure() -> Tensor:
@@ -271,7 +289,8 @@ def test_closure_that_returns_one_loss_per_sample() -> None:
 
 
 def test_closure_that_does_not_call_backward() -> None:
-    model, (x, y) = Disturbing(), data()
+    model = Disturbing()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with (
         untouched(model, opt),
@@ -281,7 +300,8 @@ def test_closure_that_does_not_call_backward() -> None:
 
 
 def test_closure_that_does_not_call_the_model() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     other = nn.Sequential(*model)  # the same layers, but not the module we watch
     with (
@@ -292,7 +312,8 @@ def test_closure_that_does_not_call_the_model() -> None:
 
 
 def test_closure_under_no_grad() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
 
     @torch.no_grad()
@@ -304,7 +325,8 @@ def test_closure_under_no_grad() -> None:
 
 
 def test_a_loss_that_ignores_the_output() -> None:
-    model, (x, _) = mlp(), data()
+    model = mlp()
+    x, _ = data()
     opt = pb.NaturalGradient(model)
 
     def closure() -> Tensor:
@@ -320,7 +342,8 @@ def test_a_loss_that_ignores_the_output() -> None:
 
 
 def test_an_exception_in_the_closure_passes_through_and_leaves_nothing_behind() -> None:
-    model, (x, _) = Disturbing(), data()
+    model = Disturbing()
+    x, _ = data()
     opt = pb.NaturalGradient(model)
 
     def closure() -> Tensor:
@@ -333,7 +356,8 @@ def test_an_exception_in_the_closure_passes_through_and_leaves_nothing_behind() 
 
 @pytest.mark.parametrize("step", SEARCHES, ids=repr)
 def test_a_stochastic_closure_under_a_line_search_is_refused(step: pb.steps.Step) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=step)
     noise = random.Random(0)
     closure = closure_of(
@@ -349,7 +373,8 @@ def test_a_stochastic_closure_under_a_line_search_is_refused(step: pb.steps.Step
 
 @pytest.mark.parametrize("step", SEARCHES, ids=repr)
 def test_noise_from_torch_is_repeated_in_trials(step: pb.steps.Step) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=step)
     noisy = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z + torch.randn_like(z), y))
     state = torch.get_rng_state()
@@ -360,7 +385,8 @@ def test_noise_from_torch_is_repeated_in_trials(step: pb.steps.Step) -> None:
 
 
 def test_a_stochastic_closure_with_constant_steps_is_fine() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, lr=1.0)
     noise = random.Random(0)
     noisy = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z + noise.random(), y))
@@ -428,7 +454,8 @@ def test_a_parameter_of_another_model() -> None:
 
 
 def test_nothing_left_to_optimize() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     model.requires_grad_(False)
     with refused("nothing to optimize", "no parameter requires a gradient", "Unfreeze"):
@@ -438,7 +465,8 @@ def test_nothing_left_to_optimize() -> None:
 def test_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
     opt = pb.NaturalGradient(model)
-    x, y = torch.randint(0, 10, (4, 2)), torch.randn(4, 2)
+    x = torch.randint(0, 10, (4, 2))
+    y = torch.randn(4, 2)
     with (
         untouched(model, opt),
         refused("Parameter '0.weight' has a sparse gradient", "couples", "sparse=False"),
@@ -498,7 +526,8 @@ def test_older_wrappers_are_known_by_name() -> None:
 
 
 def test_step_in_inference_mode() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     closure = closure_of(opt, model, x, y)
     with (
@@ -510,7 +539,8 @@ def test_step_in_inference_mode() -> None:
 
 
 def test_step_under_no_grad_works() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with torch.no_grad():
         assert opt.step(closure_of(opt, model, x, y)).accepted
@@ -536,7 +566,8 @@ class Returning(nn.Module):
 
     def __init__(self, pack, outputs: int = 2) -> None:
         super().__init__()
-        self.linear, self.pack = nn.Linear(3, outputs, dtype=DOUBLE), pack
+        self.linear = nn.Linear(3, outputs, dtype=DOUBLE)
+        self.pack = pack
 
     def forward(self, x: Tensor):
         return self.pack(self.linear(x))
@@ -546,7 +577,8 @@ class Returning(nn.Module):
     ("pack", "kind"), [(lambda z: (z, z), "tuple"), (lambda z: {"scores": z}, "dict")]
 )
 def test_structured_outputs_without_a_selector(pack, kind: str) -> None:
-    model, (x, y) = Returning(pack), data()
+    model = Returning(pack)
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with (
         untouched(model, opt),
@@ -560,7 +592,8 @@ def test_structured_outputs_without_a_selector(pack, kind: str) -> None:
     [(lambda z: {"logits": z}, "probs"), (lambda z: (z, z), 2), (lambda z: [z], "logits")],
 )
 def test_a_selector_that_finds_nothing(pack, selector) -> None:
-    model, (x, y) = Returning(pack), data()
+    model = Returning(pack)
+    x, y = data()
     opt = pb.NaturalGradient(model, output=selector)
     with (
         untouched(model, opt),
@@ -570,7 +603,8 @@ def test_a_selector_that_finds_nothing(pack, selector) -> None:
 
 
 def test_scalar_output() -> None:
-    model, (x, y) = Returning(lambda z: z.square().mean()), data()
+    model = Returning(lambda z: z.square().mean())
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with (
         untouched(model, opt),
@@ -580,14 +614,16 @@ def test_scalar_output() -> None:
 
 
 def test_complex_output() -> None:
-    model, (x, y) = Returning(torch.fft.fft), data()
+    model = Returning(torch.fft.fft)
+    x, y = data()
     opt = pb.NaturalGradient(model)
     with refused("output is a complex tensor", "real function values", "view_as_real"):
         opt.step(closure_of(opt, model, x, y, lambda z, y: (z - y).abs().square().mean()))
 
 
 def test_batch_dim_that_is_not_there() -> None:
-    model, (x, y) = Returning(lambda z: z[:, 0]), data()
+    model = Returning(lambda z: z[:, 0])
+    x, y = data()
     opt = pb.NaturalGradient(model, batch_dim=1)
     with refused("output has no axis 1", "(6,)", "batch_dim="):
         opt.step(closure_of(opt, model, x, y[:, 0]))
@@ -649,14 +685,16 @@ def test_batch_dim_that_is_not_there() -> None:
     ids=["one class", "no axis", "matrices", "one matrix", "weights", "negative", "odd width"],
 )
 def test_a_metric_that_does_not_fit(metric, outputs, what, why, remedy) -> None:
-    model, (x, y) = Returning(lambda z: z, outputs), data(outputs=outputs)
+    model = Returning(lambda z: z, outputs)
+    x, y = data(outputs=outputs)
     opt = pb.NaturalGradient(model, metric)
     with untouched(model, opt), refused(what, why, remedy):
         opt.step(closure_of(opt, model, x, y))
 
 
 def test_a_metric_that_couples_samples_and_two_calls() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, pb.metrics.Sobolev())
     closure = closure_of(opt, lambda x: torch.cat([model(x[:3]), model(x[3:])]), x, y)
     with refused("couples the samples of one forward call", "2 forward calls", "in one call"):
@@ -697,7 +735,8 @@ def test_retraction_of_an_unknown_parameter_is_refused_before_anything_moves() -
 @pytest.mark.parametrize("damping", [-1e-3, float("nan"), float("inf")])
 @pytest.mark.parametrize("solver", [pb.solvers.Cholesky, pb.solvers.ConjugateGradient])
 def test_unusable_damping(solver, damping: float) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, solver=solver(damping))
     with (
         untouched(model),
@@ -715,13 +754,15 @@ def test_negative_relative_damping() -> None:
 def test_unusable_learning_rate(lr: float) -> None:
     with refused("The learning rate is not usable", f"got {lr}", "maximize=True"):
         pb.NaturalGradient(mlp(), lr=lr)
-    opt, other = pb.NaturalGradient(model := mlp(), params=model[0].parameters()), model[2]
+    opt = pb.NaturalGradient(model := mlp(), params=model[0].parameters())
+    other = model[2]
     with refused("The learning rate is not usable", f"got {lr}", "maximize=True"):
         opt.add_param_group({"params": other.parameters(), "lr": lr})
 
 
 def test_target_ratio_without_a_damping_path() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(), step=pb.steps.TargetRatio())
     with (
         untouched(model),
@@ -731,7 +772,8 @@ def test_target_ratio_without_a_damping_path() -> None:
 
 
 def test_a_gram_of_zero_is_a_rejected_step_with_the_reason() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(
         model, lambda z: z.new_zeros(6, 2, 2), solver=pb.solvers.PseudoInverse()
     )

@@ -36,7 +36,10 @@ def natural(model, **options) -> pb.NaturalGradient:
 
 def check_mse_step(opt, model, call, x, y, params=None) -> pb.StepInfo:
     """One step of `opt` against the dense answer; `call` is what the closure runs."""
-    params = list(model.parameters()) if params is None else params
+    if params is None:
+        params = list(model.parameters())
+    else:
+        params = params
     z = model(x)
     want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     before = flat(params).clone()
@@ -50,7 +53,8 @@ def check_mse_step(opt, model, call, x, y, params=None) -> pb.StepInfo:
 
 
 def test_no_hooks_stay_after_a_step() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     assert hooks(model) == 0
     opt.step(closure_of(opt, model, x, y))
@@ -69,7 +73,8 @@ def test_no_hooks_stay_after_an_exception(fail_at: int) -> None:
             return super().forward(input)
 
     model = nn.Sequential(nn.Linear(3, 4), Failing(4, 2)).to(DOUBLE)
-    opt, (x, y) = natural(model), data()
+    opt = natural(model)
+    x, y = data()
     with pytest.raises(ZeroDivisionError):
         opt.step(closure_of(opt, model, x, y))
     assert hooks(model) == 0
@@ -77,7 +82,8 @@ def test_no_hooks_stay_after_an_exception(fail_at: int) -> None:
 
 
 def test_hooks_seen_by_the_closure_are_gone_in_trials() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.GridLineSearch(3))
     counts = []
 
@@ -91,7 +97,8 @@ def test_hooks_seen_by_the_closure_are_gone_in_trials() -> None:
 
 
 def test_user_hooks_run_as_often_in_the_replay_as_in_the_closure() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     model.register_forward_hook(lambda module, args, output: output + args[0][:, :2])
     model[0].register_forward_hook(lambda module, args, output: output.square())
@@ -103,7 +110,8 @@ def test_user_hook_with_keywords() -> None:
         def forward(self, input: Tensor, *, scale: float = 1.0) -> Tensor:  # pyright: ignore
             return scale * super().forward(input)
 
-    model, (x, y) = Scaled(3, 2, dtype=DOUBLE), data()
+    model = Scaled(3, 2, dtype=DOUBLE)
+    x, y = data()
     model.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {"scale": kwargs.get("scale", 1.0) * 3}),
         with_kwargs=True,
@@ -113,7 +121,8 @@ def test_user_hook_with_keywords() -> None:
 
 
 def test_the_model_can_be_copied_and_pickled_while_the_optimizer_exists() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     opt.step(closure_of(opt, model, x, y))
     copied = copy.deepcopy(model)
@@ -127,7 +136,8 @@ def test_the_model_can_be_copied_and_pickled_while_the_optimizer_exists() -> Non
 
 
 def test_the_optimizer_itself_can_be_copied_and_pickled() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.Spring(0.9), retract={"0.weight": pb.steps.Bounds(-2, 2)})
     opt.step(closure_of(opt, model, x, y))
     twins = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
@@ -142,7 +152,8 @@ def test_the_optimizer_itself_can_be_copied_and_pickled() -> None:
 
 
 def test_forwards_under_no_grad_are_not_captured() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
 
     def call(x: Tensor) -> Tensor:
@@ -155,7 +166,8 @@ def test_forwards_under_no_grad_are_not_captured() -> None:
 
 
 def test_forwards_without_influence_are_not_captured() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
 
     def call(x: Tensor) -> Tensor:
@@ -166,7 +178,8 @@ def test_forwards_without_influence_are_not_captured() -> None:
 
 
 def test_two_calls_pool_their_samples() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     info = check_mse_step(opt, model, lambda x: torch.cat([model(x[:2]), model(x[2:])]), x, y)
     assert info.rows == 12
@@ -174,9 +187,11 @@ def test_two_calls_pool_their_samples() -> None:
 
 
 def test_accumulation_over_micro_batches() -> None:
-    model, (x, y) = mlp(), data(8)
+    model = mlp()
+    x, y = data(8)
     opt = natural(model)
-    z, params = model(x), list(model.parameters())
+    z = model(x)
+    params = list(model.parameters())
     want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
 
     def closure() -> float:
@@ -197,7 +212,8 @@ def test_accumulation_over_micro_batches() -> None:
 
 def test_a_gradient_penalty_in_the_closure_falls_back_to_the_gradient() -> None:
     """`autograd.grad` in the closure sends other cotangents through the output."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     points = x.clone().requires_grad_()
     params = list(model.parameters())
@@ -230,21 +246,26 @@ def test_an_input_that_the_model_differentiates_by() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
 
-    model, (x, y) = Slope(), data(outputs=3)
+    model = Slope()
+    x, y = data(outputs=3)
     with pytest.warns(UserWarning, match=r"does not depend on net\.2\.bias"):
         check_mse_step(natural(model), model, model, x.requires_grad_(), y)
 
 
 def test_a_model_applied_to_its_own_output_is_refused() -> None:
-    model, (x, y) = nn.Linear(3, 3, dtype=DOUBLE), data(outputs=3)
-    opt, before = natural(model), vector(model)
+    model = nn.Linear(3, 3, dtype=DOUBLE)
+    x, y = data(outputs=3)
+    opt = natural(model)
+    before = vector(model)
     with pytest.raises(pb.PullbackError, match="input depends on the model's own parameters"):
         opt.step(closure_of(opt, lambda x: model(model(x)), x, y))
     assert torch.equal(vector(model), before)
 
 
 def test_an_input_computed_by_another_module_is_fine() -> None:
-    model, encoder, (x, y) = mlp(), nn.Linear(3, 3, dtype=DOUBLE), data()
+    model = mlp()
+    encoder = nn.Linear(3, 3, dtype=DOUBLE)
+    x, y = data()
     opt = natural(model)
     info = opt.step(closure_of(opt, lambda x: model(encoder(x)), x, y))
     assert info.accepted
@@ -256,7 +277,8 @@ def test_an_input_computed_by_another_module_is_fine() -> None:
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
 def test_in_place_activations(form: str) -> None:
-    model, (x, y) = mlp(act=lambda: nn.ReLU(inplace=True)), data()
+    model = mlp(act=lambda: nn.ReLU(inplace=True))
+    x, y = data()
     assert check_mse_step(natural(model, gram=form), model, model, x, y).gram == form
 
 
@@ -267,8 +289,10 @@ def test_in_place_activation_of_the_output() -> None:
 
 
 def test_an_output_changed_in_place_by_the_closure() -> None:
-    model, (x, y) = mlp(), data()
-    opt, params = natural(model), list(model.parameters())
+    model = mlp()
+    x, y = data()
+    opt = natural(model)
+    params = list(model.parameters())
     z = model(x)
     want = damped(mse_gram(z, params), gradient(F.mse_loss(F.elu(z), y), params), DAMPING)
     before = vector(model)
@@ -280,7 +304,8 @@ def test_an_output_changed_in_place_by_the_closure() -> None:
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
 def test_dropout_is_replayed_with_the_same_mask(form: str) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).to(DOUBLE)
-    (x, y), params = data(), list(model.parameters())
+    x, y = data()
+    params = list(model.parameters())
     opt = natural(model, gram=form)
     start = torch.get_rng_state()
     z = model(x)
@@ -333,7 +358,8 @@ def test_trials_leave_buffers_as_after_one_evaluation() -> None:
             self.replaced = self.replaced + 1
             return self.net(x)
 
-    model, (x, y) = Counting(), data()
+    model = Counting()
+    x, y = data()
     opt = natural(model, step=pb.steps.GridLineSearch(5))
     assert opt.step(closure_of(opt, model, x, y)).accepted
     assert float(model.in_place) == 1
@@ -353,7 +379,8 @@ def compiler():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_compiled_model(compiler, backend: str, called_before: bool) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     compiled = compiler(model, backend=backend)
     if called_before:
         F.mse_loss(compiled(x), y).backward()
@@ -363,7 +390,8 @@ def test_a_compiled_model(compiler, backend: str, called_before: bool) -> None:
 
 
 def test_a_compiled_model_under_a_line_search(compiler) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     compiled = compiler(model, backend="aot_eager")
     opt = natural(compiled, step=pb.steps.Backtracking())
     closure = closure_of(opt, compiled, x, y)
@@ -374,7 +402,8 @@ def test_a_compiled_model_under_a_line_search(compiler) -> None:
 
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_model_compiled_in_place(compiler, called_before: bool) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     model.compile(backend="aot_eager")
     if called_before:
         F.mse_loss(model(x), y).backward()
@@ -386,7 +415,8 @@ def test_a_model_compiled_in_place(compiler, called_before: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_part_of_a_model_is_not_compiled_again_by_us(compiler, in_place) -> None:
-    part, (x, y) = mlp(3, 5, 4), data()
+    part = mlp(3, 5, 4)
+    x, y = data()
     if in_place:
         part.compile(backend="eager")
     model = nn.Sequential(part if in_place else compiler(part, backend="eager"), nn.Tanh())
@@ -404,7 +434,8 @@ def test_a_compiled_part_of_a_model_is_not_compiled_again_by_us(compiler, in_pla
 @pytest.mark.parametrize("called_before", [False, True])
 def test_the_compiled_twin_of_the_model_we_were_given(compiler, called_before: bool) -> None:
     """Either it is seen and the answer is right, or the error says what to do."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     compiled = compiler(model, backend="eager")
     if called_before:
         F.mse_loss(compiled(x), y).backward()
@@ -419,7 +450,8 @@ def test_the_compiled_twin_of_the_model_we_were_given(compiler, called_before: b
 
 
 def test_the_plain_twin_of_a_compiled_model_we_were_given(compiler) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(compiler(model, backend="eager"))
     with pytest.raises(pb.PullbackError, match="The closure never called the model"):
         opt.step(closure_of(opt, model, x, y))
@@ -441,8 +473,10 @@ def reference_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("samples", [4, 40])
 def test_dtypes_of_parameters(dtype: torch.dtype, rtol: float, samples: int) -> None:
-    model, (x, y) = mlp(dtype=dtype), data(samples, dtype=dtype)
-    want, before = reference_step(model, x, y), vector(model).double()
+    model = mlp(dtype=dtype)
+    x, y = data(samples, dtype=dtype)
+    want = reference_step(model, x, y)
+    before = vector(model).double()
     opt = natural(model)
     assert opt.step(closure_of(opt, model, x, y)).accepted
     assert {p.dtype for p in model.parameters()} == {dtype}
@@ -454,12 +488,14 @@ def test_mixed_dtypes_of_parameters(step: pb.steps.Step) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.low, self.high = nn.Linear(3, 4), nn.Linear(4, 2).double()
+            self.low = nn.Linear(3, 4)
+            self.high = nn.Linear(4, 2).double()
 
         def forward(self, x: Tensor) -> Tensor:
             return self.high(torch.tanh(self.low(x.float())).double())
 
-    model, (x, y) = Mixed(), data(40)
+    model = Mixed()
+    x, y = data(40)
     opt = natural(model, step=step)
     closure = closure_of(opt, model, x, y)
     first = opt.step(closure)
@@ -474,10 +510,12 @@ def test_outputs_in_another_dtype_than_the_parameters(inside, outside) -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input.to(inside)).to(outside)
 
-    model, (x, y) = Casting(3, 2, dtype=inside), data(dtype=outside)
+    model = Casting(3, 2, dtype=inside)
+    x, y = data(dtype=outside)
     twin = nn.Linear(3, 2, dtype=inside)
     twin.load_state_dict(model.state_dict())
-    want, before = reference_step(twin, x, y), vector(model).double()
+    want = reference_step(twin, x, y)
+    before = vector(model).double()
     opt = natural(model)
     assert opt.step(closure_of(opt, model, x, y)).accepted
     assert_close(before - vector(model).double(), want, 1e-4)
@@ -494,9 +532,11 @@ def autocast_oracle(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("samples", [4, 40])
 def test_autocast_in_the_closure_and_around_the_step(samples: int) -> None:
-    model, (x, y) = mlp(dtype=torch.float32), data(samples, dtype=torch.float32)
+    model = mlp(dtype=torch.float32)
+    x, y = data(samples, dtype=torch.float32)
     twin = copy.deepcopy(model)
-    want, before = autocast_oracle(model, x, y), vector(model)
+    want = autocast_oracle(model, x, y)
+    before = vector(model)
     opt = natural(model)
 
     def closure() -> Tensor:
@@ -518,7 +558,8 @@ def test_autocast_in_the_closure_and_around_the_step(samples: int) -> None:
 
 
 def test_trials_run_under_the_autocast_around_the_step() -> None:
-    model, (x, y) = mlp(dtype=torch.float32), data(dtype=torch.float32)
+    model = mlp(dtype=torch.float32)
+    x, y = data(dtype=torch.float32)
     opt = natural(model, step=pb.steps.Backtracking())
     dtypes = set()
 
@@ -540,7 +581,8 @@ def test_trials_run_under_the_autocast_around_the_step() -> None:
 class Packed(nn.Module):
     def __init__(self, pack) -> None:
         super().__init__()
-        self.net, self.pack = mlp(), pack
+        self.net = mlp()
+        self.pack = pack
 
     def forward(self, x: Tensor):
         z = self.net(x)
@@ -549,7 +591,8 @@ class Packed(nn.Module):
 
 class Record:
     def __init__(self, logits: Tensor, other: Tensor) -> None:
-        self.logits, self.other = logits, other
+        self.logits = logits
+        self.other = other
 
 
 @pytest.mark.parametrize(
@@ -565,8 +608,10 @@ class Record:
     ids=["index", "last", "key", "key named like a method", "attribute", "function"],
 )
 def test_output_selectors(pack, output, pick) -> None:
-    model, (x, y) = Packed(pack), data()
-    opt, params = natural(model, output=output), list(model.parameters())
+    model = Packed(pack)
+    x, y = data()
+    opt = natural(model, output=output)
+    params = list(model.parameters())
     z = pick(model(x))
     want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     before = vector(model)
@@ -582,7 +627,8 @@ def test_batch_dim(form: str) -> None:
     class Sequence(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.scale = mlp(3, 4, 2), nn.Parameter(torch.ones(2, dtype=DOUBLE))
+            self.inner = mlp(3, 4, 2)
+            self.scale = nn.Parameter(torch.ones(2, dtype=DOUBLE))
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.cumsum(self.inner(x), 0) * self.scale
@@ -598,14 +644,18 @@ def test_several_inputs_and_keywords() -> None:
     class Bilinear(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 2, dtype=DOUBLE), nn.Linear(3, 2, dtype=DOUBLE)
+            self.a = nn.Linear(3, 2, dtype=DOUBLE)
+            self.b = nn.Linear(3, 2, dtype=DOUBLE)
 
         def forward(self, x: Tensor, other: Tensor, *, scale: Tensor, power: int = 1) -> Tensor:
             return (self.a(x) * self.b(other) * scale) ** power
 
-    model, (x, y) = Bilinear(), data()
-    other, scale = torch.randn(6, 3, dtype=DOUBLE), torch.tensor(0.5, dtype=DOUBLE)
-    opt, params = natural(model), list(model.parameters())
+    model = Bilinear()
+    x, y = data()
+    other = torch.randn(6, 3, dtype=DOUBLE)
+    scale = torch.tensor(0.5, dtype=DOUBLE)
+    opt = natural(model)
+    params = list(model.parameters())
 
     def call(x: Tensor) -> Tensor:
         return model(x, other, scale=scale, power=2)
@@ -618,15 +668,18 @@ def test_several_inputs_and_keywords() -> None:
 
 
 def test_a_one_dimensional_output_is_one_value_per_sample() -> None:
-    model, (x, y) = nn.Sequential(mlp(3, 5, 1), nn.Flatten(0)), data()
+    model = nn.Sequential(mlp(3, 5, 1), nn.Flatten(0))
+    x, y = data()
     check_mse_step(natural(model), model, model, x, y[:, 0])
 
 
 def test_unused_outputs_of_a_categorical_model_are_left_out() -> None:
     """`ignore_index`: positions without a target are neither in the metric nor in its mean."""
-    model, x = mlp(3, 5, 3), torch.randn(6, 3, dtype=DOUBLE)
+    model = mlp(3, 5, 3)
+    x = torch.randn(6, 3, dtype=DOUBLE)
     y = torch.tensor([0, 1, -100, 2, -100, 1])
-    params, kept = list(model.parameters()), y != -100
+    params = list(model.parameters())
+    kept = y != -100
     opt = pb.NaturalGradient(
         model, pb.metrics.Fisher(pb.likelihoods.Categorical()), pb.solvers.Cholesky(DAMPING)
     )
@@ -643,7 +696,8 @@ def test_unused_outputs_of_a_categorical_model_are_left_out() -> None:
 def test_outputs_of_any_shape(form: str) -> None:
     """Classes of pixels: logits (N, C, H, W), one sample per pixel."""
     model = nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Tanh(), nn.Conv2d(3, 3, 1)).to(DOUBLE)
-    x, y = torch.randn(2, 2, 4, 4, dtype=DOUBLE), torch.randint(0, 3, (2, 2, 2))
+    x = torch.randn(2, 2, 4, 4, dtype=DOUBLE)
+    y = torch.randint(0, 3, (2, 2, 2))
     params = list(model.parameters())
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical(dim=1))
     opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), lr=1.0, gram=form)
@@ -673,7 +727,8 @@ def test_buffers_are_read_and_not_written() -> None:
 
 @pytest.mark.parametrize("samples", [4, 40], ids=["sample space", "parameter space"])
 def test_reduction_sum(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     params = list(model.parameters())
     opt = natural(model, reduction="sum")
     z = model(x)

@@ -23,7 +23,8 @@ from tests.pairs import each_once
 
 from .common import closure_of, data, mlp, refused, same, vector
 
-S, T = pb.solvers, pb.steps
+S = pb.solvers
+T = pb.steps
 
 
 def natural(make: Callable[[], tuple[S.Solver, T.Step]]) -> Callable[[nn.Module], Optimizer]:
@@ -112,7 +113,9 @@ def outline(tree: Any) -> Any:
         assert all(type(key) is str for key in tree)
         return {key: outline(value) for key, value in tree.items()}
     assert type(tree) in (Tensor, int, float)
-    return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else "number"
+    if isinstance(tree, Tensor):
+        return (tree.shape, tree.dtype)
+    return "number"
 
 
 def outlines(opt: Optimizer) -> list[Any]:
@@ -276,7 +279,8 @@ class Hoarder(T.Constant):
 
     def __init__(self, name: str, value: Any) -> None:
         super().__init__()
-        self.name, self.value = name, value
+        self.name = name
+        self.value = value
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -289,7 +293,8 @@ class Hoarder(T.Constant):
 
 @pytest.mark.parametrize(("name", "value"), [("other", 1.0), ("count", "one")])
 def test_a_step_that_keeps_what_it_has_not_declared_is_refused(name: str, value: Any) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = pb.NaturalGradient(model, step=Hoarder(name, value))
     with refused("Hoarder keeps", "", "`numbers`"):
         opt.step(closure_of(opt, model, x, y))
@@ -300,12 +305,16 @@ class LateLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last, self.late = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(5, 3)
+        self.first = nn.Linear(5, 6)
+        self.last = nn.Linear(6, 3)
+        self.late = nn.Linear(5, 3)
         self.used = False
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.last(torch.tanh(self.first(x)))
-        return z + self.late(x) if self.used else z
+        if self.used:
+            return z + self.late(x)
+        return z
 
 
 @pytest.mark.parametrize("rule", ["natural", "eigenbasis"])
@@ -317,10 +326,8 @@ def test_a_layer_that_was_not_used_yet_asks_for_no_statistics_after_loading(rule
         for number in range(8):
             model.used = number >= 5
             if resumed and number == 3:
-                state, opt = (
-                    opt.state_dict(),
-                    pb.KFAC(model, 0.05, rule=rule, statistics_every=2, invert_every=4),
-                )
+                state = opt.state_dict()
+                opt = pb.KFAC(model, 0.05, rule=rule, statistics_every=2, invert_every=4)
                 opt.load_state_dict(state)
             x = torch.randn(7, 5, generator=torch.Generator().manual_seed(number))
             opt.zero_grad()

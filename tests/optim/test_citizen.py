@@ -38,7 +38,10 @@ def natural(model, **options) -> pb.NaturalGradient:
 
 def oracle(model: nn.Module, x: Tensor, y: Tensor, params=None) -> Tensor:
     """(G + λ)⁻¹∇L for `F.mse_loss`, over some of the parameters."""
-    params = list(model.parameters()) if params is None else list(params)
+    if params is None:
+        params = list(model.parameters())
+    else:
+        params = list(params)
     z = model(x)
     return damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
 
@@ -56,7 +59,8 @@ def movement(opt, closure, params) -> Tensor:
 
 @SPACES
 def test_info(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     opt = natural(model, step=pb.steps.Constant(0.5))
     closure = closure_of(opt, model, x, y)
     loss = closure().item()
@@ -77,14 +81,16 @@ def test_info(samples: int) -> None:
 
 @SPACES
 def test_a_step_is_the_dense_answer(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     opt = natural(model)
     want = oracle(model, x, y)
     assert_close(movement(opt, closure_of(opt, model, x, y), model.parameters()), want)
 
 
 def test_the_gradient_stays_as_the_closure_left_it() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     want = gradient(F.mse_loss(model(x), y), list(model.parameters()))
     opt.step(closure_of(opt, model, x, y))
@@ -104,7 +110,8 @@ def test_the_gradient_stays_as_the_closure_left_it() -> None:
     ids=["StepLR", "LambdaLR", "CosineAnnealingLR"],
 )
 def test_schedulers_scale_the_step(make, rates: list[float]) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.Constant(0.5))
     scheduler = make(opt)
     for rate in rates:
@@ -116,7 +123,8 @@ def test_schedulers_scale_the_step(make, rates: list[float]) -> None:
 
 
 def test_a_plateau_scheduler_reads_the_loss_of_the_info() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, lr=0.5)
     scheduler = lr_scheduler.ReduceLROnPlateau(
         opt, patience=0, factor=0.5, threshold=100.0, threshold_mode="abs"
@@ -136,7 +144,8 @@ def test_lr_wins_over_the_steps_own(step) -> None:
     "step", [pb.steps.LevenbergMarquardt(), pb.steps.QuadraticModel(), pb.steps.Backtracking()]
 )
 def test_without_a_gradient_and_a_rate_nothing_changes(step: pb.steps.Step) -> None:
-    model, (x, _) = mlp(), data()
+    model = mlp()
+    x, _ = data()
     opt = pb.NaturalGradient(model, step=step, lr=0.0)
     y = model(x).detach()
 
@@ -146,7 +155,8 @@ def test_without_a_gradient_and_a_rate_nothing_changes(step: pb.steps.Step) -> N
         loss.backward()
         return loss
 
-    before, parameters = copy.deepcopy(opt.state_dict()), vector(model)
+    before = copy.deepcopy(opt.state_dict())
+    parameters = vector(model)
     info = opt.step(closure)
     assert not info.accepted
     assert "gradient is zero" in info.reason
@@ -155,7 +165,8 @@ def test_without_a_gradient_and_a_rate_nothing_changes(step: pb.steps.Step) -> N
 
 
 def test_a_line_search_works_along_the_scaled_direction() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.GridLineSearch(8), lr=0.3)
     want = oracle(model, x, y)
     closure = closure_of(opt, model, x, y)
@@ -169,7 +180,8 @@ def test_a_line_search_works_along_the_scaled_direction() -> None:
     "step", [pb.steps.Constant(), pb.steps.GridLineSearch(6), pb.steps.Backtracking()], ids=repr
 )
 def test_groups_with_their_own_lr(step: pb.steps.Step) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     groups = [
         {"params": model[2].parameters(), "lr": 0.1},
         {"params": model[0].parameters(), "lr": 0.3},
@@ -188,7 +200,8 @@ def test_groups_with_their_own_lr(step: pb.steps.Step) -> None:
 
 
 def test_named_parameters_in_groups() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, params=model.named_parameters())
     want = oracle(model, x, y)
     assert_close(movement(opt, closure_of(opt, model, x, y), model.parameters()), want)
@@ -200,7 +213,8 @@ def test_named_parameters_in_groups() -> None:
 
 @SPACES
 def test_a_subset_of_the_parameters(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     chosen = [model[0].bias, model[2].weight]
     opt = natural(model, params=chosen)
     want = oracle(model, x, y, chosen)
@@ -210,17 +224,20 @@ def test_a_subset_of_the_parameters(samples: int) -> None:
 
 
 def test_parameters_frozen_before_are_left_out() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     model[0].weight.requires_grad_(False)
     chosen = [p for p in model.parameters() if p.requires_grad]
     opt = natural(model)
-    want, frozen = oracle(model, x, y, chosen), model[0].weight.clone()
+    want = oracle(model, x, y, chosen)
+    frozen = model[0].weight.clone()
     assert_close(movement(opt, closure_of(opt, model, x, y), chosen), want)
     assert torch.equal(frozen, model[0].weight)
 
 
 def test_add_param_group_takes_up_a_late_unfrozen_layer() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     model[0].requires_grad_(False)
     opt = natural(model, step=pb.steps.Spring(0.5))
     opt.step(closure_of(opt, model, x, y))
@@ -238,7 +255,8 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.scale = mlp(), nn.Parameter(torch.ones(2, dtype=DOUBLE))
+        self.net = mlp()
+        self.scale = nn.Parameter(torch.ones(2, dtype=DOUBLE))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x) * self.scale * self.net[2].bias.exp()
@@ -246,7 +264,8 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
 def test_freezing_and_unfreezing_between_steps(form: str) -> None:
-    model, (x, y) = Scaled(), data()
+    model = Scaled()
+    x, y = data()
     opt = natural(model, gram=form)
     closure = closure_of(opt, model, x, y)
     names = ["scale", "net.0.weight", "net.2.bias"]
@@ -255,7 +274,8 @@ def test_freezing_and_unfreezing_between_steps(form: str) -> None:
             p.requires_grad_(name not in frozen)
             p.grad = None
         chosen = [p for p in model.parameters() if p.requires_grad]
-        want, still = oracle(model, x, y, chosen), model.state_dict()
+        want = oracle(model, x, y, chosen)
+        still = model.state_dict()
         still = {n: still[n].clone() for n in frozen}
         assert_close(movement(opt, closure, chosen), want, 1e-7)
         for name in frozen:
@@ -263,7 +283,8 @@ def test_freezing_and_unfreezing_between_steps(form: str) -> None:
 
 
 def test_two_optimizers_on_one_model() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     first = natural(model, params=model[0].parameters(), step=pb.steps.GridLineSearch(4))
     second = natural(model, params=model[2].parameters())
     closures = closure_of(first, model, x, y), closure_of(second, model, x, y)
@@ -275,7 +296,8 @@ def test_two_optimizers_on_one_model() -> None:
         assert torch.equal(head, vector(model[2]))
         # the search's trials must not pile up in the other optimizer's gradients
         assert torch.equal(flat(p.grad for p in model[2].parameters()), want)
-        body, want = vector(model[0]), oracle(model, x, y, model[2].parameters())
+        body = vector(model[0])
+        want = oracle(model, x, y, model[2].parameters())
         assert_close(movement(second, closures[1], model[2].parameters()), want)
         assert torch.equal(body, vector(model[0]))
 
@@ -284,14 +306,17 @@ def test_tied_weights_are_one_parameter() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 3, dtype=DOUBLE), nn.Linear(3, 3, dtype=DOUBLE)
+            self.a = nn.Linear(3, 3, dtype=DOUBLE)
+            self.b = nn.Linear(3, 3, dtype=DOUBLE)
             self.b.weight = self.a.weight
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(torch.tanh(self.a(x)))
 
-    model, (x, y) = Tied(), data(outputs=3)
-    opt, want = natural(model), oracle(model, x, y)
+    model = Tied()
+    x, y = data(outputs=3)
+    opt = natural(model)
+    want = oracle(model, x, y)
     assert_close(movement(opt, closure_of(opt, model, x, y), model.parameters()), want)
 
 
@@ -304,7 +329,8 @@ def test_tied_weights_are_one_parameter() -> None:
     each_once(["auto", "rows", "kernel", "dense", "matrix_free"], [1e-6, 1e-3, 1.0]),
 )
 def test_a_regularizer_in_the_closure_is_honoured(samples: int, form: str, strength: float) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     opt = natural(model, gram=form)
     params = list(model.parameters())
 
@@ -323,7 +349,8 @@ def test_a_regularizer_in_the_closure_is_honoured(samples: int, form: str, stren
 
 @SPACES
 def test_gradient_clipping_in_the_closure_is_honoured(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     opt = natural(model)
     want = oracle(model, x, y)
     size = gradient(F.mse_loss(model(x), y), list(model.parameters())).norm()
@@ -339,8 +366,10 @@ def test_gradient_clipping_in_the_closure_is_honoured(samples: int) -> None:
 
 
 def test_a_gradient_edited_by_a_hook_is_honoured() -> None:
-    model, (x, y) = mlp(), data()
-    opt, params = natural(model), list(model.parameters())
+    model = mlp()
+    x, y = data()
+    opt = natural(model)
+    params = list(model.parameters())
     z = model(x)
     g = gradient(F.mse_loss(z, y), params)
     g[:15] = 0
@@ -350,7 +379,8 @@ def test_a_gradient_edited_by_a_hook_is_honoured() -> None:
 
 
 def test_gradients_left_from_before_count_if_the_closure_keeps_them() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     want = oracle(model, x, y)
     F.mse_loss(model(x), y).backward()
@@ -365,7 +395,8 @@ def test_gradients_left_from_before_count_if_the_closure_keeps_them() -> None:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none: bool) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     opt.step(closure_of(opt, model, x, y))
     opt.zero_grad(set_to_none=set_to_none)
@@ -378,7 +409,8 @@ def test_zero_grad(set_to_none: bool) -> None:
 
 @SPACES
 def test_maximize_goes_the_other_way(samples: int) -> None:
-    model, (x, y) = mlp(), data(samples)
+    model = mlp()
+    x, y = data(samples)
     opt = natural(model, maximize=True)
     want = oracle(model, x, y)
     assert_close(movement(opt, closure_of(opt, model, x, y), model.parameters()), -want)
@@ -396,7 +428,8 @@ def test_maximize_goes_the_other_way(samples: int) -> None:
 )
 def test_searches_climb_when_maximizing(solver, step) -> None:
     """maximize(−L) takes the very steps of minimize(L), and reports the user's own loss."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     twin = copy.deepcopy(model)
     down = pb.NaturalGradient(model, MSE, copy.deepcopy(solver), copy.deepcopy(step))
     up = pb.NaturalGradient(twin, MSE, copy.deepcopy(solver), copy.deepcopy(step), maximize=True)
@@ -415,7 +448,8 @@ def test_searches_climb_when_maximizing(solver, step) -> None:
 
 
 def test_step_hooks() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     seen: list[tuple[str, bool]] = []
     start = vector(model)
@@ -434,7 +468,8 @@ def test_step_hooks() -> None:
 
 
 def test_a_pre_hook_may_change_the_arguments() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     want = oracle(model, x, 0 * y)
     other = closure_of(opt, model, x, 0 * y)
@@ -456,7 +491,8 @@ def test_a_pre_hook_may_change_the_arguments() -> None:
 )
 def test_every_form_serves_every_search(form: str, step: pb.steps.Step) -> None:
     """Trials move the parameters and put them back; the Gram must outlive that."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, gram=form, step=step)
     closure = closure_of(opt, model, 5 * x, y)
     for _ in range(3):
@@ -471,7 +507,8 @@ def test_every_form_serves_every_search(form: str, step: pb.steps.Step) -> None:
 
 def test_a_rejected_momentum_is_forgotten() -> None:
     """λ → ∞ leads Levenberg–Marquardt to μ·x_prev and not to zero: it could never recover."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     rule = pb.steps.Spring(0.9, pb.steps.LevenbergMarquardt(1e-6))
     opt = natural(model, step=rule)
     infos = [opt.step(closure_of(opt, model, 5 * x, y)) for _ in range(40)]
@@ -507,7 +544,8 @@ def test_rejected_steps_put_everything_back() -> None:
     "step", [pb.steps.Constant(), pb.steps.Backtracking(), pb.steps.GridLineSearch(5)], ids=repr
 )
 def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     twin = copy.deepcopy(model)
     box = pb.steps.Bounds(-0.1, 0.1)
     one = natural(model, step=step, retract={"0.weight": box})
@@ -524,7 +562,8 @@ def test_retract_by_name_and_as_a_function(step: pb.steps.Step) -> None:
 
 
 def test_a_retraction_of_a_frozen_parameter_waits() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, retract={"0.weight": pb.steps.Bounds(-0.1, 0.1)})
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
@@ -545,7 +584,9 @@ class LightningClosure:
     """
 
     def __init__(self, training_step, zero_grad, backward) -> None:
-        self.training_step, self.zero_grad, self.backward = training_step, zero_grad, backward
+        self.training_step = training_step
+        self.zero_grad = zero_grad
+        self.backward = backward
         self.result: Tensor | None = None
         self.calls = 0
 
@@ -576,7 +617,8 @@ def test_a_lightning_style_closure(step: pb.steps.Step) -> None:
             x, y = batch
             return F.mse_loss(self(x), y)
 
-    module, batch = Module(), data()
+    module = Module()
+    batch = data()
     opt = natural(module, step=step)
     want = oracle(module, *batch)
     closure = LightningClosure(

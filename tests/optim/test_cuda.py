@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 MSE = pb.metrics.Fisher(pb.likelihoods.MSE())
-S, T = pb.solvers, pb.steps
+S = pb.solvers
+T = pb.steps
 RUNS = {
     "Cholesky": lambda: (S.Cholesky(1e-2), T.Constant(0.5)),
     "PseudoInverse": lambda: (S.PseudoInverse(1e-3), T.Constant(0.1)),
@@ -154,7 +155,8 @@ def test_autocast(dtype: torch.dtype, where: str) -> None:
 @pytest.mark.parametrize("place", ["cuda", "cpu"])
 def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
     x, y = (t.cuda() for t in data(12))
-    model, opt = mlp().cuda(), None
+    model = mlp().cuda()
+    opt = None
     solver, step = RUNS[name]()
     opt = pb.NaturalGradient(model, MSE, solver, step)
     for _ in range(3):
@@ -178,7 +180,8 @@ def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
 def test_embeddings_repeat_to_the_same_bits(form: str) -> None:
     start = nn.Sequential(nn.Embedding(4, 64), nn.Flatten(), nn.Linear(64 * 50, 4)).cuda()
-    x, y = torch.randint(0, 4, (16, 50)).cuda(), torch.randn(16, 4).cuda()
+    x = torch.randint(0, 4, (16, 50)).cuda()
+    y = torch.randn(16, 4).cuda()
     ends = []
     for _ in range(4):
         model = copy.deepcopy(start)
@@ -201,12 +204,14 @@ def test_parameters_on_several_devices_are_refused() -> None:
     class Split(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(3, 4).cuda(), nn.Linear(4, 2)
+            self.a = nn.Linear(3, 4).cuda()
+            self.b = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x.cuda()).cpu())
 
-    model, (x, y) = Split(), data(dtype=torch.float32)
+    model = Split()
+    x, y = data(dtype=torch.float32)
     opt = pb.NaturalGradient(model)
     with refused("several devices", "['cpu', 'cuda:0']", "Move the model to one device"):
         opt.step(closure_of(opt, model, x, y))

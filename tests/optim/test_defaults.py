@@ -37,7 +37,9 @@ def classification(seed: int) -> Task:
 def losses(opt: Optimizer, task: Task, evaluations: int) -> list[float]:
     """The losses at the steps, and at the end, of a budget of evaluations."""
     x, y, loss, model = task
-    closure, count, found = closure_of(opt, model, x, y, loss), 0, []
+    closure = closure_of(opt, model, x, y, loss)
+    count = 0
+    found = []
 
     def counted() -> float:
         nonlocal count
@@ -92,7 +94,9 @@ def test_a_given_learning_rate_is_a_constant_step() -> None:
 
 def test_trial_losses_keep_the_precision_of_the_closure() -> None:
     """A loss in double precision on a model in single precision, far from zero."""
-    model, x, y = nn.Linear(2, 1), torch.randn(8, 2), torch.randn(8, 1)
+    model = nn.Linear(2, 1)
+    x = torch.randn(8, 2)
+    y = torch.randn(8, 1)
     opt = pb.NaturalGradient(model, likelihood=nn.MSELoss())
 
     def loss() -> Tensor:
@@ -113,7 +117,8 @@ def test_trial_losses_keep_the_precision_of_the_closure() -> None:
 
 def test_a_loss_beyond_single_precision_is_finite() -> None:
     model = nn.Linear(2, 1).double()
-    x, y = torch.randn(8, 2).double(), 1e100 * torch.randn(8, 1).double()
+    x = torch.randn(8, 2).double()
+    y = 1e100 * torch.randn(8, 1).double()
     opt = pb.LevenbergMarquardt(model)
     info = opt.step(closure_of(opt, model, x, y))
     assert info.accepted

@@ -38,7 +38,9 @@ def natural(model: nn.Module, **options) -> pb.NaturalGradient:
 @pytest.mark.parametrize("population", [3, 50], ids=["sample space", "parameter space"])
 @pytest.mark.parametrize("where", ["constructor", "step"])
 def test_population_fisher(where: str, population: int) -> None:
-    model, (x, y), (other, _) = mlp(3, 5, 4), batch(6), batch(population)
+    model = mlp(3, 5, 4)
+    x, y = batch(6)
+    other, _ = batch(population)
     want = oracle(model, x, y, model(other))
     at_start, at_step = (other, None) if where == "constructor" else (None, other)
     opt = natural(model, metric_batch=at_start)
@@ -51,7 +53,10 @@ def test_population_fisher(where: str, population: int) -> None:
 
 
 def test_the_steps_batch_wins_over_the_constructors() -> None:
-    model, (x, y), (one, _), (two, _) = mlp(3, 5, 4), batch(6), batch(7), batch(8)
+    model = mlp(3, 5, 4)
+    x, y = batch(6)
+    one, _ = batch(7)
+    two, _ = batch(8)
     want = oracle(model, x, y, model(two))
     opt = natural(model, metric_batch=one)
     before = vector(model)
@@ -60,7 +65,8 @@ def test_the_steps_batch_wins_over_the_constructors() -> None:
 
 
 def test_the_loss_batch_as_metric_batch_changes_nothing_but_the_route() -> None:
-    model, (x, y) = mlp(3, 5, 4), batch(6)
+    model = mlp(3, 5, 4)
+    x, y = batch(6)
     want = oracle(model, x, y, model(x))
     opt = natural(model)
     before = vector(model)
@@ -79,7 +85,9 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "Call"])
 def test_arguments_and_keywords(kind: str) -> None:
-    model, (x, y), (other, _) = Pair(), batch(6), batch(9)
+    model = Pair()
+    x, y = batch(6)
+    other, _ = batch(9)
     shift = torch.randn(9, 3, dtype=DOUBLE)
     want = oracle(model, x, y, model(other, shift))
     given = {
@@ -102,7 +110,9 @@ def test_a_line_search_and_an_output_selector() -> None:
         def forward(self, x: Tensor) -> dict[str, Tensor]:
             return {"logits": self.net(x)}
 
-    model, (x, y), (other, _) = Packed(), batch(6), batch(9)
+    model = Packed()
+    x, y = batch(6)
+    other, _ = batch(9)
     want = oracle(model.net, x, y, model(other)["logits"])
     opt = natural(model, output="logits", step=pb.steps.Backtracking(), metric_batch=other)
     before = vector(model)
@@ -114,8 +124,10 @@ def test_a_line_search_and_an_output_selector() -> None:
 @pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
 def test_dropout_on_the_metric_batch_keeps_one_mask_and_the_random_state(form: str) -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4)).to(DOUBLE)
-    (x, y), (other, _) = batch(6), batch(9)
-    opt, params = natural(model, gram=form, metric_batch=other), list(model.parameters())
+    x, y = batch(6)
+    other, _ = batch(9)
+    opt = natural(model, gram=form, metric_batch=other)
+    params = list(model.parameters())
     start = torch.get_rng_state()
     g = gradient(F.cross_entropy(model(x), y), params)
     after = torch.get_rng_state()
@@ -129,7 +141,9 @@ def test_dropout_on_the_metric_batch_keeps_one_mask_and_the_random_state(form: s
 
 
 def test_ignored_targets_do_not_mask_another_batch() -> None:
-    model, (x, y), (other, _) = mlp(3, 5, 4), batch(6), batch(6)
+    model = mlp(3, 5, 4)
+    x, y = batch(6)
+    other, _ = batch(6)
     y[:3] = -100
     want = oracle(model, x, y, model(other))
     opt = natural(model)
@@ -139,7 +153,9 @@ def test_ignored_targets_do_not_mask_another_batch() -> None:
 
 
 def test_weights_that_are_a_function_of_the_inputs_see_the_metric_batch() -> None:
-    model, (x, y), (other, _) = mlp(), data(6), data(9)
+    model = mlp()
+    x, y = data(6)
+    other, _ = data(9)
     metric = pb.metrics.Weighted(pb.metrics.Euclidean(), lambda x: x.square().sum(1))
     solver = pb.solvers.Cholesky(DAMPING)
     opt = pb.NaturalGradient(model, metric, solver, lr=1.0, metric_batch=other)

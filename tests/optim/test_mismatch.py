@@ -175,8 +175,10 @@ def pinn(model: nn.Module, x: Tensor, ends: Tensor) -> Tensor:
 def test_a_loss_of_derivatives_is_noticed_once_and_does_not_diverge() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    x, ends = torch.rand(64, 1).requires_grad_(), torch.tensor([[0.0], [1.0]])
-    opt, losses = pb.NaturalGradient(model), []
+    x = torch.rand(64, 1).requires_grad_()
+    ends = torch.tensor([[0.0], [1.0]])
+    opt = pb.NaturalGradient(model)
+    losses = []
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -191,7 +193,8 @@ def test_a_loss_of_derivatives_is_noticed_once_and_does_not_diverge() -> None:
 
 
 def test_a_loss_of_derivatives_alone_is_refused() -> None:
-    model, x = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)), torch.rand(8, 1)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.rand(8, 1)
     opt = pb.NaturalGradient(model)
     x.requires_grad_()
 

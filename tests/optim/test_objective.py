@@ -61,8 +61,12 @@ FORMS = {
 )
 def test_forms_of_residuals(name: str, reduction: str, samples_first: bool) -> None:
     pack, weight = FORMS[name]
-    model = mlp() if samples_first else nn.Linear(3, 2, dtype=DOUBLE)
-    (x, y), params = data(), list(model.parameters())
+    if samples_first:
+        model = mlp()
+    else:
+        model = nn.Linear(3, 2, dtype=DOUBLE)
+    x, y = data()
+    params = list(model.parameters())
     r = model(x) - y
     scale = 1.0 if reduction == "mean" else 6.0
     loss = scale * half_mean_square(r, weight)
@@ -81,7 +85,8 @@ def test_forms_of_residuals(name: str, reduction: str, samples_first: bool) -> N
 def test_several_named_residuals_are_each_averaged_over_their_own_samples() -> None:
     model = mlp()
     params = list(model.parameters())
-    (x1, y1), (x2, _) = data(6), data(4)
+    x1, y1 = data(6)
+    x2, _ = data(4)
     weights = torch.rand(4, dtype=DOUBLE)
 
     def objective(p: dict[str, Tensor]):
@@ -91,7 +96,8 @@ def test_several_named_residuals_are_each_averaged_over_their_own_samples() -> N
             "norm": (p["0.bias"].square().sum() - 1, 0.25),
         }
 
-    r1, r2 = model(x1) - y1, model(x2)[:, 0]
+    r1 = model(x1) - y1
+    r2 = model(x2)[:, 0]
     r3 = (model[0].bias.square().sum() - 1)[None]
     loss = half_mean_square(r1) + half_mean_square(r2, weights) + half_mean_square(r3, 0.25)
     parts = [
@@ -109,7 +115,8 @@ def test_several_named_residuals_are_each_averaged_over_their_own_samples() -> N
 
 
 def test_residuals_of_any_shape_have_their_samples_first() -> None:
-    model, (x, _) = mlp(3, 5, 6), data()
+    model = mlp(3, 5, 6)
+    x, _ = data()
     params = list(model.parameters())
     r = model(x).reshape(6, 2, 3)
     want = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
@@ -121,8 +128,10 @@ def test_residuals_of_any_shape_have_their_samples_first() -> None:
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
 def test_forms_of_the_gram(form: str) -> None:
-    model, (x, y) = mlp(), data()
-    params, r = list(model.parameters()), model(x) - y
+    model = mlp()
+    x, y = data()
+    params = list(model.parameters())
+    r = model(x) - y
     want = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     info = natural(model, gram=form).step(objective=residual(model, x, y))
@@ -146,7 +155,8 @@ def test_residuals_with_derivatives_of_the_network() -> None:
     points = x.clone().requires_grad_()
     slope = torch.autograd.grad(model(points).sum(), points, create_graph=True)[0]
     second = torch.autograd.grad(slope.sum(), points, create_graph=True)[0]
-    r, params = second - torch.sin(x), list(model.parameters())
+    r = second - torch.sin(x)
+    params = list(model.parameters())
     want = damped(gram(r, params, 1 / 5), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     natural(model).step(objective=objective)
@@ -158,7 +168,8 @@ def test_residuals_with_derivatives_of_the_network() -> None:
 
 @pytest.mark.parametrize("samples", [4, 30], ids=["interpolating", "overdetermined"])
 def test_gauss_newton_solves_linear_least_squares_in_one_step(samples: int) -> None:
-    model, (x, y) = nn.Linear(3, 2, dtype=DOUBLE), data(samples)
+    model = nn.Linear(3, 2, dtype=DOUBLE)
+    x, y = data(samples)
     opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse())
     opt.step(objective=residual(model, x, y))
     ones = torch.cat([x, torch.ones(samples, 1, dtype=DOUBLE)], 1)
@@ -169,7 +180,8 @@ def test_gauss_newton_solves_linear_least_squares_in_one_step(samples: int) -> N
 
 
 def test_the_gauss_newton_preset_solves_linear_least_squares_in_one_step() -> None:
-    model, (x, y) = nn.Linear(3, 2, dtype=DOUBLE), data(30)
+    model = nn.Linear(3, 2, dtype=DOUBLE)
+    x, y = data(30)
     opt = pb.GaussNewton(model)
     opt.step(objective=residual(model, x, y))
     ones = torch.cat([x, torch.ones(30, 1, dtype=DOUBLE)], 1)
@@ -219,11 +231,13 @@ def test_a_small_fit_converges(solver: pb.solvers.Solver, step: pb.steps.Step) -
 
 
 def test_batched_trials_are_the_losses_at_the_trial_points() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.GridLineSearch(7))
     f = residual(model, x, y)
     before = vector(model)
-    params, r = list(model.parameters()), model(x) - y
+    params = list(model.parameters())
+    r = model(x) - y
     direction = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     losses = []
     for k in range(7):
@@ -244,12 +258,15 @@ def test_batched_trials_are_the_losses_at_the_trial_points() -> None:
 
 
 def test_control_flow_that_vmap_cannot_follow_is_tried_one_by_one() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     f = residual(model, x, y)
 
     def objective(p: dict[str, Tensor]) -> Tensor:
         r = f(p)
-        return r if float(r.detach().abs().max()) < 1e6 else 2 * r
+        if float(r.detach().abs().max()) < 1e6:
+            return r
+        return 2 * r
 
     opt = natural(model, step=pb.steps.GridLineSearch(5), gram="rows")
     info = opt.step(objective=objective)
@@ -258,7 +275,8 @@ def test_control_flow_that_vmap_cannot_follow_is_tried_one_by_one() -> None:
 
 
 def test_a_retraction_takes_part_in_trials() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(
         model, step=pb.steps.GridLineSearch(5), retract={"0.weight": pb.steps.Bounds(-0.1, 0.1)}
     )
@@ -270,7 +288,8 @@ def test_a_retraction_takes_part_in_trials() -> None:
 
 
 def test_maximize() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, maximize=True, lr=0.1, step=pb.steps.Backtracking())
     info = opt.step(objective=residual(model, x, y))
     assert info.new_loss is not None
@@ -313,7 +332,8 @@ def test_random_points_are_the_same_in_loss_jacobian_and_trials(step: pb.steps.S
     "step", [pb.steps.Constant(0.5), pb.steps.GridLineSearch(6)], ids=lambda s: type(s).__name__
 )
 def test_low_precision_parameters(dtype: torch.dtype, step: pb.steps.Step) -> None:
-    model, (x, y) = mlp(dtype=dtype), data(40, dtype=dtype)
+    model = mlp(dtype=dtype)
+    x, y = data(40, dtype=dtype)
     opt = natural(model, step=step)
     losses = [opt.step(objective=residual(model, x, y)).loss for _ in range(4)]
     assert losses[-1] < 0.9 * losses[0]
@@ -321,7 +341,8 @@ def test_low_precision_parameters(dtype: torch.dtype, step: pb.steps.Step) -> No
 
 
 def test_residuals_in_another_dtype_than_the_parameters() -> None:
-    model, (x, y) = mlp(dtype=torch.float32), data(40)
+    model = mlp(dtype=torch.float32)
+    x, y = data(40)
     opt = natural(model, step=pb.steps.GridLineSearch(6))
     f = residual(model, x.float(), y)  # float32 − float64
     assert f(dict(model.named_parameters())).dtype == DOUBLE
@@ -330,7 +351,8 @@ def test_residuals_in_another_dtype_than_the_parameters() -> None:
 
 
 def test_an_autocast_around_the_step_does_not_reach_the_objective() -> None:
-    model, (x, y) = mlp(dtype=torch.float32), data(dtype=torch.float32)
+    model = mlp(dtype=torch.float32)
+    x, y = data(dtype=torch.float32)
     dtypes = set()
     f = residual(model, x, y)
 
@@ -345,8 +367,10 @@ def test_an_autocast_around_the_step_does_not_reach_the_objective() -> None:
 
 
 def test_a_subset_of_the_parameters() -> None:
-    model, (x, y) = mlp(), data()
-    chosen, r = [model[2].weight, model[2].bias], model(x) - y
+    model = mlp()
+    x, y = data()
+    chosen = [model[2].weight, model[2].bias]
+    r = model(x) - y
     want = damped(gram(r, chosen, 1 / 6), gradient(half_mean_square(r), chosen), DAMPING)
     opt = natural(model, params=chosen)
     names: set[str] = set()
@@ -355,7 +379,8 @@ def test_a_subset_of_the_parameters() -> None:
         names.update(p)
         return functional_call(model, p, (x,)) - y
 
-    before, body = flat(chosen).clone(), vector(model[0])
+    before = flat(chosen).clone()
+    body = vector(model[0])
     opt.step(objective=objective)
     assert names == {"2.weight", "2.bias"}
     assert_close(before - flat(chosen), want)
@@ -366,7 +391,8 @@ def test_a_subset_of_the_parameters() -> None:
 
 
 def test_a_residual_that_is_not_a_number_is_rejected() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model, step=pb.steps.GridLineSearch(4))
 
     def objective(p: dict[str, Tensor]) -> Tensor:
@@ -380,7 +406,8 @@ def test_a_residual_that_is_not_a_number_is_rejected() -> None:
 
 
 def test_a_gradient_that_is_not_a_number_is_rejected() -> None:
-    model, (x, _) = mlp(), data()
+    model = mlp()
+    x, _ = data()
     opt = natural(model)
     with untouched(model, opt):
         info = opt.step(objective=lambda p: torch.sqrt(0 * functional_call(model, p, (x,))) + 1)
@@ -389,7 +416,8 @@ def test_a_gradient_that_is_not_a_number_is_rejected() -> None:
 
 
 def test_an_objective_without_the_parameters_is_refused() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     with (
         untouched(model, opt),
@@ -400,20 +428,23 @@ def test_an_objective_without_the_parameters_is_refused() -> None:
 
 def test_an_objective_that_calls_the_module_itself_is_refused() -> None:
     """model(x) reads the module's own tensors, not the dict."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = natural(model)
     with refused("does not depend on the parameters", "no gradient", "functional_call"):
         opt.step(objective=lambda p: model(x) - y)
 
 
 def test_a_stationary_point_is_no_error() -> None:
-    model, (x, _) = mlp(), data()
+    model = mlp()
+    x, _ = data()
     info = natural(model).step(objective=lambda p: 0 * functional_call(model, p, (x,)))
     assert info.loss == 0.0
 
 
 def test_an_objective_that_uses_autograd_is_refused() -> None:
-    model, (x, _) = mlp(3, 5, 1), data()
+    model = mlp(3, 5, 1)
+    x, _ = data()
 
     def objective(p: dict[str, Tensor]) -> Tensor:
         points = x.clone().requires_grad_()
@@ -436,8 +467,10 @@ def test_an_objective_that_uses_autograd_is_refused() -> None:
     ids=["nothing", "list", "no entries", "no samples", "weights"],
 )
 def test_residuals_that_do_not_fit(output, what: str, why: str) -> None:
-    model, (x, y) = mlp(), data()
-    opt, f = natural(model), residual(model, x, y)
+    model = mlp()
+    x, y = data()
+    opt = natural(model)
+    f = residual(model, x, y)
     with untouched(model, opt), refused(what, why, ""):
         opt.step(objective=lambda p: None if output is None else output(f(p)))
 
@@ -447,8 +480,11 @@ def test_residuals_that_do_not_fit(output, what: str, why: str) -> None:
 
 def test_metric_batch_as_a_function_of_the_parameters() -> None:
     """An L2 Gram on other points, with a loss of its own."""
-    model, (x, y), (grid, _) = mlp(), data(), data(9)
-    params, r = list(model.parameters()), model(x) - y
+    model = mlp()
+    x, y = data()
+    grid, _ = data(9)
+    params = list(model.parameters())
+    r = model(x) - y
     want = damped(gram(model(grid), params, 1 / 9), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     info = natural(model).step(
@@ -461,9 +497,12 @@ def test_metric_batch_as_a_function_of_the_parameters() -> None:
 
 
 def test_metric_batch_with_quadrature_weights() -> None:
-    model, (x, y), (grid, _) = mlp(), data(), data(9)
+    model = mlp()
+    x, y = data()
+    grid, _ = data(9)
     weights = torch.rand(9, dtype=DOUBLE)
-    params, r = list(model.parameters()), model(x) - y
+    params = list(model.parameters())
+    r = model(x) - y
     metric = weights[:, None, None] * torch.eye(2, dtype=DOUBLE)
     want = damped(
         gram(model(grid), params, metric), gradient(half_mean_square(r, 6.0), params), DAMPING

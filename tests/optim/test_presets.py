@@ -14,7 +14,8 @@ from .common import DOUBLE, assert_close, closure_of, data, gradient, mlp, mse_g
 
 @pytest.mark.parametrize("samples", [3, 30], ids=["interpolating", "overdetermined"])
 def test_gauss_newton_lands_on_least_squares(samples: int) -> None:
-    model, (x, y) = nn.Linear(3, 2, dtype=DOUBLE), data(samples)
+    model = nn.Linear(3, 2, dtype=DOUBLE)
+    x, y = data(samples)
     opt = pb.GaussNewton(model)
     assert isinstance(opt, pb.NaturalGradient)
     before = vector(model)
@@ -31,7 +32,8 @@ def test_gauss_newton_lands_on_least_squares(samples: int) -> None:
 
 
 def test_gauss_newton_scales_by_lr_and_takes_options() -> None:
-    model, (x, y) = mlp(), data(40)
+    model = mlp()
+    x, y = data(40)
     params = list(model.parameters())
     z = model(x)
     g = gradient(F.mse_loss(z, y), params)
@@ -45,7 +47,8 @@ def test_gauss_newton_scales_by_lr_and_takes_options() -> None:
 def test_gauss_newton_of_a_likelihood_is_irls() -> None:
     """One Fisher step of logistic regression against Newton's method by autograd."""
     model = nn.Linear(3, 1, dtype=DOUBLE)
-    x, y = torch.randn(40, 3, dtype=DOUBLE), torch.randint(0, 2, (40, 1)).double()
+    x = torch.randn(40, 3, dtype=DOUBLE)
+    y = torch.randint(0, 2, (40, 1)).double()
 
     def loss(w: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(x @ w[:3, None] + w[3], y)
@@ -66,7 +69,8 @@ def test_levenberg_marquardt_never_climbs_and_converges() -> None:
     x = torch.linspace(-1, 1, 20, dtype=DOUBLE)[:, None]
     y = torch.sin(3 * x)
     opt = pb.LevenbergMarquardt(model, damping=1e-2)
-    losses, dampings = [], []
+    losses = []
+    dampings = []
     for _ in range(40):
         info = opt.step(closure_of(opt, model, x, y))
         losses.append(info.loss)
@@ -78,7 +82,8 @@ def test_levenberg_marquardt_never_climbs_and_converges() -> None:
 
 
 def test_levenberg_marquardt_raises_its_damping_where_the_model_is_wrong() -> None:
-    model, (x, y) = mlp(), data(20)
+    model = mlp()
+    x, y = data(20)
     opt = pb.LevenbergMarquardt(model, damping=1e-8)
     info = opt.step(closure_of(opt, model, x * 5, y))
     assert info.accepted
@@ -106,7 +111,8 @@ def test_hessian_free_is_matrix_free_and_learns() -> None:
     ids=["GaussNewton", "LevenbergMarquardt", "HessianFree"],
 )
 def test_presets_pass_options_on(make) -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     opt = make(model, params=model[2].parameters())
     body = vector(model[0])
     assert opt.step(closure_of(opt, model, x, y)).parameters == 12

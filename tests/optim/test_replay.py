@@ -44,7 +44,8 @@ def want(model: nn.Module, z: Tensor, y: Tensor, damping: float, decay: float = 
 @pytest.mark.parametrize("solver", [pb.solvers.Cholesky(0.1), pb.solvers.ConjugateGradient(0.1)])
 def test_a_module_used_twice_keeps_its_parameters(solver) -> None:
     shared = nn.Linear(3, 3, dtype=DOUBLE)
-    model, (x, y) = nn.Sequential(shared, nn.Tanh(), shared), data()
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    x, y = data()
     opt = pb.NaturalGradient(model, FISHER, solver)
     for _ in range(2):
         target = want(model, model(x), y, 0.1)
@@ -85,10 +86,8 @@ def test_a_pass_that_cannot_be_repeated_is_refused(model: nn.Module) -> None:
 
 
 def test_a_mode_changed_inside_the_closure_is_noticed() -> None:
-    model, (x, y) = (
-        nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double(),
-        data(),
-    )
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    x, y = data()
     opt = pb.NaturalGradient(model, FISHER)
 
     def closure() -> Tensor:
@@ -106,10 +105,8 @@ def test_a_random_parametrization_draws_once() -> None:
         def forward(self, w: Tensor) -> Tensor:
             return F.dropout(w, 0.3, True)
 
-    model, (x, y) = (
-        nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.4), nn.Linear(6, 3)).double(),
-        data(),
-    )
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.4), nn.Linear(6, 3)).double()
+    x, y = data()
     parametrize.register_parametrization(model[0], "weight", Drop())
     state = torch.get_rng_state()
     target = want(model, model(x), y, 0.1)
@@ -128,7 +125,8 @@ def test_a_model_that_wants_its_whole_batch() -> None:
             assert len(x) == 6
             return x @ self.w
 
-    model, (x, y) = Picky(), data()
+    model = Picky()
+    x, y = data()
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(0.1))
     found = opt.direction(closure_of(opt, model, x, y)).x
     assert_close(found, want(model, model(x), y, 0.1), 1e-8, "direction")
@@ -138,14 +136,16 @@ def test_matrix_free_through_a_transformer_layer_in_evaluation_mode() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, dtype=DOUBLE)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3, dtype=DOUBLE)).eval()
-    x, y = torch.randn(3, 3, 4, dtype=DOUBLE), torch.randint(0, 3, (3,))
+    x = torch.randn(3, 3, 4, dtype=DOUBLE)
+    y = torch.randint(0, 3, (3,))
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.ConjugateGradient(0.1))
     found = opt.direction(closure_of(opt, model, x, y)).x
     assert_close(found, want(model, model(x), y, 0.1), 1e-7, "direction")
 
 
 def test_no_way_to_push_a_tangent_is_said() -> None:
-    model, (_, y) = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3)), data()
+    model = nn.Sequential(nn.EmbeddingBag(5, 3), nn.Linear(3, 3))
+    _, y = data()
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.ConjugateGradient(0.1))
     with pytest.raises(pb.PullbackError, match="J v cannot be computed"):
         opt.step(closure_of(opt, model, torch.randint(0, 5, (6, 2)), y))
@@ -156,13 +156,15 @@ def test_a_branch_taken_later_is_noticed(form: str) -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.out = nn.Linear(3, 4, dtype=DOUBLE), nn.Linear(4, 3, dtype=DOUBLE)
+            self.a = nn.Linear(3, 4, dtype=DOUBLE)
+            self.out = nn.Linear(4, 3, dtype=DOUBLE)
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x).tanh()
             return self.out(h + F.linear(x, self.a.weight) if x.sum() > 0 else h)
 
-    model, (x, y) = Branch(), data()
+    model = Branch()
+    x, y = data()
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(0.1), gram=form)
     for shift in (-5.0, 5.0):
         moved = x - x.mean() + shift
@@ -180,12 +182,14 @@ SOLVERS = pb.solvers.PseudoInverse(), pb.solvers.ConjugateGradient(1e-3), pb.sol
 def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str, decay: float) -> None:
     """r is e^(gap/2) there, and the row it meets e^(−gap/2)."""
     torch.manual_seed(0)
-    model, x = nn.Linear(3, 3, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
+    model = nn.Linear(3, 3, dtype=DOUBLE)
+    x = torch.randn(4, 3, dtype=DOUBLE)
     y = torch.tensor([0, 1, 2, 1])
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
-        x[0], model.weight[1, 0] = 0.0, gap
+        x[0] = 0.0
+        model.weight[1, 0] = gap
         x[0, 0] = 1.0
         x[1:, 0] = 0.0
     opt = pb.NaturalGradient(model, FISHER, solver, gram=form, lr=0.0)
@@ -223,7 +227,9 @@ def test_the_proofs_hold_under_autocast() -> None:
             return self.a(x) + F.linear(x.roll(1, -1), 1.5 * self.a.weight)
 
     torch.manual_seed(0)
-    model, x, y = Twice(), torch.randn(6, 8), torch.randint(0, 8, (6,))
+    model = Twice()
+    x = torch.randn(6, 8)
+    y = torch.randint(0, 8, (6,))
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(0.1), gram="kernel", lr=0.0)
 
     def closure() -> Tensor:

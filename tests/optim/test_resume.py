@@ -14,7 +14,8 @@ from tests.pairs import each_once
 
 from .common import DOUBLE, closure_of, data, mlp, same, vector
 
-S, T = pb.solvers, pb.steps
+S = pb.solvers
+T = pb.steps
 RUNS = {
     "Constant": lambda: (S.Cholesky(1e-2), T.Constant(0.5)),
     "PseudoInverse": lambda: (S.PseudoInverse(1e-3), T.Constant(0.1)),
@@ -105,7 +106,8 @@ def test_a_snapshot_is_not_changed_by_later_steps(name: str) -> None:
 
 
 def test_groups_and_their_rates_are_loaded() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     groups = [
         {"params": model[0].parameters(), "lr": 0.25},
         {"params": model[2].parameters(), "lr": 0.5},
@@ -177,7 +179,8 @@ def test_an_objective_run_resumes_to_the_same_bits() -> None:
 
 
 def test_the_state_of_another_solver_can_be_loaded() -> None:
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     one = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(1e-2))
     two = pb.NaturalGradient(model, solver=pb.solvers.Sketched(rows=4, damping=1e-2))
     for opt in (one, two):
@@ -190,7 +193,8 @@ def test_the_state_of_another_solver_can_be_loaded() -> None:
 
 def test_the_state_of_a_torch_optimizer_gives_the_rates() -> None:
     """Coming from SGD: param groups are taken, there is no step memory yet."""
-    model, (x, y) = mlp(), data()
+    model = mlp()
+    x, y = data()
     sgd = torch.optim.SGD(model.parameters(), lr=0.25)
     F.mse_loss(model(x), y).backward()
     sgd.step()

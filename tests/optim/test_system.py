@@ -20,7 +20,8 @@ def vector(model: nn.Module) -> Tensor:
 def problem(decay: float = 0.0):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).to(DOUBLE)
-    x, y = torch.randn(5, 3, dtype=DOUBLE), torch.randn(5, 2, dtype=DOUBLE)
+    x = torch.randn(5, 3, dtype=DOUBLE)
+    y = torch.randn(5, 2, dtype=DOUBLE)
 
     def closure() -> Tensor:
         model.zero_grad()
@@ -35,7 +36,8 @@ def problem(decay: float = 0.0):
 def test_direction_is_the_damped_solve_and_moves_nothing() -> None:
     model, x, closure = problem(decay=0.3)
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1))
-    before, random = vector(model), torch.get_rng_state()
+    before = vector(model)
+    random = torch.get_rng_state()
     found = opt.direction(closure)
     j = jacobian(model(x), list(model.parameters()))
     closure()
@@ -83,7 +85,8 @@ def test_an_r_that_is_not_representable_is_reported() -> None:
     model = nn.Linear(2, 3)
     with torch.no_grad():
         model.weight.mul_(1e4)
-    x, y = torch.randn(6, 2), torch.randint(0, 3, (6,))
+    x = torch.randn(6, 2)
+    y = torch.randint(0, 3, (6,))
     fisher = pb.metrics.Fisher(pb.likelihoods.Categorical())
     opt = pb.NaturalGradient(model, fisher, pb.solvers.PseudoInverse(), lr=0.0)
 
@@ -118,7 +121,8 @@ def test_spring_forgets_when_the_parameters_change() -> None:
     """Momentum of one layer is not applied to another of the same size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(DOUBLE)
-    x, y = torch.randn(4, 2, dtype=DOUBLE), torch.randn(4, 2, dtype=DOUBLE)
+    x = torch.randn(4, 2, dtype=DOUBLE)
+    y = torch.randn(4, 2, dtype=DOUBLE)
 
     def step(opt: pb.NaturalGradient) -> None:
         def closure() -> Tensor:

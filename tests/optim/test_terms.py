@@ -93,7 +93,8 @@ def dense_energy(net: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         u, first, _ = derivatives(net, unflatten(v))
         return torch.stack([u, first], -1)
 
-    z, j = both(w), jacrev(both)(w)
+    z = both(w)
+    j = jacrev(both)(w)
     each = [hessian(lambda y: density(y[None])[0])(row) for row in z]
     gram = sum(
         (q * a.T @ h @ a for q, a, h in zip(Q, j, each, strict=True)),

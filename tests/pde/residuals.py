@@ -14,7 +14,9 @@ from pullback.pde.problems.ready import Ready
 
 def drawn(problem: pde.Problem, condition: Condition, n: int = 60) -> Sites:
     found = condition.region(problem.domain).sample(n, "sobol", seed=3)
-    return found if isinstance(found, tuple) else (found,)
+    if isinstance(found, tuple):
+        return found
+    return (found,)
 
 
 def residual(problem: pde.Problem, condition: Condition, network: nn.Module) -> Tensor:
@@ -30,7 +32,8 @@ def residual(problem: pde.Problem, condition: Condition, network: nn.Module) -> 
 
 def assert_hard(make: Callable[..., Ready], options: dict[str, Any]) -> None:
     """A wrapped network satisfies what is not in the loss of the hard variant."""
-    soft, hard = make(**options), make(**options, hard=True)
+    soft = make(**options)
+    hard = make(**options, hard=True)
     assert hard.hard
     assert not soft.hard
     inputs = hard.domain.dim + any(isinstance(c, pde.Periodic) for c in soft.conditions)

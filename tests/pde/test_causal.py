@@ -69,7 +69,8 @@ class Oracle:
 
     def weights(self, params: dict[str, Tensor], sharpness: float = 320.0) -> Tensor:
         """exp(−ε · the share of the loss in earlier sixteenths of the time)."""
-        r, t = self.equation(params), self.sites["equation"][0].x[:, 1]
+        r = self.equation(params)
+        t = self.sites["equation"][0].x[:, 1]
         part = ((t - _TIMES[0]) * 16).floor().clamp(max=15)
         before = torch.stack([r[part < i].square().sum() for i in part])
         return torch.exp(-sharpness * before / r.square().sum()).clamp(min=1e-8).detach()
@@ -89,7 +90,8 @@ def _flat(tensors: dict[str, Tensor]) -> Tensor:
 
 def test_gauss_newton_step_takes_the_weights_as_constants():
     network = _network()
-    before, oracle = _parameters(network), Oracle(copy.deepcopy(network))
+    before = _parameters(network)
+    oracle = Oracle(copy.deepcopy(network))
     w = oracle.weights(before)
     assert w.max() == 1
     assert w.min() < 1e-3
@@ -131,7 +133,8 @@ def test_weights_open_and_sharpen_as_losses_fall():
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path):
-    whole, parts = _network(), _network()
+    whole = _network()
+    parts = _network()
     _solve(whole, steps=9, causal=True)
     path = tmp_path / "run.pt"
     _solve(

@@ -64,7 +64,8 @@ DOMAINS = {
 
 @pytest.mark.parametrize("name", DOMAINS)
 def test_conditions_on_boundaries(name: str) -> None:
-    domain, network = DOMAINS[name], net(2)
+    domain = DOMAINS[name]
+    network = net(2)
     kinds: dict[str, tuple[pde.Condition, Any]] = {
         "dirichlet": (
             pde.Dirichlet(lambda x, y: x * y, weight=3.0),
@@ -98,30 +99,37 @@ def test_conditions_on_boundaries(name: str) -> None:
 @pytest.mark.parametrize("time", [False, True])
 def test_periodic(order: int, time: bool) -> None:
     space = pde.Box([(-1, 1), (0, 2)])
-    domain = pde.SpaceTime(space, (0, 1)) if time else space
+    if time:
+        domain = pde.SpaceTime(space, (0, 1))
+    else:
+        domain = space
     network = net(3 if time else 2)
     got, (one, two) = residual(pde.Problem(domain, [LAPLACE, pde.Periodic("y", order)]), network)
     assert bool((one.x[:, 1] == 0).all())
     assert bool((two.x[:, 1] == 2).all())
-    d, e = D(network, one.x), D(network, two.x)
+    d = D(network, one.x)
+    e = D(network, two.x)
     check(got, *(d(*[1] * k) - e(*[1] * k) for k in range(order + 1)))
 
 
 def test_initial_conditions() -> None:
-    domain, network = pde.SpaceTime(pde.Interval(-1, 1), (0.5, 2)), net(2)
+    domain = pde.SpaceTime(pde.Interval(-1, 1), (0.5, 2))
+    network = net(2)
     wave = pde.Equation(lambda u: u.tt - u.xx)
     plain = pde.Problem(domain, [wave, pde.Initial(lambda x: x**2)])
     moving = pde.Problem(domain, [wave, pde.Initial(1.0, velocity=lambda x: torch.sin(x))])
     got, (points,) = residual(plain, network)
     assert bool((points.x[:, 1] == 0.5).all())
-    x, d = points.x[:, 0], D(network, points.x)
+    x = points.x[:, 0]
+    d = D(network, points.x)
     check(got, d() - x**2)
     check(residual(moving, network)[0], d() - 1, d(1) - x.sin())
 
 
 def test_data_of_two_fields() -> None:
     network = net(2, 2)
-    x, y = torch.rand(7, 2).double(), torch.rand(7)
+    x = torch.rand(7, 2).double()
+    y = torch.rand(7)
     problem = pde.Problem(
         pde.Box([(0, 1), (0, 1)]),
         [pde.Equation(lambda u, v: u.x + v.y), pde.Data(x, y, field="v")],
@@ -135,7 +143,8 @@ def test_data_of_two_fields() -> None:
 
 
 def test_stokes_like_system_with_unknown_viscosity() -> None:
-    network, domain = net(2, 3), pde.Box([(0, 1), (0, 1)])
+    network = net(2, 3)
+    domain = pde.Box([(0, 1), (0, 1)])
     stokes = pde.Equation(
         lambda u, p, nu: p.x - nu * u.laplacian,
         lambda v, p, nu, y: p.y - nu * v.laplacian + y,
@@ -180,7 +189,8 @@ def heat_two() -> pde.Equation:
 
 
 def test_energy_is_the_weighted_mean_of_its_density() -> None:
-    network, domain = net(2, 2), pde.Box([(0, 1), (0, 1)])
+    network = net(2, 2)
+    domain = pde.Box([(0, 1), (0, 1)])
     energy = pde.Energy(
         lambda u, v, x: 0.5 * (u.grad**2).sum(1) + v**2 + x * u + torch.exp(v.x), weight=2.0
     )
@@ -191,8 +201,10 @@ def test_energy_is_the_weighted_mean_of_its_density() -> None:
     found = term(problem, condition, trial, sites)
     params = dict(trial.named_parameters())
     z = found.map(params).detach()
-    x, w = sites[0].x, sites[0].weights
-    u, v = D(network, x), D(network, x, 1)
+    x = sites[0].x
+    w = sites[0].weights
+    u = D(network, x)
+    v = D(network, x, 1)
     density = 0.5 * (u(0) ** 2 + u(1) ** 2) + v() ** 2 + x[:, 0] * u() + v(0).exp()
     torch.testing.assert_close(found.loss(z), 2 * (w * density).sum() / w.sum())
 

@@ -47,10 +47,12 @@ def test_the_step_is_gauss_newton_of_all_conditions() -> None:
         def u(x: Tensor) -> Tensor:
             return functional_call(trial, p, (x[None],))[0, 0]
 
-        x, w = inside[0].x, inside[0].weights
+        x = inside[0].x
+        w = inside[0].weights
         laplacian = vmap(lambda y: torch.trace(hessian(u)(y)))(x)
         r = p["unknowns.k"] * laplacian + vmap(u)(x) ** 2 - x[:, 0]
-        y, v = edge[0].x, edge[0].weights
+        y = edge[0].x
+        v = edge[0].weights
         b = vmap(u)(y) - y[:, 1]
         return torch.cat([(w / w.sum()).sqrt() * r, (5 * v / v.sum()).sqrt() * b])
 

@@ -88,7 +88,8 @@ def polynomial(dim: int, space: int) -> tuple[Field, Field]:
         return (x @ a.T) * (x @ b.T) * x * along
 
     def divergence(x: Tensor) -> Tensor:
-        p, q = x @ a.T, x @ b.T
+        p = x @ a.T
+        q = x @ b.T
         return (p * q + x * (a.diagonal() * q + b.diagonal() * p)) @ along
 
     return field, divergence
@@ -334,10 +335,14 @@ POLYGONS = {
 @pytest.mark.parametrize("step", [1, -1])
 def test_moments_of_polygons(name: str, step: int) -> None:
     """∫ 1, ∫ x, ∫ x² and ∫ xy by Green's theorem, edge by edge."""
-    v = POLYGONS[name].flip(0) if step < 0 else POLYGONS[name]
+    if step < 0:
+        v = POLYGONS[name].flip(0)
+    else:
+        v = POLYGONS[name]
     polygon = Polygon(v)
     base = v.mean(0)
-    (x, y), (p, q) = (v - base).T, (v.roll(-1, 0) - base).T
+    x, y = (v - base).T
+    p, q = (v.roll(-1, 0) - base).T
     cross = step * (x * q - p * y)  # all of them turn to the left
     want = {
         "1": cross.sum() / 2,
@@ -366,7 +371,8 @@ def test_membership_in_polygons(name: str) -> None:
     """Against the winding number, by angles."""
     v = POLYGONS[name]
     polygon = Polygon(v)
-    low, high = polygon.low, polygon.high
+    low = polygon.low
+    high = polygon.high
     g = torch.Generator().manual_seed(0)
     x = low + (high - low) * torch.rand(2000, 2, generator=g, dtype=torch.float64)
     ray = v[None] - x[:, None]
@@ -474,7 +480,8 @@ def test_the_boundary_of_a_composite_contains_only_itself() -> None:
 
 
 def test_operators() -> None:
-    a, b = square, Disk()
+    a = square
+    b = Disk()
     assert isinstance(a | b, Union)
     assert isinstance(a & b, Intersection)
     assert isinstance(a - b, Difference)
@@ -513,7 +520,8 @@ def test_point_sets() -> None:
 
 # --- refusals ---------------------------------------------------------------------------------
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "empty interval": (lambda: Interval(1, 1), "interval is empty.*a < b"),
     "reversed interval": (lambda: Interval(2, 1), "interval is empty"),

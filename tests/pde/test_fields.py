@@ -21,7 +21,10 @@ NORMALS = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)).double()
 
 def values(index: Index | None) -> Tensor:
     """Numbers that tell every derivative apart."""
-    seed = 7 if index is None else sum((a + 1) * 31**k for k, a in enumerate(index)) + len(index)
+    if index is None:
+        seed = 7
+    else:
+        seed = sum((a + 1) * 31**k for k, a in enumerate(index)) + len(index)
     return torch.rand(N, generator=torch.Generator().manual_seed(seed + 100)).double() + 0.5
 
 
@@ -73,7 +76,8 @@ def test_space_leaves_time_out() -> None:
 
 
 def test_schemes_of_requests() -> None:
-    two, one = Coordinates(("x", "y", "t")), Coordinates(("x", "t"))
+    two = Coordinates(("x", "y", "t"))
+    one = Coordinates(("x", "t"))
     assert two.scheme({(2,), None}).laplacian == (0, 1)
     scheme = one.scheme({(1,), None})
     assert not scheme.laplacian
@@ -98,7 +102,8 @@ OTHERS: dict[str, Any] = {
     "op", [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
 )
 def test_arithmetic_in_both_orders(op: Callable[[Any, Any], Any], other: str) -> None:
-    u, v = field("x", "y", "t"), OTHERS[other]
+    u = field("x", "y", "t")
+    v = OTHERS[other]
     plain = v.value if isinstance(v, Field) else v
     for got, want in (
         (op(u, v), op(u.value, plain)),

@@ -52,7 +52,10 @@ class Case:
     def at(self, step: int, act: Callable[[], bool]) -> Any:
         def callback(run: pde.Run, info: Any) -> bool:
             domain = run.problem.domain
-            begins = domain.time[0] if isinstance(domain, pde.SpaceTime) else 0.0
+            if isinstance(domain, pde.SpaceTime):
+                begins = domain.time[0]
+            else:
+                begins = 0.0
             here = len(run.history) == step and begins == self.slab / self.options.get("slabs", 1)
             return here and act()
 
@@ -117,17 +120,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
 def test_killed_runs_go_on(name: str, folder: Path) -> None:
-    case, path = CASES[name], folder / f"{name}.pt"
+    case = CASES[name]
+    path = folder / f"{name}.pt"
     left = sorted(p.name for p in folder.glob(f"{name}.pt*") if p.suffix != ".part")
     assert bool(left) == bool(case.saved or case.slab), "what was saved before is there"
     assert bool(list(folder.glob(f"{name}.pt*.part"))) == (case.later == 0)
-    whole, rest = case.solve(None), case.solve(path)
+    whole = case.solve(None)
+    rest = case.solve(path)
     assert rest.history.loss == whole.history.loss
     assert bool(whole.history.restarted) == (name == "after a kick")
     assert all(step < case.saved for step in whole.history.restarted[:1])
     assert rest.history.restarted == whole.history.restarted
     assert math.isfinite(rest.loss)
-    mine, theirs = rest.network.state_dict(), whole.network.state_dict()
+    mine = rest.network.state_dict()
+    theirs = whole.network.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
     assert not list(folder.glob(f"{name}.pt*.part")), "the draft is gone"
 
@@ -136,7 +142,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     Case({"steps": 1}, problem=measured).solve(None)  # what it imports, the children need not
     for name in sys.argv[2:]:
-        case, child = CASES[name], os.fork()
+        case = CASES[name]
+        child = os.fork()
         if not child:
             try:
                 die(case, Path(sys.argv[1]) / f"{name}.pt")

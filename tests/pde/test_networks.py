@@ -36,7 +36,9 @@ def test_every_activation_carries_jets(activation: Any) -> None:
 def test_seeds() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    one, two, three = pde.mlp(2, 4, 1, seed=5), pde.mlp(2, 4, 1, seed=5), pde.mlp(2, 4, 1, seed=6)
+    one = pde.mlp(2, 4, 1, seed=5)
+    two = pde.mlp(2, 4, 1, seed=5)
+    three = pde.mlp(2, 4, 1, seed=6)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(one(X), two(X))
     assert not torch.equal(one(X), three(X))
@@ -95,7 +97,8 @@ def test_hard_constraints() -> None:
         distance=lambda x, y: (x * (1 - x), y),
         lift=lambda x, y: (torch.sin(y) + torch.zeros_like(x), torch.ones_like(x) * 3),
     )
-    x, y = X[:, :1], X[:, 1:]
+    x = X[:, :1]
+    y = X[:, 1:]
     out = inner(X)
     want = torch.cat([y.sin() + x * (1 - x) * out[:, :1], 3 + y * out[:, 1:]], 1)
     torch.testing.assert_close(network(X), want)

@@ -78,13 +78,16 @@ def test_unusable_refinements(options: dict[str, Any]) -> None:
 
 
 def test_draws() -> None:
-    still, moving = plan(problem()), plan(problem(), resample=3)
+    still = plan(problem())
+    moving = plan(problem(), resample=3)
     assert [still.at(i) for i in range(4)] == [0] * 4
     assert [moving.at(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 2]
     assert still.sampler == "grid"
     assert plan(pde.Heat(1)).sampler == "sobol"  # a grid misses layers that move
     assert moving.sampler == "sobol"
-    one, two, again = moving.draw(0), moving.draw(1), moving.draw(0)
+    one = moving.draw(0)
+    two = moving.draw(1)
+    again = moving.draw(0)
     for name in ("equation", "dirichlet"):
         assert torch.equal(one[name][0].x, again[name][0].x)
         assert not torch.equal(one[name][0].x, two[name][0].x)

@@ -51,14 +51,18 @@ class Exact(nn.Module):
 
     def __init__(self, problem: Ready, direction: Callable[[Any], Any] = lambda x: 1.0) -> None:
         super().__init__()
-        self.problem, self.direction = problem, direction
+        self.problem = problem
+        self.direction = direction
         self.epsilon = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Any) -> Any:
         columns = {n: x[:, i : i + 1] for i, n in enumerate(self.problem.domain.names)}
         assert self.problem.exact is not None
         u = call(self.problem.exact, {"points": x, **columns}, "The exact solution")
-        u = torch.cat(list(u), -1) if isinstance(u, tuple) else u
+        if isinstance(u, tuple):
+            u = torch.cat(list(u), -1)
+        else:
+            u = u
         return (u[:, None] if u.ndim == 1 else u) + self.direction(x) * self.epsilon
 
 
@@ -94,7 +98,10 @@ def test_hard_lifts_agree_with_the_exact_solution(make: Callable[[], Ready]) -> 
         x = drawn(problem, condition)[0].x
         value = getattr(condition, "value", None)
         if value is not None:
-            want = call(value, {"points": x, **problem.columns(x)}, "v") if callable(value) else 0.0
+            if callable(value):
+                want = call(value, {"points": x, **problem.columns(x)}, "v")
+            else:
+                want = 0.0
             assert (problem.truth(x)[:, 0] - want).abs().max() < 1e-12
 
 
@@ -117,14 +124,18 @@ def test_exact_solution_is_stationary_for_the_energy(make: Callable[[], Ready]) 
 
 def test_reference_solves_the_equation() -> None:
     """Lightly, by differences of the reference; references have tests of their own."""
-    problem, h = pde.Burgers(0.1), 1e-3
+    problem = pde.Burgers(0.1)
+    h = 1e-3
     x = torch.tensor([-0.6, -0.3, 0.2, 0.7], dtype=torch.float64)
 
     def at(dx: float, dt: float = 0.0) -> Tensor:
         return problem.truth(torch.stack([x + dx, torch.full_like(x, 0.15 + dt)], -1))[:, 0]
 
-    u, left, right = at(0), at(-h), at(h)
-    u_x, u_xx = (right - left) / (2 * h), (right - 2 * u + left) / h**2
+    u = at(0)
+    left = at(-h)
+    right = at(h)
+    u_x = (right - left) / (2 * h)
+    u_xx = (right - 2 * u + left) / h**2
     u_t = (at(0, h) - at(0, -h)) / (2 * h)
     assert (u_t + u * u_x - 0.1 * u_xx).abs().max() < 1e-4 * u_t.abs().max()
 

@@ -21,7 +21,8 @@ pde: Any = pb.pde  # what follows is of the wrong type on purpose
 LINE = pde.Interval(0, 1)
 SQUARE = pde.Box([(0, 1)] * 2)
 EQUATION = pde.Equation(lambda u: u.xx + 1)
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 X = torch.rand(5, 2, dtype=torch.float64)
 
 

@@ -13,7 +13,8 @@ from pullback.pde.restarts import kick
 def with_idle(count: int) -> nn.Sequential:
     """A network whose second layer does not use so many neurons, but for their constants."""
     network = pde.mlp(2, 8, 8, 1, seed=0)
-    first, last = network[2], network[4]
+    first = network[2]
+    last = network[4]
     assert isinstance(first, nn.Linear)
     assert isinstance(last, nn.Linear)
     with torch.no_grad():
@@ -30,8 +31,10 @@ def parts(network: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_idle_neurons_become_copies_and_the_function_stays() -> None:
-    network, x = with_idle(4), torch.rand(200, 2, dtype=torch.float64)
-    before, sizes = network(x).detach(), parts(network, x)
+    network = with_idle(4)
+    x = torch.rand(200, 2, dtype=torch.float64)
+    before = network(x).detach()
+    sizes = parts(network, x)
     assert int((sizes > 1e-3 * sizes.max()).sum()) == 4
     front = [p.detach().clone() for p in network[0].parameters()]
     kick(network, x, torch.Generator().manual_seed(0))
@@ -46,7 +49,8 @@ def test_idle_neurons_become_copies_and_the_function_stays() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_there_is_noise_where_none_is_idle(frozen: bool) -> None:
     """Neurons whose parameters are not solved for are left alone."""
-    network, x = with_idle(4 if frozen else 0), torch.rand(200, 2, dtype=torch.float64)
+    network = with_idle(4 if frozen else 0)
+    x = torch.rand(200, 2, dtype=torch.float64)
     network[2].requires_grad_(not frozen)
     before = [p.detach().clone() for p in network.parameters()]
     kick(network, x, torch.Generator().manual_seed(0))

@@ -75,7 +75,8 @@ def test_a_slab_starts_where_the_last_one_ended() -> None:
         x = torch.rand(6, 2).double()
         y = x.clone().requires_grad_()
         (g,) = torch.autograd.grad(before(y).sum(), y)
-        value, velocity = later.value, later.velocity
+        value = later.value
+        velocity = later.velocity
         assert callable(value)
         assert callable(velocity)
         torch.testing.assert_close(value(points=x), before(x)[:, 0].detach())
@@ -131,14 +132,18 @@ def test_the_given_network_is_where_the_first_slab_starts() -> None:
 @pytest.mark.parametrize("options", [{"resample": 2}], ids=str)
 def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     """A budget ends runs within slabs; it counts what this call spends, not earlier ones."""
-    options, path = {"steps": 3, **options}, tmp_path / "run.pt"
+    options = {"steps": 3, **options}
+    path = tmp_path / "run.pt"
     whole = run(**options)
-    part, calls = run(checkpoint=path, budget=1e-9, **options), 1
+    part = run(checkpoint=path, budget=1e-9, **options)
+    calls = 1
     while "the budget" in part.stopped and calls < 30:
-        part, calls = run(checkpoint=path, budget=1e-9, **options), calls + 1
+        part = run(checkpoint=path, budget=1e-9, **options)
+        calls = calls + 1
     assert calls > 4
     assert part.history.loss == whole.history.loss
-    mine, theirs = part.network.state_dict(), whole.network.state_dict()
+    mine = part.network.state_dict()
+    theirs = whole.network.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
 
 
@@ -242,7 +247,8 @@ def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
         part = automatic(turning(6.0), checkpoint=path, budget=0.1, **options)
         assert "the budget" in part.stopped
     part = automatic(turning(6.0), checkpoint=path, **options)
-    mine, theirs = part.network.state_dict(), whole.network.state_dict()
+    mine = part.network.state_dict()
+    theirs = whole.network.state_dict()
     assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
 
 

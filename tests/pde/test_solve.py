@@ -299,7 +299,9 @@ def test_resumed_runs_reach_the_same_bits(schedule: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("schedule", ["both", "refine"])
 def test_interrupted_steps_are_repeated(schedule: str, tmp_path: Path) -> None:
     """A key pressed in the middle of a step, after its points were moved."""
-    options, path, step = SCHEDULES[schedule], tmp_path / "run.pt", NaturalGradient.step
+    options = SCHEDULES[schedule]
+    path = tmp_path / "run.pt"
+    step = NaturalGradient.step
     options = {**options, "steps": 9}
     whole = run(**options)
     calls = 0
@@ -324,9 +326,11 @@ def test_interrupted_steps_are_repeated(schedule: str, tmp_path: Path) -> None:
 def test_budgets(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     whole = run(steps=4)
-    part, calls = run(steps=4, checkpoint=path, budget=1e-9), 1
+    part = run(steps=4, checkpoint=path, budget=1e-9)
+    calls = 1
     while "the budget" in part.stopped and calls < 10:
-        part, calls = run(steps=4, checkpoint=path, budget=1e-9), calls + 1
+        part = run(steps=4, checkpoint=path, budget=1e-9)
+        calls = calls + 1
     assert calls > 2
     assert "all 4 steps were taken" in part.stopped
     assert torch.equal(vector(part.network), vector(whole.network))
@@ -507,20 +511,23 @@ def test_errors_of_fields() -> None:
     errors = yardstick.errors(network)
     assert errors["u"] == pytest.approx(0.1)
     assert errors["p"] == pytest.approx(0.0, abs=1e-12)
-    u, p = 1 / 3, 1 / 5 - 1 / 9
+    u = 1 / 3
+    p = 1 / 5 - 1 / 9
     assert yardstick.error(network) == pytest.approx((0.01 * u / (u + p)) ** 0.5)
 
 
 def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["pullback.pde.run"], "_SAVE_EVERY", 0.0)
-    path, seen = tmp_path / "run.pt", []
+    path = tmp_path / "run.pt"
+    seen = []
     run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])
     assert seen == [False, True, True]
 
 
 def test_any_of_torchs_optimizers_takes_the_losss_gradient(tmp_path: Path) -> None:
     """Plain gradient descent, by hand; and a run that goes on from its checkpoint."""
-    problem, start = pde.Poisson(dim=1), pde.mlp(1, 6, 1, seed=0)
+    problem = pde.Poisson(dim=1)
+    start = pde.mlp(1, 6, 1, seed=0)
     options: dict[str, Any] = dict(points=30, progress=False, patience=None)
 
     def adam(module: nn.Module) -> torch.optim.Optimizer:

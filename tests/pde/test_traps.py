@@ -34,7 +34,8 @@ class Overwriting(nn.Module):
         self.out = nn.Linear(3, 1, dtype=torch.float64)
 
     def forward(self, x: Any) -> Any:
-        w, waves = torch.full((1,), math.pi, dtype=torch.float64), []
+        w = torch.full((1,), math.pi, dtype=torch.float64)
+        waves = []
         for _ in range(3):
             waves.append(torch.sin(w * x))
             w *= 2

@@ -240,7 +240,8 @@ def test_checks_compare_two_solutions() -> None:
 
 def test_unknowns_have_standard_errors() -> None:
     """k of k u = y with noise σ at n points, where u = 1 on the boundary: σ/√n by hand."""
-    n, noise = 400, 0.1
+    n = 400
+    noise = 0.1
     generator = torch.Generator().manual_seed(0)
     x = torch.linspace(0, 1, n).double()[:, None]
     y = 2 + noise * torch.randn(n, generator=generator, dtype=torch.float64)
@@ -279,7 +280,8 @@ def test_derivatives_of_solutions() -> None:
 
 
 def test_saved_solutions_know_their_problem(tmp_path: Path) -> None:
-    solution, path = run(steps=2), tmp_path / "solution.pt"
+    solution = run(steps=2)
+    path = tmp_path / "solution.pt"
     solution.save(path)
     assert pde.Solution.load(path, poisson(), pde.mlp(1, 6, 1)).verdict == solution.verdict
     with pytest.raises(PullbackError, match="another run"):
@@ -328,7 +330,8 @@ def test_runs_settle_at_their_end(dtype: torch.dtype) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settled, given = solved(), solved(step=TargetRatio())
+        settled = solved()
+        given = solved(step=TargetRatio())
     assert settled.history.settled == [36]
     assert given.history.settled == []
     assert settled.history.loss[:36] == given.history.loss[:36]
@@ -432,7 +435,10 @@ def test_a_missing_condition_is_noticed(conditions: list[Any]) -> None:
 @pytest.mark.parametrize("known", [False, True])
 def test_unknowns_of_which_only_a_ratio_matters_are_noticed(known: bool) -> None:
     x = torch.linspace(0, 1, 20, dtype=torch.float64)
-    k = {} if known else {"k": 0.7}
+    if known:
+        k = {}
+    else:
+        k = {"k": 0.7}
 
     def equation(u: Any, x: Tensor, c: Tensor, k: Any = 0.7) -> Tensor:
         return k * u.xx + c * pi**2 * torch.sin(pi * x)

@@ -79,7 +79,8 @@ def fokker_planck() -> pde.Problem:
     """Ornstein–Uhlenbeck: u_t = (x u)_x + ½u_xx, a Gaussian of mean m and variance s."""
 
     def exact(x: Any, t: Any) -> Any:
-        m, s = 1.5 * torch.exp(-t), 0.5 - 0.25 * torch.exp(-2 * t)
+        m = 1.5 * torch.exp(-t)
+        s = 0.5 - 0.25 * torch.exp(-2 * t)
         return torch.exp((x - m) ** 2 * -0.5 / s) / torch.sqrt(2 * pi * s)
 
     return pde.Problem(

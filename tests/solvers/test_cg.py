@@ -39,7 +39,8 @@ def test_the_iteration_limit_is_reported_with_a_remedy() -> None:
 
 
 def test_the_residual_is_measured() -> None:
-    a, g = random(20, 8), vector(8)
+    a = random(20, 8)
+    g = vector(8)
     for limit in (2, 4, None):
         solver = ConjugateGradient(0.1, max_iterations=limit)
         found = solver.solve(solver.init(hold(a, "dense")), g)
@@ -48,7 +49,8 @@ def test_the_residual_is_measured() -> None:
 
 
 def test_it_stops_on_the_tolerance() -> None:
-    a, g = random(50, 20), vector(20)
+    a = random(50, 20)
+    g = vector(20)
     steps = []
     for tol in (1e-1, 1e-4, 1e-10):
         gram, seen = counting(a)
@@ -95,7 +97,8 @@ def test_sample_space_is_used_where_it_is_smaller() -> None:
 
 def test_a_good_preconditioner_saves_iterations() -> None:
     a = with_spectrum(torch.logspace(0, -3, 40, dtype=torch.float64), 60, 40)
-    g, damping = vector(40), 1e-5
+    g = vector(40)
+    damping = 1e-5
     inverse = torch.linalg.inv(a.T @ a + damping * torch.eye(40).double())
     counts = []
     for preconditioner in (None, inverse.matmul):

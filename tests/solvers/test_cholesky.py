@@ -52,7 +52,10 @@ def test_no_growth_is_reported_where_none_happened() -> None:
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4)], ids=str)
 def test_the_small_side_is_factorized(form: str, shape: tuple[int, int]) -> None:
     state = Cholesky().init(hold(random(*shape), form))
-    want = shape[0] if form == "kernel" else min(shape)
+    if form == "kernel":
+        want = shape[0]
+    else:
+        want = min(shape)
     assert state.matrix.shape == (want, want)
 
 

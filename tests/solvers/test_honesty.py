@@ -42,11 +42,13 @@ def test_sample_space_with_g_alone_reports_what_it_lost(
 
 
 def test_an_eigenvalue_above_all_diagonal_entries_is_seen() -> None:
-    n, p = 400, 440
+    n = 400
+    p = 440
     torch.manual_seed(0)
     left = torch.randn(n, n, dtype=torch.float64)
     left[:, 0] = 1.0  # the top vector has all samples alike
-    u, v = torch.linalg.qr(left)[0], torch.linalg.qr(torch.randn(p, n, dtype=torch.float64))[0]
+    u = torch.linalg.qr(left)[0]
+    v = torch.linalg.qr(torch.randn(p, n, dtype=torch.float64))[0]
     small = torch.logspace(-3, -7, n - 1, dtype=torch.float64)
     a = (u * torch.cat([torch.ones(1, dtype=torch.float64), small])) @ v.T
     gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, p)
@@ -73,11 +75,14 @@ def test_a_damping_below_the_round_off_of_a_singular_gram_is_named(
     for seed in range(8):
         torch.manual_seed(seed)
         one, two = (torch.randn(n, 6, dtype=torch.float64) for n in shape)
-        a, r = one @ two.T, torch.randn(shape[0], dtype=torch.float64)
+        a = one @ two.T
+        r = torch.randn(shape[0], dtype=torch.float64)
         solver = pb.solvers.Cholesky(pb.solvers.Relative(damping))
         found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
         u, s, v = torch.linalg.svd(a, full_matrices=False)
-        u, s, v = u[:, :6], s[:6], v[:6]
+        u = u[:, :6]
+        s = s[:6]
+        v = v[:6]
         want = v.T @ (s / (s * s + found.damping) * (u.T @ r))
         off = float((found.x - want).norm() / want.norm())
         if off > 0.1:
@@ -98,7 +103,8 @@ def test_conjugate_gradients_that_end_too_early_for_the_damping_say_so(
     torch.manual_seed(0)
     u, v = (torch.linalg.qr(torch.randn(k, 20, dtype=torch.float64))[0] for k in (20, 60))
     s = torch.cat([torch.linspace(1, 0.5, 15), torch.full((5,), small)]).double()
-    a, r = (u * s) @ v.T, torch.randn(20, dtype=torch.float64)
+    a = (u * s) @ v.T
+    r = torch.randn(20, dtype=torch.float64)
     solver = pb.solvers.ConjugateGradient(damping)
     found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
     want = v @ (s * (u.T @ r) / (s * s + damping))

@@ -76,7 +76,8 @@ def test_unusable_dampings_are_refused(damping: float) -> None:
 def test_forms_agree_on_random_matrices(
     n: int, p: int, seed: int, exponent: float, kind: type[Solver]
 ) -> None:
-    a, damping = random(n, p, seed), 10.0**exponent
+    a = random(n, p, seed)
+    damping = 10.0**exponent
     r = vector(n, seed + 1)
     g = a.T @ r
     want = torch.linalg.solve(a.T @ a + damping * torch.eye(p).double(), g)
@@ -116,7 +117,9 @@ def test_the_laws_catch_wrong_solvers() -> None:
 
         def solve(self, state, rhs, damping=None, *, whitened=None) -> Solution:
             found = super().solve(state, rhs, damping)
-            return found if whitened is None else Solution(2 * found.x, found.damping)
+            if whitened is None:
+                return found
+            return Solution(2 * found.x, found.damping)
 
     class Forgetful(Cholesky):
         """Changes its state."""

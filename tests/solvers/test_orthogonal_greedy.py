@@ -22,7 +22,8 @@ def pursuit(
 ) -> tuple[list[int], Tensor, list[float]]:
     """The oracle: all of G, and a fresh dense solve whenever a vector is added."""
     chosen: list[int] = []
-    h, energies = torch.zeros_like(rhs), []
+    h = torch.zeros_like(rhs)
+    energies = []
     while len(chosen) < k:
         rho = rhs - g @ h
         length = g.diagonal().clone()
@@ -56,7 +57,10 @@ def test_three_vectors_by_hand() -> None:
     a = torch.linalg.cholesky(g).T.contiguous()
     answers = [(1.5, 0, 0), (1.5, 0, -1), (1.25, 0.5, -1.25)]
     for form in FORMS:
-        gram = Dense(g) if form == "dense" else hold(a, form)
+        if form == "dense":
+            gram = Dense(g)
+        else:
+            gram = hold(a, form)
         for k, want in enumerate(answers, 1):
             found = greedy(OrthogonalGreedy(k), gram, rhs)
             assert found.selected.tolist() == [0, 2, 1][:k]
@@ -76,7 +80,9 @@ def test_three_vectors_by_hand() -> None:
 def test_it_is_matching_pursuit(
     form: str, rule: str, shape: tuple[int, int], damping: float, block: int
 ) -> None:
-    a, r, k = random(*shape), vector(shape[0]), 11
+    a = random(*shape)
+    r = vector(shape[0])
+    k = 11
     g = a.T @ r
     damped = a.T @ a + damping * torch.eye(shape[1]).double()
     order, h, energies = pursuit(damped, g, k, rule, block)
@@ -125,7 +131,8 @@ def _next(g: Tensor, rhs: Tensor, chosen: list[int], rule: str) -> float:
 @pytest.mark.parametrize(("form", "rule", "block"), all_pairs(FORMS, RULES, [1, 3]))
 def test_exact_after_rank_many_rounds(form: str, rule: str, block: int) -> None:
     """G h = g once as many vectors are taken as G has rank; the rest is never entered."""
-    a, r = with_spectrum(torch.tensor([4.0, 2, 1, 0.5, 0.2]).double(), 12, 30), vector(12)
+    a = with_spectrum(torch.tensor([4.0, 2, 1, 0.5, 0.2]).double(), 12, 30)
+    r = vector(12)
     g = a.T @ r
     found = greedy(OrthogonalGreedy(25, rule, block=block), hold(a, form), g)
     assert found.rank == 5
@@ -178,7 +185,8 @@ def test_r_keeps_the_digits_that_g_has_lost() -> None:
 
 
 def test_a_huge_r_on_tiny_rows_is_not_trusted() -> None:
-    a, r = random(20, 9), vector(20)
+    a = random(20, 9)
+    r = vector(20)
     a[0] *= 1e-14
     r[0] = 1e14
     g = a.T @ r
@@ -216,7 +224,8 @@ def test_tol_stops_when_the_correlations_have_faded() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_more_vectors_than_there_are(form: str) -> None:
-    a, r = random(20, 7), vector(20)
+    a = random(20, 7)
+    r = vector(20)
     g = a.T @ r
     found = greedy(OrthogonalGreedy(100), hold(a, form), g)
     assert found.rank == 7
@@ -248,7 +257,8 @@ def test_unknown_rules_and_dampings_are_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_is_a_failure_value(form: str) -> None:
-    a, bad = random(6, 9), vector(9)
+    a = random(6, 9)
+    bad = vector(9)
     bad[4] = torch.nan
     holed = a.clone()
     holed[2, 3] = torch.nan
@@ -284,8 +294,11 @@ def test_relative_damping_and_a_damping_that_replaces_the_own() -> None:
 def test_a_gram_with_nothing_but_products() -> None:
     class Bare(Gram):
         def __init__(self, g: Tensor) -> None:
-            self.g, self.size, self.count = g, len(g), len(g)
-            self.dtype, self.device = g.dtype, g.device
+            self.g = g
+            self.size = len(g)
+            self.count = len(g)
+            self.dtype = g.dtype
+            self.device = g.device
             self.structure = pb.grams.Structure("operator", factored=False)
 
         def matvec(self, v: Tensor) -> Tensor:
@@ -302,7 +315,8 @@ def test_a_gram_with_nothing_but_products() -> None:
 @pytest.mark.parametrize("block", [1, 5])
 def test_the_products_a_matrix_free_solve_takes(block: int) -> None:
     """k with A, and one with Aᵀ per round; min(n, p) for the diagonal, once."""
-    a, calls = random(12, 50), {"project": 0, "lift": 0}
+    a = random(12, 50)
+    calls = {"project": 0, "lift": 0}
 
     def project(v: Tensor) -> Tensor:
         calls["project"] += 1
@@ -333,7 +347,8 @@ def test_the_same_bits_again_and_in_single_precision() -> None:
     g = a.T @ vector(30)
     solver = OrthogonalGreedy(12)
     state = solver.init(Rows(a))
-    first, again = solver.solve(state, g), solver.solve(state, g)
+    first = solver.solve(state, g)
+    again = solver.solve(state, g)
     assert torch.equal(first.x, again.x)
     assert torch.equal(first.selected, again.selected)
     short = greedy(solver, Rows(a.float()), g.float())
@@ -435,7 +450,8 @@ def test_a_run_resumes_to_the_same_bits() -> None:
     model, opt, step = fresh()
     for _ in range(2):
         step()
-    saved, weights = opt.state_dict(), {n: p.clone() for n, p in model.state_dict().items()}
+    saved = opt.state_dict()
+    weights = {n: p.clone() for n, p in model.state_dict().items()}
     step()
     other, other_opt, other_step = fresh()
     other.load_state_dict(weights)

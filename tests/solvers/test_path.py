@@ -29,7 +29,10 @@ CASES = [(f, w, o) for f in FORMS for w, o in ((True, False), (False, False), (F
 @pytest.mark.parametrize(("form", "white", "outside"), CASES)
 def test_the_path_is_every_damped_solution(form: str, white: bool, outside: bool) -> None:
     path, a, g = path_of(form, white=white, outside=outside)
-    dampings = DAMPINGS[1:] if outside else DAMPINGS
+    if outside:
+        dampings = DAMPINGS[1:]
+    else:
+        dampings = DAMPINGS
     eye = torch.eye(8).double()
     want = torch.stack([torch.linalg.solve(a.T @ a + d * eye, g) for d in dampings])
     if not outside:  # g in the range: at tiny λ the dense solve itself loses digits
@@ -68,7 +71,10 @@ def test_the_secular_equation_over_the_whole_range_of_a_dtype(
     double = dtype is torch.float64
     values = torch.logspace(0, -28 if double else -14, 300, dtype=torch.float64)
     gamma = vector(300) * values**power
-    beyond = outside * vector(5).to(dtype) if outside else None
+    if outside:
+        beyond = outside * vector(5).to(dtype)
+    else:
+        beyond = None
     path = Path(values.to(dtype), gamma.to(dtype), lambda c: c, beyond)
     longest = path.norm(torch.tensor([1e-15 if outside else 0.0], dtype=dtype))
     steps = torch.logspace(-12 if double else -6, -0.001, 100, dtype=dtype)
@@ -125,7 +131,8 @@ def test_a_zero_gradient_has_a_zero_path() -> None:
 @pytest.mark.parametrize("columns", [None, 4])
 @pytest.mark.parametrize("white", [True, False])
 def test_a_sketch_has_its_own_path(columns: int | None, white: bool) -> None:
-    a, r = random(12, 8), vector(12)
+    a = random(12, 8)
+    r = vector(12)
     solver = Sketched(6, columns)
     state = solver.init(hold(a, "rows"))
     path = solver.path(state, a.T @ r, r if white else None)

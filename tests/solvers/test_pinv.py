@@ -78,18 +78,18 @@ def test_many_dampings_from_one_factorization(form: str) -> None:
     g = a.T @ vector(5)
     for damping in (0.0, 1e-6, 1e-2, 1.0, 1e4):
         eye = torch.eye(8).double()
-        dense = (
-            torch.linalg.pinv(a.T @ a)
-            if damping == 0
-            else torch.linalg.inv(a.T @ a + damping * eye)
-        )
+        if damping == 0:
+            dense = torch.linalg.pinv(a.T @ a)
+        else:
+            dense = torch.linalg.inv(a.T @ a + damping * eye)
         assert_close(solver.solve(state, g, damping).x, dense @ g, 1e-8, f"λ = {damping:g}")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_g_has_outside_the_range_is_damped_like_the_rest(form: str) -> None:
     """A regularizer's gradient: (G + λ)⁻¹g keeps g⊥/λ; the undamped G⁺g drops it."""
-    a, g = random(3, 7), vector(7)
+    a = random(3, 7)
+    g = vector(7)
     solver = PseudoInverse()
     state = solver.init(hold(a, form))
     want = torch.linalg.solve(a.T @ a + 0.1 * torch.eye(7).double(), g)
@@ -142,7 +142,8 @@ def test_the_route_of_cuda_has_the_same_path(
 ) -> None:
     """Norms, predicted reductions and dampings of both routes, at condition 1e10."""
     sigma = torch.logspace(0, -10, 40, dtype=torch.float64)
-    a, r = with_spectrum(sigma, *shape), vector(shape[0])
+    a = with_spectrum(sigma, *shape)
+    r = vector(shape[0])
     solver = PseudoInverse()
     paths = []
     for polar in (False, True):
@@ -155,12 +156,14 @@ def test_the_route_of_cuda_has_the_same_path(
     assert_close(other.predicted(dampings), plain.predicted(dampings), 1e-8, "predicted")
     assert_close(other.at(dampings[4:]), plain.at(dampings[4:]), tol, "x(λ)")
     radii = plain.norm(dampings)
-    found, want = other.damping_for(radii), plain.damping_for(radii)
+    found = other.damping_for(radii)
+    want = plain.damping_for(radii)
     assert float((found / want - 1).abs().max()) < 1e-5
 
 
 def test_many_rows_are_lifted_at_once() -> None:
-    a, c = random(5, 8), random(3, 5)
+    a = random(5, 8)
+    c = random(3, 5)
     for form in ("rows", "kernel", "matrix_free"):
         assert_close(factored(a, form).lift_rows(c), c @ a, 1e-14, f"c A from {form}")
 
@@ -187,7 +190,10 @@ def test_only_what_is_not_finite_is_broken() -> None:
 
 
 def test_a_path_is_that_of_its_own_right_hand_side() -> None:
-    a, one, two, r = random(6, 3), vector(3), vector(3) + 1, vector(6)
+    a = random(6, 3)
+    one = vector(3)
+    two = vector(3) + 1
+    r = vector(6)
     solver = PseudoInverse()
     state = solver.init(Rows(a))
     for g, white in ((one, None), (two, None), (a.T @ r, r), (one, None), (a.T @ r, None)):

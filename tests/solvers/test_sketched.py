@@ -52,12 +52,19 @@ def test_a_column_sketch_has_orthonormal_columns() -> None:
 )
 def test_it_solves_the_sketched_problem(rows, columns, damping: float, form: str) -> None:
     """x = Ω y with y the damped least-squares solution of Π A Ω y = Π r."""
-    a, r = random(20, 9), vector(20)
+    a = random(20, 9)
+    r = vector(20)
     solver = Sketched(rows, columns, seed=3)
     state = solver.init(hold(a, form))
-    pi = torch.eye(20).double() if state.rows is None else state.rows(torch.eye(20).double())
+    if state.rows is None:
+        pi = torch.eye(20).double()
+    else:
+        pi = state.rows(torch.eye(20).double())
     eye = torch.eye(9).double()
-    omega = eye if state.columns is None else state.columns.compress(eye)
+    if state.columns is None:
+        omega = eye
+    else:
+        omega = state.columns.compress(eye)
     small = pi @ a @ omega
     k = small.shape[1]
     if damping:
@@ -72,7 +79,8 @@ def test_it_solves_the_sketched_problem(rows, columns, damping: float, form: str
 
 @pytest.mark.parametrize("rows", [20, 100, None])
 def test_a_complete_sketch_is_exact(rows: int | None) -> None:
-    a, r = random(20, 9), vector(20)
+    a = random(20, 9)
+    r = vector(20)
     solver = Sketched(rows, 9)
     x = solver.solve(solver.init(hold(a, "rows")), a.T @ r, whitened=r).x
     assert_close(x, torch.linalg.pinv(a) @ r, 1e-11, "A⁺r")
@@ -81,7 +89,8 @@ def test_a_complete_sketch_is_exact(rows: int | None) -> None:
 def test_each_init_draws_anew_and_its_number_repeats_it() -> None:
     a = random(20, 9)
     solver = Sketched(rows=6, seed=0)
-    one, two = solver.init(hold(a, "rows")), solver.init(hold(a, "rows"))
+    one = solver.init(hold(a, "rows"))
+    two = solver.init(hold(a, "rows"))
     assert one.rows is not None
     assert two.rows is not None
     assert not torch.equal(one.rows.bucket, two.rows.bucket)

@@ -27,12 +27,21 @@ class Bowl:
         lr: float = 1.0,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self.a, self.b, self.w, self.lr = a, b, w, lr
+        self.a = a
+        self.b = b
+        self.w = w
+        self.lr = lr
         self.extra = extra or (lambda w: w.new_zeros(()))
-        self.solver = PseudoInverse() if solver is None else solver
+        if solver is None:
+            self.solver = PseudoInverse()
+        else:
+            self.solver = solver
         self.gram = Rows(a)
         self.trials = 0
-        self.state = {} if state is None else state
+        if state is None:
+            self.state = {}
+        else:
+            self.state = state
 
     def loss(self, w: Tensor) -> Tensor:
         return 0.5 * (self.a @ w - self.b).square().sum() + self.extra(w)

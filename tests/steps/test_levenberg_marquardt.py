@@ -16,7 +16,8 @@ from tests.steps.helpers import Bowl, bowl
 
 def ratio(problem: Bowl, damping: float) -> float:
     """ρ at this damping, from scratch."""
-    a, w = problem.a, problem.w
+    a = problem.a
+    w = problem.w
     g = torch.func.grad(problem.loss)(w)
     x = torch.linalg.solve(a.T @ a + damping * torch.eye(len(w)).double(), g)
     predicted = g @ x - 0.5 * x @ (a.T @ a) @ x
@@ -48,11 +49,20 @@ def test_a_perfect_model_lowers_the_damping() -> None:
 def test_the_damping_follows_the_ratio(strength: float, damping: float) -> None:
     problem = harder(strength)
     move = LevenbergMarquardt(damping).take(problem.local())
-    expected, growth, trials = damping, 2.0, 1
+    expected = damping
+    growth = 2.0
+    trials = 1
     while not ratio(problem, expected) > 1e-4:
-        expected, growth, trials = expected * growth, growth * 2, trials + 1
+        expected = expected * growth
+        growth = growth * 2
+        trials = trials + 1
     rho = ratio(problem, expected)
-    factor = 1 / 3 if rho > 0.75 else growth if rho < 0.25 else 1.0
+    if rho > 0.75:
+        factor = 1 / 3
+    elif rho < 0.25:
+        factor = growth
+    else:
+        factor = 1.0
     assert move.accepted
     assert move.trials == trials
     assert move.solution.damping == pytest.approx(expected, rel=1e-12)
@@ -117,7 +127,8 @@ def test_damping_stays_in_its_bounds() -> None:
 
 def test_it_converges_on_rosenbrock() -> None:
     """Residuals (1 − x, 10(y − x²)): the classical valley, in a few dozen steps."""
-    w, state = torch.tensor([-1.2, 1.0]).double(), {}
+    w = torch.tensor([-1.2, 1.0]).double()
+    state = {}
     rule = LevenbergMarquardt(1e-2)
     for _ in range(60):
 

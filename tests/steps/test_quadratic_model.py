@@ -10,7 +10,8 @@ import pullback as pb
 def test_a_quadratic_problem_is_solved_although_the_damping_is_large() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
-    x, y = torch.randn(30, 3, dtype=torch.float64), torch.randn(30, 2, dtype=torch.float64)
+    x = torch.randn(30, 3, dtype=torch.float64)
+    y = torch.randn(30, 2, dtype=torch.float64)
     opt = pb.NaturalGradient(
         model, pb.metrics.Fisher(pb.likelihoods.MSE()),
         solver=pb.solvers.Cholesky(damping=1e-1), step=pb.steps.QuadraticModel(),

@@ -66,7 +66,8 @@ def test_a_rejected_step_restores_everything(rule: str) -> None:
         return loss
 
     torch.manual_seed(42)
-    before, random = picture(model), torch.get_rng_state()
+    before = picture(model)
+    random = torch.get_rng_state()
     info = opt.step(closure)
     assert not info.accepted
     assert info.reason
@@ -110,7 +111,8 @@ def test_a_loss_that_is_not_finite_is_a_clean_rejection(bad: float) -> None:
         return loss
 
     torch.manual_seed(42)
-    before, random = picture(model), torch.get_rng_state()
+    before = picture(model)
+    random = torch.get_rng_state()
     info = opt.step(closure)
     assert not info.accepted
     assert "not finite" in info.reason

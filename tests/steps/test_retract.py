@@ -54,7 +54,8 @@ class Point(nn.Module):
 
     def __init__(self, w: Tensor) -> None:
         super().__init__()
-        self.w, self.free = nn.Parameter(w), nn.Parameter(torch.zeros(()).double())
+        self.w = nn.Parameter(w)
+        self.free = nn.Parameter(torch.zeros(()).double())
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ self.w.flatten())[:, None] + self.free

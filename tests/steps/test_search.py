@@ -13,7 +13,8 @@ from tests.steps.helpers import Bowl, bowl
 def stretched(factor: float, **options) -> Bowl:
     """The model is `factor`² too flat, so the best step size along x is 1/factor²."""
     problem = bowl(**options)
-    a, b = problem.a, problem.b
+    a = problem.a
+    b = problem.b
     problem.extra = lambda w: 0.5 * (factor**2 - 1) * (a @ w - b).square().sum()
     return problem
 
@@ -43,7 +44,8 @@ def test_grid_takes_the_best_point_of_the_grid(factor: float) -> None:
     assert move.loss < local.loss
     assert problem.trials == move.trials == 12
     # the parabola has its minimum where the gradient's true curvature says
-    g, x = local.gradient, move.direction
+    g = local.gradient
+    x = move.direction
     exact = float(g @ x / (factor**2 * (problem.a @ x).square().sum()))
     assert abs(torch.log2(torch.tensor(move.size / exact))) <= 1
 

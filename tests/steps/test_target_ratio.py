@@ -14,13 +14,17 @@ from tests.steps.helpers import Bowl, bowl
 
 def trials(problem: Bowl, rule: TargetRatio, radius: float) -> tuple[list[float], list[float]]:
     """Radii and ratios, worked out with a bisection and a dense solve."""
-    a, w, lr = problem.a, problem.w, problem.lr
+    a = problem.a
+    w = problem.w
+    lr = problem.lr
     g = torch.func.grad(problem.loss)(w)
-    gram, eye = a.T @ a, torch.eye(len(w)).double()
+    gram = a.T @ a
+    eye = torch.eye(len(w)).double()
     values, vectors = torch.linalg.eigh(gram)
     shares = vectors.T @ g
     exponents = torch.linspace(-1, 1, rule.radii, dtype=torch.float64)
-    radii, ratios = (radius * rule.window**exponents).tolist(), []
+    radii = (radius * rule.window**exponents).tolist()
+    ratios = []
     for r in radii:
 
         def too_long(damping: float, r: float = r) -> bool:
@@ -28,7 +32,8 @@ def trials(problem: Bowl, rule: TargetRatio, radius: float) -> tuple[list[float]
 
         low = high = 0.0
         if too_long(0.0):
-            low, high = 1e-14, 1e8
+            low = 1e-14
+            high = 1e8
             for _ in range(120):
                 middle = (low * high) ** 0.5
                 low, high = (middle, high) if too_long(middle) else (low, middle)

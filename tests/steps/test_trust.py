@@ -43,7 +43,10 @@ def test_unusable_numbers_are_refused(bad: dict[str, float]) -> None:
 def test_a_clipped_vector_is_as_long_as_it_may_be(length: float) -> None:
     factor = clip_factor(torch.tensor(length), 0.25)
     assert factor.shape == ()
-    want = 1.0 if length <= 0.25 else (0.25 / length) ** 0.5
+    if length <= 0.25:
+        want = 1.0
+    else:
+        want = (0.25 / length) ** 0.5
     assert float(factor) == pytest.approx(want, rel=1e-6)
 
 

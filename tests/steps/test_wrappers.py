@@ -34,7 +34,8 @@ def test_trust_norm_bounds_the_divergence() -> None:
     """With the Fisher metric it is the KL clip: KL(new ‖ old) ≈ ½·limit."""
     torch.manual_seed(0)
     model = mlp(3, 6, 3).double()
-    x, y = torch.randn(20, 3).double(), torch.arange(20) % 3
+    x = torch.randn(20, 3).double()
+    y = torch.arange(20) % 3
     before = torch.log_softmax(model(x), -1).detach()
     limit = 1e-8
     opt = pb.NaturalGradient(model, Fisher(Categorical()), Cholesky(1e-4), TrustNorm(limit))
@@ -106,7 +107,8 @@ def test_spring_through_the_optimizer() -> None:
     opt = pb.NaturalGradient(model, solver=Cholesky(0.1), step=Spring(0.8), gram="kernel")
     previous = torch.zeros(6).double()
     for _ in range(3):
-        x, t = torch.randn(4, 6).double(), torch.randn(4, 1).double()
+        x = torch.randn(4, 6).double()
+        t = torch.randn(4, 1).double()
         w = model.weight.detach().flatten().clone()
 
         def closure(x=x, t=t) -> Tensor:
@@ -117,7 +119,9 @@ def test_spring_through_the_optimizer() -> None:
 
         info = opt.step(closure)
         assert info.whitened
-        a, r = x / 2, (x @ w - t[:, 0]) / 2  # 1/√4 each
+        # 1/√4 each
+        a = x / 2
+        r = (x @ w - t[:, 0]) / 2
         eye = 0.1**0.5 * torch.eye(6).double()
         rhs = torch.cat([r, eye @ (0.8 * previous)])
         previous = torch.linalg.lstsq(torch.cat([a, eye]), rhs[:, None]).solution[:, 0]

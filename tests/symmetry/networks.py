@@ -125,7 +125,9 @@ def shared_keys() -> nn.Module:
     """Two heads of queries, one of keys and values."""
 
     def forward(s: Any, x: Tensor) -> Tensor:
-        q, k, v = heads(s.q(x)), heads(s.k(x), 1), heads(s.v(x), 1)
+        q = heads(s.q(x))
+        k = heads(s.k(x), 1)
+        v = heads(s.v(x), 1)
         k, v = (z.expand(-1, 2, -1, -1) for z in (k, v))
         return s.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -136,7 +138,8 @@ def cross_attention(**kwargs: Any) -> nn.Module:
     """Queries from one sequence, keys and values from another, both normalized."""
 
     def forward(s: Any, x: Tensor, y: Tensor) -> Tensor:
-        x, y = s.n1(x), s.n2(y)
+        x = s.n1(x)
+        y = s.n2(y)
         return s.a(x, y, y, need_weights=kwargs.get("weights", False))[0]
 
     inner = kwargs.get("kdim", 4)

@@ -86,7 +86,10 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
 @pytest.mark.parametrize("uniform", [True, False])
 def test_without_biases_only_layers_that_decay_differently_are_projected(uniform: bool) -> None:
     model = mlp(3, 6, 5, 2, bias=False)
-    decays = [0.3, 0.3, 0.3] if uniform else [0.8, 0.0, 0.0]
+    if uniform:
+        decays = [0.3, 0.3, 0.3]
+    else:
+        decays = [0.8, 0.0, 0.0]
     layers = [model[0], model[2], model[4]]
     groups = [
         {"params": m.parameters(), "weight_decay": d} for m, d in zip(layers, decays, strict=True)

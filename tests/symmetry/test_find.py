@@ -187,13 +187,20 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
 def test_the_kernel_of_j_is_the_symmetries(name: str) -> None:
     make, x, expected = EXACT[name]
     model = make()
-    args = x if isinstance(x, tuple) else (x,)
+    if isinstance(x, tuple):
+        args = x
+    else:
+        args = (x,)
     found = find(model, x)
-    z, j = found.generators(), dense(model, *args)
+    z = found.generators()
+    j = dense(model, *args)
     assert z.shape == (found.dimension, j.shape[1])
     if len(z):
         assert in_kernel(j, z) <= 1e-12
-    independent = int(torch.linalg.matrix_rank(z, rtol=1e-10)) if len(z) else 0
+    if len(z):
+        independent = int(torch.linalg.matrix_rank(z, rtol=1e-10))
+    else:
+        independent = 0
     assert independent == expected
     assert nullity(j) == independent, found.rank()
 
@@ -210,8 +217,10 @@ def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
 
 
 def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
-    model, x = randomized(mixer(), 3), normal(120, 5, 4)
-    found, j = find(model, x), dense(model, x)
+    model = randomized(mixer(), 3)
+    x = normal(120, 5, 4)
+    found = find(model, x)
+    j = dense(model, x)
     assert in_kernel(j, found.generators()) < 1e-14
     # channels' layers are those of a transformer: 11 + 11 behind n2 and n3, 4 of c2; 1 of n1's gain
     assert found.dimension == 27
@@ -290,14 +299,16 @@ def test_printed_generators_are_not_in_the_kernel() -> None:
     z3 = torch.cat([p.flatten() for p in pieces])[None]
     assert in_kernel(j, z3) <= 1e-12
     assert torch.linalg.matrix_rank(torch.cat([right, z3])) == 2
-    pieces[4], pieces[5] = 0 * w["4.weight"], -w["4.bias"]
+    pieces[4] = 0 * w["4.weight"]
+    pieces[5] = -w["4.bias"]
     assert in_kernel(j, torch.cat([p.flatten() for p in pieces])[None]) > 1e-3
 
 
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.fc1 = nn.Linear(3, 4)
+        self.fc2 = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.fc1(x)
@@ -313,7 +324,8 @@ def between(units: int, into: str, out: str) -> Scaling:
 
 
 def test_control_flow_is_refused_and_actions_can_be_named() -> None:
-    model, x = Branching().double(), normal(7, 3)
+    model = Branching().double()
+    x = normal(7, 3)
     with pytest.raises(PullbackError, match="actions="):
         find(model, x)
     named = between(4, "fc1", "fc2")
@@ -346,7 +358,8 @@ def test_shared_parameters_never_give_a_wrong_generator() -> None:
         return (h + s.f2(F.relu(s.f1(h)))) @ s.e.weight.T
 
     parts = {"e": nn.Embedding(7, 4), "f1": nn.Linear(4, 6), "f2": nn.Linear(6, 4)}
-    words, tokens = randomized(Of(tied, **parts)), torch.arange(7)[None]
+    words = randomized(Of(tied, **parts))
+    tokens = torch.arange(7)[None]
     found = find(words, tokens)
     assert found.dimension == 6
     assert in_kernel(dense(words, tokens), found.generators()) <= 1e-12
@@ -408,7 +421,8 @@ def test_structured_arguments_and_outputs() -> None:
         return {"y": s.b(h), "hidden": h.argmax(-1)}
 
     model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
-    x, mask = normal(9, 3), torch.ones(9, 4, dtype=torch.float64)
+    x = normal(9, 3)
+    mask = torch.ones(9, 4, dtype=torch.float64)
     assert find(model, (x, mask)).dimension == 0  # argmax compares the units
     assert find(randomized(mlp([3, 4, 2])), {"input": x}).dimension == 4
 
@@ -434,7 +448,8 @@ def test_writing_in_place() -> None:
 
     model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(30, 3)
-    found, before = find(model, x), model(x).detach()
+    found = find(model, x)
+    before = model(x).detach()
     assert found.dimension == 2
     assert [s.units for s in found.scalings] == [2]  # some rows of the weights, and not others
     found.retract_()

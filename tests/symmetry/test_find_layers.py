@@ -42,7 +42,10 @@ def unrolled(act: Callable[[Tensor], Tensor], start: bool = False) -> nn.Module:
     """A recurrent network written by hand, from zeros or from a state that is given."""
 
     def forward(s: Any, x: Tensor, *given: Tensor) -> Tensor:
-        h = given[0] if start else x.new_zeros(len(x), 4)
+        if start:
+            h = given[0]
+        else:
+            h = x.new_zeros(len(x), 4)
         for t in range(x.shape[1]):
             h = act(s.into(x[:, t]) + s.again(h))
         return s.out(h)
@@ -114,7 +117,8 @@ def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     make, x, count = FOUND[name]
     model = small_biases(make(), seed)
     found = find(model, x)
-    j, z = dense(model, *x), found.generators()
+    j = dense(model, *x)
+    z = found.generators()
     assert len(z) == count
     assert not found.rejected
     assert not count or in_kernel(j, z) < 1e-14
@@ -123,7 +127,10 @@ def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     assert count == nullity(j) or explained.reasons
     element = 0.3 * normal(count, seed=seed)
     with torch.no_grad():
-        moved = functional_call(model, found.orbit(element), x) if count else model(*x)
+        if count:
+            moved = functional_call(model, found.orbit(element), x)
+        else:
+            moved = model(*x)
         torch.testing.assert_close(moved, model(*x), rtol=1e-10, atol=1e-11)
 
 
@@ -145,7 +152,8 @@ def test_the_recurrent_weight_is_conjugated() -> None:
     (scaling,) = [a for a in find(model, LONG).actions if isinstance(a, Scaling)]
     params = {n: p.detach() for n, p in model.named_parameters()}
     alpha = torch.tensor([2.0, 0.5, 3.0, 1.5], dtype=torch.float64)
-    w, d = scaling.act(params, alpha.log()), torch.diag(alpha)
+    w = scaling.act(params, alpha.log())
+    d = torch.diag(alpha)
     torch.testing.assert_close(w["again.weight"], d @ params["again.weight"] @ d.inverse())
     torch.testing.assert_close(w["into.weight"], d @ params["into.weight"])
     torch.testing.assert_close(w["again.bias"], d @ params["again.bias"])
@@ -203,7 +211,8 @@ def test_a_layer_that_is_used_twice_in_a_row() -> None:
         w=nn.Linear(2, 2, bias=False),
         out=nn.Linear(2, 2),
     )
-    model, x = small_biases(model, 3), normal(60, 3)
+    model = small_biases(model, 3)
+    x = normal(60, 3)
     # w²u stays under u ← α²u and w ← w/α, and under nothing else
     (scaling,) = find(model, x).actions
     held = {n: p.detach() for n, p in model.named_parameters()}

@@ -39,9 +39,12 @@ class Block(nn.Module):
 
     def __init__(self, linear: Callable[[int, int], nn.Module], width: int = 6) -> None:
         super().__init__()
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.fused, self.out = linear(width, 3 * width), linear(width, width)
-        self.up, self.down = linear(width, 8), linear(8, width)
+        self.one = nn.LayerNorm(width)
+        self.two = nn.LayerNorm(width)
+        self.fused = linear(width, 3 * width)
+        self.out = linear(width, width)
+        self.up = linear(width, 8)
+        self.down = linear(8, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None and bool(mask.all()):
@@ -89,7 +92,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class Multiplied(nn.Module):
     def __init__(self, form: Callable[[Tensor, Tensor], Tensor] = FORMS["matmul"]) -> None:
         super().__init__()
-        self.w, self.last, self.form = nn.Parameter(torch.randn(3, 5)), nn.Linear(5, 2), form
+        self.w = nn.Parameter(torch.randn(3, 5))
+        self.last = nn.Linear(5, 2)
+        self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.form(x, self.w))
@@ -97,7 +102,8 @@ class Multiplied(nn.Module):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer(form: str) -> None:
-    model, x = Multiplied(FORMS[form]), torch.randn(7, 3)
+    model = Multiplied(FORMS[form])
+    x = torch.randn(7, 3)
     found = pb.symmetry.find(model, x)
     assert len(found.generators()) == 25  # all 5 × 5 matrices between the two maps
     assert not found.rejected
@@ -109,7 +115,8 @@ class Experts(nn.Module):
     def __init__(self, first: bool) -> None:
         super().__init__()
         self.first = first
-        up, down = torch.randn(3, 4, 2), torch.randn(3, 2, 5)
+        up = torch.randn(3, 4, 2)
+        down = torch.randn(3, 2, 5)
         self.up, self.down = (
             nn.Parameter(w if first else w.transpose(0, 1).contiguous()) for w in (up, down)
         )
@@ -133,12 +140,16 @@ class BiasedExperts(nn.Module):
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(3, 4, 2)), nn.Parameter(torch.randn(3, 2, 5))
-        self.one, self.two = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(3, 5))
+        self.up = nn.Parameter(torch.randn(3, 4, 2))
+        self.down = nn.Parameter(torch.randn(3, 2, 5))
+        self.one = nn.Parameter(torch.randn(3, 2))
+        self.two = nn.Parameter(torch.randn(3, 5))
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        one, two, x = self.one[:, None], self.two[:, None], x.expand(3, -1, -1)
+        one = self.one[:, None]
+        two = self.two[:, None]
+        x = x.expand(3, -1, -1)
         if self.form == "baddbmm":
             h = torch.baddbmm(one, x, self.up, beta=2, alpha=3)
             return torch.baddbmm(two, h, self.down)
@@ -152,7 +163,8 @@ class BiasedExperts(nn.Module):
 
 @pytest.mark.parametrize("form", ["baddbmm", "einsum", "loop"])
 def test_biases_of_a_stack_are_mixed_and_shifted_with_its_matrices(form: str) -> None:
-    model, x = BiasedExperts(form), torch.randn(9, 4)
+    model = BiasedExperts(form)
+    x = torch.randn(9, 4)
     found = pb.symmetry.find(model, x)
     # invertible 2 × 2 matrices between the maps, and constants from one bias to the next
     assert len(found.generators()) == found.rank().independent == 3 * (2**2 + 2)
@@ -196,14 +208,18 @@ class Routed(nn.Module):
 
     def __init__(self, grouped: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(3, 4, 8)), nn.Parameter(torch.randn(3, 8, 4))
+        self.up = nn.Parameter(torch.randn(3, 4, 8))
+        self.down = nn.Parameter(torch.randn(3, 8, 4))
         self.grouped = grouped
 
     def forward(self, x: Tensor) -> Tensor:
         ends = torch.tensor([2, 5, 8], dtype=torch.int32)
         index = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2])
         for w in (self.up, self.down):
-            y = F.grouped_mm(x, w, offs=ends) if self.grouped else torch.bmm(x[:, None], w[index])
+            if self.grouped:
+                y = F.grouped_mm(x, w, offs=ends)
+            else:
+                y = torch.bmm(x[:, None], w[index])
             x = torch.relu(y if self.grouped else y[:, 0])
         return x
 
@@ -246,7 +262,8 @@ def test_a_weight_that_is_read_in_two_ways_is_not_mixed() -> None:
 
 
 def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
-    model, x = Block(Conv1D), torch.randn(3, 4, 6)
+    model = Block(Conv1D)
+    x = torch.randn(3, 4, 6)
     twin = copied(model)
     assert_close(model(x), twin(x), 1e-12, "the twin")
     found, known = (pb.symmetry.find(m, x) for m in (model, twin))
@@ -255,7 +272,8 @@ def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
 
 
 def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_derivative() -> None:
-    model, x = Multiplied(), torch.randn(7, 3)
+    model = Multiplied()
+    x = torch.randn(7, 3)
     params = {n: p.detach() for n, p in model.named_parameters()}
     (action,) = (a for a in pb.symmetry.find(model, x).actions if isinstance(a, ChartAction))
     assert {*action.names} == {"w", "last.weight"}
@@ -275,7 +293,8 @@ def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_deri
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_mask_may_be_looked_at(masked: bool) -> None:
-    model, x = copied(Block(Conv1D)), torch.randn(3, 4, 6)
+    model = copied(Block(Conv1D))
+    x = torch.randn(3, 4, 6)
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[:, -1] = not masked
     found = pb.symmetry.find(model, {"x": x, "mask": mask})
@@ -289,11 +308,9 @@ class Guarded(Multiplied):
     """What runs depends on a parameter's values."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (
-            super().forward(x)
-            if self.w.sum() > 0
-            else self.last(x.sum(1, keepdim=True) * self.w[0])
-        )
+        if self.w.sum() > 0:
+            return super().forward(x)
+        return self.last(x.sum(1, keepdim=True) * self.w[0])
 
 
 def test_a_look_at_parameters_is_refused() -> None:
@@ -307,7 +324,8 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(6, 4).requires_grad_(False)
-        self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.a = nn.Linear(6, 2, bias=False)
+        self.b = nn.Linear(2, 4, bias=False)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         h = self.base(x) + 2 * self.b(self.a(x))
@@ -315,7 +333,8 @@ class Adapted(nn.Module):
 
 
 def test_the_output_that_counts_is_chosen() -> None:
-    model, x = Adapted(), torch.randn(9, 6)
+    model = Adapted()
+    x = torch.randn(9, 6)
     assert (
         pb.symmetry.find(model, x, output="logits").rank().independent == 4
     )  # 2 × 2 matrices between b and a

@@ -30,8 +30,10 @@ def polar_tangential(w: Tensor, g: Tensor) -> Tensor:
 
 def embed(coordinates: Tensor) -> Tensor:
     """W of (r, ψ^1, …, ψ^{n−1}): w^n = r cos ψ^{n−1}, …, w^1 = r Π sin ψ^s."""
-    r, psi = coordinates[0], coordinates[1:]
-    w, rest = [], r
+    r = coordinates[0]
+    psi = coordinates[1:]
+    w = []
+    rest = r
     for angle in psi.flip(0):
         w.append(rest * angle.cos())
         rest = rest * angle.sin()
@@ -51,7 +53,8 @@ def test_the_basis_is_that_of_the_coordinates() -> None:
 
 
 def test_the_tiny_example() -> None:
-    w, g = torch.tensor([1.0, 2, 2]).double(), torch.tensor([1.0, 0, -1]).double()
+    w = torch.tensor([1.0, 2, 2]).double()
+    g = torch.tensor([1.0, 0, -1]).double()
     expected = torch.tensor([[2, -1, 0], [0.894427191, 1.788854382, -2.236067977]]).double()
     assert torch.allclose(polar_basis(w), expected, atol=1e-8)
     assert torch.allclose(polar_tangential(w, g), torch.tensor([6.8, 3.6, -7]).double())
@@ -62,8 +65,12 @@ def test_the_tiny_example() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 200])
 def test_the_fast_algorithm_is_the_dense_one(n: int) -> None:
     torch.manual_seed(n)
-    w, g = torch.randn(n).double(), torch.randn(n).double()
-    basis = polar_basis(w) if n > 1 else torch.zeros(0, 1).double()
+    w = torch.randn(n).double()
+    g = torch.randn(n).double()
+    if n > 1:
+        basis = polar_basis(w)
+    else:
+        basis = torch.zeros(0, 1).double()
     dense = basis.mT @ (basis @ g)
     assert torch.allclose(polar_tangential(w, g), dense, atol=1e-12 * max(1, n))
 
@@ -85,14 +92,19 @@ def tangents(ws: list[Tensor], unit: bool) -> Tensor:
     """∂_ψ of all layers as rows (n − ℓ, n)."""
     found = [polar_basis(w) for w in ws]
     rows = torch.block_diag(*found)
-    return rows / rows.norm(dim=1, keepdim=True) if unit else rows
+    if unit:
+        return rows / rows.norm(dim=1, keepdim=True)
+    return rows
 
 
 @pytest.mark.parametrize("kind", ["riemannian", "gtk-orthonormal", "gtk-polar"])
 def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
     ws, gs = layers()
     r = torch.cat([w / w.norm() for w in ws])
-    radial = r / 3**0.5 if kind == "riemannian" else r
+    if kind == "riemannian":
+        radial = r / 3**0.5
+    else:
+        radial = r
     basis = torch.cat([radial[None], tangents(ws, unit=kind != "gtk-polar")])
     expected = basis.mT @ (basis @ torch.cat(gs))
     blocks = [(str(i),) for i in range(3)]

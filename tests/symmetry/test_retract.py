@@ -30,7 +30,8 @@ def values(model: nn.Sequential, kind: str) -> list[float]:
 def test_two_scalar_layers() -> None:
     model = scalar_net([2, 3], [1, 0.5])
     EqualNorm(scalings(model), model).retract_()
-    a, b = values(model, "weight"), values(model, "bias")
+    a = values(model, "weight")
+    b = values(model, "bias")
     assert (a[0] ** 2 + b[0] ** 2) ** 0.5 == pytest.approx(2.5900200641, abs=1e-10)
     assert a[1] == pytest.approx((3 * 5**0.5) ** 0.5, rel=1e-14)
     assert b[1] == 0.5
@@ -54,13 +55,15 @@ def parts(model: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
 
 def printed(layers: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """The paper's (71) and (74) as they stand."""
-    primes, product = [], 1.0
+    primes = []
+    product = 1.0
     for a, b in layers[:-1]:
         primes.append(1 / float((a.square().sum() + product**2 * b.square().sum()).sqrt()))
         product *= primes[-1]
     primes.append(1 / float(layers[-1][0].norm()))
     common = prod(primes) ** (-1 / len(primes))
-    out, product = [], 1.0
+    out = []
+    product = 1.0
     for g, (a, b) in zip(primes[:-1], layers[:-1], strict=True):
         product *= g
         out.append((common * g * a, common * product * b))

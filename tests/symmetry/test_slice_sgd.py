@@ -24,7 +24,10 @@ GRADIENTS = ("riemannian", "gtk-orthonormal", "gtk-polar")
 
 def data(model: nn.Sequential, n: int = 16) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    shape = (2, 6, 6) if isinstance(model[0], nn.Conv2d) else (model[0].in_features,)
+    if isinstance(model[0], nn.Conv2d):
+        shape = (2, 6, 6)
+    else:
+        shape = (model[0].in_features,)
     x = torch.randn(n, *shape, generator=generator).to(next(model.parameters()).dtype)
     return x, torch.randn(n, model[-1].out_features, generator=generator).to(x.dtype)
 
@@ -52,7 +55,10 @@ def make(model: nn.Sequential, lr: float = 0.05, **options) -> SliceSGD:
 def test_one_step_changes_the_function_as_sgd_does(
     group: str, bias: bool, decay: float, net: str
 ) -> None:
-    model = mlp(3, 6, 5, 2, bias=bias) if net == "mlp" else convnet(bias=bias)
+    if net == "mlp":
+        model = mlp(3, 6, 5, 2, bias=bias)
+    else:
+        model = convnet(bias=bias)
     opt = make(model, group=group, weight_decay=decay)
     twin = copy.deepcopy(model)
     backward(model)
@@ -112,7 +118,8 @@ def test_training_lowers_the_loss_and_stays_near_the_slice(
 ) -> None:
     model = mlp(3, 8, 6, 5, 2)
     opt = make(model, 0.01, group=group, gradient=gradient, momentum=momentum)
-    losses, off = [], []
+    losses = []
+    off = []
     for _ in range(20):
         losses.append(float(backward(model)))
         opt.step()
@@ -202,7 +209,9 @@ class Joined(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(4, 3), nn.Linear(12, 2)
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(4, 3)
+        self.c = nn.Linear(12, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(torch.cat([self.a(x).relu(), self.b(x).relu(), x], 1))
@@ -213,8 +222,10 @@ class Skip(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 7)
-        self.c, self.d = nn.Linear(7, 5), nn.Linear(5, 2)
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(5, 7)
+        self.c = nn.Linear(7, 5)
+        self.d = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x).relu()
@@ -226,7 +237,9 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 2)
+        self.a = nn.Linear(4, 5)
+        self.b = nn.Linear(4, 5)
+        self.c = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.a(x).relu() * self.b(x))
@@ -551,7 +564,8 @@ def test_inverses_by_products_follow_a_slow_change_and_recover_from_a_jump() -> 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model = mlp(3, 5, 2)
-    opt, adam = make(model, momentum=0.9), torch.optim.Adam(model.parameters())
+    opt = make(model, momentum=0.9)
+    adam = torch.optim.Adam(model.parameters())
     before = copy.deepcopy(opt.state_dict())
     backward(model)
     adam.step()

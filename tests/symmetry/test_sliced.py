@@ -86,7 +86,8 @@ def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         factor = p.detach() / q.detach()
         far = max(far, float((factor - 1).abs().max()))
-        mine, theirs = opt.state[p]["optimizer"], other.state[q]
+        mine = opt.state[p]["optimizer"]
+        theirs = other.state[q]
         assert relative(mine["exp_avg"] * factor, theirs["exp_avg"]) < 1e-13
         assert relative(mine["exp_avg_sq"] * factor**2, theirs["exp_avg_sq"]) < 1e-13
     assert far > 1e-5
@@ -273,7 +274,8 @@ def test_factored_state_is_refused_unless_it_is_to_stay() -> None:
 
 
 def test_the_optimizer_of_another_model_is_refused() -> None:
-    model, other = mlp(3, 4, 2), mlp(3, 4, 2)
+    model = mlp(3, 4, 2)
+    other = mlp(3, 4, 2)
     with pytest.raises(PullbackError, match="not the model's"):
         Sliced(torch.optim.Adam(other.parameters()), model)
 

@@ -119,7 +119,10 @@ def test_retract_does_not_touch_its_argument_and_finds_one_point_per_orbit(
     kept = {n: p.detach().clone() for n, p in model.named_parameters()}
     point = found.retract()
     assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters())
-    group = scalings(model) if kind == "balanced" else [s.merged() for s in scalings(model)]
+    if kind == "balanced":
+        group = scalings(model)
+    else:
+        group = [s.merged() for s in scalings(model)]
     shake(model, group, 2.0, seed=5)
     other = found.retract()
     assert all(relative(other[n], point[n]) < 1e-12 for n in point)
@@ -250,7 +253,8 @@ def test_dead_units_keep_their_scale_and_are_reported() -> None:
         model[0].bias[1] = 0
         model[4].weight[:, 2] = 0
     x = torch.randn(6, 3).double()
-    before, kept = model(x), model[2].weight.detach().clone()
+    before = model(x)
+    kept = model[2].weight.detach().clone()
     found = Balanced(scalings(model), model)
     report = found.retract_()
     assert report.dead == {"units of 0": (1,), "units of 2": (2,)}
@@ -314,7 +318,8 @@ def test_no_symmetry_and_strange_names_are_refused() -> None:
 def test_a_parameter_shared_across_two_orbits_is_refused() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4), nn.ReLU()) * 2, nn.Linear(4, 2)).double()
     assert model[0] is model[2]
-    rows, columns = torch.arange(4)[:, None], torch.arange(4)[None]
+    rows = torch.arange(4)[:, None]
+    columns = torch.arange(4)[None]
     one = Scaling(4, [Leg("0.weight", rows, 1), Leg("0.weight", columns, -1)], "first")
     two = Scaling(4, [Leg("0.weight", rows, 1), Leg("4.weight", columns, -1)], "second")
     with pytest.raises(PullbackError, match="two orbits"):
@@ -344,7 +349,8 @@ def test_units_tied_along_a_skip() -> None:
     """x ↦ C relu(h + B relu(h)), h = relu(A x): B leads into the units that it comes from."""
     torch.manual_seed(0)
     a, b, c = (torch.randn(4, 4).double() for _ in range(3))
-    rows, columns = torch.arange(4)[:, None], torch.arange(4)[None]
+    rows = torch.arange(4)[:, None]
+    columns = torch.arange(4)[None]
     legs = [Leg("a", rows, 1), Leg("b", rows, 1), Leg("b", columns, -1), Leg("c", columns, -1)]
     group = Scaling(4, legs)
     params = {"a": a, "b": b, "c": c}

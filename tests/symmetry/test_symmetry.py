@@ -84,7 +84,8 @@ def test_orbits_keep_the_function(name: str) -> None:
 def test_generators_are_the_derivative_of_orbits(name: str) -> None:
     model, _, found = built(name)
     z = found.generators()
-    element, step = normal(found.dimension, seed=5), 1e-6
+    element = normal(found.dimension, seed=5)
+    step = 1e-6
 
     def flat(t: float) -> Tensor:
         return torch.cat([w.flatten() for w in found.orbit(t * element).values()])

@@ -46,7 +46,10 @@ def run(
 
     with refusing():
         found = registry.find(name)
-        asked = None if seeds is None else seed_range(seeds)
+        if seeds is None:
+            asked = None
+        else:
+            asked = seed_range(seeds)
         try:
             done = executor.run(
                 found, quick, asked, out, console(),
@@ -54,7 +57,10 @@ def run(
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = out / f"{found.stem(quick)}.json"
-            where = f"What was finished is in {kept}" if kept.exists() else "Nothing was finished"
+            if kept.exists():
+                where = f"What was finished is in {kept}"
+            else:
+                where = "Nothing was finished"
             words = f"Interrupted. {where}; the same command goes on."
             console().print(words, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
@@ -78,7 +84,8 @@ def bench(device: Device = "cpu") -> None:
     from .commands.bench import table
 
     with refusing():
-        where, shown = usable(device), console()
+        where = usable(device)
+        shown = console()
         with shown.status("timing"):
             found = table(where)
         shown.print(found)

@@ -51,7 +51,8 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
-    store, here = demonstration.opened(quick, folder(out)), environment()
+    store = demonstration.opened(quick, folder(out))
+    here = environment()
     for problem, curves in races:
         for curve in curves:
             name = ((problem.title, curve.name), demonstration.seeds[0])

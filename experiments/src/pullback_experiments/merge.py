@@ -35,9 +35,13 @@ def merge(
                 f"{path.name} is not there",
                 "Pass the --out of the runs",
             )
-        other, state = experiment.opened(quick, source), store.read(path)
+        other = experiment.opened(quick, source)
+        state = store.read(path)
         for run in state["runs"]:
-            seed = None if run["seed"] is None else int(run["seed"])
+            if run["seed"] is None:
+                seed = None
+            else:
+                seed = int(run["seed"])
             name = (tuple(map(str, run["key"])), seed)
             if seed is not None:
                 seeds.add(seed)

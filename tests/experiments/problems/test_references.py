@@ -63,7 +63,8 @@ def derivative(f, order, s, h):
 
 class TestAllenCahn:
     def test_equation(self, thick_allen_cahn):
-        u, x = thick_allen_cahn, np.linspace(-0.97, 0.97, 25)
+        u = thick_allen_cahn
+        x = np.linspace(-0.97, 0.97, 25)
         for t in (0.05, 0.5, 0.9):
             u_xx = derivative(lambda s, t=t: evaluate(u, s, t), 2, x, 5e-3)
             u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
@@ -81,7 +82,8 @@ class TestAllenCahn:
         assert found[0] + 1 == pytest.approx(4 * math.sqrt(0.01 * t / math.pi), rel=1e-3)
 
     def test_symmetry_bounds_and_accuracy(self, thick_allen_cahn):
-        x, t = np.linspace(-1, 1, 101), np.linspace(0, 1, 21)
+        x = np.linspace(-1, 1, 101)
+        t = np.linspace(0, 1, 21)
         values = evaluate(thick_allen_cahn, x[:, None], t)
         assert np.abs(values - values[::-1]).max() < 1e-13
         assert np.abs(values).max() <= 1 + 1e-12
@@ -96,7 +98,8 @@ class TestAllenCahn:
 
 class TestKdV:
     def test_equation(self, smooth_kdv):
-        u, x = smooth_kdv, np.linspace(-0.9, 0.9, 25)
+        u = smooth_kdv
+        x = np.linspace(-0.9, 0.9, 25)
         for t in (0.05, 0.5, 0.9):
             u_x, u_xxx = (derivative(lambda s, t=t: evaluate(u, s, t), i, x, 2e-3) for i in (1, 3))
             u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-4)
@@ -105,7 +108,8 @@ class TestKdV:
     def test_conserved(self, smooth_kdv):
         """Mass ∫u, momentum ∫u² and energy ∫ ηu³/3 − μ²u_x²; the trapezoidal rule is exact."""
         n = 512
-        x, t = -1 + 2 * np.arange(n) / n, np.linspace(0, 1, 7)
+        x = -1 + 2 * np.arange(n) / n
+        t = np.linspace(0, 1, 7)
         u = evaluate(smooth_kdv, x, t[:, None])
         c = np.fft.rfft(u, axis=1)
         u_x = np.fft.irfft(1j * math.pi * np.arange(n // 2 + 1) * c, n, axis=1)
@@ -154,12 +158,14 @@ class TestKuramotoSivashinsky:
         return problems.KuramotoSivashinsky(time=0.05)
 
     def test_equation(self, problem):
-        u, x = problem.reference, np.linspace(0.1, 6.1, 40)
+        u = problem.reference
+        x = np.linspace(0.1, 6.1, 40)
         r, found = residuals(problem, u, x, np.full_like(x, 0.03), 0.02, 1e-4)
         assert r.abs().max() < 1e-4 * found[(1,)].abs().max()
 
     def test_start_symmetry_and_accuracy(self, problem):
-        u, x = problem.reference, np.linspace(0, 2 * math.pi, 65)
+        u = problem.reference
+        x = np.linspace(0, 2 * math.pi, 65)
         start = np.cos(x) * (1 + np.sin(x))
         assert np.abs(evaluate(u, x, 0.0) - start).max() < 1e-14
         about = np.linspace(0, math.pi / 2, 33)
@@ -168,8 +174,10 @@ class TestKuramotoSivashinsky:
         assert u.accuracy < 1e-9
 
     def test_explicit_method_gives_the_same(self, problem):
-        n, time = 96, 0.02
-        k, x = np.fft.rfftfreq(n, 1 / n), 2 * math.pi * np.arange(n) / n
+        n = 96
+        time = 0.02
+        k = np.fft.rfftfreq(n, 1 / n)
+        x = 2 * math.pi * np.arange(n) / n
         linear = 100 * ((k / 16) ** 2 - (k / 16) ** 4)
 
         def rate(_, u):
@@ -206,8 +214,10 @@ class TestGrayScott:
         assert problem.reference.accuracy < 1e-7
 
     def test_explicit_method_gives_the_same(self, problem):
-        n, time = 128, 0.05
-        k, x = math.pi * np.fft.rfftfreq(n, 1 / n), -1 + 2 * np.arange(n) / n
+        n = 128
+        time = 0.05
+        k = math.pi * np.fft.rfftfreq(n, 1 / n)
+        x = -1 + 2 * np.arange(n) / n
 
         def rate(_, w):
             u, v = w.reshape(2, n)
@@ -242,7 +252,9 @@ def assert_steady_flow(cavity, limit):
         return derivative(at, order, y, 5e-3)
 
     u, v, _ = cavity.values(np.stack([x, y], axis=1)).T
-    w_x, w_y, laplacian = by_x(1), by_y(1), by_x(2) + by_y(2)
+    w_x = by_x(1)
+    w_y = by_y(1)
+    laplacian = by_x(2) + by_y(2)
     assert np.abs(w_x[0] + w_y[1]).max() < 1e-6
     momentum = u * w_x + v * w_y - laplacian / cavity.reynolds
     assert np.abs(momentum[0] + w_x[2]).max() < limit
@@ -252,7 +264,8 @@ def assert_steady_flow(cavity, limit):
 class TestCavity:
     def test_walls(self, cavity):
         s = torch.linspace(0.01, 0.99, 33, dtype=torch.float64)
-        zero, one = torch.zeros_like(s), torch.ones_like(s)
+        zero = torch.zeros_like(s)
+        one = torch.ones_like(s)
         lid = 16 * s**2 * (1 - s) ** 2
         for points, u in [((s, one), lid), ((s, zero), zero), ((zero, s), zero), ((one, s), zero)]:
             found = cavity(torch.stack(points, dim=1))
@@ -272,7 +285,8 @@ class TestCavity:
     def test_slow_flow_is_symmetric(self):
         c = references.Cavity(1e-6)
         points = np.random.default_rng(2).random((50, 2))
-        here, mirrored = c.values(points), c.values(points * [-1, 1] + [1, 0])
+        here = c.values(points)
+        mirrored = c.values(points * [-1, 1] + [1, 0])
         assert np.abs(here - mirrored * [1, -1, -1])[:, :2].max() < 1e-6
 
     def test_large_reynolds_is_refused(self):
@@ -433,7 +447,8 @@ class TestDefaults:
     def test_allen_cahn(self):
         u = references.AllenCahn()
         assert u.accuracy < 1e-9
-        x, t = np.linspace(-0.99, 0.99, 37), 0.8
+        x = np.linspace(-0.99, 0.99, 37)
+        t = 0.8
         u_xx = derivative(lambda s: evaluate(u, s, t), 2, x, 5e-4)
         u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
         now = evaluate(u, x, t)

@@ -45,7 +45,8 @@ class Browser:
         command = executable()
         assert command is not None
         self.events: list[dict[str, Any]] = []
-        self._rest, self._last = b"", 0
+        self._rest = b""
+        self._last = 0
         theirs, self._out = os.pipe()
         self._in, also_theirs = os.pipe()
         # above 4, so that one does not overwrite the other on its way
@@ -129,7 +130,8 @@ class Page:
     """One page of the browser; calling it evaluates JavaScript."""
 
     def __init__(self, browser: Browser, session: str) -> None:
-        self._browser, self._session = browser, session
+        self._browser = browser
+        self._session = session
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """A command to this page."""
@@ -206,7 +208,8 @@ class Page:
     def pinch(self, selector: str, start: float, end: float) -> None:
         """Two fingers on an element, this far apart before and after, in shares of its width."""
         box = f"document.querySelector({json.dumps(selector)}).clientWidth"
-        (x, y), width = self.middle(selector), self(box)
+        x, y = self.middle(selector)
+        width = self(box)
         self.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
         for kind, apart in (("touchStart", start), ("touchMove", end)):
             ends = (-0.5 * apart * width, 0.5 * apart * width)
@@ -217,10 +220,18 @@ class Page:
 
     def key(self, key: str, times: int = 1) -> None:
         """A key, on whatever has the focus."""
-        words = "\r" if key == "Enter" else key if len(key) == 1 else ""
+        if key == "Enter":
+            words = "\r"
+        elif len(key) == 1:
+            words = key
+        else:
+            words = ""
         code = _CODES.get(key, ord(key.upper()[0]))
         for _ in range(times):
-            down = {"text": words} if words else {}
+            if words:
+                down = {"text": words}
+            else:
+                down = {}
             common: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
             kind = "keyDown" if words else "rawKeyDown"
             self.call("Input.dispatchKeyEvent", type=kind, **common, **down)

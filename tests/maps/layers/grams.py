@@ -12,4 +12,6 @@ def gram(one: Block, two: Block, budget: int = 2**30) -> Tensor:
     sides = [next(iter(block.rows().values())).shape[:2].numel() for block in (one, two)]
     out = next(iter(one.rows().values())).new_zeros(*sides)
     one.add_gram(out, two, budget)
-    return mirrored(out) if two is one else out
+    if two is one:
+        return mirrored(out)
+    return out

@@ -12,7 +12,11 @@ from pullback.maps.layers import Compound, find
 from tests.maps.layers.replays import check
 from tests.pairs import all_pairs, each_once
 
-B, L, S, E, H = 3, 4, 5, 6, 2
+B = 3
+L = 4
+S = 5
+E = 6
+H = 2
 
 
 def draw(*shape: int) -> Tensor:
@@ -68,7 +72,9 @@ def test_cross_attention(option: str, mask: str, result: str) -> None:
     torch.manual_seed(0)
     for first in (False, True):
         module = nn.MultiheadAttention(E, H, batch_first=first, **OPTIONS[option]).double()
-        q, k, v = draw(B, L, E), draw(B, S, module.kdim), draw(B, S, module.vdim)
+        q = draw(B, L, E)
+        k = draw(B, S, module.kdim)
+        v = draw(B, S, module.vdim)
         if not first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         taps = check(module, q, k, v, **MASKS[mask](), **RESULTS[result])

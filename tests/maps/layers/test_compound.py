@@ -88,12 +88,16 @@ DROPPING = (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention)
 @pytest.mark.parametrize("kind", DROPPING, ids=lambda k: k.__name__)
 def test_a_layer_alone_has_no_dropout(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    sizes = (4, 2) if kind is nn.MultiheadAttention else (3, 4, 2)
+    if kind is nn.MultiheadAttention:
+        sizes = (4, 2)
+    else:
+        sizes = (3, 4, 2)
     module = kind(*sizes, dropout=0.5).double()
     args = tuple(a.double().requires_grad_() for a in arguments(module))
     compound = REGISTRY[kind]
     before = torch.get_rng_state()
-    alone, (replayed, _) = compound.alone(module, args, {}), compound.replay(module, args, {})
+    alone = compound.alone(module, args, {})
+    replayed, _ = compound.replay(module, args, {})
     assert torch.equal(before, torch.get_rng_state())
     assert module.dropout == 0.5
     assert module.training
@@ -118,7 +122,8 @@ def test_a_parametrized_weight_is_no_parameter() -> None:
     torch.manual_seed(0)
     module = nn.GRUCell(3, 4)
     parametrize.register_parametrization(module, "weight_hh", Twice())
-    x, h = torch.randn(2, 3), torch.randn(2, 4)
+    x = torch.randn(2, 3)
+    h = torch.randn(2, 4)
     compound = REGISTRY[nn.GRUCell]
     (y,), taps = compound.replay(module, (x, h), {})
     assert torch.allclose(y, module(x, h), atol=1e-6)

@@ -15,7 +15,11 @@ from tests.pairs import all_pairs
 
 def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None) -> AffineBlock:
     generator = torch.Generator().manual_seed(seed)
-    r, g, t, i, o = 3, 2, 4, 5, 6
+    r = 3
+    g = 2
+    t = 4
+    i = 5
+    o = 6
     x = torch.randn(n, g, t, i, generator=generator, dtype=torch.float64)
     delta = torch.randn(n, r, g, t, o, generator=generator, dtype=torch.float64)
     name = "b" if bias else None
@@ -30,8 +34,12 @@ def test_it_is_the_gram_of_rows(
 ) -> None:
     monkeypatch.setattr(module, "_CACHED_WEIGHTS", cache)
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "contracted")
-    height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
-    a, b = block(5, 0, bias=bias, height=height), block(4, 1, bias=bias, height=height)
+    if jet:
+        height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+    else:
+        height = None
+    a = block(5, 0, bias=bias, height=height)
+    b = block(4, 1, bias=bias, height=height)
     rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
     assert_close(gram(a, b), rows[0] @ rows[1].T, 1e-13, "two blocks")
     own = gram(a, a)
@@ -49,7 +57,8 @@ def test_few_places_and_many_covectors_choose_it() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_trace_over_covectors(bias: bool) -> None:
-    a, b = block(5, 0, bias=bias), block(4, 1, bias=bias)
+    a = block(5, 0, bias=bias)
+    b = block(4, 1, bias=bias)
     whole = gram(a, b).view(5, 3, 4, 3)
     want = torch.einsum("iaja->ij", whole)
     assert_close(gram(a.traced(), b.traced()), want, 1e-13, "Σ_r")

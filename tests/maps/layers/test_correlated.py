@@ -23,7 +23,10 @@ def draw(*shape: int) -> Tensor:
 def test_from_a_correlation(shape: tuple[int, ...], last: bool) -> None:
     x = draw(*shape)
     a = F.unfold(x, 3, padding=1).transpose(1, 2).flatten(0, 1)
-    x = x.to(memory_format=torch.channels_last) if last else x
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    else:
+        x = x
     torch.testing.assert_close(correlated_moments([x])[0], a.T @ a)
 
 
@@ -54,7 +57,8 @@ def test_other_convolutions_have_no_such_form(options: dict) -> None:
 
 
 def test_not_where_it_would_be_rounded_or_is_mostly_edge() -> None:
-    module, x = nn.Conv2d(4, 4, 3, padding=1), draw(3, 4, 8, 8)
+    module = nn.Conv2d(4, 4, 3, padding=1)
+    x = draw(3, 4, 8, 8)
     assert not correlates(module, x.bfloat16())
     assert not correlates(module, x[..., :3])
     assert not correlates(module, x[:0])

@@ -80,7 +80,8 @@ def test_moments_are_those_of_the_patches(
 ) -> None:
     monkeypatch.setattr(module_under_test, "_MEMORY", memory)
     make, shape = CASES[case]
-    module, x = make().double(), torch.randn(shape, dtype=DOUBLE)
+    module = make().double()
+    x = torch.randn(shape, dtype=DOUBLE)
     for got, want in zip(moments(module, x), dense(module, x), strict=True):
         assert got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
@@ -88,7 +89,8 @@ def test_moments_are_those_of_the_patches(
 
 def test_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "_MEMORY", 1)
-    module, x = nn.Conv2d(1, 2, 2).double(), torch.randn(50, 1, 6, 6, dtype=DOUBLE)
+    module = nn.Conv2d(1, 2, 2).double()
+    x = torch.randn(50, 1, 6, 6, dtype=DOUBLE)
     for got, want in zip(moments(module, x), dense(module, x), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
@@ -112,7 +114,8 @@ def test_memory_layouts(layout: torch.memory_format, stride: int) -> None:
 
 
 def test_the_first_moment_is_left_out_without_a_bias() -> None:
-    module, x = nn.Conv2d(3, 2, 3, bias=False).double(), draw(2, 3, 6, 6)
+    module = nn.Conv2d(3, 2, 3, bias=False).double()
+    x = draw(2, 3, 6, 6)
     second, first = moments(module, x)
     torch.testing.assert_close(second, dense(module, x)[0])
     assert first.shape == (1, 1)
@@ -148,7 +151,10 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         got = channel_moment(same)
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
-    some = [x, 2 * x, -3 * x] if len(x) else []
+    if len(x):
+        some = [x, 2 * x, -3 * x]
+    else:
+        some = []
     for count in range(1, len(some) + 1):
         got = channel_moments(some[:count])
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
@@ -172,7 +178,8 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
     shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
     uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
     uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
-    wide, plain = nn.Conv2d(7, 4, 1), nn.Conv2d(7, 4, 1, bias=False)
+    wide = nn.Conv2d(7, 4, 1)
+    plain = nn.Conv2d(7, 4, 1, bias=False)
     uses += [
         (modules[3], 5 * draw(2, 3, 6, 6)),
         (wide, draw(2, 7, 2, 3)),

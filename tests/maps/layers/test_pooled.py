@@ -32,7 +32,10 @@ def test_it_is_the_gram_of_rows(
 ) -> None:
     """Against itself, and against a block whose places are pooled too or are not."""
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
-    height = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0], dtype=torch.float64) if jet else None
+    if jet:
+        height = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+    else:
+        height = None
     a = block(4, 0, pooled=True, height=height)
     b = block(3, 1, pooled=other, height=height)
     rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
@@ -49,7 +52,9 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.read = nn.Linear(16, 4), nn.Linear(4, 16), nn.Linear(16, 10)
+        self.one = nn.Linear(16, 4)
+        self.two = nn.Linear(4, 16)
+        self.read = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.read((x + self.two(torch.tanh(self.one(x)))).mean(1))
@@ -57,7 +62,8 @@ class Mean(nn.Module):
 
 def test_a_mean_over_places_is_seen() -> None:
     torch.manual_seed(0)
-    model, x = Mean().double(), torch.randn(3, 6, 16, dtype=torch.float64)
+    model = Mean().double()
+    x = torch.randn(3, 6, 16, dtype=torch.float64)
     linear = Tangent(model).at(x)
     pulled = linear.pullback(identity_covectors(linear.value))
     assert {c.name: c.route for c in pulled.coverage}["two.weight"] == "hadamard"

@@ -25,7 +25,8 @@ class Products(nn.Module):
 
 
 def test_both_products_and_the_gram_are_those_of_the_rows() -> None:
-    model, x = Products(), torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
+    model = Products()
+    x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(6, 3)
     linear = ModuleMap(model, Call.of(x)).linearize(dict(model.named_parameters()))
     random = torch.Generator().manual_seed(1)
     u = torch.randn(2, 6, 3, generator=random, dtype=torch.float64)

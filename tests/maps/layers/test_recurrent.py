@@ -36,7 +36,10 @@ def draw(*shape: int) -> Tensor:
 def sequences(shape: str) -> Tensor | PackedSequence:
     """Inputs of 3 features; four samples, up to five times."""
     if shape.startswith("packed"):
-        lengths = (5, 3, 3, 1) if shape == "packed" else (3, 1, 5, 3)
+        if shape == "packed":
+            lengths = (5, 3, 3, 1)
+        else:
+            lengths = (3, 1, 5, 3)
         return pack_sequence([draw(t, 3) for t in lengths], enforce_sorted=shape == "packed")
     return {"padded": draw(5, 4, 3), "batch first": draw(4, 5, 3), "unbatched": draw(5, 3)}[shape]
 
@@ -45,7 +48,9 @@ def state(module: nn.RNNBase, shape: str) -> Tensor | tuple[Tensor, Tensor]:
     lead = [module.num_layers * (1 + module.bidirectional)]
     lead += [] if shape == "unbatched" else [4]
     h = draw(*lead, module.proj_size or module.hidden_size)
-    return (h, draw(*lead, module.hidden_size)) if isinstance(module, nn.LSTM) else h
+    if isinstance(module, nn.LSTM):
+        return (h, draw(*lead, module.hidden_size))
+    return h
 
 
 @pytest.mark.parametrize(("kind", "shape"), each_once(KINDS, SHAPES))
@@ -100,7 +105,8 @@ def test_several_covectors_from_one_replay() -> None:
     assert compound is not None
     outputs, taps = compound.replay(module, (draw(5, 2, 3),), {})
     wanted = [z for tap in taps for z in tap.outputs]
-    one, two = draw(*outputs[0].shape), draw(*outputs[0].shape)
+    one = draw(*outputs[0].shape)
+    two = draw(*outputs[0].shape)
     # the last states were not used by the loss: their outputs are left out
 
     def pull(c: Tensor) -> list[Tensor]:

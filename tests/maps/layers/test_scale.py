@@ -36,7 +36,8 @@ def dense(module: nn.Module, x: Tensor, delta: Tensor) -> Tensor:
     var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     if not module.training:
         like = mean.shape
-        mean, var = module.running_mean.view(like), module.running_var.view(like)  # pyright: ignore
+        mean = module.running_mean.view(like)
+        var = module.running_var.view(like)
     normal = (x - mean) / (var + module.eps).sqrt()  # pyright: ignore
     rows = [(delta * v).flatten(2).sum(2) if x.ndim > 2 else delta * v for v in (normal, 1)]
     return torch.stack(rows, -1)
@@ -47,11 +48,13 @@ def dense(module: nn.Module, x: Tensor, delta: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
     module = norm(shape).train(training)
-    x, delta = draw(shape, 0), draw(shape, 1)
+    x = draw(shape, 0)
+    delta = draw(shape, 1)
     want = dense(module, x, delta)
     if last:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    layer, roles = find(module), ["weight", "bias"]
+    layer = find(module)
+    roles = ["weight", "bias"]
     assert isinstance(layer, Scale)
     rows = unit_rows([layer.unit_sums(module, x, delta, roles, Sharing())])
     torch.testing.assert_close(rows, want)
@@ -61,8 +64,11 @@ def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
 
 
 def test_half_precision_is_added_up_in_single() -> None:
-    module, x, delta = nn.BatchNorm2d(3), draw((8, 3, 9, 9), 0), draw((8, 3, 9, 9), 1)
-    x, delta = x.bfloat16(), delta.bfloat16()
+    module = nn.BatchNorm2d(3)
+    x = draw((8, 3, 9, 9), 0)
+    delta = draw((8, 3, 9, 9), 1)
+    x = x.bfloat16()
+    delta = delta.bfloat16()
     layer = find(module)
     assert isinstance(layer, Scale)
     rows = unit_rows([layer.unit_sums(module, x, delta, ["weight", "bias"], Sharing())])

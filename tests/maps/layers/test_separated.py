@@ -19,12 +19,16 @@ def block(
     n: int, seed: int, *, bias: bool = True, height: Tensor | None = None, r: int = 3
 ) -> AffineBlock:
     generator = torch.Generator().manual_seed(seed)
-    g, t, i, o = 2, 4, 5, 6
+    g = 2
+    t = 4
+    i = 5
+    o = 6
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    x, gate = draw(n, g, t, i), draw(n, 1, g, t, o).relu()
+    x = draw(n, g, t, i)
+    gate = draw(n, 1, g, t, o).relu()
     gate[..., 0] = 0  # a dead unit
     delta = gate * draw(1, r, g, 1, o)
     return AffineBlock("w", "b" if bias else None, x, delta, height)
@@ -38,7 +42,10 @@ def test_it_is_the_gram_of_rows(
 ) -> None:
     monkeypatch.setattr(module, "_CACHED_PRODUCTS", cache)
     monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "separated")
-    height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64) if jet else None
+    if jet:
+        height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+    else:
+        height = None
     a = block(5, 0, bias=bias, height=height)
     b = block(4, 1, bias=bias, height=height, r=2)
     rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
@@ -64,7 +71,8 @@ class Pooling(nn.Module):
 
     def __init__(self, last: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 24)
+        self.first = nn.Linear(6, 16)
+        self.second = nn.Linear(16, 24)
         self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +84,10 @@ class Pooling(nn.Module):
 )
 def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
     torch.manual_seed(0)
-    last = nn.Linear(24, 10) if linear else nn.Sequential(nn.Tanh(), nn.Linear(24, 10))
+    if linear:
+        last = nn.Linear(24, 10)
+    else:
+        last = nn.Sequential(nn.Tanh(), nn.Linear(24, 10))
     model = Pooling(last).double()
     x = torch.randn(40, 16, 6, dtype=torch.float64)
     params = list(model.parameters())
@@ -87,5 +98,8 @@ def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
     want = (rows @ rows.T).view(40, 10, 40, 10).transpose(1, 2)
     if layout != "full":
         want = want.diagonal(dim1=2, dim2=3)
-        want = want.sum(-1) if layout == "trace" else want
+        if layout == "trace":
+            want = want.sum(-1)
+        else:
+            want = want
     assert_close(ntk(model, x, layout=layout), want, 1e-12, layout)

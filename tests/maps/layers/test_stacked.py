@@ -14,12 +14,18 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
     g = torch.Generator().manual_seed(together)
     uses = [torch.randn(2, 5, 3, generator=g) for _ in range(4)]
     uses[1] = uses[1].transpose(0, 1).contiguous().transpose(0, 1)  # not row by row in memory
-    keep = [torch.arange(10) % k > 0 for k in (3, 2, 5, 4)] if masked else None
+    if masked:
+        keep = [torch.arange(10) % k > 0 for k in (3, 2, 5, 4)]
+    else:
+        keep = None
     monkeypatch.setattr(moments, "_TOGETHER", together * uses[0].nbytes)
     found = moments.stacked(uses, keep)
     for i, (x, m) in enumerate(zip(uses, found, strict=True)):
         rows = x.reshape(-1, 3).double()
-        rows = rows if keep is None else rows[keep[i]]
+        if keep is None:
+            rows = rows
+        else:
+            rows = rows[keep[i]]
         assert float(m.places) == len(rows)
         torch.testing.assert_close(m.second[0].double(), rows.T @ rows, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(m.first[0].double(), rows.sum(0), rtol=1e-5, atol=1e-5)

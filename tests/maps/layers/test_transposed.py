@@ -67,7 +67,8 @@ def test_one_layer_twice(frozen: str | None, route: str, monkeypatch: pytest.Mon
     assert_close(pulled.kernel(budget=2**30), j @ j.T, 1e-12, "kernel")
     part = pulled.narrow(1, n)
     assert_close(pulled.kernel(part, budget=2**30), j @ j[r:].T, 1e-12, "kernel of two parts")
-    v, c = torch.randn(j.shape[1]).double(), torch.randn(n, r).double()
+    v = torch.randn(j.shape[1]).double()
+    c = torch.randn(n, r).double()
     assert_close(pulled.project(v).flatten(), j @ v, 1e-12, "project")
     assert_close(pulled.lift(c), j.T @ c.flatten(), 1e-12, "lift")
 
@@ -75,7 +76,10 @@ def test_one_layer_twice(frozen: str | None, route: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_reported_route_is_the_one_taken(wide: bool) -> None:
     torch.manual_seed(0)
-    module = nn.ConvTranspose1d(200, 100, 3, stride=2) if wide else nn.ConvTranspose1d(1, 2, 3)
+    if wide:
+        module = nn.ConvTranspose1d(200, 100, 3, stride=2)
+    else:
+        module = nn.ConvTranspose1d(1, 2, 3)
     x = torch.randn(2, module.in_channels, 2 if wide else 40)
     delta = torch.randn_like(module(x))[:, None]
     names = {"weight": "weight", "bias": "bias"}
@@ -88,7 +92,8 @@ def test_the_natural_gradient_knows_the_layer() -> None:
     model = nn.Sequential(
         nn.Linear(3, 8), nn.Unflatten(1, (4, 2)), nn.Tanh(), nn.ConvTranspose1d(4, 2, 2, stride=2)
     ).double()
-    x, y = torch.randn(5, 3).double(), torch.randn(5, 2, 4).double()
+    x = torch.randn(5, 3).double()
+    y = torch.randn(5, 2, 4).double()
     opt = pb.NaturalGradient(
         model, metric=pb.metrics.Euclidean(), solver=pb.solvers.Cholesky(damping=1e-2)
     )

@@ -76,10 +76,15 @@ class Fused(nn.Module):
         self.fused = fused
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x if x.ndim == 3 else x[:, None]
+        if x.ndim == 3:
+            h = x
+        else:
+            h = x[:, None]
         attends = isinstance(self.fused, nn.MultiheadAttention)
         h = (self.fused(h, h, h, need_weights=False) if attends else self.fused(h))[0]
-        return h if x.ndim == 3 else h[:, 0]
+        if x.ndim == 3:
+            return h
+        return h[:, 0]
 
 
 class Experts(nn.Module):

@@ -37,7 +37,9 @@ def columns(z: Tensor, kind: str) -> Tensor:
 
 def samples(z: Tensor, kind: str, batch_dim: int = 0) -> int:
     """What the mean is taken over."""
-    return z.shape[batch_dim] if kind == "euclidean" else z.numel() // z.shape[-1]
+    if kind == "euclidean":
+        return z.shape[batch_dim]
+    return z.numel() // z.shape[-1]
 
 
 def loss(z: Tensor, kind: str, reduction: str = "mean", batch_dim: int = 0) -> Tensor:
@@ -47,7 +49,9 @@ def loss(z: Tensor, kind: str, reduction: str = "mean", batch_dim: int = 0) -> T
         return F.cross_entropy(z.reshape(-1, z.shape[-1]), y, reduction=reduction)
     y = torch.linspace(-1, 1, z.numel(), dtype=z.dtype).view(z.shape).cos()
     total = 0.5 * ((z - y) ** 2).sum()
-    return total if reduction == "sum" else total / samples(z, kind, batch_dim)
+    if reduction == "sum":
+        return total
+    return total / samples(z, kind, batch_dim)
 
 
 # --- inputs and cotangents at the places of a layer -----------------------------------------
@@ -148,7 +152,9 @@ class Role:
 
     def input_side(self, joint: bool) -> Tensor:
         side = self.inputs / self.places
-        return side if joint else side[:, :-1, :-1]
+        if joint:
+            return side
+        return side[:, :-1, :-1]
 
 
 def factors(
@@ -169,7 +175,11 @@ def factors(
     weights: dict[str, dict[str, Role]] = {}
     biases: dict[str, Any] = {}
     partners: dict[str, set[str | None]] = {}
-    chosen, count = [*columns(z, kind)] if given is None else given, samples(z, kind, batch_dim)
+    if given is None:
+        chosen = [*columns(z, kind)]
+    else:
+        chosen = given
+    count = samples(z, kind, batch_dim)
     if keep is not None:
         count = int(keep.sum())
         chosen = [c for c in chosen if bool((c * keep[..., None]).any())]
@@ -179,7 +189,8 @@ def factors(
         if uses
     ]
     for i, use in enumerate(uses):
-        m, words = use.module, isinstance(use.module, nn.Embedding)
+        m = use.module
+        words = isinstance(use.module, nn.Embedding)
         weight, bias = (names.get(id(p)) for p in (m.weight, getattr(m, "bias", None)))
         for one, two in ((weight, bias), (bias, weight)):
             if one is not None:
@@ -192,7 +203,8 @@ def factors(
         mask = counted(use, felt, keep)
         if words and m.padding_idx is not None:  # autograd gives that row no gradient
             real = by_sample(use.x[..., None] != m.padding_idx, batch_dim)
-            mask, apart = mask & real[..., 0], [d * real[..., None] for d in apart]
+            mask = mask & real[..., 0]
+            apart = [d * real[..., None] for d in apart]
         if weight is not None:
             role = weights.setdefault(weight, {}).setdefault(
                 "words" if words else "affine", Role(words or isinstance(m, TRANSPOSED))
@@ -200,7 +212,8 @@ def factors(
             a = F.pad(inputs(m, use.x, batch_dim), (0, 1), value=1.0) * mask[:, :, None, None]
             if reduce and not words:
                 each = mask.sum(1).clamp(min=1)[:, None, None, None]
-                a, mask = a.sum(1, keepdim=True) / each, mask.any(1)
+                a = a.sum(1, keepdim=True) / each
+                mask = mask.any(1)
                 apart = [d.sum(1, keepdim=True) for d in apart]
             role.inputs, role.places = role.inputs + moments(a), role.places + mask.sum()
             role.outputs = role.outputs + sum(moments(d) for d in apart)
@@ -208,7 +221,10 @@ def factors(
             spatial = isinstance(m, CONVS + TRANSPOSED)
             groups = m.groups if isinstance(m, CONVS) else 1
             for d in deltas:
-                d = d.flatten(2).mT if spatial else by_sample(d, batch_dim)
+                if spatial:
+                    d = d.flatten(2).mT
+                else:
+                    d = by_sample(d, batch_dim)
                 d = (d.sum(1, keepdim=True) if reduce else d).unflatten(2, (groups, -1))
                 biases[bias] = biases.get(bias, 0.0) + moments(d)
     return weights, biases, partners, count
@@ -240,9 +256,13 @@ def kfac(
     **how: Any,
 ) -> Tensor:
     """The Gram over all trained parameters, zero where it has no layer; `change` replaces R, C."""
-    where_of, out = index(model), 0 * blocks(model)
+    where_of = index(model)
+    out = 0 * blocks(model)
     weights, biases, partners, count = factors(model, *args, **how)
-    scale = 1.0 / count if reduction == "mean" else 1.0
+    if reduction == "mean":
+        scale = 1.0 / count
+    else:
+        scale = 1.0
     for weight, roles in weights.items():
         (partner, *more) = partners[weight]
         both = joint and not more and partner is not None and partners[partner] == {weight}
@@ -268,7 +288,8 @@ def kfac(
 
 def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
     """Which entries of the exact Gram belong to one unit of a normalization or slope."""
-    where, mask = index(model), 0 * blocks(model)
+    where = index(model)
+    mask = 0 * blocks(model)
     names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
     for m in model.modules():
         if isinstance(m, UNITS):
@@ -284,7 +305,8 @@ def exact(
 ) -> Tensor:
     """JᵀMJ over all trained parameters, row by row."""
     params = [p for p in model.parameters() if p.requires_grad]
-    z, rows = model(*args), []
+    z = model(*args)
+    rows = []
     for column in columns(z, kind):
         pieces = torch.autograd.grad(z, params, column, retain_graph=True, allow_unused=True)
         rows.append(flat(filled(pieces, params)))
@@ -294,7 +316,8 @@ def exact(
 
 def definition(model: nn.Module, *args: Any, joint: bool = True, **how: Any) -> Tensor:
     """Kronecker blocks of layers, and exact ones of every unit of a normalization or slope."""
-    out, mask = kfac(model, *args, joint=joint, **how), unit_mask(model, joint)
+    out = kfac(model, *args, joint=joint, **how)
+    mask = unit_mask(model, joint)
     if mask.any():
         some = ("kind", "reduction", "batch_dim")
         out += mask * exact(model, *args, **{k: v for k, v in how.items() if k in some})
@@ -325,7 +348,8 @@ def stepped(
 ) -> pb.KFAC:
     """The same after one step on a batch, with classes `y` of which -100 are ignored."""
     opt = optimizer(model, kind, **options)
-    z, reduction = model(*args), options.get("reduction", "mean")
+    z = model(*args)
+    reduction = options.get("reduction", "mean")
     if y is None:
         loss(z, kind, reduction, options.get("batch_dim", 0)).backward()
     else:
@@ -361,7 +385,8 @@ def part(gram: Tensor, model: nn.Module, names: list[str]) -> Tensor:
 def input_side(gram: Tensor, model: nn.Module, name: str) -> Tensor:
     """C of a layer's weight without groups, with trace one."""
     m = model.get_submodule(name)
-    first, rows = isinstance(m, (nn.Embedding, *TRANSPOSED)), len(m.weight)
+    first = isinstance(m, (nn.Embedding, *TRANSPOSED))
+    rows = len(m.weight)
     block = part(gram, model, [f"{name}.weight"]).unflatten(1, (rows, -1)).unflatten(0, (rows, -1))
     side = torch.einsum("aibi->ab" if first else "aiaj->ij", block)
     return side / side.trace()

@@ -35,9 +35,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, (3, 1), padding=1), nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(1, 4, (3, 1), padding=1)
+        self.norm = nn.BatchNorm2d(4)
         self.grouped = nn.Conv2d(4, 4, 1, groups=2, bias=False)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
         self.gain = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ def twins(make: Callable[[], Any] = net) -> tuple[Any, Any]:
 
 def moved(opt: pb.KFAC, change: Callable[[Any], Any] = lambda model: None) -> Tensor:
     """By how much a step moves the parameters, after the user has changed the gradients."""
-    before, (x, y) = vector(opt.model), batch()
+    before = vector(opt.model)
+    x, y = batch()
     opt.zero_grad()
     F.cross_entropy(opt.model(x), y).backward()
     change(opt.model)
@@ -67,8 +70,10 @@ def test_groups_have_their_own_rates_and_decay_and_keep_names_and_labels() -> No
         {"params": named[:2], "lr": 0.1, "name": "first"},
         {"params": named[2:], "weight_decay": 0.5, "initial_lr": 0.1},
     ]
-    grouped, start = kfac(two, params=groups, momentum=0.0), vector(two)
-    want, got = moved(kfac(one, momentum=0.0)), moved(grouped)
+    grouped = kfac(two, params=groups, momentum=0.0)
+    start = vector(two)
+    want = moved(kfac(one, momentum=0.0))
+    got = moved(grouped)
     assert_close(got[:20], 2 * want[:20])
     assert_close(got[20:], want[20:] - 0.05 * 0.5 * start[20:])
     assert grouped.param_groups[0]["name"] == "first"
@@ -91,8 +96,10 @@ def test_parameters_in_no_group_are_constants_until_they_are_added() -> None:
 
 def test_schedulers_change_rates_and_momentum() -> None:
     one, two = twins()
-    opt, other = kfac(one), kfac(two)
-    scheduler, seen = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=6), []
+    opt = kfac(one)
+    other = kfac(two)
+    scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=6)
+    seen = []
     for i in range(6):
         rates = {name: opt.param_groups[0][name] for name in ("lr", "momentum")}
         other.param_groups[0].update(rates)
@@ -140,7 +147,8 @@ def test_saved_and_copied_ones_go_on_to_the_same_bits(options: dict[str, Any], a
     model = Mixed()
     opt = kfac(model, **options)
     train(opt, model, at)
-    saved, file = (model.state_dict(), opt.state_dict()), io.BytesIO()
+    saved = (model.state_dict(), opt.state_dict())
+    file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
     saved = copy.deepcopy(saved)
@@ -148,11 +156,13 @@ def test_saved_and_copied_ones_go_on_to_the_same_bits(options: dict[str, Any], a
     assert twin.model is other
     others = [loaded(kfac(Mixed(), **options), some) for some in (saved, torch.load(file))]
     others += [twin, pickle.loads(pickle.dumps(opt))]
-    given, info = opt.gram(), opt.info
+    given = opt.gram()
+    info = opt.info
     before = copy.deepcopy((given.dense(), info))
     train(opt, model, 4, start=at)
     assert same(before, (given.dense(), info))  # what was given out does not change
-    want, dense = vector(model), opt.gram().dense()
+    want = vector(model)
+    dense = opt.gram().dense()
     for one in (*others, opt):
         if one is opt:  # which has gone on meanwhile
             loaded(opt, saved)
@@ -186,7 +196,9 @@ def test_deleting_the_optimizer_frees_it_and_its_hooks() -> None:
 
 
 def test_activations_are_freed_with_their_graph() -> None:
-    model, seen, (x, y) = net(), [], batch()
+    model = net()
+    seen = []
+    x, y = batch()
     for layer in model:
         layer.register_forward_hook(lambda m, x, z: seen.append(weakref.ref(z.untyped_storage())))
     opt = kfac(model)
@@ -202,7 +214,8 @@ def test_memory_is_counted() -> None:
     model = net()
     opt = kfac(model)
     train(opt, model, 2)
-    held, size = opt.memory(), 8 * (4 * 4 + 5 * 5 + 4 * 4 + 6 * 6)
+    held = opt.memory()
+    size = 8 * (4 * 4 + 5 * 5 + 4 * 4 + 6 * 6)
     assert all(size / 2 <= held[name] <= 2 * size for name in ("averages", "inverses"))
     assert held["momentum"] == sum(p.nbytes for p in model.parameters())
 
@@ -282,7 +295,9 @@ EMPIRICAL = [accumulated, dropped, attacked, by_hand]
     ("loop", "fisher"), [*((x, "exact") for x in EXACT), *((x, "empirical") for x in EMPIRICAL)]
 )
 def test_statistics_are_those_of_the_gradient_however_it_came(loop: Loop, fisher: str) -> None:
-    model, (x, y), found = net(), batch(), []
+    model = net()
+    x, y = batch()
+    found = []
     for way in (plain, loop):
         with kfac(model, fisher=fisher, lr=0.0) as opt:
             opt.zero_grad()
@@ -295,11 +310,15 @@ def test_statistics_are_those_of_the_gradient_however_it_came(loop: Loop, fisher
 
 def test_two_optimizers_mind_their_own_models() -> None:
     """An adversarial loop: the generator's loss passes through the discriminator as well."""
-    g, d, loss = nn.Linear(2, 3), nn.Linear(3, 1), F.binary_cross_entropy_with_logits
+    g = nn.Linear(2, 3)
+    d = nn.Linear(3, 1)
+    loss = F.binary_cross_entropy_with_logits
     options: dict[str, Any] = {"likelihood": pb.likelihoods.Bernoulli(), "statistics_every": 1}
-    og, od = kfac(g, likelihood=None), kfac(d, fisher="exact", ema=0.0, **options)
+    og = kfac(g, likelihood=None)
+    od = kfac(d, fisher="exact", ema=0.0, **options)
     for i in range(3):
-        real, fake = batch(seed=i)[0], g(torch.randn(8, 2))
+        real = batch(seed=i)[0]
+        fake = g(torch.randn(8, 2))
         y = torch.arange(16.0)[:, None].div(8).floor()
         want = gram(copy.deepcopy(d), torch.cat([real, fake.detach()]), y, loss, **options)
         od.zero_grad()
@@ -328,7 +347,9 @@ def test_the_step_is_linear_in_what_the_gradients_are_when_it_comes() -> None:
 
         return moved(opt, change)
 
-    plain, clipped, decay = found(1.0, 0.0), found(1.0, 0.0, 1e-3), found(0.0, 1.0)
+    plain = found(1.0, 0.0)
+    clipped = found(1.0, 0.0, 1e-3)
+    decay = found(0.0, 1.0)
     assert_close(clipped / clipped.norm(), plain / plain.norm())
     assert clipped.norm() < 0.1 * plain.norm()
     assert_close(found(1.0, 1e-9) - plain, 1e-9 * decay, 1e-4)
@@ -370,7 +391,8 @@ def test_grad_scaler(fisher: str) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_forward_mode_derivatives_in_the_loss(inside: bool) -> None:
     """Whose backward pass runs within their level or not."""
-    model, x = net(), torch.randn(6, 3)
+    model = net()
+    x = torch.randn(6, 3)
     opt = kfac(model, likelihood=None, statistics_every=1)
     for _ in range(2):
         opt.zero_grad()
@@ -395,7 +417,8 @@ KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]
 class Structured(nn.Module):
     def __init__(self, make: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
-        self.net, self.make = net(), make
+        self.net = net()
+        self.make = make
 
     def forward(self, x: Tensor) -> Any:
         return self.make(self.net(x), self.net[0](x))
@@ -404,7 +427,8 @@ class Structured(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_structured_outputs(kind: str) -> None:
     make, pick = KINDS[kind]
-    model, (x, y) = Structured(make), batch()
+    model = Structured(make)
+    x, y = batch()
     want = gram(model.net, x, y)
     for output in (1 if kind == "tuple" else "logits", pick):
         got = gram(model, x, y, lambda out, y: F.cross_entropy(pick(out), y), output=output)
@@ -422,7 +446,9 @@ class Empty(nn.Module):
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.net, self.nothing, self.none = inner, nn.Linear(3, 0), nn.Parameter(torch.zeros(0, 4))
+        self.net = inner
+        self.nothing = nn.Linear(3, 0)
+        self.none = nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x + self.nothing(x).sum(-1, keepdim=True)) + self.none.sum(0)
@@ -478,7 +504,8 @@ def test_another_dtype_after_construction(options: dict[str, Any]) -> None:
 
 def test_memory_of_parameters_may_move_and_have_another_layout() -> None:
     one, two = twins(Mixed)
-    first, second = kfac(one), kfac(two)
+    first = kfac(one)
+    second = kfac(two)
     two.to(memory_format=torch.channels_last)
     for i in range(6):
         if i == 3:

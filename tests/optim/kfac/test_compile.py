@@ -20,7 +20,8 @@ class Counting:
     """A backend that counts what was compiled and what ran."""
 
     def __init__(self) -> None:
-        self.compiled, self.ran = 0, 0
+        self.compiled = 0
+        self.ran = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.compiled += 1
@@ -66,9 +67,11 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
     opt, call, model = pair(way, backend, statistics_every=3, invert_every=6)
     twin = network()
     twin.load_state_dict(model.state_dict())
-    other, compiled = kfac(twin, statistics_every=3, invert_every=6), []
+    other = kfac(twin, statistics_every=3, invert_every=6)
+    compiled = []
     for i in range(7):
-        ran, before = backend.ran, backend.compiled
+        ran = backend.ran
+        before = backend.compiled
         torch.manual_seed(i)
         (taken,) = train(opt, call, start=i)
         assert taken == (i % 3 == 0)
@@ -111,11 +114,13 @@ def test_evaluation_in_between_and_layers_that_are_unfrozen(way: str, backend: s
 
 
 def test_a_compiled_part_and_a_compiled_loss() -> None:
-    backend, plain = Counting(), network()
+    backend = Counting()
+    plain = network()
     body: Any = torch.compile(network(), backend=backend)
     model = nn.Sequential(body, nn.Linear(4, 4, dtype=DOUBLE))
     loss = torch.compile(lambda x, y: F.cross_entropy(plain(x), y), backend="eager")
-    first, second = kfac(model), kfac(plain)
+    first = kfac(model)
+    second = kfac(plain)
     for i in range(3):
         second.zero_grad()
         loss(*batch(seed=i)).backward()

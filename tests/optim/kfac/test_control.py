@@ -37,7 +37,10 @@ class Closure:
     """The closure everybody writes, whose n-th call may end in another way."""
 
     def __init__(self, opt: pb.KFAC) -> None:
-        self.opt, self.calls, self.at, self.end = opt, 0, 0, interrupted
+        self.opt = opt
+        self.calls = 0
+        self.at = 0
+        self.end = interrupted
 
     def __call__(self) -> Any:
         self.calls += 1
@@ -46,7 +49,9 @@ class Closure:
         like = next(self.opt.model.parameters())
         loss = F.cross_entropy(self.opt.model(x.to(like)), y)
         loss.backward()
-        return self.end() if self.calls == self.at else loss
+        if self.calls == self.at:
+            return self.end()
+        return loss
 
 
 def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
@@ -58,7 +63,8 @@ def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
 @pytest.mark.parametrize("controlled", CONTROLLED)
 def test_gradients_may_be_zeroed_in_place(controlled: dict[str, Any]) -> None:
     """A trial's gradients never reach those of the step."""
-    (x, y), start = batch(20), net()
+    x, y = batch(20)
+    start = net()
 
     def run(none: bool) -> list[Any]:
         opt, _ = made(copy.deepcopy(start), **controlled)
@@ -99,10 +105,12 @@ def test_the_quadratic_model_finds_the_best_rate_and_momentum() -> None:
     before = vector(model)
     opt.step(closure)
     for _ in range(3):
-        last, before = before - vector(model), vector(model)
+        last = before - vector(model)
+        before = vector(model)
         matrix = fisher(model) + 1e-2 * torch.eye(len(before))
         opt.step(closure)
-        alpha, beta = opt.info.step_size, opt.info.momentum
+        alpha = opt.info.step_size
+        beta = opt.info.momentum
         assert alpha is not None
         assert beta is not None
         direction = (before - vector(model) - beta * last) / alpha
@@ -114,7 +122,8 @@ def test_the_quadratic_model_finds_the_best_rate_and_momentum() -> None:
 def test_adaptive_damping_follows_the_ratio() -> None:
     model = net()
     opt, closure = made(model, damping=Adaptive(1.0), momentum=0.0)
-    before, matrix = vector(model), fisher(model)
+    before = vector(model)
+    matrix = fisher(model)
     loss = float(opt.step(closure).detach())
     move = before - vector(model)
     predicted = float(gradient(model) @ move - 0.5 * move @ matrix @ move)
@@ -128,7 +137,8 @@ def test_a_step_that_raises_the_loss_is_taken_back_with_its_momentum() -> None:
     model = net()
     opt, closure = made(model, lr=0.1, damping=Adaptive(1e-2))
     opt.step(closure)
-    before, dampings = vector(model), [opt.info.damping]
+    before = vector(model)
+    dampings = [opt.info.damping]
     for _ in range(3):
         opt.param_groups[0]["lr"] = 1e3
         opt.step(closure)
@@ -163,9 +173,13 @@ def test_controlled_steps_need_a_closure(options: dict[str, Any]) -> None:
 def test_adaptive_damping_does_not_get_stuck(options: dict[str, Any]) -> None:
     """Also with dropout and batch normalization."""
     random = "random" in options
-    options = {} if random else options
+    if random:
+        options = {}
+    else:
+        options = options
     opt, closure = made(normalized() if random else net(), damping=Adaptive(1e-3), **options)
-    losses, taken = [], 0
+    losses = []
+    taken = 0
     for _ in range(20):
         losses.append(float(opt.step(closure).detach()))
         taken += opt.info.accepted
@@ -181,7 +195,8 @@ class Ridge(Damping):
 
 
 def test_a_damping_of_ones_own() -> None:
-    model, x = nn.Linear(3, 2, bias=False), torch.randn(9, 3)
+    model = nn.Linear(3, 2, bias=False)
+    x = torch.randn(9, 3)
     opt = pb.KFAC(model, 1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact", kl_clip=None)
     start = model.weight.detach().clone()
     model(x).sum(1).sin().mean().backward()
@@ -194,7 +209,8 @@ def test_a_damping_of_ones_own() -> None:
 @pytest.mark.parametrize("damping", [0.1, 1e-6])
 def test_kl_clip_bounds_the_step_that_is_taken(damping: float) -> None:
     """ΔwᵀF̂Δw ≤ kl_clip after momentum, with the averages of now."""
-    model, limit = net(), 1e-3
+    model = net()
+    limit = 1e-3
     opt, closure = made(model, kl_clip=limit, momentum=0.9, invert_every=10, damping=damping)
     lengths = []
     for _ in range(30):
@@ -237,8 +253,13 @@ def test_an_interrupt_or_a_strange_loss_at_either_evaluation_changes_nothing(
     opt, closure = made(model, lr=0.1, **BREAKS[name])
     for _ in range(steps):
         opt.step(closure)
-    info, closure.at, closure.end = opt.info, closure.calls + at, end
-    error = refused(what, "", "eturn") if what else pytest.raises(KeyboardInterrupt)
+    info = opt.info
+    closure.at = closure.calls + at
+    closure.end = end
+    if what:
+        error = refused(what, "", "eturn")
+    else:
+        error = pytest.raises(KeyboardInterrupt)
     with untouched(model, opt), error:
         opt.step(closure)
     assert opt.info == info
@@ -271,7 +292,9 @@ class Squared(nn.Module):
     def __init__(self, square: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.two, self.square = nn.Linear(3, 5), nn.Linear(5, 4), square
+        self.one = nn.Linear(3, 5)
+        self.two = nn.Linear(5, 4)
+        self.square = square
 
     def forward(self, x: Tensor) -> Tensor:
         return self.two(self.square(self.one(x)))
@@ -286,7 +309,8 @@ def factors(model: nn.Module, steps: int, options: dict[str, Any]) -> list[float
 
 @pytest.mark.parametrize("options", CONTROLLED)
 def test_custom_functions_give_the_same_by_two_reverse_passes(options: dict[str, Any]) -> None:
-    one, two = Squared(torch.square), Squared(Square.apply)
+    one = Squared(torch.square)
+    two = Squared(Square.apply)
     assert factors(one, 3, options) == pytest.approx(factors(two, 3, options), rel=1e-9)
     torch.testing.assert_close(vector(two), vector(one), rtol=1e-9, atol=1e-12)
 
@@ -306,7 +330,8 @@ class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inner, self.head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 4)
+        self.inner = nn.LSTM(3, 5, batch_first=True)
+        self.head = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.inner(torch.stack([x, -x, x * x], 1))[0].mean(1))
@@ -320,7 +345,8 @@ def test_fused_recurrent_kernels_are_left_aside(options: dict[str, Any]) -> None
 
 
 def test_a_loss_that_has_grown_tenfold_is_said_once() -> None:
-    model, x = nn.Linear(4, 1), torch.randn(16, 4)
+    model = nn.Linear(4, 1)
+    x = torch.randn(16, 4)
     opt = pb.KFAC(model, 0.0, damping=1e-2, kl_clip=None)
     factor = iter([1.0, *[20.0] * 50])
 

@@ -32,7 +32,8 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.words = nn.Embedding(5, 4)
+        self.last = nn.Linear(4, 3)
         self.q, self.k, self.v, self.out = (nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,10 +51,13 @@ class Translating(nn.Module):
         self.source = torch.randn(3, length, 3)
         ends = length - torch.tensor([0, padding, padding // 2])
         self.padding = torch.arange(length) >= ends[:, None]
-        self.encoder, self.words, self.last = nn.Linear(3, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.encoder = nn.Linear(3, 4)
+        self.words = nn.Embedding(5, 4)
+        self.last = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        memory, h = torch.tanh(self.encoder(self.source)), self.words(x)
+        memory = torch.tanh(self.encoder(self.source))
+        h = self.words(x)
         scores = (h @ memory.mT).masked_fill(self.padding[:, None], -inf)
         return self.last(torch.tanh(h + torch.softmax(scores, -1) @ memory))
 
@@ -67,7 +71,8 @@ def images() -> nn.Sequential:
 def pixels() -> nn.Sequential:
     """A class for every pixel; below, images of another size."""
     down = nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2)
-    up, last = nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2), nn.Conv2d(4, 3, 3, padding=1)
+    up = nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2)
+    last = nn.Conv2d(4, 3, 3, padding=1)
     return nn.Sequential(down, nn.Tanh(), up, nn.Tanh(), last, Then(lambda h: h.movedim(1, -1)))
 
 
@@ -77,9 +82,11 @@ def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     def kept(*rows: str) -> Tensor:
         return torch.tensor([[c == "x" for c in row] for row in rows])
 
-    words, prompts = torch.randint(0, 5, (3, 4)), kept("--xx", "--xx", "--x-")
+    words = torch.randint(0, 5, (3, 4))
+    prompts = kept("--xx", "--xx", "--x-")
     some = torch.ones(3, 4, 4) > 0  # pixels: not one image as a whole, nor most of another one
-    some[0], some[1, 1:] = False, False
+    some[0] = False
+    some[1, 1:] = False
     padded = Translating(6, 3)
     return {
         "prompts": (Attending(), words, prompts),
@@ -101,7 +108,9 @@ def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
 )
 def test_places_count_where_kept_or_felt(case: str, way: tuple[str, str]) -> None:
     """A kept position's place, or one that a covector of the kept positions reaches."""
-    (model, x, keep), given, (fisher, sharing) = ignored()[case], None, way
+    model, x, keep = ignored()[case]
+    given = None
+    fisher, sharing = way
     sharing = "expand" if case == "experts" else sharing  # the same for rows of unknown samples
     y = torch.randint(0, 3, keep.shape).masked_fill(~keep, -100)
     opt = o.stepped(model, x, y=y, kind="categorical", fisher=fisher, sharing=sharing)
@@ -131,9 +140,14 @@ class Causal(nn.Module):
 
     def __init__(self, kind: str, first: bool) -> None:
         super().__init__()
-        self.embedding, self.head, self.first = nn.Embedding(5, 4), nn.Linear(4, 3), first
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 3)
+        self.first = first
         if kind.startswith("attention"):
-            own = {"kdim": 3} if "sizes" in kind else {}
+            if "sizes" in kind:
+                own = {"kdim": 3}
+            else:
+                own = {}
             self.layer: Any = nn.MultiheadAttention(4, 2, batch_first=first, **own)
         else:
             self.layer = getattr(nn, kind.replace("packed", "LSTM"))(4, 4, batch_first=first)
@@ -141,7 +155,10 @@ class Causal(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
-        h = h if self.first else h.transpose(0, 1)
+        if self.first:
+            h = h
+        else:
+            h = h.transpose(0, 1)
         if isinstance(self.layer, nn.MultiheadAttention):
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
             k = h[..., : self.layer.kdim]
@@ -164,9 +181,12 @@ class Causal(nn.Module):
 def test_padding_that_the_loss_ignores_changes_nothing(kind: str, first: bool) -> None:
     """More of it, or packed sequences that leave it out."""
     model: Any = Attending() if kind == "by hand" else Causal(kind, first)
-    lengths, y = torch.tensor([1, 3, 2]), torch.arange(9).view(3, 3) % 3
+    lengths = torch.tensor([1, 3, 2])
+    y = torch.arange(9).view(3, 3) % 3
     y = y.masked_fill(torch.arange(3) >= lengths[:, None], -100)
-    x, more, found = torch.randint(0, 5, (3, 3)), torch.zeros(3, 2).long(), []
+    x = torch.randint(0, 5, (3, 3))
+    more = torch.zeros(3, 2).long()
+    found = []
     for a, b in ((x, y), (torch.cat([x, more], 1), torch.cat([y, more - 100], 1))):
         how: Any = {"kind": "categorical", "sharing": "expand" if first else "reduce"}
         found.append(o.stepped(model, a, y=b, **how))
@@ -183,16 +203,18 @@ class Sparse(nn.Module):
 
     def __init__(self, kind: str, *sizes: int) -> None:
         super().__init__()
-        self.first, self.layer, self.last = (
-            nn.Linear(3, 4),
-            getattr(nn, kind)(*sizes),
-            nn.Linear(4, 5),
-        )
-        self.kind, self.rows = kind, 0
+        self.first = nn.Linear(3, 4)
+        self.layer = getattr(nn, kind)(*sizes)
+        self.last = nn.Linear(4, 5)
+        self.kind = kind
+        self.rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        some = h[: self.rows, :, None] if "Conv" in self.kind else h[: self.rows]
+        if "Conv" in self.kind:
+            some = h[: self.rows, :, None]
+        else:
+            some = h[: self.rows]
         seen = self.layer(some[:, 0].long() * 0 if self.kind == "Embedding" else some)
         return self.last(torch.cat([h[: self.rows] + seen.flatten(1), h[self.rows :]]))
 
@@ -217,7 +239,12 @@ def test_a_layer_without_rows_learns_nothing(layer: str, order: tuple[int, int])
         model.rows = rows
         steps(opt, model, [(torch.randn(6, 3), torch.arange(6) % 5)])
         assert not opt.info.notes
-    kind = "gradient" if order == (0, 0) else "units" if name == "LayerNorm" else "kronecker"
+    if order == (0, 0):
+        kind = "gradient"
+    elif name == "LayerNorm":
+        kind = "units"
+    else:
+        kind = "kronecker"
     blocks = [row.block for row in opt.coverage() if row.name.startswith("layer")]
     assert all(block.startswith(kind) for block in blocks)
 
@@ -261,7 +288,8 @@ class Turned(nn.Module):
         torch.manual_seed(1)
         self.there, self.back = TURNED[how]
         self.layers = nn.Sequential(nn.Linear(4, 4), *([] if norm is None else [norm]))
-        self.last, self.pooled = nn.Linear(4, 3), pooled
+        self.last = nn.Linear(4, 3)
+        self.pooled = pooled
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.back(torch.tanh(self.layers(self.there(x))), len(x))
@@ -293,7 +321,8 @@ def taken(model: nn.Module, *batches: Tensor, **options: Any) -> pb.KFAC:
 def test_it_does_not_matter_where_samples_stand(
     kind: str, outputs: tuple[tuple[int, int], bool], how: str
 ) -> None:
-    (norm, options), (shape, pooled) = WITH[kind], outputs
+    norm, options = WITH[kind]
+    shape, pooled = outputs
     batches = [torch.randn(*shape, 4) + 0.5] * (3 if kind == "ekfac" else 1)
     got, want = (
         taken(Turned(h, norm(), pooled), *batches, **options).gram().dense() for h in (how, "first")
@@ -320,12 +349,19 @@ def test_batches_may_have_other_shapes_later(
 @pytest.mark.parametrize("pooled", [False, True])
 def test_ignored_samples_change_nothing(pooled: bool, places: int, sharing: str) -> None:
     """Of images, or with as many places as samples, which stand second."""
-    model = Turned("second", None, pooled) if places else images()
-    x, y = torch.randn(5, places or 2, 4), torch.tensor([0, 1, -100, 1, 2])
+    if places:
+        model = Turned("second", None, pooled)
+    else:
+        model = images()
+    x = torch.randn(5, places or 2, 4)
+    y = torch.tensor([0, 1, -100, 1, 2])
     x[2] *= 10
     grams = []
     for some in (slice(None), y >= 0):
-        target = y[some] if pooled or not places else y[some][:, None].expand(-1, places)
+        if pooled or not places:
+            target = y[some]
+        else:
+            target = y[some][:, None].expand(-1, places)
         opt = o.stepped(model, x[some], y=target, kind="categorical", sharing=sharing)
         grams.append(opt.gram().dense())
     assert_close(*grams, 1e-11, "without it")
@@ -335,17 +371,22 @@ def test_ignored_samples_change_nothing(pooled: bool, places: int, sharing: str)
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.Identity])
 def test_frames_of_films_in_one_axis(norm: Callable[[int], nn.Module], how: str) -> None:
     """A batch normalization lets others feel them, but less."""
-    model, x = Turned(how), torch.randn(12, 3, 4)
-    there, back = Then(lambda h: h[..., None]), Then(lambda h: h[..., 0])
+    model = Turned(how)
+    x = torch.randn(12, 3, 4)
+    there = Then(lambda h: h[..., None])
+    back = Then(lambda h: h[..., 0])
     model.layers = nn.Sequential(there, nn.Conv1d(4, 4, 1), norm(4), back)
-    gram, want = taken(model, x, sharing="reduce").gram().dense(), x.mean(1).T @ x.mean(1)
+    gram = taken(model, x, sharing="reduce").gram().dense()
+    want = x.mean(1).T @ x.mean(1)
     side = o.input_side(gram, model, "layers.1")
     assert_close(side, want / want.trace(), 1e-12, "means over the frames of a film")
 
 
 @pytest.mark.parametrize("options", [{"sharing": "reduce"}, {"ekfac": True}])
 def test_rows_of_unknown_samples_count_each_and_coverage_says_so(options: dict[str, Any]) -> None:
-    model, x, grams = Experts(), torch.randn(7, 3, 3), []
+    model = Experts()
+    x = torch.randn(7, 3, 3)
+    grams = []
     expert = ["few.weight", "few.bias", "many.weight", "many.bias"]
     for own in (options, {}):
         opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **own)

@@ -24,7 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     """With a schedule, gradients that are not finite (unnoticed or not), and another stream."""
-    found, broken = [], (4, 12, 17)
+    found = []
+    broken = (4, 12, 17)
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = net().to(device)
@@ -72,7 +73,8 @@ def test_plain_steps_wait_for_nothing_and_passes_may_be_captured() -> None:
     with torch.cuda.graph(graph):
         captured = gradient()
     for i in range(12, 24):
-        before, due = vector(model), opt.statistics_due
+        before = vector(model)
+        due = opt.statistics_due
         assert due == (i == 20)
         if due:
             gradient()
@@ -100,7 +102,8 @@ def test_another_device_after_construction() -> None:
 def test_float16_with_a_scaler() -> None:
     model = nn.Sequential(net(torch.float32), nn.LayerNorm(4), nn.Linear(4, 4)).cuda()
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # the first steps overflow
-    opt, values = kfac(model, grad_scaler=scaler), []
+    opt = kfac(model, grad_scaler=scaler)
+    values = []
     x, y = (t.cuda() for t in batch(16, dtype=torch.float32))
     for _ in range(60):
         opt.zero_grad()
@@ -117,7 +120,8 @@ def test_float16_with_a_scaler() -> None:
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
     """In float64, also past gradients that are not finite."""
-    found, broken = [], (4, 12, 17)
+    found = []
+    broken = (4, 12, 17)
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = net().to(device)

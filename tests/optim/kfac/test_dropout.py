@@ -19,7 +19,10 @@ from tests.optim.kfac import oracle as o
 
 from .common import Then, kfac
 
-N, T, D, H = 6, 4, 3, 4
+N = 6
+T = 4
+D = 3
+H = 4
 
 
 class Recurrent(nn.Module):
@@ -29,7 +32,9 @@ class Recurrent(nn.Module):
         super().__init__()
         self.layer = kind(D, H, 2, batch_first=True, **options)
         width = (options.get("proj_size") or H) * (1 + options.get("bidirectional", False))
-        self.head, self.packed, self.calls = nn.Linear(width, 2), packed, calls
+        self.head = nn.Linear(width, 2)
+        self.packed = packed
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -43,7 +48,9 @@ class Attention(nn.Module):
     def __init__(self, weights: bool = False, **options: Any) -> None:
         super().__init__()
         self.layer = nn.MultiheadAttention(H, 2, **options)
-        self.first, self.head, self.weights = nn.Linear(D, H), nn.Linear(H, 2), weights
+        self.first = nn.Linear(D, H)
+        self.head = nn.Linear(H, 2)
+        self.weights = weights
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).transpose(0, 1)
@@ -80,11 +87,14 @@ def stepped(model: nn.Module, half: bool = False) -> pb.KFAC:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_gram_is_that_without_dropout_and_training_is_not_disturbed(name: str) -> None:
-    model, twin = MODELS[name](0.4), MODELS[name](0.0)
+    model = MODELS[name](0.4)
+    twin = MODELS[name](0.0)
     twin.load_state_dict(model.state_dict())
-    other, plain = copy.deepcopy(model), stepped(twin)
+    other = copy.deepcopy(model)
+    plain = stepped(twin)
     torch.manual_seed(3)
-    opt, drawn = stepped(model), torch.rand(3)
+    opt = stepped(model)
+    drawn = torch.rand(3)
     torch.manual_seed(3)
     loss_of(other).backward()
     assert torch.equal(drawn, torch.rand(3)), "the same random numbers"
@@ -120,7 +130,8 @@ def test_transformer_layers_as_they_come_are_trained(first: bool) -> None:
         Then(lambda h: h.mean(int(first))),
         nn.Linear(8, 2),
     )
-    x, losses = torch.randn(64, T, D), []
+    x = torch.randn(64, T, D)
+    losses = []
     opt = kfac(model, lr=0.1, damping=0.01, kl_clip=1e-3, statistics_every=1, invert_every=1)
     for _ in range(8):
         opt.zero_grad()
@@ -139,10 +150,12 @@ class Elsewhere(nn.Module):
     def __init__(self, where: str) -> None:
         super().__init__()
         self.layer = nn.GRU(H, H, 2, batch_first=True, dropout=0.3)
-        self.head, self.where = nn.Linear(H, 2), where
+        self.head = nn.Linear(H, 2)
+        self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
-        h, weight = F.pad(x, (0, H - D)), dict(self.layer.named_parameters())["weight_hh_l1"][:H]
+        h = F.pad(x, (0, H - D))
+        weight = dict(self.layer.named_parameters())["weight_hh_l1"][:H]
         more = F.linear(h, weight)
         y = self.layer(more if self.where == "before" else h)[0]
         y = {"before": y, "after": F.linear(y, weight), "beside": y + more}[self.where]
@@ -166,7 +179,8 @@ class Tied(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.layer = nn.MultiheadAttention(H, 2, dropout=dropout, batch_first=True)
-        self.other, self.head = nn.Linear(H, H, bias=False), nn.Linear(H, 2)
+        self.other = nn.Linear(H, H, bias=False)
+        self.head = nn.Linear(H, 2)
         self.other.weight = self.layer.out_proj.weight
 
     def forward(self, x: Tensor) -> Tensor:

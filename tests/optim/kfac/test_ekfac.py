@@ -36,11 +36,13 @@ def test_eigenvalues_are_second_moments_of_gradients_in_the_eigenbases() -> None
     opt = kfac(model, fisher="exact", ekfac=True, damping=1e-2, lr=0.0, **options)
     for lr in (0.0, 1.0):
         opt.param_groups[0]["lr"] = lr
-        p, before = model(x).detach().softmax(1), vector(model)
+        p = model(x).detach().softmax(1)
+        before = vector(model)
         opt.step(closure_of(opt, model, x, y, F.cross_entropy))
     m = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     a = torch.cat([x, torch.ones(8, 1)], 1)
-    left, right = torch.linalg.eigh(m.mean(0))[1], torch.linalg.eigh(a.T @ a / 8)[1]
+    left = torch.linalg.eigh(m.mean(0))[1]
+    right = torch.linalg.eigh(a.T @ a / 8)[1]
     values = torch.einsum("noq,op,qp,ni->pi", m, left, left, (a @ right).square()) / 8
     weight, bias = (p.grad for p in model.parameters())
     v = torch.cat([weight, bias[:, None]], 1)  # pyright: ignore[reportOptionalSubscript]
@@ -51,8 +53,11 @@ def test_eigenvalues_are_second_moments_of_gradients_in_the_eigenbases() -> None
 def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
     """As a 1×1 kernel it is a linear layer with the transposed weight, with the same steps."""
     torch.manual_seed(0)
-    weight, x, y = torch.randn(5, 3), torch.randn(8, 5), torch.randn(8, 3)
-    linear, conv = nn.Linear(5, 3, bias=False), nn.ConvTranspose1d(5, 3, 1, bias=False)
+    weight = torch.randn(5, 3)
+    x = torch.randn(8, 5)
+    y = torch.randn(8, 3)
+    linear = nn.Linear(5, 3, bias=False)
+    conv = nn.ConvTranspose1d(5, 3, 1, bias=False)
     found = []
     for model in (linear, nn.Sequential(nn.Unflatten(1, (5, 1)), conv, nn.Flatten())):
         with torch.no_grad():
@@ -68,7 +73,9 @@ def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
 
 def test_events_scale_the_gram_with_the_loss() -> None:
     """A loss that adds up pixels and averages images, against one that averages both."""
-    x, y, steps = torch.randn(8, 5), torch.rand(8, 4), []
+    x = torch.randn(8, 5)
+    y = torch.rand(8, 4)
+    steps = []
     for event in (0, 1):
         torch.manual_seed(1)
         model = nn.Linear(5, 4)

@@ -53,7 +53,8 @@ def test_deep_linear_networks(kind: str, sharing: str, reduction: str, joint: bo
 @pytest.mark.parametrize("joint", [True, False])
 def test_one_datum(joint: bool) -> None:
     """Σ_r δδᵀ ⊗ āāᵀ is the Fisher block itself, and ggᵀ that of the empirical Fisher."""
-    model, x = mlp(nn.Tanh(), nn.Linear(4, 4), nn.ReLU()), torch.randn(1, 3)
+    model = mlp(nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(1, 3)
     mask = o.blocks(model, joint)
     got = o.stepped(model, x, kind="categorical", joint=joint).gram().dense()
     assert_close(got, mask * o.exact(model, x, kind="categorical"), 1e-12, "Fisher")
@@ -93,12 +94,14 @@ def test_corrected_eigenvalues_come_no_farther_and_are_what_a_step_uses(
 ) -> None:
     """In any eigenbasis the diagonal of the exact Gram is the nearest choice of eigenvalues."""
     model, x = mixed(case)
-    plain, exact = o.stepped(model, x, kind=kind).gram().dense(), o.exact(model, x, kind=kind)
+    plain = o.stepped(model, x, kind=kind).gram().dense()
+    exact = o.exact(model, x, kind=kind)
     options: Any = {"ekfac": True, "statistics_every": 1, "invert_every": 1000, "momentum": 0.0}
     opt = o.optimizer(model, kind, damping=1e-3, **options)
     for lr in (0.0, 0.0, 0.1):  # corrected from the third statistics on
         opt.param_groups[0]["lr"] = lr
-        before, g = vector(model), gradient(model, x, kind)
+        before = vector(model)
+        g = gradient(model, x, kind)
         o.step(opt, model, x, kind)
     got = opt.gram().dense()
     for name in {n.rpartition(".")[0] for n, _ in model.named_parameters()}:
@@ -123,14 +126,17 @@ def gradient(model: nn.Module, x: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("how", ["exact", "tikhonov"])
 def test_damping(how: str, value: float, kind: str) -> None:
     if how == "exact":
-        model, x = mlp(nn.LayerNorm(4)), torch.randn(6, 3)
+        model = mlp(nn.LayerNorm(4))
+        x = torch.randn(6, 3)
     else:
         model, x = mixed("mlp" if kind == "gaussian" else "grouped convolution")
-    before, g = vector(model), gradient(model, x, kind)
+    before = vector(model)
+    g = gradient(model, x, kind)
 
     def factored(r: Tensor, c: Tensor) -> o.Sides:
         """(R + √λ/π) ⊗ (C + π√λ), of each group."""
-        pi, root = ((c.trace() / len(c)) / (r.trace() / len(r))).sqrt(), value**0.5
+        pi = ((c.trace() / len(c)) / (r.trace() / len(r))).sqrt()
+        root = value**0.5
         return r + root / pi * torch.eye(len(r)), c + root * pi * torch.eye(len(c))
 
     if how == "exact":
@@ -145,8 +151,10 @@ def test_damping(how: str, value: float, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
 def test_no_damping_is_the_pseudo_inverse(kind: str) -> None:
     """Softmax logits are singular always; so is the input side of more weights than samples."""
-    model, x = mlp(nn.LayerNorm(4)), torch.randn(4 if kind == "gaussian" else 9, 3)
-    before, g = vector(model), gradient(model, x, kind)
+    model = mlp(nn.LayerNorm(4))
+    x = torch.randn(4 if kind == "gaussian" else 9, 3)
+    before = vector(model)
+    g = gradient(model, x, kind)
     f = o.definition(model, x, kind=kind)
     want = torch.linalg.pinv(f, hermitian=True, rtol=1e-11) @ g
     opt = o.stepped(model, x, kind=kind, lr=0.2, damping=0.0)
@@ -157,11 +165,15 @@ def test_no_damping_is_the_pseudo_inverse(kind: str) -> None:
 @pytest.mark.parametrize("damping", [0.0, 1e-2])
 @pytest.mark.parametrize("delta", [1e-3, 1e6])
 def test_the_clip_bounds_the_length_of_a_step(delta: float, damping: float) -> None:
-    model, x = mlp(), torch.randn(9, 3)
-    f, before, free = o.kfac(model, x, kind="gaussian"), vector(model), copy.deepcopy(model)
+    model = mlp()
+    x = torch.randn(9, 3)
+    f = o.kfac(model, x, kind="gaussian")
+    before = vector(model)
+    free = copy.deepcopy(model)
     o.stepped(free, x, kind="gaussian", lr=0.5, damping=damping)
     o.stepped(model, x, kind="gaussian", lr=0.5, damping=damping, kl_clip=delta)
-    moved, whole = before - vector(model), before - vector(free)
+    moved = before - vector(model)
+    whole = before - vector(free)
     length = float(moved @ f @ moved)
     assert length <= delta * (1 + 1e-9)
     assert_close(moved / moved.norm(), whole / whole.norm(), 1e-10, "the same direction")
@@ -173,8 +185,10 @@ def test_the_clip_bounds_the_length_of_a_step(delta: float, damping: float) -> N
 
 def test_weight_decay_momentum_and_groups() -> None:
     """w ← (1 − ηω)w − ηm, m ← μm + (F + λ)⁻¹g, with η, μ and ω of each group."""
-    model, x = mlp(nn.LayerNorm(4)), torch.randn(6, 3)
-    params, rates = list(model.parameters()), ((0.1, 0.9, 0.3), (0.02, 0.5, 0.0))
+    model = mlp(nn.LayerNorm(4))
+    x = torch.randn(6, 3)
+    params = list(model.parameters())
+    rates = ((0.1, 0.9, 0.3), (0.02, 0.5, 0.0))
     groups = [
         {"params": some, "lr": lr, "momentum": mu, "weight_decay": decay}
         for some, (lr, mu, decay) in zip((params[:2], params[2:]), rates, strict=True)
@@ -183,7 +197,8 @@ def test_weight_decay_momentum_and_groups() -> None:
     lr, mu, decay = torch.tensor(rates).repeat_interleave(sizes, 0).T
     opt = o.optimizer(model, "gaussian", params=groups, damping=Exact(0.01))
     f = o.definition(model, x, kind="gaussian") + 0.01 * torch.eye(len(lr))
-    w, m = vector(model), torch.zeros(len(lr))
+    w = vector(model)
+    m = torch.zeros(len(lr))
     for _ in range(3):  # statistics at the first step only
         m = mu * m + torch.linalg.solve(f, gradient(model, x, "gaussian"))
         w = (1 - lr * decay) * w - lr * m
@@ -193,7 +208,8 @@ def test_weight_decay_momentum_and_groups() -> None:
 
 def test_averages_forget_at_the_given_rate() -> None:
     """value = Σ β^(n−k)(1 − β) new_k / (1 − βⁿ)."""
-    model, batches = nn.Sequential(nn.Linear(3, 2)), [torch.randn(4, 3) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(3, 2))
+    batches = [torch.randn(4, 3) for _ in range(3)]
     opt = o.optimizer(model, "gaussian", ema=0.7, statistics_every=1)
     for x in batches:
         o.step(opt, model, x, "gaussian")
@@ -215,18 +231,25 @@ LOSSES = [("words and attention", "categorical"), ("grouped convolution", "gauss
 
 @pytest.mark.parametrize(("way", "loss"), each_once(CHANGES, LOSSES))
 def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> None:
-    (fisher, change), (case, kind) = way, loss
+    fisher, change = way
+    case, kind = loss
     model, x = mixed(case)
-    y = torch.randint(0, 3, (4, 3)) if kind == "categorical" else torch.randn(4, 8, 3)
+    if kind == "categorical":
+        y = torch.randint(0, 3, (4, 3))
+    else:
+        y = torch.randn(4, 8, 3)
 
     def value(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
         z = model(x)
         if kind == "categorical":
             return F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction=reduction)
         total = 0.5 * (z - y).square().sum()
-        return total if reduction == "sum" else total / z[..., 0].numel()
+        if reduction == "sum":
+            return total
+        return total / z[..., 0].numel()
 
-    twin, before = copy.deepcopy(model), vector(model)
+    twin = copy.deepcopy(model)
+    before = vector(model)
     # the damping is absolute, so a sum has none
     options: dict[str, Any] = {
         "lr": 0.1,
@@ -246,7 +269,10 @@ def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> No
     if change == "duplicate":
         value(twin, torch.cat([x, x]), torch.cat([y, y])).backward()
     elif change.endswith("micro-batches"):
-        sizes = [2, 2] if change == "micro-batches" else [1, 3]
+        if change == "micro-batches":
+            sizes = [2, 2]
+        else:
+            sizes = [1, 3]
         for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
             (value(twin, a, b) * len(a) / len(x)).backward()
     elif change == "sum":

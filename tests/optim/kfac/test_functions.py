@@ -24,7 +24,11 @@ from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Then
 from tests.pairs import each_once
 
-N, T, D, H, E = 3, 2, 4, 3, 3
+N = 3
+T = 2
+D = 4
+H = 3
+E = 3
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +56,8 @@ class Experts(nn.Module):
 
     def __init__(self, width: int = H) -> None:
         super().__init__()
-        self.maps, self.width = (
-            nn.ModuleList(nn.Linear(D, width, bias=False) for _ in range(E)),
-            width,
-        )
+        self.maps = nn.ModuleList(nn.Linear(D, width, bias=False) for _ in range(E))
+        self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_zeros(*x.shape[:-1], self.width)
@@ -287,7 +289,8 @@ def head(z: Tensor) -> Tensor:
 def pair(name: str) -> tuple[nn.Sequential, nn.Sequential, Tensor, list[Tensor]]:
     """Function, twin with the same numbers, inputs, and the twin's places of the parameters."""
     case = CASES[name]
-    by, twin = case.by(), case.twin()
+    by = case.by()
+    twin = case.twin()
     held = case.held(*twin.parameters())
     with torch.no_grad():
         for p, value in zip(by.parameters(), held, strict=True):
@@ -344,7 +347,10 @@ def test_steps_are_those_of_the_twin(name: str, rule: str) -> None:
         m.append(nn.Linear(3, 3))
     twin[-1].load_state_dict(model[-1].state_dict())
     for m in (model, twin):
-        own = {"likelihood": pb.likelihoods.Categorical()} if rule == "natural" else {}
+        if rule == "natural":
+            own = {"likelihood": pb.likelihoods.Categorical()}
+        else:
+            own = {}
         opt = pb.KFAC(m, 0.05, rule=rule, statistics_every=2, invert_every=4, **own)
         for _ in range(6):
             o.step(opt, m, x, "categorical")
@@ -358,20 +364,28 @@ class Root(nn.Module):
 
     def __init__(self, more: float) -> None:
         super().__init__()
-        self.first, self.last, self.more = nn.Linear(D, D), nn.Linear(D, H), more
-        self.gain, self.channel = nn.Parameter(torch.rand(D)), nn.Parameter(torch.rand(T, 1))
-        self.one, self.shift = nn.Parameter(torch.rand(())), nn.Parameter(torch.rand(T, 1))
+        self.first = nn.Linear(D, D)
+        self.last = nn.Linear(D, H)
+        self.more = more
+        self.gain = nn.Parameter(torch.rand(D))
+        self.channel = nn.Parameter(torch.rand(T, 1))
+        self.one = nn.Parameter(torch.rand(()))
+        self.shift = nn.Parameter(torch.rand(T, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)
-        h = (self.more + self.gain) * h if self.more else self.gain * h
+        if self.more:
+            h = (self.more + self.gain) * h
+        else:
+            h = self.gain * h
         return self.last(self.one * torch.tanh(h * self.channel + self.shift)).sum(1)
 
 
 @pytest.mark.parametrize("more", [0.0, 1.0])
 def test_gains_by_hand_are_units(more: float) -> None:
-    model, x = Root(more), torch.randn(N, T, D)
+    model = Root(more)
+    x = torch.randn(N, T, D)
     opt = o.stepped(model, x, kind="categorical")
     names = ["gain", "channel", "one", "shift"]
     assert {r.name for r in opt.coverage() if r.block == "units"} == {*names}
@@ -392,14 +406,13 @@ def test_weight_norms_directions_have_the_weights_block(dim: int, old: bool) -> 
         conv = normed(nn.Conv1d(D, H, 2), dim=dim)
     model, twin = (nn.Sequential(m, Then(head)) for m in (conv, nn.Conv1d(D, H, 2)))
     held = dict(conv.named_parameters())
-    v, g = (
-        next(p for p in held.values() if p.numel() == H * D * 2),
-        held["weight_g" if old else NEW],
-    )
+    v = next(p for p in held.values() if p.numel() == H * D * 2)
+    g = held["weight_g" if old else NEW]
     with torch.no_grad():
         g.mul_(torch.rand_like(g) + 0.5)
     x = torch.randn(N, D, 4)
-    twin[0].weight.data, twin[0].bias.data = torch._weight_norm(v, g, dim).detach(), conv.bias.data
+    twin[0].weight.data = torch._weight_norm(v, g, dim).detach()
+    twin[0].bias.data = conv.bias.data
     opt = o.stepped(model, x, kind="categorical")
     name = next(n for n, p in model.named_parameters() if p is v)
     rows = {r.name: r.block for r in opt.coverage()}
@@ -417,9 +430,12 @@ def test_weight_norms_directions_follow_other_rules(rule: str) -> None:
     plain = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 3))
     normed = copy.deepcopy(plain)
     nn.utils.parametrizations.weight_norm(normed[0])
-    v, w = normed.get_parameter(f"0.{NEW[:-1]}1"), plain[0].weight
-    x, y = torch.randn(N, D), torch.randint(3, (N,))
-    found, start = [], w.detach().clone()
+    v = normed.get_parameter(f"0.{NEW[:-1]}1")
+    w = plain[0].weight
+    x = torch.randn(N, D)
+    y = torch.randint(3, (N,))
+    found = []
+    start = w.detach().clone()
     for model, p in ((normed, v), (plain, w)):
         opt = pb.KFAC(model, likelihood=nn.CrossEntropyLoss(), rule=rule)
         F.cross_entropy(model(x), y).backward()
@@ -437,8 +453,10 @@ class Tied(nn.Module):
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__()
-        self.table, self.mid = nn.Parameter(torch.randn(5, D)), nn.Linear(D, D)
-        self.words, self.head = nn.Embedding(5, D), nn.Linear(D, 5, bias=False)
+        self.table = nn.Parameter(torch.randn(5, D))
+        self.mid = nn.Linear(D, D)
+        self.words = nn.Embedding(5, D)
+        self.head = nn.Linear(D, 5, bias=False)
         self.by_hand = by_hand
         self.words.weight = self.head.weight = self.table
 
@@ -450,7 +468,8 @@ class Tied(nn.Module):
 
 def test_a_tied_table_is_that_of_modules() -> None:
     x = torch.randint(0, 5, (N, T))
-    one, two = Tied(True), Tied(False)
+    one = Tied(True)
+    two = Tied(False)
     two.load_state_dict(one.state_dict())
     got, want = (o.stepped(m, x, kind="categorical") for m in (one, two))
     assert_close(o.gram(got, one), o.gram(want, two), 1e-12, "by functions and by modules")

@@ -48,9 +48,12 @@ def pair(one: Any, two: Any, tied: bool = False) -> nn.Sequential:
 
 def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """Models by name, and the shape of their batch."""
-    embed, shared, norm = nn.Embedding, nn.Linear(3, 3), nn.InstanceNorm1d(3, affine=True)
+    embed = nn.Embedding
+    shared = nn.Linear(3, 3)
+    norm = nn.InstanceNorm1d(3, affine=True)
     alone = (Then(lambda x: x[0]), norm, Then(lambda x: x.mT[None]), nn.Linear(3, 2))
-    half, fixed = mlp(), nn.BatchNorm1d(4)
+    half = mlp()
+    fixed = nn.BatchNorm1d(4)
     half[0].weight.requires_grad = half[2].bias.requires_grad = False
     fixed(torch.randn(5, 4) + 0.3)  # running statistics of some data
     around: Any = {"groups": 2, "stride": 2, "padding": 1, "padding_mode": "circular"}
@@ -116,16 +119,23 @@ def agree(opt: pb.KFAC, model: nn.Module, want: Tensor, law: str, tol: float = 1
     assert_close(o.part(got, model, known), o.part(want, model, known), tol, law)
     assert float(torch.linalg.eigvalsh(got)[0]) >= -1e-10 * float(got.norm())
     for row in opt.coverage():
-        kind = "units" if row.name.endswith("gain") else ("kronecker", "units")
+        if row.name.endswith("gain"):
+            kind = "units"
+        else:
+            kind = ("kronecker", "units")
         assert row.block.startswith(kind if row.name in o.index(model) else "none"), row
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize(("layer", "way"), each_once(layers(), WAYS))
 def test_the_gram_is_that_of_the_definition(layer: str, way: tuple[Any, ...]) -> None:
-    (model, shape), (kind, joint, sharing, reduction) = layers()[layer], way
+    model, shape = layers()[layer]
+    kind, joint, sharing, reduction = way
     words = any(isinstance(m, nn.Embedding) for m in model.modules())
-    x = torch.randint(0, 5, shape) if words else torch.randn(shape)
+    if words:
+        x = torch.randint(0, 5, shape)
+    else:
+        x = torch.randn(shape)
     x[0, 0] = 1  # the table's padding, where it has one
     if sharing == "reduce" and layer in WITHOUT_REDUCE:
         sharing = "expand"
@@ -138,7 +148,8 @@ def test_the_gram_is_that_of_the_definition(layer: str, way: tuple[Any, ...]) ->
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
 def test_the_output_may_have_its_samples_second(kind: str, sharing: str) -> None:
-    model, x = mlp(), torch.randn(4, 3, 3)
+    model = mlp()
+    x = torch.randn(4, 3, 3)
     opt = o.stepped(model, x, kind=kind, sharing=sharing, batch_dim=1)
     want = o.kfac(model, x, kind=kind, reduce=sharing == "reduce", batch_dim=1)
     assert_close(opt.gram().dense(), want, 1e-12, "time before samples")
@@ -147,14 +158,18 @@ def test_the_output_may_have_its_samples_second(kind: str, sharing: str) -> None
 @pytest.mark.parametrize("ignored", [False, True])
 def test_sides_longer_than_max_factor_are_diagonals(ignored: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 11))
-    x, y = torch.randn(6, 3, 5, 5), torch.arange(6)
+    x = torch.randn(6, 3, 5, 5)
+    y = torch.arange(6)
     y[3] = -100 if ignored else 3
     opt = o.stepped(model, x, y=y, kind="categorical", max_factor=10)
 
     def change(r: Tensor, c: Tensor) -> o.Sides:
         return r if len(r) <= 10 else r.diagonal().diag(), c.diagonal().diag()
 
-    keep = y >= 0 if ignored else None
+    if ignored:
+        keep = y >= 0
+    else:
+        keep = None
     want = o.kfac(model, x, kind="categorical", keep=keep, change=change)
     assert_close(opt.gram().dense(), want, 1e-12, "diagonal sides")
     blocks = [r.block for r in opt.coverage()]
@@ -167,7 +182,8 @@ def test_sides_longer_than_max_factor_are_diagonals(ignored: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
 def test_draws_converge_to_the_exact_fisher(kind: str) -> None:
-    model, x = mlp(), torch.randn(100, 3)
+    model = mlp()
+    x = torch.randn(100, 3)
     opt = o.stepped(model, x, kind=kind, fisher="mc", draws=80)
     assert_close(opt.gram().dense(), o.kfac(model, x, kind=kind), 0.06, "average of draws")
 
@@ -176,7 +192,8 @@ def test_draws_converge_to_the_exact_fisher(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
 def test_the_empirical_fisher_is_that_of_the_losses_of_samples(kind: str, reduction: str) -> None:
     """Positions of one sample meet in one covector."""
-    model, x = mlp(), torch.randn(4, 2, 3)
+    model = mlp()
+    x = torch.randn(4, 2, 3)
     opt = o.stepped(model, x, kind=kind, fisher="empirical", reduction=reduction)
     z = model(x)
     slope = torch.autograd.grad(o.loss(z, kind, "sum"), z)[0]
@@ -189,7 +206,8 @@ def test_the_empirical_fisher_is_that_of_the_losses_of_samples(kind: str, reduct
 def test_a_parameter_of_no_layer_has_squares_of_drawn_gradients(
     fisher: str, draws: int, steps: int
 ) -> None:
-    model, x = nn.Sequential(Gain(3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(4, 3)
+    model = nn.Sequential(Gain(3), nn.Tanh(), nn.Linear(3, 2))
+    x = torch.randn(4, 3)
     options: Any = {"statistics_every": 1, "ema": 0.999, "fisher": fisher, "draws": draws}
     opt = o.optimizer(model, "categorical", **options)
     for _ in range(steps):
@@ -220,13 +238,18 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
-        options = {"batch_first": True} if issubclass(kind, nn.RNNBase) else {}
-        self.rnn, self.head = kind(3, 4, **options), nn.Linear(4, 2)
+        if issubclass(kind, nn.RNNBase):
+            options = {"batch_first": True}
+        else:
+            options = {}
+        self.rnn = kind(3, 4, **options)
+        self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.rnn, nn.RNNBase):
             return self.head(self.rnn(x)[0])
-        state, out = None, []
+        state = None
+        out = []
         for step in x.unbind(1):
             state = self.rnn(step, state)
             out.append(state[0] if isinstance(state, tuple) else state)  # an LSTM's is (h, c)
@@ -241,7 +264,9 @@ class Unrolled(nn.Module):
     def __init__(self, like: Recurrent) -> None:
         super().__init__()
         wih, whh, bih, bhh = like.rnn.parameters()
-        self.ih, self.hh, self.head = nn.Linear(3, len(wih)), nn.Linear(4, len(wih)), like.head
+        self.ih = nn.Linear(3, len(wih))
+        self.hh = nn.Linear(4, len(wih))
+        self.head = like.head
         self.ih.load_state_dict({"weight": wih, "bias": bih})
         self.hh.load_state_dict({"weight": whh, "bias": bhh})
         self.gates = len(wih) // 4
@@ -250,7 +275,8 @@ class Unrolled(nn.Module):
         h = c = x.new_zeros(len(x), 4)
         out = []
         for step in x.unbind(1):
-            u, v = self.ih(step), self.hh(h)
+            u = self.ih(step)
+            v = self.hh(h)
             if self.gates == 1:
                 h = torch.tanh(u + v)
             elif self.gates == 4:
@@ -258,7 +284,8 @@ class Unrolled(nn.Module):
                 c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
                 h = torch.sigmoid(q) * torch.tanh(c)
             else:
-                (ur, uz, un), (vr, vz, vn) = u.chunk(3, -1), v.chunk(3, -1)
+                ur, uz, un = u.chunk(3, -1)
+                vr, vz, vn = v.chunk(3, -1)
                 z = torch.sigmoid(uz + vz)
                 h = (1 - z) * torch.tanh(un + torch.sigmoid(ur + vr) * vn) + z * h
             out.append(h)
@@ -292,11 +319,15 @@ class ByHand(nn.Module):
         super().__init__()
         a = like.attend
         weights: Any = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
-        weights = weights if a.in_proj_weight is None else a.in_proj_weight.chunk(3)
+        if a.in_proj_weight is None:
+            weights = weights
+        else:
+            weights = a.in_proj_weight.chunk(3)
         self.q, self.k, self.v = (nn.Linear(w.shape[1], 4) for w in weights)
         for m, w, b in zip((self.q, self.k, self.v), weights, a.in_proj_bias.chunk(3), strict=True):
             m.load_state_dict({"weight": w, "bias": b})
-        self.o, self.head = a.out_proj, like.head
+        self.o = a.out_proj
+        self.head = like.head
         self.more = [
             torch.zeros(1, 0, 4) if b is None else b.detach() for b in (a.bias_k, a.bias_v)
         ]
@@ -304,7 +335,8 @@ class ByHand(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         y = x if y is None else y
         more = [b.expand(len(x), -1, -1) for b in self.more]
-        k, v = torch.cat([self.k(y), more[0]], 1), torch.cat([self.v(y), more[1]], 1)
+        k = torch.cat([self.k(y), more[0]], 1)
+        v = torch.cat([self.v(y), more[1]], 1)
         q, k, v = (a.unflatten(-1, (2, 2)).transpose(1, 2) for a in (self.q(x), k, v))
         mixed = torch.softmax(q @ k.mT / 2**0.5, -1) @ v
         return self.head(self.o(mixed.transpose(1, 2).flatten(2)))
@@ -329,16 +361,22 @@ FUSED: dict[str, Twins] = {
 )
 def test_a_fused_layer_is_its_linear_maps(name: str, way: tuple[bool, bool]) -> None:
     """Also where the loss ignores places: those that others read count on the side that is read."""
-    (make, by_hand, shapes), (joint, ignored) = FUSED[name], way
-    model, args = make(), [torch.randn(*shape) for shape in shapes]
+    make, by_hand, shapes = FUSED[name]
+    joint, ignored = way
+    model = make()
+    args = [torch.randn(*shape) for shape in shapes]
     twin = by_hand(model)
     assert_close(twin(*args), model(*args), 1e-12, "the same function")
-    y, keep = torch.arange(6).view(2, 3) % 2, None
+    y = torch.arange(6).view(2, 3) % 2
+    keep = None
     if ignored:  # the first place of one sample, the last one of the other
         y[0, 0] = y[1, 2] = -100
         keep = y >= 0
     opt = o.stepped(model, *args, y=y, kind="categorical", joint=joint)
-    learned = ["attend.bias_k", "attend.bias_v"] if "learned" in name else []
+    if "learned" in name:
+        learned = ["attend.bias_k", "attend.bias_v"]
+    else:
+        learned = []
     got = o.part(opt.gram().dense(), model, [n for n in o.index(model) if n not in learned])
     order = list(twin.order)
     want = o.part(o.kfac(twin, *args, kind="categorical", joint=joint, keep=keep), twin, order)
@@ -377,7 +415,8 @@ def test_micro_batches_of_other_lengths_pool_by_places() -> None:
 
 def on_features(r: Random, n: int) -> nn.Module:
     """A layer on the last axis of n features."""
-    bias, wide = r.random() < 0.5, r.randint(1, 4)
+    bias = r.random() < 0.5
+    wide = r.randint(1, 4)
     makers: list[Callable[[], nn.Module]] = [
         lambda: nn.Linear(n, wide, bias=bias),
         lambda: nn.LayerNorm(n, eps=1e-3, bias=bias),
@@ -403,7 +442,8 @@ def on_images(r: Random, n: int, dims: int) -> nn.Module:
     groups = r.choice([g for g in (1, 2, 3) if n % g == 0])
     options: dict[str, Any] = {"groups": groups, "bias": r.random() < 0.5}
     options["stride"] = stride = [r.randint(1, 2) for _ in range(dims)]
-    out, size = groups * r.randint(1, 2), [r.randint(1, 3) for _ in range(dims)]
+    out = groups * r.randint(1, 2)
+    size = [r.randint(1, 3) for _ in range(dims)]
     if kind == "Conv":
         options["dilation"] = dilation = [r.randint(1, 2) for _ in range(dims)]
         reach = [d * (k - 1) for k, d in zip(size, dilation, strict=True)]
@@ -415,7 +455,9 @@ def on_images(r: Random, n: int, dims: int) -> nn.Module:
 
 def network(r: Random) -> tuple[nn.Module, Tensor]:
     """A network, and a batch for it."""
-    samples, layers, n = r.randint(1, 3), nn.Sequential(), r.randint(1, 4)
+    samples = r.randint(1, 3)
+    layers = nn.Sequential()
+    n = r.randint(1, 4)
     family = r.choice(["vectors", "sequences", "words", "images", "images"])
     x = torch.randn(samples, *([r.randint(1, 3)] if family == "sequences" else []), n)
     if family == "words":
@@ -447,8 +489,10 @@ def test_random_networks(seed: int) -> None:
     r = Random(seed)
     torch.manual_seed(seed)
     model, x = network(r)
-    kind, joint = r.choice(["gaussian", "categorical", "euclidean"]), r.random() < 0.5
-    sharing, reduction = r.choice(["expand", "reduce"]), r.choice(["mean", "sum"])
+    kind = r.choice(["gaussian", "categorical", "euclidean"])
+    joint = r.random() < 0.5
+    sharing = r.choice(["expand", "reduce"])
+    reduction = r.choice(["mean", "sum"])
     how: dict[str, Any] = {"kind": kind, "joint": joint, "reduction": reduction}
     want = o.definition(model, x, reduce=sharing == "reduce", **how)
     opt = o.stepped(model, x, lr=0.1, sharing=sharing, damping=1e-2, **how)

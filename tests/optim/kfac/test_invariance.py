@@ -35,7 +35,8 @@ def kfac(side: TwinSide, **options: Any) -> pb.KFAC:
 
 def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 3) -> float:
     """How far both functions are apart after the steps, relative to their way."""
-    sides, optimizers = (pair.one, pair.two), [build(pair.one), build(pair.two)]
+    sides = (pair.one, pair.two)
+    optimizers = [build(pair.one), build(pair.two)]
 
     def values() -> list[Tensor]:
         with torch.no_grad():
@@ -74,7 +75,8 @@ def test_twins_stay_together(name: str, options: dict[str, Any]) -> None:
 def test_a_reference_lets_batches_be_smaller_than_layers() -> None:
     """Three samples span nothing; second moments of many samples fill the rest invariantly."""
     pair = BY_NAME["tanh MLP"].make(0)
-    (x, y), averages = pair.batch(), {}
+    x, y = pair.batch()
+    averages = {}
     for side in (pair.one, pair.two):
         with kfac(side) as first:
             first.param_groups[0]["lr"] = 0.0
@@ -148,7 +150,8 @@ def test_softmax_logits_are_singular_whatever_round_off_says(dtype: torch.dtype)
     for n in (3, 5, 7, 12):
         for seed in range(4):
             torch.manual_seed(seed)
-            model, x = nn.Linear(4, n).to(dtype), 3 * torch.randn(50, 4, dtype=dtype)
+            model = nn.Linear(4, n).to(dtype)
+            x = 3 * torch.randn(50, 4, dtype=dtype)
             opt = queried(model, x, pb.likelihoods.Categorical(), fisher="mc")
             (found,) = opt.degenerate()
             assert (found.names[0], found.side, found.rank) == ("weight", "output", n - 1)
@@ -195,7 +198,8 @@ def average(width: int = 6, **options: Any) -> Any:
     [(Invariant(0.1), 3.0), (Invariant(1e-3), 100.0), (Adaptive(Invariant(0.1)), 100.0)],
 )
 def test_normalized_twins_stay_together(damping: Any, scale: float) -> None:
-    x, start = data()[0], normed()(data()[0]).detach()
+    x = data()[0]
+    start = normed()(data()[0]).detach()
     for given, together in ((damping, True), (0.1, False)):
         seen = []
         for gain in (1.0, scale):
@@ -231,7 +235,8 @@ def test_units_that_never_matter_are_left_out_and_named() -> None:
 
 def test_which_reference_serves() -> None:
     """Also inside an adaptive damping; a block that it lacks has its own average, and is named."""
-    reference, moves = average(), []
+    reference = average()
+    moves = []
     for damping in (
         Invariant(0.5, reference), Adaptive(Invariant(0.5, reference)), Invariant(0.5),
         Invariant(0.5, average(joint=False)),
@@ -252,7 +257,8 @@ def test_which_reference_serves() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_reference_of_another_width_is_refused(adaptive: bool) -> None:
-    damping, model = Invariant(0.1, average(width=7)), normed()
+    damping = Invariant(0.1, average(width=7))
+    model = normed()
     before = vector(model)
     with refused("reference does not fit", "7", "KFAC.average()"):
         trained(model, Adaptive(damping) if adaptive else damping)

@@ -24,7 +24,9 @@ class Auxiliary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.side = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(5, 2)
+        self.body = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 4)
+        self.side = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         self.features = torch.tanh(self.body(x))
@@ -32,7 +34,8 @@ class Auxiliary(nn.Module):
 
 
 def test_a_head_beside_the_measured_output_is_named_once() -> None:
-    model, (x, y) = Auxiliary().double(), batch()
+    model = Auxiliary().double()
+    x, y = batch()
     opt = kfac(model)
     for i in range(3):
         opt.zero_grad()
@@ -63,7 +66,8 @@ class Doubling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.bias = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * F.linear(x, self.weight, self.bias)
@@ -76,7 +80,8 @@ def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
 
     register(Doubling)(Wrong)
     try:
-        model, (x, y) = Doubling().double(), batch()
+        model = Doubling().double()
+        x, y = batch()
         opt = kfac(model)
         F.cross_entropy(model(x), y).backward()
         opt.step()
@@ -92,7 +97,8 @@ def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
 def test_the_gram_right_after_an_inversion_has_corrected_eigenvalues(every: int) -> None:
     """With a batch that stays, the EKFAC Gram is the same before and after new eigenbases."""
     torch.manual_seed(0)
-    model, (x, y) = nn.Linear(3, 4, bias=False).double(), batch()
+    model = nn.Linear(3, 4, bias=False).double()
+    x, y = batch()
     options = {"fisher": "exact", "lr": 0.0, "ekfac": True, "statistics_every": 1}
     opt = kfac(model, invert_every=every, **options)
     for _ in range(5):
@@ -124,7 +130,9 @@ class Inside(nn.Module):
 
 def test_outputs_that_are_cast_after_the_loss_was_computed() -> None:
     torch.manual_seed(0)
-    model, x, y = Inside(), torch.randn(16, 5), torch.randint(0, 3, (16,))
+    model = Inside()
+    x = torch.randn(16, 5)
+    y = torch.randint(0, 3, (16,))
     inner = model.forward
     model.forward = lambda *a: {n: t.float() for n, t in inner(*a).items()}  # type: ignore
     options = {"likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "lr": 0.0}
@@ -152,7 +160,8 @@ def test_an_empirical_fisher_of_a_scaled_loss_is_noticed(reduction: str) -> None
     grams = []
     for scale, options in ((1.0, {}), (65536.0, {"grad_scaler": Scaler()}), (65536.0, {})):
         torch.manual_seed(0)
-        model, (x, y) = net(), batch()
+        model = net()
+        x, y = batch()
         opt = kfac(model, fisher="empirical", reduction=reduction, lr=0.0, **options)
         loss = scale * F.cross_entropy(model(x), y, reduction=reduction)
         if scale > 1 and not options:
@@ -195,7 +204,8 @@ def test_a_forked_process_trains_alike() -> None:
 
 def test_inputs_that_a_hook_overwrites_during_backward() -> None:
     torch.manual_seed(0)
-    model, (x, y) = net(), batch()
+    model = net()
+    x, y = batch()
     want = gram(model, x, y)
     held = x.clone().requires_grad_()
     z = model(held)
@@ -220,7 +230,8 @@ def test_the_clip_holds_the_kl_divergence_of_a_step() -> None:
         before = model(x)
         F.cross_entropy(before, y).backward()
         opt.step()
-        old, new = before.detach().log_softmax(1), model(x).detach().log_softmax(1)
+        old = before.detach().log_softmax(1)
+        new = model(x).detach().log_softmax(1)
         found.append(float(F.kl_div(new, old, log_target=True, reduction="batchmean")))
     assert sorted(found)[15] < 5e-2  # ½δ by the quadratic model of averages; it was above 1
 
@@ -238,7 +249,8 @@ class Scaled(nn.Module):
 
 
 def test_vectors_of_no_known_layer_follow_adam_for_a_true_reason_and_not_silently() -> None:
-    model, (x, y) = nn.Sequential(Scaled(3, 5), nn.Tanh(), Scaled(5, 4)).double(), batch()
+    model = nn.Sequential(Scaled(3, 5), nn.Tanh(), Scaled(5, 4)).double()
+    x, y = batch()
     opt = pb.KFAC(model)
     for i in range(2):
         opt.zero_grad()
@@ -289,10 +301,8 @@ def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
             nn.utils.spectral_norm],
 )  # fmt: skip
 def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any) -> None:
-    model, (x, y) = (
-        nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double(),
-        batch(),
-    )
+    model = nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double()
+    x, y = batch()
     every: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
     for options in every:
         opt = pb.KFAC(model, **options)

@@ -17,7 +17,8 @@ RULE: dict[str, Any] = {"step": pb.steps.QuadraticModel(), "statistics_every": 1
 
 def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     """At the last layer the residual is Δz: places are the channels, with cotangents 0 and √q."""
-    problem, network = pb.pde.Poisson(2), pb.pde.mlp(2, 5, 1, seed=0)
+    problem = pb.pde.Poisson(2)
+    network = pb.pde.mlp(2, 5, 1, seed=0)
     trial = Trial(network, {}, next(network.parameters()))
     sites = SamplingPlan(problem, 21, points=9).draw(0)
     (equation,) = (c for c in problem.conditions if c.name == "equation")
@@ -32,7 +33,8 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     t = torch.tanh(points.x @ w.T + b)
     laplacian = -2 * t * (1 - t**2) * (w**2).sum(1)
     # value and Laplacian are carried to the last layer: two places, the bias at the first alone
-    value, second = nn.functional.pad(t, (0, 1), value=1.0), nn.functional.pad(laplacian, (0, 1))
+    value = nn.functional.pad(t, (0, 1), value=1.0)
+    second = nn.functional.pad(laplacian, (0, 1))
     want = q.sum() * (value.T @ value + second.T @ second) / (2 * len(t))
     torch.testing.assert_close(opt.gram().dense()[-6:, -6:], want, rtol=1e-10, atol=1e-12)
 

@@ -21,17 +21,25 @@ class Normed(nn.Module):
 
     def __init__(self, norm: nn.Module, more: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        self.first, self.norm, self.head = nn.Linear(5, 8), norm, nn.Linear(8, 3)
-        self.more, self.checkpointed = more, checkpointed
+        self.first = nn.Linear(5, 8)
+        self.norm = norm
+        self.head = nn.Linear(8, 3)
+        self.more = more
+        self.checkpointed = checkpointed
 
     def inner(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         channels_first = isinstance(self.norm, nn.BatchNorm1d | nn.GroupNorm)
-        return self.norm(h.mT).mT if channels_first else self.norm(h)
+        if channels_first:
+            return self.norm(h.mT).mT
+        return self.norm(h)
 
     def forward(self, x: Tensor) -> Tensor:
         h: Any = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else None
-        h = self.inner(x) if h is None else h
+        if h is None:
+            h = self.inner(x)
+        else:
+            h = h
         return self.head((h + self.norm.bias if self.more else h).mean(1))
 
 
@@ -41,7 +49,8 @@ NORMS = [nn.LayerNorm(8), nn.RMSNorm(8), nn.BatchNorm1d(8), nn.GroupNorm(2, 8)]
 def step(model: nn.Module, opt: Any = None, dtype: torch.dtype | None = torch.bfloat16) -> None:
     """By autocast to `dtype`, or in the model's own."""
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(48, 32, 5, generator=g), torch.randint(0, 3, (48,), generator=g)
+    x = torch.randn(48, 32, 5, generator=g)
+    y = torch.randint(0, 3, (48,), generator=g)
     x = x.to(next(model.parameters()).dtype)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         z = model(x)
@@ -53,7 +62,8 @@ def step(model: nn.Module, opt: Any = None, dtype: torch.dtype | None = torch.bf
 @pytest.mark.parametrize("everything", [False, True])
 def test_autocast(everything: bool) -> None:
     """Around the forward pass, or around backward pass and step as well."""
-    model, (x, y) = net(torch.float32), batch(dtype=torch.float32)
+    model = net(torch.float32)
+    x, y = batch(dtype=torch.float32)
     want = gram(model, x, y)
     opt = kfac(model, fisher="exact", lr=0.0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -97,7 +107,8 @@ def test_blocks_are_those_of_float32_also_from_checkpoints() -> None:
 
 
 def test_a_shift_that_is_used_elsewhere_and_a_layer_that_was_changed_are_noticed() -> None:
-    more, changed = Normed(nn.LayerNorm(8), more=True), Normed(nn.LayerNorm(8))
+    more = Normed(nn.LayerNorm(8), more=True)
+    changed = Normed(nn.LayerNorm(8))
     own = changed.norm.forward
     changed.norm.forward = lambda input: 2 * own(input)
     for model, blocks in ((more, ["units", "diagonal"]), (changed, ["diagonal", "diagonal"])):
@@ -111,7 +122,8 @@ def test_a_shift_that_is_used_elsewhere_and_a_layer_that_was_changed_are_noticed
 @pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-3}, {"ekfac": True}], ids=str)
 def test_training_in_bfloat16(options: dict[str, Any]) -> None:
     model = net(torch.bfloat16)
-    opt, start = kfac(model, **options), vector(model)
+    opt = kfac(model, **options)
+    start = vector(model)
     train(opt, model, 6, dtype=torch.bfloat16)
     assert opt.info.accepted
     assert all("kronecker" in row.block for row in opt.coverage())
@@ -120,8 +132,10 @@ def test_training_in_bfloat16(options: dict[str, Any]) -> None:
 
 def test_large_gradients_in_float32_are_finite() -> None:
     """Squares overflow from 1e19 on."""
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    opt, before = pb.KFAC(model, lr=1e-26, rule="natural"), vector(model)
+    model = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    opt = pb.KFAC(model, lr=1e-26, rule="natural")
+    before = vector(model)
     (1e25 * model(x).square().mean()).backward()
     opt.step()
     assert opt.info.accepted
@@ -137,7 +151,8 @@ def test_large_gradients_in_float32_are_finite() -> None:
 )
 def test_the_largest_number_is_finite(dtype: torch.dtype) -> None:
     largest = torch.full((70,), torch.finfo(dtype).max, dtype=dtype)
-    empty, other = torch.zeros(0), torch.ones(3, dtype=torch.float64)
+    empty = torch.zeros(0)
+    other = torch.ones(3, dtype=torch.float64)
     assert bool(finite([empty, largest, other]))
     assert bool(finite([empty]))
     for value in (torch.inf, -torch.inf, torch.nan):
@@ -149,7 +164,8 @@ def test_the_largest_number_is_finite(dtype: torch.dtype) -> None:
 def test_large_gradients_in_float16_are_finite() -> None:
     """Their norm overflows there."""
     model = nn.Linear(256, 256).half()
-    opt, before = pb.KFAC(model, lr=1e-6, damping=1e-2), vector(model)
+    opt = pb.KFAC(model, lr=1e-6, damping=1e-2)
+    before = vector(model)
     x = torch.randn(4, 256)
     (model(x.half()).float() * 1000).sum().backward()
     assert model.weight.grad is not None

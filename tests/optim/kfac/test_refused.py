@@ -18,7 +18,8 @@ from pullback.steps import Constant, QuadraticModel
 from ..common import hooks, refused
 from .common import DOUBLE, batch, kfac, net, train, vector
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,8 @@ def test_rates_that_were_put_into_groups() -> None:
     before = vector(model)
     wrong = [("lr", x) for x in ("0.1", None, True, NAN, -0.1, torch.ones(2), torch.tensor(-1.0))]
     for name, value in (*wrong, ("momentum", 1.0), ("weight_decay", {})):
-        good, opt.param_groups[0][name] = opt.param_groups[0][name], value
+        good = opt.param_groups[0][name]
+        opt.param_groups[0][name] = value
         with refused(f"{name}= is not usable", "got", "Use a number"):
             train(opt, model)
         opt.param_groups[0][name] = good
@@ -160,7 +162,8 @@ MISSED: list[tuple[Callable[[Any, Tensor, Tensor], Any], str]] = [
 @pytest.mark.parametrize(("prepare", "why"), MISSED)
 def test_statistics_steps_that_saw_nothing(prepare: Callable[..., None], why: str) -> None:
     model = net()
-    opt, before = kfac(model), vector(model)
+    opt = kfac(model)
+    before = vector(model)
     prepare(model, *batch())
     with refused("A statistics step saw no layer", why, "in training mode"):
         opt.step()
@@ -170,8 +173,10 @@ def test_statistics_steps_that_saw_nothing(prepare: Callable[..., None], why: st
 
 
 def test_steps_without_gradients_in_inference_mode_or_with_a_strange_closure() -> None:
-    model, (x, y) = net(), batch()
-    opt, before = kfac(model), vector(model)
+    model = net()
+    x, y = batch()
+    opt = kfac(model)
+    before = vector(model)
     for closure in (None, lambda: F.cross_entropy(model(x), y)):
         with refused("There is no gradient to follow", "None", "Call loss.backward()"):
             opt.step(closure)
@@ -195,7 +200,8 @@ class After(nn.Module):
 
     def __init__(self, after: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.net, self.after = net(), after
+        self.net = net()
+        self.after = after
 
     def forward(self, x: Tensor) -> Any:
         return self.after(self.net(x))
@@ -240,7 +246,8 @@ PASSES: dict[str, tuple[Any, dict[str, Any], Any, str]] = {
 @pytest.mark.parametrize("name", PASSES)
 def test_passes(name: str) -> None:
     make, options, call, words = PASSES[name]
-    model, x = make(), batch()[0]
+    model = make()
+    x = batch()[0]
     with kfac(model, **options), refused(*words.split("|")):
         (model(x) if call is None else call(model, x)).sum().backward()
 
@@ -249,7 +256,8 @@ def test_a_changed_shape() -> None:
     model = net()
     opt = kfac(model, statistics_every=1)
     train(opt, model)
-    model[2].weight.data, model[2].bias.data = torch.randn(7, 5), torch.randn(7)
+    model[2].weight.data = torch.randn(7, 5)
+    model[2].bias.data = torch.randn(7)
     with refused("'2.weight' changed its shape", "(4, 5), and is (7, 5)", "Build the optimizer"):
         train(opt, model)
 
@@ -271,8 +279,10 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("name", STATES)
 def test_states_that_do_not_fit_change_nothing(name: str) -> None:
     make, change = STATES[name]
-    source, one = net(), make()
-    saved, first = kfac(source), kfac(one)
+    source = net()
+    one = make()
+    saved = kfac(source)
+    first = kfac(one)
     train(saved, source, 3)
     train(first, one, 2)
     second = copy.deepcopy(first)

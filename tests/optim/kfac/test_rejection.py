@@ -15,7 +15,8 @@ from tests.pairs import all_pairs
 from ..common import hooks, same
 from .common import DOUBLE, batch, gram, kfac, net, train, vector
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,8 @@ class Spoiled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.norm = net(), nn.LayerNorm(4)
+        self.net = net()
+        self.norm = nn.LayerNorm(4)
         self.spoil: Callable[[Tensor], Tensor] = lambda z: z
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +45,8 @@ def state(opt: pb.KFAC) -> Any:
 
 def broken_pass(model: Spoiled, where: str) -> None:
     """A backward pass with a value that is not finite."""
-    (x, y), value = batch(), NAN if where in ("loss", "input") else INF
+    x, y = batch()
+    value = NAN if where in ("loss", "input") else INF
     model.spoil = lambda z: z * (value if where == "output" else 1.0)
     loss = F.cross_entropy(model(x * (value if where == "input" else 1.0)), y)
     (loss * (value if where == "loss" else 1.0)).backward()
@@ -67,7 +70,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(where: str, kind: str, fi
     opt = kfac(model, fisher=fisher, weight_decay=0.1)
     train(opt, model, at)
     twin = copy.deepcopy(opt)
-    before, due = state(opt), opt.statistics_due
+    before = state(opt)
+    due = opt.statistics_due
     opt.zero_grad()
     broken_pass(model, where)
     opt.step()
@@ -83,10 +87,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(where: str, kind: str, fi
 @pytest.mark.parametrize(("how", "at"), [("mask", 0), ("mask", 2), ("huge", 2), ("huge", 4)])
 def test_statistics_that_are_not_finite_are_left_and_told(how: str, at: int) -> None:
     """Beside finite gradients: one logit is masked in the loss, or squares of inputs overflow."""
-    model, x = Spoiled(), batch()[0]
+    model = Spoiled()
+    x = batch()[0]
     opt = kfac(model, metric=lambda z: torch.diag_embed(z * z), weight_decay=0.1)
     train(opt, model, at)
-    held, start = opt.gram().dense() if at else None, vector(model)
+    if at:
+        held = opt.gram().dense()
+    else:
+        held = None
+    start = vector(model)
     if how == "mask":
         model.spoil = lambda z: torch.cat([z[:, :3], z[:, 3:] * INF], 1)
     opt.zero_grad()
@@ -108,17 +117,22 @@ def test_statistics_that_are_not_finite_are_left_and_told(how: str, at: int) -> 
 
 @pytest.mark.parametrize("where", ["forward", "metric", "first of two calls", "closure"])
 def test_an_exception_reaches_the_caller_and_the_next_step_is_as_ever(where: str) -> None:
-    model, broken = Spoiled(), set()
+    model = Spoiled()
+    broken = set()
 
     def meets(place: str, z: Tensor) -> Tensor:
         if place in broken:
             raise ValueError("broken off")
-        return torch.eye(4).expand(len(z), 4, 4) if place == "metric" else z
+        if place == "metric":
+            return torch.eye(4).expand(len(z), 4, 4)
+        return z
 
     model.spoil = lambda z: meets("forward", z)
     opt = kfac(model, metric=lambda z: meets("metric", z), statistics_every=1)
     train(opt, model)
-    before, count, (x, y) = state(opt), hooks(model), batch(seed=1)
+    before = state(opt)
+    count = hooks(model)
+    x, y = batch(seed=1)
 
     def closure() -> None:
         opt.zero_grad()
@@ -139,7 +153,8 @@ def test_an_exception_reaches_the_caller_and_the_next_step_is_as_ever(where: str
 
 
 def test_statistics_touch_neither_gradients_nor_random_numbers() -> None:
-    model, (x, y) = net(), batch()
+    model = net()
+    x, y = batch()
     want = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     state = torch.get_rng_state()
     with kfac(model, draws=3):
@@ -164,8 +179,10 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.mine = nn.Linear(3, 3), Doubling(3, 4)
-        self.scale, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        self.fc = nn.Linear(3, 3)
+        self.mine = Doubling(3, 4)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(torch.tanh(self.fc(x)), 2 * self.fc.weight.T)
@@ -178,7 +195,8 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
     model: Any = nn.Sequential(Odd(), *[nn.Linear(4, 4)][: int(head)])
     if head:
         nn.init.zeros_(model[1].weight)
-    opt, start = kfac(model, statistics_every=1), copy.deepcopy(model[0])
+    opt = kfac(model, statistics_every=1)
+    start = copy.deepcopy(model[0])
     assert {row.name: row.block for row in opt.coverage()}["0.mine.weight"] == "diagonal"
     train(opt, model, 3)
     rows = {row.name.removeprefix("0."): row for row in opt.coverage()}
@@ -198,7 +216,8 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts, self.chosen = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)]), 0
+        self.parts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+        self.chosen = 0
 
     def forward(self, x: Tensor) -> Tensor:
         return [part(x) for part in self.parts][self.chosen]  # both run, one counts

@@ -61,8 +61,12 @@ class AdamW:
     """Of one parameter."""
 
     def __init__(self, p: Any, betas: tuple[float, float], decay: float) -> None:
-        self.p, self.betas, self.decay, self.steps = p, betas, decay, 0
-        self.first, self.second = torch.zeros_like(p), torch.zeros_like(p)
+        self.p = p
+        self.betas = betas
+        self.decay = decay
+        self.steps = 0
+        self.first = torch.zeros_like(p)
+        self.second = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -70,14 +74,16 @@ class AdamW:
         one, two = self.betas
         self.first = one * self.first + (1 - one) * self.p.grad
         self.second = two * self.second + (1 - two) * self.p.grad**2
-        mean, square = self.first / (1 - one**self.steps), self.second / (1 - two**self.steps)
+        mean = self.first / (1 - one**self.steps)
+        square = self.second / (1 - two**self.steps)
         self.p.copy_((1 - lr * self.decay) * self.p - lr * mean / (square.sqrt() + 1e-8))
 
 
 def turned(side: Tensor, basis: Tensor) -> tuple[Tensor, float]:
     """The basis after one turn, and the angle of the turn before it is made orthonormal."""
     s = basis.T @ (side / side.diagonal().max()) @ basis
-    k, noise = torch.zeros_like(s), 8 * torch.finfo(s.dtype).eps
+    k = torch.zeros_like(s)
+    noise = 8 * torch.finfo(s.dtype).eps
     for i in range(len(s)):
         for j in range(len(s)):
             gap = s[j, j] - s[i, i]
@@ -93,10 +99,15 @@ class EigenAdam:
     """One weight in the eigenbases of the moments of its layer's inputs and cotangents."""
 
     def __init__(self, layer: Any, seen: Watched, ema: float, decay: float) -> None:
-        self.layer, self.seen, self.ema, self.decay, self.steps = layer, seen, ema, decay, 0
+        self.layer = layer
+        self.seen = seen
+        self.ema = ema
+        self.decay = decay
+        self.steps = 0
         self.sides: list[Any] = [0.0, 0.0]
         self.bases: list[Tensor] = []
-        self.first, self.second = torch.zeros_like(layer.weight), torch.zeros_like(layer.weight)
+        self.first = torch.zeros_like(layer.weight)
+        self.second = torch.zeros_like(layer.weight)
         self.angle = 0.0
 
     @torch.no_grad()
@@ -122,13 +133,20 @@ class EigenAdam:
         one, two = betas
         self.first = one * self.first + (1 - one) * g
         self.second = two * self.second + (1 - two) * g**2
-        mean, square = self.first / (1 - one**self.steps), self.second / (1 - two**self.steps)
+        mean = self.first / (1 - one**self.steps)
+        square = self.second / (1 - two**self.steps)
         weight.copy_((1 - lr * self.decay) * weight - lr * u @ (mean / (square.sqrt() + eps)) @ w.T)
 
 
 def test_ten_steps_of_adam_in_eigenbases() -> None:
-    model, lr, ema, decay, betas, eps = mlp(4, 6, 5, 3), 0.02, 0.8, 0.1, (0.8, 0.9), 1e-6
-    twin, others = copy.deepcopy(model), (0.7, 0.95)
+    model = mlp(4, 6, 5, 3)
+    lr = 0.02
+    ema = 0.8
+    decay = 0.1
+    betas = (0.8, 0.9)
+    eps = 1e-6
+    twin = copy.deepcopy(model)
+    others = (0.7, 0.95)
     opt = pb.KFAC(
         model, lr, rule=Eigenbasis(betas, eps), betas=others, ema=ema, weight_decay=decay,
         statistics_every=1, invert_every=1,
@@ -137,7 +155,8 @@ def test_ten_steps_of_adam_in_eigenbases() -> None:
     seen = Watched(layers)
     weights = [EigenAdam(m, seen, ema, decay) for m in layers]
     biases = [AdamW(m.bias, others, decay) for m in layers]
-    x, target = torch.randn(40, 4), torch.randn(40, 3)
+    x = torch.randn(40, 4)
+    target = torch.randn(40, 3)
     for _ in range(10):
         x = x + 0.2 * torch.randn(40, 4)
         for net in (model, twin):
@@ -178,12 +197,14 @@ def root(side: Tensor, damping: float) -> Tensor:
     values, basis = torch.linalg.eigh(side)
     least = damping * values.mean()
     size = (values + least).norm()
-    y, z = (values + least) / size, torch.ones_like(values)
+    y = (values + least) / size
+    z = torch.ones_like(values)
     first = int(len(side) <= 1.5e4 * damping)  # the first is for small eigenvalues alone
     for a, b, c in (*QUINTICS[first:], (1.875, -1.25, 0.375)):
         t = z * y
         p = a + b * t + c * t**2
-        y, z = y * p, z * p
+        y = y * p
+        z = z * p
     return basis @ torch.diag(z * (least / size).sqrt()) @ basis.T
 
 
@@ -191,14 +212,20 @@ class Whitened:
     """One weight by the polar factor of its whitened momentum."""
 
     def __init__(self, layer: Any, seen: Watched, rule: Spectral, ema: float, decay: float) -> None:
-        self.layer, self.seen, self.rule, self.ema, self.decay = layer, seen, rule, ema, decay
+        self.layer = layer
+        self.seen = seen
+        self.rule = rule
+        self.ema = ema
+        self.decay = decay
         self.side: Any = 0.0
         self.momentum: Any = 0.0
         self.square: Any = 0.0
 
     @torch.no_grad()
     def step(self, lr: float, damping: float) -> None:
-        weight, rule, x = self.layer.weight, self.rule, self.seen.inputs[self.layer]
+        weight = self.layer.weight
+        rule = self.rule
+        x = self.seen.inputs[self.layer]
         self.side = self.ema * self.side + (1 - self.ema) * x.T @ x / len(x)
         past = rule.momentum
         self.momentum = past * self.momentum + (1 - past) * weight.grad
@@ -212,8 +239,13 @@ class Whitened:
 
 @pytest.mark.parametrize("damping", [0.05, 1e-4])
 def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
-    model, lr, ema, decay = mlp(4, 6, 5, 3), 0.05, 0.8, 0.1
-    rule, betas, twin = Spectral(momentum=0.8, adapt=0.9), (0.7, 0.95), copy.deepcopy(model)
+    model = mlp(4, 6, 5, 3)
+    lr = 0.05
+    ema = 0.8
+    decay = 0.1
+    rule = Spectral(momentum=0.8, adapt=0.9)
+    betas = (0.7, 0.95)
+    twin = copy.deepcopy(model)
     opt = pb.KFAC(
         model, lr, rule=rule, betas=betas, ema=ema, weight_decay=decay, damping=damping,
         statistics_every=1, invert_every=1,
@@ -222,7 +254,8 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
     seen = Watched(layers)
     weights = [Whitened(m, seen, rule, ema, decay) for m in layers[:-1]]
     rest = [AdamW(p, betas, decay) for p in [*(m.bias for m in layers), layers[-1].weight]]
-    x, target = torch.randn(40, 4), torch.randn(40, 3)
+    x = torch.randn(40, 4)
+    target = torch.randn(40, 3)
     for _ in range(10):
         x = x + 0.2 * torch.randn(40, 4)
         for net in (model, twin):
@@ -241,7 +274,8 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
 @pytest.mark.parametrize("rule", [Eigenbasis(), Spectral(rest=1.0)], ids=RULES)
 def test_weight_decay_is_decoupled(rule: Any) -> None:
     """Without a gradient of the loss there is nothing but the decay."""
-    model, x = mlp(3, 4, 2), torch.randn(9, 3)
+    model = mlp(3, 4, 2)
+    x = torch.randn(9, 3)
     before = vector(model)
     opt = pb.KFAC(model, 0.1, rule=rule, weight_decay=0.5)
     for _ in range(2):
@@ -280,8 +314,11 @@ class Parts(nn.Module):
 
 def test_fused_queries_keys_and_values_are_three_matrices() -> None:
     """Their directions are those of three layers, up to one scale for the size of all."""
-    weight, x, y = torch.randn(12, 4), torch.randn(30, 4), torch.randn(30, 2)
-    whole, apart = Parts(weight, 1), Parts(weight, 3)
+    weight = torch.randn(12, 4)
+    x = torch.randn(30, 4)
+    y = torch.randn(30, 2)
+    whole = Parts(weight, 1)
+    apart = Parts(weight, 3)
     apart.out = copy.deepcopy(whole.out)
     fused, single = (first_step(m, x, y, rule="spectral") for m in (whole, apart))
     for i, own in enumerate(fused["parts.0.weight"].split(4)):
@@ -298,8 +335,10 @@ class Tied(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.words, self.inner = nn.Embedding(7, 6), nn.Linear(6, 6)
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+        self.words = nn.Embedding(7, 6)
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
         if tied:
             self.head.weight = self.words.weight
 
@@ -349,7 +388,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 def test_real_layers_train(name: str, rule: str) -> None:
     model, x = MODELS[name]()
     opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=2, invert_every=4)
-    start, losses = {n: p.detach().clone() for n, p in model.named_parameters()}, []
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses = []
     expected = {r.name: r.rule for r in opt.coverage()}
     y = torch.arange(8) % 3
     for _ in range(8):
@@ -377,7 +417,9 @@ class Uses(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(4, 5)
+        self.inner = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -393,8 +435,12 @@ class Uses(nn.Module):
 @pytest.mark.parametrize("how", ["twice", "function", "both"])
 def test_layers_that_are_used_in_other_ways(how: str, rule: str) -> None:
     """What functions do with a matrix is seen as what modules do."""
-    model, x, y = Uses(how), torch.randn(12, 4), torch.arange(12) % 3
-    opt, losses, start = pb.KFAC(model, 0.01, rule=rule, statistics_every=2), [], vector(model)
+    model = Uses(how)
+    x = torch.randn(12, 4)
+    y = torch.arange(12) % 3
+    opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=2)
+    losses = []
+    start = vector(model)
     for _ in range(8):
         opt.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -422,8 +468,11 @@ def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -
 @pytest.mark.parametrize("rule", RULES)
 def test_long_sides_are_left_to_adam(rule: str) -> None:
     """Those that the rule reads: to spectral outputs do not matter."""
-    model, x, y = mlp(3, 9, 3, 3, 2), torch.randn(9, 3), torch.randn(9, 2)
-    opt, start = pb.KFAC(model, rule=rule, max_factor=5), vector(model)
+    model = mlp(3, 9, 3, 3, 2)
+    x = torch.randn(9, 3)
+    y = torch.randn(9, 2)
+    opt = pb.KFAC(model, rule=rule, max_factor=5)
+    start = vector(model)
     mse(model(x), y).backward()
     opt.step()
     ruled = {r.name for r in opt.coverage() if r.rule == rule}
@@ -437,7 +486,9 @@ def test_long_sides_are_left_to_adam(rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_reports(rule: str) -> None:
     """Of what is measured; and a closed optimizer goes on with it."""
-    model, x, y = mlp(3, 4, 3, 2), torch.randn(9, 3), torch.randn(9, 2)
+    model = mlp(3, 4, 3, 2)
+    x = torch.randn(9, 3)
+    y = torch.randn(9, 2)
     opt = pb.KFAC(model, rule=rule)
     mse(model(x), y).backward()
     opt.step()
@@ -511,8 +562,12 @@ class Products(nn.Module):
 
     def __init__(self, layer: bool) -> None:
         super().__init__()
-        self.product, self.norm = nn.Bilinear(4, 4, 6), nn.LayerNorm(6)
-        self.layer = nn.Linear(6, 6) if layer else nn.Tanh()
+        self.product = nn.Bilinear(4, 4, 6)
+        self.norm = nn.LayerNorm(6)
+        if layer:
+            self.layer = nn.Linear(6, 6)
+        else:
+            self.layer = nn.Tanh()
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -522,7 +577,8 @@ class Products(nn.Module):
 @pytest.mark.parametrize("layer", [True, False])
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_what_no_layer_uses_follows_adam_and_is_said(rule: str, layer: bool) -> None:
-    model, x = Products(layer), torch.randn(9, 4)
+    model = Products(layer)
+    x = torch.randn(9, 4)
     opt = pb.KFAC(model, rule=rule, statistics_every=1)
     model(x).square().mean().backward()
     with pytest.warns(RuntimeWarning, match="follow AdamW, product.weight among them: no layer"):
@@ -534,7 +590,9 @@ def test_what_no_layer_uses_follows_adam_and_is_said(rule: str, layer: bool) -> 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_group_may_follow_adam(rule: str) -> None:
     """Exactly torch's."""
-    model, x, y = mlp(3, 4, 2), torch.randn(9, 3), torch.randn(9, 2)
+    model = mlp(3, 4, 2)
+    x = torch.randn(9, 3)
+    y = torch.randn(9, 2)
     twin = copy.deepcopy(model)
     groups = [{"params": model.parameters(), "rule": "adam", "weight_decay": 0.1}]
     opts = [
@@ -557,8 +615,12 @@ def test_a_group_may_follow_adam(rule: str) -> None:
 )
 def test_models_with_few_matrices_or_none(make: Callable[[], nn.Module], rule: str) -> None:
     model = make()
-    x = torch.randint(0, 5, (8,)) if isinstance(model, nn.Embedding) else torch.randn(8, 2)
-    opt, losses = pb.KFAC(model, 0.01, rule=rule), []
+    if isinstance(model, nn.Embedding):
+        x = torch.randint(0, 5, (8,))
+    else:
+        x = torch.randn(8, 2)
+    opt = pb.KFAC(model, 0.01, rule=rule)
+    losses = []
     for _ in range(5):
         opt.zero_grad()
         loss = model(x).sin().mean()
@@ -598,10 +660,12 @@ def apart(
     """How far the functions of both are apart after some steps, relative to their way."""
     model = narrowed()
     twin = changed(model, inputs, middle)
-    x, y = torch.randn(30, 3), torch.randn(30, 2)
+    x = torch.randn(30, 3)
+    y = torch.randn(30, 2)
     ways = []
     for net, given, by in ((model, x, 1.0), (twin, x @ inputs.T, scale)):
-        opt, start = optimizer(net), net(given).detach()
+        opt = optimizer(net)
+        start = net(given).detach()
         for _ in range(6):
             opt.zero_grad()
             (by * mse(net(given), y)).backward()
@@ -646,7 +710,9 @@ def power(side: Tensor, exponent: float) -> Tensor:
 def test_affine_inputs_turn_a_polar_factor_and_no_more() -> None:
     """x → Ax gives G → GAᵀ and C → ACAᵀ: without damping GC^(-½) → GC^(-½)·Q, orthonormal."""
     change = orthonormal(6) @ torch.diag(torch.linspace(1, 5, 6)) @ orthonormal(6)
-    model, x, y = mlp(6, 4, 2), torch.randn(40, 6), torch.randn(40, 2)
+    model = mlp(6, 4, 2)
+    x = torch.randn(40, 6)
+    y = torch.randn(40, 2)
     twin: Any = copy.deepcopy(model)
     with torch.no_grad():
         twin[0].weight.copy_(model[0].weight @ torch.linalg.inv(change))
@@ -684,7 +750,9 @@ def test_first_bases_are_divided_over_steps(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     layers = nn.Linear(20, 50), nn.Linear(50, 40), nn.Linear(40, 5)
     parts = layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]
-    model, x, y = nn.Sequential(*parts).double(), torch.randn(64, 20).double(), torch.arange(64) % 5
+    model = nn.Sequential(*parts).double()
+    x = torch.randn(64, 20).double()
+    y = torch.arange(64) % 5
     opt = pb.KFAC(model, 1e-3, rule="eigenbasis")
 
     def step(model: nn.Module, opt: torch.optim.Optimizer) -> None:

@@ -45,7 +45,10 @@ def made(model: nn.Module, rule: Any, **options: Any) -> pb.KFAC:
 
 def backward(model: Callable[[Tensor], Tensor], seed: int = 0, samples: int = 8) -> Tensor:
     x, y = batch(samples, seed=seed)
-    like = next(model.parameters()) if isinstance(model, nn.Module) else x
+    if isinstance(model, nn.Module):
+        like = next(model.parameters())
+    else:
+        like = x
     loss = F.cross_entropy(model(x.to(like.dtype)), y)
     loss.backward()
     return loss.detach()
@@ -92,7 +95,9 @@ def test_resumed_between_micro_batches(rule: str) -> None:
 
 
 def keys(tree: Any) -> Any:
-    return {k: keys(v) for k, v in tree.items()} if isinstance(tree, dict) else None
+    if isinstance(tree, dict):
+        return {k: keys(v) for k, v in tree.items()}
+    return None
 
 
 def test_keys_are_there_from_construction(rule: str) -> None:
@@ -157,14 +162,18 @@ def test_no_gradient_moves_nothing_and_forgets_nothing(rule: str) -> None:
         opt.zero_grad()
         backward(model, 3)
         p.grad = None
-        before, own = p.detach().clone(), copy.deepcopy(opt.state_dict()["state"])
+        before = p.detach().clone()
+        own = copy.deepcopy(opt.state_dict()["state"])
         number = [n for n, _ in model.named_parameters()].index(name)
         moments = own[number].get("first", own[number]["inverse"].get("first"))
         assert bool(moments.any())
         lacking = copy.deepcopy(opt)  # so that each name starts from the same
         lacking.model.load_state_dict(model.state_dict())
         for q, r in zip(lacking.model.parameters(), model.parameters(), strict=True):
-            q.grad = None if r.grad is None else r.grad.clone()
+            if r.grad is None:
+                q.grad = None
+            else:
+                q.grad = r.grad.clone()
         lacking.step()
         assert torch.equal(dict(lacking.model.named_parameters())[name], before)
         now = lacking.state_dict()["state"][number]
@@ -199,7 +208,8 @@ def test_an_output_layer_of_zeros(rule: str) -> None:
 def test_an_empty_batch(rule: str) -> None:
     opt = made(model := net(), rule)
     train(opt, model, 1)
-    before, nothing = vector(model), torch.zeros(0, 3)
+    before = vector(model)
+    nothing = torch.zeros(0, 3)
     opt.zero_grad()
     model(nothing).sum().backward()  # a step between statistics, with a gradient of zeros
     opt.step()
@@ -216,7 +226,8 @@ def test_an_empty_batch(rule: str) -> None:
 
 
 def test_micro_batches_are_one_batch(rule: str) -> None:
-    opt, whole = made(model := net(), rule), made(twin := net(), rule)
+    opt = made(model := net(), rule)
+    whole = made(twin := net(), rule)
     twin.load_state_dict(model.state_dict())
     for step in range(4):
         opt.zero_grad()
@@ -253,10 +264,15 @@ class Saving(nn.Module):
 
     def __init__(self, saving: bool) -> None:
         super().__init__()
-        self.body, self.head, self.saving = net()[:6], nn.Linear(5, 4), saving
+        self.body = net()[:6]
+        self.head = nn.Linear(5, 4)
+        self.saving = saving
 
     def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(self.body, x, use_reentrant=False) if self.saving else self.body(x)
+        if self.saving:
+            h = checkpoint(self.body, x, use_reentrant=False)
+        else:
+            h = self.body(x)
         return self.head(h)
 
 
@@ -284,7 +300,8 @@ def test_compiled(rule: str) -> None:
 def test_autocast_and_a_scaler(rule: str) -> None:
     model = net(torch.float32)
     opt = made(model, rule)
-    scaler, losses = torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    losses = []
     for step in range(12):
         x, y = batch(seed=0, dtype=torch.float32)
         opt.zero_grad()

@@ -55,7 +55,8 @@ def sobolev(
     *, joint: bool = True, reduce: bool = False, batch_dim: int = 0,
 ) -> Tensor:  # fmt: skip
     """⊕ S ⊗ A with A = āᵀK⁻¹ā/1ᵀK⁻¹1 and S = Σ_o DsᵀK⁻¹Ds/B, over the layers' parameters."""
-    start, index = 0, {}
+    start = 0
+    index = {}
     for p in model.parameters():
         index[id(p)] = torch.arange(start, start + p.numel())
         start += p.numel()
@@ -65,14 +66,21 @@ def sobolev(
     outs = [u.out for u in uses]
     found = [torch.autograd.grad(z, outs, c, retain_graph=True) for c in columns(z)]
     for i, use in enumerate(uses):
-        m, turned = use.module, isinstance(use.module, o.TRANSPOSED)
+        m = use.module
+        turned = isinstance(use.module, o.TRANSPOSED)
 
         def summed(d: Tensor) -> Tensor:
-            d = d.sum(1, keepdim=True) if reduce else d
+            if reduce:
+                d = d.sum(1, keepdim=True)
+            else:
+                d = d
             return torch.einsum("ntgo,nm,mtgp->gop", d, inverse, d) / n
 
         a = o.inputs(m, use.x, batch_dim)
-        a = a.mean(1, keepdim=True) if reduce else a
+        if reduce:
+            a = a.mean(1, keepdim=True)
+        else:
+            a = a
         whole = joint and m.bias is not None and not turned
         if whole:
             a = torch.cat([a, torch.ones_like(a[..., :1])], 3)
@@ -80,7 +88,10 @@ def sobolev(
         deltas = [o.cotangents(m, use.x, pulled[i], batch_dim) for pulled in found]
         right = torch.stack([summed(d) for d in deltas]).sum(0)
         for g in range(len(left)):
-            sides = (left[g], right[g]) if turned else (right[g], left[g])
+            if turned:
+                sides = (left[g], right[g])
+            else:
+                sides = (right[g], left[g])
             where = index[id(m.weight)].view(len(left), len(sides[0]), -1)[g]
             if whole:
                 where = torch.cat([where, index[id(m.bias)].view(len(left), -1, 1)[g]], 1)
@@ -132,7 +143,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers(layer: str, joint: bool, sharing: str) -> None:
     make, shape = LAYERS[layer]
-    model, x = make(), torch.randn(shape)
+    model = make()
+    x = torch.randn(shape)
     options: dict[str, Any] = {"joint": joint, "sharing": sharing}
     opt = stepped(model, x, PLAIN, **options)
     inverse = torch.linalg.inv(kernel(x))
@@ -145,7 +157,8 @@ def test_layers(layer: str, joint: bool, sharing: str) -> None:
     assert_close(opt.gram().dense(), plain.gram().dense(), 1e-12)
 
 
-WEIGHTS, EYE = torch.linspace(0.1, 2.0, 5, dtype=torch.float64), torch.eye(5, dtype=torch.float64)
+WEIGHTS = torch.linspace(0.1, 2.0, 5, dtype=torch.float64)
+EYE = torch.eye(5, dtype=torch.float64)
 CATEGORICAL = Fisher(pb.likelihoods.Categorical())
 METRICS: dict[str, tuple[Metric, Callable[[Tensor], Tensor], Columns]] = {
     "jitter": (Sobolev(SCALE, jitter=0.1), lambda x: kernel(x) + 0.1 * EYE, probes),
@@ -159,13 +172,15 @@ METRICS: dict[str, tuple[Metric, Callable[[Tensor], Tensor], Columns]] = {
 def test_kernels_weights_and_metrics_within(name: str) -> None:
     """With a Fisher metric within, the function is x ↦ 2√p(x)."""
     metric, matrix, columns = METRICS[name]
-    model, x = mlp(), torch.randn(5, 3)
+    model = mlp()
+    x = torch.randn(5, 3)
     want = sobolev(model, x, torch.linalg.inv(matrix(x)), columns)
     assert_close(stepped(model, x, metric).gram().dense(), want, 1e-5 if "own" in name else 1e-10)
 
 
 def test_samples_on_another_axis() -> None:
-    model, x = mlp(), torch.randn(4, 3, 3)
+    model = mlp()
+    x = torch.randn(4, 3, 3)
     inverse = torch.linalg.inv(kernel(x.movedim(1, 0)))
     want = sobolev(model, x, inverse, lambda z: probes(z, 1), batch_dim=1)
     assert_close(stepped(model, x, PLAIN, batch_dim=1).gram().dense(), want, 1e-10)
@@ -173,7 +188,8 @@ def test_samples_on_another_axis() -> None:
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(3), nn.PReLU(3), nn.BatchNorm1d(3).eval()], ids=str)
 def test_gains_and_shifts_have_exact_blocks(norm: nn.Module) -> None:
-    model, x = nn.Sequential(norm, nn.Tanh()).double(), torch.randn(5, 3)
+    model = nn.Sequential(norm, nn.Tanh()).double()
+    x = torch.randn(5, 3)
     opt = stepped(model, x, PLAIN)
     count = len(list(norm.parameters()))
     want = torch.eye(3).repeat(count, count) * exact(model, x, torch.linalg.inv(kernel(x)))
@@ -182,8 +198,10 @@ def test_gains_and_shifts_have_exact_blocks(norm: nn.Module) -> None:
 
 def test_one_probe_for_the_whole_batch_is_unbiased() -> None:
     """One output: a probe is exact. Several: on average; independent ones would not be."""
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
-    inverse, metric = torch.linalg.inv(kernel(x)), PLAIN
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(5, 3)
+    inverse = torch.linalg.inv(kernel(x))
+    metric = PLAIN
     opt = stepped(model, x, metric, fisher="mc")
     assert_close(opt.gram().dense(), sobolev(model, x, inverse), 1e-10)
     model = mlp()
@@ -194,7 +212,8 @@ def test_one_probe_for_the_whole_batch_is_unbiased() -> None:
 
 
 def test_calls_are_related_within_and_pooled() -> None:
-    model, x = mlp(), torch.randn(7, 3)
+    model = mlp()
+    x = torch.randn(7, 3)
     opt = pb.KFAC(model, lr=0.0, fisher="exact", metric=PLAIN)
     for some in (x[:4], x[4:]):
         (model(some) ** 2).sum().backward()
@@ -208,8 +227,10 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn, self.folded = nn.RNN(2, 2, batch_first=True), nn.Linear(2, 2)
-        self.kinds, self.gain = nn.Embedding(3, 2), nn.Parameter(torch.tensor([1.5, 0.5]))
+        self.rnn = nn.RNN(2, 2, batch_first=True)
+        self.folded = nn.Linear(2, 2)
+        self.kinds = nn.Embedding(3, 2)
+        self.gain = nn.Parameter(torch.tensor([1.5, 0.5]))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.folded(self.rnn(x)[0].flatten(0, 1)).unflatten(0, x.shape[:2])
@@ -218,7 +239,8 @@ class Mixture(nn.Module):
 
 
 def test_where_samples_cannot_be_related_squares_are_unbiased() -> None:
-    model, x = Mixture(), torch.randn(3, 2, 2)
+    model = Mixture()
+    x = torch.randn(3, 2, 2)
     opt = stepped(model, x, PLAIN, fisher="mc", draws=250)
     rows = {r.name: r for r in opt.coverage()}
     assert {r.block for n, r in rows.items() if n != "gain"} == {"diagonal"}
@@ -239,9 +261,13 @@ TRAINED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", TRAINED)
 def test_training(name: str) -> None:
     dtype, options = TRAINED[name]
-    parts = [nn.BatchNorm1d(8)] if name == "float64" else []
+    if name == "float64":
+        parts = [nn.BatchNorm1d(8)]
+    else:
+        parts = []
     model = nn.Sequential(nn.Linear(3, 8), *parts, nn.Tanh(), nn.Linear(8, 2)).to(dtype)
-    x, given = torch.randn(32, 3).to(dtype), {"damping": 1e-2, "statistics_every": 2}
+    x = torch.randn(32, 3).to(dtype)
+    given = {"damping": 1e-2, "statistics_every": 2}
     opt = pb.KFAC(model, metric=Sobolev(2.0), **given | options)
     closure = closure_of(opt, model, x, x[:, :2].sin())
     losses = [float(opt.step(closure).detach()) for _ in range(20)]
@@ -258,7 +284,8 @@ def test_inputs_that_have_no_distances_are_refused() -> None:
 
 
 def test_a_scale_that_relates_nothing_warns_once() -> None:
-    model, x = mlp(), torch.randn(4, 3)
+    model = mlp()
+    x = torch.randn(4, 3)
     opt = pb.KFAC(model, lr=0.0, metric=Sobolev(1e-3), statistics_every=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

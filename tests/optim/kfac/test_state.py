@@ -25,11 +25,15 @@ class Zoo(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = nn.Embedding(7, 8), nn.LayerNorm(8)
+        self.embed = nn.Embedding(7, 8)
+        self.norm = nn.LayerNorm(8)
         self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.recur, self.conv = nn.LSTM(8, 8, batch_first=True), nn.Conv1d(8, 8, 3, groups=2)
-        self.up, self.head = nn.ConvTranspose1d(8, 8, 3), nn.Linear(8, 7, bias=False)
-        self.head.weight, self.gain = self.embed.weight, nn.Parameter(torch.ones(8))
+        self.recur = nn.LSTM(8, 8, batch_first=True)
+        self.conv = nn.Conv1d(8, 8, 3, groups=2)
+        self.up = nn.ConvTranspose1d(8, 8, 3)
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.gain = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.embed(x))
@@ -41,7 +45,9 @@ class Zoo(nn.Module):
 def outline(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: outline(value) for key, value in tree.items()}
-    return (tree.shape, tree.dtype) if isinstance(tree, Tensor) else "number"
+    if isinstance(tree, Tensor):
+        return (tree.shape, tree.dtype)
+    return "number"
 
 
 def zoo_step(opt: pb.KFAC, model: nn.Module, seed: int = 0, places: int = 5) -> None:
@@ -71,7 +77,8 @@ def test_the_forecast_has_the_shapes_that_statistics_find(options: dict[str, Any
 
 def test_a_checkpoint_of_many_kinds_of_layers_resumes_to_the_same_bits() -> None:
     torch.manual_seed(0)
-    one, two = Zoo(), Zoo()
+    one = Zoo()
+    two = Zoo()
     first, second = (kfac(m, damping=0.1, statistics_every=2, invert_every=3) for m in (one, two))
     for i in range(4):
         zoo_step(first, one, i)
@@ -120,7 +127,8 @@ def test_a_step_with_zero_gradients_and_no_rate_changes_nothing(trained: int) ->
     rates = [group["lr"] for group in opt.param_groups]
     for group in opt.param_groups:
         group["lr"] = 0.0
-    before, weights = copy.deepcopy(opt.state_dict()), vector(model)
+    before = copy.deepcopy(opt.state_dict())
+    weights = vector(model)
     opt.step(closure=None)
     after = opt.state_dict()
     assert torch.equal(vector(model), weights)
@@ -187,7 +195,8 @@ def test_large_matrices_are_packed_and_the_numbers_stay() -> None:
     """A side of 2100 entries is held in half of its memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2100, 3), nn.Linear(3, 2))
-    x, y = torch.randn(6, 2100), torch.randint(0, 2, (6,))
+    x = torch.randn(6, 2100)
+    y = torch.randint(0, 2, (6,))
     opt = pb.KFAC(model, 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact", damping=0.1)
     F.cross_entropy(model(x), y).backward()
     opt.step()

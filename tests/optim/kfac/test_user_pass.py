@@ -227,7 +227,8 @@ def _scaled(opt: pb.KFAC, model: Any, case: Case) -> None:
 @pytest.fixture
 def along(monkeypatch: Any) -> list[bool]:
     """Whether each pass was measured along the user's own, in order."""
-    seen, measure = [], structure.BlockStructure.measure_along
+    seen = []
+    measure = structure.BlockStructure.measure_along
 
     def noted(self: Any, *args: Any, tried: bool = True) -> bool:
         found = measure(self, *args, tried=tried)
@@ -273,7 +274,11 @@ def test_several_passes_before_a_step(
     name: str, loop: Any, along: list[bool], monkeypatch: Any
 ) -> None:
     _compare(monkeypatch, loop, CASES[name], **NATURAL)
-    passes = 2 * STEPS if loop is not _together else STEPS  # the first step compares
+    # the first step compares
+    if loop is not _together:
+        passes = 2 * STEPS
+    else:
+        passes = STEPS
     assert sum(along) >= (passes - STEPS if name != "batch norm" else 0)
 
 

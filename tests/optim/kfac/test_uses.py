@@ -45,11 +45,15 @@ class Uses(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.inner = nn.Linear(4, 3)
+        self.last = nn.Linear(3, 2)
 
     def forward(self, x: Tensor, mode: str) -> Tensor:
         h = self.inner(x)
-        self.extra = self.inner(10 * x + 1).mean() if mode == "beside" else 0.0
+        if mode == "beside":
+            self.extra = self.inner(10 * x + 1).mean()
+        else:
+            self.extra = 0.0
         if mode == "outside":
             h = h + F.linear(x.square(), 2 * self.inner.weight)
         return self.last(torch.tanh(h.detach() if mode == "detached" else h))
@@ -82,7 +86,8 @@ def test_the_last_pass_that_used_a_layer_says_what_is_held(passes: list[str]) ->
 
 
 def test_a_call_that_the_loss_feels_but_not_the_output_does_not_count() -> None:
-    model, grams = Uses(), []
+    model = Uses()
+    grams = []
     for mode in ("beside", "plain"):
         opt = optimizer(model)
         take(opt, model, mode)
@@ -95,12 +100,15 @@ class Outside(nn.Module):
 
     def __init__(self, mixed: bool) -> None:
         super().__init__()
-        self.first, self.one, self.two = nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(3, 1)
+        self.first = nn.Linear(4, 3)
+        self.one = nn.Linear(3, 1)
+        self.two = nn.Linear(3, 1)
         self.mixed = mixed
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
-        y, z = self.one(h), self.two(h)
+        y = self.one(h)
+        z = self.two(h)
         if self.mixed:
             y, z = y + z, z - y
         return torch.cat([y, z + F.linear(h.square(), 3 * self.one.weight)], -1)
@@ -153,7 +161,9 @@ class Cell(nn.Module):
 
     def __init__(self, times: int) -> None:
         super().__init__()
-        self.times, self.cell, self.head = times, nn.LSTMCell(4, 3), nn.Linear(6, 2)
+        self.times = times
+        self.cell = nn.LSTMCell(4, 3)
+        self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         state = None
@@ -177,17 +187,23 @@ class Turned(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.slope, self.last = nn.Linear(3, 3), nn.PReLU(), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.slope = nn.PReLU()
+        self.last = nn.Linear(3, 2)
 
     def forward(self, x: Tensor, turned: bool) -> Tensor:
         h = self.first(x)
-        h = self.slope(h.transpose(0, 1)).transpose(0, 1) if turned else self.slope(h)
+        if turned:
+            h = self.slope(h.transpose(0, 1)).transpose(0, 1)
+        else:
+            h = self.slope(h)
         return self.last(h).mean(1)
 
 
 @pytest.mark.parametrize("places", [2, 3])
 def test_a_slope_finds_its_samples_on_another_axis(places: int) -> None:
-    model, x = Turned(), torch.randn(2, places, 3)
+    model = Turned()
+    x = torch.randn(2, places, 3)
     want, got = (o.stepped(model, x, turned, kind="euclidean") for turned in (False, True))
     assert_close(got.gram().dense(), want.gram().dense(), 1e-12, "the same samples")
 
@@ -219,8 +235,10 @@ def untied(model: Any, step: int) -> None:
 def exchanged(model: Any, step: int) -> None:
     """Another normalization with the same parameters."""
     if step == 3:
-        old, model[1] = model[1], nn.GroupNorm(2, 4)
-        model[1].weight, model[1].bias = old.weight, old.bias
+        old = model[1]
+        model[1] = nn.GroupNorm(2, 4)
+        model[1].weight = old.weight
+        model[1].bias = old.bias
 
 
 def wandering(model: Any, step: int) -> None:
@@ -252,8 +270,10 @@ def slope(model: nn.Module, x: Tensor, graph: bool = True) -> Tensor:
 
 
 def test_a_loss_of_derivatives_alone_is_refused_and_names_the_objective() -> None:
-    model, (x, _) = net(), batch()
-    opt, before = kfac(model, metric=pb.metrics.Euclidean()), vector(model)
+    model = net()
+    x, _ = batch()
+    opt = kfac(model, metric=pb.metrics.Euclidean())
+    before = vector(model)
     slope(model, x).square().mean().backward()
     with pytest.raises(pb.PullbackError, match=r"step\(objective="):
         opt.step()
@@ -261,7 +281,8 @@ def test_a_loss_of_derivatives_alone_is_refused_and_names_the_objective() -> Non
 
 
 def test_derivatives_in_a_call_of_their_own_warn() -> None:
-    model, (x, _) = net(), batch()
+    model = net()
+    x, _ = batch()
     opt = kfac(model, metric=pb.metrics.Euclidean())
     (model(x).square().mean() + slope(model, x).square().mean()).backward()
     with pytest.warns(RuntimeWarning, match=r"step\(objective="):
@@ -269,7 +290,8 @@ def test_derivatives_in_a_call_of_their_own_warn() -> None:
 
 
 def test_gradients_by_inputs_that_no_loss_uses_do_not_warn() -> None:
-    model, (x, _) = net(), batch()
+    model = net()
+    x, _ = batch()
     opt = kfac(model, metric=pb.metrics.Euclidean(), statistics_every=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,7 +306,8 @@ def test_gradients_by_inputs_that_no_loss_uses_do_not_warn() -> None:
 @pytest.mark.parametrize("order", [1, 2])
 def test_derivatives_of_the_same_output_warn_only_where_the_loss_uses_them(order: int) -> None:
     """A saliency map with a graph, which the loss does not go through; then one that it does."""
-    model, x = net(), batch()[0].requires_grad_()
+    model = net()
+    x = batch()[0].requires_grad_()
     opt = kfac(model, metric=pb.metrics.Euclidean(), statistics_every=1)
     for used in (False, True):
         opt.zero_grad()
@@ -308,8 +331,12 @@ def test_a_graph_of_derivatives_is_freed_as_without_the_optimizer() -> None:
             refs.append(weakref.ref(kept := value.detach()))
             return kept
 
-        model, x = net(), batch()[0].requires_grad_()
-        opt = kfac(model, metric=pb.metrics.Euclidean()) if watched else None
+        model = net()
+        x = batch()[0].requires_grad_()
+        if watched:
+            opt = kfac(model, metric=pb.metrics.Euclidean())
+        else:
+            opt = None
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
             shown = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
         gc.disable()

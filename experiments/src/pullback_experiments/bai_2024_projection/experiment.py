@@ -99,7 +99,8 @@ class Projection(Experiment):
 
     def _moves(self, shape: tuple[int, int], context: Context) -> Record:
         scene = NetworkData.of(*shape, context.device)
-        x, grid = scene.x[:, 0], scene.grid[:, 0]
+        x = scene.x[:, 0]
+        grid = scene.grid[:, 0]
         with torch.no_grad():
             f = scene.net(scene.grid)[:, 0]
         return {
@@ -203,7 +204,8 @@ def _order(records: Sequence[dict]) -> Claim:
 
 def _resolution(results: Results) -> list[Claim]:
     record = results.once("resolution")
-    n, norms = record["resolution"], record["norms"]
+    n = record["resolution"]
+    norms = record["norms"]
     growth = slope(n, norms["0"], math.inf)
     border = norms["0.5"][-1] / norms["0.5"][len(n) // 2]
     change = {s: abs(norms[s][-1] / norms[s][-2] - 1) for s in ("1", "2")}

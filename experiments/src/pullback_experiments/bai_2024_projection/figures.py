@@ -22,7 +22,8 @@ _GREEN = "#009E73"
 
 def draw(results: Results) -> Figure:
     """Of the first seed; the errors of all."""
-    wide, narrow = results.of("wide")[0], results.of("narrow")[0]
+    wide = results.of("wide")[0]
+    narrow = results.of("narrow")[0]
     figure = plots.new(10.5, 11.5, "Gradient steps as moves of the function")
     grid = figure.subplots(3, 2).reshape(2, 3)
     _function(grid[0][0], wide)
@@ -56,7 +57,8 @@ def _gradients(axes: Axes, r: Record) -> None:
     )
     for method in METHODS:
         found = r["moves"][method]
-        rate, at = found["rate"], found["at data"]
+        rate = found["rate"]
+        at = found["at data"]
         # the standard gradient has another unit: it is shown at the length of the natural one
         unit = 1.0
         if method == "standard":
@@ -70,7 +72,8 @@ def _gradients(axes: Axes, r: Record) -> None:
 
 def _moves(axes: Axes, r: Record) -> None:
     for method in METHODS:
-        found, color = r["moves"][method], _COLORS[method]
+        found = r["moves"][method]
+        color = _COLORS[method]
         axes.plot(r["grid"], found["predicted"], color=color, lw=1.8, label=f"{method}: predicted")
         axes.plot(r["grid"][::8], found["actual"][::8], "o", color=color, ms=4, mfc="white")
     axes.plot([], [], "o", color=plots.INK, ms=4, mfc="white", label="actual, after the step")
@@ -95,7 +98,10 @@ def _errors(axes: Axes, results: Results) -> None:
         for method in METHODS:
             for place, record in enumerate(results.of(name)):
                 found = record["moves"][method]
-                label = f"{method}, {name}" if place == 0 else None
+                if place == 0:
+                    label = f"{method}, {name}"
+                else:
+                    label = None
                 axes.plot(found["size"], found["error"], style, color=_COLORS[method], lw=1.1,
                           label=label)  # fmt: skip
     sizes = results.of("wide")[0]["moves"]["natural"]["size"]
@@ -107,7 +113,10 @@ def _errors(axes: Axes, results: Results) -> None:
 
 def _resolution(axes: Axes, r: Record) -> None:
     for color, (order, norms) in zip(plots.PALETTE, r["norms"].items(), strict=False):
-        name = "L²" if order == "0" else f"Hˢ, s = {order}"
+        if order == "0":
+            name = "L²"
+        else:
+            name = f"Hˢ, s = {order}"
         axes.plot(r["resolution"], norms, "o-", color=color, ms=3, lw=1.6, label=name)
     _panel(axes, "f  ‖∇ℓ‖ on finer grids: none in L²", "grid points", "", log=True)
 
@@ -126,7 +135,8 @@ def _move_charts(results: Results) -> list[Chart]:
     found = results.of("wide")
     if not found:
         return []
-    record, series = found[0], []
+    record = found[0]
+    series = []
     for method in METHODS:
         for what, style in _MOVES.items():
             line = Line(list(record["grid"]), list(record["moves"][method][what]))

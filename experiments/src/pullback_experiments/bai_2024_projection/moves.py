@@ -44,7 +44,8 @@ def target(x: Tensor) -> Tensor:
 def network(width: int, device: torch.device) -> nn.Sequential:
     """1-width-1, tanh; the units' steps are spread over the data, so that all of them matter."""
     net = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)).double()
-    hidden, out = net[0], net[2]
+    hidden = net[0]
+    out = net[2]
     assert isinstance(hidden, nn.Linear)
     assert isinstance(out, nn.Linear)
     with torch.no_grad():
@@ -93,7 +94,8 @@ class NetworkData:
 
     def change(self, method: str) -> FunctionChange:
         """The direction v and its dφ·v; a step is −η times this."""
-        tangent, c = Tangent(self.net), self.residuals
+        tangent = Tangent(self.net)
+        c = self.residuals
         if method == "standard":
             return surject(tangent, self.x, gradient=c / len(c))
         found = project(tangent, self.x, gradient=c, metric=metric_of(method))
@@ -117,7 +119,9 @@ class NetworkData:
 
 def metric_of(method: str) -> Metric:
     """Of the two natural gradients."""
-    return Euclidean() if method == "natural" else Sobolev(SCALE)
+    if method == "natural":
+        return Euclidean()
+    return Sobolev(SCALE)
 
 
 def _optimizer(method: str, net: nn.Module, lr: float) -> Optimizer:
@@ -131,13 +135,16 @@ def compared(scene: NetworkData, method: str) -> dict[str, Any]:
     """Predicted and actual moves at the grid, and their distance for every size of step."""
     change = scene.change(method)
     rate = change(scene.grid)
-    before, largest = scene.net(scene.grid), float(rate.abs().max())
-    errors, shown = [], {}
+    before = scene.net(scene.grid)
+    largest = float(rate.abs().max())
+    errors = []
+    shown = {}
     for size in SIZES:
         lr = size / largest
         with torch.enable_grad():
             moved = scene.stepped(method, lr)
-        actual, predicted = moved(scene.grid) - before, -lr * rate
+        actual = moved(scene.grid) - before
+        predicted = -lr * rate
         errors.append(float((actual - predicted).square().mean().sqrt()))
         shown = shown or {"predicted": predicted[:, 0], "actual": actual[:, 0]}
     at = change(scene.x)
@@ -151,7 +158,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def projections(scene: NetworkData) -> dict[str, float]:
     """How well the laws of P and S hold: relative differences."""
-    tangent, c, x = Tangent(scene.net), scene.residuals, scene.x
+    tangent = Tangent(scene.net)
+    c = scene.residuals
+    x = scene.x
     metric = Sobolev(SCALE)
     forms: list[Callable[[Tensor], Tensor]] = [
         project(tangent, x, gradient=c, metric=metric, form=form)

@@ -69,7 +69,8 @@ def _finite(record: Record) -> bool:
 
 
 def _sooner(found: Found, one: str, two: str, level: float) -> Claim:
-    a, b = seconds(found[one], level), seconds(found[two], level)
+    a = seconds(found[one], level)
+    b = seconds(found[two], level)
     claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
     return claim, a < b, f"{_timed(a)} and {_timed(b)}"
 
@@ -81,14 +82,16 @@ def _cheap(found: Found, name: str) -> Claim:
 
 
 def _similar(found: Found, one: str, two: str) -> Claim:
-    a, b = final(found[one])[0], final(found[two])[0]
+    a = final(found[one])[0]
+    b = final(found[two])[0]
     claim = f"{one} ends like {two}, within a point of test accuracy"
     return claim, abs(a - b) <= SIMILAR, f"{a:.4f} and {b:.4f}"
 
 
 def _above(found: Found, one: str, two: str) -> Claim:
     count = min(len(found[one]), len(found[two]))  # the same seeds
-    a, b = final(found[one][:count])[0], final(found[two][:count])[0]
+    a = final(found[one][:count])[0]
+    b = final(found[two][:count])[0]
     claim = f"{one} ends at least a point of test accuracy above {two}"
     return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
 
@@ -118,7 +121,9 @@ def _fewer(found: Found, one: str, two: str, level: float) -> Claim:
 
 
 def _timed(value: float) -> str:
-    return f"{value:.3g} s" if math.isfinite(value) else "never"
+    if math.isfinite(value):
+        return f"{value:.3g} s"
+    return "never"
 
 
 def table(found: Found, level: float) -> Table:

@@ -140,7 +140,8 @@ class Figure2(Experiment):
             return f"{1e3 * record['seconds of a step']:.3f} ms for a step"
         if "score" in record:
             return f"accuracy {record['score']:.3f}"
-        loss, accuracy = record["train loss"][-1], record["test accuracy"][-1]
+        loss = record["train loss"][-1]
+        accuracy = record["test accuracy"][-1]
         return f"lr {record['rate']:g}, loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
     def _found(self, results: Results) -> dict[str, list[Record]]:
@@ -180,7 +181,8 @@ def _trial(method: SliceMethod, rate: float) -> tuple[str, ...]:
 def _held_out(images: DataSet) -> DataSet:
     """A tenth of the training images in the place of the test set."""
     n = math.ceil(0.9 * len(images.x))
-    x, y = images.x, images.y
+    x = images.x
+    y = images.y
     return DataSet(x[:n], y[:n], x[n:], y[n:], images.classes)
 
 

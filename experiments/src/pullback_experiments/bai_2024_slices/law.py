@@ -36,7 +36,8 @@ def law(context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64) -> 
         slope of their logarithms against that of the rate.
     """
     some = digits(torch.float64)
-    x, y = some.x[:samples].to(context.device), some.y[:samples].to(context.device)
+    x = some.x[:samples].to(context.device)
+    y = some.y[:samples].to(context.device)
     seeds = range(context.seed, context.seed + NETWORKS)
 
     def apart(lr: float, steps: int) -> list[float]:
@@ -55,7 +56,8 @@ def law(context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64) -> 
 def _difference(
     x: Tensor, y: Tensor, widths: Sequence[int], seed: int, lr: float, steps: int
 ) -> float:
-    ends, before = [], x.new_zeros(())
+    ends = []
+    before = x.new_zeros(())
     for sliced in (False, True):
         torch.manual_seed(seed)
         model = _larger(mlp(*widths)).to(x)

@@ -67,10 +67,14 @@ def _sliced_adam(model: nn.Module, lr: float) -> Optimizer:
     return Sliced(_adam(model, lr), model, sweeps=1)
 
 
-SGD, START, FIRST, SECOND, POLAR, UNITS, ADAM, SLICED = (
-    "SGD", "SGD from the slice", "approach I", "approach II",
-    "polar GTK", "units", "Adam", "Sliced Adam",
-)  # fmt: skip
+SGD = "SGD"
+START = "SGD from the slice"
+FIRST = "approach I"
+SECOND = "approach II"
+POLAR = "polar GTK"
+UNITS = "units"
+ADAM = "Adam"
+SLICED = "Sliced Adam"
 
 #: what the paper does not compare has two seeds on CIFAR-10
 _TWO = (0, 1)

@@ -21,7 +21,8 @@ PAPER_WIDTHS = (3072, 2634, 2196, 1758, 1320, 882, 444, 10)
 DIGITS_WIDTHS = (64, 112, 96, 80, 64, 48, 32, 10)
 
 
-mlp, convnet = partial(networks.mlp, bias=False), partial(networks.convnet, 8)
+mlp = partial(networks.mlp, bias=False)
+convnet = partial(networks.convnet, 8)
 
 
 @lru_cache(maxsize=2)
@@ -33,7 +34,8 @@ def load(name: str, device: str = "cpu") -> DataSet:
 def digits(dtype: torch.dtype = torch.float32) -> DataSet:
     """1347 and 450 digits, (N, 1, 8, 8), of mean 0 and variance 1 over all pixels."""
     raw = data.digits()
-    mean, std = raw.x.mean(), raw.x.std()
+    mean = raw.x.mean()
+    std = raw.x.std()
     x, test = ((t - mean) / std for t in (raw.x, raw.test_x))
     return replace(raw, x=x.to(dtype), test_x=test.to(dtype))
 

@@ -88,12 +88,18 @@ def _sliced_kfac(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> 
     return Sliced(_kfac(model, symmetry, lr, seed), symmetry)
 
 
-SGD, MOMENTUM, ADAM, KRONECKER, SLICE, SLICE_MOMENTUM, SLICED_ADAM, SLICED_KRONECKER = (
-    "SGD", "SGD, momentum", "Adam", "K-FAC",
-    "SliceSGD", "SliceSGD, momentum", "Sliced Adam", "Sliced K-FAC",
-)  # fmt: skip
+SGD = "SGD"
+MOMENTUM = "SGD, momentum"
+ADAM = "Adam"
+KRONECKER = "K-FAC"
+SLICE = "SliceSGD"
+SLICE_MOMENTUM = "SliceSGD, momentum"
+SLICED_ADAM = "Sliced Adam"
+SLICED_KRONECKER = "Sliced K-FAC"
 
-_PLAIN, _HEAVY, _ADAM = (0.03, 0.1, 0.3), (0.01, 0.03, 0.1), (1e-3, 3e-3, 1e-2)
+_PLAIN = (0.03, 0.1, 0.3)
+_HEAVY = (0.01, 0.03, 0.1)
+_ADAM = (1e-3, 3e-3, 1e-2)
 METHODS = (
     RescaledMethod(SGD, partial(_sgd, momentum=0.0), _PLAIN),
     RescaledMethod(MOMENTUM, partial(_sgd, momentum=0.9), _HEAVY),
@@ -145,7 +151,8 @@ class Rescaling(Experiment):
         return replace(self, judged=False, batch=512, epochs=1)
 
     def items(self, quick: bool) -> list[Item]:
-        config, out = self.config(quick), []
+        config = self.config(quick)
+        out = []
         used = {STARTS[name][0] for name in config["starts"]}
         for network in (n for n in NETWORKS if n in used):
             for m in METHODS:
@@ -249,7 +256,8 @@ def final(records: Sequence[Record]) -> float:
 
 def apart(one: Record, two: Record) -> float:
     """The largest relative difference of two curves of the training loss."""
-    a, b = one["train loss"], two["train loss"]
+    a = one["train loss"]
+    b = two["train loss"]
     if len(a) != len(b):
         return math.inf
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
@@ -287,7 +295,9 @@ def _factor(size: int) -> str:
 
 
 def _loss(value: float) -> str:
-    return f"{value:.2g}" if math.isfinite(value) else "lost"
+    if math.isfinite(value):
+        return f"{value:.2g}"
+    return "lost"
 
 
 def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
@@ -366,5 +376,6 @@ def _ends(
     if not ends:
         return None
     middle = [quantiles(e)[1] for e in ends.values()]
-    low, high = [min(e) for e in ends.values()], [max(e) for e in ends.values()]
+    low = [min(e) for e in ends.values()]
+    high = [max(e) for e in ends.values()]
     return Series(name, {"size": Line(list(ends), middle, low, high)}, color, style)

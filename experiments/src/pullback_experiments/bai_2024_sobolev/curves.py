@@ -25,12 +25,14 @@ def reached(record: Record, measure: str, level: float) -> float:
     (1.5, inf)
     """
     sign = -1.0 if "accuracy" in measure else 1.0
-    values, goal = [sign * v for v in record[measure]], sign * level
+    values = [sign * v for v in record[measure]]
+    goal = sign * level
     for place, value in enumerate(values):
         if value <= goal:  # NaN is not
             if place == 0:
                 return float(record["epoch"][0])
-            before, (a, b) = values[place - 1], record["epoch"][place - 1 : place + 1]
+            before = values[place - 1]
+            a, b = record["epoch"][place - 1 : place + 1]
             return a + (b - a) * (before - goal) / (before - value)
     return math.inf
 
@@ -63,7 +65,9 @@ def counted(value: float) -> str:
     >>> counted(3.14159), counted(math.inf)
     ('3.1', 'never')
     """
-    return f"{value:.1f}" if math.isfinite(value) else "never"
+    if math.isfinite(value):
+        return f"{value:.1f}"
+    return "never"
 
 
 _ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}

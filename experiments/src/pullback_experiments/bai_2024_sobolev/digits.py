@@ -111,11 +111,19 @@ class Tuned(Experiment):
         }
 
     def _tasks(self, quick: bool) -> dict[str, SmallTask]:
-        return dict(list(TASKS.items())[:1]) if quick else TASKS
+        if quick:
+            return dict(list(TASKS.items())[:1])
+        return TASKS
 
     def _grid(self, quick: bool) -> list[tuple[float, float]]:
-        dampings = self.dampings[3:5] if quick else self.dampings
-        ratios = self.ratios[1:2] if quick else self.ratios
+        if quick:
+            dampings = self.dampings[3:5]
+        else:
+            dampings = self.dampings
+        if quick:
+            ratios = self.ratios[1:2]
+        else:
+            ratios = self.ratios
         return [(round(r * d, 6), d) for d, r in product(dampings, ratios)]
 
     def smoke(self) -> Self:
@@ -176,7 +184,8 @@ class Tuned(Experiment):
         return self._train(net, method, pair, context)
 
     def _train(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
-        task, config = TASKS[net], self.config(context.quick)
+        task = TASKS[net]
+        config = self.config(context.quick)
         images = task.data().to(context.device)
         model = task.network().to(context.device)
         metric = METRICS[method](median_distance(images.x))
@@ -222,7 +231,9 @@ def best(done: Results, net: str, method: str, count: int, place: int = 0) -> tu
     return won["lr"], won["damping"]
 
 
-OWN, SHARED, SECOND = "own settings", "K-FAC's settings", "second settings"
+OWN = "own settings"
+SHARED = "K-FAC's settings"
+SECOND = "second settings"
 PER_NETWORK = 6  # claims
 
 
@@ -282,7 +293,8 @@ def _similar(results: Results, net: str) -> Claim:
 
 def table(results: Results, net: str, methods: Sequence[str]) -> Table:
     """Every method at both settings."""
-    level, rows = mark(results, net), []
+    level = mark(results, net)
+    rows = []
     for method in methods:
         for settings in (SHARED, OWN) if method != "K-FAC" else (OWN, SECOND):
             runs = results.of(net, method, settings)

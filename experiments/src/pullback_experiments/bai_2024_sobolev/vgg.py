@@ -114,7 +114,8 @@ Found = Mapping[str, Sequence[Record]]
 
 def paper_claims(found: Found, held: Sequence[bool]) -> list[Check]:
     """Faster, as good in the end, and not by schedule or scaling; then, by the metric alone?"""
-    ours, theirs = found["Sobolev"], found["K-FAC"]
+    ours = found["Sobolev"]
+    theirs = found["K-FAC"]
     claims = [
         _sooner("Sobolev", ours, "K-FAC", theirs, measure, level)
         for measure, levels in LEVELS.items()
@@ -131,13 +132,15 @@ def paper_claims(found: Found, held: Sequence[bool]) -> list[Check]:
 def _sooner(
     one: str, a: Sequence[Record], two: str, b: Sequence[Record], measure: str, level: float
 ) -> Claim:
-    first, second = epochs(a, measure, level), epochs(b, measure, level)
+    first = epochs(a, measure, level)
+    second = epochs(b, measure, level)
     claim = f"{one} needs clearly fewer epochs than {two} to a {measure} of {level:g}"
     return claim, clearly_fewer(first, second), f"{counted(first)} and {counted(second)}"
 
 
 def _similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
-    one, two = final(a, "test accuracy"), final(b, "test accuracy")
+    one = final(a, "test accuracy")
+    two = final(b, "test accuracy")
     claim = "the final test accuracies of Sobolev and K-FAC are similar, within a point"
     return claim, abs(one - two) <= SIMILAR, f"{one:.4f} and {two:.4f}"
 
@@ -230,19 +233,23 @@ class VGGTraining(Experiment):
             )  # fmt: skip
 
     def line(self, record: Record) -> str:
-        loss, accuracy = record["train loss"][-1], record["test accuracy"][-1]
+        loss = record["train loss"][-1]
+        accuracy = record["test accuracy"][-1]
         return f"training loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
     def _found(self, results: Results) -> Found:
         return {m.name: results.of(m.name) for m in self.methods}
 
     def judge(self, results: Results) -> list[Check]:
-        return [] if results.quick else self.claims(self._found(results), self.held)
+        if results.quick:
+            return []
+        return self.claims(self._found(results), self.held)
 
     def draw(self, results: Results) -> dict[str, Figure]:
         from .curves import curves
 
-        found, count = self._found(results), len(results.seeds)
+        found = self._found(results)
+        count = len(results.seeds)
         title = f"VGG-16 on {_set(self.dataset)}, {count} seed{'s' if count > 1 else ''}"
         return {
             part: curves({m: found[m] for m in chosen}, title)
@@ -268,7 +275,10 @@ class VGGTraining(Experiment):
         heads = [f"{m} {level:g}" for m, level in goals]
         columns = ["method", *heads, "train loss", "test loss", "test accuracy", "ms/step"]
         count = len(results.seeds)
-        over = f"medians over {count} seeds" if count > 1 else "one seed"
+        if count > 1:
+            over = f"medians over {count} seeds"
+        else:
+            over = "one seed"
         title = f"Epochs to a level, and ends: {over}"
         return [Table(columns, rows, title)]
 

@@ -23,7 +23,8 @@ from ..learning.training import synchronize
 
 #: layers of the networks
 SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))
-_BATCH, _STEPS = 256, 100
+_BATCH = 256
+_STEPS = 100
 _PATIENCE = 2.0  # seconds for one method on one network
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
@@ -50,7 +51,10 @@ def table(device: torch.device, sizes: tuple[tuple[int, ...], ...] = SIZES) -> T
     for layers in sizes:
         row: list[Cell] = ["-".join(map(str, layers)), f"{_count(layers):,}"]
         rows.append([*row, *(1e3 * timed(build, layers, device) for build in methods().values())])
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    else:
+        where = "CPU"
     title = f"Milliseconds per step, batch {_BATCH}, float32, {where}"
     return Table(["network", "parameters", *methods()], rows, title)
 
@@ -73,7 +77,8 @@ def timed(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
     take: Callable[[], Any] = partial(optimizer.step, closure)  # pyright: ignore[reportCallIssue]
     take()
     synchronize(device)
-    begun, steps = time.perf_counter(), 0
+    begun = time.perf_counter()
+    steps = 0
     while steps < _STEPS and time.perf_counter() - begun < _PATIENCE:
         take()
         steps += 1

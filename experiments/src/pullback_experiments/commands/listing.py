@@ -74,7 +74,10 @@ def _told(state: dict[str, Any]) -> tuple[str, str]:
     took = [run["took"] for run in state["runs"] if run["took"] is not None]
     done, total = state["summary"].get("items") or (0, 1)
     verdict = state["summary"].get("verdict") or {}
-    word = "unfinished" if done < total else verdict.get("outcome", "")
+    if done < total:
+        word = "unfinished"
+    else:
+        word = verdict.get("outcome", "")
     return clocked(sum(took)) if took else "–", str(word)
 
 
@@ -114,7 +117,9 @@ _THERE = 0.037  # seconds of `_work` there
 
 def expected(name: str) -> float | None:
     """Seconds of an experiment's quick version, by and large."""
-    return QUICK[name] * _slower() if name in QUICK else None
+    if name in QUICK:
+        return QUICK[name] * _slower()
+    return None
 
 
 @lru_cache(maxsize=1)
@@ -134,7 +139,8 @@ def _work() -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 10)).double()
-        x, eye = torch.randn(64, 20).double(), torch.eye(200).double()
+        x = torch.randn(64, 20).double()
+        eye = torch.eye(200).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     for _ in range(40):
         optimizer.zero_grad()

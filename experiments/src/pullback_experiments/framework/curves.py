@@ -39,8 +39,12 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
 
     def at(share: float) -> float:
         place = share * (len(ordered) - 1)
-        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
-        return low if low == high else low + (place % 1) * (high - low)  # ∞ − ∞ is no number
+        low = ordered[math.floor(place)]
+        high = ordered[math.ceil(place)]
+        # ∞ − ∞ is no number
+        if low == high:
+            return low
+        return low + (place % 1) * (high - low)
 
     return at(0.25), at(0.5), at(0.75)
 
@@ -147,7 +151,10 @@ def quartiles(
     They are taken at every x that occurs, or where `spaced` at places evenly spaced in the
     logarithm, which suits times: no two runs share one. Places are > 0 unless `zero` is asked for.
     """
-    places = _spaced(xs) if spaced else sorted({float(x) for one in xs for x in one if x > 0})
+    if spaced:
+        places = _spaced(xs)
+    else:
+        places = sorted({float(x) for one in xs for x in one if x > 0})
     if zero and any(one[0] == 0 for one in xs if len(one)):
         places = [0.0, *places]
     spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in places]
@@ -161,11 +168,17 @@ def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Li
     >>> averages([[0, 1], [0, 1, 2]], [[1.0, 2.0], [3.0, 2.0, 5.0]])
     Line(x=[0.0, 1.0], y=[2.0, 2.0], low=[1.0, 2.0], high=[3.0, 2.0])
     """
-    at, middle, low, high = [], [], [], []
+    at = []
+    middle = []
+    low = []
+    high = []
     for x, y in zip(zip(*xs, strict=False), zip(*ys, strict=False), strict=True):
         values = [finite(float(v)) for v in y]
         mean = sum(values) / len(values)
-        squares = sum((v - mean) ** 2 for v in values) if math.isfinite(mean) else math.inf
+        if math.isfinite(mean):
+            squares = sum((v - mean) ** 2 for v in values)
+        else:
+            squares = math.inf
         off = math.sqrt(squares / max(len(values) - 1, 1))
         at.append(sum(map(float, x)) / len(x))
         middle.append(_number(mean))

@@ -46,7 +46,8 @@ def run(
     With several workers items are done in processes of their own, after those done once; seconds
     that are measured there are of a machine that others use too.
     """
-    where, console = _where(experiment, device), console or Console(quiet=True)
+    where = _where(experiment, device)
+    console = console or Console(quiet=True)
     if workers > 1:
         parallel.named(experiment)  # before anything is done
     store = experiment.opened(quick, folder(out))
@@ -79,8 +80,11 @@ class RunPlan:
         store: Store,
         device: torch.device,
     ) -> None:
-        self.experiment, self.quick, self.seeds = experiment, quick, seeds
-        self.store, self.device = store, device
+        self.experiment = experiment
+        self.quick = quick
+        self.seeds = seeds
+        self.store = store
+        self.device = device
         items = list(experiment.items(quick))
         self.once = [i for i in items if i.once]
         self.each = [i for i in items if not i.once]
@@ -103,13 +107,19 @@ class RunPlan:
         if not missing:
             return
         self.experiment.ready(self.quick)
-        deadline = None if seconds is None else time.monotonic() + seconds
+        if seconds is None:
+            deadline = None
+        else:
+            deadline = time.monotonic() + seconds
         progress = Progress(console, self.experiment.name, len(self.names))
         with checkpoints(self.store) as place, progress, threads(self.experiment.threads):
             progress.start(len(self.names) - len(missing))
             executor = Executor(self, place, progress, self._estimates(missing), deadline)
             # items that are done once may build on one another
-            alone = missing if workers == 1 else [name for name in missing if name[1] is None]
+            if workers == 1:
+                alone = missing
+            else:
+                alone = [name for name in missing if name[1] is None]
             rest = [name for name in missing if name[1] is not None]
             if executor.alone(alone) and workers > 1 and rest:
                 executor.together(rest, min(workers, len(rest)))  # all of them start at once
@@ -121,7 +131,9 @@ class RunPlan:
         return guess
 
     def _took(self, name: Name) -> float | None:
-        return self.store.took(name) if name in self.store else None
+        if name in self.store:
+            return self.store.took(name)
+        return None
 
     # --- concluding --------------------------------------------------------------------------
 
@@ -141,12 +153,24 @@ class RunPlan:
         seeds = self.complete(self.seeds)
         beside = self.complete([s for s in store.seeds() if s not in self.seeds])
         results = Results(store, seeds, self.quick)
-        checks = self.experiment.judge(results) if seeds and self.experiment.judged else []
-        verdict = self.experiment.verdict(checks) if checks else None
+        if seeds and self.experiment.judged:
+            checks = self.experiment.judge(results)
+        else:
+            checks = []
+        if checks:
+            verdict = self.experiment.verdict(checks)
+        else:
+            verdict = None
         if verdict is not None and self.quick:  # which may leave out claims, seeds and sizes
             verdict = replace(verdict, why=f"in the short version {verdict.why}")
-        tables = self.experiment.tables(results) if seeds else []
-        figures = self._figures(results) if seeds else []
+        if seeds:
+            tables = self.experiment.tables(results)
+        else:
+            tables = []
+        if seeds:
+            figures = self._figures(results)
+        else:
+            figures = []
         done = sum(name in store for name in self.names)
         known = [t for name in self.names if (t := self._took(name)) is not None]
         store.summary = {
@@ -226,7 +250,8 @@ class Executor:
 
     def together(self, names: Sequence[Name], workers: int) -> None:
         """In several processes."""
-        plan, left = self.plan, deque(names)
+        plan = self.plan
+        left = deque(names)
         with parallel.processes(workers, plan.experiment.threads) as pool:
             while left or pool.names:
                 while left and pool.free:
@@ -245,7 +270,10 @@ class Executor:
 
     def _job(self, name: Name) -> parallel.Job:
         plan = self.plan
-        until = None if self.deadline is None else time.time() + self.deadline - time.monotonic()
+        if self.deadline is None:
+            until = None
+        else:
+            until = time.time() + self.deadline - time.monotonic()
         return parallel.Job(
             plan.experiment.name, plan.quick, plan.store.path.parent, name, tuple(plan.seeds),
             str(plan.device), self.place / slug(name), until,
@@ -256,7 +284,8 @@ class Executor:
         self._begun += 1
         if self._begun == 1 or self.deadline is None:
             return True
-        left, item = self.deadline - time.monotonic(), self.plan.names[name]
+        left = self.deadline - time.monotonic()
+        item = self.plan.names[name]
         return left > 0 and (item.resumable or self.guess.of(item.key) <= left)
 
     def _keep(self, name: Name, record: Record, took: float) -> None:

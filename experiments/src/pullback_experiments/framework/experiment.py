@@ -56,7 +56,9 @@ class Context:
     @property
     def left(self) -> float:
         """Seconds until the time is over, ∞ where there is no end."""
-        return math.inf if self.deadline is None else self.deadline - time.monotonic()
+        if self.deadline is None:
+            return math.inf
+        return self.deadline - time.monotonic()
 
     @property
     def due(self) -> bool:
@@ -91,9 +93,13 @@ class Item:
 
         Seconds before a pause count; they are kept beside the checkpoint.
         """
-        begun, before = time.monotonic(), _before(context.place)
+        begun = time.monotonic()
+        before = _before(context.place)
         try:
-            devices = [context.device] if context.device.type == "cuda" else []
+            if context.device.type == "cuda":
+                devices = [context.device]
+            else:
+                devices = []
             with torch.random.fork_rng(devices):
                 torch.manual_seed(context.seed)
                 record = dict(self.work(context))

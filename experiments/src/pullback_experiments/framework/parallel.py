@@ -167,7 +167,10 @@ def _work(job: Job) -> Sent:
     experiment, store = _opened(job.experiment, job.quick, job.out)
     key, seed = job.name
     (item,) = [i for i in experiment.items(job.quick) if i.key == key]
-    deadline = None if job.until is None else time.monotonic() + job.until - time.time()
+    if job.until is None:
+        deadline = None
+    else:
+        deadline = time.monotonic() + job.until - time.time()
     done = Results(store, job.seeds, job.quick)
     context = Context(
         seed or 0, torch.device(job.device), job.quick, job.place, done, deadline

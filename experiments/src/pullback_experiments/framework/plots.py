@@ -89,7 +89,8 @@ PALETTE = (
     "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000",
     "#332288", "#A3184F", "#117733", "#AA4499", "#2BA79B", "#8C8A1C", "#8A4B08", "#6FB61F",
 )  # fmt: skip
-INK, _GRID = "#333333", "#E4E4E4"
+INK = "#333333"
+_GRID = "#E4E4E4"
 _WIDEST = 11.0  # inches
 
 
@@ -126,7 +127,10 @@ def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
         low, high = axis.get_view_interval()
         if logarithmic and high < 100 * low:  # powers of ten alone would be one tick or two
             few = high > 10 * low
-            subs = (1.0, 2.0, 5.0) if few else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+            if few:
+                subs = (1.0, 2.0, 5.0)
+            else:
+                subs = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
             axis.set_major_locator(LogLocator(subs=subs))
             axis.set_major_formatter("{x:g}")
     axes.grid(True, which="major", color=_GRID, lw=0.7)
@@ -171,7 +175,10 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     figure.set_layout_engine("none")  # once is enough
     written = []
     for kind in ("png", "svg"):
-        extra = {"metadata": {"Date": None}} if kind == "svg" else {}
+        if kind == "svg":
+            extra = {"metadata": {"Date": None}}
+        else:
+            extra = {}
 
         def fill(file: IO[bytes], kind: str = kind, extra: dict[str, Any] = extra) -> None:
             with rc_context({"svg.hashsalt": "pullback"}):

@@ -25,8 +25,12 @@ class Progress:
     """A bar over the items, and a line for what each gave."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
-        self._console, self._title, self._total = console, title, total
-        self._done, self._left, self._last = 0, 0.0, 0.0
+        self._console = console
+        self._title = title
+        self._total = total
+        self._done = 0
+        self._left = 0.0
+        self._last = 0.0
         self._bars = Bars(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=30),
@@ -68,7 +72,10 @@ class Progress:
         def watch(share: float, words: str) -> None:
             spent = time.monotonic() - begun
             # what is left of this item by its own pace, of the others by what they took before
-            own = spent * (1 - share) / share if share > 0 else 0.0
+            if share > 0:
+                own = spent * (1 - share) / share
+            else:
+                own = 0.0
             self._show(share, f"{spoken(name)}, {words}", max(left - spent, own))
 
         yield watch
@@ -79,7 +86,10 @@ class Progress:
         self._show(0.0, words, left)
 
     def _show(self, share: float, words: str, left: float) -> None:
-        clock = f"{clocked(left)} left" if left else ""
+        if left:
+            clock = f"{clocked(left)} left"
+        else:
+            clock = ""
         done = self._done + share
         self._bars.update(self._task, completed=done, words=escape(words), left=clock)
 
@@ -92,8 +102,14 @@ class Progress:
             return
         self._last = now
         left = max(self._left - took, 0.0)
-        more = "" if last or not left else f"; {clocked(left)} left"
-        words = f", {line}" if line else ""
+        if last or not left:
+            more = ""
+        else:
+            more = f"; {clocked(left)} left"
+        if line:
+            words = f", {line}"
+        else:
+            words = ""
         count = f"[{self._done}/{self._total}]"
         self._print(f"{count} {spoken(name)}: {clocked(took)}{words}{more}")
 
@@ -115,13 +131,15 @@ class Estimates:
     def __init__(self, missing: Iterable[Key]) -> None:
         self._missing = Counter(missing)
         self._known: dict[Key, list[float]] = defaultdict(list)
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
 
     def know(self, key: Key, seconds: float | None) -> None:
         """An item that was done before."""
         if seconds is not None:
             self._known[key].append(seconds)
-            self._sum, self._count = self._sum + seconds, self._count + 1
+            self._sum = self._sum + seconds
+            self._count = self._count + 1
 
     def took(self, key: Key, seconds: float) -> None:
         """One of those that were missing is done."""
@@ -132,7 +150,9 @@ class Estimates:
         """Seconds that an item will take; 0 where nothing is known."""
         if key in self._known:
             return statistics.median(self._known[key])
-        return self._sum / self._count if self._count else 0.0
+        if self._count:
+            return self._sum / self._count
+        return 0.0
 
     def left(self) -> float:
         """Seconds of all that is missing."""
@@ -156,7 +176,9 @@ def clocked(seconds: float) -> str:
     ('0.2 s', '1 min 15 s', '2 h 01 min')
     """
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        if seconds < 10:
+            return f"{seconds:.1f} s"
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
@@ -179,7 +201,8 @@ def seed_range(text: str) -> list[int]:
         ends = part.split("-")
         if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends):
             raise _refusal(text, f"{part!r} is no range")
-        first, last = int(ends[0]), int(ends[-1])
+        first = int(ends[0])
+        last = int(ends[-1])
         if last > _LARGEST:
             raise _refusal(text, f"{last} is larger than {_LARGEST}")
         if last < first:

@@ -42,7 +42,9 @@ def join(plain: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         if plain.keys() == {"float"}:
             return float(plain["float"])
         return {k: join(v, arrays) for k, v in plain.items()}
-    return [join(v, arrays) for v in plain] if isinstance(plain, list) else plain
+    if isinstance(plain, list):
+        return [join(v, arrays) for v in plain]
+    return plain
 
 
 def _plain(value: Any, place: str, arrays: Arrays) -> Any:
@@ -71,7 +73,9 @@ def _plain(value: Any, place: str, arrays: Arrays) -> Any:
 
 
 def _inside(place: str, name: object) -> str:
-    return f"{place}.{name}" if place else str(name)
+    if place:
+        return f"{place}.{name}"
+    return str(name)
 
 
 def _name(key: object, place: str) -> str:

@@ -46,7 +46,9 @@ def content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         why = f"it is unreadable or cut off ({error})"
         raise PullbackError(f"{path} cannot be read", why, _REMEDY) from None
-    return state if isinstance(state, dict) else {}
+    if isinstance(state, dict):
+        return state
+    return {}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -93,7 +95,8 @@ class Store:
         about: Mapping[str, Any] | None = None,
         open_parts: frozenset[str] = frozenset(),
     ) -> None:
-        self.path, self.about = path, dict(about or {})
+        self.path = path
+        self.about = dict(about or {})
         self.config = settled(config)
         self.environments: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
@@ -112,7 +115,8 @@ class Store:
             json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:  # a page can show it, and no file can hold it
             raise _malformed(self.path, error) from None
-        old, whose = state["config"], state["about"].get("name")
+        old = state["config"]
+        whose = state["about"].get("name")
         if whose != self.about.get("name"):
             raise PullbackError(
                 f"{self.path} holds results of another experiment",
@@ -129,7 +133,8 @@ class Store:
             self.config[part] = {**old[part], **self.config[part]}
         first = not self._runs
         if first:
-            self.environments, self.summary = state["environments"], state["summary"]
+            self.environments = state["environments"]
+            self.summary = state["summary"]
         places = [self._place(e) for e in state["environments"]]
         for run in state["runs"]:
             name = _name(run)
@@ -168,7 +173,10 @@ class Store:
         """What an item gave."""
         run = self._runs[name]
         file = run.get("arrays")
-        path = self.path if file is None else self._folder / Path(file).name
+        if file is None:
+            path = self.path
+        else:
+            path = self._folder / Path(file).name
         try:
             return records.join(run["record"], {} if file is None else records.load(path))
         except records.DAMAGED as error:
@@ -258,7 +266,8 @@ def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]
     """What differs, by name."""
     out = []
     for part in sorted(old.keys() | new.keys()):
-        one, two = old.get(part), new.get(part)
+        one = old.get(part)
+        two = new.get(part)
         if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
             out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
         elif one != two:
@@ -325,7 +334,8 @@ class Results:
     """
 
     def __init__(self, store: Store, seeds: Sequence[int], quick: bool) -> None:
-        self.seeds, self.quick = tuple(seeds), quick
+        self.seeds = tuple(seeds)
+        self.quick = quick
         self._store = store
 
     def of(self, *key: str) -> list[Record]:

@@ -80,4 +80,6 @@ def shown(cell: Cell) -> str:
     """A cell in a few characters."""
     if cell is None:
         return "–"
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.3g}"
+    return str(cell)

@@ -38,7 +38,8 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
     "leaky": partial(nn.LeakyReLU, 0.1),
     "tanh": nn.Tanh,
 }
-_SAMPLES, _STEPS = 64, 5
+_SAMPLES = 64
+_STEPS = 5
 
 
 def contenders(net: str) -> list[Contender]:
@@ -50,7 +51,9 @@ def contenders(net: str) -> list[Contender]:
         "SGD from the one point of a rescaling orbit that lies on the slice; it refuses twins "
         "whose units cannot be rescaled",
     )
-    return [first, sliced, *rest] if net == "leaky" else [first, *rest]
+    if net == "leaky":
+        return [first, sliced, *rest]
+    return [first, *rest]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,8 @@ class InvarianceAudit(Experiment):
         return {net: grid(worst(found, net)) for net in self._nets}
 
     def tables(self, results: Results) -> list[Table]:
-        found, out = self._found(results), []
+        found = self._found(results)
+        out = []
         for net in self._nets:
             told = worst(found, net)
             columns = list(dict.fromkeys(t for _, t in told))
@@ -152,9 +156,12 @@ Row = Mapping[str, Any]
 #: records of all seeds, by network and optimizer
 Found = Mapping[tuple[str, str], list[Row]]
 
-NATURAL, DAMPED = "NGD, pseudo-inverse", "NGD, damped"
-KFAC, TIKHONOV = ("K-FAC, undamped", "K-FAC, invariant"), "K-FAC, Tikhonov"
-RULES, SLICED = ("K-FAC, eigenbasis", "K-FAC, spectral"), "SliceSGD"
+NATURAL = "NGD, pseudo-inverse"
+DAMPED = "NGD, damped"
+KFAC = ("K-FAC, undamped", "K-FAC, invariant")
+TIKHONOV = "K-FAC, Tikhonov"
+RULES = ("K-FAC, eigenbasis", "K-FAC, spectral")
+SLICED = "SliceSGD"
 PLAIN = ("SGD", "Adam", "L-BFGS", "Muon")
 AFFINE = ("input whitening", "per-layer affine", "neuron rescaling")
 _RANKS = {str(v): i for i, v in enumerate((Verdict.EXACT, Verdict.FIRST_ORDER))}
@@ -212,7 +219,9 @@ def format_mismatch(value: float) -> str:
     ('3.4e-4', 'inf')
     """
     mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+    if exponent:
+        return f"{mantissa}e{int(exponent)}"
+    return mantissa
 
 
 def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = True) -> Check:
@@ -244,6 +253,9 @@ def worst(found: Found, net: str) -> dict[tuple[str, str], tuple[Verdict, str] |
             mine = [r for r in rows if r["place"] == "batch" and r["transformation"] == kind.name]
             last = max(mine, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)
             largest = max((r["direction"] for r in mine), default=0.0)
-            told = None if last is None else (Verdict(last["verdict"]), format_mismatch(largest))
+            if last is None:
+                told = None
+            else:
+                told = (Verdict(last["verdict"]), format_mismatch(largest))
             out[name, kind.name] = told
     return out

@@ -54,7 +54,8 @@ def expected_accuracy(beta: Tensor, nonzero: int) -> Tensor:
 
 def angle(one: Tensor, two: Tensor) -> float:
     """Degrees between two directions, exact for small ones too."""
-    a, b = one / one.norm(), two.to(one) / two.norm()
+    a = one / one.norm()
+    b = two.to(one) / two.norm()
     return float(torch.rad2deg(2 * torch.atan2((a - b).norm(), (a + b).norm())))
 
 

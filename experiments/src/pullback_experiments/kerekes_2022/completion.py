@@ -78,7 +78,8 @@ class Completion(Repeated):
         return replace(self, judged=False, small=small, steps=100, trials=1)
 
     def items(self, quick: bool) -> list[Item]:
-        config, out = self.config(quick), []
+        config = self.config(quick)
+        out = []
         for depth in config["depths"]:
             out.append(Item(("EGD", f"L={depth}"), partial(_euclidean, depth, 1, config)))
             out.append(Item(("NGD", f"L={depth}"), partial(_natural, depth, config)))
@@ -97,7 +98,9 @@ class Completion(Repeated):
     def judge(self, results: Results) -> list[Check]:
         found = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
-        return [] if results.quick else recorded(found, self.held, ours={6, 7})
+        if results.quick:
+            return []
+        return recorded(found, self.held, ours={6, 7})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.completion(results, self.config(results.quick))
@@ -111,7 +114,9 @@ class Completion(Repeated):
 
 def problem(config: dict[str, Any], context: Context) -> Observed:
     """A random matrix of low rank, mean square 1, with nested sets of observed entries."""
-    source, size, rank = generator(context.seed), config["size"], config["rank"]
+    source = generator(context.seed)
+    size = config["size"]
+    rank = config["rank"]
     left, right = (normal(shape, source, context.device) for shape in ((size, rank), (rank, size)))
     truth = left @ right
     return Observed.of(truth * (size / truth.norm()), config["counts"], source)
@@ -139,10 +144,13 @@ def _euclidean(depth: int, times: int, config: dict[str, Any], context: Context)
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     """F(β) = 1 as in the paper, and its split (1/L)A⁺∇B⁺; step sizes fall where factors do not."""
-    data, out, steps = problem(config, context), [], []
+    data = problem(config, context)
+    out = []
+    steps = []
     start = _factors(depth, 1, 1.0, config["size"], context)
     for truth, mask in zip(data.truth, data.mask, strict=True):
-        model, taken = DeepMatrix.of(start), 0
+        model = DeepMatrix.of(start)
+        taken = 0
         for _ in range(100):
             gap = (model.beta.detach() - truth).masked_fill(~mask, 0.0)
             try:
@@ -152,7 +160,10 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
             # a step moves no factor by more than a tenth of itself
             pairs = zip(moves, model.factors, strict=True)
             sizes = [float(move.norm() / w.detach().norm()) for move, w in pairs]
-            lr = min(0.2, 0.1 / max(sizes)) if depth > 1 else 0.2
+            if depth > 1:
+                lr = min(0.2, 0.1 / max(sizes))
+            else:
+                lr = 0.2
             with torch.no_grad():
                 for w, move in zip(model.factors, moves, strict=True):
                     w -= lr * move
@@ -174,7 +185,9 @@ def _moved(change: Tensor, data: Observed) -> list[float]:
 
 
 def _nuclear(config: dict[str, Any], context: Context) -> Record:
-    data, size, found = problem(config, context), config["size"], []
+    data = problem(config, context)
+    size = config["size"]
+    found = []
     for truth, mask in zip(data.truth, data.mask, strict=True):
         rows, columns = mask.nonzero().T
         done = nuclear_norm_completion((size, size), rows, columns, truth[mask], tol=1e-3)
@@ -233,7 +246,9 @@ def _sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any
 
     def needed(errors: np.ndarray) -> float:
         enough = [n for n, e in zip(config["counts"], errors, strict=True) if e < 0.1]
-        return float(enough[0]) if enough else float("inf")
+        if enough:
+            return float(enough[0])
+        return float("inf")
 
     counts = {f"L = {d}": needed(e) for d, e in deep.items()} | {"nuclear norm": needed(nuclear)}
     words = ", ".join(f"{name} {n:g}" for name, n in counts.items())

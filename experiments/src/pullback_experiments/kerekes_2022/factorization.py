@@ -121,7 +121,8 @@ class Norm:
         if self.v is None:
             source = torch.Generator().manual_seed(0)
             v = torch.randn(a.shape[0], a.shape[-1], 1, generator=source, dtype=torch.float64)
-            self.v, times = v.to(a), 20
+            self.v = v.to(a)
+            times = 20
         sigma = a.new_zeros(len(a))
         for _ in range(times):
             u = a @ self.v
@@ -131,7 +132,10 @@ class Norm:
         return sigma
 
 
-SIZE, RANK, COUNT, STEPS = 16, 2, 130, 80
+SIZE = 16
+RANK = 2
+COUNT = 130
+STEPS = 80
 
 #: Fisher matrices: of all entries, as in the paper, and of the observed ones
 FISHERS = ("all entries", "observed entries")
@@ -139,7 +143,9 @@ FISHERS = ("all entries", "observed entries")
 
 def search(trials: int, steps: int, context: Context) -> Record:
     """Random depth 2–3, learning rate, size of the start, damping; and EGD with L = 2, 3 beside."""
-    source, here = generator(20_000 + context.seed), torch.device("cpu")  # tiny decompositions
+    # tiny decompositions
+    source = generator(20_000 + context.seed)
+    here = torch.device("cpu")
     truth = normal((SIZE, RANK), source, here) @ normal((RANK, SIZE), source, here)
     data = Observed.of(truth * (SIZE / truth.norm()), [COUNT], source)
     out = []
@@ -174,32 +180,44 @@ def _trial(number: int, data: Observed, source: torch.Generator) -> Record:
     }
     if setting["damping"] > 1:  # far damping shortens steps in proportion
         setting["lr"] *= setting["damping"]
-    gain, depth = setting["start"] ** (1 / setting["depth"]), setting["depth"]
+    gain = setting["start"] ** (1 / setting["depth"])
+    depth = setting["depth"]
     factors = [
         gain * normal((SIZE, SIZE), source, data.truth.device) / SIZE**0.5 for _ in range(depth)
     ]
     try:
         beta = _natural(factors, data, setting)
-        error, training = float(data.error(beta[None])[0]), float(data.training(beta[None])[0])
+        error = float(data.error(beta[None])[0])
+        training = float(data.training(beta[None])[0])
     except (PullbackError, RuntimeError):  # lost: factors that are no longer numbers
         error = training = math.inf
     fine = math.isfinite(error) and math.isfinite(training)
-    ends = {"error": error, "training": training} if fine else {"error": None, "training": None}
+    if fine:
+        ends = {"error": error, "training": training}
+    else:
+        ends = {"error": None, "training": None}
     return setting | ends
 
 
 def _natural(factors: list[Tensor], data: Observed, setting: dict[str, Any]) -> Tensor:
     model = DeepMatrix.of(factors)
-    truth, mask = data.truth[0], data.mask[0]
+    truth = data.truth[0]
+    mask = data.mask[0]
     rows, columns = mask.nonzero().T
-    entries = (rows, columns) if setting["fisher"] == FISHERS[1] else None
+    if setting["fisher"] == FISHERS[1]:
+        entries = (rows, columns)
+    else:
+        entries = None
     for _ in range(STEPS):
         gap = (model.beta.detach() - truth).masked_fill(~mask, 0.0)
         if not bool(torch.isfinite(gap).all()) or float(gap.abs().max()) > 1e6:
             return torch.full_like(truth, math.nan)
         if float(gap.norm()) < 1e-5 * float(truth.norm()):
             break
-        pull = gap if entries is None else gap[rows, columns]
+        if entries is None:
+            pull = gap
+        else:
+            pull = gap[rows, columns]
         moves = model.natural_gradient(pull, entries=entries, damping=setting["damping"])
         with torch.no_grad():
             for w, move in zip(model.factors, moves, strict=True):

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_NATURAL, _INK = 0, 7  # places in the palette; EGD's is its depth
+# places in the palette; EGD's is its depth
+_NATURAL = 0
+_INK = 7
 _METHODS: Mapping[str, Style] = {"EGD": "solid", "NGD": "dotted"}
 #: NGD's lines by depth
 _DASHES = {1: (0, (4, 1.5)), 2: (0, (1, 1.2)), 3: (0, (4, 1, 1, 1)), 4: (0, (1, 3))}
@@ -29,7 +31,8 @@ _Kind = tuple[str, tuple[str, ...], int, Style]
 
 def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
     """EGD's direction along the way down, beside NGD's end."""
-    runs, natural = results.of("EGD"), results.of("NGD", "L=1")
+    runs = results.of("EGD")
+    natural = results.of("NGD", "L=1")
     if not runs:
         return []
     levels = [r["level"] for r in runs]
@@ -59,12 +62,14 @@ def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
 
 def sparse(results: Results, config: dict[str, Any]) -> list[Chart]:
     """Accuracy against N, and against −log loss at the largest N < D; NGD's logits over time."""
-    euclidean, depths = results.of("EGD"), config["depths"]
+    euclidean = results.of("EGD")
+    depths = config["depths"]
     series = [
         _accuracy(f"EGD, L = {d}", euclidean, row, config, color=d) for row, d in enumerate(depths)
     ]
     for depth in config["natural depths"]:
-        name, runs = f"NGD, L = {depth}", results.of("NGD", f"L={depth}")
+        name = f"NGD, L = {depth}"
+        runs = results.of("NGD", f"L={depth}")
         series.append(_accuracy(name, runs, 0, config, color=_NATURAL, style="dotted"))
     runs = results.of("NGD, population")
     series.append(_accuracy("NGD, population", runs, 0, config, color=_NATURAL, style="dashed"))
@@ -129,13 +134,15 @@ def _way_down(runs: Sequence[Record], config: dict[str, Any]) -> list[Chart]:
 def _logits(runs: Sequence[Record]) -> list[Chart]:
     if not runs or not len(runs[0]["time"]):
         return []
-    times, margins = list(runs[0]["time"]), runs[0]["margins"]
+    times = list(runs[0]["time"])
+    margins = runs[0]["margins"]
     spread = quartiles([times] * margins.shape[1], margins.T.tolist())
     series = [
         Series("NGD", {"time": spread}, _NATURAL),
         Series("t", {"time": Line(times, times)}, _INK, "dashed"),
     ]
-    title, note = "NGD's logits grow as t, N < D", "median and quartiles over samples, first seed"
+    title = "NGD's logits grow as t, N < D"
+    note = "median and quartiles over samples, first seed"
     return [
         Chart(title, "y·logit", series, x={"time": "time t"}, logx=False, logy=False, note=note)
     ]
@@ -195,8 +202,10 @@ def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
         for what, name in names.items()
         if count
     ]
-    note, x = "medians and quartiles over seeds", {"ratio": "D / N"}
-    title, y = "Support vectors", "samples that are support vectors, %"
+    note = "medians and quartiles over seeds"
+    x = {"ratio": "D / N"}
+    title = "Support vectors"
+    y = "samples that are support vectors, %"
     return [Chart(title, y, series, x=x, logy=False, note=note)]
 
 
@@ -214,19 +223,24 @@ def draw_planar(
         for place, depth in enumerate(depths):
             color = plots.PALETTE[depth]
             beta = _first(results, method, place, depth)
-            width = 1.6 if method == "EGD" else 0.9 * (len(depths) - place) + 0.8
+            if method == "EGD":
+                width = 1.6
+            else:
+                width = 0.9 * (len(depths) - place) + 0.8
             _separator(axes, beta, color, f"L = {depth}", width)
         axes.legend(edgecolor="none", framealpha=0.9, fontsize=8, loc="lower right")
         plots.label(axes, "x₁", "x₂", f"{method}, seed {results.seeds[0]}")
     runs = results.of("EGD")
     for place, depth in enumerate(depths):
         color = plots.PALETTE[depth]
-        xs, ys = [r["level"] for r in runs], [r["angles"][place] for r in runs]
+        xs = [r["level"] for r in runs]
+        ys = [r["angles"][place] for r in runs]
         plots.band(right, xs, ys, color, f"EGD, L = {depth}")
         limit = sorted(r["limit angle"][place] for r in runs)[len(runs) // 2]
         right.axhline(limit, color=color, lw=0.9, ls=":")
     natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
-    middle_angle, color = natural[len(natural) // 2], plots.PALETTE[_NATURAL]
+    middle_angle = natural[len(natural) // 2]
+    color = plots.PALETTE[_NATURAL]
     right.axhline(middle_angle, color=color, lw=1.4, ls="--", label="NGD, all L")
     plots.dress(right, logy=False)
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -259,8 +273,12 @@ def _separator(axes: Axes, beta: Sequence[float], color: str, name: str, width: 
 
 def draw_sparse(results: Results, config: dict[str, Any]) -> Figure:
     """Means over seeds on the left; the first seed in the other panels."""
-    dim, nonzero = config["dim"], config["nonzero"]
-    seeds = "1 seed" if len(results.seeds) == 1 else f"{len(results.seeds)} seeds"
+    dim = config["dim"]
+    nonzero = config["nonzero"]
+    if len(results.seeds) == 1:
+        seeds = "1 seed"
+    else:
+        seeds = f"{len(results.seeds)} seeds"
     title = f"Sparse classification, D = {dim}, {nonzero} nonzero, {seeds}"
     figure = plots.new(15, 4.8, title)
     left, middle, right = figure.subplots(1, 3)
@@ -294,7 +312,8 @@ def _accuracies(axes: Axes, results: Results, config: dict[str, Any]) -> None:
 
 def _logit_panel(axes: Axes, results: Results) -> None:
     record = results.of("NGD", "L=1")[0]
-    margins, times = np.asarray(record["margins"]), record["time"]
+    margins = np.asarray(record["margins"])
+    times = record["time"]
     if len(times):
         axes.plot(times, margins, color=plots.PALETTE[_NATURAL], lw=0.6, alpha=0.6)
         axes.plot([], [], color=plots.PALETTE[_NATURAL], label="NGD, all samples")
@@ -305,7 +324,8 @@ def _logit_panel(axes: Axes, results: Results) -> None:
 
 
 def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
-    euclidean, natural = results.of("EGD")[0], results.of("NGD", "L=1")[0]
+    euclidean = results.of("EGD")[0]
+    natural = results.of("NGD", "L=1")[0]
     kinds = [(f"EGD, L = {d}", d, euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
     kinds += [
         ("NGD", _NATURAL, natural["beta"]),
@@ -330,7 +350,8 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     """Medians and quartiles over seeds."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    size, rank = config["size"], config["rank"]
+    size = config["size"]
+    rank = config["rank"]
     title = f"Completing a {size}×{size} matrix of rank {rank}, {len(results.seeds)} seeds"
     figure = plots.new(15, 5.0, title)
     left, middle, right = figure.subplots(1, 3)

@@ -120,7 +120,9 @@ def march(
     The last step is shortened until it ends within a thousandth of 1 + |end|. It gives up after so
     many steps, or where a step has to be shorter than 1e-12 of the longest.
     """
-    h, now, slack = torch.full_like(y[:, 0], first), clock(y), 1e-3 * (1 + abs(end))
+    h = torch.full_like(y[:, 0], first)
+    now = clock(y)
+    slack = 1e-3 * (1 + abs(end))
     most = torch.full_like(h, 3.0)  # of growth; none right after a step was refused
     for count in range(max_steps):
         going = ~(now >= end)
@@ -129,7 +131,8 @@ def march(
         moved, error = pair.step(y, h)
         error = torch.where(torch.isfinite(error), error, 1e6)
         then = clock(moved)
-        fine, past = error <= 1, then > end + slack
+        fine = error <= 1
+        past = then > end + slack
         change = (0.8 * error.clamp(min=1e-6) ** (-1 / pair.order)).clamp(min=0.2).minimum(most)
         back = ((end + 0.5 * slack - now) / (then - now)).clamp(0.1, 0.95)
         y = torch.where((fine & ~past & going)[:, None], moved, y)
@@ -171,7 +174,8 @@ class Explicit:
 
     def step(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """y after a step of h (B,), and its error in units of the tolerance, (B,)."""
-        moved, slopes = y, [self.velocity(y)]
+        moved = y
+        slopes = [self.velocity(y)]
         for row in _STAGES:
             moved = y + h[:, None] * _combined(row, slopes)
             slopes.append(self.velocity(moved))

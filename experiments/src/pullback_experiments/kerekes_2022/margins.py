@@ -36,7 +36,8 @@ from .integrators import Explicit, Jacobian, Stiff, march, relative
 _COUNTS = 1e-6
 
 #: The −log ℓ up to which steps are explicit, and the number of them after which they are not.
-_GENTLE, _MANY = 2.0, 1000
+_GENTLE = 2.0
+_MANY = 1000
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class EuclideanFlow:
         logits: float = 0.05,
     ) -> None:
         like = data.rows.new_ones(len(data.rows), 1)
-        self.data, self.rtol, self.logits = data, rtol, logits
+        self.data = data
+        self.rtol = rtol
+        self.logits = logits
         self.others = like * like.new_tensor(depths).reshape(-1, 1) - 1  # L − 1, (B, 1)
         self.scale = like * like.new_tensor(scales).reshape(-1, 1)
         self.scale = torch.where(self.others > 0, self.scale, 1.0)
@@ -136,7 +139,9 @@ class EuclideanFlow:
         ρ ∂f/∂v = diag(P'∘G) + diag(P)(GGᵀ − ZᵀZ)diag(dβ/dv) − f ∇ρᵀ
         """
         here = self._local(v)
-        g, p, slope = here.gradient, here.p, here.slope
+        g = here.gradient
+        p = here.p
+        slope = here.slope
         p1 = self.others * v / (v.square() + self.scale.square()) * p  # P'
         z = self._curvature(here)
         rho, rho1 = self._speed_and_slope(v, here, p1, z)
@@ -149,7 +154,9 @@ class EuclideanFlow:
         self, v: Tensor, here: _FlowPoint, p1: Tensor, z: Tensor
     ) -> tuple[Tensor, Tensor]:
         """ρ = dτ/dt̂ and ∇ρ, (B, 1) and (B, D)."""
-        g, p, slope = here.gradient, here.p, here.slope
+        g = here.gradient
+        p = here.p
+        slope = here.slope
 
         def bend(t: Tensor) -> Tensor:
             """∂G/∂β t = G(Gᵀt) − Zᵀ(Z t)."""
@@ -161,7 +168,8 @@ class EuclideanFlow:
         slope1 = p1 * (slope / p) + p * 2 * self.others * v * (self.scale / square).square()
         q1 = (p1 * slope + p * slope1) * g.square() + 2 * slope * bend(p * slope * g)
         rho1 = q1 / level - fall / level * torch.where(here.level > 0, g * slope, 0.0)
-        size, length = here.move.norm(dim=1, keepdim=True), v.norm(dim=1, keepdim=True)
+        size = here.move.norm(dim=1, keepdim=True)
+        length = v.norm(dim=1, keepdim=True)
         grown = (slope * bend(p * here.move) + p1 * g * here.move) / size
         grown = (grown - size * v / length / (length + self.scale)) / (length + self.scale)
         return rho, rho1 + torch.where(growth > 0, grown, 0.0)
@@ -197,10 +205,8 @@ class EuclideanFlow:
             v = self.data.rows.sum(1)
             v = 1e-3 * self.scale * v / v.norm(dim=1, keepdim=True).clamp(min=1e-300)
         watch = watch or (lambda clock: None)
-        gentle, stiff = (
-            Explicit(self.velocity, self.size),
-            Stiff(self.velocity, self.both, self.size),
-        )
+        gentle = Explicit(self.velocity, self.size)
+        stiff = Stiff(self.velocity, self.both, self.size)
         v, _ = march(gentle, v, self.level, min(level, _GENTLE), max_steps=_MANY, watch=watch)
         v, late = march(stiff, v, self.level, level, watch=watch)
         if bool(late.any()):

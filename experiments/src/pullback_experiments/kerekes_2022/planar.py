@@ -154,7 +154,8 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     signed = Signed.of([(x, y)] * len(depths) * len(scales))
     each = [a for a in scales for _ in depths]
     flow = EuclideanFlow(signed, depths * len(scales), each, rtol=1e-6)
-    v, angles = None, [[] for _ in depths]
+    v = None
+    angles = [[] for _ in depths]
     beta = torch.zeros(len(each), 2, dtype=DTYPE)
     for level in config["levels"]:
         v = flow.run(level, v)
@@ -176,7 +177,8 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     x, y = points(context.seed, context.device)
     flow = natural_flow(flat_start(2, depth, 1.0, context.device), x, y, config["end"]).cpu()
-    model, steps = flat_start(2, depth, 1.0, context.device), round(config["end"] / config["lr"])
+    model = flat_start(2, depth, 1.0, context.device)
+    steps = round(config["end"] / config["lr"])
     beta = last(sample_descent(model, x, y, config["lr"], steps)).cpu()
     return {
         "depth": depth,
@@ -188,7 +190,8 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
 
 
 def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
-    runs, out = results.of("EGD"), []
+    runs = results.of("EGD")
+    out = []
     for place, depth in enumerate(depths):
         off = max(r["off"][place] for r in runs)
         claim = f"EGD with L = {depth} finds the ℓp margin for p = 2/{depth}"
@@ -223,7 +226,8 @@ def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
         min(abs(r["descent angle"] - a) for a in e["limit angle"])
         for r, e in zip(by[0], results.of("EGD"), strict=True)
     ]
-    ngd, ngf = spread("beta"), spread("flow")
+    ngd = spread("beta")
+    ngf = spread("flow")
     return [
         ("NGD finds one direction at all depths", ngd < 0.5, f"at most {ngd:.1g}° apart"),
         ("so does its flow, to the integrator's accuracy", ngf < 1e-5, f"{ngf:.1g}°"),

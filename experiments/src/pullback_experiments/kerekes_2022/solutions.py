@@ -87,7 +87,11 @@ def l2_max_margin(x: Tensor, y: Tensor) -> Margin:
     active = alpha > 0
     beta = _polished(z, active)
     scale = alpha.sum()
-    weights = alpha / scale if scale > 0 else alpha  # Σα = 1: ‖Zᵀα‖ bounds the margin from above
+    # Σα = 1: ‖Zᵀα‖ bounds the margin from above
+    if scale > 0:
+        weights = alpha / scale
+    else:
+        weights = alpha
     upper = float(np.linalg.norm(z.T @ weights))
     norm = float(np.linalg.norm(beta))
     return _margin(beta, norm, z, x, gap=max(0.0, norm * upper - 1))
@@ -118,7 +122,9 @@ def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int
         seed: of the random ones.
     """
     if p in (1, 2):
-        return l2_max_margin(x, y) if p == 2 else l1_max_margin(x, y)
+        if p == 2:
+            return l2_max_margin(x, y)
+        return l1_max_margin(x, y)
     if not 0 < p < 1:
         raise PullbackError(
             "The norm is not usable", f"got p = {p}", "Use 2, 1, or a number between 0 and 1"
@@ -207,7 +213,8 @@ def _weighted_l1(z: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def _reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np.ndarray:
     """Linear programs with weights (|β| + ε)^{p−1}, ε from smooth·max|β| down."""
-    beta, best = start, start
+    beta = start
+    best = start
     size = smooth * np.abs(start).max()
     for i, epsilon in enumerate(size * 10.0 ** -np.arange(0, 7)):
         for _ in range(20):
@@ -303,9 +310,13 @@ def nuclear_norm_completion(
     size = float(torch.linalg.matrix_norm(y, 2))
     if size == 0:
         return CompletedMatrix(y, 0.0, 0.0, 0)
-    b, threshold = y / size, 1.0
-    y, u = b.clone(), torch.zeros_like(b)
-    gap, norm, bound = float("inf"), 0.0, 0.0
+    b = y / size
+    threshold = 1.0
+    y = b.clone()
+    u = torch.zeros_like(b)
+    gap = float("inf")
+    norm = 0.0
+    bound = 0.0
     for i in range(1, max_iterations + 1):
         left, sigma, right = torch.linalg.svd(y - u, full_matrices=False)
         z = (left * (sigma - threshold).clamp(min=0)) @ right
@@ -323,8 +334,15 @@ def nuclear_norm_completion(
             return CompletedMatrix(size * y, size * norm, max(gap, 0.0), i)
         if i <= max_iterations // 2:
             ratio = float((z - y).norm() * u.norm() / ((y - before).norm() * y.norm() + 1e-300))
-            factor = 2.0 if ratio > 5 else 0.5 if ratio < 0.2 else 1.0  # keeps residuals level
-            threshold, u = threshold / factor, u / factor
+            # keeps residuals level
+            if ratio > 5:
+                factor = 2.0
+            elif ratio < 0.2:
+                factor = 0.5
+            else:
+                factor = 1.0
+            threshold = threshold / factor
+            u = u / factor
     raise PullbackError(
         "The completion did not converge",
         f"after {max_iterations} iterations the relative duality gap is {gap:.2g} of {tol:.2g}",
@@ -353,7 +371,8 @@ def _observed(
             f"rows are of {rows.dtype}, columns of {columns.dtype}",
             "Pass integer tensors, such as those of mask.nonzero().T",
         )
-    rows, columns = rows.long(), columns.long()
+    rows = rows.long()
+    columns = columns.long()
     inside = (rows >= 0) & (rows < shape[0]) & (columns >= 0) & (columns < shape[1])
     if not bool(inside.all()):
         raise PullbackError(

@@ -101,7 +101,9 @@ class Sparse(Repeated):
     def judge(self, results: Results) -> list[Check]:
         found = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
-        return [] if results.quick else recorded(found, self.held, ours={len(found) - 1})
+        if results.quick:
+            return []
+        return recorded(found, self.held, ours={len(found) - 1})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.sparse(results, self.config(results.quick))
@@ -115,7 +117,8 @@ class Sparse(Repeated):
 
 def _data(config: dict[str, Any], context: Context) -> list[tuple[Tensor, Tensor]]:
     """The first N samples of one data set, for every N."""
-    source, counts = generator(context.seed), config["samples"]
+    source = generator(context.seed)
+    counts = config["samples"]
     x, y = sparse(max(counts), config["dim"], config["nonzero"], source, context.device)
     return [(x[:n], y[:n]) for n in counts]
 
@@ -125,9 +128,12 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
 
     `arrived`[depth][N] is the last level that a flow came to; it is looked at there from then on.
     """
-    data, levels = _data(config, context), config["levels"]
+    data = _data(config, context)
+    levels = config["levels"]
     runs = [(depth, pair) for depth in config["depths"] for pair in data]
-    path, ends, arrived = [], [], []
+    path = []
+    ends = []
+    arrived = []
     for place, (depth, pair) in enumerate(runs):  # one by one: sizes and times differ widely
 
         def watch(level: float, done: float, place: int = place) -> None:
@@ -157,7 +163,9 @@ def _levels(
     watch: Callable[[float, float], None],
 ) -> Tensor:
     """β of a single flow at every level that it comes to, (levels, D)."""
-    flow, v, betas = EuclideanFlow(data, depth, scale, rtol=3e-4), None, []
+    flow = EuclideanFlow(data, depth, scale, rtol=3e-4)
+    v = None
+    betas = []
     for place, level in enumerate(levels):
 
         def share(reached: Tensor, place: int = place, level: float = level) -> None:
@@ -175,12 +183,18 @@ def _levels(
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     """accuracy[0][N]; along the way y∘s of the largest N < D at all times; least squares beside."""
-    data, dim, nonzero = _data(config, context), config["dim"], config["nonzero"]
-    steps, accuracy, reached, logits = round(config["end"] / config["lr"]), [], [], []
+    data = _data(config, context)
+    dim = config["dim"]
+    nonzero = config["nonzero"]
+    steps = round(config["end"] / config["lr"])
+    accuracy = []
+    reached = []
+    logits = []
     beta = torch.zeros(dim, dtype=data[0][0].dtype, device=context.device)
     below = max((n for n in config["samples"] if n < dim), default=None)
     for place, (x, y) in enumerate(data):
-        model, times = flat_start(dim, depth, 1.0, context.device), 0
+        model = flat_start(dim, depth, 1.0, context.device)
+        times = 0
         try:
             for beta in sample_descent(model, x, y, config["lr"], steps):
                 times += 1
@@ -219,7 +233,9 @@ def means(results: Results, *key: str, row: int = 0) -> np.ndarray:
 
 def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
     """The claims of figure 4's caption and section 3.1."""
-    counts, depths, dim = np.array(config["samples"]), config["depths"], config["dim"]
+    counts = np.array(config["samples"])
+    depths = config["depths"]
+    dim = config["dim"]
     few = counts < dim
     euclidean = {d: means(results, "EGD", row=i) for i, d in enumerate(depths)}
     natural = means(results, "NGD", "L=1")
@@ -318,8 +334,13 @@ def _late(results: Results) -> str:
         np.asarray(r["arrived"]) < r["levels"][-1] for r in results.of("EGD") if "arrived" in r
     ]
     count = sum(int(late.sum()) for late in levels)
-    what = "1 flow" if count == 1 else f"{count} flows"
-    return f"; {what} of EGD ended early, see `arrived`" if count else ""
+    if count == 1:
+        what = "1 flow"
+    else:
+        what = f"{count} flows"
+    if count:
+        return f"; {what} of EGD ended early, see `arrived`"
+    return ""
 
 
 def table(results: Results, config: dict[str, Any]) -> Table:
@@ -336,6 +357,9 @@ def table(results: Results, config: dict[str, Any]) -> Table:
         rows.append(line(f"NGD, L = {depth}", means(results, "NGD", f"L={depth}").tolist()))
     rows.append(line("NGD, population", means(results, "NGD, population").tolist()))
     rows.append(line("least squares", means(results, "NGD", "L=1", row=1).tolist()))
-    seeds = "1 seed" if len(results.seeds) == 1 else f"{len(results.seeds)} seeds"
+    if len(results.seeds) == 1:
+        seeds = "1 seed"
+    else:
+        seeds = f"{len(results.seeds)} seeds"
     title = f"Test accuracy, percent, means over {seeds}; D = {config['dim']}{_late(results)}"
     return Table(["method", *(f"N={n}" for n in config["samples"])], rows, title)

@@ -53,7 +53,8 @@ class Support(Repeated):
 
     def judge(self, results: Results) -> list[Check]:
         config = self.config(results.quick)
-        n, ratios = config["samples"], config["ratios"]
+        n = config["samples"]
+        ratios = config["ratios"]
         runs = {r: results.of(f"D/N={r:g}") for r in ratios}
         natural = min(x["natural"] for some in runs.values() for x in some)
         near = max(x["margin"] for r, some in runs.items() if r <= 1.5 for x in some)
@@ -94,7 +95,8 @@ class Support(Repeated):
         from ..framework import plots
 
         config = self.config(results.quick)
-        n, ratios = config["samples"], config["ratios"]
+        n = config["samples"]
+        ratios = config["ratios"]
         figure = plots.new(6.4, 4.2, f"Support vectors of N = {n} samples")
         axes = figure.subplots()
         for color, what, name in (
@@ -115,7 +117,8 @@ class Support(Repeated):
 
 def _shares(samples: int, ratio: float, context: Context) -> Record:
     """Samples whose margin is the smallest: of the ℓ2 margin, and of NGD after 400 steps."""
-    source, dim = generator(context.seed), round(ratio * samples)
+    source = generator(context.seed)
+    dim = round(ratio * samples)
     x = normal((samples, dim), source, context.device)
     y = normal((samples,), source, context.device).sign()
     beta = torch.zeros(dim, dtype=DTYPE, device=context.device)

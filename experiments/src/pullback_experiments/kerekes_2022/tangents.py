@@ -67,11 +67,15 @@ class Kernels(Repeated):
         def least(method: str, some: Sequence[int], name: str) -> float:
             return min(r[name][method] for d in some for r in results.of(f"L={d}"))
 
-        direct, ngf, ngd = worst("EGF", [1]), worst("NGF", depths), worst("NGD", deep)
+        direct = worst("EGF", [1])
+        ngf = worst("NGF", depths)
+        ngd = worst("NGD", deep)
         typical = max(_median(results, "NGD", d) for d in deep)
-        off, on = worst("EGD", [2], "off the cross"), least("EGF", [2], "elsewhere")
+        off = worst("EGD", [2], "off the cross")
+        on = least("EGF", [2], "elsewhere")
         off = max(off, worst("EGF", [2], "off the cross"))
-        spread, egd = least("EGF", depths[2:], "off the cross"), least("EGD", deep, "elsewhere")
+        spread = least("EGF", depths[2:], "off the cross")
+        egd = least("EGD", deep, "elsewhere")
         return recorded(
             [
                 ("without depth EGF moves the observed entry only", direct == 0, f"{direct:.0e}"),
@@ -113,7 +117,8 @@ def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
     """dβ per unit of −∂L/∂β at the middle, for all four, scaled to 1 there."""
     model = DeepMatrix([size] * (depth + 1), seed=context.seed, dtype=DTYPE, device=context.device)
     at = torch.arange(size, device=context.device)
-    rows, columns = at.repeat_interleave(size), at.repeat(size)
+    rows = at.repeat_interleave(size)
+    columns = at.repeat(size)
     middle = size // 2
     place = middle * size + middle
     one = rows[place : place + 1], columns[place : place + 1]
@@ -133,7 +138,8 @@ def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
         rest = kernel.abs().clone()
         rest[middle, middle] = 0.0
         record["elsewhere"][name] = float(rest.max())
-        rest[middle], rest[:, middle] = 0.0, 0.0
+        rest[middle] = 0.0
+        rest[:, middle] = 0.0
         record["off the cross"][name] = float(rest.max())
         record[name] = kernel.cpu()
     return record
@@ -157,7 +163,10 @@ def draw(results: Results, depths: Sequence[int]) -> Figure:
             image = axes.imshow(record[method], cmap="RdBu_r", vmin=-1, vmax=1)
             axes.set(xticks=[], yticks=[])
             largest = record["elsewhere"][method]
-            words = "0" if largest < 1e-12 else f"{largest:.1g}"
+            if largest < 1e-12:
+                words = "0"
+            else:
+                words = f"{largest:.1g}"
             plots.label(axes, x=f"elsewhere ≤ {words}", title=method if depth == depths[0] else "")
         plots.label(row[0], y=f"L = {depth}")
     if image is not None:

@@ -134,7 +134,8 @@ def counterexample(context: Context) -> Record:
     x = torch.tensor([[2.0, -3.0]], dtype=DTYPE)
     a = torch.tensor([[1.0, 2.0], [-1.0, 0.0]], dtype=DTYPE)
     y = torch.ones(1, dtype=DTYPE)
-    beta, moved = l2_max_margin(x, y).beta, a.T @ l2_max_margin(x @ a.T, y).beta
+    beta = l2_max_margin(x, y).beta
+    moved = a.T @ l2_max_margin(x @ a.T, y).beta
     printed = torch.tensor([0.0, -1 / 3], dtype=DTYPE)
     return {
         "beta": beta.tolist(),
@@ -181,7 +182,9 @@ class Theorems(Repeated):
         return [once, *(Item((name,), WORKS[name]) for name in self.works)]
 
     def line(self, record: Record) -> str:
-        return f"largest error {record['error']:.1e}" if "error" in record else ""
+        if "error" in record:
+            return f"largest error {record['error']:.1e}"
+        return ""
 
     def judge(self, results: Results) -> list[Check]:
         found = []
@@ -192,7 +195,8 @@ class Theorems(Repeated):
         slope = max(r["slope"] for r in results.of("theorem 3"))
         cosine = max(r["cosine"] for r in results.of("theorem 3"))
         one = results.once("counterexample")
-        gap, off = one["gap"], one["off l2"]
+        gap = one["gap"]
+        off = one["off l2"]
         found += [
             (
                 "far out the logits are t·y and β is along least squares",

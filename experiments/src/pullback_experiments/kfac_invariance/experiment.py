@@ -130,7 +130,9 @@ def _condition(found: Found, net: Net) -> float:
     return max(r.condition or 1.0 for g in groups for r in found[net.name, g])
 
 
-_BOTTOM, _TOP = 1e-16, 1e3  # where exact equality and divergence are drawn
+# where exact equality and divergence are drawn
+_BOTTOM = 1e-16
+_TOP = 1e3
 
 
 def charts(found: Found, nets: Sequence[Net]) -> list[Chart]:
@@ -189,7 +191,8 @@ def _band(axes: Axes, records: Sequence[TwinRun], color: str, name: str) -> None
     columns = list(zip(*curves, strict=True))
     middle = [median(c) for c in columns]
     axes.plot(steps, middle, color=color, lw=1.9, ls=plots.dashes(name), label=name)
-    low, high = [min(c) for c in columns], [max(c) for c in columns]
+    low = [min(c) for c in columns]
+    high = [max(c) for c in columns]
     axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
 
 
@@ -205,7 +208,9 @@ def _dress(axes: Axes, net: Net) -> None:
     plots.label(axes, title=net.name)
 
 
-SAME, SOUND, APART = 1e-9, 1e6, 1e-3
+SAME = 1e-9
+SOUND = 1e6
+APART = 1e-3
 
 #: records by network, method's group, and seed or variant
 Found = Mapping[tuple[str, str], Sequence[TwinRun]]

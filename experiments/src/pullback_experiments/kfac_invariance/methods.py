@@ -17,7 +17,8 @@ from pullback.optim.kfac import Damping, Invariant
 
 from .nets import TwinPair, TwinSide
 
-_LR, _CLIP = 0.5, 1e-3
+_LR = 0.5
+_CLIP = 1e-3
 _FIRST_ORDER = 1e-2
 
 
@@ -69,7 +70,9 @@ def _sgd(side: TwinSide) -> Optimizer:
     return torch.optim.SGD(side.model.parameters(), lr=_FIRST_ORDER)
 
 
-UNDAMPED, INVARIANT, TIKHONOV = "K-FAC, undamped", "K-FAC, invariant", "K-FAC, Tikhonov"
+UNDAMPED = "K-FAC, undamped"
+INVARIANT = "K-FAC, invariant"
+TIKHONOV = "K-FAC, Tikhonov"
 
 METHODS = (
     *_every(UNDAMPED, 0.0),
@@ -115,7 +118,9 @@ def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
     optimizers = [method.build(side) for side in (pair.one, pair.two)]
     both = list(zip((pair.one, pair.two), optimizers, strict=True))
     first, other = (_values(side, pair.held) for side in (pair.one, pair.two))
-    record, moved, worst = TwinRun([_relative(first - other, float(first.norm()))]), 0.0, 1.0
+    record = TwinRun([_relative(first - other, float(first.norm()))])
+    moved = 0.0
+    worst = 1.0
     for _ in range(steps):
         x, y = pair.batch()
         for side, optimizer in both:
@@ -153,7 +158,9 @@ def _relative(difference: Tensor, scale: float) -> float:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.3e}") if math.isfinite(value) else _LOST
+    if math.isfinite(value):
+        return float(f"{value:.3e}")
+    return _LOST
 
 
 def condition(optimizer: KFAC) -> float:

@@ -45,7 +45,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, inputs) -> (N, T, outputs)."""
-        a, out = self.start.expand(len(x), -1), []
+        a = self.start.expand(len(x), -1)
+        out = []
         for x_t in self.enter(x).unbind(1):
             z = self.recurrent(a) + self.entry(x_t)
             a = self.after(torch.tanh(self.before(z)))
@@ -68,19 +69,28 @@ def recurrent_twin(
         keep_start: take a_0† = a_0, although a_t† = Ωa_t + γ for t > 0.
         shift_inputs: shift x_t too, and let b† take it up; V has no bias of its own.
     """
-    inputs, hidden = model.entry.in_features, model.recurrent.in_features
+    inputs = model.entry.in_features
+    hidden = model.recurrent.in_features
     entering, state, inner = (random_change(n, generator) for n in (inputs, hidden, hidden))
     leaving = random_change(model.exit.out_features, generator)
-    entering = entering if shift_inputs else entering.linear()
+    if shift_inputs:
+        entering = entering
+    else:
+        entering = entering.linear()
     out = Recurrent(inputs, hidden, model.exit.out_features)
     out.recurrent = change_coordinates(model.recurrent, state, inner)
     out.entry = change_coordinates(model.entry, entering, inner)
     out.exit = change_coordinates(model.exit, state, leaving)
     with torch.no_grad():
         out.recurrent.bias.sub_(out.entry.weight @ entering.shift)
-    out.enter, out.leave = AffineMap(entering, -1), AffineMap(leaving, -1)
-    out.before, out.after = AffineMap(inner, -1), AffineMap(state, -1)
-    out.start = model.start.clone() if keep_start else _at(state, model.start)
+    out.enter = AffineMap(entering, -1)
+    out.leave = AffineMap(leaving, -1)
+    out.before = AffineMap(inner, -1)
+    out.after = AffineMap(state, -1)
+    if keep_start:
+        out.start = model.start.clone()
+    else:
+        out.start = _at(state, model.start)
     return out
 
 
@@ -88,7 +98,8 @@ def _at(change: Change, x: Tensor) -> Tensor:
     return change.matrix @ x + change.shift
 
 
-BATCH, HELD = 128, 200
+BATCH = 128
+HELD = 200
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,10 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 def _initialized(model: nn.Module, generator: torch.Generator, gain: float) -> nn.Module:
     """Weights of variance gain²/fan-in: large enough for units to differ, so factors are sound."""
     for p in model.parameters():
-        scale = gain * p[0].numel() ** -0.5 if p.ndim > 1 else 0.3
+        if p.ndim > 1:
+            scale = gain * p[0].numel() ** -0.5
+        else:
+            scale = 0.3
         p.copy_(scale * _normal(tuple(p.shape), generator))
     return model
 
@@ -164,7 +178,10 @@ def _mlp(sizes: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
 def _convnet(padding: int, *, explicit: bool = False) -> nn.Sequential:
     """Two convolutions and a linear layer on 2 × 6 × 6; `explicit` padding belongs to φ."""
     inner = 0 if explicit else padding
-    pads = [nn.ZeroPad2d(padding)] if explicit else []
+    if explicit:
+        pads = [nn.ZeroPad2d(padding)]
+    else:
+        pads = []
     side = 6 + 4 * padding - 4
     return nn.Sequential(
         *copy.deepcopy(pads), nn.Conv2d(2, 4, 3, padding=inner, dtype=torch.float64), nn.Tanh(),
@@ -195,7 +212,10 @@ def _pair(
     generator = _random(seed)
     model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
     axis = -1 if isinstance(model, Recurrent) else 1
-    channels = shape[-1] if isinstance(model, Recurrent) else shape[0]
+    if isinstance(model, Recurrent):
+        channels = shape[-1]
+    else:
+        channels = shape[0]
     mixed = AffineMap(random_change(channels, generator), axis)
 
     def inputs(count: int) -> Tensor:
@@ -225,7 +245,10 @@ def _reparametrized(
     found = layers(model)
     inputs_to = [random_change(m.weight.shape[1], generator) for m in found]
     outputs_to = [random_change(m.weight.shape[0], generator) for m in found]
-    kept = inputs_to if shifted else [c.linear() for c in inputs_to]
+    if shifted:
+        kept = inputs_to
+    else:
+        kept = [c.linear() for c in inputs_to]
     return twin(model, list(zip(kept, outputs_to, strict=True)))
 
 
@@ -310,7 +333,8 @@ def _probabilities(z: Tensor) -> Tensor:
     return torch.softmax(z, -1)
 
 
-_GAUSSIAN, _BERNOULLI = likelihoods.Gaussian(), likelihoods.Bernoulli()
+_GAUSSIAN = likelihoods.Gaussian()
+_BERNOULLI = likelihoods.Bernoulli()
 
 #: networks on which every method is compared
 NETS = (

@@ -137,7 +137,8 @@ class KFACTraining(Experiment):
     def line(self, record: Record) -> str:
         if "score" in record:
             return f"{_told(record['settings'])}, loss {record['score']:.4g}"
-        loss, spent = record["train loss"][-1], record["seconds"][-1]
+        loss = record["train loss"][-1]
+        spent = record["seconds"][-1]
         return f"{_told(record['settings'])}, loss {loss:.4g} in {spent:.1f} s"
 
     def _found(self, results: Results) -> Found:
@@ -210,13 +211,17 @@ def to(records: Sequence[Record], level: float, along: str) -> float:
 
 def claims(found: Found, less: float = 1.0, fewer: float = 1.0) -> list[Claim]:
     """So many times fewer steps, and less time."""
-    level, out = mark(found), []
+    level = mark(found)
+    out = []
     rivals = first_order(found)
     for along, share in (("step", fewer), ("seconds", less)):
         ours = to(found[KRONECKER], level, along)
         theirs = min(to(found[name], level, along) for name in rivals)
         what = "fewer steps" if along == "step" else "less time"
-        what = what if share == 1 else f"{share:g} times {what}"
+        if share == 1:
+            what = what
+        else:
+            what = f"{share:g} times {what}"
         numbers = f"{_said(ours)} and {_said(theirs)} {along.rstrip('s')}s to {level:.4g}"
         claim = f"K-FAC needs {what} to the best loss of {' and '.join(rivals)}"
         out.append((claim, ours < theirs and share * ours <= theirs, numbers))
@@ -245,7 +250,9 @@ def table(found: Found, told: Callable[[Mapping[str, float]], str]) -> Table:
 
 
 def _said(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "never"
+    if math.isfinite(value):
+        return f"{value:.3g}"
+    return "never"
 
 
 _PANELS = (
@@ -263,7 +270,8 @@ def draw(found: Found, title: str) -> Figure:
     colors = plots.colors(found)
     for axes, (measure, along) in zip(panels, _PANELS, strict=True):
         for name, runs in found.items():
-            xs, ys = [r[along] for r in runs], [r[measure] for r in runs]
+            xs = [r[along] for r in runs]
+            ys = [r[measure] for r in runs]
             plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
             axes.axhline(mark(found), color=plots.INK, lw=0.9, ls=":", label="best of the others")

@@ -40,7 +40,10 @@ class TunedMethod:
 
     def described(self) -> dict[str, Any]:
         """Everything a run depends on."""
-        rivals = {"rivals": list(self.rivals)} if self.rivals else {}
+        if self.rivals:
+            rivals = {"rivals": list(self.rivals)}
+        else:
+            rivals = {}
         return {"grid": [dict(s) for s in self.grid], **self.common, **rivals}
 
     def best(self, scores: Sequence[float], mark: float) -> Settings:
@@ -78,7 +81,10 @@ def kfac(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) ->
     return KFAC(model, likelihood=likelihood, seed=seed, **some)
 
 
-SGD, ADAM, ADAMW, KRONECKER = "SGD", "Adam", "AdamW", "K-FAC"
+SGD = "SGD"
+ADAM = "Adam"
+ADAMW = "AdamW"
+KRONECKER = "K-FAC"
 
 
 METHODS = (

@@ -35,7 +35,8 @@ _SOURCES = {
     "digits8x8": "scikit-learn",
     "tiny_shakespeare": "https://github.com/karpathy/char-rnn",
 }
-_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_MEAN = (0.4914, 0.4822, 0.4465)
+_STD = (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def file(name: str) -> Path:
     place = os.environ.get(VARIABLE)
     path = Path(place or "data") / name
     if not path.is_file():
-        where = f"{path} is not there" if place else f"{VARIABLE} is not set, and {path} not there"
+        if place:
+            where = f"{path} is not there"
+        else:
+            where = f"{VARIABLE} is not set, and {path} not there"
         source = next((s for stem, s in _SOURCES.items() if name.startswith(stem)), "its origin")
         raise PullbackError(
             f"The data {name} cannot be found",
@@ -147,7 +151,8 @@ def _sheets(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
             "Install it with `pip install pillow`",
         ) from None
     data, ends, labels = _arrays(path, ("webp", "offsets", "labels"))
-    held, ends = data.tobytes(), ends[: None if limit is None else limit + 1]
+    held = data.tobytes()
+    ends = ends[: None if limit is None else limit + 1]
     sheets = [Image.open(io.BytesIO(held[a:b])).convert("RGB") for a, b in pairwise(ends)]
     x = np.concatenate([np.asarray(s).reshape(-1, 32, 32, 3) for s in sheets])
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (_MEAN, _STD))
@@ -159,7 +164,8 @@ def digits(train: int = 1347) -> DataSet:
     """1797 handwritten digits, (N, 1, 8, 8) in [0, 1], in a fixed random order."""
     x, y = _digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = _gray(x, 16)[order], _labels(y)[order]
+    x = _gray(x, 16)[order]
+    y = _labels(y)[order]
     classes = tuple(map(str, range(10)))
     return DataSet(x[:train], y[:train], x[train:], y[train:], classes)
 

@@ -24,7 +24,8 @@ class Captured:
     """Work on batches of one size: run eagerly a few times, then replayed from a CUDA graph."""
 
     def __init__(self, work: Gradient, clear: Callable[[], None]) -> None:
-        self._work, self._clear = work, clear
+        self._work = work
+        self._clear = clear
         self._graph: torch.cuda.CUDAGraph | None = None
         self._held: tuple[Tensor, Tensor] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -38,7 +39,8 @@ class Captured:
     def __call__(self, x: Tensor, y: Tensor) -> None:
         """The work on this batch."""
         if self._held is None or self._stream is None:
-            self._held, self._stream = (x.clone(), y.clone()), torch.cuda.Stream(x.device)
+            self._held = (x.clone(), y.clone())
+            self._stream = torch.cuda.Stream(x.device)
         for held, given in zip(self._held, (x, y), strict=True):
             held.copy_(given)
         if self._done < _WARM:
@@ -77,7 +79,8 @@ class _Gradients:
     """Gradients come from a CUDA graph, except in K-FAC's statistics steps; `step` runs eagerly."""
 
     def __init__(self, optimizer: Optimizer, gradient: Gradient) -> None:
-        self._optimizer, self._gradient = optimizer, gradient
+        self._optimizer = optimizer
+        self._gradient = gradient
         self._captured = Captured(gradient, optimizer.zero_grad)
         self._params = [p for group in optimizer.param_groups for p in group["params"]]
         self._filled: list[Tensor | None] | None = None

@@ -16,7 +16,8 @@ from . import data
 from .data import DataSet
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "generated": 10}
-_MEAN, _STD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+_MEAN = (0.5071, 0.4867, 0.4408)
+_STD = (0.2675, 0.2565, 0.2761)
 
 
 def checked(dataset: str) -> str:
@@ -44,7 +45,10 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
         return data.cifar10(sheets)
     if dataset == "generated":
         return data.generated((3, 32, 32), CLASSES[dataset], samples=100)
-    some = None if sheets is None else 500 * sheets
+    if sheets is None:
+        some = None
+    else:
+        some = 500 * sheets
     path = data.file("cifar100.npz")
     try:
         with np.load(path, allow_pickle=False) as held:
@@ -63,7 +67,8 @@ def _normalized(images: np.ndarray) -> Tensor:
 
 def shrunk(images: DataSet, divisor: float) -> DataSet:
     """Inputs divided by a number."""
-    x, test = images.x / divisor, images.test_x / divisor
+    x = images.x / divisor
+    test = images.test_x / divisor
     return DataSet(x, images.y, test, images.test_y, images.classes)
 
 
@@ -84,7 +89,8 @@ class CropAndFlip:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         n, _, height, width = images.shape
-        device, m = images.device, self.margin
+        device = images.device
+        m = self.margin
         black = self.black.to(images)[:, None, None]
         framed = F.pad(images - black, (m, m, m, m)) + black
 

@@ -70,7 +70,10 @@ def fit(
         why = f"got {epochs} epochs, batches of {batch}, {len(data.x)} samples"
         raise PullbackError("There is nothing to train on", why, "Pass at least one of each")
     if measures is None:
-        measures = {} if data.y.is_floating_point() else {"accuracy": accuracy}
+        if data.y.is_floating_point():
+            measures = {}
+        else:
+            measures = {"accuracy": accuracy}
     graphed = graphed and context.device.type == "cuda"
     seen = Evaluation(model, data, {"loss": loss, **measures}, evaluated, half)
     loop = _Loop(
@@ -112,10 +115,14 @@ class _Loop:
         self._size, self._count = size, len(self.data.x) // size
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
-        self._saved, self._wait = time.monotonic(), _SAVE_EVERY
+        self._saved = time.monotonic()
+        self._wait = _SAVE_EVERY
         fixed = self.schedule is schedules.constant
         step = partial(captured, self.optimizer, self._gradient, fixed=fixed)
-        self._replayed = step() if self.graphed else None
+        if self.graphed:
+            self._replayed = step()
+        else:
+            self._replayed = None
 
     @property
     def lost(self) -> bool:
@@ -123,7 +130,8 @@ class _Loop:
         return not math.isfinite(self.record["train loss"][-1])
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = self.data.x, self.data.y
+        x = self.data.x
+        y = self.data.y
         if self._count == 1 and self._size == len(x):
             chosen = [slice(None)]
         else:
@@ -205,7 +213,8 @@ class _Loop:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.epoch, self.step = state["at"]
-            self.record, self._rates = state["record"], state["rates"]
+            self.record = state["record"]
+            self._rates = state["rates"]
             self._draw.set_state(state["draw"].cpu())
             torch.set_rng_state(state["random"].cpu())
             if "cuda" in state and self.context.device.type == "cuda":
@@ -241,7 +250,8 @@ class Evaluation:
         """Every measure on the training and the test set."""
         training = self.model.training
         self.model.eval()
-        d, most = self.data, self.most
+        d = self.data
+        most = self.most
         sets = {"train": (d.x[:most], d.y[:most]), "test": (d.test_x, d.test_y)}
         found = {}
         for side, (x, y) in sets.items():
@@ -262,7 +272,9 @@ class Evaluation:
 
 def autocast(x: Tensor, half: torch.dtype | None) -> Any:
     """Lower precision where a dtype is given."""
-    return torch.autocast(x.device.type, half) if half else nullcontext()
+    if half:
+        return torch.autocast(x.device.type, half)
+    return nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

@@ -110,7 +110,10 @@ class Benchmarks(Experiment):
         options = {**found.options, "steps": _ENDLESS, **options}
         if context.quick:
             points = found.options["points"]
-            each = points if isinstance(points, dict) else {"": points}
+            if isinstance(points, dict):
+                each = points
+            else:
+                each = {"": points}
             fewer = {name: round(self.quick_points * n) for name, n in each.items()}
             options["points"] = fewer if isinstance(points, dict) else fewer[""]
         return solved(found, options, seconds, context)
@@ -133,7 +136,10 @@ class Benchmarks(Experiment):
         for problem, by in self._found(results).items():
             target = TARGETS.get(problem)
             ends = [final(by[m.name]) for m in METHODS]
-            to = None if target is None else reached(by[METHODS[0].name], target)
+            if target is None:
+                to = None
+            else:
+                to = reached(by[METHODS[0].name], target)
             rows.append(
                 [
                     problem,
@@ -221,7 +227,8 @@ def draw(found: Found, targets: Mapping[str, float]) -> Figure:
     for axes, (problem, by) in zip(grid.flat, found.items(), strict=False):
         colors = plots.colors(by)
         for method, runs in by.items():
-            xs, ys = [r["seconds"] for r in runs], [r["error"] for r in runs]
+            xs = [r["seconds"] for r in runs]
+            ys = [r["error"] for r in runs]
             style = plots.dashes(method)
             plots.band(axes, xs, ys, colors[method], title(method), spaced=True, ls=style)
         if problem in targets:
@@ -281,6 +288,7 @@ def _ahead(found: Found) -> Check:
 
 
 def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
-    found, seconds = final(records), reached(records, target)
+    found = final(records)
+    seconds = reached(records, target)
     numbers = f"{found:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
     return Check(f"the natural gradient solves {problem} to {target:.1e}", found <= target, numbers)

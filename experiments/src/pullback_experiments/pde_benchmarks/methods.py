@@ -40,7 +40,10 @@ class PdeMethod:
 
 
 def _natural(greedy: int | None = None) -> dict[str, Any]:
-    solver = PseudoInverse() if greedy is None else OrthogonalGreedy(greedy)
+    if greedy is None:
+        solver = PseudoInverse()
+    else:
+        solver = OrthogonalGreedy(greedy)
     return {"solver": solver, "step": GridLineSearch(_GRID), "gram": "dense"}
 
 
@@ -81,7 +84,11 @@ def _lbfgs() -> dict[str, Any]:
     )  # fmt: skip
 
 
-GAUSS_NEWTON, ENGD, GREEDY, LBFGS, ADAM = "Gauss–Newton", "E-NGD", "E-NGD-OGA", "L-BFGS", "Adam"
+GAUSS_NEWTON = "Gauss–Newton"
+ENGD = "E-NGD"
+GREEDY = "E-NGD-OGA"
+LBFGS = "L-BFGS"
+ADAM = "Adam"
 
 
 def title(method: str) -> str:

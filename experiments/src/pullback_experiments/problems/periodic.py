@@ -23,7 +23,8 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     initial value whose kink at x = ±1 the heat equation smooths as time goes on, damped by the
     reaction's slope −2ρ at u = −1.
     """
-    d, rho = check_positive("The diffusion", diffusion), check_positive("The reaction", reaction)
+    d = check_positive("The diffusion", diffusion)
+    rho = check_positive("The reaction", reaction)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
     equation = Equation(lambda u: u.t - d * u.xx - rho * (u - u**3))
     soft = [Periodic("x", 1), Initial(lambda x: x**2 * torch.cos(_PI * x))]
@@ -44,7 +45,8 @@ def KdV(
 
     Compared with a Fourier solution. Hard: u = cos πx + t · N(sin πx, cos πx, t).
     """
-    eta, mu = check_number("coefficient η", eta), check_number("coefficient μ", mu)
+    eta = check_number("coefficient η", eta)
+    mu = check_number("coefficient μ", mu)
     domain = SpaceTime(Interval(-1, 1), (0, 1))
 
     def start(x: Any) -> Any:
@@ -69,7 +71,9 @@ def KuramotoSivashinsky(time: float = 0.5, *, initial_weight: float = 1.0) -> Re
     Compared with a Fourier solution. The solution is odd about x = π/2.
     """
     reference = references.KuramotoSivashinsky(check_positive("The time", time))
-    a, b, c = 100 / 16, 100 / 16**2, 100 / 16**4
+    a = 100 / 16
+    b = 100 / 16**2
+    c = 100 / 16**4
     start = Initial(lambda x: torch.cos(x) * (1 + torch.sin(x)), weight=initial_weight)
     return Ready(
         SpaceTime(Interval(0, 2 * _PI), (0, time)),
@@ -86,7 +90,8 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
     From u = 1 − ½b, v = ¼b, b = e^{−10(1 − cos πx)}: the pulse of v splits, and splits again.
     Compared with a Fourier solution. Both fields are even in x.
     """
-    d, time = check_positive("The diffusion", diffusion), check_positive("The time", time)
+    d = check_positive("The diffusion", diffusion)
+    time = check_positive("The time", time)
 
     def bump(x: Any) -> Any:
         return torch.exp(-10 * (1 - torch.cos(_PI * x)))
@@ -138,10 +143,13 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     the same kinks and stays near the ends: K = Σ (2ξ + (2/δ² − π²)ξ³) e^(−ξ²/δ²).
     """
     width = torch.sqrt(4 * diffusion * t + _TINY)
-    first, third, same = 0.0, 0.0, 0.0
+    first = 0.0
+    third = 0.0
+    same = 0.0
     for gap in (1 - x, 1 + x):
         one, three = _iterated(gap / width)
-        first, third = first + one, third + three
+        first = first + one
+        third = third + three
         kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
         same = same + kinks * torch.exp(-(gap**2) / _NEAR**2)
     smooth = x**2 * torch.cos(math.pi * x)
@@ -152,7 +160,8 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
 
 def _iterated(z: Any) -> tuple[Any, Any]:
     """ierfc and i³erfc, by 2n·iⁿerfc = iⁿ⁻²erfc − 2z·iⁿ⁻¹erfc from (2/√π)e^(−z²) and erfc."""
-    bell, zero = torch.exp(-(z**2)) * (2 / math.sqrt(math.pi)), 1 - torch.erf(z)
+    bell = torch.exp(-(z**2)) * (2 / math.sqrt(math.pi))
+    zero = 1 - torch.erf(z)
     one = 0.5 * bell - z * zero
     two = 0.25 * zero - 0.5 * z * one
     return one, (one - 2 * z * two) / 6

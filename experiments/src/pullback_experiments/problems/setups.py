@@ -28,7 +28,8 @@ def _harmonic(
     problem: Ready, center: float, parity: int, harmonics: int, *widths: int, **options: Any
 ) -> Setup:
     """A network with many harmonics in x, even (1) or odd (−1) about the center."""
-    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    low = problem.domain.low.tolist()
+    high = problem.domain.high.tolist()
     half = (high[0] - low[0]) / 2
     centered = SpaceTime(Interval(center - half, center + half), (low[1], high[1]))
 

@@ -39,21 +39,34 @@ class Lead:
 
     def judged(self, found: Found, ours: Sequence[str]) -> list[Claim]:
         """(claim, holds, numbers) of all that it says."""
-        level, out = final(found[self.rival]), []
+        level = final(found[self.rival])
+        out = []
         if self.below is not None:
             name = min((n for n in ours if n in found), key=lambda n: final(found[n]), default=None)
-            end = math.inf if name is None else final(found[name])
+            if name is None:
+                end = math.inf
+            else:
+                end = final(found[name])
             claim = f"K-FAC's rules end {self.below:g} below {title(self.rival)}"
-            best = "none" if name is None else title(name)
+            if name is None:
+                best = "none"
+            else:
+                best = title(name)
             out.append((claim, end <= level - self.below, f"{end:.4f} ({best}) and {level:.4f}"))
         for along, share in (("step", self.steps), ("seconds", self.seconds)):
             if share is not None:
                 theirs = median(r[along][-1] for r in found[self.rival])
                 own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
                 unit = along.rstrip("s") + "s"
-                amount = f"{share:g} of its {unit}" if share != 1 else f"fewer {unit} than it"
+                if share != 1:
+                    amount = f"{share:g} of its {unit}"
+                else:
+                    amount = f"fewer {unit} than it"
                 claim = f"K-FAC's rules reach the final loss of {title(self.rival)} in {amount}"
-                holds = own < theirs if share == 1 else own <= share * theirs
+                if share == 1:
+                    holds = own < theirs
+                else:
+                    holds = own <= share * theirs
                 numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"
                 out.append((claim, holds, numbers))
         return out
@@ -76,9 +89,17 @@ def reached(records: Sequence[Record], level: float, along: str) -> float:
     places = [median(r[along][i] for r in records) for i in range(count)]
     for i, loss in enumerate(curve):
         if loss <= level:
-            before = curve[i - 1] if i else math.inf
-            part = (before - level) / (before - loss) if before < math.inf else 1.0
-            return places[i] if not i else places[i - 1] + part * (places[i] - places[i - 1])
+            if i:
+                before = curve[i - 1]
+            else:
+                before = math.inf
+            if before < math.inf:
+                part = (before - level) / (before - loss)
+            else:
+                part = 1.0
+            if not i:
+                return places[i]
+            return places[i - 1] + part * (places[i] - places[i - 1])
     return math.inf
 
 
@@ -108,7 +129,9 @@ def table(found: Found, heading: str) -> Table:
 
 
 def _shown(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "never"
+    if math.isfinite(value):
+        return f"{value:.4g}"
+    return "never"
 
 
 #: as the pages call them
@@ -147,9 +170,13 @@ def draw(races: Mapping[str, Found], heading: str) -> Figure:
         colors = plots.colors(n for n in found if not _shorter(n))
         for axes, along in zip(row, _ALONG, strict=True):
             for method, runs in found.items():
-                xs, ys = _places(runs, along), [r["held-out loss"] for r in runs]
+                xs = _places(runs, along)
+                ys = [r["held-out loss"] for r in runs]
                 color = colors[runs[0]["method"] if _shorter(method) else method]
-                style = {"ls": "--", "lw": 1.2} if _shorter(method) else {}
+                if _shorter(method):
+                    style = {"ls": "--", "lw": 1.2}
+                else:
+                    style = {}
                 plots.band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
             plots.dress(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(found))
@@ -166,9 +193,13 @@ def series(found: Found, along: Iterable[str]) -> list[Series]:
     lines = []
     for name, runs in found.items():
         if runs:
-            method = runs[0]["method"] if _shorter(name) else name
+            if _shorter(name):
+                method = runs[0]["method"]
+            else:
+                method = name
             style = "dashed" if _shorter(name) else "solid"
-            words, color = title(name, method), places.get(method)
+            words = title(name, method)
+            color = places.get(method)
             lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
     return [line for line in lines if line is not None]
 

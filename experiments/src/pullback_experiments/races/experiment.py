@@ -129,7 +129,8 @@ class Race(Experiment):
 
     def _paced(self, task: str, name: str, context: Context) -> Record:
         """How long a step takes, of a run that should be alone on its device."""
-        what, entrant = self._tasks(context.quick)[task], self._entrants(context.quick)[name]
+        what = self._tasks(context.quick)[task]
+        entrant = self._entrants(context.quick)[name]
         found = run(
             replace(what, evaluations=2),
             name,
@@ -139,7 +140,8 @@ class Race(Experiment):
             steps=min(_PACE, what.steps),
             settings=entrant.settings,
         )
-        (_, first, last), (_, before, after) = found["step"], found["seconds"]
+        _, first, last = found["step"]
+        _, before, after = found["seconds"]
         return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
 
     def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
@@ -169,7 +171,10 @@ class Race(Experiment):
     def line(self, record: Record) -> str:
         if "lr" not in record:
             return f"{record['method']}, {record['ms']:.1f} ms"
-        loss = record["score"] if "score" in record else record["final"]
+        if "score" in record:
+            loss = record["score"]
+        else:
+            loss = record["final"]
         return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
 
     def _found(self, results: Results, task: str) -> Found:
@@ -185,7 +190,8 @@ class Race(Experiment):
             return []
         checks = []
         for task, what in self._tasks(False).items():
-            found, prefix = self._found(results, task), f"{what.title}: "
+            found = self._found(results, task)
+            prefix = f"{what.title}: "
             for lead in self.leads:
                 if lead.rival in found:
                     checks += [(prefix + c, *rest) for c, *rest in lead.judged(found, OURS)]

@@ -150,13 +150,17 @@ class _RaceState:
         self._groups = [g for o in self.optimizers for g in o.param_groups]
         self._rates = [g["lr"] for g in self._groups]
         self._schedule = schedules.warmed(schedules.linear, self.task.warm)
-        self._forward = torch.compile(self.model) if self.task.compiled else self.model
+        if self.task.compiled:
+            self._forward = torch.compile(self.model)
+        else:
+            self._forward = self.model
 
     def advance(self) -> Iterator[float]:
         """Train to the end, or until the loss is lost; yield the share done at evaluations."""
         count = min(self.task.evaluations, self.steps)
         ends = [round(self.steps * (i + 1) / count) for i in range(count)]
-        done, seconds = 0, 0.0
+        done = 0
+        seconds = 0.0
         self._note(0, 0.0)
         for end in ends:
             while done < end:
@@ -204,7 +208,8 @@ class _RaceState:
     def _held_out(self) -> dict[str, float]:
         """Mean loss and accuracy on what is held out, in evaluation mode."""
         self.model.eval()
-        sums, count = torch.zeros(2, device=self.device, dtype=torch.float64), 0
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        count = 0
         held_out = self.batches.held_out(self.task.held_batch)
         for x, y in islice(held_out, self.task.held_batches):
             with autocast(x, self._half):

@@ -20,7 +20,8 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.norm1, self.norm2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -28,7 +29,8 @@ class AttentionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, width) ↦ the same; if causal, a place sees those before it alone."""
-        y, split = self.norm1(x), (self.heads, -1)
+        y = self.norm1(x)
+        split = (self.heads, -1)
         q, k, v = (f(y).unflatten(-1, split).transpose(1, 2) for f in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(y.transpose(1, 2).flatten(2))
@@ -51,7 +53,8 @@ class Decoder(nn.Module):
         self, vocabulary: int, length: int, width: int = 384, depth: int = 6, heads: int = 6
     ) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(AttentionBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -70,7 +73,8 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.norm2 = nn.BatchNorm2d(width)
         self.skip = nn.Sequential()
         if stride != 1 or channels != width:
             conv = nn.Conv2d(channels, width, 1, stride, bias=False)
@@ -91,7 +95,8 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        blocks, channels = [], width
+        blocks = []
+        channels = width
         for stage, depth in enumerate(depths):
             for i in range(depth):
                 out = width * 2**stage

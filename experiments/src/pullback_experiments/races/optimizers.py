@@ -201,10 +201,15 @@ def polar(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
 
     X ← aX + (bA + cA²)X with A = XXᵀ; in bfloat16 on CUDA.
     """
-    a, b, c = 3.4445, -4.775, 2.0315
+    a = 3.4445
+    b = -4.775
+    c = 2.0315
     tall = x.shape[-2] > x.shape[-1]
     y = x.mT if tall else x
-    y = y.bfloat16() if y.is_cuda else y
+    if y.is_cuda:
+        y = y.bfloat16()
+    else:
+        y = y
     y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         s = y @ y.mT
@@ -247,7 +252,8 @@ class SOAP(StackedOptimizer):
 
     def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]
-        left, right = g @ g.mT, g.mT @ g
+        left = g @ g.mT
+        right = g.mT @ g
         if not state:
             state |= {"t": 0, "m": torch.zeros_like(g), "v": torch.zeros_like(g)}
             state |= {"left": left, "right": right}

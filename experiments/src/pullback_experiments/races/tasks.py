@@ -113,7 +113,8 @@ def python_files(most: int, packages: bool) -> Corpus:
         packages: whether site-packages is read too.
     """
     parts: tuple[list[bytes], list[bytes]] = [], []
-    sizes, seen = [0, 0], set()
+    sizes = [0, 0]
+    seen = set()
     for path in _paths(packages):
         try:
             content = path.read_bytes()

@@ -101,7 +101,8 @@ def draw_errors(
     from matplotlib import rc_context
     from matplotlib.ticker import LogLocator
 
-    low, high = problem.domain.low.tolist(), problem.domain.high.tolist()
+    low = problem.domain.low.tolist()
+    high = problem.domain.high.tolist()
     axes = [torch.linspace(a, b, _CELLS).double() for a, b in zip(low, high, strict=True)]
     x = torch.cartesian_prod(*axes)
     truth = problem.truth(x)[:, 0]

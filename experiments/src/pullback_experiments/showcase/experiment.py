@@ -71,7 +71,9 @@ class Demonstration(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         """Of the first measure of each problem."""
-        return [] if results.quick else [_lowest(*race) for race in self.races(results)]
+        if results.quick:
+            return []
+        return [_lowest(*race) for race in self.races(results)]
 
     def races(self, results: Results) -> list[tuple[DemoProblem, list[Curve]]]:
         """The curves of each problem, of those that are done."""
@@ -112,7 +114,8 @@ class Demonstration(Experiment):
 @cache
 def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
     """The problems whose data can be had, and why others cannot."""
-    found, missing = [], []
+    found = []
+    missing = []
     for make in PROBLEMS.values():
         try:
             found.append(make())
@@ -194,7 +197,8 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
     """The curves, each with a dot at its end."""
     for curve in curves:
         color, width = _style(curve.name)
-        x, y = getattr(curve, along)[1:], curve.values()[1:]
+        x = getattr(curve, along)[1:]
+        y = curve.values()[1:]
         axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
         axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
     dress(axes)

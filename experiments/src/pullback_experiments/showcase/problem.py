@@ -127,10 +127,12 @@ class SupervisedTask(DemoProblem):
         generator = torch.Generator().manual_seed(0)
 
         def step() -> float:
-            x, y = self.x, self.y
+            x = self.x
+            y = self.y
             if contender.batch is not None:
                 chosen = torch.randint(len(x), (contender.batch,), generator=generator)
-                x, y = x[chosen], y[chosen]
+                x = x[chosen]
+                y = y[chosen]
             return descend(optimizer, lambda: self.loss(model(x), y), contender.scale)
 
         return step

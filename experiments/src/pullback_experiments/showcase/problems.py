@@ -25,7 +25,8 @@ from .display import draw_errors as draw
 from .problem import Competitor, DemoProblem, Stepper, SupervisedTask, adam, descend, lbfgs, sgd
 
 _TRAIN = 1347  # of 1797 images; the other 450 are for testing
-_BATCH, _KFAC_BATCH = 64, 256
+_BATCH = 64
+_KFAC_BATCH = 256
 
 
 def load() -> tuple[Tensor, Tensor]:
@@ -43,8 +44,10 @@ class Digits(SupervisedTask):
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds
         x, y = load()
-        self.x, self._test = x[:_TRAIN], x[_TRAIN:]
-        self.y, self._truth = y[:_TRAIN], y[_TRAIN:]
+        self.x = x[:_TRAIN]
+        self._test = x[_TRAIN:]
+        self.y = y[:_TRAIN]
+        self._truth = y[_TRAIN:]
         self.contenders = (
             Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _BATCH),
             Competitor("Adam", adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, _BATCH),
@@ -82,7 +85,8 @@ def _kfac(model: nn.Module, lr: float) -> KFAC:
     )  # fmt: skip
 
 
-_POINTS, _TEST_POINTS = 1000, 4000
+_POINTS = 1000
+_TEST_POINTS = 4000
 
 
 def target(x: Tensor) -> Tensor:
@@ -103,7 +107,8 @@ class LeastSquares(SupervisedTask):
         self.seconds = seconds
         generator = torch.Generator().manual_seed(0)
         points = torch.rand(_POINTS + _TEST_POINTS, 2, generator=generator, dtype=torch.float64)
-        self.x, self._test = points[:_POINTS], points[_POINTS:]
+        self.x = points[:_POINTS]
+        self._test = points[_POINTS:]
         self.y, self._truth = target(self.x), target(self._test)
         self.contenders = (
             Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}),
@@ -132,7 +137,8 @@ def _natural_gradient(model: nn.Module, radii: float) -> NaturalGradient:
     return NaturalGradient(model, solver=PseudoInverse(), step=TargetRatio(radii=int(radii)))
 
 
-_INSIDE, _BOUNDARY = 900, 120
+_INSIDE = 900
+_BOUNDARY = 120
 
 
 class PoissonTask(DemoProblem):
@@ -142,7 +148,8 @@ class PoissonTask(DemoProblem):
     setting = f"2-32-1 tanh network, {_INSIDE} + {_BOUNDARY} points"
 
     def __init__(self, seconds: float = 10.0) -> None:
-        self.seconds, self._problem = seconds, pde.Poisson(dim=2)
+        self.seconds = seconds
+        self._problem = pde.Poisson(dim=2)
         points = {"equation": _INSIDE, "dirichlet": _BOUNDARY}
         plan = SamplingPlan(self._problem, 0, points=points)
         self._sites = plan.draw(0)

@@ -72,11 +72,15 @@ def run(
     model, step = _fresh(problem, contender, settings)
     curve = Curve(contender.name, model)
     curve.add(0.0, 0, problem.measure(model))
-    spent, steps, due, shown = 0.0, 0, _FIRST * seconds, 0.0
+    spent = 0.0
+    steps = 0
+    due = _FIRST * seconds
+    shown = 0.0
     while spent < seconds:
         start = time.process_time()
         loss = step()
-        spent, steps = spent + time.process_time() - start, steps + 1
+        spent = spent + time.process_time() - start
+        steps = steps + 1
         over = spent >= seconds or not math.isfinite(loss)
         if spent >= due or over:
             curve.add(spent, steps, problem.measure(model))

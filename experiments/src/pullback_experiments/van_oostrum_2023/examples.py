@@ -43,7 +43,8 @@ def rotated(context: Context) -> Record:
     def psi(x: Tensor) -> Tensor:
         return torch.stack([-(x[1] ** 3), x[0]])
 
-    one, two = Point(phi, at), Point(psi, at)
+    one = Point(phi, at)
+    two = Point(psi, at)
     both = torch.linalg.matrix_rank(torch.cat([one.image(), two.image()], 1))
     return {
         "gradient": list(_SLOPE),
@@ -64,7 +65,8 @@ def crossing(context: Context) -> Record:
         tangent vectors, Grams and moves of both; where ξ = π/2 and π are mapped.
     """
     zero = torch.zeros(1, dtype=torch.float64, device=context.device)
-    one, two = Point(eight, zero), Point(lambda t: eight(pi - t), zero)
+    one = Point(eight, zero)
+    two = Point(lambda t: eight(pi - t), zero)
     unit = torch.ones_like(zero)
     return {
         "gradient": list(_SLOPE),
@@ -92,7 +94,8 @@ def parameters(context: Context) -> Record:
     f = _vector(2, 1).to(context.device)
     one = Point(phi, _vector(2, 1).to(context.device))
     two = Point(lambda t: phi(f * t), _vector(1, 1).to(context.device))
-    mine, other = one.natural_gradient(loss), two.natural_gradient(loss)
+    mine = one.natural_gradient(loss)
+    other = two.natural_gradient(loss)
     assert isinstance(mine, Tensor)
     assert isinstance(other, Tensor)
     return {

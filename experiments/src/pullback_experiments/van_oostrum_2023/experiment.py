@@ -83,7 +83,9 @@ _SOUND = tuple(name for name in INVERSES if name != DAMPED)
 def judged(results: Results) -> list[Check]:
     """The theorems, then the examples; one printed number is wrong."""
     found = [*_theorems(results), *_examples(results)]
-    ours, wrong = 5, 8  # damping is not in the paper; the point that A.2 prints
+    # damping is not in the paper; the point that A.2 prints
+    ours = 5
+    wrong = 8
     return recorded(found, [i != wrong for i in range(len(found))], {ours})
 
 
@@ -93,11 +95,13 @@ def _theorems(results: Results) -> list[Claim]:
     def worst(what: str) -> float:
         return max(r[what][name] for r in runs for name in _SOUND)
 
-    one, two = worst("projection"), worst("model")
+    one = worst("projection")
+    two = worst("model")
     space = min(r["space"]["Moore–Penrose"] for r in runs)
     damped = min(r["model"][DAMPED] for r in runs)
     cubic = max(r["cubic"] for r in runs)
-    slope, first = order(results, "Moore–Penrose"), order(results, DAMPED)
+    slope = order(results, "Moore–Penrose")
+    first = order(results, DAMPED)
     return [
         ("Theorem 1: any G⁻ moves the model by the projected gradient", one < _EXACT, f"{one:.0e}"),
         ("Theorem 2: that move is the same in all coordinates", two < _EXACT, f"{two:.0e}"),
@@ -124,7 +128,8 @@ def order(results: Results, name: str) -> float:
     """The median slope of log difference against log η between the two smallest steps."""
     slopes = []
     for r in results.of("steps"):
-        (a, b), (x, y) = r["size"][-2:], r["apart"][name][-2:]
+        a, b = r["size"][-2:]
+        x, y = r["apart"][name][-2:]
         slopes.append(log(x / y) / log(a / b))
     return sorted(slopes)[len(slopes) // 2]
 
@@ -132,12 +137,14 @@ def order(results: Results, name: str) -> float:
 def _examples(results: Results) -> list[Claim]:
     plane, cross, space = (results.once(k) for k in ("example 1", "example 2", "A.3"))
     (ax, ay), (bx, by) = plane["moves"]
-    (gx, gy), ranks = plane["gradient"], plane["ranks"]
+    gx, gy = plane["gradient"]
+    ranks = plane["ranks"]
     split = _off((ax, ay, bx, by), (gx, 0.0, 0.0, gy))
     tangents = _off([*cross["tangents"][0], *cross["tangents"][1]], (2, 1, -2, 1))
     gram = _off(cross["grams"], (5, 5))
     wx, wy = cross["gradient"]
-    a, b = (2 * wx + wy) / 5, (wy - 2 * wx) / 5
+    a = (2 * wx + wy) / 5
+    b = (wy - 2 * wx) / 5
     moves = _off([*cross["moves"][0], *cross["moves"][1]], (2 * a, a, -2 * b, b))
     numbers = _off([*space["y_xi"], *space["y_theta"]], (3, 3, 4.8, 1.2))
     push = _off(space["moves"][0], space["moves"][1])
@@ -169,7 +176,9 @@ def _off(found: object, truth: object) -> float:
     return max(abs(a - b) for a, b in zip(found, truth, strict=True))  # pyright: ignore
 
 
-_PHI, _PSI, _SOFT = PALETTE[1], PALETTE[0], PALETTE[6]
+_PHI = PALETTE[1]
+_PSI = PALETTE[0]
+_SOFT = PALETTE[6]
 
 Corner = Literal["lower right", "upper right"]
 

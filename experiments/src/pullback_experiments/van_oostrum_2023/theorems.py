@@ -14,7 +14,9 @@ from pullback.solvers import Cholesky, Solver
 from ..framework.experiment import Context
 from ..framework.records import Record
 
-INPUTS, INNER, OUTPUTS = 8, 3, 5
+INPUTS = 8
+INNER = 3
+OUTPUTS = 5
 DAMPED = "damped"
 #: the generalized inverses, and what is none
 INVERSES: dict[str, Callable[[int], Solver]] = {
@@ -40,7 +42,9 @@ class RandomModel:
             found = torch.randn(*shape, generator=source, dtype=torch.float64)
             return found.to(context.device)
 
-        self.seed, self._b, self._c = context.seed, draw(INNER, INPUTS), draw(OUTPUTS, INNER)
+        self.seed = context.seed
+        self._b = draw(INNER, INPUTS)
+        self._c = draw(OUTPUTS, INNER)
         self._mix = torch.linalg.qr(draw(INPUTS, INPUTS))[0]
         root = draw(OUTPUTS, OUTPUTS)
         self.metric = root @ root.T + torch.eye(OUTPUTS).to(root)
@@ -92,8 +96,11 @@ def theorems(context: Context) -> Record:
     """By inverse: how far dφ·G⁻∇L is from Π grad L, from ψ's move, and df·x from x, relative."""
     scene = RandomModel(context)
     one, two = scene.points()
-    truth, jacobian = scene.projected(), jacrev(scene.f)(scene.theta)
-    projection, model, space = {}, {}, {}
+    truth = scene.projected()
+    jacobian = jacrev(scene.f)(scene.theta)
+    projection = {}
+    model = {}
+    space = {}
     for name, make in INVERSES.items():
         mine, other = (_coefficients(p, make(scene.seed)) for p in (one, two))
         push = one.pushforward(mine)
@@ -112,13 +119,15 @@ def theorems(context: Context) -> Record:
 
 def steps(sizes: Sequence[float], context: Context) -> Record:
     """‖φ(ξ − ηx) − ψ(θ − ηx')‖ over how far φ moved, for every η: Moore–Penrose and damped."""
-    scene, found = RandomModel(context), {}
+    scene = RandomModel(context)
+    found = {}
     one, two = scene.points()
     for name in ("Moore–Penrose", DAMPED):
         mine, other = (_coefficients(p, INVERSES[name](scene.seed)) for p in (one, two))
         ends = []
         for eta in sizes:
-            here, there = scene.phi(scene.xi - eta * mine), scene.psi(scene.theta - eta * other)
+            here = scene.phi(scene.xi - eta * mine)
+            there = scene.psi(scene.theta - eta * other)
             ends.append(float((here - there).norm() / (here - one.value).norm()))
         found[name] = ends
     return {"size": list(sizes), "apart": found}

@@ -77,7 +77,9 @@ class Comparison(Experiment):
         ]
 
     def _length(self, steps: int, quick: bool) -> int:
-        return min(steps, self.quick_steps) if quick else steps
+        if quick:
+            return min(steps, self.quick_steps)
+        return steps
 
     def _work(self, method: DescentMethod, steps: int, context: Context) -> dict[str, Any]:
         return run(self.setting, method, context.seed, steps).as_dict()
@@ -90,7 +92,9 @@ class Comparison(Experiment):
     def judge(self, results: Results) -> list[Check]:
         """Some of the claims do not hold, as recorded; the quick version judges `short`."""
         found = self.claims(self._found(results), self.setting.size, self.held)
-        return [found[i] for i in self.short] if results.quick else found
+        if results.quick:
+            return [found[i] for i in self.short]
+        return found
 
     def _found(self, results: Results) -> dict[str, Summary]:
         return {m.name: Summary(records(results, m.name)) for m, _ in self.methods}
@@ -153,7 +157,8 @@ def draw(experiment: Comparison, results: Results) -> Figure:
     """One row per group of methods."""
     groups = experiment.groups
     layers = "-".join(map(str, experiment.setting.layers))
-    problem, count = experiment.setting.problem().name, len(results.seeds)
+    problem = experiment.setting.problem().name
+    count = len(results.seeds)
     title = f"{problem}, {layers} tanh network, {count} seeds: medians and quartiles"
     figure = plots.new(16, 0.6 + 3.4 * len(groups), title, dpi=110)
     grid = figure.subplots(len(groups), 4, squeeze=False, sharey=False)
@@ -161,8 +166,10 @@ def draw(experiment: Comparison, results: Results) -> Figure:
         for axes, (what, along) in zip(row, _COLUMNS, strict=True):
             for name, color in plots.colors(names).items():
                 runs = results.of(name)
-                xs, ys = [r[along] for r in runs], [r[what] for r in runs]
-                style, spaced = plots.dashes(name), along == "seconds"
+                xs = [r[along] for r in runs]
+                ys = [r[what] for r in runs]
+                style = plots.dashes(name)
+                spaced = along == "seconds"
                 plots.band(axes, xs, ys, color, name, spaced=spaced, ls=style)
             plots.dress(axes)
             plots.label(axes, "CPU seconds" if along == "seconds" else along, _NAMES[what])

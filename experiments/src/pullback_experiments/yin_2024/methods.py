@@ -78,7 +78,8 @@ class FirstOrder(DescentMethod):
 
 class _Gradient(Stepper):
     def __init__(self, fit: Fit, optimizer: Optimizer) -> None:
-        self._fit, self._optimizer = fit, optimizer
+        self._fit = fit
+        self._optimizer = optimizer
 
     def step(self) -> StepNumbers:
         self._optimizer.zero_grad()
@@ -111,7 +112,10 @@ class NaturalMethod(DescentMethod):
 
     def described(self) -> str:
         metric = "L² of u" if self.l2 else "Gauss–Newton"
-        before = f", after {self.pretrain} Adam steps" if self.pretrain else ""
+        if self.pretrain:
+            before = f", after {self.pretrain} Adam steps"
+        else:
+            before = ""
         solver = type(self.solver()).__name__
         rule = repr(self.rule()).replace("inner=", "step=")  # as records made earlier have it
         return f"{self.about}; {metric}, {self.gram} Gram, {solver}, {rule}{before}"
@@ -119,17 +123,22 @@ class NaturalMethod(DescentMethod):
 
 class _NaturalStepper(Stepper):
     def __init__(self, fit: Fit, method: NaturalMethod) -> None:
-        self._fit, self._method = fit, method
+        self._fit = fit
+        self._method = method
         rule = method.rule()
         self._memoryless = not isinstance(rule, TargetRatio)
-        self._watch = DirectionProbe(rule) if self._memoryless else None
+        if self._memoryless:
+            self._watch = DirectionProbe(rule)
+        else:
+            self._watch = None
         self._optimizer = self._built(method.solver(), self._watch or rule)
         self._options = {
             "objective": fit.objective,
             "metric_batch": fit.values if method.l2 else None,
         }
         self._warm = torch.optim.Adam(fit.model.parameters(), lr=1e-2)
-        self._taken, self._rejected = 0, 0
+        self._taken = 0
+        self._rejected = 0
 
     def _built(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
         return NaturalGradient(self._fit.model, solver=solver, step=rule, gram=self._method.gram)
@@ -139,7 +148,10 @@ class _NaturalStepper(Stepper):
         if self._taken <= self._method.pretrain:
             return _Gradient(self._fit, self._warm).step()
         info = self._optimizer.step(**self._options)
-        self._rejected = 0 if info.accepted else self._rejected + 1
+        if info.accepted:
+            self._rejected = 0
+        else:
+            self._rejected = self._rejected + 1
         seen = {"rank": float(info.rank or 0), "size": info.step_size}
         if self._watch is not None:
             seen |= {"largest": self._watch.largest}
@@ -184,7 +196,8 @@ class DirectionProbe(Wrapper):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self.largest, self.energy = float("nan"), float("nan")
+        self.largest = float("nan")
+        self.energy = float("nan")
 
     def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
         found = local.solve(damping, about)

@@ -56,7 +56,9 @@ class DescentRun:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5e}")
+    if value is None:
+        return None
+    return float(f"{value:.5e}")
 
 
 def entries(steps: int) -> set[int]:
@@ -79,7 +81,8 @@ def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> De
     stepper = method.on(fit)
     record = DescentRun()
     record.add(0, 0.0, float(fit.loss().detach()), fit.error(), stepper.probe())
-    due, spent = entries(steps), 0.0
+    due = entries(steps)
+    spent = 0.0
     for step in range(1, steps + 1):
         start = time.process_time()
         seen = stepper.step()
@@ -156,4 +159,6 @@ class Summary:
 
 def _median(values: Iterable[float]) -> float:
     kept = list(values)
-    return statistics.median(kept) if kept else math.nan
+    if kept:
+        return statistics.median(kept)
+    return math.nan

@@ -39,7 +39,8 @@ def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bo
 def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
     """What section 2.2 says, for p = size parameters."""
     cut, greedy, plain = (found[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
-    first, pretrained = cut.first("largest"), found["E-NGD, pre-trained"]
+    first = cut.first("largest")
+    pretrained = found["E-NGD, pre-trained"]
     return recorded(
         [
             _singular(plain, size),
@@ -76,7 +77,8 @@ def _nearly_best(full: Summary) -> Claim:
 
 
 def _faster(one: str, first: Summary, two: str, second: Summary) -> Claim:
-    a, b = first.after(EARLY), second.after(EARLY)
+    a = first.after(EARLY)
+    b = second.after(EARLY)
     claim = f"{one} lowers the loss faster than {two} in {EARLY} steps"
     return claim, a < b, f"median loss {a:.1e} against {b:.1e}"
 
@@ -88,13 +90,15 @@ def _safer(one: str, first: Summary, two: str, second: Summary) -> Claim:
 
 
 def _as_accurate(one: str, first: Summary, two: str, second: Summary) -> Claim:
-    a, b = min(first.errors), min(second.errors)
+    a = min(first.errors)
+    b = min(second.errors)
     claim = f"the best run of {one} is as accurate as that of {two}, within a factor of ten"
     return claim, a <= 10 * b, f"errors {a:.1e} and {b:.1e}"
 
 
 def _cheaper(one: str, first: Summary, two: str, second: Summary) -> Claim:
-    a, b = 1e3 * first.per_step, 1e3 * second.per_step
+    a = 1e3 * first.per_step
+    b = 1e3 * second.per_step
     claim = f"a step of {one} costs less than half of one of {two}"
     return claim, a < 0.5 * b, f"{a:.0f} and {b:.0f} ms"
 
@@ -170,7 +174,8 @@ def _fit(
     recorded: tuple[bool, ...],
 ) -> Comparison:
     """Least squares: the loss's own Gram is the L² Gram, so NGD and E-NGD are one method."""
-    full, greedy = PseudoInverse, _greedy(k)
+    full = PseudoInverse
+    greedy = _greedy(k)
     natural = [
         NaturalMethod("NGD", "minimum norm, grid search", full, _grid, greedy=k),
         NaturalMethod("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
@@ -197,7 +202,8 @@ def _fit(
 
 
 def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200) -> Comparison:
-    full, greedy = PseudoInverse, _greedy(k)
+    full = PseudoInverse
+    greedy = _greedy(k)
     natural = [
         NaturalMethod("E-NGD", "cut to ±1000, grid search", full, _cut, greedy=k),
         NaturalMethod("E-NGD-OGA", f"{k} greedy vectors, cut", greedy, _cut),

@@ -30,9 +30,12 @@ def article(
     path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves: Curves
 ) -> ReportEntry:
     """The entry of a results file."""
-    about, summary = state["about"], state["summary"]
-    checks, figures = summary.get("checks") or [], summary.get("figures") or []
-    name, plots = str(about["name"]), charts.drawn(curves.charts)
+    about = state["about"]
+    summary = state["summary"]
+    checks = summary.get("checks") or []
+    figures = summary.get("figures") or []
+    name = str(about["name"])
+    plots = charts.drawn(curves.charts)
     took = summary.get("seconds")
     verdict = judged(summary)
     words, partial = _seeds(about, summary)
@@ -73,7 +76,10 @@ def article(
 def judged(summary: Mapping[str, Any]) -> str:
     """The verdict of a run; words of others are none."""
     verdict = summary.get("verdict")
-    word = "not judged" if verdict is None else str(verdict["outcome"])
+    if verdict is None:
+        word = "not judged"
+    else:
+        word = str(verdict["outcome"])
     return word if word in VERDICTS else "not judged"
 
 
@@ -89,7 +95,9 @@ def _why(summary: Mapping[str, Any]) -> str:
     verdict = summary.get("verdict")
     if verdict is None:
         silent = summary.get("complete") and not summary.get("checks")
-        return f'<p class="why">{text(UNJUDGED)}</p>' if silent else ""
+        if silent:
+            return f'<p class="why">{text(UNJUDGED)}</p>'
+        return ""
     why = str(verdict["why"])
     if summary.get("checks"):
         why = why.partition("; not: ")[0]
@@ -127,7 +135,10 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for check in checks:
         mark, word = ("✓", "holds") if check["holds"] else ("✗", "does not hold")
-        notes = [] if check["holds"] == check["recorded"] else ["unlike the record"]
+        if check["holds"] == check["recorded"]:
+            notes = []
+        else:
+            notes = ["unlike the record"]
         notes += [] if check.get("of_paper", True) else ["not the paper's"]
         extra = "".join(f" <em>{text(note)}</em>" for note in notes)
         rows.append(
@@ -135,7 +146,9 @@ def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
             f'aria-label="{word}">{mark}</span> {text(check["claim"])} '
             f"<small>{text(check['numbers'])}</small>{extra}</li>"
         )
-    return f'<ul class="checks">\n{lines(rows)}\n</ul>' if rows else ""
+    if rows:
+        return f'<ul class="checks">\n{lines(rows)}\n</ul>'
+    return ""
 
 
 def _again(path: Path, about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

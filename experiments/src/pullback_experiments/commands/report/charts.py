@@ -28,11 +28,16 @@ def drawn(charts: Sequence[Chart]) -> str:
     for chart in charts:
         if chart.shown():
             same = chart.title.lower() == chart.y.lower()
-            small = "" if same else f" <small>{text(chart.y)}</small>"
+            if same:
+                small = ""
+            else:
+                small = f" <small>{text(chart.y)}</small>"
             head = f"<h4>{text(chart.title)}{small}</h4>"
             data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
             parts.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
-    return f'<div class="charts">\n{chr(10).join(parts)}\n</div>' if parts else ""
+    if parts:
+        return f'<div class="charts">\n{chr(10).join(parts)}\n</div>'
+    return ""
 
 
 def embedded(value: object) -> str:
@@ -91,7 +96,9 @@ def _line(line: Line) -> dict[str, list[float | None]]:
 def _plain(value: float) -> float | None:
     """A few digits; None where it is no number, which JSON has not."""
     number = float(value)
-    return float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None
+    if math.isfinite(number):
+        return float(f"{number:.{_DIGITS}g}")
+    return None
 
 
 def thinned(y: Sequence[float | None], most: int = _MOST) -> list[int]:
@@ -136,7 +143,8 @@ class Curves:
 
 def curves(path: Path, state: Mapping[str, Any]) -> Curves:
     """Those of all items that are done; experiments of others have none here."""
-    name, quick = str(state["about"].get("name")), bool(state["about"].get("quick"))
+    name = str(state["about"].get("name"))
+    quick = bool(state["about"].get("quick"))
     if name not in registry.names():
         return Curves()
     try:

@@ -80,7 +80,10 @@ def table(content: Mapping[str, Any]) -> str:
     ]
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     title = text(content.get("title") or "")
-    caption = f"<caption>{title}</caption>" if title else ""
+    if title:
+        caption = f"<caption>{title}</caption>"
+    else:
+        caption = ""
     inside = f"<table>{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
     label = title or "Table"
     return f'<div class="wide" tabindex="0" role="region" aria-label="{label}">{inside}</div>'

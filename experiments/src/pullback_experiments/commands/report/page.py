@@ -35,7 +35,8 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
     papers: dict[str, list[ReportEntry]] = {}
     for entry in sorted(entries, key=lambda e: e.paper.casefold()):
         papers.setdefault(entry.paper, []).append(entry)
-    style, script = styles(), scripts()
+    style = styles()
+    script = scripts()
     body = lines(
         [
             _filters(papers) if entries else "",
@@ -140,9 +141,18 @@ def _overview(papers: dict[str, list[ReportEntry]]) -> str:
     rows = []
     for paper, entries in papers.items():
         for e in entries:
-            took = "–" if e.took is None else clocked(e.took)
-            number = "" if e.took is None else f' data-value="{e.took:g}"'
-            share = f' data-value="{float(Fraction(e.claims)):g}"' if "/" in e.claims else ""
+            if e.took is None:
+                took = "–"
+            else:
+                took = clocked(e.took)
+            if e.took is None:
+                number = ""
+            else:
+                number = f' data-value="{e.took:g}"'
+            if "/" in e.claims:
+                share = f' data-value="{float(Fraction(e.claims)):g}"'
+            else:
+                share = ""
             rows.append(
                 f'<tr data-for="{text(e.anchor)}"><td><a href="#{text(e.anchor)}">{text(e.name)}'
                 f"</a></td><td>{text(short(paper))}</td><td>{text(e.figure)}</td>"
@@ -180,7 +190,9 @@ def short(paper: str) -> str:
     ('Yin (2024)', 'Other')
     """
     found = re.match(r".*?\(\d{4}\)", paper)
-    return found.group() if found else paper
+    if found:
+        return found.group()
+    return paper
 
 
 def _key(paper: str) -> str:

@@ -30,10 +30,14 @@ _AXES = {"step": "steps", "seconds": "seconds"}
 
 def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> ReportEntry:
     """The entry of a solution's record."""
-    config, result = state["config"], state["result"]
+    config = state["config"]
+    result = state["result"]
     name = str(config["name"])
     error = result.get("error")
-    reached = "no exact solution" if error is None else f"relative L² error {float(error):.1e}"
+    if error is None:
+        reached = "no exact solution"
+    else:
+        reached = f"relative L² error {float(error):.1e}"
     words = f"{config['problem']}: {reached}, {int(result['steps']):,} steps, " + clocked(
         float(result["seconds"])
     )
@@ -67,9 +71,12 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
 
 def history(found: Mapping[str, Any]) -> list[Chart]:
     """Loss after every step, error where it was measured."""
-    loss, seconds = _numbers(found["loss"]), _numbers(found["seconds"])
-    error, clock = _numbers(found["error"]), _numbers(found["clock"])
-    steps, measured = list(range(1, len(loss) + 1)), _numbers(found["measured"])
+    loss = _numbers(found["loss"])
+    seconds = _numbers(found["seconds"])
+    error = _numbers(found["error"])
+    clock = _numbers(found["clock"])
+    steps = list(range(1, len(loss) + 1))
+    measured = _numbers(found["measured"])
     shown = [
         ("Loss", "loss", {"step": Line(steps, loss), "seconds": Line(seconds, loss)}),
         ("Error", "relative L² error",
@@ -87,4 +94,6 @@ def _numbers(values: Any) -> list[float]:
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

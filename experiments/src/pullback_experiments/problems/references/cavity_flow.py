@@ -45,7 +45,8 @@ class Clamped:
         self.basis[k + 2, k] = -2 * (2 * k + 5) / (2 * k + 7) * scale
         self.basis[k + 4, k] = (2 * k + 3) / (2 * k + 7) * scale
         nodes, weights = legendre.leggauss(math.ceil(1.75 * degree) + 4)
-        self.nodes, weights = (nodes + 1) / 2, weights / 2
+        self.nodes = (nodes + 1) / 2
+        weights = weights / 2
         self.weights = np.outer(weights, weights)  # (Q, Q)
         vander = shifted_vander(self.nodes, degree)
         self.b0 = vander @ self.basis  # (Q, M)
@@ -61,7 +62,9 @@ class Clamped:
 
     def tested(self, fx: Array, fy: Array, fl: Array) -> Array:
         """∫ fx ∂xφ_ij + fy ∂yφ_ij + fl Δφ_ij, (M, M)."""
-        wx, wy, wl = self.weights * fx, self.weights * fy, self.weights * fl
+        wx = self.weights * fx
+        wy = self.weights * fy
+        wl = self.weights * fl
         return (
             (self.b1.T @ wx + self.b2.T @ wl) @ self.b0
             + self.b0.T @ wy @ self.b1
@@ -77,9 +80,12 @@ class Clamped:
         blocks = []
         for i in (0, 1):
             for j in (0, 1):
-                rows, cols = slice(i, None, 2), slice(j, None, 2)
-                mi, mj = mass[rows, rows], mass[cols, cols]
-                ci, cj = stiff[rows, rows], stiff[cols, cols]
+                rows = slice(i, None, 2)
+                cols = slice(j, None, 2)
+                mi = mass[rows, rows]
+                mj = mass[cols, cols]
+                ci = stiff[rows, rows]
+                cj = stiff[cols, cols]
                 matrix = (
                     np.kron(np.eye(len(mi)), mj)
                     + 2 * np.kron(ci, cj)
@@ -177,7 +183,8 @@ class Cavity(Reference):
 
     def solve(self, degree: int) -> tuple[Array, Array]:
         """Coefficients of ψ and of p + ½|u|², each (n+1, n+1)."""
-        space, start = Clamped(degree), None
+        space = Clamped(degree)
+        start = None
         for reynolds in (r for r in _LADDER if r < self.reynolds):
             start = _Newton(space, reynolds).run(start)
         newton = _Newton(space, self.reynolds)
@@ -192,7 +199,8 @@ class _Newton:
         self.nu = 1 / reynolds
         self.lift = _boundary(space.degree)
         self.vander = shifted_vander(space.nodes, space.degree)
-        dx, dy = differentiate(self.lift, 0), differentiate(self.lift, 1)
+        dx = differentiate(self.lift, 0)
+        dy = differentiate(self.lift, 1)
         bending = self.field(differentiate(dx, 0) + differentiate(dy, 1))
         self.base = self.field(dx), self.field(dy), bending
         zero = np.zeros_like(bending)
@@ -204,7 +212,10 @@ class _Newton:
 
     def run(self, start: Array | None = None) -> Array:
         """The unknowns, by Newton's method from these, or from the Stokes flow."""
-        a = self.space.biharmonic(-self.load / self.nu) if start is None else start
+        if start is None:
+            a = self.space.biharmonic(-self.load / self.nu)
+        else:
+            a = start
         residual, fields = self.residual(a)
         for _ in range(20):
             if np.linalg.norm(residual) <= 1e-12 * np.linalg.norm(self.load):
@@ -234,7 +245,8 @@ class _Newton:
     def improve(self, a: Array, residual: Array, fields: tuple[Array, Array, Array]) -> Array:
         """a − (derivative of the residual)⁻¹ residual; GMRES on (1/Re)⁻¹ biharmonic⁻¹ of both."""
         dx, dy, h = fields
-        shape, zero = a.shape, np.zeros_like(h)
+        shape = a.shape
+        zero = np.zeros_like(h)
 
         def apply(flat: Array) -> Array:
             d = flat.reshape(shape)

@@ -84,7 +84,8 @@ class FourierTrajectory:
         return u
 
     def _panel(self, p: int, x: Array, t: Array) -> Array:
-        low, high = self.edges[p], self.edges[p + 1]
+        low = self.edges[p]
+        high = self.edges[p + 1]
         nodal = self.coefficients[p]
         at = scipy.interpolate.BarycentricInterpolator(np.linspace(low, high, len(nodal)), nodal)
         size = max(1, 2**21 // nodal.shape[1])
@@ -122,7 +123,8 @@ def integrate(
 
     Between two nodes there are at least two steps.
     """
-    v, found = start, []
+    v = start
+    found = []
     for low, high in pairwise(edges):
         node = (high - low) / degree
         steps = max(2, int(np.ceil(node / longest - 1e-9)))

@@ -67,7 +67,8 @@ class Pseudospectral(Reference):
         return self._at(points, self._trajectories)
 
     def _at(self, points: Array, trajectories: list[FourierTrajectory]) -> Array:
-        x, t = points[:, 0], points[:, 1]
+        x = points[:, 0]
+        t = points[:, 1]
         low, high = self.domain[0]
         place = -1 + 2 * (x - low) / (high - low)
         return np.stack([self.known(x, t) + field(place, t) for field in trajectories], axis=1)
@@ -86,7 +87,8 @@ class Pseudospectral(Reference):
         return cached(self.name, self.parameters, self.version, keys, self._compute)
 
     def _compute(self) -> dict[str, Array]:
-        fine, coarse = self.solve(coarse=False), self.solve(coarse=True)
+        fine = self.solve(coarse=False)
+        coarse = self.solve(coarse=True)
         low, high = np.array(self.domain).T
         points = low + (high - low) * np.random.default_rng(0).random((8192, 2))
         error = relative(self._at(points, _by_field(*coarse)), self._at(points, _by_field(*fine)))
@@ -107,7 +109,10 @@ class Pseudospectral(Reference):
 
 def _by_field(edges: Array, c: Array) -> list[FourierTrajectory]:
     """Coefficients (P, q+1, K) of one field or (P, q+1, m, K) of m, a trajectory for each."""
-    fields = c[:, :, None] if c.ndim == 3 else c
+    if c.ndim == 3:
+        fields = c[:, :, None]
+    else:
+        fields = c
     return [FourierTrajectory(edges, np.ascontiguousarray(f)) for f in np.moveaxis(fields, 2, 0)]
 
 
@@ -176,7 +181,8 @@ class AllenCahn(Pseudospectral):
         return np.concatenate([mean, -2 / (math.pi * k) ** 2 * decay], axis=-1)
 
     def values(self, points: Array) -> Array:
-        x, t = points[:, :1], points[:, 1:]
+        x = points[:, :1]
+        t = points[:, 1:]
         return np.where(t == 0, x**2 * np.cos(math.pi * x), super().values(points))
 
 
@@ -263,7 +269,9 @@ class KuramotoSivashinsky(Pseudospectral):
     def equation(self, modes: int) -> tuple[Array, Array]:
         scaled = np.arange(modes) / 16
         start = np.zeros(modes, dtype=complex)
-        start[1], start[2] = 0.5, -0.25j  # cos x + ½ sin 2x
+        # cos x + ½ sin 2x
+        start[1] = 0.5
+        start[2] = -0.25j
         return 100 * (scaled**2 - scaled**4), start
 
     def nonlinear(self, c: Array) -> Array:
