@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
 from pullback._core.processes import Pending, Processes, Traffic
-from pullback.grams.kronecker.packed import launch_sides, map_memory
+from pullback.grams.kronecker.packed_matrix import launch_sum, map_entries
 from pullback.optim.kfac.replicas import Replicas
 from pullback.optim.kfac.statistics.sums import shared_sides
 
@@ -97,13 +97,13 @@ def count(
         value = state.averages[key].value
         shared = shared_sides(key, value, read=read)
         for f, t in value.items():
-            (rare if f.side in shared else often).append(map_memory(shape_of, t))
+            (rare if f.side in shared else often).append(map_entries(shape_of, t))
     factors = calls = whole = 0.0
     passes: dict[str, float] = {}
     kinds = {"statistics": (often, opt.statistics_every), "inversion": (rare, opt.invert_every)}
     for kind, (sides, every) in kinds.items():
         sums = Paper(size)
-        launch_sides(sides, sums).wait()
+        launch_sum(sides, sums).wait()
         sent = sum(own.bytes for own in sums.traffic().values())
         factors += sent / every
         whole += sent

@@ -12,7 +12,15 @@ from torch import Tensor
 
 import pullback as pb
 from pullback.grams import Kronecker
-from pullback.grams.kronecker import Inverses, Pair, Rotated, Units, inverses, merged, sides
+from pullback.grams.kronecker import (
+    EigenBlock,
+    FactorInverses,
+    Pair,
+    Units,
+    factor_matrix,
+    invert_factors,
+    merge_pairs,
+)
 from pullback.testing import assert_close, check_gram
 from tests.pairs import each_once
 
@@ -41,8 +49,8 @@ BLOCKS: dict[str, Any] = {
     "singular": Pair(symmetric(1, 4, 2), symmetric(1, 3, 1, seed=1)),
     "units": Units(symmetric(5, 2)),
     "single entries": Units(draw(4, 1, 1).square()),
-    "rotated": Rotated(orthogonal(2, 3), orthogonal(2, 2), draw(2, 3, 2).square()),
-    "rotated, one basis": Rotated(None, orthogonal(1, 2), draw(1, 3, 2).square()),
+    "rotated": EigenBlock(orthogonal(2, 3), orthogonal(2, 2), draw(2, 3, 2).square()),
+    "rotated, one basis": EigenBlock(None, orthogonal(1, 2), draw(1, 3, 2).square()),
     "plain matrices": (symmetric(1, 3)[0], symmetric(1, 2, seed=1)[0]),
     "plain diagonal": (draw(3).square(), symmetric(1, 2, seed=1)[0]),
 }
@@ -52,20 +60,18 @@ def dense(block: Any) -> Tensor:
     """Kronecker products by `torch.kron`, entry by entry."""
     if isinstance(block, Units):
         return torch.block_diag(*block.matrices)
-    if isinstance(block, Rotated):
-        g, o, i = block.values.shape
-        if block.u is None:
+    if isinstance(block, EigenBlock):
+        g, o, i = block.eigenvalues.shape
+        u = block.output_basis
+        if u is None:
             u = torch.eye(o, dtype=DOUBLE).expand(g, o, o)
-        else:
-            u = block.u
-        if block.w is None:
+        w = block.input_basis
+        if w is None:
             w = torch.eye(i, dtype=DOUBLE).expand(g, i, i)
-        else:
-            w = block.w
         turn = [torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(u, w, strict=True)]
-        pieces = zip(turn, block.values, strict=True)
+        pieces = zip(turn, block.eigenvalues, strict=True)
         return torch.block_diag(*[t @ torch.diag(v.flatten()) @ t.T for t, v in pieces])
-    left, right = (block.left, block.right) if isinstance(block, Pair) else block
+    left, right = (block.output_factor, block.input_factor) if isinstance(block, Pair) else block
     left, right = (
         torch.diag_embed(s) if s.ndim == 2 and s.shape[0] != s.shape[1] else s
         for s in (left, right)
@@ -134,10 +140,10 @@ def test_merged_keeps_partial_traces(groups: int, o: int, i: int, roles: int, se
         Pair(symmetric(groups, o, seed=seed + 2 * k), symmetric(groups, i, seed=seed + 2 * k + 1))
         for k in range(roles)
     ]
-    one = merged(pairs)
+    one = merge_pairs(pairs)
     for g in range(groups):
-        got = torch.kron(one.left[g], one.right[g]).view(o, i, o, i)
-        want = sum(torch.kron(p.left[g], p.right[g]) for p in pairs)
+        got = torch.kron(one.output_factor[g], one.input_factor[g]).view(o, i, o, i)
+        want = sum(torch.kron(p.output_factor[g], p.input_factor[g]) for p in pairs)
         want = torch.as_tensor(want).view(o, i, o, i)
         for axes in ("aibi->ab", "aiaj->ij"):
             assert_close(torch.einsum(axes, got), torch.einsum(axes, want), 1e-12, axes)
@@ -148,21 +154,25 @@ def test_merged_of_alike_sides_is_their_sum() -> None:
     c = symmetric(1, 3)
     pairs = [Pair(symmetric(1, 4, seed=k), c) for k in range(3)]
     want = sum(p.dense() for p in pairs)
-    assert_close(merged(pairs).dense(), torch.as_tensor(want), 1e-12, "one right side")
-    mixed = merged([pairs[0], Pair(draw(1, 4).square(), c)])
+    assert_close(merge_pairs(pairs).dense(), torch.as_tensor(want), 1e-12, "one right side")
+    mixed = merge_pairs([pairs[0], Pair(draw(1, 4).square(), c)])
     want = pairs[0].dense() + Pair(torch.diag_embed(draw(1, 4).square()), c).dense()
     assert_close(mixed.dense(), want, 1e-12, "a diagonal and a matrix")
-    nothing = merged([Pair(0 * pairs[0].left, c), Pair(0 * pairs[0].left, c)])
+    nothing = merge_pairs(
+        [Pair(0 * pairs[0].output_factor, c), Pair(0 * pairs[0].output_factor, c)]
+    )
     assert nothing.dense().count_nonzero() == 0
     zero = torch.zeros_like(c)
-    crossed = merged([Pair(pairs[0].left, zero), Pair(torch.zeros_like(pairs[0].left), c)])
+    crossed = merge_pairs(
+        [Pair(pairs[0].output_factor, zero), Pair(torch.zeros_like(pairs[0].output_factor), c)]
+    )
     assert crossed.dense().count_nonzero() == 0
 
 
-def plain(given: list[Tensor], *, singular: bool = False) -> Inverses:
+def plain(given: list[Tensor], *, singular: bool = False) -> FactorInverses:
     """The inverses of sides as they are."""
     shifts = [torch.zeros(len(side), dtype=side.dtype) for side in given]
-    return inverses(given, [1.0] * len(given), shifts, singular=singular)
+    return invert_factors(given, [1.0] * len(given), shifts, singular=singular)
 
 
 def test_sides_invert_together_and_report() -> None:
@@ -174,16 +184,16 @@ def test_sides_invert_together_and_report() -> None:
     given = [good, line, other, poor, hole]
     found = plain(given)
     assert found.failed == [False, False, False, True, True]
-    assert_close(found.sides[0], torch.linalg.inv(good), 1e-9, "groups")
-    assert_close(found.sides[1], 1 / line, 1e-12, "diagonal")
-    assert_close(found.sides[2], torch.linalg.inv(other), 1e-9, "the same size")
+    assert_close(found.matrices[0], torch.linalg.inv(good), 1e-9, "groups")
+    assert_close(found.matrices[1], 1 / line, 1e-12, "diagonal")
+    assert_close(found.matrices[2], torch.linalg.inv(other), 1e-9, "the same size")
     found = plain(given, singular=True)
     assert found.failed == [False] * 5
     assert found.ranks[:3] == [None, None, None]
     assert found.ranks[3] is not None
     assert found.ranks[3].tolist() == [2]
-    assert_close(found.sides[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range")
-    assert_close(found.sides[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
+    assert_close(found.matrices[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range")
+    assert_close(found.matrices[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
     broken = plain([torch.full((1, 2, 2), torch.nan, dtype=DOUBLE)], singular=True)
     assert broken.failed == [True]
 
@@ -191,7 +201,9 @@ def test_sides_invert_together_and_report() -> None:
 def test_one_matrix_of_a_group_may_be_singular() -> None:
     both = torch.cat([symmetric(1, 3), symmetric(1, 3, 1, seed=2)])
     found = plain([both], singular=True)
-    assert_close(found.sides[0], torch.linalg.pinv(both, hermitian=True, rtol=1e-12), 1e-7, "range")
+    assert_close(
+        found.matrices[0], torch.linalg.pinv(both, hermitian=True, rtol=1e-12), 1e-7, "range"
+    )
 
 
 def test_zero_sides_are_no_trouble() -> None:
@@ -209,21 +221,21 @@ def test_shifted_and_multiply() -> None:
     right = symmetric(2, 4, seed=1)
     by = torch.tensor([0.5, 2.0], dtype=DOUBLE)
     assert_close(
-        sides.multiply(left, v, right),
+        factor_matrix.multiply(left, v, right),
         torch.einsum("gab,gbc,gcd->gad", left, v, right),
         1e-12,
         "RVC",
     )
     want = left + by[:, None, None] * torch.eye(3, dtype=DOUBLE)
-    assert_close(sides.shifted(left, by), want, 1e-12, "matrix")
-    line = sides.diagonal(left)
+    assert_close(factor_matrix.add_identity(left, by), want, 1e-12, "matrix")
+    line = factor_matrix.diagonal(left)
     assert_close(
-        sides.matrix(sides.shifted(line, by)),
+        factor_matrix.to_matrix(factor_matrix.add_identity(line, by)),
         torch.diag_embed(line + by[:, None]),
         1e-12,
         "diagonal",
     )
-    assert_close(sides.trace(left), torch.einsum("gii->g", left), 1e-12, "trace")
+    assert_close(factor_matrix.trace(left), torch.einsum("gii->g", left), 1e-12, "trace")
 
 
 @pytest.mark.parametrize(

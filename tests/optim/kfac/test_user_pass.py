@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
-from pullback.grams.kronecker.packed import memory, whole
+from pullback.grams.kronecker.packed_matrix import get_entries, unpack
 from pullback.optim.kfac.statistics import cotangents, structure
 from pullback.optim.kfac.statistics.cotangents import CotangentPass
 from pullback.optim.kfac.statistics.record import ForwardRecord
@@ -182,7 +182,7 @@ def _batches(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 def _sums(opt: pb.KFAC) -> dict[Any, Tensor]:
     held = opt.blocks.averages
-    return {(k, f): whole(t) for k, own in held.items() for f, t in own.value.items()}
+    return {(k, f): unpack(t) for k, own in held.items() for f, t in own.value.items()}
 
 
 def _one_by_one(opt: pb.KFAC, model: Any, case: Case) -> None:
@@ -426,10 +426,10 @@ def test_a_kept_graph_measures_once(along: list[bool]) -> None:
     loss.backward(retain_graph=True)
     pool = opt._capture.pool
     samples = float(pool.samples)
-    before = [memory(t).clone() for own in pool.sums.values() for t in own.values.values()]
+    before = [get_entries(t).clone() for own in pool.sums.values() for t in own.values.values()]
     loss.backward()
     assert float(pool.samples) == samples == 8
-    after = [memory(t) for own in pool.sums.values() for t in own.values.values()]
+    after = [get_entries(t) for own in pool.sums.values() for t in own.values.values()]
     assert all(map(torch.equal, before, after))
     opt.step()
     assert opt.info.taken

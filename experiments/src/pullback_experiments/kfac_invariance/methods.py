@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 from pullback.grams.kronecker import Pair as Sides
-from pullback.grams.kronecker import sides
+from pullback.grams.kronecker import factor_matrix
 from pullback.optim.kfac import Damping, Invariant
 
 from .nets import TwinPair, TwinSide
@@ -168,8 +168,8 @@ def condition(optimizer: KFAC) -> float:
     worst = 1.0
     for block in optimizer.gram().blocks:
         assert isinstance(block, Sides)
-        for side in (block.left, block.right):
-            values, _ = sides.eigen(side)
-            least = values.masked_fill(~sides.cut(values), math.inf).amin(-1)
+        for side in (block.output_factor, block.input_factor):
+            values, _ = factor_matrix.eigendecompose(side)
+            least = values.masked_fill(~factor_matrix.is_above_round_off(values), math.inf).amin(-1)
             worst = max(worst, float((values.amax(-1) / least).max()))
     return worst

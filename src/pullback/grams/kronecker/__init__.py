@@ -1,17 +1,17 @@
 """Kronecker-factored Grams: pure algebra, factors in and solves out."""
 
-from .blocks import GramBlock, Kronecker, Pair, Rotated, Units, merged
-from .inverting import Inverses, inverses
-from .packed import Packed
+from .blocks import EigenBlock, GramBlock, Kronecker, Pair, Units, merge_pairs
+from .cholesky_inverse import FactorInverses, invert_factors
+from .packed_matrix import PackedMatrix
 
 __all__ = [
+    "EigenBlock",
+    "FactorInverses",
     "GramBlock",
-    "Inverses",
     "Kronecker",
-    "Packed",
+    "PackedMatrix",
     "Pair",
-    "Rotated",
     "Units",
-    "inverses",
-    "merged",
+    "invert_factors",
+    "merge_pairs",
 ]

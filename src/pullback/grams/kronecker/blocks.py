@@ -1,7 +1,7 @@
 r"""Blocks of a Kronecker Gram: F = R ⊗ C on weights V of shape (G, O, I), and small dense ones.
 
-In the coordinates of a weight, F v = R V C with the left side R, (G, O, O), and the right side C,
-(G, I, I). For a layer R = Σ δδᵀ/N and C = mean āāᵀ.
+In the coordinates of a weight, F v = R V C with the output factor R, (G, O, O), and the input
+factor C, (G, I, I). For a layer R = Σ δδᵀ/N and C = mean āāᵀ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..forms import Gram, Structure
-from . import sides
+from . import factor_matrix
 
 
 class GramBlock(ABC):
@@ -46,77 +46,113 @@ class GramBlock(ABC):
 
 @dataclass(frozen=True)
 class Pair(GramBlock):
-    """R ⊗ C: a left side (G, O, O) and a right side (G, I, I), either one perhaps a diagonal."""
+    """R ⊗ C: an output factor (G, O, O) and an input factor (G, I, I); (G, n) is a diagonal."""
 
-    left: Tensor
-    right: Tensor
+    output_factor: Tensor
+    input_factor: Tensor
 
     def __post_init__(self) -> None:
-        square = all(s.ndim == 2 or s.shape[-1] == s.shape[-2] for s in (self.left, self.right))
-        got = f"got {tuple(self.left.shape)} and {tuple(self.right.shape)}"
-        if {self.left.ndim, self.right.ndim} - {2, 3} or len(self.left) != len(self.right):
-            remedy = "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal"
-            raise PullbackError("The sides do not fit together", got, remedy)
-        if not square:
-            remedy = "Give symmetric matrices, or vectors for diagonals"
-            raise PullbackError("A side is not square", got, remedy)
+        factors = (self.output_factor, self.input_factor)
+        shapes = f"got {tuple(self.output_factor.shape)} and {tuple(self.input_factor.shape)}"
+        if any(factor.ndim not in (2, 3) for factor in factors) or len(factors[0]) != len(
+            factors[1]
+        ):
+            raise PullbackError(
+                "The Kronecker factors do not fit together",
+                shapes,
+                "Give (G, O, O) and (G, I, I), or (G, n) for a diagonal",
+            )
+        if any(factor.ndim == 3 and factor.shape[1] != factor.shape[2] for factor in factors):
+            raise PullbackError(
+                "A Kronecker factor is not square",
+                shapes,
+                "Give symmetric matrices, or vectors for diagonals",
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return len(self.left), self.left.shape[-1], self.right.shape[-1]
+        return len(self.output_factor), self.output_factor.shape[-1], self.input_factor.shape[-1]
 
     def matvec(self, v: Tensor) -> Tensor:
-        return sides.multiply(self.left, v, self.right)
+        return factor_matrix.multiply(self.output_factor, v, self.input_factor)
 
     def dense(self) -> Tensor:
-        left, right = sides.matrix(self.left), sides.matrix(self.right)
-        return torch.block_diag(*[torch.kron(x, y) for x, y in zip(left, right, strict=True)])
+        output_matrices = factor_matrix.to_matrix(self.output_factor)
+        input_matrices = factor_matrix.to_matrix(self.input_factor)
+        groups = zip(output_matrices, input_matrices, strict=True)
+        return torch.block_diag(*[torch.kron(r, c) for r, c in groups])
 
     def diagonal(self) -> Tensor:
-        return sides.diagonal(self.left)[..., None] * sides.diagonal(self.right)[:, None]
+        output_diagonal = factor_matrix.diagonal(self.output_factor)
+        input_diagonal = factor_matrix.diagonal(self.input_factor)
+        return output_diagonal[..., None] * input_diagonal[:, None]
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-        (rows, u), (columns, w) = sides.eigen(self.left), sides.eigen(self.right)
-        return Rotated(u, w, rows[..., None] * columns[:, None]).solve(v, damping)
+        return self.eigen_block().solve(v, damping)
+
+    def eigen_block(self) -> EigenBlock:
+        """The same block in the eigenbases of its factors."""
+        output_values, output_basis = factor_matrix.eigendecompose(self.output_factor)
+        input_values, input_basis = factor_matrix.eigendecompose(self.input_factor)
+        eigenvalues = output_values[..., None] * input_values[:, None]
+        return EigenBlock(output_basis, input_basis, eigenvalues)
 
 
-def rotated(u: Tensor | None, v: Tensor, w: Tensor | None, *, back: bool = False) -> Tensor:
-    """UᵀVW, or back U V Wᵀ; None stands for the identity."""
-    if u is not None:
-        v = (u if back else u.mT) @ v
-    return v if w is None else v @ (w.mT if back else w)
+def to_bases(output_basis: Tensor | None, v: Tensor, input_basis: Tensor | None) -> Tensor:
+    """UᵀVW, the coordinates of V in two bases; None stands for the identity."""
+    if output_basis is not None:
+        v = output_basis.mT @ v
+    if input_basis is not None:
+        v = v @ input_basis
+    return v
+
+
+def from_bases(output_basis: Tensor | None, v: Tensor, input_basis: Tensor | None) -> Tensor:
+    """U V Wᵀ, from coordinates in two bases; None stands for the identity."""
+    if output_basis is not None:
+        v = output_basis @ v
+    if input_basis is not None:
+        v = v @ input_basis.mT
+    return v
 
 
 @dataclass(frozen=True)
-class Rotated(GramBlock):
-    """(U ⊗ W) diag(values) (U ⊗ W)ᵀ: eigenbases of two sides with values (G, O, I) of their own."""
+class EigenBlock(GramBlock):
+    """(U ⊗ W) diag(eigenvalues) (U ⊗ W)ᵀ: two orthonormal bases, and eigenvalues (G, O, I)."""
 
-    u: Tensor | None
-    w: Tensor | None
-    values: Tensor
+    output_basis: Tensor | None
+    input_basis: Tensor | None
+    eigenvalues: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return tuple(self.values.shape)
+        return tuple(self.eigenvalues.shape)
 
     def matvec(self, v: Tensor) -> Tensor:
-        return rotated(self.u, self.values * rotated(self.u, v, self.w), self.w, back=True)
+        coordinates = to_bases(self.output_basis, v, self.input_basis)
+        return from_bases(self.output_basis, self.eigenvalues * coordinates, self.input_basis)
 
     def dense(self) -> Tensor:
-        size = self.values.numel()
-        eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device)
+        size = self.eigenvalues.numel()
+        eye = torch.eye(size, dtype=self.eigenvalues.dtype, device=self.eigenvalues.device)
         return torch.stack([self.matvec(e.view(self.shape)).flatten() for e in eye])
 
     def diagonal(self) -> Tensor:
-        u, w = (None if basis is None else basis.square() for basis in (self.u, self.w))
-        return rotated(u, self.values, w, back=True)
+        squares = self.eigenvalues
+        if self.output_basis is not None:
+            squares = self.output_basis.square() @ squares
+        if self.input_basis is not None:
+            squares = squares @ self.input_basis.square().mT
+        return squares
 
     def solve(self, v: Tensor, damping: float | Tensor = 0.0) -> Tensor:
-        values = self.values
-        keep = sides.cut(values.flatten(1)).view_as(values)  # undamped, on the range only
-        keep = keep | (torch.as_tensor(damping, device=values.device) > 0)
-        v = torch.where(keep, rotated(self.u, v, self.w) / (values + damping), 0.0)
-        return rotated(self.u, v, self.w, back=True)
+        eigenvalues = self.eigenvalues
+        is_used = factor_matrix.is_above_round_off(eigenvalues.flatten(1)).view_as(eigenvalues)
+        # without damping the inverse is one on the range only
+        is_used = is_used | (torch.as_tensor(damping, device=eigenvalues.device) > 0)
+        coordinates = to_bases(self.output_basis, v, self.input_basis)
+        solved = torch.where(is_used, coordinates / (eigenvalues + damping), 0.0)
+        return from_bases(self.output_basis, solved, self.input_basis)
 
 
 @dataclass(frozen=True)
@@ -143,70 +179,88 @@ class Units(GramBlock):
 
     def inverse(self, damping: float | Tensor = 0.0) -> Tensor:
         """(F + damping)⁺, (U, k, k)."""
-        m = self.matrices
-        if m.shape[-1] == 1:
-            shifted = m + damping
-            good = shifted > torch.finfo(m.dtype).tiny
-            return torch.where(good, 1 / shifted, 0.0)
-        if m.shape[-1] == 2 and not isinstance(damping, Tensor) and damping > 0:
-            return _two(m, damping)
-        values, vectors = torch.linalg.eigh(m)
-        keep = sides.cut(values) | (torch.as_tensor(damping, device=m.device) > 0)
-        weights = torch.where(keep, 1 / (values.clamp(min=0) + damping), 0.0)
-        return (vectors * weights[..., None, :]) @ vectors.mT
+        matrices = self.matrices
+        k = matrices.shape[-1]
+        if k == 1:
+            damped = matrices + damping
+            return torch.where(damped > torch.finfo(matrices.dtype).tiny, 1 / damped, 0.0)
+        if k == 2 and not isinstance(damping, Tensor) and damping > 0:
+            return _invert_two_by_two(matrices, damping)
+        eigenvalues, eigenvectors = torch.linalg.eigh(matrices)
+        is_used = factor_matrix.is_above_round_off(eigenvalues)
+        is_used = is_used | (torch.as_tensor(damping, device=matrices.device) > 0)
+        reciprocals = torch.where(is_used, 1 / (eigenvalues.clamp(min=0) + damping), 0.0)
+        return (eigenvectors * reciprocals[..., None, :]) @ eigenvectors.mT
 
 
-def _two(m: Tensor, damping: float) -> Tensor:
-    """(F + damping)⁻¹ of 2×2 matrices, the larger entry eliminated: what is left is ≥ damping."""
-    entries = m.diagonal(dim1=1, dim2=2).clamp(min=0) + damping
-    swap = entries[:, 0] < entries[:, 1]
-    large, small = entries.amax(1), entries.amin(1)
-    slope = m[:, 0, 1] / large
-    rest = (small - m[:, 0, 1] * slope).clamp(min=damping)
-    cross = -slope / rest
-    one, two = 1 / large - slope * cross, 1 / rest
-    first, last = torch.where(swap, two, one), torch.where(swap, one, two)
-    return torch.stack([first, cross, cross, last], -1).view_as(m)
+def _invert_two_by_two(matrices: Tensor, damping: float) -> Tensor:
+    """(F + damping)⁻¹ of 2×2 matrices ⪰ 0.
+
+    The larger diagonal entry is the pivot. The Schur complement is then at least the damping,
+    whatever round-off does.
+    """
+    entries = matrices.diagonal(dim1=1, dim2=2).clamp(min=0) + damping
+    pivot = entries.amax(1)
+    slope = matrices[:, 0, 1] / pivot
+    schur_complement = (entries.amin(1) - matrices[:, 0, 1] * slope).clamp(min=damping)
+    off_diagonal = -slope / schur_complement
+    at_pivot = 1 / pivot - slope * off_diagonal
+    beside_pivot = 1 / schur_complement
+    pivot_is_second = entries[:, 0] < entries[:, 1]
+    first = torch.where(pivot_is_second, beside_pivot, at_pivot)
+    second = torch.where(pivot_is_second, at_pivot, beside_pivot)
+    return torch.stack([first, off_diagonal, off_diagonal, second], -1).view_as(matrices)
 
 
-def merged(pairs: Sequence[Pair]) -> Pair:
+def merge_pairs(pairs: Sequence[Pair]) -> Pair:
     r"""The Kronecker product with the partial traces of Σ_u R_u ⊗ C_u.
 
     A parameter used in several roles has a sum of Kronecker products, which is none itself. With
-    T = Σ tr R_u tr C_u, the sides R = Σ R_u tr C_u and C = Σ C_u tr R_u / T leave both partial
-    traces (hence the trace) of the sum as they are, and one term is left unchanged up to a factor
-    between its sides.
+    T = Σ tr R_u tr C_u, the factors R = Σ R_u tr C_u and C = Σ C_u tr R_u / T leave both partial
+    traces (hence the trace) of the sum as they are, and one term is left unchanged up to a number
+    that moves from one factor to the other.
     """
     if len(pairs) == 1:
         return pairs[0]
-    traces = [(sides.trace(p.left), sides.trace(p.right)) for p in pairs]
-    tiny = torch.finfo(pairs[0].left.dtype).tiny
-    total = sum((x * y for x, y in traces), torch.zeros_like(traces[0][0])).clamp(min=tiny)
-    left = reduce(sides.add, [_scaled(p.left, y) for p, (_, y) in zip(pairs, traces, strict=True)])
-    right = reduce(
-        sides.add, [_scaled(p.right, x) for p, (x, _) in zip(pairs, traces, strict=True)]
-    )
-    return Pair(left, _scaled(right, 1 / total))  # in this order: T may be 0 though no trace is
+    total_trace = torch.zeros_like(factor_matrix.trace(pairs[0].output_factor))
+    output_terms = []
+    input_terms = []
+    for pair in pairs:
+        output_trace = factor_matrix.trace(pair.output_factor)
+        input_trace = factor_matrix.trace(pair.input_factor)
+        total_trace = total_trace + output_trace * input_trace
+        output_terms.append(_scale_groups(pair.output_factor, input_trace))
+        input_terms.append(_scale_groups(pair.input_factor, output_trace))
+    output_factor = reduce(factor_matrix.add, output_terms)
+    input_factor = reduce(factor_matrix.add, input_terms)
+    # divided at last: T may be 0 though no trace is
+    inverse_trace = 1 / total_trace.clamp(min=torch.finfo(total_trace.dtype).tiny)
+    return Pair(output_factor, _scale_groups(input_factor, inverse_trace))
 
 
-def _scaled(side: Tensor, by: Tensor) -> Tensor:
-    return side * by.view(-1, *[1] * (side.ndim - 1))
+def _scale_groups(factor: Tensor, numbers: Tensor) -> Tensor:
+    return factor * factor_matrix.per_group(numbers, factor)
 
 
-def as_block(given: Any) -> GramBlock:
+def as_block(block: Any) -> GramBlock:
     """A block, from a block or a pair (R, C) of matrices or vectors."""
-    if isinstance(given, GramBlock):
-        return given
+    if isinstance(block, GramBlock):
+        return block
     try:
-        left, right = given
-        grouped = [s if s.ndim == 3 else s[None] for s in (left, right)]
+        output_factor, input_factor = block
+        return Pair(_add_group_axis(output_factor), _add_group_axis(input_factor))
     except (TypeError, ValueError, AttributeError) as error:
         raise PullbackError(
             "A block is not usable",
-            f"got {type(given).__name__}",
-            "Give pairs (R, C) of the output's and the input's side, or blocks",
+            f"got {type(block).__name__}",
+            "Give pairs (R, C) of the output's and the input's factor, or blocks",
         ) from error
-    return Pair(*grouped)
+
+
+def _add_group_axis(factor: Tensor) -> Tensor:
+    if factor.ndim == 3:
+        return factor
+    return factor[None]
 
 
 class Kronecker(Gram):
@@ -228,33 +282,41 @@ class Kronecker(Gram):
     structure = Structure("kronecker", factored=False, exact=False, kronecker=True)
 
     def __init__(self, blocks: Sequence[Any], index: Tensor | None = None) -> None:
-        self.blocks = [as_block(b) for b in blocks]
+        self.blocks = [as_block(block) for block in blocks]
         if not self.blocks:
             raise PullbackError("The Gram has no blocks", "nothing was given", "Pass some")
-        self._sizes = [prod(b.shape) for b in self.blocks]
-        self.size = self.count = sum(self._sizes)
-        like = self.blocks[0].diagonal()
-        self.dtype, self.device = like.dtype, like.device
-        order = torch.arange(self.size, device=self.device) if index is None else index
-        self._order, self._place = order, order.argsort()
+        self._sizes = [prod(block.shape) for block in self.blocks]
+        self.size = sum(self._sizes)
+        self.count = self.size
+        diagonal = self.blocks[0].diagonal()
+        self.dtype = diagonal.dtype
+        self.device = diagonal.device
+        if index is None:
+            index = torch.arange(self.size, device=self.device)
+        self._gram_position = index
+        self._block_position = index.argsort()
 
     def matvec(self, v: Tensor) -> Tensor:
-        return self._joined([b.matvec(x) for b, x in self._pieces(v)])
+        pieces = self._split(v)
+        return self._join([b.matvec(x) for b, x in zip(self.blocks, pieces, strict=True)])
 
     def solve(self, v: Tensor, damping: float = 0.0) -> Tensor:
-        """(G + damping)⁺v, exactly, in the eigenbases of the sides."""
-        return self._joined([b.solve(x, damping) for b, x in self._pieces(v)])
+        """(G + damping)⁺v, exactly, in the eigenbases of the factors."""
+        pieces = self._split(v)
+        return self._join([b.solve(x, damping) for b, x in zip(self.blocks, pieces, strict=True)])
 
     def dense(self) -> Tensor:
-        matrix = torch.block_diag(*[b.dense() for b in self.blocks])
-        return matrix[self._place[:, None], self._place]
+        matrix = torch.block_diag(*[block.dense() for block in self.blocks])
+        return matrix[self._block_position[:, None], self._block_position]
 
     def diagonal(self) -> Tensor:
-        return self._joined([b.diagonal() for b in self.blocks])
+        return self._join([block.diagonal() for block in self.blocks])
 
-    def _pieces(self, v: Tensor):
-        pieces = v[self._order].split(self._sizes)
-        return [(b, x.view(b.shape)) for b, x in zip(self.blocks, pieces, strict=True)]
+    def _split(self, v: Tensor) -> list[Tensor]:
+        """The coordinates of each block, in its shape."""
+        pieces = v[self._gram_position].split(self._sizes)
+        return [x.view(block.shape) for block, x in zip(self.blocks, pieces, strict=True)]
 
-    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        return torch.cat([x.flatten() for x in pieces])[self._place]
+    def _join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The vector of the Gram from the coordinates of each block."""
+        return torch.cat([x.flatten() for x in pieces])[self._block_position]

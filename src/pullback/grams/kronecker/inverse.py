@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import sides
-from .blocks import rotated
+from . import factor_matrix
+from .blocks import from_bases, to_bases
 
 #: what rules keep of the gradients
 MOMENTS = ("first", "second", "steps")
@@ -79,8 +79,8 @@ def apply_inverse(inverse: Inverse, given: Sequence[Tensor]) -> list[Tensor]:
     """
     left, right, scale = inverse.left, inverse.right, inverse.scale
     if scale is not None:  # U (scale ∘ UᵀVW) Wᵀ
-        v = rotated(left, _joined(given), right) * scale
-        return _parted(rotated(left, v, right, back=True), given)
+        v = to_bases(left, _joined(given), right) * scale
+        return _parted(from_bases(left, v, right), given)
     assert left is not None
     if right is None:  # Σ_j m_ij g_j for gains and shifts (k, U) of all units
         x = given[0]
@@ -95,20 +95,24 @@ def apply_inverse(inverse: Inverse, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
-    if sides.is_diagonal(left):
+    if factor_matrix.is_diagonal(left):
         return torch.mul(left[..., None], v, out=out)
     return torch.bmm(left, v, out=out)
 
 
 def _by_right(v: Tensor, right: Tensor) -> Tensor:
     n = v.shape[-1]
-    return v * right[:, None, :n] if sides.is_diagonal(right) else torch.bmm(v, right[:, :n, :n])
+    return (
+        v * right[:, None, :n]
+        if factor_matrix.is_diagonal(right)
+        else torch.bmm(v, right[:, :n, :n])
+    )
 
 
 def _with_bias(left: Tensor, right: Tensor, v: Tensor, b: Tensor) -> list[Tensor]:
     """R⁻¹[V b]C⁻¹ for V (B, O, I) and b (B, O)."""
     n = v.shape[-1]
-    if sides.is_diagonal(right):
+    if factor_matrix.is_diagonal(right):
         weight = _by_right(_by_left(left, v), right)
         return [weight, (_by_left(left, b[..., None]) * right[:, None, n : n + 1])[..., 0]]
     both = v.new_empty(*v.shape[:2], right.shape[-1])
@@ -122,12 +126,12 @@ def _with_bias(left: Tensor, right: Tensor, v: Tensor, b: Tensor) -> list[Tensor
 def _solved(left: Tensor, right: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
     """The same with lower Cholesky factors; a diagonal side is its reciprocal."""
     v = _joined(given)
-    if sides.is_diagonal(left):
+    if factor_matrix.is_diagonal(left):
         v.mul_(left[..., None])
     else:
         torch.linalg.solve_triangular(left, v, upper=False, out=v)
         torch.linalg.solve_triangular(left.mT, v, upper=True, out=v)
-    if sides.is_diagonal(right):
+    if factor_matrix.is_diagonal(right):
         v.mul_(right[:, None])
     else:
         torch.linalg.solve_triangular(right.mT, v, upper=True, left=False, out=v)
@@ -177,13 +181,13 @@ def rounded(inverse: Inverse) -> Inverse:
     left, right = inverse.left, inverse.right
     assert left is not None
     assert right is not None
-    diagonal = sides.diagonal(left)
+    diagonal = factor_matrix.diagonal(left)
     top = diagonal.amax(1, keepdim=True).clamp(min=_LEAST_SIDE)
     rows = (diagonal / top).clamp(min=_NARROWEST**2).sqrt()
     left = left / rows[:, None]
     lengths = torch.linalg.vector_norm(left, dim=2).amax(1).clamp(min=_LEAST_SIDE)
     one = lengths * (left.shape[1] ** 0.5 / _LENGTH)
-    two = sides.diagonal(right).amax(1).clamp(min=_LEAST_SIDE) / _TOP
+    two = factor_matrix.diagonal(right).amax(1).clamp(min=_LEAST_SIDE) / _TOP
     half = [(side / by[:, None, None]).half() for side, by in ((left, one), (right, two))]
     return Inverse(*half, rows=rows, unit=one * two)
 
@@ -241,7 +245,7 @@ def rotate(
     dtype = half_sides(x)
     left, right = (None if side is None else side.to(dtype) for side in (left, right))
     y, scale = to_half(x, left, right)
-    y = rotated(left, y, right, back=back).to(x.dtype)
+    y = (from_bases if back else to_bases)(left, y, right).to(x.dtype)
     for factor in (scale, by):
         y = y if factor is None else y * factor
     return y

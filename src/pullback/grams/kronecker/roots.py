@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import sides
+from . import factor_matrix
 
 #: Odd polynomials ax + bx³ + cx⁵ that bring [10⁻³, 1] to 1 ± 0.13, one after the other. Each is the
 #: best uniform approximation of 1 on the interval that the last one left, with 1 % of room above.
@@ -60,12 +60,12 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     GPU products keep 11 bits, or 22 of them if they are to be `fine`.
     """
     tiny = torch.finfo(side.dtype).tiny
-    mean = sides.diagonal(side).mean(-1).clamp(min=tiny)
+    mean = factor_matrix.diagonal(side).mean(-1).clamp(min=tiny)
     side = side / mean.view(-1, *[1] * (side.ndim - 1))
-    if sides.is_diagonal(side):
+    if factor_matrix.is_diagonal(side):
         out = (1 + side / damping).rsqrt()
         return out, torch.isfinite(out).all(-1)
-    y = sides.shifted(side, torch.full_like(mean, damping), spare=True)
+    y = factor_matrix.add_identity(side, torch.full_like(mean, damping), overwrite=True)
     size = torch.linalg.matrix_norm(y, keepdim=True)
     y /= size
     if y.is_cuda and y.dtype == torch.float32 and not fine:
@@ -80,7 +80,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         p.diagonal(dim1=-2, dim2=-1).add_(a)
         y = product(y, p) if i + 1 < len(steps) else y
         z = product(p, z) if i else p
-    good = (sides.diagonal(t) - 1).abs().amax(-1) < _APART
+    good = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _APART
     return z * (damping / size).sqrt(), good
 
 
@@ -106,9 +106,9 @@ def turn_basis(side: Tensor, basis: Tensor) -> Tensor:
     round-off of the largest: eigenvalues that are alike but for it do not turn.
     """
     tiny = torch.finfo(side.dtype).tiny
-    largest = sides.diagonal(side).amax(-1).clamp(min=tiny)
+    largest = factor_matrix.diagonal(side).amax(-1).clamp(min=tiny)
     s = _fine_product(basis.mT, _fine_product(side / largest[:, None, None], basis))
-    values = sides.diagonal(s)
+    values = factor_matrix.diagonal(s)
     gap = values[..., None, :] - values[..., None]
     noise = _NOISE * torch.finfo(side.dtype).eps
     k = s * gap / (gap.square() + 4 * s.square() + noise**2)

@@ -21,12 +21,12 @@ from ..._core.placement import Placement
 from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...grams.kronecker.inverse import MOMENTS, Inverse
-from ...grams.kronecker.packed import (
-    Packed,
-    Side,
-    launch_sides,
-    memory,
-    triangle,
+from ...grams.kronecker.packed_matrix import (
+    FactorMatrix,
+    PackedMatrix,
+    get_entries,
+    launch_sum,
+    pack_triangle,
 )
 from ..checks import refuse_sparse
 from .factors.block import SPECTRUM, Average, BlockKey, Factors
@@ -240,7 +240,7 @@ class Replicas:
         """The sides of a block of which processes hold shares between inversions."""
         return shared_sides(key, factors, read=self._read) if self._lazy else frozenset()
 
-    def _sides(self, blocks: Blocks) -> list[Side]:
+    def _sides(self, blocks: Blocks) -> list[FactorMatrix]:
         """The sides of which processes hold shares, in an order that all have."""
         out = []
         for key, average in blocks:
@@ -252,7 +252,7 @@ class Replicas:
         """Let averages be shares, whose sum over all processes is the average."""
         if self._lazy and not self._shared:
             self._shared = True
-            held = [memory(side) for side in self._sides(blocks)]
+            held = [get_entries(side) for side in self._sides(blocks)]
             if self.processes.rank and held:
                 torch._foreach_zero_(held)
 
@@ -261,9 +261,9 @@ class Replicas:
         if not self._shared:
             return
         sides = self._sides(blocks)
-        totals = launch_sides(sides, self.processes).wait()
+        totals = launch_sum(sides, self.processes).wait()
         for side, total in zip(sides, totals, strict=True):
-            memory(side).copy_(memory(total))
+            get_entries(side).copy_(get_entries(total))
         self._shared = False
 
     def corner(self, key: BlockKey, average: Average) -> float | None:
@@ -358,20 +358,20 @@ class Replicas:
         if self.placement.workers == 1:
             return
         sent: dict[BlockKey, list[Tensor]] = {}
-        mirrored: list[tuple[Tensor, Packed]] = []
+        mirrored: list[tuple[Tensor, PackedMatrix]] = []
         for key in [k for k in keys if k in own.ready and self.placement.holds(k)]:
             held, even = own.inverses[key].tensors(), own.symmetric(key)
             some = sent[key] = []
             for name in [name for name in held if name not in MOMENTS]:
-                side = triangle(held[name]) if name in even else held[name]
-                some.append(memory(side))
-                if isinstance(side, Packed):
+                side = pack_triangle(held[name]) if name in even else held[name]
+                some.append(get_entries(side))
+                if isinstance(side, PackedMatrix):
                     mirrored.append((held[name], side))
             if key in own.spectra:  # carried to new bases
-                some.append(memory(own.spectra[key].value[SPECTRUM]))
+                some.append(get_entries(own.spectra[key].value[SPECTRUM]))
         self.placement.send_within(sent, "inverses")
         for t, side in mirrored:
-            t.copy_(side.whole())
+            t.copy_(side.unpack())
 
     def collect(self, own: Preconditioner, blocks: Blocks) -> None:
         """Bring the whole state here, unless `piece` cuts it; `release` gives it up again."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..._core.errors import PullbackError
-from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, sides
+from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
 from ...maps.proof import NO_LAYER
 from ..checks import warn_growth
 from .factors.block import BlockKey, block_of, block_shape, describe, to_block
@@ -283,9 +283,11 @@ def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
         return [Degenerate(key.names, "units", units - dead, units, reason)] if dead else []
     assert isinstance(block, Pair)
     found = []
-    for name, side in (("output", block.left), ("input", block.right)):
-        values = side if sides.is_diagonal(side) else torch.linalg.eigvalsh(side)
-        for rank, matrix in zip(sides.cut(values).sum(-1).tolist(), side, strict=True):
+    for name, side in (("output", block.output_factor), ("input", block.input_factor)):
+        values = side if factor_matrix.is_diagonal(side) else torch.linalg.eigvalsh(side)
+        for rank, matrix in zip(
+            factor_matrix.is_above_round_off(values).sum(-1).tolist(), side, strict=True
+        ):
             if rank < len(matrix):
                 reason = _reason(name, matrix, rank)
                 found.append(Degenerate(key.names, name, rank, len(matrix), reason))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.flags import lerp_unless
-from ...grams.kronecker import sides
+from ...grams.kronecker import factor_matrix
 from ...grams.kronecker.inverse import Inverse, apply_inverse, rotate, to_half
 from ...grams.kronecker.roots import polar
 
@@ -213,6 +213,6 @@ class Spectral(Rule):
         """Return M (C + λ tr(C)/n)^(-½)."""
         right = prepared.right
         assert right is not None
-        if sides.is_diagonal(right):
+        if factor_matrix.is_diagonal(right):
             return m * right[:, None]
         return torch.bmm(to_half(m, right)[0], right)

@@ -28,7 +28,7 @@ from ..._core.errors import PullbackError
 from ..._core.flags import finite_own
 from ..._core.shards import whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
-from ...grams.kronecker.packed import Side, as_side, memory
+from ...grams.kronecker.packed_matrix import FactorMatrix, from_entries, get_entries
 from .factors.block import (
     SPECTRUM,
     Average,
@@ -51,7 +51,7 @@ _SCHEDULE = ("step", "taken", "damping", "retry")
 
 
 #: the means of one statistics step
-BlockMeans = Mapping[BlockKey, dict[FactorKey, Side]]
+BlockMeans = Mapping[BlockKey, dict[FactorKey, FactorMatrix]]
 
 
 @dataclass
@@ -106,7 +106,7 @@ class KFACState:
             if average is not None and average.fits(own) and key not in self.reserved:
                 continue
             if average is not None and key in self.learned and average.of_shapes(own):
-                self.move(key, memory(next(iter(own.values()))))
+                self.move(key, get_entries(next(iter(own.values()))))
             else:
                 self.allocate(key, own)
             changed = True
@@ -152,7 +152,7 @@ class KFACState:
 
     def learn(self, found: BlockMeans, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
-        new = [memory(t) for own in found.values() for t in own.values()]
+        new = [get_entries(t) for own in found.values() for t in own.values()]
         if not guard.holds(self.replicas.processes.agree(finite_own(new))):
             return False
         refuse_reference(self.preconditioner.damping, found)
@@ -281,22 +281,22 @@ def publish(
         if state.preconditioner.damping.referenced:
             own["mean"] = {**_nested(average.mean, piece), "count": average.count}
         if key in held.spectra:
-            values, mass = memory(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
+            values, mass = get_entries(held.spectra[key].value[SPECTRUM]), held.spectra[key].mass
             own["spectrum"] = {"values": piece(values), "mass": mass}
 
 
 def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for factor, t in factors.items():
-        out.setdefault(factor.role, {})[factor.side] = change(memory(t))
+        out.setdefault(factor.role, {})[factor.side] = change(get_entries(t))
     return out
 
 
 def _factors(
     nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]
-) -> dict[FactorKey, Side]:
+) -> dict[FactorKey, FactorMatrix]:
     return {
-        FactorKey(role, side): as_side(change(t))
+        FactorKey(role, side): from_entries(change(t))
         for role, own in nested.items()
         if isinstance(own, Mapping)
         for side, t in own.items()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer, RMSprop
 
 from ..._core.errors import PullbackError
 from ...grams.kronecker.inverse import Inverse, rounded, widened
-from ...grams.kronecker.packed import Packed, memory, whole
+from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, unpack
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.block import SPECTRUM, BlockKey, block_shape
@@ -132,7 +132,7 @@ def rescale_curvature(
             ]
             entries = torch.stack(columns, 1)  # of gain and shift of every unit, (U, k)
             for _, value in held:
-                _both(memory(value), 1 / entries)
+                _both(get_entries(value), 1 / entries)
             assert inverse.left is not None
             _both(inverse.left, entries)
             continue
@@ -141,16 +141,16 @@ def rescale_curvature(
         left, right = _sides(given[0], parameters[key.names[0]], shape, key, input_first)
         for factor, value in held:
             if factor.side == "mean":
-                memory(value).mul_(1 / right[:, : value.shape[-1]])
+                get_entries(value).mul_(1 / right[:, : value.shape[-1]])
                 continue
-            side = whole(value)
+            side = unpack(value)
             _both(side, 1 / (left if factor.side == "left" else right))
             if side is not value:
-                memory(value).copy_(Packed.of(side).memory)
+                get_entries(value).copy_(PackedMatrix.pack(side).entries)
         _rescale_inverse(inverse, left, right)
         spectrum = state.preconditioner.spectra.get(key)
         if spectrum is not None:
-            _outside_bases(memory(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
+            _outside_bases(get_entries(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
 
 
 def _sides(

@@ -13,9 +13,15 @@ from torch.nn import functional as F
 
 from ...._core.errors import PullbackError
 from ...._core.flags import lerp_unless
-from ....grams.kronecker import GramBlock, Pair, Units, merged, sides
-from ....grams.kronecker.inverting import over_groups
-from ....grams.kronecker.packed import Side, map_memory, memory, whole, zeros_like
+from ....grams.kronecker import GramBlock, Pair, Units, factor_matrix, merge_pairs
+from ....grams.kronecker.cholesky_inverse import divide_groups
+from ....grams.kronecker.packed_matrix import (
+    FactorMatrix,
+    get_entries,
+    map_entries,
+    unpack,
+    zeros_like,
+)
 
 
 class FactorKey(NamedTuple):
@@ -34,7 +40,7 @@ DIAGONAL = FactorKey("diagonal", "left")
 #: second moments of the gradient in a block's eigenbases (EKFAC)
 SPECTRUM = FactorKey("spectrum", "values")
 #: means of one statistics step, or averages of many
-Factors = Mapping[FactorKey, Side]
+Factors = Mapping[FactorKey, FactorMatrix]
 
 
 @dataclass(frozen=True)
@@ -119,9 +125,9 @@ class Average:
     `mean` is the plain mean of `count` sets, where a damping asks for it.
     """
 
-    value: dict[FactorKey, Side]
+    value: dict[FactorKey, FactorMatrix]
     mass: Tensor
-    mean: dict[FactorKey, Side] = field(default_factory=dict)
+    mean: dict[FactorKey, FactorMatrix] = field(default_factory=dict)
     count: int = 0
 
     @classmethod
@@ -129,11 +135,11 @@ class Average:
         """Return zeros of the factors' shapes."""
         value = {f: zeros_like(t) for f, t in like.items()}
         plain = {f: zeros_like(t) for f, t in like.items()} if mean else {}
-        return cls(value, memory(next(iter(value.values()))).new_zeros(()), plain)
+        return cls(value, get_entries(next(iter(value.values()))).new_zeros(()), plain)
 
     def fits(self, new: Factors) -> bool:
         """Whether these are factors of the same names, shapes, dtype and device."""
-        kinds = {(t.dtype, t.device) for t in map(memory, new.values())}
+        kinds = {(t.dtype, t.device) for t in map(get_entries, new.values())}
         return self.of_shapes(new) and kinds == {(self.mass.dtype, self.mass.device)}
 
     def of_shapes(self, new: Factors) -> bool:
@@ -145,11 +151,13 @@ class Average:
         """Whether one kernel on the device can add these factors: their memory is alike."""
         if not self.mass.is_cuda or self.mean or not self.fits(new):
             return False
-        return all(memory(self.value[f]).stride() == memory(t).stride() for f, t in new.items())
+        return all(
+            get_entries(self.value[f]).stride() == get_entries(t).stride() for f, t in new.items()
+        )
 
     def corrected(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
-        return {f: over_groups(whole(t), self.mass) for f, t in self.value.items()}
+        return {f: divide_groups(unpack(t), self.mass) for f, t in self.value.items()}
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -159,13 +167,13 @@ class Average:
 
     def change(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
         """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
-        self.value = {f: map_memory(change, t) for f, t in self.value.items()}
-        self.mean = {f: map_memory(change, t) for f, t in self.mean.items()}
+        self.value = {f: map_entries(change, t) for f, t in self.value.items()}
+        self.mean = {f: map_entries(change, t) for f, t in self.mean.items()}
         if mass:
             self.mass = change(self.mass)
 
     def sides(self) -> list[Tensor]:
-        return [*map(memory, self.value.values()), *map(memory, self.mean.values())]
+        return [*map(get_entries, self.value.values()), *map(get_entries, self.mean.values())]
 
 
 def stacked(averages: Sequence[Average]) -> Average:
@@ -177,7 +185,7 @@ def stacked(averages: Sequence[Average]) -> Average:
         return torch.cat(list(tensors))
 
     value = {
-        f: map_memory(lambda _, f=f: join(memory(a.value[f]) for a in averages), t)
+        f: map_entries(lambda _, f=f: join(get_entries(a.value[f]) for a in averages), t)
         for f, t in averages[0].value.items()
     }
     some = next(iter(value))
@@ -199,12 +207,12 @@ def ema_update(
         if kind not in ones:
             ones[kind] = torch.ones_like(average.mass)
         values, news = kinds.setdefault(kind, ([], []))
-        values += [average.mass, *(memory(average.value[f]) for f in new)]
-        news += [ones[kind], *map(memory, new.values())]
+        values += [average.mass, *(get_entries(average.value[f]) for f in new)]
+        news += [ones[kind], *map(get_entries, new.values())]
         if average.mean:
             average.count += 1
             for f, t in new.items():
-                memory(average.mean[f]).lerp_(memory(t), 1 / average.count)
+                get_entries(average.mean[f]).lerp_(get_entries(t), 1 / average.count)
     for values, news in kinds.values():
         lerp_unless(broken, values, news, 1 - ema)
 
@@ -216,14 +224,14 @@ def block_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> G
     number, or one per group.
     """
     if not key.kronecker:
-        return Units(whole(next(iter(factors.values()))))
+        return Units(unpack(next(iter(factors.values()))))
     roles = sorted({factor.role for factor in factors})
     width = block_shape(key, factors)[2]
     pairs = [
-        Pair(whole(factors[FactorKey(r, "left")]), _homogeneous(factors, r, width, corner))
+        Pair(unpack(factors[FactorKey(r, "left")]), _homogeneous(factors, r, width, corner))
         for r in roles
     ]
-    return merged(pairs)
+    return merge_pairs(pairs)
 
 
 def undivided(
@@ -240,15 +248,15 @@ def undivided(
 
 def _homogeneous(factors: Factors, role: str, width: int, corner: Tensor | float) -> Tensor:
     """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
-    side, mean = whole(factors[FactorKey(role, "right")]), factors.get(FactorKey(role, "mean"))
+    side, mean = unpack(factors[FactorKey(role, "right")]), factors.get(FactorKey(role, "mean"))
     n = side.shape[-1]
     if n == width:
         return side
-    if sides.is_diagonal(side):
+    if factor_matrix.is_diagonal(side):
         return F.pad(side, (0, width - n))
     out = (side.new_zeros if mean is None else side.new_empty)(len(side), width, width)
     out[:, :n, :n] = side
     if mean is not None:
-        out[:, n, :n] = out[:, :n, n] = memory(mean)
+        out[:, n, :n] = out[:, :n, n] = get_entries(mean)
         out[:, n, n] = corner
     return out

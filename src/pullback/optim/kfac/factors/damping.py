@@ -120,7 +120,7 @@ class Invariant(Damping):
 
     def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
         assert reference is not None
-        return value * reference.left, value * reference.right
+        return value * reference.output_factor, value * reference.input_factor
 
     def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
         assert reference is not None

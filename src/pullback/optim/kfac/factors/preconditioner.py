@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....grams.kronecker import GramBlock, Inverses, Pair, Rotated, inverses, sides
+from ....grams.kronecker import (
+    EigenBlock,
+    FactorInverses,
+    GramBlock,
+    Pair,
+    factor_matrix,
+    invert_factors,
+)
+from ....grams.kronecker.cholesky_inverse import is_inverted_alone
 from ....grams.kronecker.inverse import (
     MOMENTS,
     Inverse,
@@ -21,8 +29,7 @@ from ....grams.kronecker.inverse import (
     roundable,
     rounded,
 )
-from ....grams.kronecker.inverting import goes_alone
-from ....grams.kronecker.packed import Side, memory, whole
+from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
 from ....grams.kronecker.roots import eigenbasis, inverse_root, product, turn_basis
 from ..rules import Rule
 from .block import (
@@ -202,7 +209,7 @@ class Preconditioner:
         kinds: dict[Any, list[BlockKey]] = {}
         for key in keys:
             average, size = averages[key], max(self.shapes[key][1:])
-            alone = apart or goes_alone(size, average.mass.device)
+            alone = apart or is_inverted_alone(size, average.mass.device)
             kinds.setdefault(key if alone else (key.joint, average.kind), []).append(key)
         return [tuple(some) for some in kinds.values()]
 
@@ -226,7 +233,7 @@ class Preconditioner:
             return None
         average, given = averages[key], self.damping.reference
         if given is not None and key in given:
-            return block_of(key, {f: whole(t).to(average.mass) for f, t in given[key].items()})
+            return block_of(key, {f: unpack(t).to(average.mass) for f, t in given[key].items()})
         if given is not None:
             self._note(key, "its reference is its own average: the one given lacks this block")
         return block_of(key, average.mean or average.corrected())
@@ -246,7 +253,7 @@ class Preconditioner:
                 if any(got.failed[both]):
                     left.append(some)
                     continue
-                self._accept(some, self._form(*got.sides[both]))
+                self._accept(some, self._form(*got.matrices[both]))
                 if attempt:
                     self._note(some[0], f"its damping was raised to {now:.3g} to invert it")
                 for name, rank in zip(("output", "input"), got.ranks[both], strict=True):
@@ -260,7 +267,7 @@ class Preconditioner:
 
     def _damped(
         self, averages: Averages, blocks: Sequence[Blocks], value: float, singular: bool
-    ) -> Inverses:
+    ) -> FactorInverses:
         """Return the inverses of damped left and right sides, one kind of blocks after another."""
         every: list[Tensor] = []
         scales, added = [], []
@@ -268,26 +275,32 @@ class Preconditioner:
             key, average = some[0], stacked([averages[k] for k in some])
             # divided where it is copied to be inverted
             pair, scale = _pair(key, average)
-            rows, columns = (sides.diagonal(s).mean(-1) / scale for s in (pair.left, pair.right))
-            every += [pair.left, pair.right]
+            rows, columns = (
+                factor_matrix.diagonal(factor).mean(-1) / scale
+                for factor in (pair.output_factor, pair.input_factor)
+            )
+            every += [pair.output_factor, pair.input_factor]
             scales += [scale, scale]
             added += self.damping.added((rows, columns), self._reference(key, averages), value)
         factors = self.rule.needs == "factors"
-        return inverses(every, scales=scales, shifts=added, singular=singular, factors=factors)
+        return invert_factors(
+            every, scales=scales, shifts=added, singular=singular, as_cholesky=factors
+        )
 
     def _decompose(self, averages: Averages, keys: Sequence[BlockKey], value: float) -> None:
         """Find the eigenbases of blocks; corrected eigenvalues are carried to the new ones."""
         for key in keys:
             pair: Any = block_of(key, averages[key].corrected())
             try:
-                (rows, u), (columns, w) = sides.eigen(pair.left), sides.eigen(pair.right)
+                rows, u = factor_matrix.eigendecompose(pair.output_factor)
+                columns, w = factor_matrix.eigendecompose(pair.input_factor)
             except torch.linalg.LinAlgError:
                 self._note(key, "its eigenvalues were not found; the last good inverse stays")
                 continue
             values = rows[..., None] * columns[:, None]
             if self._corrects(key):
-                held, own = self.inverses[key], memory(self.spectra[key].value[SPECTRUM])
-                turned = Rotated(_overlap(u, held.left), _overlap(w, held.right), own)
+                held, own = self.inverses[key], get_entries(self.spectra[key].value[SPECTRUM])
+                turned = EigenBlock(_overlap(u, held.left), _overlap(w, held.right), own)
                 own.copy_(turned.diagonal())
                 values = self.spectra[key].corrected()[SPECTRUM]
             self._accept((key,), Inverse(u, w, _reciprocal(values, value)))
@@ -299,7 +312,7 @@ class Preconditioner:
             left = []
             for some in waiting:
                 pair, _ = _pair(some[0], stacked([averages[k] for k in some]))
-                roots, good = inverse_root(pair.right, now, fine=fine)
+                roots, good = inverse_root(pair.input_factor, now, fine=fine)
                 if bool(good.all()):
                     self._put(some, {"right": roots})
                 else:
@@ -315,8 +328,8 @@ class Preconditioner:
             for some in self._alike(averages, own, apart=False):
                 pair, _ = _pair(some[0], stacked([averages[k] for k in some]))
                 new = {}
-                for side in ("left", "right"):
-                    if sides.is_diagonal(matrix := getattr(pair, side)):
+                for side, matrix in (("left", pair.output_factor), ("right", pair.input_factor)):
+                    if factor_matrix.is_diagonal(matrix):
                         continue
                     if not ready:
                         new[side] = eigenbasis(matrix)
@@ -371,7 +384,7 @@ class Preconditioner:
     def _corrects(self, key: BlockKey) -> bool:
         return key in self.spectra and key in self.ready and bool(self.spectra[key].mass > 0)
 
-    def correct(self, found: Mapping[BlockKey, Side], ema: float, value: float) -> None:
+    def correct(self, found: Mapping[BlockKey, FactorMatrix], ema: float, value: float) -> None:
         """Take up second moments of the gradient in the eigenbases."""
         ema_update([(self.spectra[k], {SPECTRUM: t}) for k, t in found.items()], ema)
         for key in found:
@@ -385,7 +398,7 @@ class Preconditioner:
             return block_of(key, average.corrected())
         held = self.inverses[key]
         left, right = (None if t is None else t.clone() for t in (held.left, held.right))
-        return Rotated(left, right, self.spectra[key].corrected()[SPECTRUM])
+        return EigenBlock(left, right, self.spectra[key].corrected()[SPECTRUM])
 
     def product(self, key: BlockKey, average: Average, v: Tensor, corner: float) -> Tensor:
         """Return vᵀF̂v of a block, v in its coordinates.
@@ -545,6 +558,6 @@ def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
 def _reciprocal(values: Tensor, damping: float) -> Tensor:
     """1/(values + λ); without damping on the range only."""
     if damping == 0:
-        keep = sides.cut(values.flatten(1)).view_as(values)
+        keep = factor_matrix.is_above_round_off(values.flatten(1)).view_as(values)
         return torch.where(keep, 1 / values, 0.0)
     return 1 / (values + damping)

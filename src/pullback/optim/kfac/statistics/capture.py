@@ -27,7 +27,7 @@ from ...._core.graph import below_casts, on_second_pass, reaches_parameters, ref
 from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
-from ....grams.kronecker.packed import Side, packed
+from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
 from ....maps.record import Sites
 from ...checks import warn_derivatives, warn_mismatch
@@ -402,7 +402,7 @@ class StatisticsCapture:
                 stacklevel=2,
             )
 
-    def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, Side]] | None:
+    def take(self, loss_scale: float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]] | None:
         """Return the means of what was pooled since the last step, and begin anew.
 
         "sum" multiplies them by the samples. None where nothing finite was met.
@@ -441,7 +441,7 @@ def averaged_parts(
                 held = pool.of(BlockKey("kronecker", block.names))
                 sides = block.sides(options.sharing.longest)
                 for name, side in zip(("left", "right"), sides, strict=True):
-                    held.values[FactorKey(f"term {number}", name)] = packed(side)
+                    held.values[FactorKey(f"term {number}", name)] = pack(side)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from ...._core.graph import reached_outside
-from ....grams.kronecker.packed import packed, whole
+from ....grams.kronecker.packed_matrix import pack, unpack
 from ....maps.layers import Tap
 from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
 from ....maps.proof import Proof, accumulate, norm
@@ -102,7 +102,7 @@ class CompoundReplays:
             for tap, delta in maps:
                 if not any(tap.places):
                     continue
-                names, second = self._names(tap), packed(second_moment(delta, sharing))
+                names, second = self._names(tap), pack(second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
                     inputs, outputs = factors_of(call.compound, key)
                     if self._way.inputs:
@@ -110,7 +110,7 @@ class CompoundReplays:
                         pool.of(key).add(inputs, tap_moments(tap, sharing, mask))
                     pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
-                    pool.of(key).add(BIAS[1], packed(whole(second).clone()))
+                    pool.of(key).add(BIAS[1], pack(unpack(second).clone()))
 
 
 def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:

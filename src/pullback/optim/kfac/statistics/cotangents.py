@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....grams.kronecker.packed import Side, memory, packed, packed_together, whole
+from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, pack, pack_stacked, unpack
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.registry import Seen
@@ -61,8 +61,8 @@ class UseMoments:
     inputs: Moments | None = None
     #: what the layer saw and which of its places count, of which the moments are to be formed
     seen: Seen | None = None
-    outputs: Side | None = None
-    shifts: Side | None = None
+    outputs: FactorMatrix | None = None
+    shifts: FactorMatrix | None = None
     #: sums by sample of gain and shift, until Σ rows rowsᵀ, (U, k, k), is formed of them
     rows: UnitSums | None = None
     units: Tensor | None = None
@@ -177,7 +177,7 @@ class CotangentPass:
                     own.inputs = layer.inputs(module, x, sharing, keep)
                 else:
                     own.seen = module, x, keep
-            own.outputs = packed(layer.outputs(module, x, delta, sharing))
+            own.outputs = pack(layer.outputs(module, x, delta, sharing))
         if "bias" in roles:
             joint = layer.joint and own.outputs is not None
             own.shifts = own.outputs if joint else layer.shifts(module, x, delta, sharing)
@@ -202,7 +202,7 @@ class CotangentPass:
                 if own.spectrum is not None and own.basis == key:
                     held.add(SPECTRUM, own.spectrum)
             if own.shifts is not None and (key := plan.bias_block(names)) is not None:
-                pool.of(key).add(BIAS[1], packed(whole(own.shifts).clone()))
+                pool.of(key).add(BIAS[1], pack(unpack(own.shifts).clone()))
 
 
 class UserPass:
@@ -269,7 +269,7 @@ def alike(way: Descent, found: AllSums, expected: AllSums) -> bool:
     half = any(entry.input.dtype in _HALF for entry in way.record.entries)
     for key, own in found.items():
         for factor, side in own.values.items():
-            got, want = memory(side), memory(expected[key].values[factor])
+            got, want = get_entries(side), get_entries(expected[key].values[factor])
             limit = 1e-3 if half else torch.finfo(want.dtype).eps ** 0.8
             if got.shape != want.shape or not (got - want).norm() <= limit * want.norm():
                 return False
@@ -299,7 +299,7 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
         step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
         for some in (every[a : a + step] for a in range(0, len(every), step)):
             found = layer.inputs_of([own.seen for own in some if own.seen is not None], sharing)
-            second = packed_together([moments.second for moments in found])
+            second = pack_stacked([moments.second for moments in found])
             for own, moments, side in zip(some, found, second, strict=True):
                 own.seen, own.inputs = None, replace(moments, second=side)
 

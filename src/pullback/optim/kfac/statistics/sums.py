@@ -12,7 +12,13 @@ from torch import Tensor
 
 from ...._core.errors import PullbackError
 from ...._core.processes import Processes
-from ....grams.kronecker.packed import Side, launch_sides, memory, packed, zeros_like
+from ....grams.kronecker.packed_matrix import (
+    FactorMatrix,
+    get_entries,
+    launch_sum,
+    pack,
+    zeros_like,
+)
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
@@ -38,9 +44,9 @@ class Sums:
     """
 
     inputs: dict[FactorKey, Moments] = field(default_factory=dict)
-    values: dict[FactorKey, Side] = field(default_factory=dict)
+    values: dict[FactorKey, FactorMatrix] = field(default_factory=dict)
 
-    def add(self, factor: FactorKey, found: Moments | Side) -> None:
+    def add(self, factor: FactorKey, found: Moments | FactorMatrix) -> None:
         """Add the moments of inputs at one use, or what one covector gave there."""
         held: dict[FactorKey, Any] = self.inputs if isinstance(found, Moments) else self.values
         accumulate(held, {factor: found})
@@ -94,20 +100,20 @@ class Pool:
         self.missed = max(self.missed, reason, key=MISSED.index)
 
 
-def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, Side]]:
+def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
     """Means over samples (cotangents) and places (inputs); cotangents are multiplied by `scale`.
 
     The memory of the sums becomes that of the means, many of them at once.
     """
-    out: dict[BlockKey, dict[FactorKey, Side]] = {}
+    out: dict[BlockKey, dict[FactorKey, FactorMatrix]] = {}
     values: dict[object, list[Tensor]] = {}
     inputs: dict[object, tuple[list[Tensor], list[float]]] = {}
     for key, held in pool.sums.items():
         own = out[key] = dict(held.values)
-        for t in map(memory, held.values.values()):
+        for t in map(get_entries, held.values.values()):
             values.setdefault((t.device, t.dtype), []).append(t)
         if BIAS[1] in own:
-            ones = memory(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
+            ones = get_entries(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
             own[BIAS[0]] = ones * pool.share_of(key, BIAS[0].side)
         roles = {factor.role for factor in held.values}
         for factor, m in held.inputs.items():
@@ -116,10 +122,10 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, S
                 for side, t in _sums(m, key.joint, share).items():
                     own[FactorKey(factor.role, side or factor.side)] = t
                     if isinstance(m.places, Tensor):  # one per group, perhaps
-                        _divide(memory(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))
+                        _divide(get_entries(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))
                         continue
-                    some, counts = inputs.setdefault(memory(t).device, ([], []))
-                    some.append(memory(t))
+                    some, counts = inputs.setdefault(get_entries(t).device, ([], []))
+                    some.append(get_entries(t))
                     counts.append(m.places or torch.nan)
     by = scale / pool.samples
     for some in values.values():
@@ -138,19 +144,19 @@ def _divide(total: Tensor, places: Tensor) -> None:
     total.copy_(torch.where(places == 0, pooled, total / places))
 
 
-def _sums(m: Moments, joint: bool, share: float) -> dict[str, Side]:
+def _sums(m: Moments, joint: bool, share: float) -> dict[str, FactorMatrix]:
     """Σaaᵀ and, in a joint block, Σa beside it as "mean"; of its diagonal that of (a, 1)."""
     if not joint:
-        return {"": packed(m.second)}
+        return {"": pack(m.second)}
     if len(m.second.shape) == 3:
-        return {"": packed(m.second), "mean": m.first}
+        return {"": pack(m.second), "mean": m.first}
     counts = m.places.view(-1, 1) if isinstance(m.places, Tensor) else m.places
     return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}
 
 
 #: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
 Place = tuple[str, FactorKey]
-BlockTensors = dict[Place, Side]
+BlockTensors = dict[Place, FactorMatrix]
 #: shapes and dtypes of all sums, by block
 Layouts = dict[BlockKey, dict[Place, tuple[tuple[int, ...], torch.dtype]]]
 
@@ -168,14 +174,14 @@ def sums_of(own: BlockTensors) -> Sums:
     """Return the sums of a block."""
     out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
     for f in [f for kind, f in own if kind == "second"]:
-        first, places = memory(own["first", f]), memory(own["places", f])
+        first, places = get_entries(own["first", f]), get_entries(own["places", f])
         out.inputs[f] = Moments(own["second", f], first, places.to(first))
     return out
 
 
 def layout_of(own: BlockTensors) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of a block's sums."""
-    return {at: (tuple(t.shape), memory(t).dtype) for at, t in own.items()}
+    return {at: (tuple(t.shape), get_entries(t).dtype) for at, t in own.items()}
 
 
 def join_layouts(every: Sequence[Layouts]) -> Layouts:
@@ -209,7 +215,7 @@ def _said(key: BlockKey, layouts: Layouts) -> str:
     return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
 
 
-def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Side:
+def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> FactorMatrix:
     """Return what a process has of sums that it did not see."""
     zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
     return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
@@ -243,25 +249,28 @@ class SentSums:
         self._numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
         rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
         self._rest = [(key, at) for key, at in rest if at[1].side not in shared[key]]
-        counts = [torch.as_tensor(pool.samples), *(memory(sums[k][at]) for k, at in self._numbers)]
+        counts = [
+            torch.as_tensor(pool.samples),
+            *(get_entries(sums[k][at]) for k, at in self._numbers),
+        ]
         wide = [t.to(device, torch.float64) for t in counts]
         self._counts = processes.launch_sum(wide, "counts")
         sides = [sums[key][at] for key, at in self._rest]
         ranks = [owners[key] for key, _ in self._rest] if owners else None
-        self._sides = launch_sides(sides, processes, ranks)
+        self._sides = launch_sum(sides, processes, ranks)
 
     def finish(self) -> None:
         """Fill the pool with what has been summed."""
         samples, *counts = self._counts.wait()
         for (key, at), t in zip(self._numbers, counts, strict=True):
-            self._sums[key][at] = t.to(memory(self._sums[key][at]).dtype)
+            self._sums[key][at] = t.to(get_entries(self._sums[key][at]).dtype)
         for (key, at), side in zip(self._rest, self._sides.wait(), strict=True):
             self._sums[key][at] = side
         self.pool.samples = samples
         self.pool.sums = {key: sums_of(own) for key, own in self._sums.items()}
 
 
-def sides_of(own: BlockTensors) -> dict[FactorKey, Side]:
+def sides_of(own: BlockTensors) -> dict[FactorKey, FactorMatrix]:
     """Return Σaaᵀ and Σδδᵀ."""
     roles = {f.role for kind, f in own if kind == "values"}
     some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]

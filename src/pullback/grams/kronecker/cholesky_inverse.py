@@ -1,0 +1,191 @@
+"""Inverses of many Kronecker factors together, and which of them failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..._core.products import full_precision
+from . import factor_matrix
+
+_LARGE_ON_CPU = 128  # LAPACK takes matrices one by one, and stacks of larger ones leave the cache
+
+
+@dataclass(frozen=True)
+class FactorInverses:
+    """The inverses of factors, and what became of each."""
+
+    #: inverses in the form of their factors, or lower Cholesky factors
+    matrices: list[Tensor]
+    #: which factors could not be inverted
+    failed: list[bool]
+    #: directions used, per factor and group; None where none was left out
+    ranks: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class _DampedFactor:
+    """factor/scale + shift·1, formed only when it is inverted."""
+
+    factor: Tensor
+    scale: Tensor | float
+    shift: Tensor
+
+    @classmethod
+    def of(cls, factor: Tensor, scale: Tensor | float, shift: Tensor) -> _DampedFactor:
+        """With a shift of one number per group, (G,), or with a shift that is a factor itself."""
+        if shift.ndim == 1:
+            return cls(factor, scale, shift)
+        total = factor_matrix.add(divide_groups(factor, scale), shift)
+        return cls(total, 1.0, total.new_zeros(len(total)))
+
+    def form(self) -> Tensor:
+        """Return it in memory of its own."""
+        scaled = divide_groups(self.factor, self.scale)
+        return factor_matrix.add_identity(scaled, self.shift, overwrite=True)
+
+
+@dataclass(frozen=True)
+class _InverseStack:
+    """Inverses of factors of one shape, one after the other along the first axis."""
+
+    #: which factors they belong to
+    indices: list[int]
+    #: the number of groups of each
+    group_counts: list[int]
+    matrices: Tensor
+    #: whether each matrix's inverse can be trusted, on its device
+    is_trusted: Tensor
+
+
+def divide_groups(factor: Tensor, divisor: Tensor | float) -> Tensor:
+    """Divide a factor by a number, or by one per group, (G,)."""
+    if isinstance(divisor, Tensor) and divisor.ndim:
+        divisor = factor_matrix.per_group(divisor, factor)
+    return torch.div(factor, divisor)
+
+
+def invert_factors(
+    factors: Sequence[Tensor],
+    scales: Sequence[Tensor | float],
+    shifts: Sequence[Tensor],
+    *,
+    singular: bool = False,
+    as_cholesky: bool = False,
+) -> FactorInverses:
+    """Return the inverses of factor/scale + shift for many factors, those of a size together.
+
+    The device is waited for once, to learn which inverses failed.
+
+    Args:
+        factors: matrices (G, n, n) or diagonals (G, n).
+        scales: a divisor of each, a number on its device, or one per group.
+        shifts: what is added to each: multiples of the identity (G,), or a factor.
+        singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
+            working precision; without it such a factor has failed.
+        as_cholesky: give the lower Cholesky factors of matrices instead, to solve with.
+    """
+    damped = [_DampedFactor.of(*each) for each in zip(factors, scales, shifts, strict=True)]
+    stacks = [
+        _invert_stack(damped, indices, strict=singular, as_cholesky=as_cholesky)
+        for indices in _group_by_shape([each.factor for each in damped])
+    ]
+    matrices = [each.factor for each in damped]
+    for stack in stacks:
+        for i, matrix in zip(stack.indices, stack.matrices.split(stack.group_counts), strict=True):
+            matrices[i] = matrix
+    failed = _find_failed(stacks, len(damped))
+    ranks: list[Tensor | None] = [None] * len(damped)
+    if singular:
+        for i, each in enumerate(damped):
+            if failed[i] and bool(torch.isfinite(formed := each.form()).all()):
+                matrices[i], ranks[i] = factor_matrix.pseudo_inverse(formed)
+                failed[i] = False
+    return FactorInverses(matrices, failed, ranks)
+
+
+def _group_by_shape(factors: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the factors by shape and dtype, but for the number of groups."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, factor in enumerate(factors):
+        alone = i if is_inverted_alone(factor.shape[-1], factor.device) else -1
+        shape = (factor.ndim, factor.shape[-1], factor.dtype, factor.device, alone)
+        groups.setdefault(shape, []).append(i)
+    return list(groups.values())
+
+
+def is_inverted_alone(n: int, device: torch.device) -> bool:
+    """Return True if an n×n matrix is not stacked with others."""
+    return device.type == "cpu" and n >= _LARGE_ON_CPU
+
+
+def _invert_stack(
+    damped: Sequence[_DampedFactor], indices: list[int], *, strict: bool, as_cholesky: bool
+) -> _InverseStack:
+    """Invert factors of one shape together."""
+    formed = [damped[i].form() for i in indices]
+    stack = formed[0] if len(formed) == 1 else torch.cat(formed)
+    if factor_matrix.is_diagonal(stack):
+        is_positive = (stack > torch.finfo(stack.dtype).tiny) & torch.isfinite(stack)
+        matrices = torch.where(is_positive, 1 / stack, 0.0)
+        is_trusted = is_positive.all(-1)
+    else:
+        matrices, is_trusted = _invert_matrices(stack, strict=strict, as_cholesky=as_cholesky)
+    return _InverseStack(indices, [len(each) for each in formed], matrices, is_trusted)
+
+
+def _invert_matrices(matrices: Tensor, *, strict: bool, as_cholesky: bool) -> tuple[Tensor, Tensor]:
+    """S⁻¹ = L⁻ᵀL⁻¹ or L, and where it can be trusted: pivots above n·ε of their entry.
+
+    Round-off may leave large pivots in a singular matrix whose entries differ much; a `strict`
+    test looks at its condition number too.
+    """
+    entries = matrices.diagonal(dim1=-2, dim2=-1)
+    lower, info = torch.linalg.cholesky_ex(matrices)
+    pivots = lower.diagonal(dim1=-2, dim2=-1)
+    floor = matrices.shape[-1] * torch.finfo(matrices.dtype).eps
+    is_trusted = (info == 0) & (pivots.square() > floor * entries).all(-1)
+    if lower.is_cuda or not bool(is_trusted.all()):  # a zero pivot is an error for torch
+        eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+        lower = torch.where(is_trusted[:, None, None], lower, eye)
+    if as_cholesky:
+        return lower, is_trusted
+    inverse = _invert_from_cholesky(lower)
+    if strict:
+        condition = torch.linalg.matrix_norm(matrices) * torch.linalg.matrix_norm(inverse)
+        is_trusted = is_trusted & (condition * factor_matrix.round_off(matrices) < 1)
+    return inverse, is_trusted
+
+
+def _invert_from_cholesky(lower: Tensor) -> Tensor:
+    """L⁻ᵀL⁻¹; on CUDA by products, which are faster there than LAPACK's way.
+
+    It is symmetric, and read row by row: products with a part of a matrix given by its columns are
+    slower on ARM by an eighth.
+    """
+    if not lower.is_cuda:
+        return torch.cholesky_inverse(lower).mT
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    with full_precision(lower.device, 0):
+        inverse_lower = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+        return inverse_lower.mT @ inverse_lower
+
+
+def _find_failed(stacks: Sequence[_InverseStack], count: int) -> list[bool]:
+    """Return which of `count` factors have a matrix whose inverse cannot be trusted."""
+    failed = [False] * count
+    by_device: dict[torch.device, list[_InverseStack]] = {}
+    for stack in stacks:
+        by_device.setdefault(stack.is_trusted.device, []).append(stack)
+    for on_device in by_device.values():
+        # the only place that waits for the device
+        is_trusted = torch.cat([stack.is_trusted for stack in on_device]).tolist()
+        start = 0
+        for stack in on_device:
+            for i, groups in zip(stack.indices, stack.group_counts, strict=True):
+                failed[i] = not all(is_trusted[start : start + groups])
+                start += groups
+    return failed
