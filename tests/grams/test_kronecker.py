@@ -241,8 +241,8 @@ def test_shifted_and_multiply() -> None:
 @pytest.mark.parametrize(
     ("block", "what"),
     [
-        ((symmetric(2, 3), symmetric(1, 3)), "The sides do not fit together"),
-        ((draw(1, 2, 3), symmetric(1, 3)), "A side is not square"),
+        ((symmetric(2, 3), symmetric(1, 3)), "The Kronecker factors do not fit together"),
+        ((draw(1, 2, 3), symmetric(1, 3)), "A Kronecker factor is not square"),
         ((symmetric(1, 3),), "A block is not usable"),
         (3.0, "A block is not usable"),
         (("R", "C"), "A block is not usable"),
