@@ -37,7 +37,7 @@ from torch import nn
 
 import pullback as pb
 from pullback import pde
-from pullback.pde.networks import Slabs
+from pullback.pde.networks.modules import Slabs
 from pullback_experiments import problems
 from pullback_experiments.pde_benchmarks.methods import TARGETS
 

@@ -73,7 +73,7 @@ class Program:
         """Execute it; options replace those that it passes to `solve`. Return its names."""
         solve = pde.solve
 
-        def replaced(problem: pde.Problem, network: nn.Module, **given: Any) -> pde.Solution:
+        def replaced(problem: pde.Problem, network: nn.Module, **given: Any) -> pde.PDESolution:
             return solve(problem, network, **{**given, "progress": False, **options})
 
         names: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def operator(solution: Field) -> float:
     return float((torch.cat(found) - torch.cat(truth)).norm() / torch.cat(truth).norm())
 
 
-def eigenfunction(solution: pde.Solution) -> float:
+def eigenfunction(solution: pde.PDESolution) -> float:
     """Against 2 sin πx sin πy, of either sign."""
     points = solution.problem.domain.quadrature(2500)
     truth = 2 * torch.sin(math.pi * points.x).prod(1)
@@ -167,7 +167,7 @@ def measure(program: Program) -> dict[str, Any]:
         warnings.simplefilter("always")
         names = program.run()
     seconds = time.process_time() - begun
-    solution: pde.Solution = names["solution"]
+    solution: pde.PDESolution = names["solution"]
     check = solution.check()
     error = REFERENCES.get(program.name, lambda s: s.error)(solution)
     save_panel(program.name, solution)
@@ -190,7 +190,7 @@ def measure(program: Program) -> dict[str, Any]:
     }
 
 
-def save_panel(name: str, solution: pde.Solution) -> None:
+def save_panel(name: str, solution: pde.PDESolution) -> None:
     """The first field on a grid over the first two coordinates, others held in the middle."""
     domain = solution.problem.domain
     if domain.dim > 1:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from pullback import pde
-from pullback.pde.plan import SamplingPlan
-from pullback.pde.validation import Yardstick
+from pullback.pde.discretization.plan import SamplingPlan
+from pullback.pde.judgement.yardstick import Yardstick
 from pullback.steps import TargetRatio
 
 from .reference_engd import Reference

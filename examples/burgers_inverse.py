@@ -9,7 +9,7 @@ import math
 import torch
 
 import pullback as pb
-from pullback.pde.references import Burgers
+from pullback.pde.catalog.references import Burgers
 
 TRUTH = 0.1
 

@@ -14,7 +14,7 @@ from benchmarks import pde_defaults
 from benchmarks.table.defaults import tuned
 from benchmarks.table.numbers import record
 from pullback import pde
-from pullback.pde.verdict import Verdict, exact
+from pullback.pde.judgement.verdict import PDEVerdict, exact_level
 from pullback_experiments.problems import SETUPS
 
 DOUBLE = torch.float64
@@ -30,9 +30,11 @@ def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
     best = tuned()
     for name in ("pde-defaults", "pde-seeds"):
         for one in record(name)["runs"].values():
-            limit = exact(torch.finfo(torch.float32 if "single" in one["name"] else DOUBLE).eps)
+            limit = exact_level(
+                torch.finfo(torch.float32 if "single" in one["name"] else DOUBLE).eps
+            )
             numbers = one["own"], one["fresh"], one["relative"]
-            verdict = Verdict(one["stopped"], False, *numbers, exact=limit)
+            verdict = PDEVerdict(one["stopped"], False, *numbers, exact=limit)
             if one["error"] > 100 * best.get(one["name"], math.inf):
                 assert verdict.alarming or one["relative"] <= 1e-8, one["name"]
             if one["relative"] <= 1e-8:

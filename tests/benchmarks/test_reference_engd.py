@@ -9,7 +9,9 @@ from benchmarks import poisson
 from benchmarks.reference_engd import Reference
 from pullback import NaturalGradient, pde
 from pullback.optim import Objective
-from pullback.pde.discretize import Trial, draw, term
+from pullback.pde.discretization.sites import draw_sites
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
 from pullback.solvers import PseudoInverse
 
 
@@ -18,10 +20,12 @@ def parts() -> tuple[Reference, Trial, Objective]:
     problem = poisson.poisson()
     trial = Trial(network, {}, next(network.parameters()))
     sites = {
-        c.name: draw(problem, c, n, "uniform", 3)
+        c.name: draw_sites(problem, c, n, "uniform", 3)
         for c, n in zip(problem.conditions, (20, 8), strict=True)
     }
-    objective = Objective([term(problem, c, trial, sites[c.name]) for c in problem.conditions])
+    objective = Objective(
+        [build_term(problem, c, trial, sites[c.name]) for c in problem.conditions]
+    )
     inside, boundary = (sites[c.name][0] for c in problem.conditions)
     return Reference(network, inside, boundary, poisson.source), trial, objective
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pullback import __version__, pde
 from pullback.cli import doctor, record
 from pullback.cli.app import app
-from pullback.pde.networks import Slabs
+from pullback.pde.networks.modules import Slabs
 
 run = CliRunner()
 

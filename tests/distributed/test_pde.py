@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback import pde
-from pullback.pde.discretize import Trial
-from pullback.pde.validation import Validation
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.judgement.validation import Validation
 
 from .checks import Checks, only, same_everywhere, told_everywhere
 from .world import World, place, round_off
@@ -61,7 +61,7 @@ def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -
         agree(want, found, tol)
 
 
-def agree(want: pde.Solution, found: pde.Solution, tol: float) -> None:
+def agree(want: pde.PDESolution, found: pde.PDESolution, tol: float) -> None:
     """Raise unless two runs tell the same."""
     losses = torch.tensor([want.history.loss, found.history.loss])
     assert (losses[0] - losses[1]).abs().max() <= tol * losses[0].abs().max()

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from pullback import pde
-from pullback.pde.conditions import Condition, Energy
-from pullback.pde.discretize import Sites, Trial, nested, term
-from pullback.pde.problems.ready import Ready
+from pullback.pde.catalog.ready import Ready
+from pullback.pde.discretization.sites import Sites
+from pullback.pde.discretization.term import build_term, find_nesting_reason
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.problem.conditions import Condition, Energy
 
 
 def drawn(problem: pde.Problem, condition: Condition, n: int = 60) -> Sites:
@@ -23,10 +25,10 @@ def residual(problem: pde.Problem, condition: Condition, network: nn.Module) -> 
     """F at the points, (N, R), with the weights taken out again."""
     sites = drawn(problem, condition)
     trial = Trial(network, {}, next(network.parameters()))
-    item = term(problem, condition, trial, sites)
+    item = build_term(problem, condition, trial, sites)
     q = condition.weight * sites[0].weights / sites[0].weights.sum()
     out = item.map(dict(trial.named_parameters())) / q.sqrt()[:, None]
-    assert not nested([item])
+    assert not find_nesting_reason([item])
     return out.detach()
 
 

@@ -14,8 +14,8 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError, pde
-from pullback.pde.causal import Causal
-from pullback.pde.plan import SamplingPlan
+from pullback.pde.discretization.causal import Causal
+from pullback.pde.discretization.plan import SamplingPlan
 from pullback_experiments.problems import AllenCahn
 
 _TIMES = (0.5, 1.5)
@@ -38,7 +38,7 @@ def _network() -> nn.Sequential:
     return pde.mlp(2, 6, 1, seed=0)
 
 
-def _solve(network: nn.Module, **options: Any) -> pde.Solution:
+def _solve(network: nn.Module, **options: Any) -> pde.PDESolution:
     given = {"points": _COUNTS, "refine": None, "patience": None, "progress": False}
     return pde.solve(_problem(), network, **{**given, **options})
 

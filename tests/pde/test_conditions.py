@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.optim import Squares
-from pullback.pde.discretize import Sites, Trial, draw, term
+from pullback.pde.discretization.sites import Sites, draw_sites
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
 
 pi = math.pi
 
@@ -40,9 +42,9 @@ class D:
 def residual(problem: pde.Problem, network: nn.Module, at: int = -1) -> tuple[Tensor, Sites]:
     """Unweighted residuals (N, R) of one condition, and its points."""
     condition = problem.conditions[at]
-    sites = draw(problem, condition, 20, "sobol", 3)
+    sites = draw_sites(problem, condition, 20, "sobol", 3)
     trial = Trial(network, problem.unknowns, next(network.parameters()))
-    found = term(problem, condition, trial, sites)
+    found = build_term(problem, condition, trial, sites)
     assert isinstance(found, Squares)
     z = found.map(dict(trial.named_parameters())).detach()
     w = sites[0].weights
@@ -136,9 +138,9 @@ def test_data_of_two_fields() -> None:
         fields=("u", "v"),
     )
     condition = problem.conditions[-1]
-    sites = draw(problem, condition, 7, "sobol", 0)
+    sites = draw_sites(problem, condition, 7, "sobol", 0)
     trial = Trial(network, {}, next(network.parameters()))
-    z = term(problem, condition, trial, sites).map(dict(trial.named_parameters())).detach()
+    z = build_term(problem, condition, trial, sites).map(dict(trial.named_parameters())).detach()
     check(z * 7**0.5, D(network, x, 1)() - y.double())
 
 
@@ -196,9 +198,9 @@ def test_energy_is_the_weighted_mean_of_its_density() -> None:
     )
     problem = pde.Problem(domain, [energy], fields=("u", "v"))
     condition = problem.conditions[0]
-    sites = draw(problem, condition, 20, "gauss", 0)
+    sites = draw_sites(problem, condition, 20, "gauss", 0)
     trial = Trial(network, {}, next(network.parameters()))
-    found = term(problem, condition, trial, sites)
+    found = build_term(problem, condition, trial, sites)
     params = dict(trial.named_parameters())
     z = found.map(params).detach()
     x = sites[0].x

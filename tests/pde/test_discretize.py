@@ -14,7 +14,9 @@ from torch.func import functional_call, hessian, jacrev, vmap
 import pullback as pb
 from pullback import PullbackError, pde
 from pullback.optim import Objective
-from pullback.pde.discretize import Trial, coefficients, draw, nested, term
+from pullback.pde.discretization.sites import draw_sites
+from pullback.pde.discretization.term import build_term, find_nesting_reason
+from pullback.pde.discretization.trial import Trial, select_unknowns
 
 pi = math.pi
 
@@ -22,8 +24,10 @@ pi = math.pi
 def objective(
     problem: pde.Problem, trial: Trial, n: int = 12
 ) -> tuple[Objective, list[tuple[pde.Points, ...]]]:
-    sites = [draw(problem, c, n, "sobol", i) for i, c in enumerate(problem.conditions)]
-    terms = [term(problem, c, trial, s) for c, s in zip(problem.conditions, sites, strict=True)]
+    sites = [draw_sites(problem, c, n, "sobol", i) for i, c in enumerate(problem.conditions)]
+    terms = [
+        build_term(problem, c, trial, s) for c, s in zip(problem.conditions, sites, strict=True)
+    ]
     return Objective(terms), sites
 
 
@@ -78,7 +82,7 @@ def test_the_step_is_gauss_newton_of_all_conditions() -> None:
 def test_unknowns_are_parameters_beside_the_network() -> None:
     network = pde.mlp(1, 3, 1, seed=0)
     trial = Trial(network, {"a": 1, "b": 2.5}, next(network.parameters()))
-    found = coefficients(dict(trial.named_parameters()))
+    found = select_unknowns(dict(trial.named_parameters()))
     assert {n: float(p.detach()) for n, p in found.items()} == {"a": 1.0, "b": 2.5}
     x = torch.rand(4, 1).double()
     assert torch.equal(trial(x), network(x))
@@ -98,7 +102,7 @@ def test_points_outside_the_domain_are_refused() -> None:
     for region, message in regions:
         problem = pde.Problem(box, [wave, pde.Dirichlet(0.0, on=region)])
         with pytest.raises(PullbackError, match=message):
-            draw(problem, problem.conditions[1], 10, "sobol", 0)
+            draw_sites(problem, problem.conditions[1], 10, "sobol", 0)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +153,7 @@ def test_unusable_values(condition: pde.Condition, message: str) -> None:
     trial = Trial(network, {}, next(network.parameters()))
     c = problem.conditions[1]
     with pytest.raises(PullbackError, match=message):
-        term(problem, c, trial, draw(problem, c, c.points or 20, "sobol", 0))
+        build_term(problem, c, trial, draw_sites(problem, c, c.points or 20, "sobol", 0))
 
 
 def test_energies_have_no_unknowns() -> None:
@@ -168,8 +172,8 @@ def test_nested_says_why() -> None:
         trial = Trial(network, {}, next(network.parameters()))
         whole, _ = objective(problem, trial)
         whole.terms[0].map.linearize(dict(trial.named_parameters()))
-        assert reason in nested(whole.terms)
-        assert bool(reason) == bool(nested(whole.terms))
+        assert reason in find_nesting_reason(whole.terms)
+        assert bool(reason) == bool(find_nesting_reason(whole.terms))
 
 
 def test_parameters_are_put_back_wherever_they_are_held() -> None:

@@ -25,7 +25,7 @@ from pullback.pde.domains import (
     SpaceTime,
     Union,
 )
-from pullback.pde.sampling import Gauss, Grid, Points, Sampler
+from pullback.pde.domains.sampling import Gauss, Grid, Points, Sampler
 
 SAMPLERS: list[str | Sampler] = ["sobol", "grid", "gauss", "uniform", "lhs", Grid()]
 PI = math.pi

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback.maps.jets import Index
-from pullback.pde.fields import Coordinates, Field, UnknownDerivative, call
+from pullback.pde.problem.fields import Coordinates, Field, UnknownDerivative, call
 
 N = 4
 NORMALS = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)).double()

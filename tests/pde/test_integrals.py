@@ -12,7 +12,9 @@ from scipy.integrate import quad
 from pullback import pde
 from pullback._core.errors import PullbackError
 from pullback._core.space import ParameterSpace
-from pullback.pde.discretize import Trial, draw, term
+from pullback.pde.discretization.sites import draw_sites
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
 
 LINE = pde.Interval(0, 1)
 
@@ -36,9 +38,9 @@ def test_the_row_is_the_gradient_of_the_integral() -> None:
     problem = pde.Problem(LINE, [pde.Equation(lambda u: u.xx), integral], unknowns={"k": 0.7})
     network = pde.mlp(1, 5, 1, seed=3)
     trial = Trial(network, problem.unknowns, torch.zeros(1).double())
-    sites = draw(problem, integral, 40, "grid", 0)
+    sites = draw_sites(problem, integral, 40, "grid", 0)
     params = dict(trial.named_parameters())
-    found = term(problem, integral, trial, sites).map.linearize(params)
+    found = build_term(problem, integral, trial, sites).map.linearize(params)
 
     x = sites[0].x.clone().requires_grad_()
     u = network(x)
@@ -110,7 +112,7 @@ def test_residual_of_an_integral_by_hand() -> None:
             return self.size * torch.sin(pi * x)
 
     problem = pde.Problem(LINE, [pde.Equation(lambda u: u.xx), pde.Integral(lambda u: u, 1.0)])
-    solution = pde.Solution(problem, Sines(), pde.History())
+    solution = pde.PDESolution(problem, Sines(), pde.History())
     found = solution.residual["integral"]
     assert found.rms == pytest.approx(1 - 2 / pi, abs=1e-12)
     assert found.size == pytest.approx((1 + (2 / pi) ** 2) ** 0.5, abs=1e-12)
@@ -122,7 +124,7 @@ def test_integral_over_a_part() -> None:
     square = pde.Box([(0, 1), (0, 1)])
     flux = pde.Integral(lambda u: u.normal, 1.0, on=square.face("x", "high"))
     problem = pde.Problem(square, [pde.Equation(lambda u: u.xx), flux])
-    solution = pde.Solution(problem, pde.mlp(2, 6, 1, seed=0), pde.History())
+    solution = pde.PDESolution(problem, pde.mlp(2, 6, 1, seed=0), pde.History())
     x = torch.stack([torch.ones(200), (torch.arange(200) + 0.5) / 200], 1).double()
     want = abs(float(solution.d("x")(x).mean()) - 1)
     assert solution.residual["integral"].rms == pytest.approx(want, rel=1e-4)

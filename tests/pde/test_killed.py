@@ -39,7 +39,7 @@ class Case:
     slab: int = 0
     problem: Callable[[], pde.Problem] = lambda: pde.Poisson(1)
 
-    def solve(self, path: Path | None, callbacks: Any = ()) -> pde.Solution:
+    def solve(self, path: Path | None, callbacks: Any = ()) -> pde.PDESolution:
         problem = self.problem()
         network = pde.mlp(problem.domain.dim, 4, len(problem.fields), seed=0)
         options = {"steps": 12, "points": 40, **self.options}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.maps.jets import Jet, Scheme, nested
-from pullback.pde.networks import ACTIVATIONS
+from pullback.pde.networks.modules import ACTIVATIONS
 
 X = torch.rand(6, 2, generator=torch.Generator().manual_seed(0)).double()
 BOX = pde.Box([(0, 1), (0, 2)])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pullback import PullbackError, pde
-from pullback.pde.discretize import Trial
-from pullback.pde.plan import Refine, SamplingPlan
+from pullback.pde.discretization.plan import Refine, SamplingPlan
+from pullback.pde.discretization.trial import Trial
 
 
 def problem(**options: Any) -> pde.Problem:

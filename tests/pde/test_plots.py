@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from pullback import PullbackError, pde
 
 
-def solved(problem: pde.Problem, *, steps: int = 2, points: int = 36) -> pde.Solution:
+def solved(problem: pde.Problem, *, steps: int = 2, points: int = 36) -> pde.PDESolution:
     network = pde.mlp(problem.domain.dim, 6, len(problem.fields), seed=0)
     if isinstance(problem, pde.Ready):
         network = problem.wrap(network)
@@ -79,7 +79,7 @@ def test_an_exact_solution_has_no_error_to_show() -> None:
     network = pde.mlp(1, 3, 1, seed=0)
     for p in network.parameters():
         torch.nn.init.zeros_(p)
-    solution = pde.Solution(problem, network, pde.History())
+    solution = pde.PDESolution(problem, network, pde.History())
     assert titles(solution.plot()) == ["u", "|u − exact|, at most 0.0e+00"]
 
 
@@ -89,10 +89,10 @@ def test_pressure_is_moved_onto_the_truth() -> None:
     network = pde.mlp(2, 4, 3, seed=0)
     last = network[-1]
     assert isinstance(last, torch.nn.Linear)
-    before = titles(pde.Solution(problem, network, pde.History()).plot())
+    before = titles(pde.PDESolution(problem, network, pde.History()).plot())
     with torch.no_grad():
         last.bias[2] += 100
-    after = titles(pde.Solution(problem, network, pde.History()).plot())
+    after = titles(pde.PDESolution(problem, network, pde.History()).plot())
     assert before[5] == after[5]
 
 

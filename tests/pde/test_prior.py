@@ -11,8 +11,10 @@ from torch import Tensor
 from pullback import pde
 from pullback._core.errors import PullbackError
 from pullback._core.processes import Processes
-from pullback.pde.collocation import evidence
-from pullback.pde.discretize import Trial, draw, term
+from pullback.pde.discretization.sites import draw_sites
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.discretization.weights import evidence
 
 LINE = pde.Interval(0, 1)
 
@@ -51,7 +53,8 @@ def test_evidence_against_the_density_of_the_data() -> None:
     trial = Trial(pde.mlp(1, 3, 2, seed=1), {}, torch.zeros(1).double())
     params = dict(trial.named_parameters())
     terms = [
-        (c, term(problem, c, trial, draw(problem, c, 50, "sobol", 0))) for c in problem.conditions
+        (c, build_term(problem, c, trial, draw_sites(problem, c, 50, "sobol", 0)))
+        for c in problem.conditions
     ]
     found = evidence(terms, params, Processes())
     rows = {c.name: t.map.linearize(params).rows().detach() for c, t in terms}

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.conditions import Energy
-from pullback.pde.discretize import Trial, term
-from pullback.pde.fields import call
-from pullback.pde.problems.ready import Ready
+from pullback.pde.catalog.ready import Ready
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.problem.conditions import Energy
+from pullback.pde.problem.fields import call
 
 from .residuals import assert_fits, assert_hard, drawn, residual
 
@@ -114,7 +115,7 @@ def test_exact_solution_is_stationary_for_the_energy(make: Callable[[], Ready]) 
     v = problem.wrap(pde.mlp(problem.domain.dim, 8, 1, seed=5)).requires_grad_(False)
     network = Exact(problem, v.forward)
     trial = Trial(network, {}, network.epsilon)
-    item = term(problem, condition, trial, (problem.domain.sample(900, "gauss"),))
+    item = build_term(problem, condition, trial, (problem.domain.sample(900, "gauss"),))
     params = dict(trial.named_parameters())
     energy = item.loss(item.map(params))
     (slope,) = torch.autograd.grad(energy, list(params.values()))

@@ -8,7 +8,7 @@ import torch
 from scipy.integrate import solve_ivp
 
 from pullback import PullbackError
-from pullback.pde.references import Burgers
+from pullback.pde.catalog.references import Burgers
 
 
 def evaluate(reference, x, t):

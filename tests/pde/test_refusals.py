@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import pullback as pb
 from pullback import PullbackError
 from pullback.cli.app import app
-from pullback.pde.history import History
+from pullback.pde.judgement.history import History
 
 pde: Any = pb.pde  # what follows is of the wrong type on purpose
 
@@ -46,7 +46,7 @@ def drawn(condition: Any) -> Any:
 
 
 def solution() -> Any:
-    return pde.Solution(problem(), pde.mlp(1, 3, 1), History())
+    return pde.PDESolution(problem(), pde.mlp(1, 3, 1), History())
 
 
 def fourier(*arguments: Any, **options: Any) -> Any:

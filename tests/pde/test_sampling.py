@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from pullback._core.errors import PullbackError
-from pullback.pde.sampling import (
+from pullback.pde.domains.sampling import (
     SAMPLERS,
     Axis,
     Gauss,

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.slabs import Slabs, overall
-from pullback.pde.verdict import Verdict
-from pullback.pde.windows import continue_from_slab, rescale_time, window
+from pullback.pde.judgement.verdict import PDEVerdict
+from pullback.pde.networks.modules import Slabs
+from pullback.pde.networks.windows import continue_from_slab, rescale_time, restrict_to_window
+from pullback.pde.runs.slabs import summarize_verdicts
 
 pi = math.pi
 
@@ -43,7 +44,7 @@ def wave() -> pde.Problem:
     )
 
 
-def run(problem: pde.Problem | None = None, **options: Any) -> pde.Solution:
+def run(problem: pde.Problem | None = None, **options: Any) -> pde.PDESolution:
     return pde.solve(
         problem or heat(),
         pde.mlp(2, 8, 1, seed=0),
@@ -201,7 +202,7 @@ def turning(time: float) -> pde.Problem:
     )
 
 
-def automatic(problem: pde.Problem, **options: Any) -> pde.Solution:
+def automatic(problem: pde.Problem, **options: Any) -> pde.PDESolution:
     network = pde.mlp(2, 6, 2 if len(problem.fields) == 2 else 1, seed=0)
     default = {"slabs": "auto", "points": 36, "steps": 40, "tol": 1e-2, "measure": 5}
     return pde.solve(problem, network, progress=False, **{**default, **options})
@@ -255,8 +256,8 @@ def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
 def test_the_worst_slab_is_told_where_budgets_ended_all() -> None:
     """Later slabs inherit the errors of the first, however small their own residuals are."""
     ended = "the budget of 1 s is spent"
-    verdicts = [Verdict(ended, False, 1e-3, 1e-3, size) for size in (1e-2, 3e-2, 1e-6)]
-    found = overall(verdicts, 3, ended=False)
+    verdicts = [PDEVerdict(ended, False, 1e-3, 1e-3, size) for size in (1e-2, 3e-2, 1e-6)]
+    found = summarize_verdicts(verdicts, 3, ended=False)
     assert found.name == "unfinished"
     assert found.alarming
     assert found.reason == f"{ended} in slab 2 of 3"
@@ -267,7 +268,7 @@ def test_a_network_for_later_times_is_the_same_function() -> None:
     domain = heat().domain
     plain = nn.Sequential(pde.PeriodicEmbedding(2, 0, 2.0, 2), *pde.mlp(5, 6, 1, seed=0))
     first = pde.Rescaled(pde.Symmetric(plain, 0, 1), pde.SpaceTime(pde.Interval(0, 1), (0, 0.25)))
-    part = window(heat(), 0.5, 0.75, first)
+    part = restrict_to_window(heat(), 0.5, 0.75, first)
     later = rescale_time(first, part, same=True)
     x = part.domain.sample(20, "uniform", seed=1).x
     torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.optim import NaturalGradient
-from pullback.pde.history import History
-from pullback.pde.validation import Yardstick
+from pullback.pde.judgement.history import History
+from pullback.pde.judgement.yardstick import Yardstick
 
 pi = math.pi
 Case = tuple[pde.Problem, nn.Module, dict[str, Any]]
@@ -242,7 +242,7 @@ def small(**options: Any) -> nn.Module:
     return pde.mlp(1, 6, 1, seed=1, **options)
 
 
-def run(network: nn.Module | None = None, **options: Any) -> pde.Solution:
+def run(network: nn.Module | None = None, **options: Any) -> pde.PDESolution:
     return pde.solve(
         options.pop("problem", None) or poisson(),
         small() if network is None else network,
@@ -399,7 +399,7 @@ def test_history() -> None:
 def test_save_and_load(tmp_path: Path) -> None:
     solution = run()
     solution.save(tmp_path / "deep" / "solution.pt")
-    loaded = pde.Solution.load(tmp_path / "deep" / "solution.pt", poisson(), pde.mlp(1, 6, 1))
+    loaded = pde.PDESolution.load(tmp_path / "deep" / "solution.pt", poisson(), pde.mlp(1, 6, 1))
     x = torch.rand(5, 1).double()
     assert torch.equal(loaded(x), solution(x))
     assert loaded.error == solution.error
@@ -410,9 +410,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert torch.equal(loaded.spectrum, solution.spectrum)
     assert "12 steps" in repr(loaded)
     with pytest.raises(PullbackError, match="another run"):
-        pde.Solution.load(tmp_path / "deep" / "solution.pt", poisson(name="other"), small())
+        pde.PDESolution.load(tmp_path / "deep" / "solution.pt", poisson(name="other"), small())
     with pytest.raises(PullbackError, match="another network"):
-        pde.Solution.load(tmp_path / "deep" / "solution.pt", poisson(), pde.mlp(1, 7, 1))
+        pde.PDESolution.load(tmp_path / "deep" / "solution.pt", poisson(), pde.mlp(1, 7, 1))
 
 
 def test_the_spectrum_is_that_of_the_residuals() -> None:
@@ -517,7 +517,7 @@ def test_errors_of_fields() -> None:
 
 
 def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["pullback.pde.run"], "_SAVE_EVERY", 0.0)
+    monkeypatch.setattr(sys.modules["pullback.pde.runs.run"], "_SAVE_EVERY", 0.0)
     path = tmp_path / "run.pt"
     seen = []
     run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])

@@ -144,7 +144,7 @@ def test_a_solution_in_slabs_is_saved_and_loaded(tmp_path: Path) -> None:
     network = pde.mlp(2, 6, 1, seed=0)
     found = pde.solve(pde.Heat(1), network, steps=3, slabs=2, points=100, progress=False)
     found.save(tmp_path / "heat.pt")
-    again = pde.Solution.load(tmp_path / "heat.pt", pde.Heat(1), pde.mlp(2, 6, 1))
+    again = pde.PDESolution.load(tmp_path / "heat.pt", pde.Heat(1), pde.mlp(2, 6, 1))
     x = torch.rand(9, 2, dtype=torch.float64)
     assert torch.equal(found(x), again(x))
     assert again.loss == found.loss

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.progress import Log
-from pullback.pde.verdict import Verdict, exact
+from pullback.pde.judgement.verdict import PDEVerdict, exact_level
+from pullback.pde.runs.progress import Log
 from pullback.steps import TargetRatio
 
 pi = math.pi
@@ -35,7 +35,7 @@ def poisson(scale: float = 1.0, **options: Any) -> pde.Problem:
     )
 
 
-def run(**options: Any) -> pde.Solution:
+def run(**options: Any) -> pde.PDESolution:
     return pde.solve(
         options.pop("problem", None) or poisson(),
         options.pop("network", None) or pde.mlp(1, 6, 1, seed=1),
@@ -54,8 +54,8 @@ class Wave(nn.Module):
         return torch.sin(pi * x) * self.a
 
 
-def solved(problem: pde.Problem, network: nn.Module) -> pde.Solution:
-    return pde.Solution(problem, network, pde.History())
+def solved(problem: pde.Problem, network: nn.Module) -> pde.PDESolution:
+    return pde.PDESolution(problem, network, pde.History())
 
 
 def test_residuals_are_relative_to_the_terms_that_should_cancel() -> None:
@@ -116,7 +116,7 @@ def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
 
 def test_verdicts_say_what_is_missing() -> None:
     """Residuals above 1e-8 of their terms are warned of, unless that was asked for."""
-    ended = Verdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
+    ended = PDEVerdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
     assert ended.name == "converged"
     assert ended.alarming
     assert "More steps= or budget=, or a wider or deeper network would" in ended.text
@@ -130,7 +130,7 @@ def test_verdicts_say_what_is_missing() -> None:
     stuck = replace(ended, reason="the loss fell by less than 1 % in 50 steps", stuck=True)
     assert stuck.alarming
     assert "1e-05 of their terms. A wider or deeper network would" in stuck.text
-    single = replace(stuck, exact=exact(torch.finfo(torch.float32).eps))
+    single = replace(stuck, exact=exact_level(torch.finfo(torch.float32).eps))
     assert "A wider or deeper network in float64 would" in single.text
     assert not replace(single, relative=1.5e-6).alarming
     energy = replace(ended, relative=math.nan)
@@ -259,7 +259,7 @@ def test_unknowns_have_standard_errors() -> None:
         network.get_parameter("2.bias").fill_(1.0)
     for name, p in network.named_parameters():
         p.requires_grad_(name == "2.bias")
-    solution = pde.Solution(problem, network, pde.History(), unknowns=problem.unknowns)
+    solution = pde.PDESolution(problem, network, pde.History(), unknowns=problem.unknowns)
     estimate = solution.check().estimate
     assert estimate is not None
     assert estimate.spread["k"] == pytest.approx(noise / n**0.5, rel=0.1)
@@ -283,9 +283,9 @@ def test_saved_solutions_know_their_problem(tmp_path: Path) -> None:
     solution = run(steps=2)
     path = tmp_path / "solution.pt"
     solution.save(path)
-    assert pde.Solution.load(path, poisson(), pde.mlp(1, 6, 1)).verdict == solution.verdict
+    assert pde.PDESolution.load(path, poisson(), pde.mlp(1, 6, 1)).verdict == solution.verdict
     with pytest.raises(PullbackError, match="another run"):
-        pde.Solution.load(path, poisson(scale=2.0), pde.mlp(1, 6, 1))
+        pde.PDESolution.load(path, poisson(scale=2.0), pde.mlp(1, 6, 1))
 
 
 def test_solutions_pickle() -> None:
@@ -324,7 +324,7 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
 def test_runs_settle_at_their_end(dtype: torch.dtype) -> None:
     """The last tenth of the steps is short, unless the caller says how long they are."""
 
-    def solved(**options: Any) -> pde.Solution:
+    def solved(**options: Any) -> pde.PDESolution:
         network = pde.mlp(1, 10, 1, seed=0, dtype=dtype)
         return pde.solve(pde.Poisson(1), network, points=60, steps=40, progress=False, **options)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.pde.wavenumbers import oscillation
+from pullback.pde.networks.wavenumbers import oscillation
 from pullback_experiments.problems import Cavity
 
 pi = math.pi

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
-from ..pde import Setup, Solution
-from ..pde.networks import Slabs
+from ..pde import PDESolution, Setup
+from ..pde.networks.modules import Slabs
 from . import files
 from .environment import environment
 from .terminal import facts
@@ -19,7 +19,7 @@ from .terminal import facts
 FORMAT = "pullback solution 1"
 
 
-def summary(solution: Solution) -> Table:
+def summary(solution: PDESolution) -> Table:
     """What was solved, with what, how long it took and how well it went."""
     history = solution.history
     rows = {
@@ -38,7 +38,7 @@ def summary(solution: Solution) -> Table:
 
 
 def report(
-    name: str, found: Setup, seed: int, device: str, options: dict[str, Any], solution: Solution
+    name: str, found: Setup, seed: int, device: str, options: dict[str, Any], solution: PDESolution
 ) -> dict[str, Any]:
     """All of a run but its parameters: configuration, result, history, environment."""
     history = solution.history

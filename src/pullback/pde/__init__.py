@@ -1,19 +1,10 @@
 """PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
 
-from .check import Check, Estimate
-from .conditions import (
-    Condition,
-    Data,
-    Dirichlet,
-    Energy,
-    Equation,
-    Initial,
-    Integral,
-    Neumann,
-    Periodic,
-    Prior,
-    Robin,
-)
+from .catalog.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
+from .catalog.ready import Ready
+from .catalog.setup import SETUPS, Setup, setup
+from .catalog.steady import Helmholtz, Kovasznay, Multiscale, Poisson, Ritz1D, RitzPoisson
+from .discretization.plan import Refine
 from .domains import (
     Ball,
     Box,
@@ -28,8 +19,15 @@ from .domains import (
     SpaceTime,
     Union,
 )
-from .history import History
-from .networks import (
+from .domains.sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
+from .judgement.check import Check
+from .judgement.estimate import Estimate
+from .judgement.history import History
+from .judgement.solution import PDESolution
+from .judgement.validation import Residual
+from .judgement.verdict import PDEVerdict
+from .networks.choice import network_for
+from .networks.modules import (
     FourierFeatures,
     Hard,
     PeriodicEmbedding,
@@ -37,20 +35,23 @@ from .networks import (
     Sine,
     Symmetric,
     mlp,
-    network_for,
 )
-from .plan import Refine
-from .problem import Problem
-from .problems.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
-from .problems.ready import Ready
-from .problems.setup import SETUPS, Setup, setup
-from .problems.steady import Helmholtz, Kovasznay, Multiscale, Poisson, Ritz1D, RitzPoisson
-from .run import Run
-from .sampling import Gauss, Grid, LatinHypercube, Points, Sampler, Sobol, Uniform
-from .solution import Solution
+from .problem.conditions import (
+    Condition,
+    Data,
+    Dirichlet,
+    Energy,
+    Equation,
+    Initial,
+    Integral,
+    Neumann,
+    Periodic,
+    Prior,
+    Robin,
+)
+from .problem.problem import Problem
+from .runs.run import Run
 from .solve import solve
-from .validation import Residual
-from .verdict import Verdict
 
 __all__ = [
     # where
@@ -100,9 +101,9 @@ __all__ = [
     # solved
     "solve",
     "Run",
-    "Solution",
+    "PDESolution",
     "History",
-    "Verdict",
+    "PDEVerdict",
     "Check",
     "Residual",
     "Estimate",

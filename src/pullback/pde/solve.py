@@ -14,15 +14,15 @@ from torch.optim import Optimizer
 
 from ..solvers import Solver
 from ..steps import Step
-from .kinds import is_integer, is_number, require, require_problem
-from .networks import Hard
-from .plan import Refine
-from .problem import Problem
-from .run import Run, processes
-from .sampling import Sampler
-from .settings import Callback, Settings
-from .slabs import SlabMarch
-from .solution import Solution
+from .arguments import is_integer, is_number, require, require_problem
+from .discretization.plan import Refine
+from .domains.sampling import Sampler
+from .judgement.solution import PDESolution
+from .networks.modules import Hard
+from .problem.problem import Problem
+from .runs.run import Run, processes
+from .runs.settings import Callback, Settings
+from .runs.slabs import SlabMarch
 
 
 def solve(
@@ -51,7 +51,7 @@ def solve(
     progress: bool = True,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
     group: Any = None,
-) -> Solution:
+) -> PDESolution:
     """Fit the network to the problem's conditions; its parameters change in place.
 
     With slabs every piece of time has a copy of the network, and the given one stays as it is.

@@ -9,7 +9,7 @@ import torch
 
 from pullback import PullbackError, pde
 from pullback.maps.jets import Jet, Scheme
-from pullback.pde.problems.ready import Ready
+from pullback.pde.catalog.ready import Ready
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt
 from pullback_experiments import problems

@@ -11,7 +11,7 @@ from scipy.integrate import solve_ivp
 
 from pullback._core.errors import PullbackError
 from pullback.pde import Points
-from pullback.pde.discretize import LocalResidual
+from pullback.pde.discretization.residual import LocalResidual
 from pullback_experiments import problems
 from pullback_experiments.problems import references
 from pullback_experiments.problems.references import base

@@ -9,8 +9,9 @@ from torch.func import functional_call
 
 import pullback as pb
 from pullback.optim.kfac import Adaptive
-from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import SamplingPlan
+from pullback.pde.discretization.plan import SamplingPlan
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
 
 RULE: dict[str, Any] = {"step": pb.steps.QuadraticModel(), "statistics_every": 1, "invert_every": 1}
 
@@ -22,7 +23,7 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     trial = Trial(network, {}, next(network.parameters()))
     sites = SamplingPlan(problem, 21, points=9).draw(0)
     (equation,) = (c for c in problem.conditions if c.name == "equation")
-    objective = pb.optim.Objective([term(problem, equation, trial, sites["equation"])])
+    objective = pb.optim.Objective([build_term(problem, equation, trial, sites["equation"])])
     opt = pb.KFAC(trial, lr=0.0, fisher="exact")
     opt.step(objective=objective)
     blocks = ["kronecker (5 ⊗ 3)"] * 2 + ["kronecker (1 ⊗ 6)"] * 2

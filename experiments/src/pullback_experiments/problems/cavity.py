@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from pullback.pde import Box, Condition, Dirichlet, Ready
-from pullback.pde.kinds import check_positive
-from pullback.pde.problems.ready import bump, distance
-from pullback.pde.problems.steady import navier_stokes
+from pullback.pde.arguments import check_positive
+from pullback.pde.catalog.ready import bump, distance
+from pullback.pde.catalog.steady import navier_stokes
 
 from . import references
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from pullback.pde import Equation, Initial, Interval, Periodic, Ready, SpaceTime
-from pullback.pde.kinds import check_positive
-from pullback.pde.problems.ready import check_number, periodic, prefix
+from pullback.pde.arguments import check_positive
+from pullback.pde.catalog.ready import check_number, periodic, prefix
 
 from . import references
 

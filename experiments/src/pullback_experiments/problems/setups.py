@@ -18,7 +18,7 @@ from pullback.pde import (
     Symmetric,
     mlp,
 )
-from pullback.pde.problems.setup import fully_connected
+from pullback.pde.catalog.setup import fully_connected
 
 from .cavity import Cavity
 from .periodic import AllenCahn, GrayScott, KdV, KuramotoSivashinsky

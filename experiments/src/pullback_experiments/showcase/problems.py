@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from pullback import KFAC, HessianFree, NaturalGradient, pde
 from pullback.likelihoods import Categorical
 from pullback.optim import Objective
-from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import SamplingPlan
-from pullback.pde.validation import Yardstick
+from pullback.pde.discretization.plan import SamplingPlan
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.judgement.yardstick import Yardstick
 from pullback.solvers import PseudoInverse
 from pullback.steps import TargetRatio
 
@@ -171,7 +172,7 @@ class PoissonTask(DemoProblem):
         """The same terms for all; first-order optimizers see their sum."""
         assert isinstance(model, Trial)
         conditions = self._problem.conditions
-        terms = [term(self._problem, c, model, self._sites[c.name]) for c in conditions]
+        terms = [build_term(self._problem, c, model, self._sites[c.name]) for c in conditions]
         if isinstance(optimizer, NaturalGradient):
             objective = Objective(terms)
             return lambda: optimizer.step(objective=objective).loss

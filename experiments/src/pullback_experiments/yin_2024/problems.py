@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pullback import pde
 from pullback.optim import Objective
-from pullback.pde.discretize import Trial, term
-from pullback.pde.plan import SamplingPlan
-from pullback.pde.validation import Yardstick
+from pullback.pde.discretization.plan import SamplingPlan
+from pullback.pde.discretization.term import build_term
+from pullback.pde.discretization.trial import Trial
+from pullback.pde.judgement.yardstick import Yardstick
 
 _WEIGHT = 100.0  # of the boundary, the paper's
 
@@ -83,7 +84,7 @@ class Fit:
         plan = SamplingPlan(problem, self.size, points=points, sampler="uniform", seed=seed)
         sites = plan.draw(0)
         self.objective = Objective(
-            [term(problem, c, self.model, sites[c.name]) for c in problem.conditions]
+            [build_term(problem, c, self.model, sites[c.name]) for c in problem.conditions]
         )
         self._inside = sites[problem.conditions[0].name][0].x
         self._yardstick = Yardstick(problem, like)

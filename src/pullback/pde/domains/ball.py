@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_names, check_positive, require
-from ..sampling import Axis
+from ..arguments import check_names, check_positive, require
 from .domain import Domain
 from .patch import Patch, Placed
 from .region import PatchRegion, Region
+from .sampling import Axis
 
 
 class Ball(Domain):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_bounds, check_names, index_of
-from ..sampling import Axis
+from ..arguments import check_bounds, check_names, index_of
 from .domain import Domain
 from .patch import Patch, Placed, cuboid
 from .region import PatchRegion, Region
+from .sampling import Axis
 
 _SIDES = ("low", "high")
 

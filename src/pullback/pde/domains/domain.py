@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import index_of, require
+from ..arguments import index_of, require
 from .patch import Keep, Patch, cuboid, nonempty
 from .region import Pairs, PatchRegion, PointSet, Region
 

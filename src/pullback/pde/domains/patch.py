@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..sampling import Axis, Gauss, Points, Product, Sampler, Sobol, root
+from .sampling import Axis, Gauss, Points, Product, Sampler, Sobol, root
 
 _FINE = 2**16  # points of the estimate of an accepted share; its error is about 1e-4
 _CANDIDATES = 2**24  # rejection gives up beyond this many

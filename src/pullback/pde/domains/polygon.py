@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_names, is_integer, require
-from ..sampling import Axis
+from ..arguments import check_names, is_integer, require
 from .domain import Domain
 from .patch import Patch, Placed
 from .region import PatchRegion, Region
+from .sampling import Axis
 
 _TOUCH = 1e-12  # edges closer than this share of the extent are said to touch
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_count, check_names, check_points, check_seed, require
-from ..sampling import Points, Sampler
-from ..sampling import sampler as named
+from ..arguments import check_count, check_names, check_points, check_seed, require
 from .patch import Patch, draw, nonempty, quadrature
+from .sampling import Points, Sampler
+from .sampling import sampler as named
 
 Predicate = Callable[[Tensor], Tensor]
 Inside = Callable[[Tensor, float], Tensor]

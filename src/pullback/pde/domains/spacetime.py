@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..kinds import check_bounds, require
+from ..arguments import check_bounds, require
 from .domain import Domain
 from .patch import Patch
 from .region import PatchRegion, Region

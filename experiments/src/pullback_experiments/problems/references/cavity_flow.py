@@ -11,7 +11,7 @@ import scipy
 from numpy.polynomial import Polynomial, legendre
 
 from pullback._core.errors import PullbackError
-from pullback.pde.kinds import check_positive
+from pullback.pde.arguments import check_positive
 
 from .base import Array, Reference, cached, relative, resolved
 

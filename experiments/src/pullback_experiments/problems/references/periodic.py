@@ -11,7 +11,7 @@ import numpy as np
 import scipy
 
 from pullback._core.errors import PullbackError
-from pullback.pde.kinds import check_positive
+from pullback.pde.arguments import check_positive
 
 from .base import Array, Reference, cached, relative, resolved
 from .etdrk4 import FourierTrajectory, integrate

@@ -1,0 +1,1 @@
+"""Ready problems from the literature, with networks and options that solve them."""

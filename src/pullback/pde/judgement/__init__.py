@@ -1,0 +1,1 @@
+"""How good a solution is: residuals at fresh points, errors, verdicts, tables and pictures."""

@@ -1,0 +1,300 @@
+"""The picture of a solve: the solution, its error, convergence and spectrum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from torch import Tensor, nn
+
+from ..._core.errors import PullbackError
+from ..problem.problem import Problem
+from .history import History
+
+_CELLS = 200  # along each side of a heat map
+_CURVE = 1000  # points of a curve
+_DECADES = 5  # shown of an error, at most
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+_INK, _FAINT, _GRID = "#2B2B33", "#6F6F7A", "#E9E9EE"
+_BLUE, _RED = "#2F6DB5", "#C8452F"
+_DEFAULTS: Any = matplotlib.rcParamsDefault  # whatever the user's settings are
+_STYLE: dict[Any, Any] = {
+    **{k: v for k, v in _DEFAULTS.items() if not k.startswith("backend")},
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "text.color": _INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _FAINT,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+}
+
+
+class Drawable(Protocol):
+    """What a picture shows of a `PDESolution`."""
+
+    problem: Problem
+    network: nn.Module
+    history: History
+    unknowns: dict[str, float]
+    spectrum: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return u at points (N, d): (N, m)."""
+        ...
+
+
+def draw_solution(solution: Drawable, path: str | Path | None = None) -> Figure:
+    """Solution and |error| of every field, convergence, singular values.
+
+    Curves in one dimension, heat maps in two (time to the right where there is time), beyond that
+    the heat map of a slice through the center. Parts that are not known are left out. Neither
+    pyplot nor any global setting of matplotlib is touched. Where a path is given the picture is
+    written there, as .png, .svg or .pdf.
+    """
+    if path is not None and Path(path).suffix.lower() not in _SUFFIXES:
+        raise PullbackError(
+            f"The picture cannot be written to {path}",
+            f"its suffix is {Path(path).suffix!r}",
+            f"Use {', '.join(_SUFFIXES)}",
+        )
+    with matplotlib.rc_context(_STYLE):
+        figure = _figure(solution)
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+    return figure
+
+
+def _figure(solution: Drawable) -> Figure:
+    problem, cut = solution.problem, Cut.through(solution.problem)
+    found, truth = _values(solution, cut.points)
+    rows, bottom = len(problem.fields), _convergence(solution)
+    heights = [cut.height * rows] + [2.6] * bool(bottom)
+    figure = Figure(figsize=(10, sum(heights) + 0.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    grid = outer[0].subgridspec(rows, 1 if truth is None else 2)
+    for i, name in enumerate(problem.fields):
+        known = None if truth is None else truth[:, i]
+        cut.show(figure.add_subplot(grid[i, 0]), found[:, i], name, known)
+        if known is not None:
+            cut.show_error(figure.add_subplot(grid[i, 1]), np.abs(found[:, i] - known), name)
+    if bottom:
+        grid = outer[1].subgridspec(1, len(bottom))
+        for k, curve in enumerate(bottom):
+            _show_curve(figure.add_subplot(grid[0, k]), curve)
+    figure.suptitle(_title(solution), x=0.012, ha="left", fontsize=12)
+    return figure
+
+
+def _title(solution: Drawable) -> str:
+    parameters = sum(p.numel() for p in solution.network.parameters())
+    history = solution.history
+    parts = [f"{parameters:,} parameters", f"{len(history):,} steps", f"{history.spent:.1f} s"]
+    if history.error:
+        parts.append(f"relative L² error {history.error[-1]:.1e}")
+    parts += [f"{n} = {v:.6g}" for n, v in solution.unknowns.items()]
+    return f"{solution.problem.name}:  " + ",  ".join(parts)
+
+
+def _values(solution: Drawable, x: Tensor) -> tuple[Any, Any]:
+    """u and what it should be, (N, m); fields known up to a constant are moved onto the truth."""
+    problem = solution.problem
+    found = solution(x).detach().cpu().double().numpy()
+    if not problem.known:
+        return found, None
+    truth = problem.truth(x).detach().cpu().double().numpy()
+    inside = problem.domain.contains(x).numpy() & np.isfinite(truth).all(1)
+    for i, name in enumerate(problem.fields):
+        if name in problem.free:
+            found[:, i] -= (found[inside, i] - truth[inside, i]).mean()
+    return found, truth
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The points of a picture.
+
+    Attributes:
+        problem: whose domain is shown.
+        axes: the coordinates to the right and upward; one in one dimension.
+        points: (N, d), row by row from below.
+        note: where the other coordinates are held.
+    """
+
+    problem: Problem
+    axes: tuple[int, ...]
+    points: Tensor
+    note: str = ""
+
+    @classmethod
+    def through(cls, problem: Problem) -> Cut:
+        """All of the domain up to two dimensions, a slice through the center beyond."""
+        domain = problem.domain
+        low, high = domain.low.double(), domain.high.double()
+        if domain.dim == 1:
+            u = torch.linspace(0, 1, _CURVE, dtype=torch.float64)
+            return cls(problem, (0,), (low + (high - low) * u)[:, None])
+        axes = (1, 0) if problem.domain.evolves and domain.dim == 2 else (0, 1)
+        # centers of cells: corners and the initial time may be singular
+        unit = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
+        up, right = torch.meshgrid(unit, unit, indexing="ij")
+        points = (0.5 * (low + high)).repeat(_CELLS**2, 1)
+        for axis, u in zip(axes, (right, up), strict=True):
+            points[:, axis] = low[axis] + (high[axis] - low[axis]) * u.reshape(-1)
+        return cls(problem, axes, points, _held(domain.names[2:], points[0, 2:].tolist()))
+
+    def show(self, axes: Axes, u: Any, name: str, truth: Any) -> None:
+        """The field: a curve beside the true one, or a heat map."""
+        if len(self.axes) == 2:
+            self._map(axes, u, "viridis", None)
+            axes.set_title(f"{name}{self.note}")
+            return
+        x = self.points[:, 0].numpy()
+        axes.plot(x, u, color=_BLUE, lw=2, label=name)
+        if truth is not None:
+            axes.plot(x, truth, color=_INK, lw=1.2, ls=(0, (4, 3)), label="exact")
+            axes.legend(loc="best")
+        axes.grid(True)
+        axes.set(xlabel=self.problem.domain.names[0], title=name)
+        axes.margins(x=0)
+
+    def show_error(self, axes: Axes, error: Any, name: str) -> None:
+        """|u − u*| on a logarithmic scale, and its largest value."""
+        inside = self._inside() & np.isfinite(error)
+        most = float(error[inside].max(initial=0.0))
+        axes.set_title(f"|{name} − exact|, at most {most:.1e}")
+        most = most or 1e-300
+        least = float(np.quantile(error[inside], 0.01)) if inside.any() else 0.0
+        low, high = _decades(max(least, most * 10.0**-_DECADES), most)
+        if len(self.axes) == 2:
+            self._map(axes, np.maximum(error, low), "magma", LogNorm(low, max(most, 10 * low)))
+            return
+        axes.semilogy(self.points[:, 0].numpy(), error.clip(low), color=_RED, lw=1.5)
+        axes.set_xlabel(self.problem.domain.names[0])
+        axes.margins(x=0)
+        _tidy(axes, low, high)
+
+    @property
+    def height(self) -> float:
+        """Inches of a row of panels: equal scales on both axes need room."""
+        domain = self.problem.domain
+        if len(self.axes) == 1 or self._timed:
+            return 3.2
+        width, height = ((domain.high - domain.low)[i].item() for i in self.axes)
+        return min(max(4.0 * height / width, 2.4), 4.0 if len(self.problem.fields) == 1 else 3.4)
+
+    @property
+    def _timed(self) -> bool:
+        return any(self.problem.domain.names[i] == "t" for i in self.axes)
+
+    def _inside(self) -> Any:
+        return self.problem.domain.contains(self.points).numpy()
+
+    def _map(self, axes: Axes, values: Any, colors: str, norm: Any) -> None:
+        domain, (right, up) = self.problem.domain, self.axes
+        low, high = domain.low.tolist(), domain.high.tolist()
+        shown = np.where(self._inside(), values, np.nan).reshape(_CELLS, _CELLS)
+        image = axes.imshow(
+            shown,
+            origin="lower",
+            extent=(low[right], high[right], low[up], high[up]),
+            aspect="auto" if self._timed else "equal",
+            cmap=colors,
+            norm=norm,
+            interpolation="nearest",
+        )
+        axes.set(xlabel=domain.names[right], ylabel=domain.names[up])
+        axes.spines[:].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        figure = axes.get_figure()
+        assert figure is not None
+        bar = figure.colorbar(image, ax=axes, pad=0.02, fraction=0.05)
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        if norm is not None:
+            bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+#: title, label of x, x, y and color of a curve with positive values
+Curve = tuple[str, str, Sequence[float], Sequence[float], str]
+
+
+def _show_curve(axes: Axes, curve: Curve) -> None:
+    """The curve on a logarithmic scale."""
+    title, label, x, y, color = curve
+    axes.semilogy(x, y, color=color, lw=1.7, marker="o" if len(x) < 40 else "", ms=3)
+    axes.set(title=title, xlabel=label)
+    axes.margins(x=0.02)
+    whole = label != "seconds"
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 5, 10]))
+    shown = [value for value in y if value > 0]  # false for NaN as well
+    _tidy(axes, *_decades(min(shown), max(shown)))
+
+
+def _convergence(solution: Drawable) -> list[Curve]:
+    """What there is to show of the way."""
+    history = solution.history
+    curves: list[Curve] = []
+    if any(e > 0 for e in history.error):
+        curves.append(("relative L² error", "seconds", history.clock, history.error, _RED))
+    if len(history) > 1:
+        loss, title = np.array(history.loss), "loss"
+        if (loss <= 0).any():  # an energy
+            loss, title = loss - loss.min(), "loss above its least value"
+        loss = np.where(loss > 0, loss, np.nan)
+        curves.append((title, "step", range(1, len(loss) + 1), loss.tolist(), _BLUE))
+    if solution.spectrum is not None and bool((solution.spectrum > 0).any()):
+        values = solution.spectrum.double().tolist()
+        at, title = range(1, len(values) + 1), "singular values of the Jacobian"
+        curves.append((title, "index", at, values, _INK))
+    return curves
+
+
+def _held(names: Sequence[str], values: Sequence[float]) -> str:
+    """Where the coordinates that are not shown are held."""
+    if not names:
+        return ""
+    if len(names) <= 3:
+        return " at " + ", ".join(f"{n} = {v:g}" for n, v in zip(names, values, strict=True))
+    return f" on a slice: {names[0]}, …, {names[-1]} at the center"
+
+
+def _decades(low: float, high: float) -> tuple[float, float]:
+    """The whole decades around an interval, so that both ends have a label."""
+    ends = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    return 10.0 ** ends[0], 10.0 ** max(ends[1], ends[0] + 1)
+
+
+def _tidy(axes: Axes, low: float, high: float) -> None:
+    """Powers of ten only, with light lines."""
+    axes.set_ylim(low * 0.9, high * 1.1)
+    axes.grid(True, which="major")
+    axes.yaxis.set_major_locator(LogLocator(numticks=7))
+    axes.yaxis.set_minor_locator(NullLocator())

@@ -1,0 +1,1 @@
+"""Networks for PDEs, and the choice of one for a problem."""

@@ -1,0 +1,317 @@
+"""What must hold, and where: equations, boundary and initial conditions, data, energies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..._core.errors import PullbackError
+from ..arguments import is_integer, is_number, require
+from ..domains import Domain, Pairs, PointSet, Region, SpaceTime
+from .fields import Value, View, call
+
+Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
+
+
+class Condition(ABC):
+    """One term of the loss: ½·weight·mean |residual|² over the points of a region.
+
+    Args:
+        on: the region, or a function of the domain; each kind has its own default.
+        weight: of the mean square in the loss, 1 by default; "balanced" weighs a condition against
+            the equations.
+        points: how many; by default `solve` decides.
+        name: what reports call it.
+
+    Attributes:
+        paired: whether the points come in pairs, on opposite faces.
+        whole: whether one process must have all points, as a sum over them is squared.
+    """
+
+    paired: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        on: Where = None,
+        weight: float | str | None = None,
+        points: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        number: Any = weight
+        usable = weight in (None, "balanced") or (is_number(weight) and number > 0)
+        require(usable, "The weight of a condition", weight, 'Use a number > 0 or "balanced"')
+        usable = name is None or isinstance(name, str)
+        require(usable, "The name of a condition", name, "Use a string")
+        self.on, self.points = on, points
+        self.balanced = weight == "balanced"
+        self.weight = 1.0 if weight in (None, "balanced") else float(number)
+        self.name = name or type(self).__name__.lower()
+
+    @abstractmethod
+    def residual(self, view: View) -> Tensor | Sequence[Tensor]:
+        """What must vanish: (N,), or several of these."""
+
+    def default(self, domain: Domain) -> Region | Pairs:
+        """Where it holds unless said otherwise."""
+        return domain.boundary
+
+    def region(self, domain: Domain) -> Region | Pairs:
+        """Where it holds."""
+        if self.on is None:
+            return self.default(domain)
+        found = self.on(domain) if callable(self.on) else self.on
+        if not isinstance(found, Pairs if self.paired else Region):
+            raise PullbackError(
+                f"The region of {self.name!r} is not usable",
+                f"{'pairs' if self.paired else 'single points'} are needed, got {found!r}",
+                "Use domain.pairs(axis) for Periodic, and a boundary, face or part for the others",
+            )
+        return found
+
+
+class Interior(Condition):
+    """A condition that holds in the whole domain unless said otherwise."""
+
+    def default(self, domain: Domain) -> Region:
+        return domain
+
+
+class Equation(Interior):
+    """A PDE, or several: functions of fields, coordinates and unknowns, by name.
+
+    >>> Equation(lambda u: u.t + u * u.x - 0.01 * u.xx).name
+    'equation'
+    """
+
+    def __init__(self, *residuals: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        usable = bool(residuals) and all(map(callable, residuals))
+        remedy = "Pass functions such as lambda u: u.laplacian + 1"
+        require(usable, "An equation without residuals", residuals, remedy)
+        self.residuals = residuals
+
+    def residual(self, view: View) -> list[Tensor]:
+        found = []
+        for function in self.residuals:
+            out = call(function, view.offered, f"The residual of {self.name!r}")
+            found += out if isinstance(out, (list, tuple)) else [out]
+        return found
+
+
+class Dirichlet(Condition):
+    """u = value on the boundary."""
+
+    def __init__(self, value: Value = 0.0, *, field: str | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.value, self.field = value, field
+
+    def residual(self, view: View) -> Tensor:
+        return view.field(self.field).value - view.value(self.value, f"The value of {self.name!r}")
+
+
+class Robin(Condition):
+    """a·u + b·∂u/∂n = value on the boundary."""
+
+    def __init__(
+        self,
+        a: float,
+        b: float,
+        value: Value = 0.0,
+        *,
+        field: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        usable = is_number(a) and is_number(b) and (a != 0 or b != 0)
+        require(usable, "a·u + b·∂u/∂n", (a, b), "Use numbers a and b, not both 0")
+        self.a, self.b, self.value, self.field = a, b, value, field
+
+    def residual(self, view: View) -> Tensor:
+        u = view.field(self.field)
+        left = self.b * u.normal + (self.a * u.value if self.a else 0.0)
+        return left - view.value(self.value, f"The value of {self.name!r}")
+
+
+class Neumann(Robin):
+    """∂u/∂n = value on the boundary."""
+
+    def __init__(self, value: Value = 0.0, **options: Any) -> None:
+        super().__init__(0.0, 1.0, value, **options)
+
+
+class Periodic(Condition):
+    """u and its derivatives along `axis` up to `order` agree on opposite faces."""
+
+    paired = True
+
+    def __init__(self, axis: str, order: int = 1, *, field: str | None = None, **options: Any):
+        super().__init__(**options)
+        require(is_integer(order, 0), "The order of a periodic condition", order, "Use 0, 1, …")
+        self.axis, self.order, self.field = axis, order, field
+
+    def default(self, domain: Domain) -> Pairs:
+        return domain.pairs(self.axis)
+
+    def residual(self, view: View) -> list[Tensor]:
+        one, two = view.field(self.field, 0), view.field(self.field, 1)
+        names = [[self.axis] * k for k in range(self.order + 1)]
+        return [one.d(*n) - two.d(*n) for n in names]
+
+
+class Initial(Condition):
+    """u = value, and u.t = velocity where it is given, at the initial time."""
+
+    def __init__(
+        self,
+        value: Value,
+        velocity: Value | None = None,
+        *,
+        field: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.value, self.velocity, self.field = value, velocity, field
+
+    def default(self, domain: Domain) -> Region:
+        if not isinstance(domain, SpaceTime):
+            raise PullbackError(
+                "An initial condition needs time",
+                f"the domain is {domain!r}",
+                "Use SpaceTime(space, (t0, t1)), or say where with on=",
+            )
+        return domain.initial
+
+    def residual(self, view: View) -> list[Tensor]:
+        u = view.field(self.field)
+        what = f"The value of {self.name!r}"
+        out = [u.value - view.value(self.value, what)]
+        if self.velocity is not None:
+            out.append(u.d("t") - view.value(self.velocity, what))
+        return out
+
+
+class Data(Condition):
+    """u = values at measured points (N, d)."""
+
+    def __init__(
+        self, points: Tensor, values: Tensor, *, field: str | None = None, **options: Any
+    ) -> None:
+        if "on" in options:
+            raise PullbackError(
+                "Data takes no on=", "its points are its region", "Leave on= out, or use Dirichlet"
+            )
+        x = _measured(points, "points")
+        x = x[:, None] if x.ndim == 1 else x
+        self._values = _measured(values, "values").reshape(-1)
+        if len(x) != len(self._values):
+            raise PullbackError(
+                "Measured points and values do not match",
+                f"{len(x)} points and {len(self._values)} values",
+                "Give one value per point",
+            )
+        if not bool(torch.isfinite(self._values).all()):
+            raise PullbackError(
+                "Measured values are not finite",
+                f"{int((~torch.isfinite(self._values)).sum())} of {len(self._values)} are not",
+                "Leave those points out",
+            )
+        super().__init__(points=len(x), **options)
+        self._x, self.field = x, field
+
+    def default(self, domain: Domain) -> Region:
+        return PointSet(self._x, names=domain.names)
+
+    def residual(self, view: View) -> Tensor:
+        return view.field(self.field).value - view.points.own(self._values).to(view.points.x)
+
+
+class Integral(Interior):
+    """∫ f(u, ∂u, x) = value over the domain, or `on=` a part of it: one number for all points.
+
+    A mean that is zero, a total mass, the norm of an eigenfunction. The loss has
+    ½·weight·(∫f − value)². Its points are those of a quadrature, Gauss up to three dimensions.
+
+    >>> Integral(lambda u: u**2, 1.0).name
+    'integral'
+    """
+
+    whole = True
+
+    def __init__(self, integrand: Callable[..., Any], value: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        usable = callable(integrand)
+        require(usable, "The integrand", integrand, "Pass a function: Integral(lambda u: u**2, 1)")
+        remedy = "Use a number; what depends on unknowns belongs to the integrand"
+        require(is_number(value), "The value of an integral", value, remedy)
+        require(not self.balanced, "The weight of an integral", "balanced", "Use a number > 0")
+        self.integrand, self.value = integrand, float(value)
+
+    def residual(self, view: View) -> Tensor:
+        """The integrand at the points, (N,)."""
+        what = f"The integrand of {self.name!r}"
+        return view.value(call(self.integrand, view.offered, what), what).expand(len(view.points))
+
+
+class Prior(Interior):
+    """A field that is found from data with noise is moderate and smooth.
+
+    The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
+    weight begins at 1, and falls while the run goes on to what the noise in the data asks for,
+    which is estimated with it (`evidence`).
+
+    >>> Prior("k").name
+    'prior'
+    """
+
+    def __init__(self, field: str, mean: float = 0.0, length: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        usable = isinstance(field, str)
+        require(usable, "The field of a prior", field, 'Name a field: Prior("k")')
+        require(is_number(mean), "The mean of a prior", mean, "Use a number")
+        usable = is_number(length) and length > 0
+        require(usable, "The length of a prior", length, "Use a number > 0")
+        require(not self.balanced, "The weight of a prior", "balanced", "Use a number > 0 or None")
+        self.field, self.mean, self.length = field, mean, length
+        self.chosen = options.get("weight") is None
+
+    def residual(self, view: View) -> list[Tensor]:
+        k = view.field(self.field)
+        return [k.value - self.mean, self.length * k.grad]
+
+
+class Energy(Interior):
+    """weight · mean e(u, ∂u, x) over the domain: minimized itself, not its square (deep Ritz).
+
+    The density must be convex in the field and its derivatives; its second variation is the
+    metric. The loss is the mean over the region: the integral divided by its measure.
+    """
+
+    def __init__(self, density: Callable[..., Any], **options: Any) -> None:
+        super().__init__(**options)
+        remedy = "Pass a function such as lambda u: 0.5 * u.x**2 - u"
+        require(callable(density), "The density of an energy", density, remedy)
+        self.density = density
+
+    def residual(self, view: View) -> Tensor:
+        """The density at the points, (N,)."""
+        what = f"The density of {self.name!r}"
+        return view.value(call(self.density, view.offered, what), what).expand(len(view.points))
+
+
+def _measured(values: object, what: str) -> Tensor:
+    """Real numbers of shape (N, ...) in float64."""
+    try:
+        usable = not torch.as_tensor(values).is_complex()
+        found = torch.as_tensor(values, dtype=torch.float64) if usable else torch.zeros(())
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.zeros(())
+    require(
+        bool(found.ndim), f"The tensor of measured {what}", values, "Pass a tensor of real numbers"
+    )
+    return found

@@ -1,1 +1,0 @@
-"""Ready problems with their standard set-ups, exact solutions and hard constraints."""
