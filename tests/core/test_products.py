@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pullback._core import products
-from pullback._core.products import cross, full_precision, gram, moment
+from pullback._core.products import column_gram, cross_gram, full_precision, gram
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,13 +18,13 @@ def test_gram_is_x_xt(shape: tuple[int, int]) -> None:
     assert torch.allclose(gram(x.T), x.T @ x, rtol=1e-12, atol=1e-12)
     assert torch.allclose(gram(x), gram(x).T, rtol=1e-12, atol=1e-12)
     y = torch.randn(7, shape[1], dtype=torch.float64)
-    assert torch.allclose(cross(x, y), x @ y.T, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(cross_gram(x, y), x @ y.T, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [3, 95, 97, 300])
 def test_moment_is_xt_x(n: int) -> None:
     x = torch.randn(700, n, dtype=torch.float64)
-    assert torch.allclose(moment(x), x.T @ x, rtol=1e-12, atol=1e-11)
+    assert torch.allclose(column_gram(x), x.T @ x, rtol=1e-12, atol=1e-11)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -33,7 +33,7 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
     x = (1 + torch.randn(groups, 5, 4000)).to(dtype)
     y = (1 + torch.randn(groups, 7, 4000)).to(dtype)
     for a, b in ((x, y), (x, x)):
-        got = products.products(a, b)
+        got = products.multiply_batches(a, b)
         want = a.double() @ b.double().mT
         assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert float((got - want).norm() / want.norm()) < 1e-6
@@ -50,8 +50,8 @@ def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
     for y in (x, x[:, :10], rows[:, 100:, : x.shape[2]]):
         want = x.double() @ y.double().mT
         out = torch.zeros(want.shape[1:])
-        products.add_cross(out, x[0], y[0])
-        for got, right in ((products.products(x, y), want), (out, want[0])):
+        products.add_cross_gram(out, x[0], y[0])
+        for got, right in ((products.multiply_batches(x, y), want), (out, want[0])):
             assert float((got - right).norm() / right.norm()) < 1e-6
     want = x[0].double() @ x[0].double().T
     assert float((gram(x[0]) - want).norm() / want.norm()) < 1e-6
@@ -82,7 +82,7 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
     bounds = [(0, 100), (100, 130)]
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.float(), b.float()))
     monkeypatch.setattr(products, "_large", lambda x, y: True)
-    monkeypatch.setattr(products, "panels", lambda n, like: bounds if n == 130 else [(0, n)])
+    monkeypatch.setattr(products, "panel_bounds", lambda n, like: bounds if n == 130 else [(0, n)])
     x = torch.randn(130, depth)
     y = torch.randn(50, depth)
     with full_precision(torch.device("cuda"), watched=False):
@@ -90,12 +90,12 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
         for one, two in ((x, x), (x, y)):
             want = one.double() @ two.double().T
             out = torch.ones(want.shape)
-            products.add_cross(out, one, two)
+            products.add_cross_gram(out, one, two)
             if one is two:
-                out = products.mirrored(out.tril())
+                out = products.mirror_lower_triangle(out.tril())
             else:
                 out = out
-            for got in (out - 1, cross(one, two)):
+            for got in (out - 1, cross_gram(one, two)):
                 assert float((got - want).norm() / want.norm()) < 2e-6
     assert not products._splits(x, x.T)
 

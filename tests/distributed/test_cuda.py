@@ -210,7 +210,7 @@ def single() -> Iterator[World]:
 
 def _sending(rank: int, size: int) -> None:
     """Let a single process send what several would."""
-    Processes.alone = property(lambda self: False)  # pyright: ignore[reportAttributeAccessIssue]
+    Processes.is_single = property(lambda self: False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _buffers(rank: int, size: int) -> None:
@@ -221,18 +221,18 @@ def _buffers(rank: int, size: int) -> None:
         processes.sum(tensors),
         processes.sum_to(tensors, [0] * len(tensors)),
         processes.gather(tensors),
-        [parts[0] for parts in processes.parts(tensors)],
+        [parts[0] for parts in processes.gather_parts(tensors)],
     ):
         assert all(torch.equal(a, b) for a, b in zip(found, tensors, strict=True))
     before = [t.clone() for t in tensors]
     processes.exchange(tensors, [0] * len(tensors))
-    processes.adopt(tensors)
+    processes.broadcast_first(tensors)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
     assert processes.compare(["a"], [True], [checksum(tensors)]) == ([True, True], [True])
-    assert processes.agree(True) is True
-    assert not bool(processes.agree(torch.tensor(False, device=place())))
-    assert processes.share({"a": 1}) == {"a": 1}
-    assert processes.values("b") == ["b"]
+    assert processes.all_agree(True) is True
+    assert not bool(processes.all_agree(torch.tensor(False, device=place())))
+    assert processes.broadcast_object({"a": 1}) == {"a": 1}
+    assert processes.gather_objects("b") == ["b"]
 
 
 def test_buffers_that_nccl_takes(single: World) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pullback as pb
-from pullback._core.shards import is_sharded, local
+from pullback._core.shards import get_local_piece, is_sharded
 
 from .test_kfac import OPTIONS
 from .training import FEW, IGNORED, STEPS, batch, load, model_of, save, share, train
@@ -177,7 +177,7 @@ def held(rank: int, size: int, name: str) -> Any:
     saved = opt.state_dict()["state"]
     parts = ("average", "inverse", "mean", "spectrum")
     tensors = [t for own in saved.values() for part in parts for t in _tensors(own.get(part))]
-    pieces = [(tuple(t.shape), local(t).nbytes) for t in tensors if t.ndim]
+    pieces = [(tuple(t.shape), get_local_piece(t).nbytes) for t in tensors if t.ndim]
     return before, opt.memory(), opt.gram().diagonal().cpu(), pieces
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pullback._core.errors import PullbackError, nearest
+from pullback._core.errors import PullbackError, describe_nearest_names
 
 if TYPE_CHECKING:
     from .framework.experiment import Experiment
@@ -60,5 +60,7 @@ def find(name: str) -> Experiment:
             f"{name} is no experiment", "it is a set-up", f"Use `pullback solve {name}`"
         )
     raise PullbackError(
-        f"There is no experiment {name!r}", nearest(name, names()), "`pullback list` shows all"
+        f"There is no experiment {name!r}",
+        describe_nearest_names(name, names()),
+        "`pullback list` shows all",
     )

@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from .errors import PullbackError
-from .graph import on_second_pass, reaches_parameters, refuse_reentrant
+from .graph import call_on_second_pass, reaches_parameters, refuse_reentrant
 from .state import RandomState
 
 Selector = Callable[[Any], Tensor] | str | int | None
 
 
-def plain(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The module itself behind `torch.compile` and `DistributedDataParallel`."""
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -32,7 +32,7 @@ def plain(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def select(output: Any, selector: Selector) -> Tensor:
+def select_output(output: Any, selector: Selector) -> Tensor:
     """The tensor z that the metric sees, from what the model returned; its logits by default."""
     if selector is None and not isinstance(output, Tensor):
         named = isinstance(output, Mapping) and "logits" in output
@@ -59,9 +59,9 @@ def select(output: Any, selector: Selector) -> Tensor:
     return output
 
 
-def picked(output: Any, selector: Selector) -> Tensor:
-    """`select` of a tensor whose gradient is awaited: the model itself must have returned it."""
-    z = select(output, selector)
+def select_returned_output(output: Any, selector: Selector) -> Tensor:
+    """Return `select_output`; raise if the model itself did not return that tensor."""
+    z = select_output(output, selector)
     if callable(selector) and selector(output) is not z:
         raise PullbackError(
             "The function output= computes a tensor",
@@ -71,7 +71,7 @@ def picked(output: Any, selector: Selector) -> Tensor:
     return z
 
 
-def samples_first(z: Tensor, batch_dim: int) -> Tensor:
+def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
     """The model's output, or a tensor beside it: samples first, at least one event axis."""
     if z.ndim == 0:
         raise PullbackError(
@@ -103,7 +103,7 @@ def samples_first(z: Tensor, batch_dim: int) -> Tensor:
     return z[:, None] if z.ndim == 1 else z
 
 
-def first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tensor | None:
+def find_first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tensor | None:
     """The first tensor among a call's arguments, samples first where it has as many."""
     if not tensors:
         return None
@@ -112,7 +112,7 @@ def first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tens
     return x.movedim(batch_dim, 0) if fits else x
 
 
-def detached(tree: Any) -> Any:
+def detach_tensors(tree: Any) -> Any:
     """The same nest of arguments with every tensor cut from its graph.
 
     A tensor that requires gradients still does: the model may differentiate by its inputs.
@@ -143,11 +143,11 @@ class Call:
         return cls(args, kwargs)
 
     @classmethod
-    def begun(cls, model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
+    def record_start(cls, model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
         """A call that begins now, with all that it takes to repeat it."""
-        call = cls(detached(args), detached(kwargs), random=RandomState(device))
+        call = cls(detach_tensors(args), detach_tensors(kwargs), random=RandomState(device))
         call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
-        call.buffers = {n: b.detach().clone() for n, b in plain(model).named_buffers()}
+        call.buffers = {n: b.detach().clone() for n, b in unwrap_model(model).named_buffers()}
         kind = device.type
         enabled = torch.is_autocast_enabled(kind)
         call.autocast = kind, torch.get_autocast_dtype(kind) if enabled else None
@@ -165,7 +165,7 @@ class Call:
         return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
     @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replay_context(self) -> Iterator[None]:
         """Run the body under the call's own random state and autocast mode."""
         for tensor, version in self._versions:
             if tensor._version != version:
@@ -204,7 +204,7 @@ class CallHook:
         if watch is None:
             return
         if torch.compiler.is_compiling():
-            if watch.due:
+            if watch.wants_compiled_calls:
                 _outside_compiled_code(watch, self._method, args)
             return
         getattr(watch, self._method)(*args)
@@ -240,7 +240,7 @@ class Watch:
     def __init__(self, owner: Any, model: nn.Module) -> None:
         self._owner = weakref.ref(owner)
         #: whether calls in compiled code are of interest; such code is guarded by it
-        self.due = True
+        self.wants_compiled_calls = True
         #: whether the hook at work belongs to compiled code, where layers cannot be hooked
         self.compiled = False
         #: whether the model was called since this was last set to False
@@ -267,7 +267,7 @@ class Watch:
         self._leave()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause_all(self) -> Iterator[None]:
         """Pass over the model's calls inside, whoever watches it."""
         every = list(self._all)
         for watch in every:
@@ -319,11 +319,11 @@ class Capture:
         self._all: list[Call] = []
         self._begun: Call | None = None
         self._stack = contextlib.ExitStack()
-        self._leaves = {n: p for n, p in plain(model).named_parameters() if p.requires_grad}
+        self._leaves = {n: p for n, p in unwrap_model(model).named_parameters() if p.requires_grad}
         self._derived: list[bool] = []
 
     @property
-    def derived(self) -> bool:
+    def has_input_derivatives(self) -> bool:
         """Whether the loss has terms in derivatives of an output by the inputs."""
         return bool(self._derived)
 
@@ -333,7 +333,7 @@ class Capture:
         return [c for c in self._all if c.cotangent is not None]
 
     @property
-    def seen(self) -> int:
+    def call_count(self) -> int:
         """How many forward calls there were in all."""
         return len(self._all)
 
@@ -351,7 +351,7 @@ class Capture:
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
         """Keep what the call can be repeated from."""
-        self._begun = Call.begun(self._model, args, kwargs, self._device)
+        self._begun = Call.record_start(self._model, args, kwargs, self._device)
         leaves = pytree.tree_leaves((args, kwargs))
         given = [t for t in leaves if isinstance(t, Tensor)]
         self._begun.sources = [t for t in given if t.grad_fn is not None]
@@ -362,7 +362,7 @@ class Capture:
         call, self._begun = self._begun, None
         if not torch.is_grad_enabled() or call is None:
             return
-        z = picked(output, self._selector)
+        z = select_returned_output(output, self._selector)
         if not z.requires_grad:
             return
         call.output, call._output_version = z.detach(), z._version
@@ -376,7 +376,7 @@ class Capture:
                 node = torch._C._current_autograd_node()
                 refuse_reentrant(GradientEdge(node, 0))  # whose rows would be zero
                 if torch.is_grad_enabled():
-                    on_second_pass(node, lambda: derived.append(True))
+                    call_on_second_pass(node, lambda: derived.append(True))
                 return
             before = call.cotangent
             call.cotangent = gradient.detach() if before is None else before + gradient.detach()

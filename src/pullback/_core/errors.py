@@ -58,7 +58,7 @@ class Status(Enum):
         return self is not Status.SINGULAR and self is not Status.NOT_REPRESENTABLE
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def describe_nearest_names(name: str, known: Iterable[str]) -> str:
     """Why an unknown name is refused: the three known ones that are most like it.
 
     >>> nearest("poison", ["poisson", "heat", "wave", "prism"])
@@ -74,7 +74,7 @@ def require(usable: bool, what: str, got: object, remedy: str) -> None:
         raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
 
 
-def require_kind(name: str, value: object, kind: type) -> None:
+def require_type(name: str, value: object, kind: type) -> None:
     """Refuse a stage that is neither of its kind nor None."""
     if value is not None and not isinstance(value, kind):
         raise PullbackError(
@@ -109,7 +109,7 @@ EXTRAS = {
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
+def import_extra(name: str) -> Iterator[None]:
     """Import what an extra installs; where it is missing, the refusal says how to install it."""
     packages, purpose = EXTRAS[name]
     try:

@@ -25,7 +25,7 @@ class Whitened:
     status: Status = Status.OK
 
     @classmethod
-    def checked(cls, r: Tensor, in_range: Tensor | None = None) -> Whitened:
+    def if_valid(cls, r: Tensor, in_range: Tensor | None = None) -> Whitened:
         """r if it is finite and g was in the range of S."""
         good = torch.isfinite(r).all()
         if in_range is not None:
@@ -87,7 +87,7 @@ class Diagonal(Factor):
         return self.scale * v
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        return Whitened.checked(torch.where(g == 0, 0.0, g / self.scale))
+        return Whitened.if_valid(torch.where(g == 0, 0.0, g / self.scale))
 
 
 class Blocks(Factor):
@@ -130,7 +130,7 @@ class Blocks(Factor):
         flat = g.flatten(1)
         r = torch.einsum("nke,ne->nk", torch.linalg.pinv(self._s), flat)
         missing = (self.apply(r).flatten(1) - flat).norm()
-        return Whitened.checked(
+        return Whitened.if_valid(
             r, missing <= (eps or torch.finfo(g.dtype).eps) ** 0.5 * flat.norm()
         )
 
@@ -199,4 +199,4 @@ class Mixed(Factor):
         if found.value is None:
             return found
         flat = self._lower.mT @ found.value.flatten(1)
-        return Whitened.checked(flat.view(found.value.shape))
+        return Whitened.if_valid(flat.view(found.value.shape))

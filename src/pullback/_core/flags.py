@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
+def are_finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
     """Return whether all entries, or their sums of `squares`, are finite: a flag on the device.
 
     Norms may overflow by their squares where no entry does. The largest entry tells for sure, but
@@ -26,15 +26,15 @@ def finite(tensors: Sequence[Tensor], *, squares: bool = False) -> Tensor:
     return torch.isfinite(_largest_norm(some, inf))
 
 
-def finite_own(tensors: Sequence[Tensor]) -> Tensor:
-    """Return `finite` of tensors that may be overwritten with their own values.
+def are_finite_in_place(tensors: Sequence[Tensor]) -> Tensor:
+    """Return `are_finite` of tensors that may be overwritten with their own values.
 
     One kernel looks at many of them on a GPU, and writes what it has read.
     """
     first = tensors[0]
     plain = all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
     if not plain or not all(t.device == first.device for t in tensors) or not first.is_cuda:
-        return finite(tensors)
+        return are_finite(tensors)
     like = {"device": first.device, "dtype": torch.float32}
     broken, one = torch.zeros(1, **like), torch.ones(1, **like)
     torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), broken, one)
@@ -93,11 +93,11 @@ def lerp_unless(
 class DeferredFlags:
     """Flags of a step that are copied to the host, which waits for them only when it reads them.
 
-    They say whether parameters moved and statistics were taken up, if it was `learning`.
+    They say whether parameters moved and statistics were taken up, if it was `takes_statistics`.
     """
 
-    def __init__(self, flags: Tensor, learning: bool) -> None:
-        self.learning = learning
+    def __init__(self, flags: Tensor, takes_statistics: bool) -> None:
+        self.takes_statistics = takes_statistics
         self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
         self._flags.copy_(flags, non_blocking=True)
         self._event = torch.cuda.Event()

@@ -16,12 +16,12 @@ from .errors import PullbackError
 Root = Tensor | GradientEdge
 
 
-def start_of(root: Root) -> Any:
+def get_start_node(root: Root) -> Any:
     """The node at which a pass from the root begins."""
     return root.grad_fn if isinstance(root, Tensor) else root.node
 
 
-def below_casts(z: Tensor) -> tuple[Any, int]:
+def skip_dtype_casts(z: Tensor) -> tuple[Any, int]:
     """Node and output number of z, or of what z is a copy of in another dtype.
 
     A wrapper may convert the model's outputs to float32 after the model itself has computed the
@@ -36,11 +36,11 @@ def below_casts(z: Tensor) -> tuple[Any, int]:
     return node, number
 
 
-def last_edges(root: Root, edges: Sequence[GradientEdge]) -> list[int]:
+def find_last_edges(root: Root, edges: Sequence[GradientEdge]) -> list[int]:
     """Indices of the edges below whose node no other edge's node stands."""
     own = {e.node for e in edges}
     below: dict[Any, bool] = {}
-    stack: list[tuple[Any, bool]] = [(start_of(root), False)]
+    stack: list[tuple[Any, bool]] = [(get_start_node(root), False)]
     while stack:  # depth first, a node after all that stand below it
         node, done = stack.pop()
         if node is None or (not done and node in below):
@@ -55,19 +55,23 @@ def last_edges(root: Root, edges: Sequence[GradientEdge]) -> list[int]:
     return [i for i, e in enumerate(edges) if not below.get(e.node, False)]
 
 
-def reached_outside(
+def find_nodes_reached_outside(
     root: Root, parts: Sequence[tuple[Sequence[GradientEdge | None], Sequence[GradientEdge]]]
 ) -> set[Any]:
     """The nodes that the root reaches where these parts (ends, beginnings) are stepped over."""
-    start = start_of(root)
+    start = get_start_node(root)
     over: dict[Any, list[Any]] = {}
     for ends, begins in parts:
         nodes = [start if e.node is None else e.node for e in ends if e is not None]
         over.update((node, [e.node for e in begins]) for node in nodes)
-    return walk(start, lambda node: over.get(node, [n for n, _ in node.next_functions]))
+    return collect_reachable_nodes(
+        start, lambda node: over.get(node, [n for n, _ in node.next_functions])
+    )
 
 
-def walk(start: Any, following: Callable[[Any], Sequence[Any]] | None = None) -> set[Any]:
+def collect_reachable_nodes(
+    start: Any, following: Callable[[Any], Sequence[Any]] | None = None
+) -> set[Any]:
     """All nodes that are reached from `start`, by default along the graph's own edges."""
     seen: set[Any] = set()
     stack = [start]
@@ -79,21 +83,21 @@ def walk(start: Any, following: Callable[[Any], Sequence[Any]] | None = None) ->
     return seen
 
 
-def leaves_below(roots: Sequence[Tensor], names: Mapping[int, str]) -> set[str]:
+def find_leaf_names(roots: Sequence[Tensor], names: Mapping[int, str]) -> set[str]:
     """The names, by `id`, of the leaves that these tensors were computed from."""
-    nodes = {node for root in roots for node in walk(root.grad_fn)}
+    nodes = {node for root in roots for node in collect_reachable_nodes(root.grad_fn)}
     return {names[key] for n in nodes if (key := id(getattr(n, "variable", None))) in names}
 
 
-def arithmetic(z: Tensor) -> torch.dtype:
+def find_arithmetic_dtype(z: Tensor) -> torch.dtype:
     """The dtype whose round-off z has: float32 where a double was computed in it on the way."""
     if z.dtype != torch.float64:
         return z.dtype
-    met = {m.dtype for node in walk(z.grad_fn) for m in node._input_metadata}
+    met = {m.dtype for node in collect_reachable_nodes(z.grad_fn) for m in node._input_metadata}
     return torch.float32 if torch.float32 in met else z.dtype
 
 
-def pull(
+def pull_back(
     root: Root, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
 ) -> tuple[Tensor | None, ...]:
     """The covector pulled back to these places of the graph, which is retained."""
@@ -109,7 +113,10 @@ def pull(
 
 def refuse_reentrant(root: Root) -> None:
     """Raise where a reentrant checkpoint hides the parameters from the graph."""
-    if any("CheckpointFunction" in node.name() for node in walk(start_of(root))):
+    if any(
+        "CheckpointFunction" in node.name()
+        for node in collect_reachable_nodes(get_start_node(root))
+    ):
         raise _reentrant()
 
 
@@ -133,7 +140,7 @@ def reaches_parameters(leaves: Mapping[str, Tensor]) -> bool:
     return False
 
 
-def on_second_pass(node: Any, used: Callable[[], None]) -> None:
+def call_on_second_pass(node: Any, used: Callable[[], None]) -> None:
     """Call `used` where a later pass goes through the graph that the one under way has from `node`.
 
     A derivative by the inputs with a graph of its own may be meant for a loss, or for looking at.
@@ -149,13 +156,13 @@ def on_second_pass(node: Any, used: Callable[[], None]) -> None:
             if cotangent is None or below is None:
                 continue
             if cotangent.grad_fn is None:  # nothing but the covector so far
-                on_second_pass(below, used)
+                call_on_second_pass(below, used)
             else:
                 cotangent.grad_fn.register_prehook(before)
 
     def before(given: Any) -> None:
         if torch.is_grad_enabled():  # a derivative of the derivative
-            on_second_pass(torch._C._current_autograd_node(), used)
+            call_on_second_pass(torch._C._current_autograd_node(), used)
         else:
             used()
 
@@ -163,7 +170,7 @@ def on_second_pass(node: Any, used: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def unfused_attention() -> Iterator[None]:
+def disable_fused_attention() -> Iterator[None]:
     """Neither fused attention kernels nor the inference-only path of transformer layers."""
     mha: Any = torch.backends.mha
     before = mha.get_fastpath_enabled()

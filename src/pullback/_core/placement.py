@@ -34,15 +34,19 @@ class Placement(Generic[K]):
             )
         self.workers, self._rank = workers, processes.rank
         #: the processes that hold the same results, and those of the same seat in all teams
-        self._team = processes.divide([range(i, i + workers) for i in range(0, size, workers)])
-        self._across = processes.divide([range(seat, size, workers) for seat in range(workers)])
+        self._team = processes.join_subgroup(
+            [range(i, i + workers) for i in range(0, size, workers)]
+        )
+        self._across = processes.join_subgroup(
+            [range(seat, size, workers) for seat in range(workers)]
+        )
         self.owners: dict[K, int] = {}
         self._loads = [0.0] * size
 
     @property
-    def teams(self) -> bool:
+    def has_several_teams(self) -> bool:
         """Whether there are several teams."""
-        return not self._across.alone
+        return not self._across.is_single
 
     def owns(self, key: K) -> bool:
         """Whether this process does the part."""

@@ -77,7 +77,7 @@ class Processes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a pickle finds the default group of the process that reads it
-        if not self.alone and dist.is_initialized() and self.size != dist.get_world_size():
+        if not self.is_single and dist.is_initialized() and self.size != dist.get_world_size():
             raise PullbackError(
                 "A part of the processes cannot be pickled",
                 f"its group has {self.size} of {dist.get_world_size()}, and is not found again",
@@ -86,7 +86,7 @@ class Processes:
         return _default, (self.size > 1,)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is no other process."""
         return self.size == 1
 
@@ -101,11 +101,11 @@ class Processes:
         """Return what this process sent so far, by purpose."""
         return {what: replace(sent) for what, sent in self._traffic.items()}
 
-    def within(self, group: dist.ProcessGroup) -> Processes:
+    def with_group(self, group: dist.ProcessGroup) -> Processes:
         """Return the processes of another group, whose traffic counts here too."""
         return Processes(group, self._traffic)
 
-    def divide(self, parts: Sequence[Sequence[int]]) -> Processes:
+    def join_subgroup(self, parts: Sequence[Sequence[int]]) -> Processes:
         """Return that of these parts to which this process belongs, whose traffic counts here too.
 
         All processes of the program take part where a group has to be made.
@@ -123,21 +123,21 @@ class Processes:
         every = dist.get_process_group_ranks(self.group)
         made = {tuple(ranks): dist.new_group([every[rank] for rank in ranks]) for ranks in parts}
         group: Any = made[tuple(own)]
-        return self.within(group)
+        return self.with_group(group)
 
-    def apart(self) -> Processes | None:
+    def duplicate(self) -> Processes | None:
         """Return a new group of the same processes: order in it does not depend on other groups.
 
         All processes of the program take part. There is none for a part of them, since the others
         would not know. It lasts as long as the program.
         """
-        if self.alone or self.group is None or self.size != dist.get_world_size():
+        if self.is_single or self.group is None or self.size != dist.get_world_size():
             return None
         own: Any = self.group
         options = getattr(own._get_backend(self.device), "options", None)
         limit = getattr(options, "_timeout", None)  # None is torch's own
         group: Any = dist.new_group(timeout=limit, backend=dist.get_backend(own))
-        return self.within(group)
+        return self.with_group(group)
 
     # --- tensors --------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Processes:
 
     def launch_sum(self, tensors: Sequence[Tensor], what: str = "sums") -> Pending[list[Tensor]]:
         """Begin to `sum` the tensors, which may be changed meanwhile."""
-        if self.alone or not tensors:
+        if self.is_single or not tensors:
             return Pending(lambda: list(tensors))
         out: list[Any] = [None] * len(tensors)
         works = []
@@ -169,7 +169,7 @@ class Processes:
         Shapes, dtypes and owners are the same everywhere.
         """
         out = list(tensors)
-        if self.alone:
+        if self.is_single:
             return out
         for places in _by_kind(tensors):
             by_rank = [[i for i in places if owners[i] == r] for r in range(self.size)]
@@ -196,16 +196,16 @@ class Processes:
 
     def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
         """Return every tensor joined along its first axis, whose length may differ by process."""
-        if self.alone:
+        if self.is_single:
             return list(tensors)
-        return [torch.cat(parts) for parts in self.parts(tensors, what)]
+        return [torch.cat(parts) for parts in self.gather_parts(tensors, what)]
 
-    def parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
+    def gather_parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
         """Return every tensor as all processes have it, in the order of their ranks.
 
         Dtypes and further axes are the same everywhere; all are on one device.
         """
-        if self.alone:
+        if self.is_single:
             return [[t] for t in tensors]
         lengths = torch.tensor([len(t) for t in tensors], device=self.device)
         every = self._gather(lengths, what).view(self.size, len(tensors)).tolist()
@@ -227,7 +227,7 @@ class Processes:
 
         Shapes, dtypes and owners are the same everywhere.
         """
-        if self.alone:
+        if self.is_single:
             return
         for device in dict.fromkeys(t.device for t in tensors):
             here = [(t, r) for t, r in zip(tensors, owners, strict=True) if t.device == device]
@@ -264,13 +264,13 @@ class Processes:
             what, sent, lambda: distribute_tensor(given, mesh, cut, src_data_rank=owner)
         )
 
-    def adopt(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
+    def broadcast_first(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
         self.exchange([t.detach() for t in tensors], [0] * len(tensors), what)
 
-    def total(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
+    def sum_numbers(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
         """Return the sums of numbers over all processes, in double precision."""
-        if self.alone:
+        if self.is_single:
             return list(numbers)
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self.sum([own], what)[0].tolist()
@@ -278,7 +278,7 @@ class Processes:
     def average_gradients(self, params: Iterable[Tensor]) -> None:
         """Let p.grad be the mean over all processes, of which those without one count as zero."""
         held = list(params)
-        if self.alone or not held:
+        if self.is_single or not held:
             return
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
         some = torch.tensor([p.grad is not None for p in held], device=given[0].device)
@@ -288,28 +288,28 @@ class Processes:
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
+    def all_agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
         """Return whether the flag is true on all processes; a tensor stays on its device."""
-        if self.alone:
+        if self.is_single:
             return flag
         if isinstance(flag, Tensor):
             own = flag.to(torch.int32)
             self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
             return own.bool()
-        return bool(self.agree(torch.tensor(flag, device=self.device), what))
+        return bool(self.all_agree(torch.tensor(flag, device=self.device), what))
 
-    def share(self, value: T, what: str = "decisions") -> T:
+    def broadcast_object(self, value: T, what: str = "decisions") -> T:
         """Return the first process's value, any object that can be pickled."""
-        if self.alone:
+        if self.is_single:
             return value
         held: list[Any] = [value]
         first = {"group": self.group, "group_src": 0}
         self._send(what, 0.0, lambda: dist.broadcast_object_list(held, **first))
         return held[0]
 
-    def values(self, value: T, what: str = "decisions") -> list[T]:
+    def gather_objects(self, value: T, what: str = "decisions") -> list[T]:
         """Return every process's value, any object that can be pickled."""
-        if self.alone:
+        if self.is_single:
             return [value]
         held: list[Any] = [None] * self.size
         self._send(what, 0.0, lambda: dist.all_gather_object(held, value, self.group))
@@ -331,7 +331,7 @@ class Processes:
         none = torch.iinfo(torch.int64).max
         signed = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
         least = torch.cat([torch.tensor(flags, dtype=torch.int64, device=self.device), *signed])
-        if not self.alone:
+        if not self.is_single:
             self._send("decisions", 0.0, lambda: self._reduce(least, "MIN"))
         found = iter(least.tolist())
         held = [bool(next(found)) for _ in flags]
@@ -342,11 +342,11 @@ class Processes:
         alike = [*same[0], *map(all, same[1:])]
         return alike, held
 
-    def same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
+    def require_same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
         """Raise on all processes where they do not have the same values, naming those."""
-        if self.alone:
+        if self.is_single:
             return
-        every = self.values({name: _shown(value) for name, value in values.items()})
+        every = self.gather_objects({name: _shown(value) for name, value in values.items()})
         names = dict.fromkeys(name for own in every for name in own)
         for name in names:
             found = [own.get(name, "nothing") for own in every]
@@ -359,7 +359,7 @@ class Processes:
                 )
 
     @contextmanager
-    def together(self, doing: str = "go on") -> Iterator[None]:
+    def raise_together(self, doing: str = "go on") -> Iterator[None]:
         """Raise on all processes where the body, in which nothing is sent, raised on one.
 
         The others say what it was `doing`.
@@ -369,11 +369,11 @@ class Processes:
             yield
         except Exception as own:
             error = own
-            if self.alone:
+            if self.is_single:
                 raise
-        if self.agree(error is None):
+        if self.all_agree(error is None):
             return
-        found = self.values(None if error is None else f"{error}")
+        found = self.gather_objects(None if error is None else f"{error}")
         if error is not None:
             raise error
         rank, said = next((i, text) for i, text in enumerate(found) if text is not None)
@@ -415,7 +415,7 @@ def _default(several: bool) -> Processes:
 # --- which group --------------------------------------------------------------------------------
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_distributed(model: nn.Module) -> nn.Module:
     """Return the module that `DistributedDataParallel` calls, or the model itself."""
     outer = model
     while (inner := getattr(outer, "_orig_mod", None)) is not None:  # behind torch.compile
@@ -428,7 +428,7 @@ def active_wrapper() -> Any:
     return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
 
 
-def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+def find_group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the group of a wrapper: DistributedDataParallel's own, or that of a mesh of shards."""
     if not dist.is_available():
         return None
@@ -449,13 +449,13 @@ def find_processes(
 
     Raise if several processes run and there is neither a group, by this `keyword`, nor a wrapper.
     """
-    group = group_of(model) if group is None else group
+    group = find_group(model) if group is None else group
     if group is None:
-        refuse_untold(who, "the model is not wrapped", keyword)
+        refuse_unknown_group(who, "the model is not wrapped", keyword)
     return Processes(group)
 
 
-def refuse_untold(who: str, why: str, keyword: str = "group") -> None:
+def refuse_unknown_group(who: str, why: str, keyword: str = "group") -> None:
     """Raise if several processes run, of which an optimizer knows nothing."""
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
         raise PullbackError(

@@ -28,12 +28,12 @@ def gram(x: Tensor) -> Tensor:
     split = not small and _splits(x, x.T)
     if split:
         out = x.new_zeros(n, n)
-        add_cross(out, x, x)
-        return mirrored(out)
-    if small or len(panels(n, x)) == 1:
+        add_cross_gram(out, x, x)
+        return mirror_lower_triangle(out)
+    if small or len(panel_bounds(n, x)) == 1:
         return torch.mm(x, x.T)
     out = x.new_empty(n, n)
-    for a, b in panels(n, x):  # rows of panels, each turned over while it is in the cache
+    for a, b in panel_bounds(n, x):  # rows of panels, each turned over while it is in the cache
         # X Yᵀ is written as its transpose, by the same call of BLAS. Rows are not left to it by
         # torch on ARM: its kernels there copy slices first, and err by 2e-5 where 1e5 float32
         # numbers are added up, a hundred times as much.
@@ -42,7 +42,7 @@ def gram(x: Tensor) -> Tensor:
     return out
 
 
-def panels(n: int, like: Tensor) -> list[tuple[int, int]]:
+def panel_bounds(n: int, like: Tensor) -> list[tuple[int, int]]:
     """Bounds of the columns a symmetric matrix is multiplied by, one panel where n is small.
 
     They are whole vector registers apart, without which the products are slower by a tenth.
@@ -52,7 +52,7 @@ def panels(n: int, like: Tensor) -> list[tuple[int, int]]:
     return list(pairwise([0, *inner, n]))
 
 
-def mirrored(out: Tensor) -> Tensor:
+def mirror_lower_triangle(out: Tensor) -> Tensor:
     """What stands above the diagonal from what stands below it, in place."""
     n = out.shape[0]
     step = _TILE if out.device.type == "cpu" else 16 * _TILE  # turned over within the cache
@@ -65,12 +65,15 @@ def mirrored(out: Tensor) -> Tensor:
     return out
 
 
-def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """out += X Yᵀ; where y is x, on and below the diagonal at least: `mirrored` gives the rest."""
+def add_cross_gram(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add X Yᵀ to out; where y is x, at least on and below the diagonal.
+
+    `mirror_lower_triangle` then fills the rest.
+    """
     split = _splits(x, y.T)
     one = _parts(x) if split else ()
     two = one if y is x or not split else _parts(y)
-    for a, b in panels(len(x), x) if y is x else [(0, len(y))]:
+    for a, b in panel_bounds(len(x), x) if y is x else [(0, len(y))]:
         start = a if y is x else 0
         if split:
             _accumulate(out[start:, a:b], [p[start:] for p in one], [p[a:b].T for p in two])
@@ -78,16 +81,18 @@ def add_cross(out: Tensor, x: Tensor, y: Tensor) -> None:
             out[start:, a:b].T.addmm_(y[a:b], x[start:].T)  # as in `gram`
 
 
-def moment(x: Tensor) -> Tensor:
+def column_gram(x: Tensor) -> Tensor:
     """XᵀX for (P, n), accumulated in float32 where x has half precision."""
     if x.dtype in (torch.float16, torch.bfloat16):
         if x.is_cuda:
-            return half_moment_into(x.new_empty(x.shape[1], x.shape[1], dtype=torch.float32), x)
+            return write_half_precision_moment(
+                x.new_empty(x.shape[1], x.shape[1], dtype=torch.float32), x
+            )
         x = x.float()
     return gram(x.T)
 
 
-def half_moment_into(out: Tensor, x: Tensor) -> Tensor:
+def write_half_precision_moment(out: Tensor, x: Tensor) -> Tensor:
     """XᵀX of (P, n) in half precision on a GPU, written there in float32.
 
     Of a large one the halves' own products and the one between them: three quarters of it.
@@ -103,7 +108,7 @@ def half_moment_into(out: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def products(x: Tensor, y: Tensor) -> Tensor:
+def multiply_batches(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ for (G, n, d) and (G, m, d), accumulated in float32 where they have half precision."""
     if x.dtype in (torch.float16, torch.bfloat16):
         if x.is_cuda:
@@ -112,8 +117,8 @@ def products(x: Tensor, y: Tensor) -> Tensor:
             return torch.bmm(x, y.mT, out_dtype=torch.float32)
         x, y = x.float(), x.float() if y is x else y.float()
     groups, n, _ = x.shape
-    if groups == 1 and (x.device.type != "cpu" or (y is x and len(panels(n, x)) > 1)):
-        return cross(one := x[0], one if y is x else y[0])[None]
+    if groups == 1 and (x.device.type != "cpu" or (y is x and len(panel_bounds(n, x)) > 1)):
+        return cross_gram(one := x[0], one if y is x else y[0])[None]
     if groups > 1 and (x.device.type != "cpu" or torch.backends.mkl.is_available()):
         return torch.bmm(x, y.mT)
     out = x.new_empty(groups, n, y.shape[1])
@@ -121,7 +126,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def cross(x: Tensor, y: Tensor) -> Tensor:
+def cross_gram(x: Tensor, y: Tensor) -> Tensor:
     """X Yᵀ, using the symmetry where y is x."""
     if y is x:
         return gram(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 _MOST = 16
 
 
-def recording(t: Tensor) -> bool:
+def is_recording(t: Tensor) -> bool:
     """Whether work on this tensor would be recorded in a CUDA graph, and not be done."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -33,7 +33,7 @@ class Replay:
         if self.off or not tensors or any(t.device.type != "cuda" for t in tensors):
             work()
             return
-        if recording(tensors[0]):
+        if is_recording(tensors[0]):
             work()  # into the graph that somebody else records
             return
         place = (key, tuple(t.data_ptr() for t in tensors))

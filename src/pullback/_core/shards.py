@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import plain
+from .capture import unwrap_model
 from .errors import PullbackError
 from .flags import checksum
 from .processes import Processes
@@ -23,19 +23,19 @@ def is_sharded(p: object) -> bool:
     return type(p).__name__ == "DTensor" or type(getattr(p, "data", None)).__name__ == "DTensor"
 
 
-def local(t: Tensor) -> Tensor:
+def get_local_piece(t: Tensor) -> Tensor:
     """Return this process's piece of a tensor, in its own memory."""
     whole: Any = t.detach()
     return whole.to_local() if is_sharded(t) else t
 
 
-def whole(t: Tensor) -> Tensor:
+def gather_whole(t: Tensor) -> Tensor:
     """Return all pieces of a tensor together; the processes that have them call it."""
     own: Any = t.detach()
     return own.full_tensor() if is_sharded(t) else own
 
 
-def cut_like(t: Tensor, p: Tensor) -> Tensor:
+def shard_like(t: Tensor, p: Tensor) -> Tensor:
     """Return a copy of a tensor, whole or in pieces, cut as a parameter is, in its dtype."""
     own = t.detach().to(p.device, p.dtype, copy=True)
     given: list[Any] = [own, p]
@@ -43,47 +43,49 @@ def cut_like(t: Tensor, p: Tensor) -> Tensor:
     if cuts[0] == cuts[1]:
         return own
     if cuts[1] is None:
-        return whole(own)
+        return gather_whole(own)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole(own), *cuts[1], src_data_rank=None)
+    return distribute_tensor(gather_whole(own), *cuts[1], src_data_rank=None)
 
 
 class ModelParameters:
     """The parameters of a model by name; `fully_shard` may have cut some along one axis each."""
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
-        self.by_name: dict[str, Any] = dict(plain(model).named_parameters())
+        self.by_name: dict[str, Any] = dict(unwrap_model(model).named_parameters())
         self.names = {id(p): n for n, p in self.by_name.items()}
         self.shapes = {n: p.shape for n, p in self.by_name.items()}
         #: of those that are cut: the axis, and the processes that have the pieces
         self.shards = _shards(self.by_name, processes)
         #: what shows shapes, dtypes and devices
-        self.like = {
+        self.templates = {
             n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
             if n in self.shards
             else p
             for n, p in self.by_name.items()
         }
 
-    def of(self, groups: Groups) -> dict[str, Any]:
+    def in_groups(self, groups: Groups) -> dict[str, Any]:
         """Return the parameters of these groups, by name."""
         return {self.names[id(p)]: p for group in groups for p in group["params"]}
 
-    def among(self, group: Mapping[str, Any], names: Container[str]) -> tuple[list[str], list[Any]]:
+    def select_from_group(
+        self, group: Mapping[str, Any], names: Container[str]
+    ) -> tuple[list[str], list[Any]]:
         """Return those of a group's parameters that have one of these names, names first."""
         own = {n: p for p in group["params"] if (n := self.names[id(p)]) in names}
         return list(own), list(own.values())
 
     @torch.no_grad()
-    def whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    def gather_whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         """Return whole tensors by name: gradients, moves or the parameters themselves."""
         out = dict(held)
         sent: dict[Processes, tuple[list[Tensor], list[int]]] = {}
         for name, t in held.items():
             if name not in self.shards:
                 continue
-            (axis, processes), piece = self.shards[name], local(t)
+            (axis, processes), piece = self.shards[name], get_local_piece(t)
             out[name] = whole = piece.new_empty(self.shapes[name])
             every = self._pieces(name, whole)
             every[processes.rank].copy_(piece.movedim(axis, 0))
@@ -102,7 +104,7 @@ class ModelParameters:
         ends = [min(len(moved), length * rank) for rank in range(size + 1)]
         return [moved[ends[rank] : ends[rank + 1]] for rank in range(size)]
 
-    def pieces(
+    def cut_pieces(
         self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
     ) -> tuple[list[Any], ...]:
         """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
@@ -113,7 +115,7 @@ class ModelParameters:
             if name in self.shards:
                 axis, processes = self.shards[name]
                 cut[i] = self._pieces(name, whole[i])[processes.rank].movedim(0, axis)
-        return cut, *(list(map(local, some)) for some in held)
+        return cut, *(list(map(get_local_piece, some)) for some in held)
 
     def checksum(self, groups: Groups) -> Tensor:
         """Return numbers that replicas of these groups have in common.
@@ -121,14 +123,14 @@ class ModelParameters:
         There is one for every piece, negative where another process has it.
         """
         pieces = next((own for _, own in self.shards.values()), Processes())
-        own = checksum([local(p) for p in self.of(groups).values()])
+        own = checksum([get_local_piece(p) for p in self.in_groups(groups).values()])
         out = torch.full((pieces.size,), -1, device=own.device)
         out[pieces.rank] = own
         return out
 
     def leaves(self) -> dict[str, Tensor]:
         """Return whole parameters, as leaves of a graph of their own."""
-        found = self.whole(self.by_name, "parameters")
+        found = self.gather_whole(self.by_name, "parameters")
         return {
             n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
         }
@@ -150,13 +152,13 @@ def _shards(params: Mapping[str, Any], processes: Processes) -> dict[str, tuple[
             )
         (dimension, at), mesh = cuts[0], p.device_mesh
         if (mesh, dimension) not in groups:
-            groups[mesh, dimension] = processes.within(mesh.get_group(dimension))
+            groups[mesh, dimension] = processes.with_group(mesh.get_group(dimension))
         out[name] = at.dim, groups[mesh, dimension]
     return out
 
 
 @contextlib.contextmanager
-def unhooked(model: nn.Module) -> Iterator[None]:
+def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
     """Let modules run without the hooks by which `fully_shard` gathers and frees parameters."""
     changed: list[tuple[Any, Any]] = []
     for module in model.modules():

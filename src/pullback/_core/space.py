@@ -17,7 +17,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
+def relative_tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
     """The relative difference of two right answers in this arithmetic: factor·√ε, at most 5 %."""
     return min(factor * torch.finfo(dtype).eps ** 0.5, 0.05)
 
@@ -51,7 +51,7 @@ class ParameterSpace:
         self.device = devices.pop()
         self.dtype = compute_dtype(max(dtypes, key=lambda d: torch.finfo(d).bits))
 
-    def index(self) -> dict[str, slice]:
+    def slices(self) -> dict[str, slice]:
         """Where each name's entries stand in the flat vector."""
         places = pairwise(accumulate(self.sizes, initial=0))
         return {name: slice(*place) for name, place in zip(self.names, places, strict=True)}

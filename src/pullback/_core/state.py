@@ -14,7 +14,7 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing has been drawn since."""
         now = RandomState(self.device)
         same = torch.equal(self._cpu, now._cpu)

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from .. import pde
-from .._core.errors import PullbackError, extra, nearest
+from .._core.errors import PullbackError, describe_nearest_names, import_extra
 from . import SETUP_MODULES
 from .environment import usable
 from .files import folder
@@ -48,7 +48,7 @@ def solved(
     else:
         _add_setups()
         found = pde.setup(name)
-    with extra("plots"):  # before the run, not after it
+    with import_extra("plots"):  # before the run, not after it
         import_module("matplotlib")
     usable(device)
     folder(out)
@@ -185,7 +185,9 @@ def _options(path: Path, options: object) -> dict[str, Any]:
         flags = ("seed", "device")
         raise PullbackError(
             f"The options of {path} have an unknown name {name!r}",
-            f"the command has --{name}" if name in flags else nearest(str(name), sorted(known)),
+            f"the command has --{name}"
+            if name in flags
+            else describe_nearest_names(str(name), sorted(known)),
             "Use names of pde.solve's arguments",
         )
     return dict(options)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from .._core.state import Snapshot
@@ -86,7 +86,7 @@ class VectorField:
     def __init__(
         self, model: nn.Module, closure: Callable[[], Any], kind: str, **options: Any
     ) -> None:
-        self.module = plain(model)
+        self.module = unwrap_model(model)
         #: what can be evaluated at other inputs
         self.model: nn.Module | None = self.module
         self.params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.errors import PullbackError, require
 from .field import VectorField
 
@@ -176,7 +176,7 @@ class Trajectory:
 
     def load_(self, model: nn.Module, t: float | None = None) -> None:
         """Write θ(t) into a module's parameters; the end point by default."""
-        params = dict(plain(model).named_parameters())
+        params = dict(unwrap_model(model).named_parameters())
         with torch.no_grad():
             for name, value in self._field.space.split(self.flat(t)).items():
                 if name not in params or params[name].shape != value.shape:

@@ -54,7 +54,7 @@ def assemble_stack(
         white: r of this process's rows; None on all processes or on none.
         form, budget, prefers: as for `assemble`; a map's own closed form is not used.
     """
-    space, n, p, several = stack.space, stack.count, stack.space.size, not stack.processes.alone
+    space, n, p, several = stack.space, stack.count, stack.space.size, not stack.processes.is_single
     if several:
         _refuse(stack)
     if form == "auto":
@@ -117,7 +117,7 @@ def _refuse(stack: Stack) -> None:
         raise PullbackError(
             "The batch is empty", "no process has a sample", "Skip batches without samples"
         )
-    if not stack.processes.agree(not any(part.factor.couples_samples for part in stack.parts)):
+    if not stack.processes.all_agree(not any(part.factor.couples_samples for part in stack.parts)):
         raise PullbackError(
             "The metric couples the samples of a batch",
             f"they are on {stack.processes.size} processes, and it relates those of one alone",

@@ -129,7 +129,7 @@ class Stack:
 
     def triangle(self, white: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The stacked R_k, and the Q_kᵀr_k; rows as they are where a process has few."""
-        with self.processes.together():
+        with self.processes.raise_together():
             a = self._joined([part.rows() for part in self.parts])
             if len(a) > self.space.size:
                 # rounding R in the end is all that single precision loses
@@ -141,9 +141,9 @@ class Stack:
 
     def pulled(self) -> list[list[Pulled]]:
         """What the rows of every process are made of."""
-        with self.processes.together():
+        with self.processes.raise_together():
             own = [part.pulled for part in self.parts]
-        if self.processes.alone:
+        if self.processes.is_single:
             return [own]
         # a pickle without tensors, which travel as bytes, and without what every process has
         layers = () if self._model is None else self._model.named_modules()
@@ -153,8 +153,8 @@ class Stack:
         packer.dump(own)
         given = [t.to(device) for t in packer.tensors]
         kinds = [(tuple(t.shape), t.dtype) for t in given]
-        buffers = self.processes.parts([to_bytes(given, device)], "objects")[0]
-        found = self.processes.values((stream.getvalue(), kinds), "objects")
+        buffers = self.processes.gather_parts([to_bytes(given, device)], "objects")[0]
+        found = self.processes.gather_objects((stream.getvalue(), kinds), "objects")
         out: list[list[Pulled]] = []
         for (code, kinds), buffer in zip(found, buffers, strict=True):
             like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
@@ -163,7 +163,7 @@ class Stack:
 
     def rows(self) -> Tensor:
         """A, (n, p); of several processes from what it is made of."""
-        if self.processes.alone:
+        if self.processes.is_single:
             return self._joined([part.rows() for part in self.parts])
         return self._joined([x.rows() for own in self.pulled() for x in own])
 
@@ -185,7 +185,7 @@ class Stack:
     def kernel(self, budget: int) -> Tensor:
         """A Aᵀ, (n, n): every process multiplies its tiles."""
         found, rank = self.pulled(), self.processes.rank
-        if self.processes.alone:
+        if self.processes.is_single:
             part, kernel = self.parts[0], _tile(found[0], found[0], budget)
             coupled = part.factor.couples_samples
             return part.transpose(part.transpose(kernel).T) if coupled else kernel
@@ -195,7 +195,7 @@ class Stack:
         pairs = [(k, (k + step) % size) for k, step in steps if 2 * step < size or k < step]
         out = self.space.zeros(self.count, self.count)
         tiles = [out[self.places[k], self.places[j]] for k, j in pairs]
-        with self.processes.together():
+        with self.processes.raise_together():
             for tile, (k, j) in zip(tiles, pairs, strict=True):
                 if k == rank and tile.numel():
                     tile.copy_(_tile(found[k], found[j], budget))
@@ -208,7 +208,7 @@ class Stack:
     def dense(self, budget: int) -> Tensor:
         """AᵀA = Σ_k A_kᵀA_k, (p, p), over panels of samples whose rows fit the budget."""
         out = self.space.zeros(self.space.size, self.space.size)
-        with self.processes.together():
+        with self.processes.raise_together():
             for rows in self.panels(budget):
                 out.addmm_(rows.T, rows)
         return self.processes.sum([out], "gram")[0]

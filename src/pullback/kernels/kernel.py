@@ -82,7 +82,7 @@ class NTK(TangentKernel):
         n = samples(arguments(x))
         n2 = n if x2 is None else samples(arguments(x2))
         found = tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
-        if not self._processes.alone:
+        if not self._processes.is_single:
             refuse_others(self.tangent, x, x2, self._processes)
             found = gather_tiles(found, self.tangent.space.zeros(0), self._processes)
         out: Tensor | None = None

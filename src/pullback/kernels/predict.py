@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._core.capture import Selector, plain, select
+from .._core.capture import Selector, select_output, unwrap_model
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.graph import unfused_attention
+from .._core.graph import disable_fused_attention
 from ..maps import FunctionLinearization
 from ..maps.module import refuse_coupled
 from ..solvers import Relative
@@ -172,8 +172,8 @@ class Linearized(nn.Module):
     def __init__(self, model: nn.Module, params: Mapping[str, Tensor] | None, output: Selector):
         super().__init__()
         tangent = Tangent(model, params)
-        refuse_coupled(plain(model))
-        self.weights = copy.deepcopy(plain(model))
+        refuse_coupled(unwrap_model(model))
+        self.weights = copy.deepcopy(unwrap_model(model))
         own = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
         self._output = output
@@ -202,9 +202,9 @@ class Linearized(nn.Module):
 
         def function(p: dict[str, Tensor]) -> Tensor:
             out = functional_call(self.weights, {**fixed, **p}, args)
-            return select(out, self._output)
+            return select_output(out, self._output)
 
-        with unfused_attention():  # the fused one has no forward mode
+        with disable_fused_attention():  # the fused one has no forward mode
             at = FunctionLinearization(function, self.origin())
             return at.value + at.jvp(at.space.flatten(move))
 

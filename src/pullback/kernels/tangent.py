@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .._core.capture import Selector, plain
+from .._core.capture import Selector, unwrap_model
 from .._core.errors import PullbackError, require, reraise_fatal
-from .._core.space import ParameterSpace, tolerance
+from .._core.space import ParameterSpace, relative_tolerance
 from .._core.state import RandomState
 from ..maps import Call, Linearization, ModuleMap, shared_plans
 from ..maps.module import ModuleLinearization
@@ -64,7 +64,7 @@ class Tangent:
         copy: bool = True,
     ) -> None:
         require(isinstance(model, nn.Module), "The model", model, "Pass an nn.Module")
-        self.model = plain(model)
+        self.model = unwrap_model(model)
         self.params = _parameters(self.model, params, copy)
         self._unchecked = [] if copy else list(self.params.values())  # seen with the first values
         self.space = ParameterSpace(self.params)
@@ -89,7 +89,7 @@ class Tangent:
                 f"for shapes {shapes} it says: {first}",
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
-        if not random.unchanged():
+        if not random.is_unchanged():
             again = self._linearize(args)  # with other numbers
             random.restore()
             if not torch.equal(linear.value, again.value):
@@ -120,7 +120,7 @@ class Tangent:
         refuse_infinite("The model's inputs or outputs are", x, z)
         if alone is None:
             return
-        limit = tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
+        limit = relative_tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
         few = z[: len(alone)]
         if few.shape != alone.shape or not bool((few - alone).norm() <= limit):
             raise PullbackError(

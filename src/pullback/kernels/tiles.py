@@ -149,12 +149,12 @@ def owner(row: int, processes: int) -> int:
 
 def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> Iterator[Tile]:
     """All tiles, each from the process that multiplied it."""
-    with processes.together():
+    with processes.raise_together():
         own = list(own)
         places = [(a.start, a.stop, b.start, b.stop, tuple(tile.shape)) for a, b, tile in own]
         flat = torch.cat([empty, *(tile.reshape(-1) for *_, tile in own)])
-    found = processes.parts([flat], "kernel")[0]
-    for several, values in zip(processes.values(places), found, strict=True):
+    found = processes.gather_parts([flat], "kernel")[0]
+    for several, values in zip(processes.gather_objects(places), found, strict=True):
         at = 0
         for a, b, c, d, shape in several:
             size = torch.Size(shape).numel()
@@ -169,7 +169,7 @@ def refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> No
     named |= tangent.params
     seen = {name: (tuple(t.shape), _digest(t)) for name, t in named.items()}
     remedy = "Pass the same inputs on all processes, and broadcast the model's parameters"
-    processes.same("the kernel's inputs or parameters (shape, digest)", seen, remedy)
+    processes.require_same("the kernel's inputs or parameters (shape, digest)", seen, remedy)
 
 
 def _digest(t: Tensor) -> str:

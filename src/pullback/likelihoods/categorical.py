@@ -35,7 +35,7 @@ class SoftmaxFactor(Factor):
         r = torch.where(g == 0, 0.0, g * (-0.5 * self._log_p).exp())
         excess = g.sum(self._dim).abs().max()
         limit = 10 * (eps or torch.finfo(g.dtype).eps) * g.shape[self._dim] * g.abs().max()
-        return Whitened.checked(r, excess <= limit)
+        return Whitened.if_valid(r, excess <= limit)
 
 
 def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

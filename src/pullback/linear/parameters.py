@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.factor import Factor
-from .._core.space import compute_dtype, tolerance
+from .._core.space import compute_dtype, relative_tolerance
 from ..grams import FactoredGram
 from ..maps import Linearization
 from .grams import FlatFactor
@@ -158,7 +158,7 @@ class FactoredModule(nn.Module):
         shape = (len(value), *factor.white)
         c = torch.randn(shape, generator=generator, dtype=torch.float64).to(value)
         want, got = linear.vjp(factor.apply(c)), gram.lift(c.flatten())
-        limit = tolerance(getattr(linear, "graph", value).dtype, 10) * want.norm()
+        limit = relative_tolerance(getattr(linear, "graph", value).dtype, 10) * want.norm()
         return gram if bool((want - got).norm() <= limit) else None
 
     def closed_gram(

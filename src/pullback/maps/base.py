@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._core.factor import Factor
-from .._core.products import add_cross, mirrored
+from .._core.products import add_cross_gram, mirror_lower_triangle
 from .._core.space import ParameterSpace
 from .layers.registry import Block, RowsBlock
 
@@ -59,7 +59,7 @@ class Pulled:
     ) -> Pulled:
         """The same from A itself, (N·R, p)."""
         rows = matrix.view(*shape, space.size)
-        block = RowsBlock({name: rows[..., at] for name, at in space.index().items()})
+        block = RowsBlock({name: rows[..., at] for name, at in space.slices().items()})
         return cls(space, shape, [block], coverage, matrix)
 
     def __reduce__(self) -> Any:
@@ -73,7 +73,7 @@ class Pulled:
             return self._matrix
         n, r = self.shape
         out = self.space.zeros(n, r, self.space.size)
-        index = self.space.index()
+        index = self.space.slices()
         for block in self.blocks.values():
             for name, value in block.rows().items():
                 out[..., index[name]] = value
@@ -94,8 +94,8 @@ class Pulled:
         other = self if other is None else other
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
         if self._matrix is not None and other._matrix is not None:
-            add_cross(out, self._matrix, other._matrix)
-            return mirrored(out) if other is self else out
+            add_cross_gram(out, self._matrix, other._matrix)
+            return mirror_lower_triangle(out) if other is self else out
         mine, theirs = dict(self.blocks), dict(other.blocks)
         for key in self.blocks:
             if type(mine[key]) is type(theirs.get(key)):
@@ -104,7 +104,7 @@ class Pulled:
         one, two = _rows(mine.values()), _rows(theirs.values())
         for name in one.keys() & two.keys():
             out += one[name] @ two[name].T
-        return mirrored(out) if other is self else out
+        return mirror_lower_triangle(out) if other is self else out
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""
@@ -121,7 +121,7 @@ class Pulled:
         if self._matrix is not None:
             return self._matrix.T @ c.flatten()
         out = self.space.zeros(self.space.size)
-        index = self.space.index()
+        index = self.space.slices()
         for block in self.blocks.values():
             for name, value in block.lift(c).items():
                 out[index[name]] = value

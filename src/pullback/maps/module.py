@@ -21,11 +21,11 @@ import torch.autograd.forward_ad as fwad
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from .._core.capture import Call, Selector, plain, samples_first, select
+from .._core.capture import Call, Selector, move_samples_first, select_output, unwrap_model
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
-from .._core.graph import unfused_attention
-from .._core.space import ParameterSpace, tolerance
+from .._core.graph import disable_fused_attention
+from .._core.space import ParameterSpace, relative_tolerance
 from .base import Linearization, Map, Pulled
 from .record import Recorder
 from .structure import LayerStructure
@@ -55,7 +55,7 @@ class ModuleMap(Map):
         plans: dict[Any, Any] | None = None,
         coupled: bool = False,
     ) -> None:
-        self.model, self.call = plain(model), call
+        self.model, self.call = unwrap_model(model), call
         self.output, self.batch_dim = output, batch_dim
         self.plans = {} if plans is None else plans
         if not coupled:
@@ -63,11 +63,11 @@ class ModuleMap(Map):
 
     def value(self, output: Any) -> Tensor:
         """z from the model's output: samples first, at least one event axis."""
-        return self.arranged(select(output, self.output))
+        return self.arranged(select_output(output, self.output))
 
     def arranged(self, z: Tensor) -> Tensor:
         """The selected tensor, or its cotangent: samples first, at least one event axis."""
-        return samples_first(z, self.batch_dim)
+        return move_samples_first(z, self.batch_dim)
 
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """z at other parameters; buffers are read as the call found them, never written."""
@@ -96,7 +96,7 @@ class ModuleLinearization(Linearization):
         call = source.call
         listened = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
         self._recorder.sites.listening = source.plans.get(listened, True)
-        with torch.enable_grad(), call.replaying(), self._recorder:
+        with torch.enable_grad(), call.replay_context(), self._recorder:
             self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
         source.plans[listened] = self._recorder.sites.listening
         #: the uses of known layers in the pass
@@ -110,7 +110,7 @@ class ModuleLinearization(Linearization):
         if recorded is None:
             return
         before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
-        limit = tolerance(self.graph.dtype, 10)
+        limit = relative_tolerance(self.graph.dtype, 10)
         same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
         if bool(same) or not bool(torch.isfinite(before).all()):
             return
@@ -162,7 +162,7 @@ class ModuleLinearization(Linearization):
         call, source = self.map.call, self.map
         pieces = self.space.split(v)
         # fused attention has no forward mode, plain matrix products have
-        with torch.no_grad(), fwad.dual_level(), call.replaying(), unfused_attention():
+        with torch.no_grad(), fwad.dual_level(), call.replay_context(), disable_fused_attention():
             dual = {
                 n: fwad.make_dual(p.detach(), pieces[n].to(p.dtype)) for n, p in self.leaves.items()
             }

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .._core.space import tolerance
+from .._core.space import relative_tolerance
 from .base import Covered, Linearization, Map, Pulled
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Deltas, Used, prefers_loop, write_rows
@@ -127,7 +127,7 @@ class OperatorMap(Map):
             )
         size, leak = linear.coupling(u)
         noise = 1e3 * torch.finfo(want.dtype).eps * size
-        off = (got - want).norm() > tolerance(want.dtype) * want.norm() + noise
+        off = (got - want).norm() > relative_tolerance(want.dtype) * want.norm() + noise
         if bool(off) or leak:
             raise PullbackError(
                 "The network's value at one point depends on other points",
@@ -188,7 +188,9 @@ class JetLinearization(FunctionLinearization):
         for used, pieces in zip(self._uses, self._reverse(u)[0], strict=True):
             delta = torch.stack(pieces).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
             size += float(delta.norm() * torch.stack(used.channels).norm())
-            leak |= bool(delta[:, :, silent].norm() > tolerance(delta.dtype) * delta.norm())
+            leak |= bool(
+                delta[:, :, silent].norm() > relative_tolerance(delta.dtype) * delta.norm()
+            )
         return size, leak
 
     def pullback(self, covectors: Tensor) -> Pulled:
@@ -208,7 +210,7 @@ class JetLinearization(FunctionLinearization):
         owners = Counter(name for key in groups for name in key if name is not None)
         shape = self.value.shape[0], covectors.shape[0]
         matrix = self.space.zeros(*shape, self.space.size if whole else 0)
-        index, sites = self.space.index(), len(self._map.x)
+        index, sites = self.space.slices(), len(self._map.x)
         blocks: list[Block] = []
         coverage = []
         for (weight, bias), uses in groups.items():

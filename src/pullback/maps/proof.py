@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .._core.space import compute_dtype, tolerance
+from .._core.space import compute_dtype, relative_tolerance
 from .record import Entry
 
 NO_LAYER = "no layer with known structure uses it"
@@ -89,10 +89,10 @@ class Proof:
         if name in self._elsewhere:
             return _HIDDEN
         rounded = self._rounded.get(name)
-        if rounded is not None and not _close(gradient, rounded, tolerance(rounded.dtype)):
+        if rounded is not None and not _close(gradient, rounded, relative_tolerance(rounded.dtype)):
             return ELSEWHERE
         want, got = self._own.get(name, gradient), self._got[name]
-        limit = 10 * tolerance(want.dtype) + (0.05 if self._half else 0.0)
+        limit = 10 * relative_tolerance(want.dtype) + (0.05 if self._half else 0.0)
         limit = limit if self._limit is None else self._limit
         if _close(got, _folded(want.to(got.dtype)), limit, self._noise[name]):
             return ""

@@ -21,8 +21,8 @@ from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
 from .._core.errors import reraise_fatal
-from .._core.graph import arithmetic, unfused_attention, walk
-from .._core.space import tolerance
+from .._core.graph import collect_reachable_nodes, disable_fused_attention, find_arithmetic_dtype
+from .._core.space import relative_tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, detect
@@ -71,7 +71,7 @@ def vectorizes(
     except (RuntimeError, UserWarning, NotImplementedError) as error:
         reraise_fatal(error)
         return False
-    limit = tolerance(arithmetic(linear.graph))
+    limit = relative_tolerance(find_arithmetic_dtype(linear.graph))
     for got, want in zip(found, truth, strict=False):
         if got is None or want is None or not want.numel():
             continue
@@ -91,7 +91,7 @@ def chooses_by_index(root: Tensor) -> bool:
     The indices are numbers, which another batch has others of: experts get their samples in
     another order, while the graph has the same nodes.
     """
-    return any(node.name().startswith(_KINDS) for node in walk(root.grad_fn))
+    return any(node.name().startswith(_KINDS) for node in collect_reachable_nodes(root.grad_fn))
 
 
 _CHUNK = 2**28  # bytes of rows formed at once under vmap
@@ -141,7 +141,7 @@ def _vmapped(
     size = sum(p.numel() for p in free.values()) * covectors.shape[0]
     chunk = max(1, _CHUNK // (size * linear.value.element_size()))
     u = covectors.movedim(1, 0).to(linear.graph.dtype)
-    with call.replaying(), unfused_attention():  # the fused one has no vmap rule
+    with call.replay_context(), disable_fused_attention():  # the fused one has no vmap rule
         out = vmap(rows, in_dims=(axes, 0), chunk_size=chunk, randomness="different")(values, u)
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
 
@@ -154,7 +154,7 @@ def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Te
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
     sums = {n: torch.einsum("nrp,nr->p", some, c.to(some)) for n, some in rows.items()}
-    limit = tolerance(linear.graph.dtype, 10)
+    limit = relative_tolerance(linear.graph.dtype, 10)
     return not _unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
 
 
@@ -217,7 +217,7 @@ class LayerStructure:
         scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges) if edges else ()
         truth = dict(zip(leaves, found[len(edges) :], strict=True))
 
-        layouts, reasons, exact = {}, {}, arithmetic(linear.graph)
+        layouts, reasons, exact = {}, {}, find_arithmetic_dtype(linear.graph)
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
             layout = None
             if one is not None and two is not None:
@@ -241,7 +241,10 @@ class LayerStructure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        sums, limit = (b.lift(ones) for b in blocks), tolerance(arithmetic(linear.graph), 10)
+        sums, limit = (
+            (b.lift(ones) for b in blocks),
+            relative_tolerance(find_arithmetic_dtype(linear.graph), 10),
+        )
         for name, why in _unexplained(linear, sums, truth, limit).items():
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)

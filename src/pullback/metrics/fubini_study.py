@@ -109,4 +109,4 @@ class CenteredFactor(Factor):
         r = self._project(torch.where(self._root > 0, g / self._root, 0.0))
         precision = eps or torch.finfo(g.dtype).eps
         missing = (self.apply(r) - g).norm()
-        return Whitened.checked(r, missing <= precision**0.5 * g.norm())
+        return Whitened.if_valid(r, missing <= precision**0.5 * g.norm())

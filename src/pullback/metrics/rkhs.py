@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, require
-from .._core.products import cross
+from .._core.products import cross_gram
 
 _POINTS = 2048  # whose pairs tell the median distance
 _WIDE, _PRODUCTS = 64, 2**20  # from where on inner products are faster than differences
@@ -107,7 +107,7 @@ def _expanded(x: Tensor, y: Tensor) -> Tensor:
     one = x - center
     two = one if y is x else y - center
     sizes = one.square().sum(1)[:, None] + two.square().sum(1)
-    squares = torch.addcmul(sizes, cross(one, two), sizes.new_tensor(-2.0))
+    squares = torch.addcmul(sizes, cross_gram(one, two), sizes.new_tensor(-2.0))
     near = squares <= _CANCELS * sizes
     i, j = near.nonzero(as_tuple=True)
     if len(i) > near.numel() // 8:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.errors import PullbackError, require
 from .._core.shards import is_sharded
 from ..likelihoods import MSE, Gaussian, Likelihood
@@ -35,7 +35,7 @@ def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
             "its layers cannot be watched",
             "Pass the module it was made from, or one behind torch.compile",
         )
-    for kind in type(plain(model)).__mro__:
+    for kind in type(unwrap_model(model)).__mro__:
         if kind.__name__ in _WRAPPERS:
             raise PullbackError(
                 f"The model is wrapped in {kind.__name__}",
@@ -46,7 +46,7 @@ def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
 
 def refuse_sharded(model: nn.Module, reason: str) -> None:
     """Raise for a model whose parameters are spread over several processes."""
-    whole = type(plain(model)).__mro__
+    whole = type(unwrap_model(model)).__mro__
     if any(kind.__name__ == "FSDPModule" for kind in whole):
         raise PullbackError(
             "The model is wrapped in FSDPModule",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import Call, Capture, Selector, first_input, plain
+from .._core.capture import Call, Capture, Selector, find_first_input, unwrap_model
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
-from .._core.graph import leaves_below
+from .._core.graph import find_leaf_names
 from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
 from ..grams import Part
@@ -43,7 +43,7 @@ class ClosureProblem(StepProblem):
         coupled: bool = False,
     ) -> None:
         super().__init__(params, processes)
-        self.model = plain(model)
+        self.model = unwrap_model(model)
         self._model, self._closure, self._reduction = model, closure, reduction
         self._output, self._batch_dim, self._memory = output, batch_dim, memory
         self._how: Any = {"output": output, "batch_dim": batch_dim, "coupled": coupled}
@@ -60,11 +60,11 @@ class ClosureProblem(StepProblem):
         with torch.enable_grad(), Capture(self._model, self._output, self.space.device) as capture:
             loss = self._run()
         self._calls = capture.calls
-        unseen = self.processes.agree(not self._calls)  # a single process may have no samples
-        with self.processes.together():
+        unseen = self.processes.all_agree(not self._calls)  # a single process may have no samples
+        with self.processes.raise_together():
             if unseen:
                 self._refuse_unseen(capture)
-            if capture.derived and "derived" not in self._memory:
+            if capture.has_input_derivatives and "derived" not in self._memory:
                 self._memory["derived"] = True
                 warn_derivatives(stacklevel=6)
             self._refuse_chained()
@@ -77,7 +77,7 @@ class ClosureProblem(StepProblem):
     def _refuse_chained(self) -> None:
         """Raise where a recorded input was itself computed from the optimized parameters."""
         names = {id(p): n for n, p in self.params.items()}
-        for name in leaves_below([t for call in self._calls for t in call.sources], names):
+        for name in find_leaf_names([t for call in self._calls for t in call.sources], names):
             raise PullbackError(
                 "The model's input depends on the model's own parameters",
                 f"{name!r} reached it through an earlier call, whose share of J would be lost",
@@ -89,11 +89,11 @@ class ClosureProblem(StepProblem):
 
     def _mean(self, losses: Sequence[float]) -> list[float]:
         """The means over processes of what their closures returned."""
-        return [x / self.processes.size for x in self.processes.total(losses, "gradients")]
+        return [x / self.processes.size for x in self.processes.sum_numbers(losses, "gradients")]
 
     def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
         """∇L, the mean over processes, flat; a wrapper has taken it in the closure's backward()."""
-        if not self.processes.alone and self._wrapper is None:
+        if not self.processes.is_single and self._wrapper is None:
             self.processes.average_gradients(self.params.values())
             gradients = {n: p.grad for n, p in self.params.items()}
         return self.space.flatten(gradients)
@@ -104,14 +104,14 @@ class ClosureProblem(StepProblem):
         return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
     def _refuse_unseen(self, capture: Capture) -> None:
-        if capture.seen == 0:
+        if capture.call_count == 0:
             raise PullbackError(
                 "The closure never called the model with gradients enabled",
                 "no forward pass of the module given to the optimizer was seen",
                 "Call that module in the closure (with torch.compile, give the optimizer the "
                 "compiled module)",
             )
-        if capture.derived:
+        if capture.has_input_derivatives:
             raise PullbackError(
                 "The loss is made of derivatives of the model's output alone",
                 "the metric is that of the output itself, which the loss does not reach",
@@ -128,7 +128,7 @@ class ClosureProblem(StepProblem):
         for name, gradient in gradients.items():
             refuse_sparse(name, gradient)
         silent = [n for n, g in gradients.items() if g is None]
-        if not self.processes.alone and not self._calls:
+        if not self.processes.is_single and not self._calls:
             return gradients
         if len(silent) == len(gradients):
             raise PullbackError(
@@ -150,23 +150,23 @@ class ClosureProblem(StepProblem):
         if batch is not None:
             call = as_call(batch)
             calls = [replace(call, random=call.random or RandomState(self.space.device))]
-        if not self.processes.alone:
+        if not self.processes.is_single:
             calls = [c for c in calls if c.output is None or c.output.shape[self._batch_dim]]
         self._recorded, self._pulled, self.whitening = [], None, Status.OK
-        with self.processes.together():
+        with self.processes.raise_together():
             linears, masks, cotangents = self._linearized(calls, metric)
             shares = [1.0 if mask is None else float(mask.double().mean()) for mask in masks]
             counts = [metric.samples(x.value) for x in linears]
             samples = sum(n * share for n, share in zip(counts, shares, strict=True))
         weight = 1.0
         if self._reduction == "mean":  # over the samples of all processes
-            weight /= max(self.processes.total([samples], "gradients")[0], 1.0)
-        with self.processes.together():
+            weight /= max(self.processes.sum_numbers([samples], "gradients")[0], 1.0)
+        with self.processes.raise_together():
             parts, whites = self._measured(calls, linears, masks, cotangents, metric, weight)
         known = all(r is not None for r in whites)
-        if not self.processes.agree(known):
+        if not self.processes.all_agree(known):
             # where r is missing on one process, none can use it
-            found = map(Status.__getitem__, self.processes.values(self.whitening.name))
+            found = map(Status.__getitem__, self.processes.gather_objects(self.whitening.name))
             self.whitening = next((status for status in found if not status.ok), self.whitening)
             return parts, None
         return parts, torch.cat([self.space.zeros(0), *(r.flatten() for r in whites)])
@@ -184,7 +184,7 @@ class ClosureProblem(StepProblem):
             cotangent = None
             if call.cotangent is not None:
                 cotangent = source.arranged(call.cotangent).to(linear.value.dtype)
-                if not self.processes.alone:  # L is the mean over processes
+                if not self.processes.is_single:  # L is the mean over processes
                     cotangent = cotangent / self.processes.size
                 self._recorded.append((linear, cotangent))
             cotangents.append(cotangent)
@@ -209,7 +209,9 @@ class ClosureProblem(StepProblem):
         parts, whites = [], []
         for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
             z = linear.value
-            factor = metric.factor(z, inputs=first_input(call.tensors, len(z), self._batch_dim))
+            factor = metric.factor(
+                z, inputs=find_first_input(call.tensors, len(z), self._batch_dim)
+            )
             scale = weight if mask is None else mask.to(z.dtype) * weight
             factor = Scaled(factor, scale, tuple(z.shape[1:]))
             parts.append(Part(linear, factor))
@@ -231,7 +233,7 @@ class ClosureProblem(StepProblem):
             return
         for linear in linears:
             names = {id(p): n for n, p in linear.leaves.items()}
-            measured |= leaves_below([linear.graph], names)
+            measured |= find_leaf_names([linear.graph], names)
         moved = [
             n for n, g in gradients.items() if n not in measured and g is not None and bool(g.any())
         ]

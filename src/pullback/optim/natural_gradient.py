@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._core.capture import Selector, plain
-from .._core.errors import PullbackError, Status, refuse_unknown, require_kind
-from .._core.processes import Traffic, find_processes, refuse_untold
+from .._core.capture import Selector, unwrap_model
+from .._core.errors import PullbackError, Status, refuse_unknown, require_type
+from .._core.processes import Traffic, find_processes, refuse_unknown_group
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of
@@ -106,8 +106,8 @@ class NaturalGradient(Optimizer):
         reduction = reduction_of(likelihood) if reduction is None else reduction
         refuse_unknown("gram", gram, FORMS)
         refuse_unknown("reduction", reduction, ("mean", "sum"))
-        require_kind("solver", solver, Solver)
-        require_kind("step", step, Step)
+        require_type("solver", solver, Solver)
+        require_type("step", step, Step)
         self.model = model
         self.metric = metric_of(likelihood, metric)
         self.solver = Cholesky() if solver is None else solver
@@ -119,7 +119,7 @@ class NaturalGradient(Optimizer):
         self._register()
         self._retraction()  # refuses unknown names at once
         if params is None:
-            params = [p for p in plain(model).parameters() if p.requires_grad]
+            params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
             if not params:
                 raise PullbackError(
                     "There is nothing to optimize",
@@ -131,15 +131,15 @@ class NaturalGradient(Optimizer):
         # all processes have the same options, and begin where the first one is
         stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
         options = {n: getattr(self, n) for n in stages}
-        self._processes.same(
+        self._processes.require_same(
             "their options", {**options, "parameters": [*self._names.values()]},
             "Build the optimizer alike on all processes",
         )  # fmt: skip
-        self._processes.adopt([*plain(model).parameters()])
+        self._processes.broadcast_first([*unwrap_model(model).parameters()])
 
     def _register(self) -> None:
         self._cache: dict[str, Any] = {}
-        self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
+        self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks and caches: a copy or a pickle brings its model along."""
@@ -226,7 +226,7 @@ class NaturalGradient(Optimizer):
         """
         refuse_context(closure, objective)
         if self._processes.group is None:
-            refuse_untold(type(self).__name__, "it was built before they met")
+            refuse_unknown_group(type(self).__name__, "it was built before they met")
         batch = self.metric_batch if metric_batch is None else metric_batch
         problem = self._problem(closure, objective)
         if objective is not None and batch is None:
@@ -303,11 +303,11 @@ class NaturalGradient(Optimizer):
     def _agreed(self, move: Move, state: dict[str, Any]) -> Move:
         """The first process's move, to the bit; all have computed the same one to round-off."""
         processes = self._processes
-        if processes.alone:
+        if processes.is_single:
             return move
         numbers = {k: v for k, v in state.items() if isinstance(v, (int, float))}
         rates = [float(group["lr"]) for group in self.param_groups]
-        found = processes.values((move.size, move.accepted, numbers, rates))
+        found = processes.gather_objects((move.size, move.accepted, numbers, rates))
         if any(own[3] != rates for own in found):
             raise PullbackError(
                 "The processes differ in their learning rates",
@@ -316,7 +316,7 @@ class NaturalGradient(Optimizer):
             )
         size, accepted, numbers, _ = found[0]
         state.update(numbers)
-        processes.adopt([direction := move.direction.clone()], "moves")
+        processes.broadcast_first([direction := move.direction.clone()], "moves")
         return replace(move, direction=direction, size=size, accepted=accepted)
 
     def _system(self, problem: StepProblem, batch: Any) -> tuple[list[Part], System]:
@@ -334,7 +334,7 @@ class NaturalGradient(Optimizer):
         space, rows, white = problem.space, sum(part.count for part in parts), own
         stages = self.gram, self.memory, self.solver.prefers
         with full_precision(space.device, rows * space.size):
-            if self._processes.alone:
+            if self._processes.is_single:
                 gram = assemble(parts, *stages)
             else:
                 stack = Stack(parts, space, self._processes, problem.model)
@@ -364,7 +364,7 @@ class NaturalGradient(Optimizer):
 
     def _active(self) -> dict[str, nn.Parameter]:
         """The parameters that take part, by name, in the order of the groups."""
-        now = {id(p) for p in plain(self.model).parameters()}
+        now = {id(p) for p in unwrap_model(self.model).parameters()}
         if any(id(p) not in now for group in self.param_groups for p in group["params"]):
             raise PullbackError(
                 "The model's parameters were replaced",

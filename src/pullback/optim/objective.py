@@ -146,11 +146,11 @@ class ObjectiveProblem(StepProblem):
     def _averaged(self, function: Callable[..., Any]) -> ObjectiveMap:
         """The residuals of this process; a mean is one over the samples of all processes."""
         source = ObjectiveMap(function, self._reduction)
-        if not self.processes.alone:
-            with self.processes.together(), torch.no_grad():
+        if not self.processes.is_single:
+            with self.processes.raise_together(), torch.no_grad():
                 own = source.samples(self.params)
             found: dict[str, int] = {}
-            for counts in self.processes.values(own):
+            for counts in self.processes.gather_objects(own):
                 for name, n in counts.items():
                     found[name] = found.get(name, 0) + n
             source = ObjectiveMap(function, self._reduction, found, rows=sum(own.values()))
@@ -158,7 +158,7 @@ class ObjectiveProblem(StepProblem):
 
     def evaluate(self) -> str:
         unmixed = torch.autocast(self.space.device.type, enabled=False)
-        with unmixed, self.processes.together():
+        with unmixed, self.processes.raise_together():
             linears = [term.map.linearize(self.params) for term in self._terms]
             pairs = list(zip(self._terms, linears, strict=True))
             # carried forward, one trial is work enough for a core
@@ -168,7 +168,7 @@ class ObjectiveProblem(StepProblem):
         self.loss = float(self.summed(own)[0])
         if not math.isfinite(self.loss):
             return self.broken()
-        with unmixed, self.processes.together():
+        with unmixed, self.processes.raise_together():
             self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
             shares = []
             for (term, x), part in zip(pairs, self._parts, strict=True):
@@ -180,7 +180,7 @@ class ObjectiveProblem(StepProblem):
             white = [x for term, x in zip(self._terms, shares, strict=True) if term.whitened]
             gradient, pulled = _sum(shares, zero), _sum(white, zero)
         # r is used where a term of any process has one
-        self._whitened = not self.processes.agree(not white)
+        self._whitened = not self.processes.all_agree(not white)
         self.gradient, self._pulled = self.summed(gradient, pulled)
         if not bool(self.gradient.any()) and self.loss != 0:
             self._refuse_constant()
@@ -188,7 +188,9 @@ class ObjectiveProblem(StepProblem):
 
     def _refuse_constant(self) -> None:
         ones = torch.ones_like(self.gradient)
-        if self.processes.agree(not any(bool(part.linear.jvp(ones).any()) for part in self._parts)):
+        if self.processes.all_agree(
+            not any(bool(part.linear.jvp(ones).any()) for part in self._parts)
+        ):
             raise PullbackError(
                 "The objective does not depend on the parameters",
                 "its residuals have no gradient",
@@ -198,7 +200,7 @@ class ObjectiveProblem(StepProblem):
     def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
         if batch is not None:
             values = self._averaged(self._repeatable(batch))
-            with self.processes.together():
+            with self.processes.raise_together():
                 linears = [values.linearize(self.params)] if values.rows else []
                 return [Part(x, metric.factor(x.value)) for x in linears], None
         if not self._whitened:
@@ -215,7 +217,7 @@ class ObjectiveProblem(StepProblem):
         return self._pulled
 
     def losses(self, moves: Tensor, place: Place) -> Tensor:
-        with self.processes.together():
+        with self.processes.raise_together():
             own = self._losses(moves, place)
         return self.summed(own)[0]
 

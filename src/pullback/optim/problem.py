@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._core.errors import Status
 from .._core.processes import Processes
 from .._core.products import full_precision
-from .._core.space import ParameterSpace, tolerance
+from .._core.space import ParameterSpace, relative_tolerance
 from ..grams import FactoredGram, Gram, Part
 from ..maps import Covered
 from ..metrics import Metric
@@ -159,7 +159,7 @@ def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Ten
     processes, space = problem.processes, problem.space
     if gram.structure.holds == "operator":
         return True
-    if not processes.agree(all(part.used_structure for part in parts)):
+    if not processes.all_agree(all(part.used_structure for part in parts)):
         return True
     counts = [part.count for part in parts]
     if white is None:
@@ -181,8 +181,8 @@ def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Ten
         energy = lifted.square().sum()
         scale = every.square().sum() * gram.trace() / len(every)
     own = getattr(parts[0].linear, "graph", c).dtype if parts else gram.dtype
-    limit = tolerance(own, 10) * (scale + energy)
-    return processes.agree(bool((energy - pulled.square().sum()).abs() <= limit))
+    limit = relative_tolerance(own, 10) * (scale + energy)
+    return processes.all_agree(bool((energy - pulled.square().sum()).abs() <= limit))
 
 
 @dataclass(frozen=True)

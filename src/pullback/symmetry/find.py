@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import Selector, plain
+from .._core.capture import Selector, unwrap_model
 from .._core.errors import PullbackError, refuse_unknown
 from .actions.charts import ChartAction, in_parameters, with_values
 from .actions.scaling import Action, Scaling, two_sided
@@ -193,7 +193,7 @@ def find(
     torch.Size([9, 53])
     """
     refuse_unknown("group", group, ("neuron", "layer"))
-    model = plain(model)
+    model = unwrap_model(model)
     run = Example(model, guess_input(model) if example is None else example, output)
     if not run.params:
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
@@ -239,5 +239,5 @@ def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], 
             "Pass symmetry=pb.symmetry.find(model, x), or symmetry=model",
         )
     if symmetry is None:
-        symmetry = find(plain(model))
+        symmetry = find(unwrap_model(model))
     return two_sided(getattr(symmetry, "actions", symmetry)), model

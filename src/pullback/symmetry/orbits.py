@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .._core.graph import unfused_attention
+from .._core.graph import disable_fused_attention
 from .._core.space import ParameterSpace
 from ..grams import Operator
 from ..maps import FunctionLinearization
@@ -166,7 +166,7 @@ def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tenso
     p, k = sum(w.numel() for w in wide.values()), sum(a.dimension for a in actions)
     if not wide:
         return SymmetryRank(0, 0, 0, 0, 0, ("no parameter requires a gradient",))
-    with unfused_attention():
+    with disable_fused_attention():
         at = FunctionLinearization(example, wide)
         n = at.value.numel()
         j = at.rows() if n * p <= _LARGEST_J else None

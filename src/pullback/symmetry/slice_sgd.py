@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.checks import refuse_number
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.processes import find_processes
@@ -89,9 +89,9 @@ class SliceSGD(Optimizer):
         self.scalings, _ = scalings_of(symmetry, model)
         self._kind = "balanced" if group == "neuron" else layer_slice
         self._keeper = self._keep()
-        self._names = {id(p): n for n, p in plain(model).named_parameters()}
+        self._names = {id(p): n for n, p in unwrap_model(model).named_parameters()}
         if params is None:
-            params = [p for p in plain(model).parameters() if p.requires_grad]
+            params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
         self._schedule = {"steps": 0}
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         #: what the retraction at construction met: how far away, and dead units
@@ -202,7 +202,7 @@ class SliceSGD(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model" in state:
-            self._names = {id(p): n for n, p in plain(self.model).named_parameters()}
+            self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
             self._keeper = self._keep()
             self._keeper.own(self.param_groups)
             self.start = None

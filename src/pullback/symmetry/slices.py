@@ -24,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.space import ParameterSpace
 from .actions.scaling import Scaling, connected
@@ -62,7 +62,11 @@ class Slice(ABC):
     def __init__(
         self, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
     ) -> None:
-        given = plain(model).named_parameters() if isinstance(model, nn.Module) else model.items()
+        given = (
+            unwrap_model(model).named_parameters()
+            if isinstance(model, nn.Module)
+            else model.items()
+        )
         self.params: dict[str, Tensor] = dict(given)
         self.units = ScalingUnits(scalings, self.params)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .._core.graph import unfused_attention
+from .._core.graph import disable_fused_attention
 from .actions.scaling import Action, Scaling
 from .graph.tracing import Example
 
@@ -148,7 +148,7 @@ def _size(w: Tensor) -> Tensor:
 def _pulled(example: Example) -> tuple[dict[str, list[Tensor]], torch.dtype]:
     """Jᵀu for random u, by name; and the type of the outputs."""
     leaves = {n: w.clone().requires_grad_() for n, w in example.params.items()}
-    with torch.enable_grad(), unfused_attention():
+    with torch.enable_grad(), disable_fused_attention():
         value = example(leaves)
     if not value.requires_grad:
         still = {n: [torch.zeros_like(w)] * _COVECTORS for n, w in example.params.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pullback._core.products import mirrored
+from pullback._core.products import mirror_lower_triangle
 from pullback.maps.layers import Block
 
 
@@ -13,5 +13,5 @@ def gram(one: Block, two: Block, budget: int = 2**30) -> Tensor:
     out = next(iter(one.rows().values())).new_zeros(*sides)
     one.add_gram(out, two, budget)
     if two is one:
-        return mirrored(out)
+        return mirror_lower_triangle(out)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
-from pullback._core.flags import finite
+from pullback._core.flags import are_finite
 
 from ..common import assert_close
 from .common import batch, gram, kfac, net, train, vector
@@ -153,12 +153,12 @@ def test_the_largest_number_is_finite(dtype: torch.dtype) -> None:
     largest = torch.full((70,), torch.finfo(dtype).max, dtype=dtype)
     empty = torch.zeros(0)
     other = torch.ones(3, dtype=torch.float64)
-    assert bool(finite([empty, largest, other]))
-    assert bool(finite([empty]))
+    assert bool(are_finite([empty, largest, other]))
+    assert bool(are_finite([empty]))
     for value in (torch.inf, -torch.inf, torch.nan):
         broken = largest.clone()
         broken[65] = value
-        assert not bool(finite([other, broken]))
+        assert not bool(are_finite([other, broken]))
 
 
 def test_large_gradients_in_float16_are_finite() -> None:

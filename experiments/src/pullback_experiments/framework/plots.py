@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from pullback._core.errors import extra
+from pullback._core.errors import import_extra
 from pullback.cli import files
 
 from .curves import quartiles
@@ -100,7 +100,7 @@ def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
     A wide one is made smaller, at the same number of pixels: a page shows all figures at one width,
     where its words would be small.
     """
-    with extra("plots"):
+    with import_extra("plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..._core.capture import select
+from ..._core.capture import select_output
 from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError, require, reraise_fatal
-from ..._core.space import tolerance
+from ..._core.space import relative_tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
 from ..local.ambient import refuse_loss
@@ -93,7 +93,7 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
 def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
     one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
-    limit = tolerance(one.dtype, 10) * float(one.norm())
+    limit = relative_tolerance(one.dtype, 10) * float(one.norm())
     if one.shape != two.shape or not float((one - two).norm()) <= limit:
         raise PullbackError(
             f"The twin of {name!r} is another function",
@@ -104,7 +104,7 @@ def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> N
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
     with torch.no_grad(), seeded(seed, x.device):
-        return select(duplicate(model)(x), None)
+        return select_output(duplicate(model)(x), None)
 
 
 SIZES = (1.0, 0.1, 0.01, 0.001)

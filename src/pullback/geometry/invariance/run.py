@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from ..._core.capture import select
+from ..._core.capture import select_output
 from ..._core.errors import PullbackError
 from ...maps import FunctionLinearization
 from ..charts.diffeomorphism import Params
@@ -120,7 +120,7 @@ def duplicate(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     """The present function values, and the original's weights."""
-    values = {n: select(model(x), None).to(torch.float64) for n, x in setting.points.items()}
+    values = {n: select_output(model(x), None).to(torch.float64) for n, x in setting.points.items()}
     return RunState(
         {**values, "parameters": _flat(start.weights(model))},
         {n: p.detach().clone() for n, p in trained(model).items()},
@@ -138,7 +138,7 @@ def push(start: Twin, setting: AuditData, one: RunState, two: RunState) -> RunSt
 
         def function(theta: Params) -> Tensor:
             buffers = {n: b.clone() for n, b in model.named_buffers()}  # which a norm may count in
-            return select(functional_call(model, {**buffers, **theta}, (x,)), None)
+            return select_output(functional_call(model, {**buffers, **theta}, (x,)), None)
 
         found = FunctionLinearization(function, one.theta)
         return found.jvp(found.space.flatten(step)).to(torch.float64)
@@ -198,7 +198,7 @@ def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData)
         nonlocal calls
         with torch.enable_grad():
             model.zero_grad(set_to_none=True)
-            loss = setting.loss(select(model(setting.x), None), setting.y)
+            loss = setting.loss(select_output(model(setting.x), None), setting.y)
             if not calls:  # trial points of a line search may be anywhere
                 refuse_infinite(loss)
             loss.backward()

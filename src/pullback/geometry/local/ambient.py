@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.capture import plain
+from ..._core.capture import unwrap_model
 from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, refuse_unknown, require, reraise_fatal
 from ..._core.factor import Factor, Scaled
@@ -172,7 +172,7 @@ class Parametrization:
 
 def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
     if isinstance(phi, nn.Module):
-        own = dict(plain(phi).named_parameters())
+        own = dict(unwrap_model(phi).named_parameters())
         if xi is None:
             return {n: p for n, p in own.items() if p.requires_grad}
         if not isinstance(xi, Mapping):

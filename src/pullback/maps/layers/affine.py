@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.products import add_cross
+from ..._core.products import add_cross_gram
 from .gram import (
     SeparatedCotangents,
     add_contracted,
@@ -254,7 +254,9 @@ class AffineBlock(Block):
                 add_materialized(out, self._delta, other._delta, x, y, budget)
             if self._bias is not None:
                 shifts = self._shifts().flatten(2).flatten(0, 1)
-                add_cross(out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1))
+                add_cross_gram(
+                    out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1)
+                )
             return
         heights = None if self._bias is None else self._height[:, None, None] * other._height
         for g in range(self.shape[1]):

@@ -25,7 +25,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..._core.products import add_cross, cross
+from ..._core.products import add_cross_gram, cross_gram
 
 Weights = Callable[[slice, slice], Tensor]
 
@@ -59,7 +59,9 @@ def _add_one_place(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget
     right = left if d2 is d1 else d2.flatten(0, 1)
     w = weights(slice(0, n), slice(0, n2)).view(n, n2)
     for rows, some in _tiles(d1, d2, budget):
-        tile = cross(left[rows.start * r : rows.stop * r], right[some.start * r2 : some.stop * r2])
+        tile = cross_gram(
+            left[rows.start * r : rows.stop * r], right[some.start * r2 : some.stop * r2]
+        )
         target = out[rows.start * r : rows.stop * r, some.start * r2 : some.stop * r2]
         along = w[rows, some].repeat_interleave(r2, 1)[:, None]  # long lines are fast lines
         target.unflatten(0, (-1, r)).addcmul_(tile.unflatten(0, (-1, r)), along)
@@ -85,7 +87,7 @@ def _panel(d1: Tensor, d2: Tensor, weights: Weights, one: slice, two: slice) -> 
     right = left if d2 is d1 and one == two else d2[two].flatten(0, 2)
     rows, r, t, _ = d1[one].shape
     columns, r2, t2, _ = d2[two].shape
-    out = cross(left, right).view(rows, r, t, columns, r2, t2)
+    out = cross_gram(left, right).view(rows, r, t, columns, r2, t2)
     out *= weights(one, two).view(rows, 1, t, columns, 1, t2)
     return out.sum((2, 5)).view(rows * r, columns * r2)
 
@@ -94,7 +96,7 @@ def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) 
     """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
     left = x[one].flatten(0, 1)
     same = x.data_ptr() == y.data_ptr() and one == two
-    out = cross(left, left if same else y[two].flatten(0, 1))
+    out = cross_gram(left, left if same else y[two].flatten(0, 1))
     out = out.view(*x[one].shape[:2], *y[two].shape[:2])
     return out if heights is None else out.add_(heights)
 
@@ -149,7 +151,7 @@ def add_materialized(
         for a in range(0, o, panel):
             some = (slice(None), slice(None), groups, slice(None), slice(a, a + panel))
             one = _rows(d1[some], x[:, groups])
-            add_cross(out, one, one if d2 is d1 else _rows(d2[some], y[:, groups]))
+            add_cross_gram(out, one, one if d2 is d1 else _rows(d2[some], y[:, groups]))
 
 
 def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
@@ -231,7 +233,7 @@ def add_separated(
         stop = min(start + panel, n)
         end = stop if two is one else n2
         products = torch.bmm(m[:, start:stop], m2[:, :end].mT)  # (O, n, n')
-        share = cross(products.flatten(1).T, pairs)
+        share = cross_gram(products.flatten(1).T, pairs)
         target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._core.products import moment
+from ..._core.products import column_gram
 from .affine import AffineBlock
 from .moments import Moments, Sharing, means, moments, second_moment, stackable, stacked
 from .registry import Block, Layer, Seen, Use, joined, register
@@ -54,5 +54,7 @@ class Linear(Layer):
             delta = sharing.by_sample(delta).sum(1)
         rows = delta.reshape(-1, width := delta.shape[-1])
         return (
-            moment(rows)[None] if width <= sharing.longest else second_moment(rows[None], sharing)
+            column_gram(rows)[None]
+            if width <= sharing.longest
+            else second_moment(rows[None], sharing)
         )

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.products import half_moment_into, moment
-from ..._core.space import compute_dtype, tolerance
+from ..._core.products import column_gram, write_half_precision_moment
+from ..._core.space import compute_dtype, relative_tolerance
 
 _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
 
@@ -82,7 +82,7 @@ def detect(
         return None
     lead = tuple(base.shape[: base.ndim - features])
     dtype = base.dtype if dtype is None or base.dtype != torch.float64 else dtype
-    bound = tolerance(dtype) * base.abs().max()
+    bound = relative_tolerance(dtype) * base.abs().max()
     for layout in candidates(lead, len(scales)):
         one, two = layout(base), layout(scaled)
         c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))
@@ -223,7 +223,7 @@ def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
     if x.shape[-1] > sharing.longest:
         return torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x.dtype)).square()
     if x.shape[0] == 1:
-        return moment(x[0])[None]
+        return column_gram(x[0])[None]
     x = x.to(compute_dtype(x.dtype))
     return x.mT @ x
 
@@ -251,7 +251,7 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
         rows = some[0] if len(some) == 1 else torch.cat(some)
         rows = rows if mask is None else rows * mask[a : a + step]
         if len(some) == 1 and rows.dtype != second.dtype:
-            half_moment_into(second[a, 0], rows[0])
+            write_half_precision_moment(second[a, 0], rows[0])
         else:
             _batched_into(second[a : a + step, 0], rows.mT, rows)
         ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._core.products import moment, products
+from ..._core.products import column_gram, multiply_batches
 from ..._core.space import compute_dtype
 
 _MEMORY = 2**27  # bytes unfolded at a time
@@ -79,7 +79,7 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _line_moment(module: Any, x: Tensor) -> Tensor:
     """Σ a aᵀ with offsets before channels; the patches are gone with the call."""
     width = prod(module.kernel_size) * x.shape[-1]
-    return moment(_unfolded(module, x, _ALIGNED))[:width, :width]
+    return column_gram(_unfolded(module, x, _ALIGNED))[:width, :width]
 
 
 def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ def channel_moment(x: Tensor) -> Tensor:
     """
     if _by_samples(x):
         each = x.flatten(2)
-        return products(each, each).sum(0, keepdim=True)
+        return multiply_batches(each, each).sum(0, keepdim=True)
     found = channel_lines(x)[None]
-    return products(found, found)
+    return multiply_batches(found, found)
 
 
 def channel_moments(some: Sequence[Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
             torch.bmm(found, found.mT, out=out)
         return each.sum(1)
     found = _turned(some)
-    return products(found, found)
+    return multiply_batches(found, found)
 
 
 def _turned(some: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.products import add_cross
+from ..._core.products import add_cross_gram
 from .moments import Moments, Sharing, counted
 
 
@@ -55,7 +55,7 @@ class Block(ABC):
         theirs = mine if other is self else other.rows()
         for name in self.names:
             x = mine[name].flatten(0, 1)
-            add_cross(out, x, x if other is self else theirs[name].flatten(0, 1))
+            add_cross_gram(out, x, x if other is self else theirs[name].flatten(0, 1))
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """A v: (N, R)."""

@@ -88,7 +88,7 @@ def problem_of(
     refuse_uncallable(closure)
     if objective is None and not options.controlled:
         return None
-    own = {n: p for n, p in params.of(groups).items() if p.requires_grad}
+    own = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad}
     if objective is not None:
         _refuse_objective(objective, closure, options, processes)
         return ObjectiveProblem(own, objective, options.reduction)
@@ -103,7 +103,7 @@ def problem_of(
         own, capture.model, closure, reduction=options.reduction, output=options.output,
         batch_dim=options.batch_dim, coupled=True, memory=memory, processes=processes,
     )  # fmt: skip
-    problem.unwatched = capture.watch.paused
+    problem.unwatched = capture.watch.pause_all
     return problem
 
 
@@ -120,7 +120,7 @@ def _refuse_objective(objective: Any, closure: Any, options: Options, processes:
     elif not isinstance(objective, Objective) and not callable(objective):
         what, why = "The objective is not usable", f"got {type(objective).__name__}"
         remedy = "Give an optim.Objective, or a function of the parameter dict"
-    elif not processes.alone:
+    elif not processes.is_single:
         what += " several processes"
         why = "its terms have counts of their own, which are not joined"
         remedy = "Use NaturalGradient or pde.solve on several processes"

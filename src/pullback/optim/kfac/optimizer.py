@@ -17,11 +17,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..._core.capture import Selector, plain
+from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError
-from ..._core.flags import DeferredFlags, finite
-from ..._core.processes import Traffic, find_processes, group_of, refuse_untold, unwrapped
-from ..._core.shards import ModelParameters, cut_like, is_sharded, local, reshard
+from ..._core.flags import DeferredFlags, are_finite
+from ..._core.processes import (
+    Traffic,
+    find_group,
+    find_processes,
+    refuse_unknown_group,
+    unwrap_distributed,
+)
+from ..._core.shards import ModelParameters, get_local_piece, is_sharded, reshard, shard_like
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -160,8 +166,8 @@ class KFAC(Optimizer):
         workers: int | None = None,
     ) -> None:
         refuse_model(model, "KFAC")
-        processes, wrapped = find_processes(model, group, "KFAC"), group_of(model) is not None
-        self.model = model = unwrapped(model)
+        processes, wrapped = find_processes(model, group, "KFAC"), find_group(model) is not None
+        self.model = model = unwrap_distributed(model)
         options.check(params=params)
         own = self._options = options.resolve(
             model, likelihood, metric, lr=lr, rule=rule, fisher=fisher, damping=damping,
@@ -188,17 +194,17 @@ class KFAC(Optimizer):
         self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
         schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
         self._held = self._empty_state(schedule)
-        given = list(plain(model).parameters() if params is None else params)
+        given = list(unwrap_model(model).parameters() if params is None else params)
         options.refuse_unready(model, given)
         self._register()
-        several, teams = not processes.alone, self._replicas.placement.teams
+        several, teams = not processes.is_single, self._replicas.placement.has_several_teams
         options.refuse_spread(own, several=several, teams=teams, shards=shards)
         super().__init__(given, own.defaults)
         self._replicas.meet(self._params, own.common, self.param_groups, schedule)
 
     def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
         # on a CPU it is cheaper to solve with factors that serve one step than to invert them
-        cpu = all(p.device.type == "cpu" for p in plain(self.model).parameters())
+        cpu = all(p.device.type == "cpu" for p in unwrap_model(self.model).parameters())
         once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
         needs = "eigenbasis" if exact else "factors" if once else "inverse"
         rule = Natural(needs) if isinstance(self._rule, Natural) else self._rule
@@ -215,10 +221,10 @@ class KFAC(Optimizer):
             self.model,
             self._options,
             lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
-            several=not processes.alone,
+            several=not processes.is_single,
             whole=self._params.leaves if self._params.shards else None,
         )
-        if not processes.alone:
+        if not processes.is_single:
             me = ref(self)  # hooks hold it
             self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
@@ -255,11 +261,11 @@ class KFAC(Optimizer):
     @property
     def _chosen(self) -> dict[str, Any]:
         """The groups' parameters, by name; for the metric the others are constants."""
-        return self._params.of(self.param_groups)
+        return self._params.in_groups(self.param_groups)
 
     def _choose(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
-        own = self._params.of(group for group in self.param_groups if not group.get("rule"))
+        own = self._params.in_groups(group for group in self.param_groups if not group.get("rule"))
         given = [n for n, p in own.items() if p.numel()]
         self._measured = measured_names(self.model, self._params.by_name, given, self._options)
         self._capture.choose(self._measured)
@@ -267,7 +273,7 @@ class KFAC(Optimizer):
     def _forecast(self, *, frozen: bool = True) -> Forecast:
         """The blocks that are expected, with or without parameters that are frozen now."""
         if self._params.shards:
-            reshard(plain(self.model))
+            reshard(unwrap_model(self.model))
         given = {*self._measured}
         every = self._params.by_name.items()
         some = {n: p for n, p in every if n in given and (frozen or p.requires_grad)}
@@ -335,7 +341,7 @@ class KFAC(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits; a state that cannot be used changes nothing."""
         groups, params = self.param_groups, self._params.by_name
-        names = [[*self._params.of([group])] for group in groups]
+        names = [[*self._params.in_groups([group])] for group in groups]
         wanted = [part for part in self.state[groups[0]["params"][0]] if part not in BUFFERS]
         saved = saved_by_name(state_dict, names, wanted)
         for name, own in saved.items():
@@ -351,7 +357,7 @@ class KFAC(Optimizer):
         for name, own in saved.items():
             p = params[name]
             for part in [part for part in BUFFERS if part in own]:
-                self.state[p][part] = cut_like(own[part], p)
+                self.state[p][part] = shard_like(own[part], p)
         self._make_buffers()
         self._publish()
         self._resume()
@@ -366,7 +372,7 @@ class KFAC(Optimizer):
         self._capture.structure.partners = partners
         self._capture.structure.bases = self._held.bases
         self._capture.reset()
-        self._capture.watch.due = self._due()
+        self._capture.watch.wants_compiled_calls = self._due()
         if self._closed:
             self.close()
 
@@ -396,8 +402,8 @@ class KFAC(Optimizer):
         refuse_inference("what is made there cannot be updated later")
         options.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
-            refuse_untold("KFAC", "it was built before they met")
-        told, wanted = self._capture.watch.due, self._capture.wanted
+            refuse_unknown_group("KFAC", "it was built before they met")
+        told, wanted = self._capture.watch.wants_compiled_calls, self._capture.wanted
         self._read_verdict()
         given = self._capture, self._params, self.param_groups, self._replicas.processes
         problem = problem_of(closure, objective, self._options, *given, self._memory)
@@ -447,7 +453,7 @@ class KFAC(Optimizer):
         held, params, rule = self._held, self._params, self._rule
         self._replicas.average_gradients(params, groups, capture.wrapped)
         gradients = dense_gradients(groups, params.names, params.shapes)
-        gradients = params.whole(gradients, "gradients")
+        gradients = params.gather_whole(gradients, "gradients")
         if self._idle(gradients):
             capture.clear()
             return loss
@@ -461,7 +467,7 @@ class KFAC(Optimizer):
         guard = Guard(self._deferrable(found, gradients))
         late = guard.deferred and self._replicas.alone  # no inverse waits for the statistics
         if rule.moments or not guard.deferred or (found and not late):  # else directions tell
-            good = finite(list(gradients.values()), squares=bool(rule.moments))
+            good = are_finite(list(gradients.values()), squares=bool(rule.moments))
             if not guard.holds(good):
                 return self._reject(_NOT_FINITE, loss)
         learned, taken = Guard(guard.deferred, guard.good), False
@@ -469,14 +475,14 @@ class KFAC(Optimizer):
             taken = self._learn(found, gradients, learned)
             found = {}  # its memory serves the inversion
         held.renew(taken, self.invert_every)
-        if held.stack(params.by_name, params.like):  # inverses are other tensors now
+        if held.stack(params.by_name, params.templates):  # inverses are other tensors now
             self._publish()
             capture.structure.bases = held.bases
             for name in chain.from_iterable(key.names for key in held.preconditioner.ready):
                 for moment in BUFFERS[1:]:  # Adam's: the parameter follows the rule from now on
                     self.state[params.by_name[name]].pop(moment, None)
         directions, stacks = held.directions(gradients, guard.good)
-        if not rule.moments and not guard.holds(finite(stacks)):
+        if not rule.moments and not guard.holds(are_finite(stacks)):
             return self._reject("a direction is not finite", loss)
         if found:
             learned = Guard(guard.deferred, guard.good)
@@ -592,13 +598,17 @@ class KFAC(Optimizer):
         All processes call it; each adds what its shares of the averages give.
         """
         # each process moves a piece of a parameter in shards
-        return self._held.squared_length(self._params.whole(move, "moves"), self._params.like)
+        return self._held.squared_length(
+            self._params.gather_whole(move, "moves"), self._params.templates
+        )
 
     def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._held.schedule["step"] += 1
         self._capture.reset()
-        self._capture.watch.due = self._due() or (owing and not taken) or self._capture.lacking
+        self._capture.watch.wants_compiled_calls = (
+            self._due() or (owing and not taken) or self._capture.lacking
+        )
         self._info = replace(info, taken=taken, notes=report.notes_of(self._held, self._skipped))
 
     def _reject(self, reason: str, loss: Any) -> Any:
@@ -613,15 +623,17 @@ class KFAC(Optimizer):
             return
         moved, learned = verdict.flags()
         schedule = self._held.schedule
-        if verdict.learning and not learned:
+        if verdict.takes_statistics and not learned:
             schedule["taken"] -= 1
             self._skipped = moved
             notes = report.notes_of(self._held, moved)
             self._info = replace(self._info, taken=False, notes=notes)
         if not moved:
             schedule["step"] -= 1
-            self._capture.watch.due = self._due() or self._capture.lacking
-            if not self._capture.watch.due:  # what was gathered meanwhile is not due after all
+            self._capture.watch.wants_compiled_calls = self._due() or self._capture.lacking
+            if (
+                not self._capture.watch.wants_compiled_calls
+            ):  # what was gathered meanwhile is not due after all
                 self._capture.clear()
             self._info = KFACInfo(False, _NOT_FINITE, schedule["damping"])
 
@@ -660,7 +672,7 @@ class KFAC(Optimizer):
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; before any statistics, what is expected."""
-        held, params = self.blocks, dict(plain(self.model).named_parameters())
+        held, params = self.blocks, dict(unwrap_model(self.model).named_parameters())
         reasons = report.name_parametrizations(self.model, self._capture.structure.reasons)
         known = self._forecast().kinds, reasons, self._others()
         return report.coverage_of(held, params, self._chosen, self._measured, *known, self._rule)
@@ -669,7 +681,7 @@ class KFAC(Optimizer):
         """Why the rule is not for some of the parameters; all are measured for the natural one."""
         if not self._rule.matrices:
             return {}
-        apart = self._params.of(group for group in self.param_groups if group.get("rule"))
+        apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
         expected = forecast(self.model, self._params.by_name, self._options)
         longest = self._options.sharing.longest
         return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
@@ -701,7 +713,7 @@ class KFAC(Optimizer):
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
         buffers = [s[part] for s in self.state.values() for part in BUFFERS if part in s]
-        return {**self._held.memory(), "momentum": sum(local(t).nbytes for t in buffers)}
+        return {**self._held.memory(), "momentum": sum(get_local_piece(t).nbytes for t in buffers)}
 
     def traffic(self) -> dict[str, Traffic]:
         """What this process sent so far, by purpose; nothing where it is alone."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # of batches and of single samples
 from torch.nn.parameter import UninitializedParameter
 
-from ..._core.capture import Selector, plain
+from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError, require
 from ...likelihoods import reduction_of
 from ...maps.layers.moments import Sharing
@@ -280,7 +280,7 @@ def resolve(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Opt
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
     """Raise where there is nothing to optimize, or not yet."""
-    for name, p in plain(model).named_parameters():
+    for name, p in unwrap_model(model).named_parameters():
         if isinstance(p, UninitializedParameter):
             refuse_parameter(name, p)
     if not params:

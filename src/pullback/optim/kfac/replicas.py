@@ -76,11 +76,11 @@ class Replicas:
         self.processes = processes
         self.placement: Placement[BlockKey] = Placement(processes, workers)
         self._wrapped, self._read = wrapped, read
-        self._owned = owned and not processes.alone
-        self._lazy = lazy and not owned and not processes.alone
+        self._owned = owned and not processes.is_single
+        self._lazy = lazy and not owned and not processes.is_single
         self._shared = False
         #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
-        self._overlaps = wrapped and not owned and not processes.alone
+        self._overlaps = wrapped and not owned and not processes.is_single
         self._apart: Processes | None = None
         #: what all processes measured last, and what is under way
         self._layouts: Layouts | None = None
@@ -88,7 +88,7 @@ class Replicas:
 
     @property
     def alone(self) -> bool:
-        return self.processes.alone
+        return self.processes.is_single
 
     def meet(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
@@ -99,11 +99,13 @@ class Replicas:
         shapes = {n: (tuple(p.shape), p.dtype) for n, p in params.by_name.items()}
         rates = _rates(params, groups, schedule)
         options = {**options, "workers": self.placement.workers}
-        self.processes.same("their model", shapes, "Build the same model in every process")
-        self.processes.same("the options of KFAC", options, "Give all of them the same options")
-        self.processes.same("the options of KFAC", rates, "Give all the same param groups")
+        self.processes.require_same("their model", shapes, "Build the same model in every process")
+        self.processes.require_same(
+            "the options of KFAC", options, "Give all of them the same options"
+        )
+        self.processes.require_same("the options of KFAC", rates, "Give all the same param groups")
         if not self._wrapped:
-            self.processes.adopt([p.data for p in params.by_name.values()], "parameters")
+            self.processes.broadcast_first([p.data for p in params.by_name.values()], "parameters")
 
     # --- on the way in --------------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class Replicas:
         """Average gradients over processes where no wrapper (DDP, FSDP) does."""
         if self.alone or self._wrapped or wrapped:
             return
-        held = {n: p for n, p in params.of(groups).items() if p.requires_grad and p.numel()}
+        held = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad and p.numel()}
         for name, p in held.items():
             refuse_sparse(name, p.grad)
         self.processes.average_gradients(held.values())
@@ -165,7 +167,7 @@ class Replicas:
             pool.sums, pool.samples = {}, torch.nan
             return
         if not alike:
-            every = processes.values((layouts, dict(structure.partners)))
+            every = processes.gather_objects((layouts, dict(structure.partners)))
             layouts = join_layouts([own for own, _ in every])
             structure.partners = {
                 n: own for _, known in reversed(every) for n, own in known.items()
@@ -175,7 +177,7 @@ class Replicas:
         if sent is None or not fresh or layouts != self._layouts:
             sent = self._begin(pool, layouts, params, processes)
         if self._layouts is None and self._overlaps:
-            self._apart = processes.apart()
+            self._apart = processes.duplicate()
         self._layouts = layouts
         sent.finish()
         pool.shared = sent.shared
@@ -199,19 +201,19 @@ class Replicas:
         alike, found = processes.compare([told, rates, [*gradients]], flags, bits)
         if not alike[1]:
             remedy = "Change param groups and load states in all of them alike"
-            processes.same("the options of KFAC", rates, remedy)
+            processes.require_same("the options of KFAC", rates, remedy)
         if not alike[2]:
-            chosen = params.of(groups)
+            chosen = params.in_groups(groups)
             given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
             remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
-            processes.same("their gradients", given, remedy)
+            processes.require_same("their gradients", given, remedy)
         if not alike[3]:
             remedy = "Change them in all processes alike, or before they are averaged: in the loss"
-            processes.same("their gradients", _lengths(gradients), remedy)
+            processes.require_same("their gradients", _lengths(gradients), remedy)
         if not alike[4]:
             remedy = "Load the last checkpoint, and change gradients in all processes alike"
-            held = params.whole(params.of(groups), "parameters")
-            processes.same("their parameters", _lengths(held), remedy)
+            held = params.gather_whole(params.in_groups(groups), "parameters")
+            processes.require_same("their parameters", _lengths(held), remedy)
         return alike[0], found
 
     def _begin(
@@ -332,10 +334,10 @@ class Replicas:
         for key in keys:
             own.notes.pop(key, None)
         mine, before = [k for k in keys if self.placement.owns(k)], own.bases(keys)
-        with self.processes.together("renew its inverses"):
+        with self.processes.raise_together("renew its inverses"):
             own.renew(averages, mine, value, alone=False)
         ends = {k: (k in own.ready, own.notes.get(k), _form(own.inverses[k])) for k in mine}
-        every = {k: end for some in self.processes.values(ends) for k, end in some.items()}
+        every = {k: end for some in self.processes.gather_objects(ends) for k, end in some.items()}
         for key in [k for k in keys if k not in ends]:
             ready, note, form = every[key]
             if note is not None:
@@ -378,7 +380,7 @@ class Replicas:
         if self._owned:
             return
         self.whole(blocks)
-        if self.placement.teams:
+        if self.placement.has_several_teams:
             owners = self.placement.owners
             keys = sorted((k for k in own.ready if k in owners), key=lambda key: key.names)
             for key in own.absent.intersection(keys):
@@ -401,7 +403,7 @@ class Replicas:
         gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of this team's blocks together with those of other teams."""
-        if not self.placement.teams:
+        if not self.placement.has_several_teams:
             return found, stacks
         every: dict[str, Tensor] = {}
         sent: dict[BlockKey, list[Tensor]] = {}
@@ -451,6 +453,6 @@ def _rates(params: ModelParameters, groups: Groups, schedule: Mapping[str, Any])
     out: dict[str, Any] = {}
     for i, group in enumerate(groups):
         own = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
-        own["params"] = [*params.of([group])]
+        own["params"] = [*params.in_groups([group])]
         out |= {f"{name} of param group {i}": v for name, v in own.items()}
     return out | {f"the schedule's {n}": v for n, v in schedule.items()}

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ..._core.flags import finite_own
-from ..._core.shards import whole
+from ..._core.flags import are_finite_in_place
+from ..._core.shards import gather_whole
 from ...grams.kronecker.inverse import MOMENTS, Inverse
 from ...grams.kronecker.packed_matrix import FactorMatrix, from_entries, get_entries
 from .factors.block import (
@@ -153,7 +153,7 @@ class KFACState:
     def learn(self, found: BlockMeans, ema: float, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
         new = [get_entries(t) for own in found.values() for t in own.values()]
-        if not guard.holds(self.replicas.processes.agree(finite_own(new))):
+        if not guard.holds(self.replicas.processes.all_agree(are_finite_in_place(new))):
             return False
         refuse_reference(self.preconditioner.damping, found)
         if not guard.deferred and self.make_room(found):
@@ -354,7 +354,7 @@ def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tens
     """Take up what this process holds of a block; pieces are brought together one by one."""
 
     def take(here: bool, t: Tensor) -> Tensor:
-        t = whole(t)
+        t = gather_whole(t)
         return t.to(p.device, copy=True) if here else placeholder(t, p.device)
 
     held, average = state.preconditioner, state.averages[key]

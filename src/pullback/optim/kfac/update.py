@@ -61,14 +61,14 @@ def shares_of(
     """
     shares = []
     for group in groups:
-        names, own = params.among(group, given)
+        names, own = params.select_from_group(group, given)
         if not own:
             continue
         momentum, lr = float(group.get("momentum", 0.0)), group["lr"]
         buffers = [buffer_of(state, p) for p in own] if momentum or moving else []
         if isinstance(lr, Tensor) and not lr.is_cuda:
             lr = float(lr)
-        some, own, buffers = params.pieces(names, [given[n] for n in names], own, buffers)
+        some, own, buffers = params.cut_pieces(names, [given[n] for n in names], own, buffers)
         some, decay = list(map(like_parameter, some, own)), float(group["weight_decay"])
         shares.append(Share(names, own, some, buffers, lr, momentum, decay))
     return shares
@@ -107,12 +107,12 @@ def adam_move(
     `broken` is 1.
     """
     for group in groups:
-        names, own = params.among(group, gradients)
+        names, own = params.select_from_group(group, gradients)
         moments = (
             [torch.zeros_like(p) if state is None else buffer_of(state, p, part) for p in own]
             for part in BUFFERS[1:]
         )
-        lists = params.pieces(names, [gradients[n] for n in names], own, *moments)
+        lists = params.cut_pieces(names, [gradients[n] for n in names], own, *moments)
         kinds: dict[torch.device, list[int]] = {}
         for i, p in enumerate(own):
             kinds.setdefault(p.device, []).append(i)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..._core.errors import PullbackError, nearest
+from ..._core.errors import PullbackError, describe_nearest_names
 from ...solvers import Cholesky
 from ...steps import LevenbergMarquardt
 from ..discretization.plan import Refine
@@ -160,6 +160,6 @@ def setup(name: str) -> Setup:
         )
     raise PullbackError(
         f"There is no set-up {name!r}",
-        nearest(name, SETUPS),
+        describe_nearest_names(name, SETUPS),
         "`pullback solve` without a name shows all",
     )

@@ -65,7 +65,7 @@ class Collocation:
         self._drawn, self._refined = plan.at(0), None
         self._since = 0  # the step from which on losses compare
         self._causal = Causal(problem) if causal else None
-        self.weights = processes.share(balanced(problem, self.sites))
+        self.weights = processes.broadcast_object(balanced(problem, self.sites))
         if self._priors:  # data first: an equation alone is solved by coefficients of either sign
             self.weights |= {c.name: _LATER * c.weight for c in self._equations}
 
@@ -123,9 +123,9 @@ class Collocation:
     def _refined_sites(self, step: int) -> dict[str, Sites]:
         """The points that the first process moves, on all of them."""
         first = self._processes.rank == 0
-        with self._processes.together():
+        with self._processes.raise_together():
             moved = self._plan.refined(self.sites, self._trial, step) if first else self.sites
-        return self._processes.share(moved)
+        return self._processes.broadcast_object(moved)
 
     def reweigh(self, step: int) -> bool:
         """Let equations count after the data, then weigh priors; whether any weight changed."""
@@ -194,12 +194,12 @@ class Collocation:
             if self._causal is not None and isinstance(c, Equation):
                 z = z / self._causal(sites[0].x).sqrt()[:, None]
             own += float(item.loss(z))
-        return self._processes.total([own])[0]
+        return self._processes.sum_numbers([own])[0]
 
     def refuse_broken(self, reason: str) -> None:
         """Say which condition is not finite, and where; any process may have found it."""
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        with self._processes.together(), torch.no_grad():
+        with self._processes.raise_together(), torch.no_grad():
             for condition, sites, item in self._terms:
                 z = item.map(params)
                 bad = ~torch.isfinite(z).all(1)
@@ -268,4 +268,4 @@ class Collocation:
                 self._terms.append((c, sites, item))
         if self._causal is not None:
             self._scale_times(self._causal)
-        return Objective([item for *_, item in self._terms], shared=not processes.alone)
+        return Objective([item for *_, item in self._terms], shared=not processes.is_single)

@@ -44,7 +44,7 @@ def draw_sites(problem: Problem, condition: Condition, n: int, sampler: Any, see
 
 def take_share(condition: Condition, sites: Sites, processes: Processes) -> Sites:
     """This process's points; those of a sum that is squared are all the first one's."""
-    if processes.alone:
+    if processes.is_single:
         return sites
     if condition.whole:
         return tuple(p.share(0 if processes.rank == 0 else len(p), 1) for p in sites)

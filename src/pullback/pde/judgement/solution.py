@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._core.errors import PullbackError, extra
+from ..._core.errors import PullbackError, import_extra
 from ...maps import Scheme
 from .. import checkpoint
 from ..arguments import check_points
@@ -168,7 +168,7 @@ class PDESolution:
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Solution, error, convergence and spectrum; written to `path` where it is given."""
-        with extra("plots"):
+        with import_extra("plots"):
             from .plots import draw_solution  # matplotlib is slow to import
 
         return draw_solution(self, path)

@@ -101,7 +101,7 @@ class Validation:
         """The loss at the fresh points of this number."""
         params = {n: p.detach() for n, p in self._trial.named_parameters()}
         processes, own = self._processes, 0.0
-        with processes.together():
+        with processes.raise_together():
             for c in self._problem.conditions:
                 sites = self.points(c, number)
                 total, weight = sites[0].weights.sum(), self.weights[c.name]
@@ -109,7 +109,7 @@ class Validation:
                 if len(sites[0]):
                     item = build_term(self._problem, c, self._trial, sites, weight, total)
                     own += float(item.loss(item.map(params)))
-        return processes.total([own])[0]
+        return processes.sum_numbers([own])[0]
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
         """Every condition that should vanish, by name; an energy and a prior should not."""
@@ -133,11 +133,11 @@ class Validation:
         """The largest relative residual; measurements have noise, and are left out."""
         noisy = {c.name for c in self._problem.conditions if isinstance(c, Data)}
         found = {}
-        with self._processes.together():
+        with self._processes.raise_together():
             if self._processes.rank == 0:
                 found = self.residuals(number)
         relative = [r.relative for n, r in found.items() if n not in noisy]
-        return self._processes.share(max(relative, default=float("nan")))
+        return self._processes.broadcast_object(max(relative, default=float("nan")))
 
     def _sizes(self, wanted: set[Index | None]) -> dict[tuple[str, Index | None], float]:
         """Mean squares over the domain of derivatives, by field; the Laplacian's is that of its

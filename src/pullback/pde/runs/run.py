@@ -82,7 +82,7 @@ class Run:
         sampling = ("points", "sampler", "seed", "resample", "refine")
         chosen = {name: getattr(settings, name) for name in sampling}
         plan = SamplingPlan(problem, size(self._trial), **chosen)
-        self._processes.adopt([*self._trial.parameters(), *self._trial.buffers()])
+        self._processes.broadcast_first([*self._trial.parameters(), *self._trial.buffers()])
         self._points = Collocation(
             problem, self._trial, plan, like, settings.causal, self._processes
         )
@@ -116,7 +116,9 @@ class Run:
             "sampler": repr(plan.sampler),
             "schedule": repr([settings.seed, *schedule]),
         }
-        self._processes.same("what they solve", self._identity, "Call solve alike on all processes")
+        self._processes.require_same(
+            "what they solve", self._identity, "Call solve alike on all processes"
+        )
 
     @property
     def first(self) -> bool:
@@ -148,11 +150,11 @@ class Run:
             self.begun = self.history.spent
         due = self.history.spent + _SAVE_EVERY
         self._record_error()
-        stopped, orderly = "", self._processes.alone
+        stopped, orderly = "", self._processes.is_single
         show = self._settings.progress and self._processes.rank == 0
         try:
             with (
-                interruptible(self._processes.alone, self._path is not None) as came,
+                interruptible(self._processes.is_single, self._path is not None) as came,
                 show_progress(self.problem.name, self._settings.steps, enabled=show) as line,
             ):
                 first = len(self.history)
@@ -167,7 +169,7 @@ class Run:
                     if stopped := self._stop_requested(info, came):
                         break
                     if self.history.spent >= due and self._path is not None:
-                        with self._processes.together():
+                        with self._processes.raise_together():
                             self._save()
                         due = self.history.spent + _SAVE_EVERY
             orderly = True
@@ -176,7 +178,7 @@ class Run:
             if orderly:
                 self._record_error()
             if self._path is not None and len(self.history):
-                with self._processes.together() if orderly else nullcontext():
+                with self._processes.raise_together() if orderly else nullcontext():
                     self._save()
         if stopped == _SIGNAL:
             came.end()
@@ -228,7 +230,7 @@ class Run:
     def _stop_requested(self, info: StepInfo, came: Interruption) -> str:
         """Why the run must end after this step: a callback or a signal, on any process."""
         calls = any([call(self, info) is True for call in self._settings.callbacks])
-        if not self._processes.alone:
+        if not self._processes.is_single:
             own = torch.tensor([int(calls), came.number], device=self._processes.device)
             every = self._processes.gather([own[None]], "decisions")[0].amax(0)
             calls = bool(every[0])
@@ -349,7 +351,7 @@ class Run:
             kick(self._trial, x.to(next(self._trial.parameters())), generator)
         else:
             self._set_parameters(shuffled(self._first, self._trial, generator))
-        self._processes.adopt([*self._trial.parameters()])
+        self._processes.broadcast_first([*self._trial.parameters()])
         self._points.unsettle(number)
         self.history.restarted.append(number)
         self.optimizer, self._rejected = self._new_optimizer(), 0
@@ -449,7 +451,7 @@ class Run:
 
     def _slowest(self, seconds: float) -> float:
         """The longest time that a process took: all stop by the same clock."""
-        if self._processes.alone:
+        if self._processes.is_single:
             return seconds
         own = torch.tensor([seconds], dtype=torch.float64, device=self._processes.device)
         return float(self._processes.gather([own], "decisions")[0].max())
@@ -459,11 +461,11 @@ class Run:
         if self._yardstick is None:
             return
         error = math.nan
-        with torch.no_grad(), self._processes.together():
+        with torch.no_grad(), self._processes.raise_together():
             if self._processes.rank == 0:
                 like = next(self.network.parameters())
                 error = self._yardstick.error(lambda x: self.network(x.to(like.dtype)))
-        self.history.measure(self._processes.share(error))
+        self.history.measure(self._processes.broadcast_object(error))
 
     def _save(self) -> None:
         assert self._path is not None
@@ -484,10 +486,10 @@ class Run:
 
     def _resume(self, path: Path) -> None:
         state = None
-        with self._processes.together():
+        with self._processes.raise_together():
             if self._processes.rank == 0 and path.exists():
                 state = saved.load(path, self._identity)
-        state = self._processes.share(state)
+        state = self._processes.broadcast_object(state)
         if state is None:
             return
         before, steps = state["unsettled"], self._settings.steps

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..._core.errors import PullbackError, require_kind
+from ..._core.errors import PullbackError, require_type
 from ...optim import StepInfo
 from ...solvers import Solver
 from ...steps import Step
@@ -69,8 +69,8 @@ class Settings:
         require(usable, "The patience", patience, "Use an integer ≥ 1, or None")
 
     def _check_stages(self) -> None:
-        require_kind("solver", self.solver, Solver)
-        require_kind("step", self.step, Step)
+        require_type("solver", self.solver, Solver)
+        require_type("step", self.step, Step)
         require(isinstance(self.causal, bool), "causal=", self.causal, "Use True or False")
         usable = self.refine in ("auto", None) or isinstance(self.refine, Refine)
         require(usable, "The refinement", self.refine, 'Use Refine(…), "auto" or None')

@@ -27,10 +27,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..._core.capture import plain
+from ..._core.capture import unwrap_model
 from ..._core.checks import refuse_number
 from ..._core.errors import PullbackError
-from ..._core.replay import Replay, recording
+from ..._core.replay import Replay, is_recording
 from ..._core.space import compute_dtype
 from ..actions.scaling import Leg, Scaling
 from ..retraction import ScalingUnits, times_exp, wide
@@ -264,7 +264,7 @@ class Keeper:
         for name, value in (("every", every), ("sweeps", sweeps), ("captured", captured)):
             if value is not None or name == "every":
                 refuse_number(f"{name}=", value, least=1, whole=True)
-        self.named = dict(plain(model).named_parameters(remove_duplicate=False))
+        self.named = dict(unwrap_model(model).named_parameters(remove_duplicate=False))
         self.scalings, self.every, self.sweeps = tuple(scalings), every, sweeps
         self.captured = captured
         self._kind = kind
@@ -333,7 +333,7 @@ class Keeper:
         if self._sweep is None:
             return False
         # what a graph holds is replayed as it is, whatever the number of the step
-        if self.captured is None and self.period > 1 and recording(self._own[0]):
+        if self.captured is None and self.period > 1 and is_recording(self._own[0]):
             self._refuse_graph(1)
         return steps % self.every == 0
 

@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._core.capture import Selector, plain, select
+from ..._core.capture import Selector, select_output, unwrap_model
 from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, reraise_fatal
-from ..._core.graph import unfused_attention, walk
+from ..._core.graph import collect_reachable_nodes, disable_fused_attention
 from ...maps.module import in_every_slot
 
 BY_HAND = "Name the actions by hand: find(model, example, actions=[symmetry.Scaling(...)])"
@@ -45,7 +45,7 @@ class Example:
 
     def __init__(self, model: nn.Module, args: Any, output: Selector = None) -> None:
         _refuse(model)
-        self.model, self._output = plain(model), output
+        self.model, self._output = unwrap_model(model), output
         if isinstance(args, Mapping):
             given = (), dict(args)
         else:
@@ -66,7 +66,7 @@ class Example:
         with _attributes_kept(self.model), _differentiable():
             out = functional_call(self.model, slots, *inputs, tie_weights=False, strict=False)
         if self._output is not None:
-            return [select(out, self._output)]
+            return [select_output(out, self._output)]
         return [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
 
     def outputs(self, params: Mapping[str, Tensor]) -> list[Tensor]:
@@ -127,7 +127,7 @@ def _trace(example: Example, inputs: tuple[Any, Any]) -> tuple[Graph, bool]:
     fixed = {n: b.clone() for n, b in example.fixed.items()}
     # cuDNN's recurrent layers would be one operation each
     apart = torch.backends.cudnn.flags(enabled=False)
-    with torch.no_grad(), unfused_attention(), warnings.catch_warnings(), apart:
+    with torch.no_grad(), disable_fused_attention(), warnings.catch_warnings(), apart:
         warnings.simplefilter("ignore")
         module = make_fx(functionalize(call, remove="mutations"))(example.params, fixed, inputs)
     module.graph.eliminate_dead_code()  # what outputs that do not count were made of
@@ -162,7 +162,9 @@ class _Reading(TorchDispatchMode):
             return False
         node = slot.proxy.node
         placed = [n for n in node.graph.nodes if n.op == "placeholder"]
-        return not walk(node, lambda n: n.all_input_nodes).isdisjoint(placed[: self.count])
+        return not collect_reachable_nodes(node, lambda n: n.all_input_nodes).isdisjoint(
+            placed[: self.count]
+        )
 
 
 class _Grouped(TorchFunctionMode):
@@ -222,7 +224,7 @@ def _refuse(model: Any) -> None:
 def _refuse_example(example: Example) -> None:
     """Raise where it is the call itself that fails, and not its trace."""
     try:
-        with torch.no_grad(), unfused_attention():
+        with torch.no_grad(), disable_fused_attention():
             example.outputs(example.params)
     except Exception as error:
         reraise_fatal(error)
@@ -265,7 +267,7 @@ def guess_input(model: nn.Module) -> Tensor:
     for x in _candidates(first):
         try:
             buffers = {n: b.clone() for n, b in model.named_buffers()}
-            with torch.no_grad(), unfused_attention():
+            with torch.no_grad(), disable_fused_attention():
                 functional_call(model, buffers, (x,))
         except Exception:
             continue

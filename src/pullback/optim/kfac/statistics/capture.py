@@ -20,10 +20,21 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from ...._core.capture import Watch, picked, plain, samples_first, select
+from ...._core.capture import (
+    Watch,
+    move_samples_first,
+    select_output,
+    select_returned_output,
+    unwrap_model,
+)
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
-from ...._core.graph import below_casts, on_second_pass, reaches_parameters, refuse_reentrant
+from ...._core.graph import (
+    call_on_second_pass,
+    reaches_parameters,
+    refuse_reentrant,
+    skip_dtype_casts,
+)
 from ...._core.processes import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
@@ -118,7 +129,7 @@ class StatisticsCapture:
         self.completed: Callable[[], None] | None = None
         self._syncs = False  # whether the last call's gradients are averaged over processes
         self.pool, self.structure = Pool(), BlockStructure(options)
-        self.choose(name for name, _ in plain(model).named_parameters())
+        self.choose(name for name, _ in unwrap_model(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
         #: `due` says that the next forward pass shall give statistics
@@ -131,7 +142,7 @@ class StatisticsCapture:
     @property
     def wanted(self) -> bool:
         """Whether it is due, or a parameter was frozen or unfrozen since its block was made."""
-        return self.watch.due or self.lacking
+        return self.watch.wants_compiled_calls or self.lacking
 
     @property
     def lacking(self) -> bool:
@@ -143,7 +154,7 @@ class StatisticsCapture:
 
     def choose(self, names: Iterable[str]) -> None:
         """Let only these parameters take part; the others are constants."""
-        held = dict(plain(self.model).named_parameters())
+        held = dict(unwrap_model(self.model).named_parameters())
         self._chosen = {n: held[n] for n in names}
         self._leaves: dict[str, Tensor] = {}
         self._flags: list[bool] = []
@@ -160,7 +171,7 @@ class StatisticsCapture:
 
     def sites(self) -> Sites | None:
         """None where the model holds other tensors, as in `torch.func.functional_call`."""
-        model = plain(self.model)
+        model = unwrap_model(self.model)
         if self._sites is None or not self._sites.current:
             self._sites = Sites(model, ForwardRecord.kind)
         now = dict(model.named_parameters())
@@ -218,7 +229,7 @@ class StatisticsCapture:
             elif compiled:
                 self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
-                record = ForwardRecord(plain(self.model), self.leaves(), sites)
+                record = ForwardRecord(unwrap_model(self.model), self.leaves(), sites)
                 self._begun = stack.enter_context(record), tensors
             return stack.pop_all()
         return None
@@ -228,17 +239,17 @@ class StatisticsCapture:
         begun, self._begun = self._begun, None
         if begun is None:
             return
-        z, me = picked(output, self._options.output), weakref.ref(self)
+        z, me = select_returned_output(output, self._options.output), weakref.ref(self)
         if self._several and not z.numel():
             if z.requires_grad:
                 z.register_hook(lambda _: (held := me()) and held.complete())
             return
-        samples_first(z, self._options.batch_dim)  # refuses what no metric is of
+        move_samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
             return
         self.pool.miss(MISSED[5])
-        node, number = below_casts(z)
+        node, number = skip_dtype_casts(z)
         pending = PendingPass(z, node, number, *begun)
         self._open.add(pending)
 
@@ -289,9 +300,9 @@ class StatisticsCapture:
         if isinstance(record, RepeatedCall):
             if record.params is not None:
                 leaves = {n: record.params[n] for n in leaves}
-            call, record = record, ForwardRecord(plain(self.model), leaves)
-            with self.watch.paused(), torch.compiler.set_stance("force_eager"):
-                root = select(call(record), self._options.output)
+            call, record = record, ForwardRecord(unwrap_model(self.model), leaves)
+            with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
+                root = select_output(call(record), self._options.output)
             z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
             z = [pending.value()]
@@ -375,14 +386,14 @@ class StatisticsCapture:
                 if (held := pool()) is not None:
                     held.miss(DERIVED)
 
-            on_second_pass(torch._C._current_autograd_node(), used)
+            call_on_second_pass(torch._C._current_autograd_node(), used)
 
     def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
         options = self._options
         if self._checks == 0:
             return
-        value, own = (samples_first(t, options.batch_dim) for t in (z, slope))
+        value, own = (move_samples_first(t, options.batch_dim) for t in (z, slope))
         if self._checks == _CHECKS:
             warn_mismatch(options.metric, value, own, stacklevel=2)
         self._checks -= 1

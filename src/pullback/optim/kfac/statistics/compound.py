@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from ...._core.graph import reached_outside
+from ...._core.graph import find_nodes_reached_outside
 from ....grams.kronecker.packed_matrix import pack, unpack
 from ....maps.layers import Tap
 from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
@@ -74,7 +74,7 @@ class CompoundReplays:
         for call, ends in random:
             accumulate(own, self._alone(call, ends))
         parts, leaves = [(call.edges, call.below) for call, _ in random], self._way.leaves
-        others = reached_outside(self._way.root, parts) if own else set()
+        others = find_nodes_reached_outside(self._way.root, parts) if own else set()
         proof.add_alone(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
         for _, maps in self._replayed():
             # what cancels inside a layer, before q and k where there is one key, leaves round-off

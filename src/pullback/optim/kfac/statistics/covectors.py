@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ...._core.capture import first_input, samples_first
+from ...._core.capture import find_first_input, move_samples_first
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
-from ...._core.graph import Root, pull
+from ...._core.graph import Root, pull_back
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing, candidates, find_layout
 from ....maps.layers.scale import unit_rows
@@ -150,17 +150,17 @@ def covectors_of(
     and whether z is finite from the statistics.
     """
     axis, metric = options.batch_dim, options.metric
-    value, slope = samples_first(z, axis), samples_first(cotangent, axis)
+    value, slope = move_samples_first(z, axis), move_samples_first(cotangent, axis)
     some = metric.uncounted(value, slope) if deferred else None
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
     mask = metric.counted(value, slope) if some is None else None
-    whole = mask is None if some is None else DeferredFlags(~some.view(1), learning=False)
+    whole = mask is None if some is None else DeferredFlags(~some.view(1), takes_statistics=False)
     samples: Tensor | float = metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()
     keep, ndim, dtype = _kept_places(mask, z, axis), cotangent.ndim, cotangent.dtype
-    first = first_input(inputs, len(value), axis)
+    first = find_first_input(inputs, len(value), axis)
 
     def placed(pair: tuple[Tensor, Coupling | None]) -> tuple[Tensor, Coupling | None]:
         covector = pair[0] if mask is None else pair[0] * mask
@@ -338,7 +338,7 @@ class Descent:
         edges = [(i, self.edges[i]) for i in uses]
         handles = [e.node.register_prehook(partial(before, i, e.output_nr)) for i, e in edges]
         try:
-            return list(pull(self.root, self.covector, targets))
+            return list(pull_back(self.root, self.covector, targets))
         finally:
             for handle in handles:
                 handle.remove()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...._core.capture import plain
+from ...._core.capture import unwrap_model
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
 from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey, Factors
@@ -133,7 +133,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
     """
     longest, flat = options.sharing.longest, options.rule.inputs
     names = {id(p): n for n, p in chosen.items()}
-    every = list(plain(model).modules())
+    every = list(unwrap_model(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
     found = [use for module in every if module not in inside for use in _uses(module, names)]
     covered = {n for use, *_ in found for n in use.names.values()}

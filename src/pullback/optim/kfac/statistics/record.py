@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from ...._core.capture import Call, detached, plain
-from ...._core.graph import walk
-from ...._core.shards import unhooked
+from ...._core.capture import Call, detach_tensors, unwrap_model
+from ...._core.graph import collect_reachable_nodes
+from ...._core.shards import without_sharding_hooks
 from ....maps.layers import Compound, Layer, find
 from ....maps.layers.compound import tensors_of
 from ....maps.record import Entry, Recorder, Site, Sites, edge_of
@@ -120,7 +120,7 @@ class ForwardRecord(Recorder):
             tensors = compound.outputs(module, output)
             edges = [edge_of(t) if t.requires_grad else None for t in tensors]
             if any(e is not None for e in edges):
-                saved, note = (detached(args), detached(kwargs)), compound.note(module)
+                saved, note = (detach_tensors(args), detach_tensors(kwargs)), compound.note(module)
                 given = tensors_of((args, kwargs)) if note else []
                 below = [edge_of(t) for t in given if t.requires_grad]
                 call = CompoundCall(path, module, compound, *saved, edges, note, below)
@@ -161,7 +161,7 @@ def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
         node
         for node in nodes
         for other in nodes - {node}
-        if node in walk(other, partial(since, node._sequence_nr()))
+        if node in collect_reachable_nodes(other, partial(since, node._sequence_nr()))
     }
     return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.grad_fn in inner else t, output)
 
@@ -209,23 +209,26 @@ class RepeatedCall:
         kwargs: Any,
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
-        device = next((p.device for p in plain(model).parameters()), torch.device("cpu"))
+        device = next((p.device for p in unwrap_model(model).parameters()), torch.device("cpu"))
         self._model, self.params = model, params
-        self._call = Call.begun(model, args, kwargs, device)
+        self._call = Call.record_start(model, args, kwargs, device)
 
     def __call__(self, record: ForwardRecord) -> Any:
         """Return the output, with the layers on the way in `record`."""
-        call, module = self._call, plain(self._model)
+        call, module = self._call, unwrap_model(self._model)
         buffers = _reparametrize_module(module, call.buffers or {}, tie_weights=True)
-        with torch.enable_grad(), call.replaying(), buffers, record:
+        with torch.enable_grad(), call.replay_context(), buffers, record:
             return self._model(*call.args, **call.kwargs)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Let a sharded model hold its whole parameters, as plain modules do."""
-        module = plain(self._model)
+        module = unwrap_model(self._model)
         if self.params is None:
             yield
             return
-        with unhooked(module), _reparametrize_module(module, dict(self.params), tie_weights=True):
+        with (
+            without_sharding_hooks(module),
+            _reparametrize_module(module, dict(self.params), tie_weights=True),
+        ):
             yield

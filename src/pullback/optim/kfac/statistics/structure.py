@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...._core.graph import Root, last_edges, pull, refuse_reentrant
+from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import NO_LAYER, Proof
@@ -231,7 +231,7 @@ class BlockStructure:
         if any(plain.values()) and not way.record.sites.listening:
             way.record.sites.listening = True  # a function may use what no module showed
         plan = BlockPlan(uses, plain, self._options.joint, remarks)
-        ends = last_edges(way.root, way.edges[: len(entries)])
+        ends = find_last_edges(way.root, way.edges[: len(entries)])
         replays.add_to(pool, plan)
         self._note(plan)
         self._add(down, plan, pool)
@@ -258,7 +258,7 @@ class BlockStructure:
         gradients = [down.gradients.get(n) for n in names]
         if way.coupling is not None and names:  # theirs is another covector
             related = way.coupling.related_covector(way.covector, way.axis)
-            gradients = pull(way.root, related, [way.leaves[n] for n in names])
+            gradients = pull_back(way.root, related, [way.leaves[n] for n in names])
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
