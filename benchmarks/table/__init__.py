@@ -15,7 +15,6 @@ from pathlib import Path
 
 from .costs import ablation, costs, kfac, kfac_versions, races, rules, vision, worth
 from .defaults import pde_defaults, pde_seeds
-from .environments import environments
 from .gallery import pde_gallery, pde_race
 from .models import models, models_others, models_real
 from .numbers import Rows
@@ -32,18 +31,17 @@ from .peers import (
     trust,
 )
 from .traffic import in_collectives, on_paper, traffic
-from .verdicts import failures, own, verdicts
+from .verdicts import own, verdicts
 
 #: name -> its rows, of which the first is the head
 TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
-        *(verdicts, failures),
+        verdicts,
         *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
         *(models, models_others, models_real),
         *(exact, scale, pde, pde_chosen, pde_large, poisson, trust, spectrum, greedy, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
-        environments,
     )
 }
 ROOT = Path(__file__).resolve().parents[2]

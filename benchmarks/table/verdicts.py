@@ -62,21 +62,6 @@ def verdicts() -> Rows:
     return rows
 
 
-def failures() -> Rows:
-    """What did not hold of the papers' claims, or of ours where there is none."""
-    rows = [["experiment", "claim that does not hold", "evidence"]]
-    for name, one in experiments():
-        checks = one["summary"].get("checks", [])
-        for check in [c for c in checks if c["of_paper"]] or checks:
-            if not check["holds"]:
-                if check["of_paper"]:
-                    claim = check["claim"]
-                else:
-                    claim = f"{check['claim']} (ours)"
-                rows.append([f"`{name}`", claim, check["numbers"]])
-    return rows
-
-
 def own(name: str) -> Rows:
     """The first table of an experiment's own record."""
     table = record(name)["summary"]["tables"][0]

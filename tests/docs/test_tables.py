@@ -2,11 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import table
-from benchmarks.table.environments import environments
 from benchmarks.table.numbers import RESULTS, record, times
 
 
@@ -20,11 +20,13 @@ def test_every_table_is_shown_somewhere() -> None:
     assert set(re.findall(r"<!-- table (?!of:)(\S+) -->", text)) == set(table.TABLES)
 
 
-def test_every_record_has_a_date_and_an_environment() -> None:
-    head, *rows = environments()
-    assert head == ["record", "date", "environment"]
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row[1]) and row[2] for row in rows)
-    assert len(rows) == len(list(RESULTS.glob("*.json")))
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_record_names_its_environment(path: Path) -> None:
+    contents = json.loads(path.read_text("utf-8"))
+    if "environment" in contents:
+        assert "torch" in contents["environment"] or "jax" in contents["environment"]
+    else:
+        assert all(one["torch"] and one["device"] for one in contents["environments"])
 
 
 def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
