@@ -10,7 +10,9 @@ import pytest
 import pullback as pb
 from tests.docs.snippets import ROOT
 
-NAMED = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text("utf-8"), re.MULTILINE)
+PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
+TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
+NAMED = re.findall(r"^::: (\S+)$", TEXT, re.MULTILINE)
 PACKAGES = [f"pullback.{m.name}" for m in iter_modules(pb.__path__) if not m.name.startswith("_")]
 
 
