@@ -53,16 +53,16 @@ class Paper(Processes):
         super().__init__(None, traffic)
         self.size = size
 
-    def divide(self, parts: Sequence[Sequence[int]]) -> Paper:
-        return Paper(len(parts[0]), self._traffic)
+    def join_subgroup(self, subgroups: Sequence[Sequence[int]]) -> Paper:
+        return Paper(len(subgroups[0]), self._traffic)
 
-    def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
+    def _all_reduce(self, t: Tensor, operation: str = "SUM", *, is_async: bool = False) -> Any:
         return Pending(lambda: None)
 
     def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
         self._send(what, t.nbytes, lambda: None)
 
-    def _gather(self, t: Tensor, what: str) -> Tensor:
+    def _all_gather(self, t: Tensor, what: str) -> Tensor:
         self._send(what, (self.size - 1) * t.nbytes, lambda: None)
         return t.new_empty(self.size * t.numel())
 

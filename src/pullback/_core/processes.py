@@ -1,7 +1,8 @@
 """Several processes that act as one: a `torch.distributed` group, and what is sent in it.
 
 Every method but the constructor is collective: all processes of the group call it, in the same
-order. With one process each of them returns what it was given, and nothing is sent.
+order. With one process each method returns its arguments, and nothing is sent. The argument
+`purpose` names the entry of `traffic()` under which a call is counted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from .buffers import (
+    concatenate,
+    count_padded_bytes,
+    from_bytes,
+    group_by_dtype_and_device,
+    split_into_shapes,
+    to_bytes,
+)
 from .errors import PullbackError
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+#: what a process reports for an entry of which it has no number, when minima are taken
+_ABSENT = torch.iinfo(torch.int64).max
 
 
 @dataclass
@@ -38,38 +50,58 @@ class Traffic:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class MessageCosts:
+    """How messages are cut into calls."""
+
+    #: bytes that take about as long to send as one more call takes to start
+    bytes_per_call: int = 2**22
+    #: one padded reduce-scatter replaces a reduction per owner up to this ratio of padded to real
+    #: length: beyond it more than half of what is sent is padding
+    largest_padding: float = 2.0
+
+
+_COSTS = MessageCosts()
+
+
 class Pending(Generic[T]):
-    """A result that is under way between processes; `wait` returns it when it is there."""
+    """A result that is under way between processes; `wait` returns it."""
 
     def __init__(
-        self, result: Callable[[], T], works: Sequence[Any] = (), sent: Traffic | None = None
+        self, result: Callable[[], T], works: Sequence[Any] = (), traffic: Traffic | None = None
     ) -> None:
-        self._result, self._works, self._sent = result, works, sent
+        self._result = result
+        self._works = works
+        self._traffic = traffic
 
     def wait(self) -> T:
         """Return the result; on CUDA the device waits, and the host goes on."""
         start = perf_counter()
         for work in self._works:
             work.wait()
-        if self._sent is not None:
-            self._sent.seconds += perf_counter() - start
-        self._works, self._sent = (), None
+        if self._traffic is not None:
+            self._traffic.seconds += perf_counter() - start
+        self._works = ()
+        self._traffic = None
         return self._result()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
-        """Return what is made of the result when it is there."""
-        return Pending(lambda: change(self._result()), self._works, self._sent)
+        """Return a pending result to which `change` is applied after the wait."""
+        return Pending(lambda: change(self._result()), self._works, self._traffic)
 
 
 class Processes:
-    """The processes of a group; none at all, or a group of one, is this process alone."""
+    """The processes of a group; without a group, or with a group of one, this process alone."""
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, traffic: dict[str, Traffic] | None = None
     ) -> None:
         self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0
+        self.size = 1
+        if group is not None:
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
         self._traffic: dict[str, Traffic] = {} if traffic is None else traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Processes:
@@ -83,36 +115,39 @@ class Processes:
                 f"its group has {self.size} of {dist.get_world_size()}, and is not found again",
                 "Save state_dict(), and load it into an optimizer that is built with its group",
             )
-        return _default, (self.size > 1,)
+        return _restore_default, (self.size > 1,)
 
     @property
     def is_single(self) -> bool:
-        """Whether there is no other process."""
+        """Return True if there is no other process."""
         return self.size == 1
 
     @property
     def device(self) -> torch.device:
-        """Where numbers that belong to no tensor are sent from."""
+        """The device from which numbers that belong to no tensor are sent."""
         if self.group is None or "cpu" in dist.get_backend_config(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
     def traffic(self) -> dict[str, Traffic]:
         """Return what this process sent so far, by purpose."""
-        return {what: replace(sent) for what, sent in self._traffic.items()}
+        return {purpose: replace(traffic) for purpose, traffic in self._traffic.items()}
 
     def with_group(self, group: dist.ProcessGroup) -> Processes:
-        """Return the processes of another group, whose traffic counts here too."""
+        """Return the processes of another group, whose traffic is counted here too."""
         return Processes(group, self._traffic)
 
-    def join_subgroup(self, parts: Sequence[Sequence[int]]) -> Processes:
-        """Return that of these parts to which this process belongs, whose traffic counts here too.
+    def join_subgroup(self, subgroups: Sequence[Sequence[int]]) -> Processes:
+        """Return the subgroup, given by its ranks, to which this process belongs.
 
-        All processes of the program take part where a group has to be made.
+        Its traffic is counted here too. All processes of the program call this method, since a
+        group may have to be made.
         """
-        own = next(ranks for ranks in parts if self.rank in ranks)
-        if len(own) in (1, self.size):
-            return self if len(own) == self.size else Processes()
+        own_ranks = next(ranks for ranks in subgroups if self.rank in ranks)
+        if len(own_ranks) == self.size:
+            return self
+        if len(own_ranks) == 1:
+            return Processes()
         if self.size != dist.get_world_size():
             raise PullbackError(
                 "The group cannot be divided",
@@ -120,108 +155,117 @@ class Processes:
                 "have to take part",
                 "Let all processes train together, or leave workers out",
             )
-        every = dist.get_process_group_ranks(self.group)
-        made = {tuple(ranks): dist.new_group([every[rank] for rank in ranks]) for ranks in parts}
-        group: Any = made[tuple(own)]
-        return self.with_group(group)
+        global_ranks = dist.get_process_group_ranks(self.group)
+        groups: dict[tuple[int, ...], Any] = {}
+        for ranks in subgroups:
+            groups[tuple(ranks)] = dist.new_group([global_ranks[rank] for rank in ranks])
+        return self.with_group(groups[tuple(own_ranks)])
 
     def duplicate(self) -> Processes | None:
-        """Return a new group of the same processes: order in it does not depend on other groups.
+        """Return a new group of the same processes, or None where it cannot be made.
 
-        All processes of the program take part. There is none for a part of them, since the others
-        would not know. It lasts as long as the program.
+        The order of calls in it does not depend on other groups. All processes of the program take
+        part, so that a group of some of them has no duplicate. It lasts as long as the program.
         """
         if self.is_single or self.group is None or self.size != dist.get_world_size():
             return None
-        own: Any = self.group
-        options = getattr(own._get_backend(self.device), "options", None)
-        limit = getattr(options, "_timeout", None)  # None is torch's own
-        group: Any = dist.new_group(timeout=limit, backend=dist.get_backend(own))
-        return self.with_group(group)
+        group: Any = self.group
+        options = getattr(group._get_backend(self.device), "options", None)
+        timeout = getattr(options, "_timeout", None)  # None is torch's default
+        duplicate: Any = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
+        return self.with_group(duplicate)
 
     # --- tensors --------------------------------------------------------------------------------
 
-    def sum(self, tensors: Sequence[Tensor], what: str = "sums") -> list[Tensor]:
+    def sum(self, tensors: Sequence[Tensor], purpose: str = "sums") -> list[Tensor]:
         """Return the sums of the tensors over all processes, the same bits everywhere."""
-        return self.launch_sum(tensors, what).wait()
+        return self.launch_sum(tensors, purpose).wait()
 
-    def launch_sum(self, tensors: Sequence[Tensor], what: str = "sums") -> Pending[list[Tensor]]:
-        """Begin to `sum` the tensors, which may be changed meanwhile."""
+    def launch_sum(self, tensors: Sequence[Tensor], purpose: str = "sums") -> Pending[list[Tensor]]:
+        """Start `sum` and return at once; the tensors may be changed meanwhile."""
         if self.is_single or not tensors:
             return Pending(lambda: list(tensors))
-        out: list[Any] = [None] * len(tensors)
+        sums: list[Any] = [None] * len(tensors)
         works = []
-        for places in _by_kind(tensors):
-            some = [tensors[i] for i in places]
-            flat = _packed(some)
-            share = 2 * (self.size - 1) / self.size
-            call = partial(self._reduce, flat, later=True)
-            works.append(self._send(what, share * flat.nbytes, call))
-            for i, t in zip(places, _split(flat, [t.shape for t in some]), strict=True):
-                out[i] = t
-        return Pending(lambda: out, works, self._traffic[what])
+        for positions in group_by_dtype_and_device(tensors):
+            flat = concatenate([tensors[i] for i in positions])
+            call = partial(self._all_reduce, flat, is_async=True)
+            sent = 2 * (self.size - 1) / self.size * flat.nbytes
+            works.append(self._send(purpose, sent, call))
+            views = split_into_shapes(flat, [tensors[i].shape for i in positions])
+            for i, view in zip(positions, views, strict=True):
+                sums[i] = view
+        return Pending(lambda: sums, works, self._traffic[purpose])
 
     def sum_to(
-        self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "sums"
+        self, tensors: Sequence[Tensor], owners: Sequence[int], purpose: str = "sums"
     ) -> list[Tensor]:
-        """Return the tensors, of which each owner has the sum over all processes.
+        """Return the tensors; those that this process owns are the sums over all processes.
 
         Shapes, dtypes and owners are the same everywhere.
         """
-        out = list(tensors)
+        sums = list(tensors)
         if self.is_single:
-            return out
-        for places in _by_kind(tensors):
-            by_rank = [[i for i in places if owners[i] == r] for r in range(self.size)]
-            none = tensors[places[0]].new_empty(0)
-            flats = [_packed([none, *(tensors[i] for i in own)]) for own in by_rank]
-            longest, total = max(map(len, flats)), sum(map(len, flats))
-            if self.size * longest > 2 * total:  # mostly padding
-                for rank, flat in enumerate(flats):
-                    if len(flat):
-                        to = {"group": self.group, "group_dst": rank}
-                        self._send(what, flat.nbytes, partial(dist.reduce, flat, **to))
-                found = flats[self.rank]
-            else:
-                every = none.new_zeros(self.size, longest)
-                for row, flat in zip(every, flats, strict=True):
-                    row[: len(flat)] = flat
-                found, sent = none.new_empty(longest), (self.size - 1) / self.size * every.nbytes
-                to = {"output": found, "input": every.view(-1), "group": self.group}
-                self._send(what, sent, partial(dist.reduce_scatter_tensor, **to))
-            own = by_rank[self.rank]
-            for i, t in zip(own, _split(found, [tensors[i].shape for i in own]), strict=True):
-                out[i] = t
-        return out
+            return sums
+        for positions in group_by_dtype_and_device(tensors):
+            by_owner: list[list[int]] = [[] for _ in range(self.size)]
+            for i in positions:
+                by_owner[owners[i]].append(i)
+            empty = tensors[positions[0]].new_empty(0)
+            flats = [concatenate([empty, *(tensors[i] for i in owned)]) for owned in by_owner]
+            flat = self._reduce_to_owners(flats, purpose)
+            owned = by_owner[self.rank]
+            views = split_into_shapes(flat, [tensors[i].shape for i in owned])
+            for i, view in zip(owned, views, strict=True):
+                sums[i] = view
+        return sums
 
-    def gather(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[Tensor]:
+    def _reduce_to_owners(self, flats: Sequence[Tensor], purpose: str) -> Tensor:
+        """Return the sum over all processes of `flats[rank]`, padded at the end."""
+        longest = max(map(len, flats))
+        total = sum(map(len, flats))
+        if self.size * longest > _COSTS.largest_padding * total:
+            for rank, flat in enumerate(flats):
+                if len(flat):
+                    call = partial(dist.reduce, flat, group=self.group, group_dst=rank)
+                    self._send(purpose, flat.nbytes, call)
+            return flats[self.rank]
+        padded = flats[0].new_zeros(self.size, longest)
+        for row, flat in zip(padded, flats, strict=True):
+            row[: len(flat)] = flat
+        own_sum = padded.new_empty(longest)
+        call = partial(dist.reduce_scatter_tensor, own_sum, padded.view(-1), group=self.group)
+        self._send(purpose, (self.size - 1) / self.size * padded.nbytes, call)
+        return own_sum
+
+    def gather(self, tensors: Sequence[Tensor], purpose: str = "gathered") -> list[Tensor]:
         """Return every tensor joined along its first axis, whose length may differ by process."""
         if self.is_single:
             return list(tensors)
-        return [torch.cat(parts) for parts in self.gather_parts(tensors, what)]
+        return [torch.cat(pieces) for pieces in self.gather_parts(tensors, purpose)]
 
-    def gather_parts(self, tensors: Sequence[Tensor], what: str = "gathered") -> list[list[Tensor]]:
-        """Return every tensor as all processes have it, in the order of their ranks.
+    def gather_parts(
+        self, tensors: Sequence[Tensor], purpose: str = "gathered"
+    ) -> list[list[Tensor]]:
+        """Return for every tensor the list of what all processes pass, in the order of ranks.
 
-        Dtypes and further axes are the same everywhere; all are on one device.
+        First axes may differ in length; dtypes and further axes are the same everywhere. All
+        tensors are on one device.
         """
         if self.is_single:
-            return [[t] for t in tensors]
-        lengths = torch.tensor([len(t) for t in tensors], device=self.device)
-        every = self._gather(lengths, what).view(self.size, len(tensors)).tolist()
-        like = [
-            [t.new_empty((own[i], *t.shape[1:]), device="meta") for i, t in enumerate(tensors)]
-            for own in every
-        ]
-        own = to_bytes(tensors, tensors[0].device)
-        flat = own.new_zeros(max(sum(_aligned(t.nbytes) for t in some) for some in like))
-        flat[: len(own)] = own
-        found = self._gather(flat, what).view(self.size, -1)
-        parts = [from_bytes(part, some) for part, some in zip(found, like, strict=True)]
-        return [list(some) for some in zip(*parts, strict=True)]
+            return [[tensor] for tensor in tensors]
+        own_lengths = torch.tensor([len(tensor) for tensor in tensors], device=self.device)
+        lengths = self._all_gather(own_lengths, purpose).view(self.size, len(tensors)).tolist()
+        templates = [_with_lengths(tensors, of_rank) for of_rank in lengths]
+        own_bytes = to_bytes(tensors, tensors[0].device)
+        padded = own_bytes.new_zeros(max(map(count_padded_bytes, templates)))
+        padded[: len(own_bytes)] = own_bytes
+        buffers = self._all_gather(padded, purpose).view(self.size, -1)
+        by_rank = [from_bytes(*pair) for pair in zip(buffers, templates, strict=True)]
+        return [list(pieces) for pieces in zip(*by_rank, strict=True)]
 
     def exchange(
-        self, tensors: Sequence[Tensor], owners: Sequence[int], what: str = "exchanged"
+        self, tensors: Sequence[Tensor], owners: Sequence[int], purpose: str = "exchanged"
     ) -> None:
         """Copy every tensor from the process that owns it to all others, in place.
 
@@ -229,91 +273,119 @@ class Processes:
         """
         if self.is_single:
             return
-        for device in dict.fromkeys(t.device for t in tensors):
-            here = [(t, r) for t, r in zip(tensors, owners, strict=True) if t.device == device]
-            by_rank = [[t for t, owner in here if owner == rank] for rank in range(self.size)]
-            lengths = [sum(_aligned(t.nbytes) for t in own) for own in by_rank]
-            cut, mine = _gathered_length(lengths), to_bytes(by_rank[self.rank], device)
-            every = [mine.new_empty(0)] * self.size
-            if cut:
-                flat = mine.new_zeros(cut)
-                flat[: len(mine)] = mine[:cut]
-                every = list(self._gather(flat, what).view(self.size, -1))
-            for rank in [rank for rank, n in enumerate(lengths) if n > cut]:
-                rest = mine[cut:] if rank == self.rank else mine.new_empty(lengths[rank] - cut)
-                self._broadcast(rest, rank, what)
-                every[rank] = torch.cat([every[rank], rest])
-            for rank, own in enumerate(by_rank):
-                if own and rank != self.rank:
-                    torch._foreach_copy_(own, from_bytes(every[rank], own))
+        by_device: dict[torch.device, list[list[Tensor]]] = {}
+        for tensor, owner in zip(tensors, owners, strict=True):
+            by_rank = by_device.setdefault(tensor.device, [[] for _ in range(self.size)])
+            by_rank[owner].append(tensor)
+        for device, by_rank in by_device.items():
+            self._exchange_on_device(by_rank, device, purpose)
 
-    def scatter(self, t: Tensor, owner: int | None, what: str = "scattered") -> Tensor:
+    def _exchange_on_device(
+        self, by_rank: Sequence[list[Tensor]], device: torch.device, purpose: str
+    ) -> None:
+        """`exchange` tensors of one device, listed by the rank of their owner.
+
+        The first bytes of all processes, up to a common length, are gathered in one call. What
+        some processes have beyond it is broadcast by each of them.
+        """
+        lengths = [count_padded_bytes(owned) for owned in by_rank]
+        common = _choose_gathered_length(lengths)
+        own_bytes = to_bytes(by_rank[self.rank], device)
+        buffers = [own_bytes.new_empty(0)] * self.size
+        if common:
+            padded = own_bytes.new_zeros(common)
+            padded[: len(own_bytes)] = own_bytes[:common]
+            buffers = list(self._all_gather(padded, purpose).view(self.size, -1))
+        for rank, length in enumerate(lengths):
+            if length <= common:
+                continue
+            if rank == self.rank:
+                remainder = own_bytes[common:]
+            else:
+                remainder = own_bytes.new_empty(length - common)
+            self._broadcast(remainder, rank, purpose)
+            buffers[rank] = torch.cat([buffers[rank], remainder])
+        for rank, owned in enumerate(by_rank):
+            if owned and rank != self.rank:
+                torch._foreach_copy_(owned, from_bytes(buffers[rank], owned))
+
+    def scatter(self, tensor: Tensor, owner: int | None, purpose: str = "scattered") -> Tensor:
         """Return the owner's tensor as a `DTensor`, cut along its longest axis.
 
-        Elsewhere it shows shape and dtype. Without an owner all processes have it.
+        On other processes the argument only shows shape and dtype. With the owner None all
+        processes have the tensor, and nothing is sent.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        given = t.contiguous() if owner in (None, self.rank) else t.new_empty(t.shape)
         assert self.group is not None
-        mesh = DeviceMesh.from_group(self.group, t.device.type)
-        cut = [Shard(t.shape.index(max(t.shape)))]
-        sent = (self.size - 1) / self.size * t.nbytes if owner == self.rank else 0.0
-        return self._send(
-            what, sent, lambda: distribute_tensor(given, mesh, cut, src_data_rank=owner)
-        )
+        if owner in (None, self.rank):
+            content = tensor.contiguous()
+        else:
+            content = tensor.new_empty(tensor.shape)
+        mesh = DeviceMesh.from_group(self.group, tensor.device.type)
+        placements = [Shard(tensor.shape.index(max(tensor.shape)))]
+        sent = 0.0
+        if owner == self.rank:
+            sent = (self.size - 1) / self.size * tensor.nbytes
+        call = partial(distribute_tensor, content, mesh, placements, src_data_rank=owner)
+        return self._send(purpose, sent, call)
 
-    def broadcast_first(self, tensors: Sequence[Tensor], what: str = "adopted") -> None:
+    def broadcast_first(self, tensors: Sequence[Tensor], purpose: str = "adopted") -> None:
         """Copy the tensors of the first process to all others, in place."""
-        self.exchange([t.detach() for t in tensors], [0] * len(tensors), what)
+        self.exchange([tensor.detach() for tensor in tensors], [0] * len(tensors), purpose)
 
-    def sum_numbers(self, numbers: Sequence[float], what: str = "sums") -> list[float]:
+    def sum_numbers(self, numbers: Sequence[float], purpose: str = "sums") -> list[float]:
         """Return the sums of numbers over all processes, in double precision."""
         if self.is_single:
             return list(numbers)
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        return self.sum([own], what)[0].tolist()
+        own_numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        return self.sum([own_numbers], purpose)[0].tolist()
 
     def average_gradients(self, params: Iterable[Tensor]) -> None:
-        """Let p.grad be the mean over all processes, of which those without one count as zero."""
-        held = list(params)
-        if self.is_single or not held:
+        """Set p.grad to its mean over all processes, where a missing gradient counts as zero.
+
+        A parameter without a gradient on any process keeps None.
+        """
+        params = list(params)
+        if self.is_single or not params:
             return
-        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
-        some = torch.tensor([p.grad is not None for p in held], device=given[0].device)
-        *total, counts = self.sum([*given, some.double()], "gradients")
-        for p, g, count in zip(held, total, counts.tolist(), strict=True):
-            p.grad = g.div_(self.size) if count else None
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        is_present = torch.tensor([p.grad is not None for p in params], device=gradients[0].device)
+        *totals, counts = self.sum([*gradients, is_present.double()], "gradients")
+        for p, total, count in zip(params, totals, counts.tolist(), strict=True):
+            p.grad = None
+            if count:
+                p.grad = total.div_(self.size)
 
     # --- decisions ------------------------------------------------------------------------------
 
-    def all_agree(self, flag: bool | Tensor, what: str = "decisions") -> Any:
-        """Return whether the flag is true on all processes; a tensor stays on its device."""
+    def all_agree(self, flag: bool | Tensor, purpose: str = "decisions") -> Any:
+        """Return True if the flag is true on all processes; a tensor stays on its device."""
         if self.is_single:
             return flag
         if isinstance(flag, Tensor):
-            own = flag.to(torch.int32)
-            self._send(what, 0.0, lambda: self._reduce(own, "MIN"))
-            return own.bool()
-        return bool(self.all_agree(torch.tensor(flag, device=self.device), what))
+            least = flag.to(torch.int32)
+            self._send(purpose, 0.0, lambda: self._all_reduce(least, "MIN"))
+            return least.bool()
+        return bool(self.all_agree(torch.tensor(flag, device=self.device), purpose))
 
-    def broadcast_object(self, value: T, what: str = "decisions") -> T:
+    def broadcast_object(self, value: T, purpose: str = "decisions") -> T:
         """Return the first process's value, any object that can be pickled."""
         if self.is_single:
             return value
-        held: list[Any] = [value]
-        first = {"group": self.group, "group_src": 0}
-        self._send(what, 0.0, lambda: dist.broadcast_object_list(held, **first))
-        return held[0]
+        box: list[Any] = [value]
+        call = partial(dist.broadcast_object_list, box, group=self.group, group_src=0)
+        self._send(purpose, 0.0, call)
+        return box[0]
 
-    def gather_objects(self, value: T, what: str = "decisions") -> list[T]:
+    def gather_objects(self, value: T, purpose: str = "decisions") -> list[T]:
         """Return every process's value, any object that can be pickled."""
         if self.is_single:
             return [value]
-        held: list[Any] = [None] * self.size
-        self._send(what, 0.0, lambda: dist.all_gather_object(held, value, self.group))
-        return held
+        values: list[Any] = [None] * self.size
+        self._send(purpose, 0.0, lambda: dist.all_gather_object(values, value, self.group))
+        return values
 
     def compare(
         self,
@@ -321,215 +393,133 @@ class Processes:
         flags: Sequence[bool] = (),
         checksums: Sequence[Tensor] = (),
     ) -> tuple[list[bool], list[bool]]:
-        """Return which values are the same on all processes, and which flags are true on all.
+        """Return which values and checksums all processes share, and which flags are true on all.
 
-        Values are compared by `repr` without addresses, and after them checksums: numbers on a
-        device, or vectors of which each process gives some entries, and a negative one elsewhere.
+        Values are compared by `repr` without addresses. A checksum is a number on a device, or a
+        vector of which each process has some entries, and gives negative numbers for the others.
+        All comparisons are one minimum over the processes: x and −x have the minima a and −b
+        where the numbers lie between a and b, and a = b says that they are all the same.
         """
-        codes = torch.tensor([crc32(_shown(value).encode()) for value in values])
-        vectors = [t.reshape(-1).to(self.device) for t in (codes.long(), *checksums)]
-        none = torch.iinfo(torch.int64).max
-        signed = [torch.where(t < 0, none, one) for t in vectors for one in (t, -t)]
-        least = torch.cat([torch.tensor(flags, dtype=torch.int64, device=self.device), *signed])
+        codes = torch.tensor([crc32(_describe(value).encode()) for value in values])
+        vectors = [v.reshape(-1).to(self.device) for v in (codes.long(), *checksums)]
+        pieces = [torch.tensor(flags, dtype=torch.int64, device=self.device)]
+        for vector in vectors:
+            pieces.append(torch.where(vector < 0, _ABSENT, vector))
+            pieces.append(torch.where(vector < 0, _ABSENT, -vector))
+        minima = torch.cat(pieces)
         if not self.is_single:
-            self._send("decisions", 0.0, lambda: self._reduce(least, "MIN"))
-        found = iter(least.tolist())
-        held = [bool(next(found)) for _ in flags]
-        same: list[list[bool]] = []
-        for t in vectors:
-            low, high = ([next(found) for _ in range(len(t))] for _ in range(2))
-            same.append([a in (-b, none) for a, b in zip(low, high, strict=True)])
-        alike = [*same[0], *map(all, same[1:])]
-        return alike, held
+            self._send("decisions", 0.0, lambda: self._all_reduce(minima, "MIN"))
+        numbers = iter(minima.tolist())
+        all_true = [bool(next(numbers)) for _ in flags]
+        is_same: list[list[bool]] = []
+        for vector in vectors:
+            low = [next(numbers) for _ in range(len(vector))]
+            negative_high = [next(numbers) for _ in range(len(vector))]
+            pairs = zip(low, negative_high, strict=True)
+            is_same.append([a in (-b, _ABSENT) for a, b in pairs])
+        return [*is_same[0], *map(all, is_same[1:])], all_true
 
     def require_same(self, what: str, values: Mapping[str, object], remedy: str) -> None:
-        """Raise on all processes where they do not have the same values, naming those."""
+        """Raise on all processes unless they have the same values; name the first that differs."""
         if self.is_single:
             return
-        every = self.gather_objects({name: _shown(value) for name, value in values.items()})
-        names = dict.fromkeys(name for own in every for name in own)
+        by_rank = self.gather_objects({name: _describe(value) for name, value in values.items()})
+        names: dict[str, None] = {}
+        for described in by_rank:
+            names.update(dict.fromkeys(described))
         for name in names:
-            found = [own.get(name, "nothing") for own in every]
-            if len({*found}) > 1:
-                other = next(i for i, value in enumerate(found) if value != found[0])
-                raise PullbackError(
-                    f"The processes differ in {what}",
-                    f"{name} is {found[0]} on process 0 and {found[other]} on process {other}",
-                    remedy,
-                )
+            words = [described.get(name, "nothing") for described in by_rank]
+            if len(set(words)) == 1:
+                continue
+            other = next(rank for rank, word in enumerate(words) if word != words[0])
+            raise PullbackError(
+                f"The processes differ in {what}",
+                f"{name} is {words[0]} on process 0 and {words[other]} on process {other}",
+                remedy,
+            )
 
     @contextmanager
     def raise_together(self, doing: str = "go on") -> Iterator[None]:
-        """Raise on all processes where the body, in which nothing is sent, raised on one.
+        """Raise on all processes if the body raised on one of them; nothing is sent in the body.
 
-        The others say what it was `doing`.
+        Processes whose body did not raise say that another one could not do what `doing` names.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as own:
-            error = own
+        except Exception as own_error:
+            error = own_error
             if self.is_single:
                 raise
         if self.all_agree(error is None):
             return
-        found = self.gather_objects(None if error is None else f"{error}")
+        messages = self.gather_objects(None if error is None else f"{error}")
         if error is not None:
             raise error
-        rank, said = next((i, text) for i, text in enumerate(found) if text is not None)
+        rank = next(rank for rank, message in enumerate(messages) if message is not None)
         raise PullbackError(
             f"Process {rank} could not {doing}",
-            said.rstrip("."),
+            str(messages[rank]).rstrip("."),
             "Mend what it says; see its error",
         )
 
-    # --- the group ------------------------------------------------------------------------------
+    # --- calls of torch.distributed -------------------------------------------------------------
 
-    def _reduce(self, t: Tensor, operation: str = "SUM", *, later: bool = False) -> Any:
-        return dist.all_reduce(t, getattr(dist.ReduceOp, operation), self.group, async_op=later)
+    def _all_reduce(self, tensor: Tensor, operation: str = "SUM", *, is_async: bool = False) -> Any:
+        operator = getattr(dist.ReduceOp, operation)
+        return dist.all_reduce(tensor, operator, self.group, async_op=is_async)
 
-    def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
-        given = {"group": self.group, "group_src": rank}
-        self._send(what, t.nbytes, lambda: dist.broadcast(t, **given))
+    def _broadcast(self, tensor: Tensor, rank: int, purpose: str) -> None:
+        call = partial(dist.broadcast, tensor, group=self.group, group_src=rank)
+        self._send(purpose, tensor.nbytes, call)
 
-    def _gather(self, t: Tensor, what: str) -> Tensor:
-        out = t.new_empty(self.size * t.numel())
-        sent = (self.size - 1) * t.nbytes
-        parts = list(out.view(self.size, -1).unbind())
-        self._send(what, sent, lambda: dist.all_gather(parts, t.reshape(-1), self.group))
-        return out
+    def _all_gather(self, tensor: Tensor, purpose: str) -> Tensor:
+        """Return the entries of all processes' tensors, one process after the other."""
+        gathered = tensor.new_empty(self.size * tensor.numel())
+        rows = list(gathered.view(self.size, -1).unbind())
+        sent = (self.size - 1) * tensor.nbytes
+        self._send(purpose, sent, lambda: dist.all_gather(rows, tensor.reshape(-1), self.group))
+        return gathered
 
-    def _send(self, what: str, sent: float, call: Callable[[], Any]) -> Any:
-        own, start = self._traffic.setdefault(what, Traffic()), perf_counter()
+    def _send(self, purpose: str, sent: float, call: Callable[[], Any]) -> Any:
+        """Return what the call returns; count it, its bytes and its time."""
+        traffic = self._traffic.setdefault(purpose, Traffic())
+        start = perf_counter()
         work = call()
-        own.calls += 1
-        own.bytes += sent
-        own.seconds += perf_counter() - start
+        traffic.calls += 1
+        traffic.bytes += sent
+        traffic.seconds += perf_counter() - start
         return work
 
 
-def _default(several: bool) -> Processes:
-    return Processes(dist.group.WORLD if several and dist.is_initialized() else None)
+def _restore_default(several: bool) -> Processes:
+    if several and dist.is_initialized():
+        return Processes(dist.group.WORLD)
+    return Processes()
 
 
-# --- which group --------------------------------------------------------------------------------
+def _with_lengths(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """Return tensors without memory, like these but with first axes of these lengths."""
+    templates = []
+    for tensor, length in zip(tensors, lengths, strict=True):
+        templates.append(tensor.new_empty((length, *tensor.shape[1:]), device="meta"))
+    return templates
 
 
-def unwrap_distributed(model: nn.Module) -> nn.Module:
-    """Return the module that `DistributedDataParallel` calls, or the model itself."""
-    outer = model
-    while (inner := getattr(outer, "_orig_mod", None)) is not None:  # behind torch.compile
-        outer = inner
-    return outer.module if isinstance(outer, nn.parallel.DistributedDataParallel) else model
+def _choose_gathered_length(lengths: Sequence[int]) -> int:
+    """Return the number of bytes, of every process, that are gathered in one call.
 
-
-def active_wrapper() -> Any:
-    """Return the `DistributedDataParallel` whose forward pass is under way, if there is one."""
-    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-
-
-def find_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the group of a wrapper: DistributedDataParallel's own, or that of a mesh of shards."""
-    if not dist.is_available():
-        return None
-    while (inner := getattr(model, "_orig_mod", None)) is not None:  # behind torch.compile
-        model = inner
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.process_group
-    for p in model.parameters():
-        if (mesh := getattr(p, "device_mesh", None)) is not None:
-            return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
-    return None
-
-
-def find_processes(
-    model: nn.Module, group: dist.ProcessGroup | None, who: str, keyword: str = "group"
-) -> Processes:
-    """Return the processes of a given group, else those of the model's wrapper.
-
-    Raise if several processes run and there is neither a group, by this `keyword`, nor a wrapper.
-    """
-    group = find_group(model) if group is None else group
-    if group is None:
-        refuse_unknown_group(who, "the model is not wrapped", keyword)
-    return Processes(group)
-
-
-def refuse_unknown_group(who: str, why: str, keyword: str = "group") -> None:
-    """Raise if several processes run, of which an optimizer knows nothing."""
-    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
-        raise PullbackError(
-            f"{who} was not told how the {size} processes work together",
-            f"{why}, so that replicas would drift apart",
-            f"Wrap the model first, {who}(DistributedDataParallel(model), ...); or give "
-            f"{keyword}=torch.distributed.group.WORLD once the processes have met, where "
-            f"Lightning, Accelerate or Trainer wraps it later; or {keyword}=torch.distributed."
-            "new_group([rank], use_local_synchronization=True) where each trains by itself",
-        )
-
-
-# --- flat buffers -------------------------------------------------------------------------------
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> Iterable[list[int]]:
-    """Yield the places of tensors of one dtype and device."""
-    kinds: dict[Any, list[int]] = {}
-    for i, t in enumerate(tensors):
-        kinds.setdefault((t.dtype, t.device), []).append(i)
-    return kinds.values()
-
-
-_CALL = 2**22  # bytes that take about as long as one more call
-_ALIGNED = 16  # bytes
-
-
-def _gathered_length(lengths: Sequence[int]) -> int:
-    """Return how many of every process's bytes are gathered, and padded to it.
-
-    The rest of longer ones is sent by broadcasts, each a call.
+    Shorter buffers are padded to it. The remainders of longer ones are broadcast, a call for each.
     """
 
-    def cost(cut: int) -> float:
-        rest = [n - cut for n in lengths if n > cut]
-        return (len(lengths) - 1) * cut + sum(n + _CALL for n in rest)
+    def cost(common: int) -> float:
+        broadcast = [length for length in lengths if length > common]
+        remainders = sum(length - common + _COSTS.bytes_per_call for length in broadcast)
+        return (len(lengths) - 1) * common + remainders
 
     return min({0, *lengths}, key=cost)
 
 
-def _aligned(count: int) -> int:
-    """Return the bytes that a tensor takes in a buffer, where any dtype may follow."""
-    return -(-count // _ALIGNED) * _ALIGNED
-
-
-def to_bytes(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of tensors of any dtypes, one after the other."""
-    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
-    for t in tensors:
-        flat = t.detach().reshape(-1).view(torch.uint8)
-        parts += [flat, flat.new_zeros(_aligned(len(flat)) - len(flat))]
-    return torch.cat(parts)
-
-
-def from_bytes(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors like these from their bytes, as views."""
-    out, at = [], 0
-    for t in like:
-        out.append(buffer[at : at + t.nbytes].view(t.dtype).view(t.shape))
-        at += _aligned(t.nbytes)
-    return out
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Return views of these shapes; what is left over is padding."""
-    counts = [shape.numel() for shape in shapes]
-    parts = flat[: sum(counts)].split(counts)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _shown(value: object) -> str:
-    """A value in words; the address of a function is another one in every process."""
+def _describe(value: object) -> str:
+    """Return `repr` without addresses, which are others in every process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._core.buffers import from_bytes, to_bytes
 from .._core.factor import Factor
-from .._core.processes import Processes, from_bytes, to_bytes
+from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from .._core.svd import qr
 from ..maps import Linearization, Pulled, identity_covectors

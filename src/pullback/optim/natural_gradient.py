@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from .._core.capture import Selector, unwrap_model
 from .._core.errors import PullbackError, Status, refuse_unknown, require_type
-from .._core.processes import Traffic, find_processes, refuse_unknown_group
+from .._core.groups import find_processes, refuse_unknown_group
+from .._core.processes import Traffic
 from .._core.products import full_precision
 from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of

@@ -14,7 +14,7 @@ from torch.optim.sgd import sgd
 from .._core.capture import unwrap_model
 from .._core.checks import refuse_number
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.processes import find_processes
+from .._core.groups import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
 from .descent.directions import GRADIENTS, direction

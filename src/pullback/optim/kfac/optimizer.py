@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError
 from ..._core.flags import DeferredFlags, are_finite
-from ..._core.processes import (
-    Traffic,
+from ..._core.groups import (
     find_group,
     find_processes,
     refuse_unknown_group,
     unwrap_distributed,
 )
+from ..._core.processes import Traffic
 from ..._core.shards import ModelParameters, get_local_piece, is_sharded, reshard, shard_like
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood

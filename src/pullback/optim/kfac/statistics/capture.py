@@ -35,7 +35,7 @@ from ...._core.graph import (
     refuse_reentrant,
     skip_dtype_casts,
 )
-from ...._core.processes import active_wrapper
+from ...._core.groups import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
