@@ -28,13 +28,15 @@ if TYPE_CHECKING:
         LevenbergMarquardt,
         NaturalGradient,
         StepInfo,
+        parameter_roles,
     )
     from .symmetry import SliceSGD
 else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "optim": "KFAC GaussNewton HessianFree LevenbergMarquardt NaturalGradient StepInfo",
+            "optim": "KFAC GaussNewton HessianFree LevenbergMarquardt NaturalGradient StepInfo "
+            "parameter_roles",
             "symmetry": "SliceSGD",
             "_core.errors": "PullbackError Status",
         },
@@ -66,6 +68,7 @@ __all__ = [
     "HessianFree",
     "SliceSGD",
     "StepInfo",
+    "parameter_roles",
     "PullbackError",
     "Status",
 ]

@@ -6,6 +6,7 @@ from .jets import Scheme
 from .module import ModuleMap, shared_plans
 from .objective import FunctionLinearization, ObjectiveMap
 from .operator import IntegralMap, OperatorMap
+from .roles import ParameterRole, Role, find_roles
 
 __all__ = [
     "Call",
@@ -17,8 +18,11 @@ __all__ = [
     "ModuleMap",
     "ObjectiveMap",
     "OperatorMap",
+    "ParameterRole",
     "Pulled",
+    "Role",
     "Scheme",
+    "find_roles",
     "identity_covectors",
     "shared_plans",
 ]

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .._core.capture import Call
+from .._core.capture import Call, detach_tensors
+from .._core.graph import collect_reachable_nodes
 from . import uses  # noqa: F401  (what is noted of each function)
 from .functions import FunctionMode
-from .layers import Layer, find
+from .layers import Compound, Layer, find
+from .layers.compound import tensors_of
+from .output_parts import OutputParts
+
+_HALF = (torch.float16, torch.bfloat16)
+_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+_ROWS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_PACKING = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", None)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -164,6 +176,8 @@ class Recorder:
         self._names = self.sites.names(leaves)
         self._number = -1
         self._mode: FunctionMode | None = None
+        #: follows the outputs of weights, where somebody asks how they are split
+        self.outputs: OutputParts | None = None
 
     @staticmethod
     def kind(module: nn.Module) -> Any:
@@ -221,8 +235,13 @@ class Recorder:
                 return None  # the function shows what the module's weight was made of
         own = type(layer).__module__.startswith(__package__ or "")  # which calls one function
         self.forget(site.names.values(), 1 if own else None)
+        return self._write_down(site, x, output)
+
+    def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
         entry, output = self._entry(site, x, output)
         self.entries.append(entry)
+        if self.outputs is not None:
+            self.outputs.start(site.names.get("weight"), site.module, output)
         return output
 
     def forget(self, names: Collection[str | None], count: int | None = None) -> None:
@@ -240,9 +259,7 @@ class Recorder:
 
     def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
         """Write down a use by a function, of the module that stands for it."""
-        entry, output = self._entry(self.sites.function(key, make), x, output)
-        self.entries.append(entry)
-        return output
+        return self._write_down(self.sites.function(key, make), x, output)
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
         """What is written down, and the output to go on with."""
@@ -258,3 +275,170 @@ class Recorder:
         inputs = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
         names = tuple(self._names.values())
         return names, layers, inputs, call.autocast, torch.get_default_dtype()
+
+
+@dataclass(frozen=True)
+class CompoundCall:
+    """One call of a compound layer: its arguments, and where its outputs' cotangents appear."""
+
+    path: str
+    module: nn.Module
+    compound: Compound
+    args: Any
+    kwargs: dict[str, Any]
+    edges: list[GradientEdge | None]
+    #: what its replay leaves out, and then where its arguments stand in the graph
+    note: str
+    below: list[GradientEdge]
+
+
+class ForwardRecord(Recorder):
+    """A recorder that also keeps the arguments of compound layers."""
+
+    def __init__(
+        self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
+    ) -> None:
+        super().__init__(model, leaves, sites)
+        self.compounds: list[CompoundCall] = []
+        #: how many nodes the pass added to the graph: it shows what is done outside of layers
+        self.nodes = 0
+        #: the linear layer that gave a large output
+        self.head: int | None = None
+
+    @staticmethod
+    def kind(module: nn.Module) -> Compound | Layer | None:
+        """A compound layer, or one that has factors to give."""
+        found = find(module, Compound) or find(module)
+        return None if found is None or found.curvature == "rows" else found
+
+    def _hook(self, path: str, layer: Any) -> Any:
+        compound = layer.curvature == "compound"
+        return self._keep(path, layer) if compound else super()._hook(path, layer)
+
+    def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
+        output = output.clone() if output._is_view() else output
+        if site.layer.curvature == "units":
+            return Entry(site, x.detach(), edge_of(output), output.shape, _kept_by(output)), output
+        return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
+
+    def release(self, node: Any) -> None:
+        """Do not hold this node of the graph; `edges` takes it again."""
+        empty: Any = None
+        for entry in self.entries:
+            if entry.edge.node is node:
+                entry.edge = GradientEdge(empty, entry.edge.output_nr)
+        for call in self.compounds:
+            for i, edge in enumerate(call.edges):
+                if edge is not None and edge.node is node:
+                    call.edges[i] = GradientEdge(empty, edge.output_nr)
+            call.below[:] = [e for e in call.below if e.node is not node]
+
+    def edges(self, node: Any) -> list[GradientEdge]:
+        """Where cotangents are wanted: the layers' outputs, then those of compound layers."""
+        found = [e.edge for e in self.entries]
+        found += [e for call in self.compounds for e in call.edges if e is not None]
+        return [e if e.node is not None else GradientEdge(node, e.output_nr) for e in found]
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for module in self.sites.modules.values()])
+
+    def name(self, parameter: Tensor | None) -> str | None:
+        """The name of a parameter that takes part."""
+        return None if parameter is None else self._names.get(id(parameter))
+
+    def __enter__(self) -> ForwardRecord:
+        super().__enter__()
+        self.nodes = -_AUTOGRAD._get_sequence_nr()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.nodes += _AUTOGRAD._get_sequence_nr()
+        super().__exit__(*exc)
+
+    def _keep(self, path: str, compound: Compound) -> Any:
+        now = self.sites.now
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if not now or not torch.is_grad_enabled():
+                return None
+            now[0].forget({now[0].name(p) for p in module.parameters()})
+            output = _separate(output, compound.outputs(module, output))
+            tensors = compound.outputs(module, output)
+            edges = [edge_of(t) if t.requires_grad else None for t in tensors]
+            if any(e is not None for e in edges):
+                saved, note = (detach_tensors(args), detach_tensors(kwargs)), compound.note(module)
+                given = tensors_of((args, kwargs)) if note else []
+                below = [edge_of(t) for t in given if t.requires_grad]
+                call = CompoundCall(path, module, compound, *saved, edges, note, below)
+                now[0].compounds.append(call)
+            return output
+
+        return keep
+
+    def find_head(self, node: Any) -> bool:
+        """Note the plain linear layer of this node, before it is released; True if there is one."""
+        for i, entry in enumerate(self.entries):
+            if type(entry.module) is nn.Linear and entry.edge.node is node:
+                self.head = i
+        return self.head is not None
+
+    def head_output(self, dtype: torch.dtype) -> Tensor:
+        """Return the output of the head, computed again: logits take much memory if kept."""
+        assert self.head is not None
+        entry = self.entries[self.head]
+        held: Any = entry.module._parameters
+        bias = None if held["bias"] is None else held["bias"].detach().to(dtype)
+        with torch.autocast(entry.input.device.type, enabled=False):
+            return F.linear(entry.input.to(dtype), held["weight"].detach().to(dtype), bias)
+
+
+def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return a layer's output with copies of the tensors from which others of it are computed.
+
+    A cotangent at such a copy comes from outside of the layer alone: an LSTM cell's c gives its h.
+    """
+    nodes: set[Any] = {t.grad_fn for t in tensors} - {None}
+
+    def since(first: int, node: Any) -> list[Any]:
+        below = [n for n, _ in node.next_functions if n is not None]
+        return [n for n in below if n._sequence_nr() >= first]
+
+    inner = {
+        node
+        for node in nodes
+        for other in nodes - {node}
+        if node in collect_reachable_nodes(other, partial(since, node._sequence_nr()))
+    }
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.grad_fn in inner else t, output)
+
+
+def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
+    """A layer's input in half precision if its output is, from the copy that autocast keeps."""
+    dtype, x = output.dtype, x.detach()
+    if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
+        return x
+    kept, node = None, None if _packed() else output.grad_fn
+    for _ in range(3):  # the product itself, perhaps below a view and a copy of it
+        if node is None or kept is not None:
+            break
+        kept = getattr(node, _ROWS[node.name()]) if node.name() in _ROWS else None
+        node = node.next_functions[0][0] if node.next_functions else None
+    if kept is None or kept.dtype != dtype or kept.numel() != x.numel():
+        return x.to(dtype)
+    return kept.detach().view(x.shape) if kept.is_contiguous() else x.to(dtype)
+
+
+def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Mean and 1/σ of the batch, which a normalization keeps for its own backward pass."""
+    node: Any = output.grad_fn
+    if node is None or node.name() not in _NORMS or _packed():
+        return None
+    mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
+    return (mean, scale) if mean.numel() == scale.numel() == output.shape[1] else None
+
+
+def _packed() -> bool:
+    """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
+    return _PACKING is None or _PACKING(True) is not None

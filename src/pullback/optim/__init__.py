@@ -5,6 +5,7 @@ from .natural_gradient import NaturalGradient
 from .objective import EnergyTerm, Objective, Squares, Term
 from .presets import GaussNewton, HessianFree, LevenbergMarquardt
 from .problem import StepInfo
+from .roles import RoleRow, RoleTable, parameter_roles
 
 __all__ = [
     "EnergyTerm",
@@ -14,7 +15,10 @@ __all__ = [
     "LevenbergMarquardt",
     "NaturalGradient",
     "Objective",
+    "RoleRow",
+    "RoleTable",
     "Squares",
     "StepInfo",
     "Term",
+    "parameter_roles",
 ]

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
 from pullback.grams.kronecker.packed_matrix import get_entries, unpack
+from pullback.maps.record import ForwardRecord
 from pullback.optim.kfac.statistics import cotangents, structure
 from pullback.optim.kfac.statistics.cotangents import CotangentPass
-from pullback.optim.kfac.statistics.record import ForwardRecord
 from tests.pairs import each_once
 
 from .common import DOUBLE

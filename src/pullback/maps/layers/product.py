@@ -154,6 +154,8 @@ def _merged(axes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
 class ProductUse(nn.Module):
     """A use of a weight, perhaps with a bias, by a product with matrices (O, I): for a module."""
 
+    product: Multiplication
+
     def __init__(self, parameters: Mapping[str, Tensor | None], product: Multiplication) -> None:
         super().__init__()
         self.__dict__.update(_parameters=dict(parameters), product=product)

@@ -40,14 +40,14 @@ from ...._core.space import compute_dtype
 from ....grams import Part
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
-from ....maps.record import Sites
+from ....maps.record import ForwardRecord, Sites
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from .cotangents import AllSums, measuring
 from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
 from .launch_thread import LaunchThread, sets_precision
-from .record import ForwardRecord, RepeatedCall
+from .record import RepeatedCall
 from .structure import BlockStructure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 

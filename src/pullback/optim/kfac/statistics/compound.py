@@ -15,9 +15,9 @@ from ....grams.kronecker.packed_matrix import pack, unpack
 from ....maps.layers import Tap
 from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
 from ....maps.proof import Proof, accumulate, norm
+from ....maps.record import CompoundCall
 from .covectors import Descent
 from .plan import BlockPlan, LayerUse
-from .record import CompoundCall
 from .sums import BIAS, Pool, factors_of
 
 #: a layer's affine maps, each with the cotangents (G, P, O) at the places of all steps

@@ -40,11 +40,10 @@ from ...._core.graph import Root, pull_back
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing, candidates, find_layout
 from ....maps.layers.scale import unit_rows
-from ....maps.record import Entry
+from ....maps.record import Entry, ForwardRecord
 from ....metrics import Fisher, Metric
 from ..options import Options
 from .launch_thread import LaunchThread
-from .record import ForwardRecord
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
 #: the layout of a use where the samples' places are not known

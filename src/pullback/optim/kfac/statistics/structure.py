@@ -15,7 +15,7 @@ from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import NO_LAYER, Proof
-from ....maps.record import Entry
+from ....maps.record import Entry, ForwardRecord
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, BlockKey
 from ..options import Options
@@ -24,7 +24,6 @@ from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, for
 from .covectors import Covectors, Descent, NotFinite, unknown_layouts, used_by_functions
 from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
-from .record import ForwardRecord
 from .sums import Pool, factors_of
 
 _ROUTES = 256  # ways through a network that are remembered

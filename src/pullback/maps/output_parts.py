@@ -1,0 +1,330 @@
+"""Which rows of a weight the model uses together, found by following the weight's output.
+
+A fused weight holds several independent matrices one below the other: queries, keys and values, or
+the gate and the other half of a gated layer. The model shows it after the product: it splits,
+chunks, views or indexes the output, and uses the pieces apart. `OutputParts` follows every output
+by a tensor of *row labels*, an integer tensor of the output's shape that says which row of the
+weight made an entry. A function that selects or moves entries is applied to the labels as well;
+elementwise functions and normalizations leave them as they are; every other function *uses* the
+rows that it gets. Rows used by one function belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._core.errors import reraise_fatal
+from .layers.directed import NormalizedUse
+from .layers.product import ProductUse
+
+#: functions that give the same entries in a new shape, row-major
+_RESHAPES = frozenset(
+    ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze",
+     "unsqueeze")
+)  # fmt: skip
+#: functions that select or move entries
+_SELECTIONS = frozenset(
+    ("split", "split_with_sizes", "chunk", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+     "unsafe_chunk", "unsafe_split", "__getitem__", "select", "narrow", "index_select", "transpose",
+     "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint", "__get__", "expand",
+     "expand_as", "repeat", "tile", "repeat_interleave", "roll", "flip", "diagonal", "unfold")
+)  # fmt: skip
+#: functions that put tensors side by side
+_JOINS = frozenset(("cat", "concat", "concatenate", "stack"))
+#: functions whose result mixes entries, whatever its shape
+_CONTRACTIONS = frozenset(
+    ("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm",
+     "addbmm", "einsum", "tensordot", "inner", "grouped_mm", "_grouped_mm", "conv1d", "conv2d",
+     "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru",
+     "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+     "scaled_dot_product_attention", "multi_head_attention_forward")
+)  # fmt: skip
+#: functions with a weight as second argument, which a parametrization may have made
+_WEIGHTED = frozenset(("linear", "conv1d", "conv2d", "conv3d"))
+
+
+@dataclass(frozen=True)
+class _Limits:
+    #: labels are not copied beyond this many: a convolution's feature maps, merged with channels
+    copied: int = 2**26
+
+
+_LIMITS = _Limits()
+
+
+@dataclass(eq=False)
+class RowLabels:
+    """The rows of weights that made the entries of one tensor."""
+
+    #: names of the weights; several where outputs of one shape were added
+    weights: frozenset[str]
+    #: of the tensor's shape, on the CPU
+    labels: Tensor
+    #: whether a part or a copy of the tensor went on
+    is_followed: bool = False
+    #: whether a function used all of it
+    is_used: bool = False
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that occur, in order."""
+        return _without_copies(self.labels).unique().tolist()
+
+
+@dataclass(frozen=True)
+class MadeWeight:
+    """A weight that was computed from parameters before a layer's function used it."""
+
+    function: str
+    shape: tuple[int, ...]
+    parameters: frozenset[str]
+
+
+class OutputParts(TorchFunctionMode):
+    """A context of one forward pass in which outputs of weights are followed.
+
+    A recorder calls `start` for each use of a weight.
+
+    Args:
+        names: of the parameters, by `id`.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self._by_tensor: Any = WeakTensorKeyDictionary()
+        self._every: list[RowLabels] = []
+        self._has_started = False
+        #: weights that no recorder knows, since they were computed from parameters
+        self.made: list[MadeWeight] = []
+
+    def start(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
+        """Follow the output of a module, or of a function that it stands for."""
+        axes = output_axes(module, output.ndim)
+        if weight is None or not axes or not output.numel():
+            return
+        self._label(frozenset({weight}), output, axes)
+        self._has_started = True
+
+    def parts(self) -> dict[str, list[list[int]]]:
+        """Return, by weight, the rows that are used together, each row in one part."""
+        used: dict[str, list[list[int]]] = {}
+        for labels in self._every:
+            if labels.is_used or not labels.is_followed:
+                for weight in labels.weights:
+                    used.setdefault(weight, []).append(labels.rows)
+        return {weight: merge_overlapping(rows) for weight, rows in used.items()}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._has_started = False
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        self._follow(name, func, args, kwargs, result)
+        if name in _WEIGHTED and not self._has_started:
+            self._start_made(name, args, kwargs, result)
+        return result
+
+    def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Give the labels of the arguments to the result, or mark them as used."""
+        arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in arguments if t in self._by_tensor]
+        if not tensors:
+            return
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        if name != "__setitem__" and not any(t.requires_grad for t in results):
+            return  # a shape, an index, a detached copy
+        sources = [self._by_tensor[t] for t in tensors]
+        labels = None
+        if self._has_started or name in _CONTRACTIONS:
+            pass
+        elif name == "glu":
+            labels = _halves(args, kwargs, sources)
+        elif name in _RESHAPES or name in _SELECTIONS or name in _JOINS:
+            labels = self._relabel(name, func, args, kwargs, results, arguments)
+        elif len(results) == 1:
+            labels = _common_labels(sources, results[0].shape)
+        if labels is None:
+            for source in sources:
+                source.is_used = True
+            return
+        for source in sources:
+            source.is_followed = True
+        if name == "glu":
+            self._every.extend(labels)
+            return
+        for tensor, row_labels in zip(results, labels, strict=True):
+            self._every.append(row_labels)
+            self._by_tensor[tensor] = row_labels
+
+    def _relabel(
+        self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
+        arguments: list[Tensor],
+    ) -> list[RowLabels] | None:  # fmt: skip
+        """Apply a selection to the labels; None where that is not possible."""
+        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
+        weights = sources[0].weights
+        if any(source.weights != weights for source in sources):
+            return None
+        if name in _JOINS and len(sources) != len(arguments):
+            return None
+        try:
+            if name in _RESHAPES:
+                found = [_reshape(sources[0].labels, results[0].shape)]
+            else:
+                found = self._apply(func, args, kwargs)
+        except Exception as error:  # an index on another device, or a view as another dtype
+            reraise_fatal(error)
+            return None
+        if [t.shape for t in found] != [t.shape for t in results]:
+            return None
+        return [RowLabels(weights, t) for t in found]
+
+    def _apply(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Call the function with the labels in the place of the tensors."""
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, Tensor) and value in self._by_tensor:
+                return self._by_tensor[value].labels
+            return value
+
+        labels_args, labels_kwargs = pytree.tree_map(swap, (args, kwargs))
+        found = pytree.tree_leaves(func(*labels_args, **labels_kwargs))
+        return [t for t in found if isinstance(t, Tensor)]
+
+    def _start_made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """Follow the output of a weight that was computed from parameters."""
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        if not isinstance(weight, Tensor) or weight.grad_fn is None:
+            return
+        below = frozenset(self._parameters_below(weight))
+        if not below:
+            return
+        self.made.append(MadeWeight(name, tuple(weight.shape), below))
+        axis = -1 if name == "linear" else 1 - weight.ndim
+        if result.ndim >= -axis and result.numel():
+            self._label(below, result, (axis,))
+
+    def _parameters_below(self, weight: Tensor) -> Iterable[str]:
+        """The parameters that a weight was computed from."""
+        seen: set[Any] = set()
+        nodes: list[Any] = [weight.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            name = self._names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                yield name
+            nodes.extend(below for below, _ in node.next_functions)
+
+    def _label(self, weights: frozenset[str], output: Tensor, axes: Sequence[int]) -> None:
+        labels = RowLabels(weights, _initial_labels(output, axes))
+        if output in self._by_tensor:  # a function inside of a module, which shows it again
+            self._by_tensor[output].is_followed = True
+        self._every.append(labels)
+        self._by_tensor[output] = labels
+
+
+def output_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
+    """Return the axes of an output that count rows of the module's weight, the slowest first.
+
+    Empty for a module whose output does not have a row of its weight behind each entry.
+    """
+    if isinstance(module, NormalizedUse):
+        return output_axes(module.inner, ndim)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return (-1 - len(module.kernel_size),)
+    if isinstance(module, ProductUse):
+        _, features = module.product.axes
+        return module.product.order[len(module.product.order) - features :]
+    if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
+        return (-1,)
+    return ()
+
+
+def merge_overlapping(parts: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return disjoint sets of rows: parts that have a row in common become one."""
+    merged: list[set[int]] = []
+    for rows in {frozenset(part) for part in parts}:
+        together = set(rows)
+        apart = []
+        for other in merged:
+            if other & together:
+                together |= other
+            else:
+                apart.append(other)
+        merged = [*apart, together]
+    return sorted(sorted(rows) for rows in merged if rows)
+
+
+def _initial_labels(output: Tensor, axes: Sequence[int]) -> Tensor:
+    """The number of the row at each entry, without memory along the other axes."""
+    sizes = [output.shape[axis] for axis in axes]
+    rows = torch.arange(prod(sizes), dtype=torch.int32).view(sizes)
+    # put the axes in the order that the output has them in, then spread over all of its axes
+    order = sorted(range(len(axes)), key=lambda i: axes[i] % output.ndim)
+    shape = [1] * output.ndim
+    for axis, size in zip(axes, sizes, strict=True):
+        shape[axis] = size
+    return rows.permute(order).reshape(shape).expand(output.shape)
+
+
+def _without_copies(labels: Tensor) -> Tensor:
+    """The labels at the first place of every axis along which they were expanded."""
+    for axis, stride in enumerate(labels.stride()):
+        if stride == 0 and labels.shape[axis] > 1:
+            labels = labels.narrow(axis, 0, 1)
+    return labels
+
+
+def _reshape(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    try:
+        return labels.view(shape)
+    except RuntimeError:
+        if labels.numel() > _LIMITS.copied:
+            raise
+        return labels.reshape(shape)
+
+
+def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> list[RowLabels] | None:
+    """Labels of what is computed entry by entry from these tensors; None where rows meet others."""
+    first = sources[0]
+    if any(source.labels.shape != shape for source in sources):
+        return None
+    others = [source for source in sources[1:] if source is not first]
+    if all(_equal(source.labels, first.labels) for source in others):
+        weights = frozenset[str]().union(*(source.weights for source in sources))
+        return [RowLabels(weights, first.labels)]
+    # a rotary embedding adds to a tensor its own entries in another order
+    if all(source.weights == first.weights and source.rows == first.rows for source in others):
+        return [RowLabels(first.weights, first.labels)]
+    return None
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    one = _without_copies(one)
+    two = _without_copies(two)
+    return one.shape == two.shape and torch.equal(one, two)
+
+
+def _halves(args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> list[RowLabels] | None:
+    """The two halves that a gated linear unit multiplies."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if len(sources) != 1 or not isinstance(dim, int):
+        return None
+    source = sources[0]
+    halves = source.labels.chunk(2, dim)
+    return [RowLabels(source.weights, half, is_used=True) for half in halves]

@@ -1,0 +1,415 @@
+r"""What every parameter of a model is for, from the structure that one forward pass shows.
+
+A matrix optimizer must know more than shapes. A table of embeddings has the shape of a matrix and
+is none; a depthwise filter has four axes and is a vector per channel; one weight may hold the
+matrices of queries, keys and values. `find_roles` runs the model once, records which layer or
+function uses each parameter, and follows how the outputs of the weights are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from .._core.capture import Call, unwrap_model
+from .._core.errors import PullbackError
+from .._core.graph import collect_reachable_nodes
+from .layers import Compound, find
+from .layers.directed import NormalizedUse
+from .layers.product import ProductUse
+from .output_parts import MadeWeight, OutputParts
+from .record import Entry, ForwardRecord
+
+#: entries of a structured output that are not what the model computes for its caller
+_SIDE_OUTPUTS = ("loss", "past_key_values", "hidden_states", "attentions", "cache_params")
+
+
+#: what users know layers as that stand for a function's call
+_LAYER_NAMES = {
+    "ProductUse": "a product of matrices",
+    "TurnedProduct": "a product x @ w",
+    "Gain": "an elementwise product or sum",
+}
+#: nodes of products of matrices
+_PRODUCTS = ("MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddmmBackward0")
+
+
+class Role(StrEnum):
+    """What a parameter is for. The values are stable: checkpoints and tables hold them."""
+
+    #: a matrix, or several one below the other, between a layer's inputs and outputs
+    MATRIX = "matrix"
+    #: the filters of a convolution; a row is one output channel
+    CONVOLUTION = "convolution"
+    #: a stack of matrices along the first axes, each with inputs of its own
+    EXPERTS = "experts"
+    #: a table whose rows are looked up
+    EMBEDDING = "embedding"
+    #: a matrix, or filters, that gives the model's output
+    HEAD = "head"
+    #: biases, gains, depthwise filters, and all that no product of matrices uses
+    VECTOR = "vector"
+
+
+@dataclass(frozen=True)
+class ParameterRole:
+    """The role of one parameter.
+
+    Attributes:
+        name: in `model.named_parameters()`.
+        role: what it is for.
+        split: the row counts of the independent matrices that the parameter holds along
+            `split_axis`: `(rows,)` for a single matrix, `(n, n, n)` for fused queries, keys and
+            values, and empty for embeddings and vectors.
+        split_axis: the axis of the parameter that counts rows, that is outputs: 0 for `nn.Linear`,
+            1 for `x @ w`.
+        reason: what shows the role, in words.
+        is_used: whether the forward pass used the parameter.
+    """
+
+    name: str
+    role: Role
+    split: tuple[int, ...]
+    split_axis: int
+    reason: str
+    is_used: bool = True
+
+
+def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
+    """Return the role of every parameter, from one forward pass of the model.
+
+    The model's parameters, buffers, gradients, mode and the random state stay as they are. Frozen
+    parameters have roles too.
+
+    Raises:
+        PullbackError: for parameters without a shape yet.
+    """
+    module = unwrap_model(model)
+    leaves = _copies(module)
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+    outputs = OutputParts(names)
+    swapped = _reparametrize_module(module, {**leaves, **buffers}, tie_weights=True)
+    with torch.enable_grad(), call.replay_context(), swapped:
+        record = ForwardRecord(module, leaves)
+        record.outputs = outputs
+        with record, outputs:
+            result = module(*call.args, **call.kwargs)
+        return assign_roles(module, record, outputs, result, leaves)
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor]:
+    """The floating-point parameters as leaves of a graph of their own, by name."""
+    out = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise PullbackError(
+                f"Parameter {name!r} has no shape yet",
+                "its lazy module makes it at the first forward pass",
+                "Call the model once before",
+            )
+        if parameter.is_floating_point() or parameter.is_complex():
+            out[name] = parameter.detach().requires_grad_()
+    return out
+
+
+def assign_roles(
+    model: nn.Module, record: ForwardRecord, outputs: OutputParts, result: Any,
+    parameters: Mapping[str, Tensor],
+) -> list[ParameterRole]:  # fmt: skip
+    """Return the roles from a recorded pass and the `result` that it gave.
+
+    The graph of the pass must still be there. `parameters` are the tensors that the pass used.
+    """
+    uses: dict[str, list[_Use]] = {}
+    for entry in record.entries:
+        for kind, name in entry.names.items():
+            if name is not None:
+                uses.setdefault(name, []).append(_Use(entry, kind))
+    taps = _compound_roles(record)
+    heads = _find_heads(record, result)
+    parts = outputs.parts()
+    made = {name: weight for weight in outputs.made for name in weight.parameters}
+    unused = _UnusedRoles(model)
+    roles = []
+    for name, parameter in parameters.items():
+        if name in uses:
+            role = _role_from_uses(name, parameter, uses[name], parts.get(name, []), heads)
+        elif name in taps:
+            role = taps[name]
+        elif name in made:
+            role = _role_of_made(name, parameter, made[name], parts.get(name, []))
+        else:
+            role = unused.role(name, parameter)
+        roles.append(role)
+    return roles
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a parameter by a layer, as its "weight", "bias" or another part."""
+
+    entry: Entry
+    kind: str
+
+    @property
+    def module(self) -> nn.Module:
+        module = self.entry.module
+        return module.inner if isinstance(module, NormalizedUse) else module
+
+    @property
+    def layer_name(self) -> str:
+        """The layer in words."""
+        name = type(self.module).__name__
+        return _LAYER_NAMES.get(name, name)
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.entry.layer.curvature == "kronecker" and self.kind == "weight"
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.entry.layer.one_hot
+
+    @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.module, nn.modules.conv._ConvNd)
+
+
+def _role_from_uses(
+    name: str, parameter: Tensor, uses: Sequence[_Use], parts: Sequence[Sequence[int]],
+    heads: Collection[str],
+) -> ParameterRole:  # fmt: skip
+    kind = uses[0].layer_name
+    if any(use.is_lookup for use in uses):
+        reason = "its rows are looked up"
+        if name in heads:
+            reason += ", and it is tied to the head"
+        return ParameterRole(name, Role.EMBEDDING, (), 0, reason)
+    matrices = [use for use in uses if use.is_matrix]
+    if not matrices:
+        return ParameterRole(name, Role.VECTOR, (), 0, f"{uses[0].kind} of {kind}")
+    convolutions = [use.module for use in matrices if use.is_convolution]
+    if convolutions:
+        return _convolution_role(name, parameter, convolutions[0], parts, name in heads)
+    products = [use.module.product for use in matrices if isinstance(use.module, ProductUse)]
+    if len(products) == len(matrices) and products[0].form[0] > 1:
+        return _stack_role(name, parameter, products[0], parts)
+    axis = 0
+    rows = products[0].form[1] if products else parameter.shape[0]
+    if products and products[0].turned:
+        axis = parameter.ndim - 1
+    split, remark = _split_of(parts, rows)
+    reason = f"weight of {kind}{remark}"
+    if name in heads:
+        return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
+    return ParameterRole(name, Role.MATRIX, split, axis, reason)
+
+
+def _convolution_role(
+    name: str, parameter: Tensor, module: Any, parts: Sequence[Sequence[int]], is_head: bool
+) -> ParameterRole:
+    kind = type(module).__name__
+    groups = module.groups
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        axis = 1
+        rows = parameter.shape[1]
+        inputs = parameter.shape[0] // groups
+    else:
+        axis = 0
+        rows = parameter.shape[0] // groups
+        inputs = parameter.shape[1]
+    if groups > 1 and (inputs == 1 or rows == 1):
+        return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise filters of {kind}")
+    remark = ""
+    if groups > 1:
+        split = (rows,) * groups if axis == 0 else (rows,)
+        remark = f", {groups} groups"
+    else:
+        split, remark = _split_of(parts, rows)
+    reason = f"filters of {kind}{remark}"
+    if is_head:
+        return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
+    return ParameterRole(name, Role.CONVOLUTION, split, axis, reason)
+
+
+def _stack_role(
+    name: str, parameter: Tensor, product: Any, parts: Sequence[Sequence[int]]
+) -> ParameterRole:
+    """The role of a parameter that holds several matrices, each used with inputs of its own."""
+    count, rows, columns = product.form
+    if parameter.ndim == 2:  # slices of one weight, each used by itself
+        size = columns if product.turned else rows
+        reason = f"{count} matrices that are used one by one"
+        return ParameterRole(name, Role.MATRIX, (size,) * count, 0, reason)
+    if min(rows, columns) == 1:
+        return ParameterRole(name, Role.VECTOR, (), 0, f"a stack of {count} vectors")
+    split, remark = _split_of(parts, rows)
+    axis = parameter.ndim - 1 if product.turned else parameter.ndim - 2
+    return ParameterRole(name, Role.EXPERTS, split, axis, f"a stack of {count} matrices{remark}")
+
+
+def _split_of(parts: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, ...], str]:
+    """Row counts of the parts of an output, and a remark for the reason.
+
+    Parts must be neighbouring rows, at least two of them each: a single row is no matrix.
+    """
+    if len(parts) <= 1:
+        return (rows,), ""
+    if any(part[-1] - part[0] + 1 != len(part) for part in parts):
+        return (rows,), f"; its rows belong to {len(parts)} matrices by turns, and are not split"
+    bounds = [part[0] for part in parts]
+    if bounds[0] != 0 or sum(map(len, parts)) != rows:
+        return (rows,), ""
+    if min(map(len, parts)) < 2:
+        return (rows,), ""
+    return tuple(map(len, parts)), f", whose output is split in {len(parts)}"
+
+
+def _compound_roles(record: ForwardRecord) -> dict[str, ParameterRole]:
+    """The roles of the maps inside attention and recurrent layers."""
+    out: dict[str, ParameterRole] = {}
+    for call in record.compounds:
+        for weight, bias, groups in call.compound.maps(call.module):
+            for tensor, is_weight in ((weight, True), (bias, False)):
+                name = record.name(tensor)
+                if tensor is not None and name is not None:
+                    out[name] = _inner_role(name, tensor, call.module, groups, is_weight)
+    return out
+
+
+def _inner_role(
+    name: str, tensor: Tensor, module: nn.Module, groups: int, is_weight: bool
+) -> ParameterRole:
+    """The role of a weight or bias inside a compound layer."""
+    kind = type(module).__name__
+    if not is_weight:
+        return ParameterRole(name, Role.VECTOR, (), 0, f"bias in {kind}")
+    rows = tensor.shape[0]
+    count = groups
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        # each gate has a nonlinearity of its own: i, f, g, o of the LSTM, r, z, n of the GRU
+        count = max(1, rows // int(module.hidden_size))
+    split = (rows // count,) * count
+    what = f"{count} matrices" if count > 1 else "matrix"
+    return ParameterRole(name, Role.MATRIX, split, 0, f"{what} in {kind}")
+
+
+def _role_of_made(
+    name: str, parameter: Tensor, made: MadeWeight, parts: Sequence[Sequence[int]]
+) -> ParameterRole:
+    """The role of a parameter from which a layer's weight is computed."""
+    if parameter.ndim < 2 or min(parameter.flatten(1).shape) == 1:
+        return ParameterRole(name, Role.VECTOR, (), 0, "a part of a computed weight")
+    reason = f"the weight of {made.function} is computed from it"
+    rows = parameter.shape[0]
+    split = (rows,)
+    if tuple(parameter.shape) == made.shape:
+        split, remark = _split_of(parts, rows)
+        reason += remark
+    role = Role.MATRIX if made.function == "linear" else Role.CONVOLUTION
+    return ParameterRole(name, role, split, 0, reason)
+
+
+class _UnusedRoles:
+    """Roles of parameters that no known layer used in the pass, from the module that holds them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owners: dict[int, tuple[nn.Module, str]] = {}
+        for module in model.modules():
+            for key, tensor in module._parameters.items():
+                if tensor is not None:
+                    self._owners.setdefault(id(tensor), (module, key))
+
+    def role(self, name: str, parameter: Tensor) -> ParameterRole:
+        """Return a role with the reason that the pass did not show it."""
+        module, key = self._owners.get(id(parameter), (nn.Identity(), ""))
+        layer = find(module, object)
+        if layer is None:
+            return ParameterRole(name, Role.VECTOR, (), 0, _unknown(parameter), is_used=False)
+        if isinstance(layer, Compound):
+            role = _role_inside(name, parameter, module, layer)
+        elif layer.curvature != "kronecker" or key != "weight":
+            role = ParameterRole(name, Role.VECTOR, (), 0, "")
+        elif layer.one_hot:
+            role = ParameterRole(name, Role.EMBEDDING, (), 0, "")
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            role = _convolution_role(name, parameter, module, [], is_head=False)
+        else:
+            role = ParameterRole(name, Role.MATRIX, (parameter.shape[0],), 0, "")
+        remark = f"by its module, {type(module).__name__}: this pass did not use it"
+        return replace(role, reason=remark, is_used=False)
+
+
+def _role_inside(name: str, parameter: Tensor, module: nn.Module, layer: Compound) -> ParameterRole:
+    """The role of a parameter of a compound layer that the pass did not use."""
+    for weight, _, groups in layer.maps(module):
+        if weight is parameter:
+            return _inner_role(name, parameter, module, groups, is_weight=True)
+    return _inner_role(name, parameter, module, 1, is_weight=False)
+
+
+def _unknown(parameter: Tensor) -> str:
+    return "a vector" if parameter.ndim < 2 else "no product of matrices with it was seen"
+
+
+def _find_heads(record: ForwardRecord, result: Any) -> set[str]:
+    """Return the weights that give the model's output.
+
+    They are the first that a walk down the graph meets, if none of them stands below another: the
+    output of a residual network without a head is a sum over all of its blocks.
+    """
+    nodes: dict[Any, str | None] = {}
+    for entry in record.entries:
+        if entry.layer.curvature == "kronecker" and entry.names.get("weight") is not None:
+            nodes[entry.edge.node] = entry.names["weight"]
+    for call in record.compounds:
+        nodes.update((edge.node, None) for edge in call.edges if edge is not None)
+    heads: set[str] = set()
+    for tensor in _main_outputs(result):
+        reached = collect_reachable_nodes(
+            tensor.grad_fn, lambda node: [] if node in nodes else _below(node)
+        )
+        met = reached & {*nodes}
+        if any(_multiplies_activations(node) for node in reached - met):
+            continue  # similarities of two encoders
+        if not any(met & _reached_below(node) for node in met):
+            heads.update(name for node in met if (name := nodes[node]) is not None)
+    return heads
+
+
+def _multiplies_activations(node: Any) -> bool:
+    """Whether a node is a product of two computed matrices."""
+    below = [following for following in _below(node) if following is not None]
+    return node is not None and node.name() in _PRODUCTS and len(below) > 1
+
+
+def _below(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions]
+
+
+def _reached_below(node: Any) -> set[Any]:
+    reached: set[Any] = set()
+    for following in _below(node):
+        reached |= collect_reachable_nodes(following)
+    return reached
+
+
+def _main_outputs(result: Any) -> list[Tensor]:
+    """The tensors that a caller uses: logits where something is called so."""
+    if isinstance(result, Mapping):
+        logits = [value for key, value in result.items() if "logits" in str(key)]
+        rest = [value for key, value in result.items() if key not in _SIDE_OUTPUTS]
+        result = logits or rest
+    elif hasattr(result, "logits"):
+        result = result.logits
+    tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    return [t for t in tensors if t.grad_fn is not None]

@@ -1,0 +1,427 @@
+"""What `parameter_roles` says of small models, and that it leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import pullback as pb
+from pullback.maps.output_parts import merge_overlapping
+
+
+def rows(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, Any]:
+    return {row.name: row for row in pb.parameter_roles(model, *inputs, **kwargs)}
+
+
+WIDTH = 12
+HEADS = 3
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """From (B, heads, T, d) to (B, T, width)."""
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def rotate(z: Tensor) -> Tensor:
+    """A rotary embedding, of which half of the features stand apart for a moment."""
+    one, two = z[..., : z.shape[-1] // 2], z[..., z.shape[-1] // 2 :]
+    return z * 0.3 + torch.cat([-two, one], -1) * 0.2
+
+
+def heads(z: Tensor) -> Tensor:
+    return z.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+
+
+def chunked(y: Tensor) -> Tensor:
+    return attend(*map(heads, y.chunk(3, -1)))
+
+
+def viewed(y: Tensor) -> Tensor:
+    q, k, v = y.view(*y.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+    return attend(rotate(q), rotate(k), v)
+
+
+def unbound(y: Tensor) -> Tensor:
+    return attend(*map(heads, y.reshape(*y.shape[:2], 3, WIDTH).unbind(2)))
+
+
+def indexed(y: Tensor) -> Tensor:
+    parts = [heads(y[..., i * WIDTH : (i + 1) * WIDTH]) for i in range(3)]
+    return attend(rotate(parts[0]), rotate(parts[1]), parts[2])
+
+
+def normalized(y: Tensor) -> Tensor:
+    """Queries and keys are normalized and rotated together before they part."""
+    both, v = y.split([2 * WIDTH, WIDTH], -1)
+    q, k = F.layer_norm(both.clamp(-8, 8), both.shape[-1:]).chunk(2, -1)
+    return attend(rotate(heads(q)), rotate(heads(k)), heads(v))
+
+
+def partly_rotated(y: Tensor) -> Tensor:
+    q, k, v = map(heads, y.split(WIDTH, dim=2))
+    q, k = (torch.cat([rotate(z[..., :2]), z[..., 2:]], -1) for z in (q, k))
+    return attend(q, k, v)
+
+
+def grouped_queries(y: Tensor) -> Tensor:
+    each = WIDTH // HEADS
+    q, k, v = y.split([WIDTH, each, each], -1)
+    k, v = (heads(z).repeat_interleave(HEADS, 1) for z in (k, v))
+    return attend(rotate(heads(q)), rotate(k), v)
+
+
+def gated(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def glu(y: Tensor) -> Tensor:
+    return F.glu(y, -1)
+
+
+SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
+    (chunked, (WIDTH,) * 3),
+    (viewed, (WIDTH,) * 3),
+    (unbound, (WIDTH,) * 3),
+    (indexed, (WIDTH,) * 3),
+    (normalized, (WIDTH,) * 3),
+    (partly_rotated, (WIDTH,) * 3),
+    (grouped_queries, (12, 4, 4)),
+    (gated, (WIDTH, WIDTH)),
+    (glu, (WIDTH, WIDTH)),
+    (torch.relu, (WIDTH,)),
+]
+
+
+class Fused(nn.Module):
+    """A fused weight, what is done with its output, and a head after a residual."""
+
+    def __init__(self, after: Callable[[Tensor], Tensor], rows: int, kind: str) -> None:
+        super().__init__()
+        self.after, self.kind = after, kind
+        self.fused = nn.Linear(WIDTH, rows)
+        self.w = nn.Parameter(torch.randn(WIDTH, rows))
+        self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "linear":
+            y = self.fused(x)
+        elif self.kind == "product":
+            y = x @ self.w
+        elif self.kind == "einsum":
+            y = torch.einsum("bti,io->bto", x, self.w)
+        else:
+            y = x @ self.w + self.fused(x)
+        return self.head(x + self.mix(self.after(y)))
+
+
+@pytest.mark.parametrize("kind", ["linear", "product", "einsum", "added"])
+@pytest.mark.parametrize(("after", "split"), SPLITS, ids=lambda v: getattr(v, "__name__", ""))
+def test_splits_of_fused_weights(
+    after: Callable[[Tensor], Tensor], split: tuple[int, ...], kind: str
+) -> None:
+    torch.manual_seed(0)
+    found = rows(Fused(after, sum(split), kind), torch.randn(2, 4, WIDTH))
+    if kind in ("linear", "added"):
+        row = found["fused.weight"]
+        assert (row.role, row.split, row.split_axis) == ("matrix", split, 0), row.reason
+    if kind != "linear":
+        assert (found["w"].role, found["w"].split, found["w"].split_axis) == ("matrix", split, 1)
+    assert found["mix.weight"].split == (WIDTH,)
+    assert (found["head.weight"].role, found["head.weight"].split) == ("head", (5,))
+    assert found["fused.bias"].role == "vector"
+
+
+def test_rows_by_turns_are_not_split() -> None:
+    def by_head(y: Tensor) -> Tensor:
+        return attend(*y.unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1))
+
+    row = rows(Fused(by_head, 3 * WIDTH, "linear"), torch.randn(2, 4, WIDTH))["fused.weight"]
+    assert row.split == (3 * WIDTH,)
+    assert "by turns" in row.reason
+
+
+def test_convolutions() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(1, 8, 3, padding=1)
+            self.depthwise = nn.Conv2d(8, 16, 3, padding=1, groups=8)
+            self.grouped = nn.Conv2d(16, 8, 1, groups=2)
+            self.gated = nn.Conv2d(8, 16, 1)
+            self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+            self.last = nn.Conv2d(6, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.grouped(F.relu(self.depthwise(self.first(x))))
+            x = F.glu(self.gated(x), 1)
+            return self.last(self.up(x)).softmax(1)
+
+    found = rows(Net(), torch.randn(2, 1, 6, 6))
+    roles = {name: row.role for name, row in found.items() if name.endswith("weight")}
+    assert roles == {
+        "first.weight": "convolution",
+        "depthwise.weight": "vector",
+        "grouped.weight": "convolution",
+        "gated.weight": "convolution",
+        "up.weight": "convolution",
+        "last.weight": "head",
+    }
+    assert found["grouped.weight"].split == (4, 4)
+    assert found["gated.weight"].split == (8, 8)
+    assert (found["up.weight"].split, found["up.weight"].split_axis) == ((6,), 1)
+
+
+class Experts(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.up = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "loop":
+            y = sum(F.linear(gated(F.linear(x, self.up[e])), self.down[e]) for e in range(3))
+        elif self.way == "bmm":
+            y = gated(torch.bmm(x.expand(3, *x.shape), self.up.mT))
+            y = torch.bmm(y, self.down.mT).sum(0)
+        else:
+            routed = torch.stack([x, x.flip(0), -x])
+            y = gated(torch.einsum("ebi,eoi->ebo", routed, self.up))
+            y = torch.einsum("ebi,eoi->bo", y, self.down)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("way", ["loop", "bmm", "einsum"])
+def test_experts(way: str) -> None:
+    found = rows(Experts(way), torch.randn(5, WIDTH))
+    assert (found["up"].role, found["up"].split) == ("experts", (WIDTH, WIDTH))
+    assert (found["down"].role, found["down"].split) == ("experts", (WIDTH,))
+    assert found["up"].split_axis == 1
+    assert found["head.weight"].role == "head"
+
+
+def test_an_expert_without_rows_has_a_role() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.experts[0](x).relu())
+
+    row = rows(Routed(), torch.randn(3, 4))["experts.1.weight"]
+    assert (row.role, row.split) == ("matrix", (4,))
+    assert "did not use it" in row.reason
+
+
+def test_embeddings_and_ties() -> None:
+    class Language(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(10, 8), nn.Parameter(torch.randn(1, 5, 8))
+            self.token, self.inner = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            if tied:
+                self.head.weight = self.words.weight
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = torch.cat([self.token.expand(len(words), -1, -1), self.words(words)], 1)
+            return self.head(self.inner(x + self.places))
+
+    words = torch.randint(0, 10, (3, 4))
+    apart, tied = rows(Language(False), words), rows(Language(True), words)
+    assert apart["words.weight"].role == tied["words.weight"].role == "embedding"
+    assert apart["head.weight"].role == "head"
+    assert "head.weight" not in tied
+    assert "tied" in tied["words.weight"].reason
+    assert apart["places"].role == "embedding"
+    assert apart["token"].role == "vector"
+    assert apart["inner.weight"].role == "matrix"
+
+
+def test_a_weight_that_is_used_twice() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(self.layer(x).relu())
+            return self.head(x + x @ self.layer.weight)
+
+    found = rows(Shared(), torch.randn(3, 4))
+    assert found["layer.weight"].role == "matrix"
+    assert found["head.weight"].role == "head"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)], ids=["lstm", "gru", "rnn"]
+)
+def test_recurrent_layers(kind: Any, gates: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = kind(4, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(x)[0])
+
+    found = rows(Net(), torch.randn(3, 5, 4))
+    for name in ("inner.weight_ih_l0", "inner.weight_hh_l0"):
+        assert (found[name].role, found[name].split) == ("matrix", (6,) * gates)
+    assert found["inner.bias_ih_l0"].role == "vector"
+    assert found["head.weight"].role == "head"
+
+
+def test_a_recurrent_cell_by_hand() -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inputs, self.states = nn.Linear(4, 24), nn.Linear(6, 24)
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = c = x.new_zeros(len(x), 6)
+            for t in range(x.shape[1]):
+                i, f, g, o = (self.inputs(x[:, t]) + self.states(h)).chunk(4, 1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+            return self.head(h)
+
+    found = rows(Cell(), torch.randn(3, 5, 4))
+    assert found["inputs.weight"].split == found["states.weight"].split == (6,) * 4
+
+
+def test_attention_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))
+    found = rows(model, torch.randn(2, 5, 4))
+    assert found["1.self_attn.in_proj_weight"].split == (8, 8, 8)
+    assert found["1.self_attn.out_proj.weight"].role == "matrix"
+    assert found["1.self_attn.in_proj_bias"].role == "vector"
+    assert found["2.weight"].role == "head"
+    assert found["1.linear2.weight"].role == "matrix"
+
+
+PARAMETRIZED: list[Callable[[nn.Module], nn.Module]] = [
+    parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+    parametrizations.orthogonal,
+]
+
+
+@pytest.mark.parametrize("make", PARAMETRIZED, ids=lambda f: f.__name__)
+def test_parametrized_weights(make: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(make(nn.Linear(6, 12)), nn.GLU(), nn.Linear(6, 2))
+    found = rows(model, torch.randn(3, 6))
+    weights = [row for row in found.values() if row.shape == (12, 6)]
+    assert [(row.role, row.split) for row in weights] == [("matrix", (6, 6))]
+    assert all(row.role == "vector" for row in found.values() if 1 in row.shape)
+    assert found["2.weight"].role == "head"
+
+
+def test_slices_of_one_weight() -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(12, 4))
+            self.head = nn.Linear(12, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cat([F.linear(x, w) for w in self.w.chunk(3)], -1).relu())
+
+    found = rows(Sliced(), torch.randn(5, 4))
+    assert (found["w"].role, found["w"].split, found["w"].split_axis) == ("matrix", (4, 4, 4), 0)
+
+
+def test_two_heads_and_none() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.policy, self.value = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            x = self.inner(x).relu()
+            return {"policy": self.policy(x), "value": self.value(x).squeeze(-1)}
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x.relu())
+            return x
+
+    found = rows(Both(), torch.randn(3, 4))
+    assert {name for name, row in found.items() if row.role == "head"} == {
+        "policy.weight",
+        "value.weight",
+    }
+    assert all(row.role != "head" for row in rows(Residual(), torch.randn(3, 4)).values())
+
+
+def test_scores_of_pairs_have_no_head() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) @ self.two(x).mT
+
+    assert {row.role for row in rows(Pairs(), torch.randn(3, 4)).values()} == {"matrix", "vector"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_of_the_model_changes(training: bool) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.Flatten(), nn.Linear(64, 3)
+    )
+    model.train(training)
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(3, 2, 6, 6)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with torch.no_grad():
+        table = pb.parameter_roles(model, x)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [p.requires_grad for p in model.parameters()] == [False] + [True] * 5
+    assert model.training is training
+    assert not any(module._forward_hooks for module in model.modules())
+    assert [row.name for row in table] == [name for name, _ in model.named_parameters()]
+    assert table[0].role == "convolution"
+
+
+def test_the_table_prints_and_names_the_default_rules() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+    table = pb.parameter_roles(model, torch.randn(3, 4))
+    assert [row.rule for row in table] == [
+        "spectral", "adamw", "adamw", "adamw", "adamw", "adamw",
+    ]  # fmt: skip
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "role", "split", "rule", "reason"]
+    assert lines[1].split()[:5] == ["0.weight", "8×4", "matrix", "8", "spectral"]
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    assert pb.parameter_roles(plain, torch.randn(3, 4))[2].rule == "eigenbasis"
+
+
+def test_lazy_modules_are_refused() -> None:
+    with pytest.raises(pb.PullbackError, match="no shape yet"):
+        pb.parameter_roles(nn.LazyLinear(3), torch.randn(2, 4))
+
+
+def test_overlapping_parts_become_one() -> None:
+    assert merge_overlapping([[0, 1], [2, 3], [3, 4], [6]]) == [[0, 1], [2, 3, 4], [6]]
