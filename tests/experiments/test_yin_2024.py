@@ -98,7 +98,7 @@ class _Uphill:
             gradient=x,
             solve=lambda damping, about: Solution(x, 0.0),
             path=lambda: None,
-            image=lambda v: v,
+            inner_products=lambda vectors: vectors @ vectors.T,
             losses=lambda moves: moves.norm(dim=1),
             lr=1.0,
             scaled=lambda v: v,

@@ -65,7 +65,7 @@ class Bowl:
             gradient=g,
             solve=solve,
             path=lambda: self.solver.path(state, g),
-            image=self.gram.matvec,
+            inner_products=self.gram.inner_products,
             losses=losses,
             lr=self.lr,
             scaled=lambda v: self.lr * v,

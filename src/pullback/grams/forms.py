@@ -60,6 +60,10 @@ class Gram(ABC):
     def matvec(self, v: Tensor) -> Tensor:
         """G v."""
 
+    def inner_products(self, vectors: Tensor) -> Tensor:
+        """x_iᵀG x_j for the rows of (k, p), (k, k)."""
+        return vectors @ torch.stack([self.matvec(v) for v in vectors]).T
+
     def dense(self) -> Tensor:
         """G as a matrix (p, p)."""
         eye = torch.eye(self.size, dtype=self.dtype, device=self.device)
@@ -91,6 +95,10 @@ class FactoredGram(Gram):
 
     def matvec(self, v: Tensor) -> Tensor:
         return self.lift(self.project(v))
+
+    def inner_products(self, vectors: Tensor) -> Tensor:
+        images = torch.stack([self.project(v) for v in vectors])
+        return images @ images.T
 
     def rows(self) -> Tensor:
         """A as a matrix (n, p)."""

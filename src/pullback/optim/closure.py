@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -255,23 +255,43 @@ class ClosureProblem(StepProblem):
             self._pulled = self.summed(sum(others, first))[0]
         return self._pulled
 
+    def refuse_stochastic(self) -> None:
+        """Raise where the closure, run again at the same parameters, gives another loss."""
+        if "repeatable" in self._memory:
+            return
+        with self._trials() as origin:
+            repeated = self._mean([self._trial(origin)])[0]
+        tolerance = torch.finfo(self.space.dtype).eps ** 0.5
+        if abs(repeated - self.loss) > tolerance * max(abs(self.loss), tolerance):
+            raise PullbackError(
+                "The closure is stochastic",
+                f"evaluated twice at the same parameters it gave {self.loss!r} and {repeated!r}, "
+                "so trial losses cannot be compared",
+                "Fix the batch outside the closure, or use steps.Constant",
+            )
+        self._memory["repeatable"] = True
+
     def losses(self, moves: Tensor, place: Place) -> Tensor:
+        self.refuse_stochastic()
+        with self._trials() as origin:
+            values = self._mean([self._trial(place(origin, move)) for move in moves])
+        # as the closure gave them: a loss in double precision may come from a model in single
+        return torch.tensor(values, dtype=torch.float64, device=moves.device)
+
+    @contextmanager
+    def _trials(self) -> Iterator[dict[str, Tensor]]:
+        """Give the parameters as they are; put them, gradients and random state back afterwards."""
         origin = {n: p.detach().clone() for n, p in self.params.items()}
-        grads = [(p, p.grad) for p in self._model.parameters()]
-        for p, _ in grads:
+        gradients = [(p, p.grad) for p in self._model.parameters()]
+        for p, _ in gradients:
             p.grad = None  # zeroing gradients in place must not reach those of the step
         try:
-            if "repeatable" not in self._memory:
-                self._refuse_stochastic(self._mean([self._trial(origin)])[0])
-                self._memory["repeatable"] = True
-            values = self._mean([self._trial(place(origin, move)) for move in moves])
+            yield origin
         finally:
             self._write(origin)
             self._after.restore()
-            for p, g in grads:
-                p.grad = g
-        # as the closure gave them: a loss in double precision may come from a model in single
-        return torch.tensor(values, dtype=torch.float64, device=moves.device)
+            for p, gradient in gradients:
+                p.grad = gradient
 
     def _trial(self, point: Mapping[str, Tensor]) -> float:
         self._write(point)
@@ -285,16 +305,6 @@ class ClosureProblem(StepProblem):
         for name, p in self.params.items():
             p.data.copy_(point[name])  # unseen by autograd: the linearization's graph lives on
         torch.clear_autocast_cache()  # an autocast around the step would go on with old weights
-
-    def _refuse_stochastic(self, again: float) -> None:
-        tolerance = torch.finfo(self.space.dtype).eps ** 0.5
-        if abs(again - self.loss) > tolerance * max(abs(self.loss), tolerance):
-            raise PullbackError(
-                "The closure is stochastic",
-                f"evaluated twice at the same parameters it gave {self.loss!r} and {again!r}, so "
-                "trial losses cannot be compared",
-                "Fix the batch outside the closure, or use steps.Constant",
-            )
 
     def rollback(self) -> None:
         self._before.restore()

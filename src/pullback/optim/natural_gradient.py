@@ -23,9 +23,9 @@ from ..metrics import Metric
 from ..solvers import Cholesky, Solution, Solver
 from ..steps import Backtracking, Constant, Local, Move, Step, retraction
 from ..steps.memory import (
-    completed,
     first_numbers,
     first_vectors,
+    merge_saved,
     recall,
     shared_numbers,
     store,
@@ -182,7 +182,7 @@ class NaturalGradient(Optimizer):
     def _complete_state(self) -> None:
         """Give each parameter the numbers that all share, and its part of the step's vectors."""
         for p in self._parameters():
-            vectors = completed(first_vectors(self.rule, p), self.state[p].get("rule", {}))
+            vectors = merge_saved(first_vectors(self.rule, p), self.state[p].get("rule", {}))
             # torch's full_state_dict reads the device off a tensor that has an axis
             device = p.new_empty(0)
             self.state[p] = {"schedule": self._schedule, "device": device, "rule": vectors}
@@ -397,7 +397,7 @@ class NaturalGradient(Optimizer):
             gradient=system.gradient,
             solve=system.solver(self.solver, state),
             path=precise(lambda: system.path(self.solver, state)),
-            image=precise(system.gram.matvec),
+            inner_products=precise(system.gram.inner_products),
             losses=lambda moves: sign * problem.losses(moves, place),
             lr=lr,
             scaled=lambda v: scale * v,

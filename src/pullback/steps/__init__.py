@@ -1,8 +1,12 @@
 """Stage five, *steps*: how far, and do we accept?"""
 
-from .base import Backtracking, Constant, GridLineSearch, Local, Move, Step
-from .trust import LevenbergMarquardt, QuadraticModel, TargetRatio
-from .wrappers import Bounds, Clip, PositiveDefinite, Sphere, Spring, TrustNorm, Wrapper, retraction
+from .base import Constant, Local, Move, Need, Step
+from .damping_control import LevenbergMarquardt, RatioDamping
+from .line_search import Backtracking, GridLineSearch
+from .quadratic_model import QuadraticModel
+from .retraction import Bounds, PositiveDefinite, Sphere, retraction
+from .target_ratio import TargetRatio
+from .wrappers import Clip, Spring, TrustNorm, Wrapper
 
 __all__ = [
     "Backtracking",
@@ -13,8 +17,10 @@ __all__ = [
     "LevenbergMarquardt",
     "Local",
     "Move",
+    "Need",
     "PositiveDefinite",
     "QuadraticModel",
+    "RatioDamping",
     "Sphere",
     "Spring",
     "Step",

@@ -1,8 +1,8 @@
-"""Steps: given the local picture, how far to move, and whether to accept.
+"""The contract of a step: it sees the local model of the loss, and answers with a move.
 
-A step sees the loss, solutions of the damped system, the model's predicted reduction and the
-true loss at trial points; it answers with a `Move`. Wrappers (`Clip`, `Spring`, `TrustNorm`)
-change the direction that an inner step sees.
+`Local` is what a step sees at the current parameters. An optimizer builds it: `NaturalGradient`
+from the exact Gram, `KFAC` from its Kronecker factors. A step declares in `needs` what it uses of
+it, so that an optimizer can refuse a step that asks for more than it has.
 """
 
 from __future__ import annotations
@@ -10,20 +10,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.errors import Status, require
+from .._core.errors import Status
 from ..solvers import Damping, Path, Solution
 
-_TRIAL_BYTES = 2**29  # that trial moves may take together
+
+class Need(Enum):
+    """What a step uses of `Local` beyond the direction; the value completes "it needs"."""
+
+    LOSSES = "the loss at trial points, so step(closure)"
+    PRODUCTS = "products with the Gram"
+    DAMPINGS = "solutions at dampings of its own choice"
+    CENTER = "solutions that are nearest to another vector than zero"
+    PATH = "every damped solution from one factorization"
 
 
 @dataclass(frozen=True)
 class Move:
-    """w ← retract(w − lr·size·direction) if accepted."""
+    """w ← retract(w − lr·size·direction) if accepted.
+
+    Attributes:
+        direction: flat, (p,).
+        size: what multiplies it, 0 for a rejection.
+        solution: the solution of the damped system that it came from.
+        accepted: whether to move.
+        loss: the loss after the move, where the step evaluated it.
+        reason: why the move was rejected, or empty.
+        trials: how often the loss was evaluated at trial points.
+    """
 
     direction: Tensor
     size: float
@@ -34,6 +53,20 @@ class Move:
     trials: int = 0
 
 
+def reject(solution: Solution, reason: str, trials: int = 0) -> Move:
+    """A move that leaves the parameters where they are."""
+    return Move(solution.x, 0.0, solution, accepted=False, reason=reason, trials=trials)
+
+
+def reject_failure(solution: Solution) -> Move | None:
+    """A rejection if the solver found no finite direction, else None."""
+    if not solution.status.ok:
+        return reject(solution, solution.status.value)
+    if not bool(torch.isfinite(solution.x).all()):
+        return reject(solution, Status.SINGULAR.value)
+    return None
+
+
 @dataclass
 class Local:
     """What a step sees at the current parameters.
@@ -41,9 +74,10 @@ class Local:
     Attributes:
         loss: L(w).
         gradient: g, flat.
-        solve: (damping, about) ↦ solution of the damped system nearest to `about`.
-        path: all solutions over damping, where the solver has them.
-        image: v ↦ G v.
+        solve: (damping, center) ↦ solution of the damped system nearest to `center`; None stands
+            for the solver's own damping, and for zero.
+        path: all solutions over damping, or None where the solver does not have them.
+        inner_products: vectors (k, p) ↦ x_iᵀG x_j, (k, k).
         losses: moves (k, p) ↦ L(retract(w − lr·move)), one value each.
         lr: the learning rate, if it is the same for all parameters, else None.
         scaled: v ↦ lr·v, group by group.
@@ -54,7 +88,7 @@ class Local:
     gradient: Tensor
     solve: Callable[[Damping | None, Tensor | None], Solution]
     path: Callable[[], Path | None]
-    image: Callable[[Tensor], Tensor]
+    inner_products: Callable[[Tensor], Tensor]
     losses: Callable[[Tensor], Tensor]
     lr: float | None
     scaled: Callable[[Tensor], Tensor]
@@ -68,10 +102,21 @@ class Local:
         """The natural gradient at the solver's own damping, or another."""
         return self.solve(damping, None)
 
+    def squared_length(self, move: Tensor) -> Tensor:
+        """mᵀG m for the displacement m = lr·move, a scalar tensor."""
+        return self.inner_products(self.scaled(move)[None])[0, 0]
+
     def predicted(self, move: Tensor) -> float:
-        """The model's reduction gᵀm − ½mᵀGm for the displacement m = lr·move."""
-        m = self.scaled(move)
-        return float(self.gradient @ m - 0.5 * m @ self.image(m))
+        """The model's reduction gᵀm − ½mᵀG m for the displacement m = lr·move."""
+        slope = self.gradient @ self.scaled(move)
+        return float(slope - 0.5 * self.squared_length(move))
+
+    def reduction_ratio(self, move: Tensor, loss: float) -> float:
+        """ρ = actual/predicted reduction of a move to this loss; NaN where none is predicted."""
+        predicted = self.predicted(move)
+        if not predicted > 0:
+            return float("nan")
+        return (self.loss - loss) / predicted
 
 
 class Step(ABC):
@@ -82,6 +127,11 @@ class Step(ABC):
 
     #: the step that this one wraps, whose numbers and vectors stand under "inner"
     inner: Step | None = None
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What this step and those inside it use of `Local`, beyond the direction."""
+        return frozenset()
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -102,86 +152,13 @@ class Step(ABC):
         return f"{type(self).__name__}({fields})"
 
 
-def failed(solution: Solution) -> Move | None:
-    """A rejection where the solver found no direction."""
-    if solution.status.ok and bool(torch.isfinite(solution.x).all()):
-        return None
-    status = solution.status if not solution.status.ok else Status.SINGULAR
-    return Move(solution.x, 0.0, solution, accepted=False, reason=status.value)
-
-
-def in_chunks(losses: Callable[[Tensor], Tensor], values: Tensor, like: Tensor) -> Tensor:
-    """losses(values), a few values at a time where their moves would take much memory."""
-    width = max(1, _TRIAL_BYTES // (like.numel() * like.element_size()))
-    return torch.cat([losses(some) for some in values.split(width)])
-
-
-def positive(name: str, value: Any) -> Any:
-    """The value, if it is a positive number."""
-    require(isinstance(value, (int, float)) and value > 0, name, value, "Use a positive number")
-    return value
-
-
 class Constant(Step):
     """w ← w − lr·x; `lr` lives in the optimizer's param groups, where schedulers find it."""
 
     def __init__(self, lr: float = 1.0) -> None:
-        self.lr = self.initial_lr = lr
+        self.lr = lr
+        self.initial_lr = lr
 
     def take(self, local: Local) -> Move:
         solution = local.direction()
-        return failed(solution) or Move(solution.x, 1.0, solution)
-
-
-class GridLineSearch(Step):
-    """The best of a logarithmic grid of step sizes.
-
-    An objective is evaluated at all of them in one batch; a closure runs once for each.
-    Unlike the search commonly used for energy natural gradients it accepts a step only if the
-    loss falls: otherwise it rejects and says so.
-
-    Args:
-        points: number of step sizes 2⁰, 2⁻¹, ..., 2^(1−points).
-    """
-
-    def __init__(self, points: int = 31) -> None:
-        self.points = positive("GridLineSearch(points=...)", points)
-
-    def take(self, local: Local) -> Move:
-        solution = local.direction()
-        if (rejection := failed(solution)) is not None:
-            return rejection
-        x = solution.x
-        sizes = 0.5 ** torch.arange(self.points, dtype=x.dtype, device=x.device)
-        losses = in_chunks(lambda some: local.losses(some[:, None] * x), sizes, x)
-        losses = torch.where(torch.isfinite(losses), losses, torch.inf)
-        best = int(losses.argmin())
-        loss = float(losses[best])
-        if not loss < local.loss:
-            reason = "no step size of the grid lowers the loss"
-            return Move(x, 0.0, solution, False, None, reason, self.points)
-        return Move(x, float(sizes[best]), solution, True, loss, "", self.points)
-
-
-class Backtracking(Step):
-    """Shrink from `initial` until L falls by at least c·η·gᵀx (Armijo)."""
-
-    def __init__(
-        self, initial: float = 1.0, shrink: float = 0.5, c: float = 1e-4, max_trials: int = 30
-    ) -> None:
-        self.initial, self.shrink, self.c = initial, shrink, c
-        self.max_trials = positive("Backtracking(max_trials=...)", max_trials)
-
-    def take(self, local: Local) -> Move:
-        solution = local.direction()
-        if (rejection := failed(solution)) is not None:
-            return rejection
-        x, size = solution.x, self.initial
-        slope = float(local.gradient @ local.scaled(x))
-        for trial in range(1, self.max_trials + 1):
-            loss = local.loss_at(size * x)
-            if loss <= local.loss - self.c * size * slope and loss < local.loss:
-                return Move(x, size, solution, True, loss, "", trial)
-            size *= self.shrink
-        reason = "no step size satisfied the Armijo condition; the direction may not descend"
-        return Move(x, 0.0, solution, False, None, reason, self.max_trials)
+        return reject_failure(solution) or Move(solution.x, 1.0, solution)

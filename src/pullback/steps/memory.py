@@ -23,32 +23,46 @@ Tree = dict[str, Any]
 
 def first_numbers(step: Step) -> Tree:
     """The numbers of a step and of those inside it, as they are before the first step."""
-    inner = {} if step.inner is None else {_INNER: first_numbers(step.inner)}
-    return {**step.numbers, **inner}
+    tree: Tree = dict(step.numbers)
+    if step.inner is not None:
+        tree[_INNER] = first_numbers(step.inner)
+    return tree
 
 
-def first_vectors(step: Step, like: Tensor) -> Tree:
+def first_vectors(step: Step, parameter: Tensor) -> Tree:
     """A parameter's share of the vectors before the first step: zeros."""
-    inner = {} if step.inner is None else {_INNER: first_vectors(step.inner, like)}
-    return {**{name: torch.zeros_like(like) for name in step.vectors}, **inner}
+    tree: Tree = {name: torch.zeros_like(parameter) for name in step.vectors}
+    if step.inner is not None:
+        tree[_INNER] = first_vectors(step.inner, parameter)
+    return tree
 
 
-def completed(first: Tree, saved: Mapping[str, Any]) -> Tree:
+def merge_saved(first: Tree, saved: Mapping[str, Any]) -> Tree:
     """The first values, replaced by what was saved under the same names."""
-    out = {}
-    for name, value in first.items():
-        found = saved.get(name, value)
-        if isinstance(value, dict):
-            out[name] = completed(value, found if isinstance(found, dict) else {})
+    merged: Tree = {}
+    for name, first_value in first.items():
+        saved_value = saved.get(name, first_value)
+        if isinstance(first_value, dict):
+            subtree = saved_value if isinstance(saved_value, dict) else {}
+            merged[name] = merge_saved(first_value, subtree)
+        elif _is_same_kind(first_value, saved_value):
+            merged[name] = saved_value
         else:
-            kind = Tensor if isinstance(value, Tensor) else (int, float)
-            out[name] = found if isinstance(found, kind) else value
-    return out
+            merged[name] = first_value
+    return merged
+
+
+def _is_same_kind(first_value: Any, saved_value: Any) -> bool:
+    """Return True if both are tensors, or both numbers."""
+    if isinstance(first_value, Tensor):
+        return isinstance(saved_value, Tensor)
+    return isinstance(saved_value, (int, float))
 
 
 def shared_numbers(first: Tree, saved: Iterable[Any]) -> Tree:
     """One dict for all parameters, from the first of the saved ones that is there."""
-    return completed(first, next((tree for tree in saved if isinstance(tree, dict)), {}))
+    trees = [tree for tree in saved if isinstance(tree, dict)]
+    return merge_saved(first, trees[0] if trees else {})
 
 
 def recall(
@@ -82,15 +96,7 @@ def store(
     split: Callable[[Tensor], Iterable[Tensor]],
 ) -> None:
     """Save what the step left in `Local.state`; `split` gives each parameter its share."""
-    numeric = all(isinstance(state[name], (int, float)) for name in step.numbers)
-    unknown = sorted(set(state) - {*step.numbers, *step.vectors, _INNER})
-    if unknown or not numeric:
-        raise PullbackError(
-            f"{type(step).__name__} keeps what cannot be saved",
-            f"{unknown} are not declared" if unknown else "a number of its state is none",
-            "Name ints and floats in `numbers`, with their first values, and flat tensors in "
-            "`vectors`",
-        )
+    _refuse_undeclared(step, state)
     numbers.update({name: state[name] for name in step.numbers})
     for name in step.vectors:
         for share, piece in zip(vectors, split(state[name]), strict=True):
@@ -98,3 +104,19 @@ def store(
     if step.inner is not None:
         shares = [share.setdefault(_INNER, {}) for share in vectors]
         store(step.inner, state[_INNER], numbers.setdefault(_INNER, {}), shares, split)
+
+
+def _refuse_undeclared(step: Step, state: Tree) -> None:
+    """Raise where a state has entries that the step does not declare, or a number that is none."""
+    unknown = sorted(set(state) - {*step.numbers, *step.vectors, _INNER})
+    if unknown:
+        why = f"{unknown} are not declared"
+    elif all(isinstance(state[name], (int, float)) for name in step.numbers):
+        return
+    else:
+        why = "a number of its state is none"
+    raise PullbackError(
+        f"{type(step).__name__} keeps what cannot be saved",
+        why,
+        "Name ints and floats in `numbers`, with their first values, and flat tensors in `vectors`",
+    )

@@ -1,44 +1,45 @@
-"""Steps around other steps, and retractions: from w − η x back to where the parameters may be.
-
-A retraction of one parameter is a function of its tensor; of the whole model, a function of the
-dict of parameters. `retraction` turns either, or a dict of the former, into the latter.
-"""
+"""Steps around other steps: they change the direction that the inner step sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.errors import PullbackError
+from .._core.checks import refuse_number
 from ..solvers import Damping, Solution
-from .base import Constant, Local, Move, Step, positive
-from .trust import clip_factor
+from .base import Constant, Local, Move, Need, Step
 
 
 class Wrapper(Step):
     """A step whose inner step works with another direction."""
 
+    #: what `solution` uses of `Local`
+    own_needs: frozenset[Need] = frozenset()
+
     def __init__(self, step: Step | None = None) -> None:
         self.inner = Constant() if step is None else step
         self.initial_lr = self.inner.initial_lr
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
+    @property
+    def needs(self) -> frozenset[Need]:
+        assert self.inner is not None
+        return self.own_needs | self.inner.needs
+
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
         """The direction the inner step sees."""
         raise NotImplementedError(type(self).__name__)
 
     def take(self, local: Local) -> Move:
         assert self.inner is not None
-        inner = replace(
+        inner_local = replace(
             local,
-            solve=lambda damping, about: self.solution(local, damping, about),
+            solve=lambda damping, center: self.solution(local, damping, center),
             path=lambda: None,
             state=local.state.setdefault("inner", {}),
         )
-        return self.inner.take(inner)
+        return self.inner.take(inner_local)
 
 
 class Clip(Wrapper):
@@ -46,11 +47,23 @@ class Clip(Wrapper):
 
     def __init__(self, bound: float, step: Step | None = None) -> None:
         super().__init__(step)
-        self.bound = positive("Clip(bound)", bound)
+        refuse_number("Clip(bound)", bound, positive=True)
+        self.bound = bound
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
-        found = local.solve(damping, about)
-        return replace(found, x=found.x.clamp(-self.bound, self.bound))
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
+        solution = local.solve(damping, center)
+        return replace(solution, x=solution.x.clamp(-self.bound, self.bound))
+
+
+def clip_factor(squared_length: Tensor, limit: float) -> Tensor:
+    """min(1, √(limit/squared_length)): what shortens a vector to length √limit at most.
+
+    The device is not waited for; NaN stays NaN.
+
+    >>> clip_factor(torch.tensor([16.0, 0.0]), limit=4.0)
+    tensor([0.5000, 1.0000])
+    """
+    return (limit / squared_length.clamp(min=limit)).sqrt()
 
 
 class TrustNorm(Wrapper):
@@ -59,14 +72,17 @@ class TrustNorm(Wrapper):
     With the Fisher metric this is the KL clip.
     """
 
+    own_needs = frozenset({Need.PRODUCTS})
+
     def __init__(self, limit: float, step: Step | None = None) -> None:
         super().__init__(step)
-        self.limit = positive("TrustNorm(limit)", limit)
+        refuse_number("TrustNorm(limit)", limit, positive=True)
+        self.limit = limit
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
-        found = local.solve(damping, about)
-        move = local.scaled(found.x)
-        return replace(found, x=found.x * clip_factor(move @ local.image(move), self.limit))
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
+        solution = local.solve(damping, center)
+        factor = clip_factor(local.squared_length(solution.x), self.limit)
+        return replace(solution, x=solution.x * factor)
 
 
 class Spring(Wrapper):
@@ -75,6 +91,8 @@ class Spring(Wrapper):
     The part of the last direction that the current samples say nothing about is kept, the rest
     is solved for.
     """
+
+    own_needs = frozenset({Need.CENTER})
 
     def __init__(self, momentum: float = 0.9, step: Step | None = None) -> None:
         super().__init__(step)
@@ -88,73 +106,17 @@ class Spring(Wrapper):
     def vectors(self) -> tuple[str, ...]:
         return ("previous",)
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
         if local.state.get("count"):
-            kept = self.momentum * local.state["previous"].to(local.gradient)
-            about = kept if about is None else about + kept
-        return local.solve(damping, about)
+            previous = self.momentum * local.state["previous"].to(local.gradient)
+            center = previous if center is None else center + previous
+        return local.solve(damping, center)
 
     def take(self, local: Local) -> Move:
         move = super().take(local)
         if move.accepted:
             count = local.state.get("count", 0) + 1
             local.state |= {"previous": move.direction.clone(), "count": count}
-        else:  # no damping shortens it: kept, it would spoil every later step
+        else:  # no damping shortens the last direction: kept, it would spoil every later step
             local.state |= {"previous": torch.zeros_like(local.gradient), "count": 0}
         return move
-
-
-Retraction = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-
-
-class Bounds:
-    """Clip every entry to [lower, upper]."""
-
-    def __init__(self, lower: float = -torch.inf, upper: float = torch.inf) -> None:
-        self.lower, self.upper = lower, upper
-
-    def __call__(self, w: Tensor) -> Tensor:
-        return w.clamp(self.lower, self.upper)
-
-
-class Sphere:
-    """Backprojection onto the sphere of a given radius about the origin."""
-
-    def __init__(self, radius: float = 1.0) -> None:
-        self.radius = radius
-
-    def __call__(self, w: Tensor) -> Tensor:
-        return w * (self.radius / w.norm().clamp(min=torch.finfo(w.dtype).tiny))
-
-
-class PositiveDefinite:
-    """Symmetric matrices with eigenvalues ≥ floor.
-
-    A Cholesky factorization of W − floor decides whether W is inside already; only if it fails
-    are the eigenvalues raised to the floor.
-    """
-
-    def __init__(self, floor: float = 1e-8) -> None:
-        self.floor = floor
-
-    def __call__(self, w: Tensor) -> Tensor:
-        w = (w + w.mT) / 2
-        eye = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
-        if not bool(torch.linalg.cholesky_ex(w - self.floor * eye).info.any()):
-            return w
-        values, vectors = torch.linalg.eigh(w)
-        return (vectors * values.clamp(min=2 * self.floor)[..., None, :]) @ vectors.mT
-
-
-def retraction(spec: Any, names: tuple[str, ...]) -> Retraction:
-    """One retraction of the parameter dict from a function or a dict of functions by name."""
-    if not isinstance(spec, Mapping):
-        return spec
-    unknown = set(spec) - set(names)
-    if unknown:
-        raise PullbackError(
-            "retract= names parameters that do not exist",
-            f"{sorted(unknown)} are not among the optimized parameters",
-            "Use the names of model.named_parameters()",
-        )
-    return lambda params: {n: spec[n](p) if n in spec else p for n, p in params.items()}

@@ -155,6 +155,26 @@ def test_a_step_that_raises_the_loss_is_taken_back_with_its_momentum() -> None:
     assert torch.equal(vector(model), vector(twin.model))
 
 
+def test_a_closure_that_draws_a_new_batch_is_refused() -> None:
+    """The losses of two batches cannot be compared."""
+    model = net()
+    opt, _ = made(model, damping=Adaptive(1.0))
+
+    inputs, labels = batch(20)
+    batches = iter(inputs.view(2, 10, -1).unbind())
+
+    def evaluate_next_batch() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(next(batches)), labels[:10])
+        loss.backward()
+        return loss
+
+    before = vector(model)
+    with pytest.raises(pb.PullbackError, match="stochastic"):
+        opt.step(evaluate_next_batch)
+    assert torch.equal(vector(model), before)
+
+
 @pytest.mark.parametrize("options", CONTROLLED)
 def test_controlled_steps_need_a_closure(options: dict[str, Any]) -> None:
     opt, closure = made(net(), **options)

@@ -44,7 +44,8 @@ class GatherBlock(Block):
         return {self._name: out.view(n, size, r, d).transpose(1, 2).flatten(2)}
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
-        return torch.einsum("nrtd,ntd->nr", self._delta, v[self._name][self._index])
+        table = v[self._name].reshape(self._table)  # a parameter may have the shape (1, T, d)
+        return torch.einsum("nrtd,ntd->nr", self._delta, table[self._index])
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         delta = torch.einsum("nrtd,nr->ntd", self._delta, c).flatten(0, 1)

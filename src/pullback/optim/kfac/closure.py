@@ -20,7 +20,7 @@ from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ...steps.trust import best_factors
+from ...steps.quadratic_model import best_coefficients
 from ..checks import loss_of, refuse_uncallable
 from ..closure import ClosureProblem
 from ..objective import Objective, ObjectiveProblem
@@ -31,8 +31,8 @@ from .report import KFACInfo
 from .statistics.capture import StatisticsCapture
 from .update import Share, Tensors, move
 
-#: what KFAC says itself, and that a closure with random numbers may be controlled
-_SAID = ("derived", "silent", "checked", "unmeasured", "repeatable")
+#: warnings that KFAC gives itself
+_SAID = ("derived", "silent", "checked", "unmeasured")
 
 
 class ControlledClosure(ClosureProblem):
@@ -139,7 +139,7 @@ def _loss_now(problem: StepProblem) -> float:
     return float(problem.losses(zero, lambda origin, move: here)[0])
 
 
-def _products(problem: StepProblem, metric: Metric, span: Sequence[Tensors]) -> list[list[Tensor]]:
+def _products(problem: StepProblem, metric: Metric, span: Sequence[Tensors]) -> Tensor:
     """Return x_iᵀ G x_j with the exact Gram."""
     space, names = problem.space, problem.params
     flat = [space.flatten({n: x.get(n) for n in names}) for x in span]
@@ -147,7 +147,7 @@ def _products(problem: StepProblem, metric: Metric, span: Sequence[Tensors]) -> 
         parts, _ = problem.parts(metric, None)
         rows = [torch.cat([space.zeros(0), *(part.push(v) for part in parts)]) for v in flat]
     white = torch.stack(rows).double()
-    return [list(row) for row in problem.summed(white @ white.mT)[0]]
+    return problem.summed(white @ white.mT)[0]
 
 
 @contextlib.contextmanager
@@ -176,9 +176,13 @@ def best_combination(
     last = {n: m for s in shares for n, m in zip(s.names, s.buffers, strict=True)}
     moving = step.momentum and any(bool(m.any()) for m in last.values())
     span = [directions, last] if moving else [directions]
-    lengths = [[_inner(x, y) for y in span] for x in span]
-    slopes = [_inner(gradients, x) for x in span]
-    alpha, *beta = best_factors(slopes, _products(problem, metric, span), lengths, damping)
+    coefficients = best_coefficients(
+        slopes=torch.stack([_inner(gradients, x) for x in span]),
+        products=_products(problem, metric, span),
+        lengths=torch.stack([torch.stack([_inner(x, y) for y in span]) for x in span]),
+        damping=damping,
+    )
+    alpha, *beta = coefficients
     for share in shares:
         best = [alpha * d for d in share.directions]
         if beta:
@@ -202,6 +206,8 @@ def trial_move(
 
     Decay is left out of the comparison: the loss knows nothing of it.
     """
+    if isinstance(problem, ControlledClosure):
+        problem.refuse_stochastic()
     params = {n: p for share in shares for n, p in zip(share.names, share.params, strict=True)}
     buffers = [m for share in shares for m in share.buffers]
     before, momenta = {n: p.clone() for n, p in params.items()}, [m.clone() for m in buffers]
@@ -211,7 +217,7 @@ def trial_move(
     for name, p in params.items():  # the quadratic model is that of the point before
         p.copy_(before[name])
     predicted = float(_inner(moved, gradients)) - 0.5 * float(
-        _products(problem, metric, [moved])[0][0]
+        _products(problem, metric, [moved])[0, 0]
     )
     ratio = actual / predicted if predicted else float("nan")
     if not actual >= 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ..._core.shards import Groups, ModelParameters
-from ...steps.trust import clip_factor
+from ...steps.wrappers import clip_factor
 
 #: a parameter's own tensors: momentum, or Adam's moments
 BUFFERS = ("momentum", "first", "second")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...._core.checks import refuse_number
 from ...._core.errors import PullbackError
 from ....grams.kronecker import Pair, Units
-from ....steps.trust import RatioDamping
+from ....steps import RatioDamping
 from .block import BlockKey, Factors
 
 Reference = Mapping[BlockKey, Factors]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pullback import PullbackError
-from pullback.steps.trust import RatioDamping, clip_factor
+from pullback.steps import RatioDamping
+from pullback.steps.wrappers import clip_factor
 
 
 @pytest.mark.parametrize(
