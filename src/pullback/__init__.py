@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ._core.errors import PullbackError, Status
     from .optim import (
         KFAC,
+        DampedGaussNewton,
         GaussNewton,
         HessianFree,
-        LevenbergMarquardt,
         NaturalGradient,
         StepInfo,
         parameter_roles,
@@ -35,7 +35,7 @@ else:
     __getattr__, __dir__ = attach(
         __name__,
         {
-            "optim": "KFAC GaussNewton HessianFree LevenbergMarquardt NaturalGradient StepInfo "
+            "optim": "DampedGaussNewton GaussNewton HessianFree KFAC NaturalGradient StepInfo "
             "parameter_roles",
             "symmetry": "SliceSGD",
             "_core.errors": "PullbackError Status",
@@ -64,7 +64,7 @@ __all__ = [
     "NaturalGradient",
     "KFAC",
     "GaussNewton",
-    "LevenbergMarquardt",
+    "DampedGaussNewton",
     "HessianFree",
     "SliceSGD",
     "StepInfo",

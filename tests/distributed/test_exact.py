@@ -206,7 +206,7 @@ def embeddings_norms_and_gates(rank: int, size: int) -> None:
 def levenberg_marquardt(rank: int, size: int) -> None:
     def make(model: nn.Module, **group: Any) -> Any:
         options = {"likelihood": pb.likelihoods.Categorical(), **group}
-        return pb.optim.LevenbergMarquardt(model, **options)
+        return pb.optim.DampedGaussNewton(model, **options)
 
     compare(rank, mlp(), make, batch())
 

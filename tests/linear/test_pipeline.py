@@ -272,7 +272,7 @@ def test_other_steps_and_float32() -> None:
     assert info.gram == "closed form"
     assert info.loss < 1e-8
     model = deep(4, 6, 5, 3)
-    opt = pb.LevenbergMarquardt(model)
+    opt = pb.DampedGaussNewton(model)
     info = trained(opt, model, lambda z: 0.5 * (z - target).square().sum(-1).mean(), 20)
     assert info.gram == "closed form"
     assert info.loss < 1e-10

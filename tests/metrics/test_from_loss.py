@@ -144,7 +144,7 @@ def test_log_probabilities_have_the_metric_of_their_logits() -> None:
     assert_close(of_logs.matvec(v), of_logits.matvec(v), 1e-14, "M v")
 
 
-@pytest.mark.parametrize("make", [pb.GaussNewton, pb.LevenbergMarquardt, pb.HessianFree])
+@pytest.mark.parametrize("make", [pb.GaussNewton, pb.DampedGaussNewton, pb.HessianFree])
 def test_presets_take_a_loss_and_its_reduction(make: Any) -> None:
     model = nn.Linear(2, 3)
     assert make(model, nn.CrossEntropyLoss()).reduction == "mean"
@@ -194,7 +194,7 @@ class Focal(nn.CrossEntropyLoss):
     ],
 )
 def test_losses_without_a_likelihood_are_refused(loss: Any, said: str) -> None:
-    for make in (pb.LevenbergMarquardt, partial(pb.KFAC, lr=0.1)):
+    for make in (pb.DampedGaussNewton, partial(pb.KFAC, lr=0.1)):
         with pytest.raises(pb.PullbackError, match=said):
             make(nn.Linear(2, 3), likelihood=loss)
 

@@ -52,7 +52,7 @@ def losses(opt: Optimizer, task: Task, evaluations: int) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("make", [pb.NaturalGradient, pb.GaussNewton, pb.LevenbergMarquardt])
+@pytest.mark.parametrize("make", [pb.NaturalGradient, pb.GaussNewton, pb.DampedGaussNewton])
 def test_regression_with_default_arguments(make, seed: int) -> None:
     adam = regression(seed)
     want = losses(Adam(adam[-1].parameters(), 1e-3), adam, 60)
@@ -69,10 +69,10 @@ def test_regression_with_default_arguments(make, seed: int) -> None:
         pb.NaturalGradient,
         lambda m: pb.NaturalGradient(m, likelihood=nn.CrossEntropyLoss()),
         lambda m: pb.GaussNewton(m, F.cross_entropy),
-        lambda m: pb.LevenbergMarquardt(m, F.cross_entropy),
+        lambda m: pb.DampedGaussNewton(m, F.cross_entropy),
         lambda m: pb.HessianFree(m, F.cross_entropy),
     ],
-    ids=["Euclidean", "Fisher", "GaussNewton", "LevenbergMarquardt", "HessianFree"],
+    ids=["Euclidean", "Fisher", "GaussNewton", "DampedGaussNewton", "HessianFree"],
 )
 def test_classification_with_default_arguments(make, seed: int) -> None:
     adam = classification(seed)
@@ -119,7 +119,7 @@ def test_a_loss_beyond_single_precision_is_finite() -> None:
     model = nn.Linear(2, 1).double()
     x = torch.randn(8, 2).double()
     y = 1e100 * torch.randn(8, 1).double()
-    opt = pb.LevenbergMarquardt(model)
+    opt = pb.DampedGaussNewton(model)
     info = opt.step(closure_of(opt, model, x, y))
     assert info.accepted
     assert info.loss > 1e190

@@ -68,7 +68,7 @@ def test_levenberg_marquardt_never_climbs_and_converges() -> None:
     model = mlp(1, 8, 1)
     x = torch.linspace(-1, 1, 20, dtype=DOUBLE)[:, None]
     y = torch.sin(3 * x)
-    opt = pb.LevenbergMarquardt(model, damping=1e-2)
+    opt = pb.DampedGaussNewton(model, damping=1e-2)
     losses = []
     dampings = []
     for _ in range(40):
@@ -84,7 +84,7 @@ def test_levenberg_marquardt_never_climbs_and_converges() -> None:
 def test_levenberg_marquardt_raises_its_damping_where_the_model_is_wrong() -> None:
     model = mlp()
     x, y = data(20)
-    opt = pb.LevenbergMarquardt(model, damping=1e-8)
+    opt = pb.DampedGaussNewton(model, damping=1e-8)
     info = opt.step(closure_of(opt, model, x * 5, y))
     assert info.accepted
     assert info.trials > 1
@@ -105,10 +105,10 @@ def test_hessian_free_is_matrix_free_and_learns() -> None:
     "make",
     [
         lambda m, **o: pb.GaussNewton(m, **o),
-        lambda m, **o: pb.LevenbergMarquardt(m, **o),
+        lambda m, **o: pb.DampedGaussNewton(m, **o),
         lambda m, **o: pb.HessianFree(m, pb.likelihoods.MSE(), **o),
     ],
-    ids=["GaussNewton", "LevenbergMarquardt", "HessianFree"],
+    ids=["GaussNewton", "DampedGaussNewton", "HessianFree"],
 )
 def test_presets_pass_options_on(make) -> None:
     model = mlp()

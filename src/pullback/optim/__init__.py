@@ -3,7 +3,7 @@
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient
 from .objective import EnergyTerm, Objective, Squares, Term
-from .presets import GaussNewton, HessianFree, LevenbergMarquardt
+from .presets import DampedGaussNewton, GaussNewton, HessianFree
 from .problem import StepInfo
 from .roles import RoleRow, RoleTable, parameter_roles
 
@@ -12,7 +12,7 @@ __all__ = [
     "GaussNewton",
     "HessianFree",
     "KFAC",
-    "LevenbergMarquardt",
+    "DampedGaussNewton",
     "NaturalGradient",
     "Objective",
     "RoleRow",

@@ -28,7 +28,7 @@ def GaussNewton(
     return NaturalGradient(model, solver=PseudoInverse(), **options)
 
 
-def LevenbergMarquardt(
+def DampedGaussNewton(
     model: nn.Module, likelihood: Loss | None = None, *, damping: float = 1e-3, **options: Any
 ) -> NaturalGradient:
     """Damped Gauss–Newton with the damping set by the actual over the predicted reduction."""
