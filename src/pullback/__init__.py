@@ -6,6 +6,7 @@ from ._core.lazy import attach
 
 if TYPE_CHECKING:
     from . import (
+        curvature,
         flow,
         geometry,
         grams,
@@ -60,6 +61,7 @@ __all__ = [
     "symmetry",
     "flow",
     "linear",
+    "curvature",
     # what most people need
     "NaturalGradient",
     "KFAC",

@@ -1,0 +1,35 @@
+"""Curvature of a finished model as an object: influence of samples, and uncertainty.
+
+`fit` reads the data and returns a `Curvature`; `influence` asks which training samples made a
+prediction, `laplace` how certain it is.
+"""
+
+from ..solvers import Relative
+from .fitted import Curvature, CurvatureStructure, load
+from .fitter import fit
+from .measures import margin
+from .scores import (
+    TopSamples,
+    influence,
+    influence_by_module,
+    influence_by_token,
+    self_influence,
+    top_k,
+)
+
+__all__ = [
+    # the object
+    "fit",
+    "load",
+    "Curvature",
+    "CurvatureStructure",
+    "Relative",
+    # influence
+    "influence",
+    "influence_by_module",
+    "influence_by_token",
+    "self_influence",
+    "top_k",
+    "TopSamples",
+    "margin",
+]

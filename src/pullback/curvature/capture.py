@@ -1,0 +1,275 @@
+r"""Gradients by sample, block by block: the one file of this package that reads `pullback.maps`.
+
+A batch is linearized once. Covectors u of its outputs z are pulled back to gradients Jᵀu of each
+sample. Layers keep them as inputs ā and output cotangents δ, of which the gradient is
+V = Σ_t δ_t ⊗ ā_t over the positions t (tokens, pixels) that share the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..grams.kronecker import Pair
+from ..maps import Call, ModuleMap
+from ..maps.layers import AffineBlock, Block
+from .forms import BlockForm, form_parameter
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes at which per-sample gradients and factors are held in another way."""
+
+    #: longest side of a Kronecker factor that is a full matrix. Its eigenvectors take 256 MiB and
+    #: about 10 s on a CPU at this length; the cost is cubic, so longer sides are diagonals.
+    longest_factor: int = 8192
+    #: entries of gradients formed at once. 2²⁵ are 128 MiB in float32: products of this size run
+    #: at full speed on a GPU, and several fit into the memory of a laptop.
+    panel_entries: int = 2**25
+
+
+LIMITS = Limits()
+
+
+@dataclass
+class FactorSums:
+    """Sums over samples from which a Kronecker pair follows.
+
+    Attributes:
+        output_factor: Σ δδᵀ over samples, covectors and positions, (G, O, O) or diagonal (G, O).
+        input_factor: Σ āāᵀ over samples and positions, (G, I, I) or diagonal (G, I).
+        weight: what the input factor is divided by: the number of positions.
+    """
+
+    output_factor: Tensor
+    input_factor: Tensor
+    weight: Tensor
+
+    def __add__(self, other: FactorSums) -> FactorSums:
+        return FactorSums(
+            self.output_factor + other.output_factor,
+            self.input_factor + other.input_factor,
+            self.weight + other.weight,
+        )
+
+    def pair(self, samples: float) -> Pair:
+        """Return the Kronecker product of the mean over this many samples."""
+        weight = self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
+        right = self.input_factor / weight.to(self.input_factor.dtype)
+        return Pair(self.output_factor / samples, right)
+
+
+class GradientBlock:
+    """Gradients V (N, R, G, O, I) of N samples with R covectors each, formed when asked for."""
+
+    def __init__(
+        self, form: BlockForm, blocks: Sequence[Block], samples: int, covectors: int
+    ) -> None:
+        self.form = form
+        self.samples = samples
+        self.covectors = covectors
+        self._blocks = blocks
+
+    def matrices(self, panel: slice) -> Tensor:
+        """Return V of the samples in a slice, (n, R, G, O, I)."""
+        rows: dict[str, Tensor] = {}
+        for block in self._blocks:
+            rows.update(block.narrow(panel.start, panel.stop).rows())
+        return self.form.gather(rows)
+
+    def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
+        """Return UᵀVW of the samples in a slice; None stands for the identity."""
+        matrices = self.matrices(panel)
+        if left is not None:
+            matrices = left.mT @ matrices
+        if right is not None:
+            matrices = matrices @ right
+        return matrices
+
+    def panels(self) -> Iterator[slice]:
+        """Yield slices of samples whose gradients fit into the limit of one panel."""
+        entries = self.covectors * self.form.size
+        height = max(1, LIMITS.panel_entries // max(1, entries))
+        for start in range(0, self.samples, height):
+            yield slice(start, min(start + height, self.samples))
+
+    def factor_sums(self) -> FactorSums:
+        r"""Return the factors with the partial traces of Σ vec(V)vec(V)ᵀ.
+
+        They are Σ VVᵀ and Σ VᵀV / Σ‖V‖²; for a vector, O = 1, their product is the sum itself.
+        """
+        panel_sums = [_trace_parts(self.matrices(panel).flatten(0, 1)) for panel in self.panels()]
+        total = panel_sums[0]
+        for sums in panel_sums[1:]:
+            total = total + sums
+        return total
+
+    def squares(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        """Return Σ (UᵀVW)² over samples and covectors, entry by entry: (G, O, I)."""
+        panel_sums = [
+            self.rotate(left, right, panel).square().sum((0, 1)) for panel in self.panels()
+        ]
+        return torch.stack(panel_sums).sum(0)
+
+
+def _trace_parts(matrices: Tensor) -> FactorSums:
+    """Return the partial traces of (M, G, O, I), long sides as diagonals."""
+    _, _, rows, columns = matrices.shape
+    if rows > LIMITS.longest_factor:
+        output_factor = matrices.square().sum((0, 3))
+    else:
+        output_factor = torch.einsum("mgoi,mgpi->gop", matrices, matrices)
+    if columns > LIMITS.longest_factor:
+        input_factor = matrices.square().sum((0, 2))
+    else:
+        input_factor = torch.einsum("mgoi,mgoj->gij", matrices, matrices)
+    return FactorSums(output_factor, input_factor, matrices.double().square().sum())
+
+
+class AffineGradients(GradientBlock):
+    """Gradients of a layer z = W a + b, from its inputs and output cotangents."""
+
+    def __init__(self, form: BlockForm, block: AffineBlock, samples: int, covectors: int) -> None:
+        super().__init__(form, [block], samples, covectors)
+        self._affine = block
+
+    def factor_sums(self) -> FactorSums:
+        """Return Σ δδᵀ and Σ āāᵀ, where every position counts as a sample."""
+        output_factor, mean_input = self._affine.sides(LIMITS.longest_factor)
+        positions = torch.tensor(
+            float(self.samples * self._affine.shape[2]), dtype=torch.float64
+        ).to(mean_input.device)
+        return FactorSums(output_factor, mean_input * positions.to(mean_input.dtype), positions)
+
+    def squares(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+        return self._affine.squares(left, right)
+
+    def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
+        if not self._should_rotate_factors():
+            return super().rotate(left, right, panel)
+        narrowed: Any = self._affine.narrow(panel.start, panel.stop)
+        inputs, cotangents = narrowed.factors()
+        if left is not None:
+            cotangents = cotangents @ left
+        if right is not None:
+            inputs = inputs @ right
+        return torch.einsum("nrgto,ngti->nrgoi", cotangents, inputs)
+
+    def _should_rotate_factors(self) -> bool:
+        """Return True if rotating ā and δ at all positions is cheaper than rotating V."""
+        positions = self._affine.shape[2]
+        _, rows, columns = self.form.shape
+        by_factors = positions * (self.covectors * rows**2 + columns**2)
+        by_matrices = self.covectors * rows * columns * (rows + columns)
+        return by_factors <= by_matrices
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which parameters the layers explain, and the reason where they do not."""
+
+    name: str
+    reason: str
+
+
+class BatchTangent:
+    """A model linearized at one batch.
+
+    Args:
+        model: the network.
+        parameters: those whose gradients are formed, by name.
+        inputs: what a loader yields before the targets: a tensor, a tuple of arguments, or a
+            mapping of keyword arguments.
+        output: which tensor of a structured output is z.
+        plans: what was established about the model's structure, kept between batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        inputs: Any,
+        output: Any,
+        plans: dict[Any, Any],
+    ) -> None:
+        module_map = ModuleMap(model, call_of(inputs), output=output, plans=plans)
+        self._linear = module_map.linearize(parameters)
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        #: z, (N, *event)
+        self.outputs = self._linear.value
+        #: filled by `gradients`
+        self.coverage: list[Coverage] = []
+
+    def gradients(
+        self, covectors: Tensor, forms: Sequence[BlockForm] | None = None
+    ) -> list[GradientBlock]:
+        """Return Jᵀu of every sample for covectors u (R, N, *event), block by block.
+
+        With `forms` the blocks are these, in this order.
+        """
+        pulled = self._linear.pullback(covectors)
+        self.coverage = [Coverage(row.name, row.reason) for row in pulled.coverage]
+        samples, count = pulled.shape
+        gradients: list[GradientBlock] = []
+        for block in pulled.blocks.values():
+            gradients += self._of_block(block, samples, count)
+        if forms is None:
+            return gradients
+        return _regroup(gradients, forms, pulled.blocks.values())
+
+    def _of_block(self, block: Block, samples: int, covectors: int) -> list[GradientBlock]:
+        if isinstance(block, AffineBlock) and block.weight is not None:
+            form = self._affine_form(block)
+            return [AffineGradients(form, block, samples, covectors)]
+        forms = [form_parameter(name, self._shapes[name]) for name in block.names]
+        return [GradientBlock(form, [block], samples, covectors) for form in forms]
+
+    def _affine_form(self, block: AffineBlock) -> BlockForm:
+        sizes = tuple(torch.Size(self._shapes[name]).numel() for name in block.names)
+        groups = block.shape[1]
+        columns = block.shape[3]
+        has_bias = len(block.names) > 1
+        return BlockForm(
+            block.names,
+            sizes,
+            groups,
+            sizes[0] // (groups * columns),
+            columns + int(has_bias),
+            has_bias,
+            block.turned,
+        )
+
+    def directional_derivative(self, direction: Tensor) -> Tensor:
+        """Return J v for a flat v (p,): (N, *event)."""
+        return self._linear.jvp(direction)
+
+
+def _regroup(
+    gradients: Sequence[GradientBlock], forms: Sequence[BlockForm], blocks: Iterable[Block]
+) -> list[GradientBlock]:
+    """Return blocks of the given forms, joined by name where the batch has others."""
+    by_form = {gradient.form: gradient for gradient in gradients}
+    holders: dict[str, Block] = {}
+    for block in blocks:
+        holders.update(dict.fromkeys(block.names, block))
+    regrouped = []
+    for form in forms:
+        if form in by_form:
+            regrouped.append(by_form[form])
+            continue
+        holding = list(dict.fromkeys(holders[name] for name in form.names))
+        regrouped.append(GradientBlock(form, holding, gradients[0].samples, gradients[0].covectors))
+    return regrouped
+
+
+def call_of(inputs: Any) -> Call:
+    """Return the call that a loader's inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return Call.of(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return Call.of(*inputs)
+    return Call.of(inputs)

@@ -1,0 +1,103 @@
+"""Batches of (inputs, targets): from a loader, or cut from one pair of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._core.errors import PullbackError
+from ..likelihoods import Likelihood
+
+_PAIR = "Yield (inputs, targets): a tensor, a tuple of arguments or a mapping, and the targets"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model is called with, and what its likelihood compares the output to."""
+
+    inputs: Any
+    targets: Any
+
+    @property
+    def samples(self) -> int:
+        """How many samples the targets say there are."""
+        return len(pytree.tree_leaves(self.targets)[0])
+
+
+def is_pair(data: Any) -> bool:
+    """Return True for one (inputs, targets) pair, False for a loader."""
+    return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)
+
+
+def iterate_batches(data: Any, device: torch.device, size: int) -> Iterator[Batch]:
+    """Yield the batches of a loader, or of a pair cut into batches of `size`, on a device."""
+    if is_pair(data):
+        yield from _cut(Batch(data[0], data[1]), device, size)
+        return
+    if not isinstance(data, Iterable) or isinstance(data, (Tensor, Mapping)):
+        raise PullbackError("The data are not batches", f"got {type(data).__name__}", _PAIR)
+    for item in data:
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            raise PullbackError("A batch is not a pair", f"got {_shown(item)}", _PAIR)
+        yield _moved(Batch(item[0], item[1]), device)
+
+
+def _cut(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
+    """Yield slices of the first axis of every tensor that counts the samples."""
+    samples = batch.samples
+
+    def cut(leaf: Any, start: int) -> Any:
+        counts = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == samples
+        if not counts:
+            return leaf
+        return leaf[start : start + size]
+
+    for start in range(0, samples, size):
+        slices = pytree.tree_map(
+            lambda leaf, at=start: cut(leaf, at), (batch.inputs, batch.targets)
+        )
+        yield _moved(Batch(*slices), device)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, non_blocking=True)
+
+    return Batch(pytree.tree_map(move, batch.inputs), pytree.tree_map(move, batch.targets))
+
+
+def _shown(item: Any) -> str:
+    if isinstance(item, (tuple, list)):
+        return f"{type(item).__name__} of {len(item)} entries"
+    return type(item).__name__
+
+
+def align_targets(outputs: Tensor, targets: Any) -> Any:
+    """Return targets with the axes of the outputs where only the last one, of length 1, is missing.
+
+    A model that returns (N,) has outputs (N, 1), and y − z of (N,) and (N, 1) would be (N, N).
+    """
+    if not isinstance(targets, Tensor) or not targets.is_floating_point():
+        return targets
+    if outputs.shape[-1] == 1 and targets.shape == outputs.shape[:-1]:
+        return targets.unsqueeze(-1)
+    return targets
+
+
+def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tensor:
+    """Return −log p(y|z) of every sample, added up over its positions: (N,)."""
+    losses = likelihood.nll(outputs, align_targets(outputs, targets))
+    if losses.ndim == 0 or len(losses) != len(outputs):
+        raise PullbackError(
+            "The likelihood does not fit the batch",
+            f"outputs {tuple(outputs.shape)} gave losses of shape {tuple(losses.shape)}",
+            "Use a likelihood whose nll has one value per sample or position, samples first",
+        )
+    return losses.flatten(1).sum(1) if losses.ndim > 1 else losses

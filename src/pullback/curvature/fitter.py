@@ -1,0 +1,428 @@
+r"""Fit a curvature to a finished model: one pass over the data, or two for EK-FAC."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .._core.capture import plain
+from .._core.checks import refuse_number
+from .._core.errors import PullbackError, refuse_unknown
+from .._core.processes import Processes, find_processes
+from .._core.space import ParameterSpace
+from ..likelihoods import Likelihood
+from .capture import BatchTangent, Coverage, call_of
+from .checks import (
+    Fingerprint,
+    find_last_layer,
+    refuse_nonfinite,
+    refuse_other_outputs,
+    refuse_random_layers,
+    select_parameters,
+)
+from .data import Batch, iterate_batches, sample_losses
+from .fitted import Curvature, CurvatureStructure, DataTotals, Table, TableRow
+from .forms import BlockForm
+from .passes import DataPass, EigenvaluePass, FactorPass, RowsPass
+from .progress import ProgressLine
+from .spectra import SpectralBlock
+
+LAST_LAYER = "last layer"
+
+
+@dataclass(frozen=True)
+class FitLimits:
+    """Sizes and times of a fit."""
+
+    #: outputs per sample up to which all columns of the metric's root are pulled back. The cost of
+    #: a pass grows with them; ten classes are exact, and the tokens of a text are drawn.
+    exact_outputs: int = 16
+    #: samples of a batch where the data are one pair of tensors
+    batch_samples: int = 256
+    #: seconds between two checkpoints: writing one takes a few at most
+    checkpoint_seconds: float = 60.0
+
+
+FIT_LIMITS = FitLimits()
+
+
+@dataclass(frozen=True)
+class FisherColumns:
+    """Covectors u with mean Σ uuᵀ = M, the Fisher metric of every sample.
+
+    Attributes:
+        likelihood: whose Fisher metric it is.
+        draws: how many outcomes are drawn per sample; None for all columns of the metric's root
+            where there are few outputs, and one draw elsewhere.
+        seed: of the draws. Batch k of a process always gets the same ones.
+    """
+
+    likelihood: Likelihood
+    draws: int | None
+    seed: int
+
+    def is_exact(self, outputs: Tensor) -> bool:
+        """Return True if all columns of the root are pulled back."""
+        return self.draws is None and outputs[0].numel() <= FIT_LIMITS.exact_outputs
+
+    def describe(self, outputs: Tensor) -> str:
+        """Return how the metric is formed, in words."""
+        if self.is_exact(outputs):
+            return f"exact, {outputs[0].numel()} columns per sample"
+        return f"Monte Carlo, {self.draws or 1} draws per sample"
+
+    def covectors(self, outputs: Tensor, loss_gradient: Tensor, seed: int) -> Tensor:
+        """Return u of shape (R, N, *event); entries that the loss ignores are zero."""
+        if self.is_exact(outputs):
+            columns = self.likelihood.factor(outputs).covectors(outputs)
+        else:
+            columns = self._draw(outputs, seed)
+        mask = self.likelihood.counted(outputs, loss_gradient)
+        return columns if mask is None else columns * mask
+
+    def _draw(self, outputs: Tensor, seed: int) -> Tensor:
+        count = self.draws or 1
+        generator = torch.Generator(outputs.device).manual_seed(seed)
+        scores = [self.likelihood.score(outputs, generator) for _ in range(count)]
+        return torch.stack(scores) / count**0.5
+
+
+class Fitter:
+    """The passes of one fit over one model and loader."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, Tensor],
+        columns: FisherColumns,
+        output: Any,
+        processes: Processes,
+    ) -> None:
+        self.model = model
+        self.parameters = parameters
+        self.columns = columns
+        self.output = output
+        self.processes = processes
+        self.space = ParameterSpace(parameters)
+        self.plans: dict[Any, Any] = {}
+        self.coverage: list[Coverage] = []
+        self.metric = ""
+        self._is_checked = False
+
+    def linearize(self, batch: Batch) -> BatchTangent:
+        """Return the model linearized at a batch, with finite outputs."""
+        tangent = BatchTangent(self.model, self.parameters, batch.inputs, self.output, self.plans)
+        refuse_nonfinite("The model's outputs", tangent.outputs)
+        if not self._is_checked:
+            repeated = BatchTangent(
+                self.model, self.parameters, batch.inputs, self.output, self.plans
+            )
+            refuse_other_outputs(tangent.outputs, repeated.outputs)
+            self._is_checked = True
+        return tangent
+
+    def add_batch(
+        self,
+        data_pass: DataPass,
+        batch: Batch,
+        number: int,
+        forms: Sequence[BlockForm] | None,
+        totals: DataTotals,
+    ) -> DataTotals:
+        """Add one batch to a pass, and return the totals with it."""
+        tangent = self.linearize(batch)
+        outputs = tangent.outputs
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            loss = sample_losses(self.columns.likelihood, leaf, batch.targets).sum()
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        refuse_nonfinite("The losses", loss.detach())
+        seed = self.columns.seed + 7919 * number + 104729 * self.processes.rank
+        covectors = self.columns.covectors(outputs, gradient, seed)
+        data_pass.add(tangent.gradients(covectors, forms))
+        self.coverage = tangent.coverage
+        self.metric = self.columns.describe(outputs)
+        return totals.plus(len(outputs), float(loss.detach()), outputs.numel())
+
+
+@dataclass
+class PassState:
+    """Where a pass stands.
+
+    Attributes:
+        batches: how many were added.
+        totals: over these batches; of all processes once the pass is complete.
+        is_complete: whether all batches of all processes were added.
+    """
+
+    batches: int = 0
+    totals: DataTotals = field(default_factory=DataTotals)
+    is_complete: bool = False
+
+
+class Checkpoint:
+    """The state of each pass in a file of its own.
+
+    Args:
+        path: beginning of the files' names, None for no checkpoints.
+        key: what the sums depend on; a file of another key is refused.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self._path = path
+        self._key = key
+        self._written = time.monotonic()
+        self._files: list[Path] = []
+
+    def restore(self, data_pass: DataPass) -> PassState:
+        """Put a pass back to where its file says, and return how far that is."""
+        path = self._file(data_pass)
+        if path is None or not path.exists():
+            return PassState()
+        saved = torch.load(path, weights_only=True)
+        if saved["key"] != self._key:
+            raise PullbackError(
+                "The checkpoint is of another fit",
+                f"{path} was written for another model, structure or seed",
+                "Delete the file, or give checkpoint= another name",
+            )
+        data_pass.restore(saved["sums"])
+        return PassState(saved["batches"], DataTotals(**saved["totals"]), saved["is_complete"])
+
+    def write(self, data_pass: DataPass, state: PassState) -> None:
+        """Write the state if the pass is complete or the last time is long ago."""
+        path = self._file(data_pass)
+        is_recent = time.monotonic() - self._written < FIT_LIMITS.checkpoint_seconds
+        if path is None or (is_recent and not state.is_complete):
+            return
+        saved = {
+            "key": self._key,
+            "batches": state.batches,
+            "totals": asdict(state.totals),
+            "is_complete": state.is_complete,
+            "sums": data_pass.state(),
+        }
+        temporary = path.with_name(f"{path.name}.part")
+        torch.save(saved, temporary)
+        temporary.replace(path)
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        """Delete the files of a fit that is complete."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+    def _file(self, data_pass: DataPass) -> Path | None:
+        if self._path is None:
+            return None
+        path = self._path.with_name(f"{self._path.name}.{data_pass.title}")
+        self._files.append(path)
+        return path
+
+
+def run_pass(
+    fitter: Fitter,
+    data_pass: DataPass,
+    batches: Callable[[], Iterator[Batch]],
+    forms: Sequence[BlockForm] | None,
+    checkpoint: Checkpoint,
+    line: ProgressLine,
+) -> DataTotals:
+    """Add all batches of all processes to a pass, from a checkpoint on where there is one."""
+    state = checkpoint.restore(data_pass)
+    if state.is_complete:
+        return state.totals
+    with fitter.processes.together("fit its share of the curvature"):
+        for number, batch in enumerate(batches()):
+            if number < state.batches:
+                continue
+            try:
+                totals = fitter.add_batch(data_pass, batch, number, forms, state.totals)
+            except torch.OutOfMemoryError as error:
+                raise _explain_memory(batch) from error
+            state = PassState(number + 1, totals)
+            line.update(state.batches, int(totals.samples))
+            checkpoint.write(data_pass, state)
+        _refuse_no_data(state, data_pass)
+    line.close(state.batches, int(state.totals.samples))
+    data_pass.reduce(fitter.processes)
+    sums = [state.totals.samples, state.totals.loss, state.totals.outputs]
+    totals = DataTotals(*fitter.processes.total(sums))
+    checkpoint.write(data_pass, PassState(state.batches, totals, is_complete=True))
+    return totals
+
+
+def _refuse_no_data(state: PassState, data_pass: DataPass) -> None:
+    if not state.totals.samples:
+        raise PullbackError(
+            "There are no data to fit",
+            f"the loader was empty in the pass over {data_pass.title}",
+            "Give a loader that yields batches on every pass, not an exhausted iterator",
+        )
+
+
+def _explain_memory(batch: Batch) -> PullbackError:
+    samples = batch.samples
+    return PullbackError(
+        "The device ran out of memory",
+        f"a batch of {samples} samples was linearized",
+        f"Use batches of {max(1, samples // 4)} samples, draws=1, or fewer parameters",
+    )
+
+
+def fit(
+    model: nn.Module,
+    loader: Any,
+    *,
+    likelihood: Likelihood,
+    structure: str = "ekfac",
+    output: Any = None,
+    group: ProcessGroup | None = None,
+    parameters: Sequence[str] | str | None = None,
+    draws: int | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    progress: bool | None = None,
+) -> Curvature:
+    r"""Return the curvature G of a model, the mean over the data of Jᵀ M J by sample.
+
+    M is the Fisher metric of the likelihood, added up over the positions of a sample. A sample is
+    one entry of the first axis: an image, or a whole sequence.
+
+    Args:
+        model: in evaluation mode; any layers.
+        loader: yields (inputs, targets), or is one such pair. It is read once, and a second time
+            for "ekfac". Inputs are a tensor, a tuple of arguments or a mapping of keywords. With
+            several processes each gives its own share of the data.
+        likelihood: what the outputs are parameters of, such as `Categorical()`.
+        structure: "kfac" for Kronecker factors per layer; "ekfac" for their eigenbases with the
+            second moments of the gradients as eigenvalues; "diagonal"; "exact" for all of G, in
+            the space of parameters or of samples.
+        output: which tensor of a structured output is z: a key, an index or a function.
+        group: the processes that share the data.
+        parameters: names, or "last layer"; by default all that require gradients.
+        draws: outcomes drawn per sample. By default all columns of the metric's root where a
+            sample has at most 16 outputs, and one draw elsewhere.
+        seed: of the draws.
+        checkpoint: a file from which an interrupted fit goes on. The loader must yield the same
+            batches in the same order.
+        progress: whether to write a line on stderr; by default on terminals.
+
+    Raises:
+        PullbackError: if the model is random, the loader is empty or yields no pairs, outputs or
+            losses are not finite, or memory runs out.
+    """
+    refuse_unknown("structure", structure, [member.value for member in CurvatureStructure])
+    if draws is not None:
+        refuse_number("The number of draws", draws, least=1, whole=True)
+    chosen_structure = CurvatureStructure(structure)
+    processes = find_processes(model, group, "curvature.fit")
+    network = plain(model)
+    refuse_random_layers(network)
+    device = next(network.parameters()).device
+
+    def batches() -> Iterator[Batch]:
+        return iterate_batches(loader, device, FIT_LIMITS.batch_samples)
+
+    names = _resolve_names(network, parameters, batches)
+    columns = FisherColumns(likelihood, draws, seed)
+    fitter = Fitter(network, select_parameters(network, names), columns, output, processes)
+    fingerprint = Fingerprint.of(network)
+    saved = Checkpoint(
+        _rank_path(checkpoint, processes), f"{structure} {columns} {fingerprint.sums}"
+    )
+
+    def run(data_pass: DataPass, forms: Sequence[BlockForm] | None) -> DataTotals:
+        total = len(loader) if isinstance(loader, Sized) and not isinstance(loader, tuple) else None
+        line = ProgressLine(data_pass.title, total, progress)
+        return run_pass(fitter, data_pass, batches, forms, saved, line)
+
+    blocks, totals = _run_structure(chosen_structure, fitter, run)
+    saved.remove()
+    return Curvature(
+        model=network,
+        likelihood=likelihood,
+        structure=chosen_structure,
+        space=fitter.space,
+        blocks=tuple(blocks),
+        totals=totals,
+        table=_make_table(fitter, blocks),
+        fingerprint=fingerprint,
+        output=output,
+        plans=fitter.plans,
+    )
+
+
+def _resolve_names(
+    model: nn.Module,
+    parameters: Sequence[str] | str | None,
+    batches: Callable[[], Iterator[Batch]],
+) -> list[str] | None:
+    if parameters is None:
+        return None
+    if isinstance(parameters, str):
+        refuse_unknown("choice of parameters", parameters, [LAST_LAYER])
+        first = next(batches(), None)
+        if first is None:
+            raise PullbackError("There are no data to fit", "the loader is empty", "Give batches")
+        return find_last_layer(model, call_of(first.inputs))
+    return list(parameters)
+
+
+def _rank_path(checkpoint: str | Path | None, processes: Processes) -> Path | None:
+    if checkpoint is None:
+        return None
+    path = Path(checkpoint)
+    if processes.alone:
+        return path
+    return path.with_name(f"{path.name}.{processes.rank}")
+
+
+def _run_structure(
+    structure: CurvatureStructure,
+    fitter: Fitter,
+    run: Callable[[DataPass, Sequence[BlockForm] | None], DataTotals],
+) -> tuple[Sequence[SpectralBlock], DataTotals]:
+    """Run the passes that a structure takes, and return its blocks and the totals."""
+    if structure is CurvatureStructure.EXACT:
+        sizes = dict(zip(fitter.space.names, fitter.space.sizes, strict=True))
+        rows = RowsPass(sizes)
+        totals = run(rows, [rows.form])
+        return rows.blocks(totals.samples), totals
+    if structure is CurvatureStructure.DIAGONAL:
+        diagonal = EigenvaluePass(None)
+        totals = run(diagonal, None)
+        return diagonal.blocks(totals.samples), totals
+    factors = FactorPass()
+    totals = run(factors, None)
+    blocks = factors.blocks(totals.samples)
+    if structure is CurvatureStructure.KFAC:
+        return blocks, totals
+    eigenvalues = EigenvaluePass(blocks)
+    second_totals = run(eigenvalues, [block.form for block in blocks])
+    if second_totals.samples != totals.samples:
+        raise PullbackError(
+            "The two passes saw different data",
+            f"the first had {totals.samples:.0f} samples, the second {second_totals.samples:.0f}",
+            "Give a loader that yields the same samples every time it is read",
+        )
+    return eigenvalues.blocks(totals.samples), totals
+
+
+def _make_table(fitter: Fitter, blocks: Sequence[SpectralBlock]) -> Table:
+    reasons = {row.name: row.reason for row in fitter.coverage}
+    descriptions: dict[str, str] = {}
+    for block in blocks:
+        descriptions.update(dict.fromkeys(block.form.names, block.describe()))
+    rows = []
+    for name, shape in zip(fitter.space.names, fitter.space.shapes, strict=True):
+        reason = reasons.get(name, "known layer")
+        rows.append(TableRow(name, tuple(shape), descriptions[name], reason))
+    return Table(tuple(rows), fitter.metric)

@@ -1,0 +1,45 @@
+r"""Measures of a query: functions f(outputs, targets) with one number per sample.
+
+The influence on a measure is ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ(z).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+
+#: (outputs (N, *event), targets) ↦ (N,)
+Measure = Callable[[Tensor, Any], Tensor]
+
+
+def margin(outputs: Tensor, targets: Tensor) -> Tensor:
+    r"""Return log p_y − log(1 − p_y) of the target's class, added up over positions: (N,).
+
+    Logits z (N, ..., classes) and targets (N, ...); it is z_y − log Σ_{c≠y} exp z_c, which does not
+    saturate as the loss does.
+    """
+    chosen = targets.unsqueeze(-1)
+    correct = outputs.gather(-1, chosen)[..., 0]
+    others = outputs.scatter(-1, chosen, -torch.inf).logsumexp(-1)
+    margins = correct - others
+    return margins.flatten(1).sum(1) if margins.ndim > 1 else margins
+
+
+def measure_gradient(measure: Measure, outputs: Tensor, targets: Any) -> Tensor:
+    """Return ∂f/∂z of every sample as one covector, (1, N, *event)."""
+    with torch.enable_grad():
+        leaf = outputs.detach().requires_grad_()
+        values = measure(leaf, targets)
+        if values.shape != outputs.shape[:1]:
+            raise PullbackError(
+                "The measure does not give one number per sample",
+                f"outputs {tuple(outputs.shape)} gave shape {tuple(values.shape)}",
+                "Return a tensor of shape (N,)",
+            )
+        (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    return gradient[None]

@@ -1,0 +1,215 @@
+"""What one pass over the data adds up: factors, eigenvalues in given bases, or whole rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.processes import Processes
+from .._core.svd import svd
+from ..grams.kronecker import Rotated
+from .capture import FactorSums, GradientBlock
+from .forms import BlockForm, form_vector
+from .spectra import KroneckerBlock, LowRankBlock, SpectralBlock
+
+
+class DataPass(ABC):
+    """Sums over the per-sample gradients of all batches."""
+
+    #: what the progress line says
+    title: str
+
+    @abstractmethod
+    def add(self, gradients: Sequence[GradientBlock]) -> None:
+        """Add the gradients of one batch."""
+
+    @abstractmethod
+    def reduce(self, processes: Processes) -> None:
+        """Add up, or gather, what all processes have."""
+
+    @abstractmethod
+    def state(self) -> dict[str, object]:
+        """Return what a checkpoint keeps."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Go on from a checkpoint."""
+
+
+class FactorPass(DataPass):
+    """Kronecker factors of every block."""
+
+    title = "factors"
+
+    def __init__(self) -> None:
+        self.sums: dict[BlockForm, FactorSums] = {}
+
+    def add(self, gradients: Sequence[GradientBlock]) -> None:
+        for block in gradients:
+            sums = block.factor_sums()
+            if block.form in self.sums:
+                sums = self.sums[block.form] + sums
+            self.sums[block.form] = sums
+
+    def reduce(self, processes: Processes) -> None:
+        _refuse_different_forms(list(self.sums), processes)
+        for form, sums in self.sums.items():
+            tensors = [sums.output_factor, sums.input_factor, sums.weight]
+            self.sums[form] = FactorSums(*processes.sum(tensors))
+
+    def state(self) -> dict[str, object]:
+        return dict(enumerate_state(self.sums))
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self.sums = {form: FactorSums(*tensors) for form, tensors in read_state(state)}
+
+    def blocks(self, samples: float) -> list[KroneckerBlock]:
+        """Return R ⊗ C of every block for the mean over this many samples, diagonalized."""
+        pairs = {form: sums.pair(samples) for form, sums in self.sums.items()}
+        return [KroneckerBlock.of_pair(form, pair) for form, pair in pairs.items()]
+
+
+class EigenvaluePass(DataPass):
+    """Second moments of the gradients in given eigenbases: the eigenvalues of EK-FAC.
+
+    Without bases (None) they are the diagonal of G.
+    """
+
+    title = "eigenvalues"
+
+    def __init__(self, blocks: Sequence[KroneckerBlock] | None) -> None:
+        self._bases = None if blocks is None else {block.form: block for block in blocks}
+        self.sums: dict[BlockForm, Tensor] = {}
+
+    def add(self, gradients: Sequence[GradientBlock]) -> None:
+        for block in gradients:
+            basis = self._basis(block.form)
+            squares = block.squares(basis.u, basis.w)
+            if block.form in self.sums:
+                squares = self.sums[block.form] + squares
+            self.sums[block.form] = squares
+
+    def _basis(self, form: BlockForm) -> Rotated:
+        if self._bases is None:
+            return Rotated(None, None, torch.empty(0))
+        return self._bases[form].gram
+
+    def reduce(self, processes: Processes) -> None:
+        _refuse_different_forms(list(self.sums), processes)
+        totals = processes.sum(list(self.sums.values()))
+        self.sums = dict(zip(self.sums, totals, strict=True))
+
+    def state(self) -> dict[str, object]:
+        return dict(enumerate_state({form: [values] for form, values in self.sums.items()}))
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self.sums = {form: tensors[0] for form, tensors in read_state(state)}
+
+    def blocks(self, samples: float) -> list[KroneckerBlock]:
+        """Return the blocks with these eigenvalues, for the mean over this many samples."""
+        blocks = []
+        for form, squares in self.sums.items():
+            basis = self._basis(form)
+            rotated = Rotated(basis.u, basis.w, squares / samples)
+            blocks.append(KroneckerBlock(form, rotated))
+        return blocks
+
+
+@dataclass(frozen=True)
+class ExactLimits:
+    """Sizes up to which G itself is held."""
+
+    #: parameters up to which G is accumulated as a matrix: 0.5 GiB in float64, and an
+    #: eigendecomposition of about two minutes on a CPU
+    dense_parameters: int = 8192
+    #: entries of all gradients kept otherwise: 4 GiB in float64
+    row_entries: int = 2**29
+
+
+EXACT_LIMITS = ExactLimits()
+
+
+class RowsPass(DataPass):
+    """G as a matrix where there are few parameters, and as its rows A where there are many."""
+
+    title = "gradients"
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.form = form_vector(sizes)
+        self._is_dense = self.form.size <= EXACT_LIMITS.dense_parameters
+        #: AᵀA, or panels of A
+        self._matrices: list[Tensor] = []
+
+    def add(self, gradients: Sequence[GradientBlock]) -> None:
+        (joint,) = gradients
+        for panel in joint.panels():
+            rows = joint.matrices(panel).reshape(-1, self.form.size)
+            if not self._is_dense:
+                self._matrices.append(rows)
+            elif self._matrices:
+                self._matrices[0].addmm_(rows.T, rows)
+            else:
+                self._matrices.append(rows.T @ rows)
+        self._refuse_many_rows()
+
+    def _refuse_many_rows(self) -> None:
+        entries = sum(matrix.numel() for matrix in self._matrices)
+        if entries > EXACT_LIMITS.row_entries and not self._is_dense:
+            raise PullbackError(
+                "The exact curvature does not fit into memory",
+                f"{sum(map(len, self._matrices))} gradients of {self.form.size} entries were kept",
+                'Use structure="ekfac", fewer samples, or parameters="last layer"',
+            )
+
+    def reduce(self, processes: Processes) -> None:
+        if self._is_dense:
+            self._matrices = processes.sum(self._matrices)
+        else:
+            self._matrices = processes.gather([torch.cat(self._matrices)])
+
+    def state(self) -> dict[str, object]:
+        return {"matrices": self._matrices}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self._matrices = list(state["matrices"])  # pyright: ignore[reportArgumentType]
+
+    def blocks(self, samples: float) -> list[SpectralBlock]:
+        """Return G of the mean over this many samples, in its eigenbasis."""
+        if self._is_dense:
+            values, vectors = torch.linalg.eigh(self._matrices[0] / samples)
+            rotated = Rotated(None, vectors[None], values.clamp(min=0)[None, None])
+            return [KroneckerBlock(self.form, rotated)]
+        rows = torch.cat(self._matrices) / samples**0.5
+        decomposition = svd(rows)
+        eye = torch.eye(len(decomposition.sigma), dtype=rows.dtype, device=rows.device)
+        return [LowRankBlock(self.form, decomposition.combine(eye), decomposition.sigma.square())]
+
+
+def enumerate_state(sums: Mapping[BlockForm, object]) -> list[tuple[str, object]]:
+    """Return pairs for a checkpoint: a key, and the fields of a form beside its tensors."""
+    pairs = []
+    for number, (form, sums_of_block) in enumerate(sums.items()):
+        tensors = sums_of_block
+        if isinstance(sums_of_block, FactorSums):
+            tensors = list(vars(sums_of_block).values())
+        pairs.append((str(number), {"form": vars(form), "tensors": tensors}))
+    return pairs
+
+
+def read_state(state: Mapping[str, object]) -> list[tuple[BlockForm, list[Tensor]]]:
+    """Return the forms and tensors that `enumerate_state` wrote."""
+    entries: list[dict] = list(state.values())  # pyright: ignore[reportAssignmentType]
+    return [(BlockForm(**entry["form"]), entry["tensors"]) for entry in entries]
+
+
+def _refuse_different_forms(forms: Sequence[BlockForm], processes: Processes) -> None:
+    processes.same(
+        "the blocks of the model",
+        {"/".join(form.names): form.shape for form in forms},
+        "Give every process the same model and batches that use the same layers",
+    )

@@ -1,0 +1,411 @@
+r"""Influence of training samples on what a model says of queries.
+
+    score(q, i) = ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ(z_i)
+
+ℓ is the loss −log p(y|z) of one training sample and f a measure of a query, by default its loss.
+Weighting sample i up by ε/N moves the measure by −ε/N · score(q, i): a positive score of a loss is
+a sample that helps. (G + λ)⁻¹∇f is formed for a block of queries; then the training data are read
+once for each such block, and their gradients are held for one block of parameters at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from .._core.checks import refuse_number
+from .._core.errors import PullbackError
+from ..solvers import Relative
+from .capture import BatchTangent, GradientBlock
+from .checks import refuse_nonfinite
+from .data import Batch, align_targets, iterate_batches, sample_losses
+from .fitted import Curvature, Damping, damping_of, invert
+from .measures import Measure, measure_gradient
+from .progress import ProgressLine
+
+#: the damping where none is given, a multiple of each block's mean eigenvalue
+DEFAULT_DAMPING = Relative(0.1)
+
+
+@dataclass(frozen=True)
+class InfluenceLimits:
+    """Sizes of what influence holds at once."""
+
+    #: bytes of (G + λ)⁻¹∇f of one block of queries: the training data are read once per block
+    query_bytes: int = 2**31
+    #: samples of a batch where the data are one pair of tensors
+    batch_samples: int = 128
+
+
+INFLUENCE_LIMITS = InfluenceLimits()
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """What `influence`, `top_k` and `influence_by_module` share.
+
+    Attributes:
+        damping: λ, a number or `Relative(r)` for r times each block's mean eigenvalue.
+        measure: f(outputs, targets) -> (N,); None for the loss.
+        dtype: in which preconditioned gradients are held and multiplied, such as bfloat16.
+        query_bytes: of preconditioned gradients that are held at once.
+        progress: whether to write a line on stderr; None for terminals.
+    """
+
+    damping: Damping | None = None
+    measure: Measure | None = None
+    dtype: torch.dtype | None = None
+    query_bytes: int | None = None
+    progress: bool | None = None
+
+
+class GradientReader:
+    """Per-sample gradients of a curvature's model, in the blocks of the curvature."""
+
+    def __init__(self, curvature: Curvature) -> None:
+        curvature.check_model()
+        self._curvature = curvature
+        self._parameters = curvature.parameters
+        self._device = curvature.space.device
+
+    def batches(self, data: Any) -> Iterator[Batch]:
+        """Yield batches on the model's device."""
+        return iterate_batches(data, self._device, INFLUENCE_LIMITS.batch_samples)
+
+    def linearize(self, batch: Batch) -> BatchTangent:
+        """Return the model linearized at a batch, with finite outputs."""
+        curvature = self._curvature
+        tangent = BatchTangent(
+            curvature.model, self._parameters, batch.inputs, curvature.output, curvature.plans
+        )
+        refuse_nonfinite("The model's outputs", tangent.outputs)
+        return tangent
+
+    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
+        """Return the losses of the samples, (N,)."""
+        return sample_losses(self._curvature.likelihood, outputs, targets)
+
+    def gradients(self, batch: Batch, measure: Measure | None) -> list[GradientBlock]:
+        """Return ∇f of every sample, block by block of the curvature."""
+        tangent = self.linearize(batch)
+        targets = align_targets(tangent.outputs, batch.targets)
+        covector = measure_gradient(measure or self.loss, tangent.outputs, targets)
+        refuse_nonfinite("The gradients of the measure", covector)
+        return tangent.gradients(covector, self._curvature.forms)
+
+
+@dataclass
+class QueryBlock:
+    """Preconditioned gradients of some queries.
+
+    Attributes:
+        start: index of the first query.
+        gradients: (G + λ)⁻¹∇f for each block of the curvature, (queries, size).
+    """
+
+    start: int
+    gradients: list[Tensor]
+
+    @property
+    def count(self) -> int:
+        """How many queries."""
+        return len(self.gradients[0])
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """Scores of some queries with some training samples.
+
+    Attributes:
+        first_query, first_sample: where the tile begins.
+        by_block: scores (queries, samples) for each block of the curvature, or their sum alone.
+    """
+
+    first_query: int
+    first_sample: int
+    by_block: list[Tensor]
+
+
+class Scorer:
+    """Tiles of the score matrix."""
+
+    def __init__(self, curvature: Curvature, options: ScoringOptions) -> None:
+        self._curvature = curvature
+        self._options = options
+        self._reader = GradientReader(curvature)
+        self._damping = DEFAULT_DAMPING if options.damping is None else options.damping
+        self._dtype = options.dtype or curvature.space.dtype
+
+    def tiles(self, queries: Any, training: Any, *, is_summed: bool) -> Iterator[ScoreTile]:
+        """Yield the scores tile by tile; with `is_summed` one matrix for all blocks."""
+        for block in self._query_blocks(queries):
+            first_sample = 0
+            line = ProgressLine("scores", None, self._options.progress)
+            for number, batch in enumerate(self._reader.batches(training)):
+                gradients = self._reader.gradients(batch, None)
+                by_block = self._score(block, gradients, is_summed)
+                yield ScoreTile(block.start, first_sample, by_block)
+                first_sample += gradients[0].samples
+                line.update(number + 1, first_sample)
+            if not first_sample:
+                raise PullbackError(
+                    "There are no training samples",
+                    "the training data were empty, or an iterator that was read before",
+                    "Give a pair of tensors, or a loader that can be read again",
+                )
+
+    def _query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
+        """Yield as many preconditioned queries at once as the limit of bytes allows."""
+        limit = self._options.query_bytes or INFLUENCE_LIMITS.query_bytes
+        most = max(1, limit // (self._curvature.space.size * self._dtype.itemsize))
+        is_empty = True
+        first_query = 0
+        waiting = 0
+        solved: list[list[Tensor]] = []
+        for batch in self._reader.batches(queries):
+            is_empty = False
+            gradients = self._reader.gradients(batch, self._options.measure)
+            position = 0
+            while position < gradients[0].samples:
+                stop = min(gradients[0].samples, position + most - waiting)
+                solved.append(self._precondition(gradients, slice(position, stop)))
+                waiting += stop - position
+                position = stop
+                if waiting == most:
+                    yield QueryBlock(first_query, _join(solved))
+                    first_query += waiting
+                    waiting = 0
+                    solved = []
+        if is_empty:
+            raise PullbackError("There are no queries", "the data were empty", "Give some")
+        if solved:
+            yield QueryBlock(first_query, _join(solved))
+
+    def _precondition(self, gradients: Sequence[GradientBlock], queries: slice) -> list[Tensor]:
+        """Return (G + λ)⁻¹∇f of the queries in a slice, (n, size) for each block."""
+        solved = []
+        for block, gradient in zip(self._curvature.blocks, gradients, strict=True):
+            function = invert(damping_of(block, self._damping))
+            matrices = block.apply(function, gradient.matrices(queries)[:, 0])
+            solved.append(matrices.flatten(1).to(self._dtype))
+        return solved
+
+    def _score(
+        self, block: QueryBlock, gradients: Sequence[GradientBlock], is_summed: bool
+    ) -> list[Tensor]:
+        """Return scores (queries, n) of one batch, added up over blocks if summed."""
+        samples = gradients[0].samples
+        shape = (block.count, samples)
+        count = 1 if is_summed else len(gradients)
+        scores = [self._curvature.space.zeros(*shape) for _ in range(count)]
+        for number, gradient in enumerate(gradients):
+            target = scores[0 if is_summed else number]
+            for panel in gradient.panels():
+                matrices = gradient.matrices(panel)[:, 0].flatten(1).to(self._dtype)
+                target[:, panel] += block.gradients[number] @ matrices.T
+        return scores
+
+
+def _join(waiting: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [torch.cat(tensors) for tensors in zip(*waiting, strict=True)]
+
+
+def _assemble(pieces: dict[int, list[Tensor]]) -> Tensor:
+    """Return one matrix from rows of tiles by their first query."""
+    return torch.cat([torch.cat(row, 1) for row in pieces.values()])
+
+
+def influence(
+    curvature: Curvature,
+    queries: Any,
+    training: Any,
+    *,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+    dtype: torch.dtype | None = None,
+    query_bytes: int | None = None,
+    progress: bool | None = None,
+) -> Tensor:
+    r"""Return the influence ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ(z) of every sample on every query.
+
+    Args:
+        curvature: G, from `fit`.
+        queries: (inputs, targets), or a loader of such pairs.
+        training: the same for the training samples. A loader is read once per block of queries.
+        damping: λ, a number or `Relative(r)` for r times each block's mean eigenvalue; by default
+            Relative(0.1).
+        measure: f(outputs, targets) with one number per query, such as `margin`; by default the
+            loss.
+        dtype: in which preconditioned gradients are held and multiplied; by default that of the
+            curvature. bfloat16 halves memory.
+        query_bytes: of preconditioned gradients that are held at once, by default 2 GiB.
+        progress: whether to write a line on stderr; by default on terminals.
+
+    Returns:
+        (queries, training samples), on the model's device.
+    """
+    scorer = Scorer(curvature, ScoringOptions(damping, measure, dtype, query_bytes, progress))
+    rows: dict[int, list[Tensor]] = {}
+    for tile in scorer.tiles(queries, training, is_summed=True):
+        rows.setdefault(tile.first_query, []).append(tile.by_block[0])
+    return _assemble(rows)
+
+
+def influence_by_module(
+    curvature: Curvature,
+    queries: Any,
+    training: Any,
+    *,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+) -> dict[str, Tensor]:
+    """Return the share of each block of parameters in `influence`, by the name of its first one.
+
+    Scores of all blocks add up to `influence`. The exact structure has one block.
+    """
+    scorer = Scorer(curvature, ScoringOptions(damping, measure))
+    names = [form.names[0] for form in curvature.forms]
+    rows: list[dict[int, list[Tensor]]] = [{} for _ in names]
+    for tile in scorer.tiles(queries, training, is_summed=False):
+        for pieces, scores in zip(rows, tile.by_block, strict=True):
+            pieces.setdefault(tile.first_query, []).append(scores)
+    return {name: _assemble(pieces) for name, pieces in zip(names, rows, strict=True)}
+
+
+def influence_by_token(
+    curvature: Curvature,
+    queries: Any,
+    training: Any,
+    *,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+) -> Tensor:
+    r"""Return the influence of the loss at every position of every training sample.
+
+    A sequence's loss is a sum Σ_t ℓ_t over its positions, and so is its influence:
+    ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ_t is the derivative of ℓ_t along (G + λ)⁻¹∇f(q), one forward-mode pass per
+    query and batch.
+
+    Returns:
+        (queries, training samples, *positions).
+    """
+    reader = GradientReader(curvature)
+    chosen = DEFAULT_DAMPING if damping is None else damping
+    directions = torch.cat(list(_query_directions(curvature, reader, queries, chosen, measure)))
+    batches = []
+    for batch in reader.batches(training):
+        tangent = reader.linearize(batch)
+        targets = align_targets(tangent.outputs, batch.targets)
+        position_losses = _position_losses(curvature, targets)
+        scores = []
+        for direction in directions:
+            move = tangent.directional_derivative(direction)
+            scores.append(jvp(position_losses, (tangent.outputs,), (move,))[1])
+        batches.append(torch.stack(scores))
+    return torch.cat(batches, 1)
+
+
+def _position_losses(curvature: Curvature, targets: Any) -> Callable[[Tensor], Tensor]:
+    """Return the losses of all positions as a function of the outputs."""
+
+    def losses(outputs: Tensor) -> Tensor:
+        return curvature.likelihood.nll(outputs, targets)
+
+    return losses
+
+
+def _query_directions(
+    curvature: Curvature,
+    reader: GradientReader,
+    queries: Any,
+    damping: Damping,
+    measure: Measure | None,
+) -> Iterator[Tensor]:
+    """Yield (G + λ)⁻¹∇f as flat vectors, (n, p) per batch of queries."""
+    for batch in reader.batches(queries):
+        gradients = reader.gradients(batch, measure)
+        flat: dict[str, Tensor] = {}
+        for gradient in gradients:
+            matrices = gradient.matrices(slice(0, gradient.samples))[:, 0]
+            flat.update(gradient.form.scatter(matrices))
+        vectors = torch.cat([flat[name] for name in curvature.space.names], -1)
+        yield curvature.solve(vectors, damping)
+
+
+def self_influence(
+    curvature: Curvature,
+    data: Any,
+    *,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+) -> Tensor:
+    """Return ∇f(z)ᵀ (G + λ)⁻¹ ∇f(z) of every sample, (N,); f is the loss by default.
+
+    Samples with a wrong label stand at the top.
+    """
+    reader = GradientReader(curvature)
+    chosen = DEFAULT_DAMPING if damping is None else damping
+    scores = []
+    for batch in reader.batches(data):
+        gradients = reader.gradients(batch, measure)
+        total = torch.zeros(gradients[0].samples, dtype=curvature.space.dtype,
+                            device=curvature.space.device)  # fmt: skip
+        for block, gradient in zip(curvature.blocks, gradients, strict=True):
+            function = invert(damping_of(block, chosen))
+            for panel in gradient.panels():
+                total[panel] += block.inner_products(function, gradient, panel)[:, 0, 0]
+        scores.append(total)
+    if not scores:
+        raise PullbackError("There are no samples", "the data were empty", "Give some")
+    return torch.cat(scores)
+
+
+@dataclass(frozen=True)
+class TopSamples:
+    """The k training samples with the largest scores of every query, largest first.
+
+    Attributes:
+        scores: (queries, k).
+        indices: which training samples, (queries, k).
+    """
+
+    scores: Tensor
+    indices: Tensor
+
+
+def top_k(
+    curvature: Curvature,
+    queries: Any,
+    training: Any,
+    k: int,
+    *,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+    is_largest: bool = True,
+) -> TopSamples:
+    """Return the most influential samples of every query, without holding all scores.
+
+    With `is_largest=False` they are the ones with the most negative scores.
+    """
+    refuse_number("The number of samples k", k, least=1, whole=True)
+    scorer = Scorer(curvature, ScoringOptions(damping, measure))
+    best: dict[int, TopSamples] = {}
+    for tile in scorer.tiles(queries, training, is_summed=True):
+        scores = tile.by_block[0]
+        samples = torch.arange(scores.shape[1], device=scores.device) + tile.first_sample
+        indices = samples.expand_as(scores)
+        before = best.get(tile.first_query)
+        if before is not None:
+            scores = torch.cat([before.scores, scores], 1)
+            indices = torch.cat([before.indices, indices], 1)
+        chosen = scores.topk(min(k, scores.shape[1]), largest=is_largest)
+        best[tile.first_query] = TopSamples(chosen.values, indices.gather(1, chosen.indices))
+    by_query = list(best.values())
+    return TopSamples(
+        torch.cat([top.scores for top in by_query]), torch.cat([top.indices for top in by_query])
+    )

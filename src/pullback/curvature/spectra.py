@@ -1,0 +1,165 @@
+r"""Blocks of a curvature by their eigenvalues: every question is a function of G.
+
+With G = Q diag(s) Qᵀ, products are f(G) v = Q f(s) Qᵀ v and inner products of gradients are
+gᵀ f(G) g'. The function is s for products, 1/(s + λ) for solves and 1/√(s + λ) for samples.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..grams.kronecker import Pair, Rotated
+from ..grams.kronecker.sides import eigen
+from .capture import GradientBlock
+from .forms import BlockForm
+
+#: a function of eigenvalues, entry by entry
+SpectralFunction = Callable[[Tensor], Tensor]
+
+
+class SpectralBlock(ABC):
+    """G of one block of parameters, in its eigenbasis."""
+
+    form: BlockForm
+
+    @abstractmethod
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues, in no order: (size,)."""
+
+    @abstractmethod
+    def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        """f(G) v for v of shape (..., G, O, I)."""
+
+    @abstractmethod
+    def inner_products(
+        self, function: SpectralFunction, gradients: GradientBlock, panel: slice
+    ) -> Tensor:
+        """gᵀ f(G) g' between the R gradients of each sample in a slice: (n, R, R)."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """In what form G is held."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What is written to a file, by name."""
+
+    def mean_eigenvalue(self) -> float:
+        """tr(G)/size."""
+        return float(self.eigenvalues().double().sum()) / max(1, self.form.size)
+
+
+@dataclass(frozen=True)
+class KroneckerBlock(SpectralBlock):
+    """(U ⊗ W) diag(values) (U ⊗ W)ᵀ: eigenbases of two factors with eigenvalues (G, O, I)."""
+
+    form: BlockForm
+    gram: Rotated
+
+    @classmethod
+    def of_pair(cls, form: BlockForm, pair: Pair) -> KroneckerBlock:
+        """Return R ⊗ C in the eigenbases of R and C."""
+        row_values, left = eigen(pair.left)
+        column_values, right = eigen(pair.right)
+        values = row_values[..., None] * column_values[:, None]
+        return cls(form, Rotated(left, right, values))
+
+    def with_values(self, values: Tensor) -> KroneckerBlock:
+        """Return the same bases with other eigenvalues."""
+        return replace(self, gram=replace(self.gram, values=values))
+
+    def eigenvalues(self) -> Tensor:
+        return self.gram.values.flatten()
+
+    def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        return self.with_values(function(self.gram.values)).gram.matvec(matrices)
+
+    def inner_products(
+        self, function: SpectralFunction, gradients: GradientBlock, panel: slice
+    ) -> Tensor:
+        coordinates = gradients.rotate(self.gram.u, self.gram.w, panel).flatten(2)
+        weights = function(self.gram.values).flatten()
+        return (coordinates * weights) @ coordinates.mT
+
+    def describe(self) -> str:
+        groups, rows, columns = self.form.shape
+        if self.gram.u is None and self.gram.w is None:
+            return f"diagonal {groups * rows * columns}"
+        if rows == 1 and groups == 1:
+            return f"dense {columns}"
+        prefix = ""
+        if groups > 1:
+            prefix = f"{groups} × "
+        return f"Kronecker {prefix}{_side(rows, self.gram.u)} ⊗ {_side(columns, self.gram.w)}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {"u": self.gram.u, "w": self.gram.w, "values": self.gram.values}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _side(length: int, basis: Tensor | None) -> str:
+    if basis is None and length > 1:
+        return f"diagonal {length}"
+    return str(length)
+
+
+@dataclass(frozen=True)
+class LowRankBlock(SpectralBlock):
+    """V diag(values) Vᵀ with fewer directions than parameters; all others have eigenvalue 0.
+
+    Attributes:
+        form: one long vector.
+        directions: Vᵀ, orthonormal rows (k, p).
+        values: (k,).
+    """
+
+    form: BlockForm
+    directions: Tensor
+    values: Tensor
+
+    def eigenvalues(self) -> Tensor:
+        zeros = self.values.new_zeros(self.form.size - len(self.values))
+        return torch.cat([self.values, zeros])
+
+    def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
+        flat = matrices.flatten(-3)
+        coordinates = flat @ self.directions.T
+        outside = self._outside(function)
+        weights = function(self.values) - outside
+        moved = (coordinates * weights) @ self.directions + outside * flat
+        return moved.view(matrices.shape)
+
+    def inner_products(
+        self, function: SpectralFunction, gradients: GradientBlock, panel: slice
+    ) -> Tensor:
+        flat = gradients.matrices(panel).flatten(2)
+        coordinates = flat @ self.directions.T
+        outside = self._outside(function)
+        weights = function(self.values) - outside
+        return (coordinates * weights) @ coordinates.mT + outside * (flat @ flat.mT)
+
+    def _outside(self, function: SpectralFunction) -> Tensor:
+        """f(0), for the directions that no sample moves."""
+        return function(self.values.new_zeros(()))
+
+    def mean_eigenvalue(self) -> float:
+        return float(self.values.double().sum()) / max(1, self.form.size)
+
+    def describe(self) -> str:
+        return f"exact, {len(self.values)} directions of {self.form.size}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"directions": self.directions, "values": self.values}
+
+
+def restore_block(form: BlockForm, tensors: dict[str, Tensor]) -> SpectralBlock:
+    """Return the block that `tensors()` described."""
+    if "directions" in tensors:
+        return LowRankBlock(form, tensors["directions"], tensors["values"])
+    rotated = Rotated(tensors.get("u"), tensors.get("w"), tensors["values"])
+    return KroneckerBlock(form, rotated)

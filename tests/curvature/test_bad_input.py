@@ -1,0 +1,193 @@
+"""What is refused, and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback import PullbackError
+from pullback.curvature import passes
+
+from .models import make_case
+
+
+def fit(case, data=None, **options):
+    options.setdefault("likelihood", case.likelihood)
+    return pb.curvature.fit(case.model, case.data if data is None else data, **options)
+
+
+def test_unknown_structure() -> None:
+    with pytest.raises(PullbackError, match="Use one of 'ekfac'"):
+        fit(make_case("mlp"), structure="shampoo")
+
+
+def test_empty_loader() -> None:
+    with pytest.raises(PullbackError, match="no data to fit"):
+        fit(make_case("mlp"), [])
+
+
+def test_an_iterator_that_can_be_read_once() -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="not an exhausted iterator"):
+        fit(case, iter([case.data]))
+
+
+@pytest.mark.parametrize("data", [5, torch.ones(3), [torch.ones(3, 4)], [(1, 2, 3)]])
+def test_data_that_are_no_pairs(data: object) -> None:
+    with pytest.raises(PullbackError, match="Yield \\(inputs, targets\\)"):
+        fit(make_case("mlp"), data)
+
+
+def test_a_loader_that_changes_between_passes() -> None:
+    case = make_case("mlp")
+
+    class Shrinking:
+        length = 8
+
+        def __iter__(self):
+            yield case.inputs[: self.length], case.targets[: self.length]
+            self.length -= 2
+
+    with pytest.raises(PullbackError, match="two passes saw different data"):
+        fit(case, Shrinking())
+
+
+@pytest.mark.parametrize("where", ["inputs", "parameters"])
+def test_values_that_are_not_finite(where: str) -> None:
+    case = make_case("mlp")
+    if where == "inputs":
+        case.inputs[3, 1] = torch.nan
+    else:
+        case.model[0].weight.data[0, 0] = torch.nan
+    with pytest.raises(PullbackError, match="not finite"):
+        fit(case)
+
+
+def test_targets_that_are_not_finite() -> None:
+    case = make_case("conv")
+    case.targets[2, 0] = torch.nan
+    with pytest.raises(PullbackError, match="losses are not finite"):
+        fit(case)
+
+
+def test_dropout_in_training_mode() -> None:
+    case = make_case("mlp")
+    case.model.append(nn.Dropout(0.1))
+    with pytest.raises(PullbackError, match=r"Dropout '3' is random.*model\.eval\(\)"):
+        fit(case)
+    case.model.eval()
+    fit(case)
+
+
+def test_batch_normalization_in_training_mode() -> None:
+    case = make_case("norms")
+    case.model.train()
+    with pytest.raises(PullbackError, match="couples the samples"):
+        fit(case)
+
+
+def test_noise_in_forward() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 0.1 * torch.randn(len(input), 1)
+
+    case = make_case("mlp")
+    case.model = Noisy(4, 3)
+    with pytest.raises(PullbackError, match="not deterministic"):
+        fit(case)
+
+
+def test_a_model_that_changed_since_the_fit(tmp_path: Path) -> None:
+    case = make_case("norms")
+    curvature = fit(case)
+    curvature.save(tmp_path / "saved")
+    case.model[1].running_mean += 1e-3
+    with pytest.raises(PullbackError, match=r"1\.running_mean has other values"):
+        pb.curvature.influence(curvature, case.data, case.data)
+    with pytest.raises(PullbackError, match="changed since"):
+        pb.curvature.self_influence(curvature, case.data)
+    with pytest.raises(PullbackError, match="changed since"):
+        pb.curvature.load(tmp_path / "saved", case.model)
+
+
+def test_entries_that_changed_places() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    case.model[0].weight.data = case.model[0].weight.data.flip(0)
+    with pytest.raises(PullbackError, match=r"0\.weight has other values"):
+        curvature.check_model()
+
+
+def test_a_likelihood_of_another_output() -> None:
+    case = make_case("mlp")
+    case.model = nn.Linear(4, 1)
+    with pytest.raises(PullbackError, match="Categorical does not fit"):
+        fit(case)
+
+
+def test_a_measure_without_one_number_per_query() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(PullbackError, match="one number per sample"):
+        pb.curvature.influence(curvature, case.data, case.data, measure=lambda z, y: z.sum())
+
+
+def test_no_queries_and_no_training_samples() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(PullbackError, match="no queries"):
+        pb.curvature.influence(curvature, [], case.data)
+    with pytest.raises(PullbackError, match="no training samples"):
+        pb.curvature.influence(curvature, case.data, [])
+    with pytest.raises(PullbackError, match="no samples"):
+        pb.curvature.self_influence(curvature, [])
+
+
+def test_a_negative_damping() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(PullbackError, match="number ≥ 0"):
+        curvature.solve(torch.ones(curvature.space.size), -1.0)
+
+
+def test_too_many_rows(monkeypatch) -> None:
+    limits = passes.ExactLimits(dense_parameters=0, row_entries=100)
+    monkeypatch.setattr(passes, "EXACT_LIMITS", limits)
+    with pytest.raises(PullbackError, match=r"does not fit into memory.*ekfac"):
+        fit(make_case("mlp"), structure="exact")
+
+
+def test_memory_that_runs_out(monkeypatch) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(passes.FactorPass, "add", fail)
+    with pytest.raises(PullbackError, match=r"batch of 12 samples.*batches of 3 samples"):
+        fit(make_case("mlp"))
+
+
+def test_parameters_that_are_not_there() -> None:
+    with pytest.raises(PullbackError, match="no trainable parameter 'head'"):
+        fit(make_case("mlp"), parameters=["head"])
+    with pytest.raises(PullbackError, match="Use one of 'last layer'"):
+        fit(make_case("mlp"), parameters="first layer")
+
+
+def test_a_checkpoint_of_another_fit(tmp_path: Path, monkeypatch) -> None:
+    case = make_case("mlp")
+    path = tmp_path / "state"
+    monkeypatch.setattr(pb.curvature.fitter.Checkpoint, "remove", lambda self: None)
+    fit(case, checkpoint=path)
+    with pytest.raises(PullbackError, match="of another fit"):
+        fit(case, checkpoint=path, seed=1)
+
+
+def test_a_batch_of_another_shape() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(RuntimeError, match="shape"):
+        pb.curvature.influence(curvature, (torch.ones(2, 7), case.targets[:2]), case.data)

@@ -1,0 +1,206 @@
+"""A fitted curvature beside dense matrices in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import pullback as pb
+from pullback.curvature import fitter, passes
+from pullback.curvature.fitted import Curvature
+
+from .models import CASES, Case, Oracle, make_case
+
+STRUCTURES = ["exact", "ekfac", "kfac", "diagonal"]
+
+
+def fit(case: Case, structure: str, **options: object) -> Curvature:
+    return pb.curvature.fit(
+        case.model,
+        case.data,
+        likelihood=case.likelihood,
+        structure=structure,
+        **options,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def dense(curvature: Curvature) -> Tensor:
+    return curvature.matvec(torch.eye(curvature.space.size))
+
+
+def distance(found: Tensor, want: Tensor) -> float:
+    return float((found - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_is_the_dense_gram(name: str) -> None:
+    case = make_case(name)
+    assert distance(dense(fit(case, "exact")), Oracle(case).gram) < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_in_sample_space_is_the_dense_gram(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(passes, "EXACT_LIMITS", passes.ExactLimits(dense_parameters=0))
+    case = make_case(name)
+    curvature = fit(case, "exact")
+    gram = Oracle(case).gram
+    assert "directions" in curvature.table.rows[0].block
+    assert distance(dense(curvature), gram) < 1e-12
+    v = torch.randn(3, len(gram))
+    want = torch.linalg.solve(gram + 0.1 * torch.eye(len(gram)), v.T).T
+    assert distance(curvature.solve(v, 0.1), want) < 1e-10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eigenvalues_from_gradients_are_closer_than_products(name: str) -> None:
+    case = make_case(name)
+    gram = Oracle(case).gram
+    products = distance(dense(fit(case, "kfac")), gram)
+    moments = distance(dense(fit(case, "ekfac")), gram)
+    assert moments <= products * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_diagonal_is_that_of_the_gram(name: str) -> None:
+    case = make_case(name)
+    found = dense(fit(case, "diagonal"))
+    assert distance(found, Oracle(case).gram.diagonal().diag()) < 1e-12
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eigenvalues_keep_the_trace(name: str) -> None:
+    case = make_case(name)
+    trace = fit(case, "ekfac").eigenvalues().sum()
+    assert abs(trace / Oracle(case).gram.trace() - 1) < 1e-12
+
+
+def test_kronecker_factors_of_one_linear_layer_are_exact_for_gaussians() -> None:
+    torch.manual_seed(0)
+    case = make_case("mlp")
+    case.model = torch.nn.Linear(4, 3)
+    case.likelihood = pb.likelihoods.Gaussian()
+    case.targets = torch.randn(12, 3)
+    assert distance(dense(fit(case, "kfac")), Oracle(case).gram) < 1e-12
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["mlp", "norms", "tied"])
+def test_algebra_beside_dense_matrices(name: str, structure: str) -> None:
+    curvature = fit(make_case(name), structure)
+    gram = dense(curvature)
+    shifted = gram + 0.01 * torch.eye(len(gram))
+    v = torch.randn(4, len(gram))
+    assert distance(curvature.matvec(v), v @ gram) < 1e-12
+    assert distance(curvature.solve(v, 0.01), torch.linalg.solve(shifted, v.T).T) < 1e-10
+    assert abs(curvature.logdet(0.01) - torch.logdet(shifted)) < 1e-9
+    values = torch.linalg.eigvalsh(gram).flip(0)
+    assert (curvature.eigenvalues() - values).abs().max() < 1e-12 * values[0]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue_of_a_block(structure: str) -> None:
+    curvature = fit(make_case("mlp"), structure)
+    v = torch.randn(curvature.space.size)
+    found = curvature.solve(v, pb.curvature.Relative(0.3))
+    pieces = curvature.space.split(found)
+    for block in curvature.blocks:
+        plain = curvature.solve(v, 0.3 * block.mean_eigenvalue())
+        for name in block.form.names:
+            assert torch.allclose(pieces[name], curvature.space.split(plain)[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_moments_of_samples(structure: str) -> None:
+    curvature = fit(make_case("adapter"), structure)
+    draws = curvature.sample(200_000, 0.05, torch.Generator().manual_seed(0))
+    found = draws.T @ draws / len(draws)
+    want = curvature.solve(torch.eye(curvature.space.size), 0.05)
+    deviation = (want.diagonal()[:, None] * want.diagonal() + want.square()) / len(draws)
+    assert ((found - want).abs() / deviation.sqrt()).max() < 6
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_saving_and_loading(structure: str, tmp_path: Path) -> None:
+    case = make_case("norms")
+    curvature = fit(case, structure)
+    curvature.save(tmp_path / "curvature.pt")
+    again = pb.curvature.load(tmp_path / "curvature.pt", case.model)
+    v = torch.randn(curvature.space.size)
+    assert torch.equal(again.solve(v, 0.1), curvature.solve(v, 0.1))
+    assert str(again.table) == str(curvature.table)
+    assert again.totals == curvature.totals
+    assert repr(again.likelihood) == repr(case.likelihood)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_batches_do_not_matter(structure: str) -> None:
+    case = make_case("conv1d")
+    batches = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
+    found = pb.curvature.fit(case.model, batches, likelihood=case.likelihood, structure=structure)
+    assert distance(dense(found), dense(fit(case, structure))) < 1e-12
+
+
+def test_draws_are_an_estimate_of_the_same_gram() -> None:
+    case = make_case("mlp")
+    found = fit(case, "exact", draws=4000)
+    assert "Monte Carlo, 4000 draws" in found.table.metric
+    assert distance(dense(found), Oracle(case).gram) < 0.05
+
+
+def test_ignored_positions_do_not_count() -> None:
+    case = make_case("tied")
+    case.targets[:, -1] = -100
+    full = Oracle(case)
+    assert distance(dense(fit(case, "exact")), full.gram) < 1e-12
+
+
+def test_last_layer() -> None:
+    case = make_case("mlp")
+    curvature = fit(case, "exact", parameters="last layer")
+    assert curvature.space.names == ("2.weight", "2.bias")
+    want = Oracle(case).gram[25:, 25:]
+    assert distance(dense(curvature), want) < 1e-12
+
+
+@pytest.mark.parametrize("structure", ["ekfac", "exact"])
+def test_an_interrupted_fit_goes_on(structure: str, tmp_path: Path, monkeypatch) -> None:
+
+    monkeypatch.setattr(fitter, "FIT_LIMITS", fitter.FitLimits(checkpoint_seconds=0.0))
+    case = make_case("mlp")
+    batches = list(zip(case.inputs.split(3), case.targets.split(3), strict=True))
+    path = tmp_path / "state"
+    options = {"likelihood": case.likelihood, "structure": structure, "draws": 2}
+    want = pb.curvature.fit(case.model, batches, **options)
+
+    class Failing:
+        def __init__(self, at: int) -> None:
+            self.left = at
+            self.read = 0
+
+        def __iter__(self):
+            for batch in batches:
+                self.left -= 1
+                if self.left < 0:
+                    raise KeyboardInterrupt
+                self.read += 1
+                yield batch
+
+    passes = 2 if structure == "ekfac" else 1
+    for stop in range(1, 4 * passes):
+        with pytest.raises(KeyboardInterrupt):
+            pb.curvature.fit(case.model, Failing(stop), checkpoint=path, **options)
+        assert list(tmp_path.iterdir())
+        found = pb.curvature.fit(case.model, batches, checkpoint=path, **options)
+        assert torch.equal(dense(found), dense(want))
+        assert found.totals == want.totals
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_table_names_every_parameter() -> None:
+    case = make_case("lstm")
+    curvature = fit(case, "ekfac")
+    assert [row.parameter for row in curvature.table.rows] == list(curvature.space.names)
+    assert "Kronecker 2 ⊗ 4" in str(curvature.table)

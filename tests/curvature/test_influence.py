@@ -1,0 +1,191 @@
+"""Influence beside brute force in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import pullback as pb
+from pullback.curvature import Relative, capture
+
+from .models import CASES, Case, Oracle, make_case
+
+STRUCTURES = ["exact", "ekfac", "kfac", "diagonal"]
+
+
+def fit(case: Case, structure: str) -> pb.curvature.Curvature:
+    return pb.curvature.fit(case.model, case.data, likelihood=case.likelihood, structure=structure)
+
+
+def brute_force(gram: Tensor, queries: Tensor, training: Tensor, damping: float) -> Tensor:
+    shifted = gram + damping * torch.eye(len(gram))
+    return queries @ torch.linalg.solve(shifted, training.T)
+
+
+def distance(found: Tensor, want: Tensor) -> float:
+    return float((found - want).norm() / want.norm())
+
+
+def squared_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.square().flatten(1).sum(1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_scores_are_brute_force(name: str) -> None:
+    case = make_case(name)
+    oracle = Oracle(case)
+    gradients = oracle.gradients()
+    found = pb.curvature.influence(fit(case, "exact"), case.data, case.data, damping=0.02)
+    assert distance(found, brute_force(oracle.gram, gradients, gradients, 0.02)) < 1e-10
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_scores_are_those_of_the_dense_curvature(name: str, structure: str) -> None:
+    case = make_case(name)
+    curvature = fit(case, structure)
+    gram = curvature.matvec(torch.eye(curvature.space.size))
+    oracle = Oracle(case)
+    training = oracle.gradients()
+    queries = oracle.gradients(squared_output)
+    found = pb.curvature.influence(
+        curvature, case.data, case.data, damping=0.02, measure=squared_output
+    )
+    assert distance(found, brute_force(gram, queries, training, 0.02)) < 1e-10
+    alone = pb.curvature.self_influence(curvature, case.data, damping=0.02)
+    want = brute_force(gram, training, training, 0.02).diagonal()
+    assert distance(alone, want) < 1e-10
+
+
+def test_small_blocks_of_queries_and_panels_of_samples_give_the_same(monkeypatch) -> None:
+    case = make_case("conv")
+    curvature = fit(case, "ekfac")
+    want = pb.curvature.influence(curvature, case.data, case.data)
+    alone = pb.curvature.self_influence(curvature, case.data)
+    size = curvature.space.size
+    monkeypatch.setattr(capture, "LIMITS", capture.Limits(panel_entries=size))
+    queries = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
+    training = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
+    for count in (1, 3, 4, 100):
+        found = pb.curvature.influence(curvature, queries, training, query_bytes=8 * size * count)
+        assert distance(found, want) < 1e-12
+    assert distance(pb.curvature.self_influence(curvature, training), alone) < 1e-12
+    assert distance(fit(case, "ekfac").eigenvalues(), curvature.eigenvalues()) < 1e-12
+
+
+def test_default_damping_is_relative() -> None:
+    case = make_case("mlp")
+    curvature = fit(case, "ekfac")
+    found = pb.curvature.influence(curvature, case.data, case.data)
+    default = pb.curvature.scores.DEFAULT_DAMPING
+    assert isinstance(default, Relative)
+    want = pb.curvature.influence(curvature, case.data, case.data, damping=default)
+    assert torch.equal(found, want)
+
+
+def test_top_samples() -> None:
+    case = make_case("mlp")
+    curvature = fit(case, "ekfac")
+    scores = pb.curvature.influence(curvature, case.data, case.data)
+    training = list(zip(case.inputs.split(5), case.targets.split(5), strict=True))
+    for is_largest in (True, False):
+        found = pb.curvature.top_k(curvature, case.data, training, 4, is_largest=is_largest)
+        want = scores.topk(4, largest=is_largest)
+        assert torch.equal(found.indices, want.indices)
+        assert torch.allclose(found.scores, want.values, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "tied"])
+def test_modules_add_up(name: str) -> None:
+    case = make_case(name)
+    curvature = fit(case, "ekfac")
+    parts = pb.curvature.influence_by_module(curvature, case.data, case.data)
+    whole = pb.curvature.influence(curvature, case.data, case.data)
+    assert len(parts) == len(curvature.blocks)
+    assert distance(torch.stack(list(parts.values())).sum(0), whole) < 1e-12
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["tied", "conv1d"])
+def test_tokens_are_brute_force_and_add_up(name: str, structure: str) -> None:
+    case = make_case(name)
+    curvature = fit(case, structure)
+    found = pb.curvature.influence_by_token(curvature, case.data, case.data, damping=0.05)
+    whole = pb.curvature.influence(curvature, case.data, case.data, damping=0.05)
+    assert found.shape == (*whole.shape, case.targets.shape[1])
+    assert distance(found.sum(2), whole) < 1e-10
+    oracle = Oracle(case)
+    position = 1
+
+    def one_position(outputs: Tensor, targets: Tensor) -> Tensor:
+        return case.likelihood.nll(outputs, targets)[:, position]
+
+    gram = curvature.matvec(torch.eye(curvature.space.size))
+    want = brute_force(gram, oracle.gradients(), oracle.gradients(one_position), 0.05)
+    assert distance(found[:, :, position], want) < 1e-10
+
+
+def test_margin_is_the_log_odds_of_the_target() -> None:
+    logits = torch.randn(5, 4)
+    targets = torch.randint(0, 4, (5,))
+    p = logits.softmax(-1)[torch.arange(5), targets]
+    assert torch.allclose(pb.curvature.margin(logits, targets), (p / (1 - p)).log())
+
+
+def test_scores_predict_retraining_of_a_linear_model() -> None:
+    """For least squares with weight decay the model without a sample is known in closed form."""
+    torch.manual_seed(0)
+    samples, features, decay = 60, 3, 1e-3
+    x = torch.randn(samples, features)
+    y = x @ torch.randn(features, 1) + 0.3 * torch.randn(samples, 1)
+
+    def train(weights: Tensor) -> Tensor:
+        gram = (weights[:, None] * x).T @ x / samples + decay * torch.eye(features)
+        return torch.linalg.solve(gram, (weights[:, None] * x).T @ y / samples).T
+
+    model = torch.nn.Linear(features, 1, bias=False)
+    model.weight.data = train(torch.ones(samples))
+    curvature = pb.curvature.fit(
+        model, (x, y), likelihood=pb.likelihoods.Gaussian(), structure="exact"
+    )
+
+    def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs[:, 0]
+
+    query = (torch.randn(1, features), torch.zeros(1, 1))
+    found = pb.curvature.influence(curvature, query, (x, y), damping=decay, measure=first_output)
+    step = 1e-5
+    for i in range(5):
+        weights = torch.ones(samples)
+        weights[i] += step
+        moved = query[0] @ (train(weights) - model.weight).T
+        assert abs(-moved.item() * samples / step - found[0, i].item()) < 1e-4
+
+
+def test_bfloat16_scores_are_close() -> None:
+    case = make_case("conv")
+    curvature = fit(case, "ekfac")
+    want = pb.curvature.influence(curvature, case.data, case.data)
+    found = pb.curvature.influence(curvature, case.data, case.data, dtype=torch.bfloat16)
+    assert found.dtype == torch.float64
+    assert distance(found, want) < 0.02
+
+
+def test_models_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    tokens = torch.randint(0, 11, (6, 8))
+    targets = torch.cat([tokens[:, 1:], torch.full((6, 1), -100)], 1)
+    data = ({"input_ids": tokens}, targets)
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical(), draws=3)
+    assert any("Kronecker 24 ⊗ 9" in row.block for row in curvature.table.rows)
+    scores = pb.curvature.influence(curvature, data, data)
+    assert scores.shape == (6, 6)
+    assert bool((scores.diagonal() > 0).all())
+    assert distance(scores, scores.T) < 1e-10
