@@ -83,9 +83,9 @@ class Entry:
         return self.layer.features(self.module, len(self.shape))
 
     @property
-    def key(self) -> tuple[str | None, ...]:
+    def key(self) -> tuple[Any, ...]:
         """Which parameters, in which roles, by which kind of layer."""
-        return (type(self.layer).__name__, *self.names.values())
+        return (self.layer, *self.names.values())
 
 
 def edge_of(output: Tensor) -> GradientEdge:
@@ -179,6 +179,11 @@ class Recorder:
         #: follows the outputs of weights, where somebody asks how they are split
         self.outputs: OutputParts | None = None
 
+    def follow_outputs(self) -> OutputParts:
+        """Let the pass show how outputs of weights are split; call it before the pass."""
+        self.outputs = OutputParts(self._names)
+        return self.outputs
+
     @staticmethod
     def kind(module: nn.Module) -> Any:
         """What is known of a module that is written down."""
@@ -197,9 +202,13 @@ class Recorder:
         if sites.listening:
             self._mode = FunctionMode(self)
             self._mode.__enter__()
+        if self.outputs is not None:
+            self.outputs.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.outputs is not None:
+            self.outputs.__exit__(*exc)
         if self._mode is not None:
             self._mode.__exit__(*exc)
             self._mode = None

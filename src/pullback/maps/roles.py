@@ -25,7 +25,7 @@ from .._core.graph import collect_reachable_nodes
 from .layers import Compound, find
 from .layers.directed import NormalizedUse
 from .layers.product import ProductUse
-from .output_parts import MadeWeight, OutputParts
+from .output_parts import MadeWeight
 from .record import Entry, ForwardRecord
 
 #: entries of a structured output that are not what the model computes for its caller
@@ -94,16 +94,14 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
     """
     module = unwrap_model(model)
     leaves = _copies(module)
-    names = {id(leaf): name for name, leaf in leaves.items()}
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-    outputs = OutputParts(names)
     swapped = _reparametrize_module(module, {**leaves, **buffers}, tie_weights=True)
     with torch.enable_grad(), call.replay_context(), swapped:
         record = ForwardRecord(module, leaves)
-        record.outputs = outputs
-        with record, outputs:
+        record.follow_outputs()
+        with record:
             result = module(*call.args, **call.kwargs)
-        return assign_roles(module, record, outputs, result, leaves)
+        return assign_roles(module, record, result, leaves)
 
 
 def _copies(module: nn.Module) -> dict[str, Tensor]:
@@ -122,13 +120,14 @@ def _copies(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assign_roles(
-    model: nn.Module, record: ForwardRecord, outputs: OutputParts, result: Any,
-    parameters: Mapping[str, Tensor],
-) -> list[ParameterRole]:  # fmt: skip
+    model: nn.Module, record: ForwardRecord, result: Any, parameters: Mapping[str, Tensor]
+) -> list[ParameterRole]:
     """Return the roles from a recorded pass and the `result` that it gave.
 
-    The graph of the pass must still be there. `parameters` are the tensors that the pass used.
+    The graph of the pass must still be there, and the record must have followed its outputs.
+    `parameters` are the tensors that the pass used.
     """
+    assert record.outputs is not None
     uses: dict[str, list[_Use]] = {}
     for entry in record.entries:
         for kind, name in entry.names.items():
@@ -136,8 +135,8 @@ def assign_roles(
                 uses.setdefault(name, []).append(_Use(entry, kind))
     taps = _compound_roles(record)
     heads = _find_heads(record, result)
-    parts = outputs.parts()
-    made = {name: weight for weight in outputs.made for name in weight.parameters}
+    parts = record.outputs.parts()
+    made = {name: weight for weight in record.outputs.made for name in weight.parameters}
     unused = _UnusedRoles(model)
     roles = []
     for name, parameter in parameters.items():

@@ -267,7 +267,7 @@ class LayerStructure:
 
     def _blocks(self, linear: ModuleLinearization, deltas: Mapping[int, Tensor]) -> list[Block]:
         """One block per set of parameters; parameters shared between sets become plain rows."""
-        groups: dict[tuple[str | None, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for i in deltas:
             groups.setdefault(linear.entries[i].key, []).append(i)
         blocks = []

@@ -364,3 +364,18 @@ def test_parameters_that_no_rule_is_for_follow_adamw(rule: str) -> None:
             opt.step()
         ends.append(vector(model))
     assert_close(*ends, 1e-12, "AdamW")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_statistics_step_knows_roles(compiled: bool) -> None:
+    """What `pb.parameter_roles` finds by a pass of its own, K-FAC finds along the user's."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.GLU(), nn.Linear(8, 3))
+    network = torch.compile(model, backend="eager") if compiled else model
+    opt = pb.KFAC(network, lr=0.01, likelihood=pb.likelihoods.Categorical())
+    assert opt._capture.structure.roles == {}
+    x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    nn.functional.cross_entropy(network(x), y).backward()
+    opt.step()
+    found = {n: (r.role, r.split) for n, r in opt._capture.structure.roles.items()}
+    assert found == {row.name: (row.role, row.split) for row in pb.parameter_roles(model, x)}
+    assert found["0.weight"] == ("matrix", (8, 8))

@@ -25,6 +25,8 @@ from .registry import register
 class Attention(Compound):
     """Results: the output, and the attention weights where they were asked for."""
 
+    use = "attention"
+
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
         return [y for y in output if y is not None]
 

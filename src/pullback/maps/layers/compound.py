@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,6 +99,8 @@ class Compound(ABC):
     layer's own kernel knows. Then ȳ is that of the layer as it was, ∂y/∂z that of one without.
     """
 
+    #: the kind of use, by which saved statistics name it
+    use: ClassVar[str] = "compound"
     curvature: str = "compound"
     input_first: bool = False
 

@@ -33,6 +33,7 @@ _TOGETHER = 2**27  # bytes of moments that are formed at once
 class Conv(Layer):
     """An affine layer on patches; the output's places are the sharing axis."""
 
+    use = "convolution"
     curvature = "kronecker"
 
     def features(self, module: Any, ndim: int) -> int:

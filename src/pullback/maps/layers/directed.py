@@ -69,6 +69,7 @@ class NormalizedUse(nn.Module):
 class DirectedLayer(Layer):
     """As the layer of the inner module, with the side of the slices scaled by c."""
 
+    use = "normalized"
     curvature, joint = "kronecker", False
 
     def features(self, module: Any, ndim: int) -> int:

@@ -70,6 +70,7 @@ class Embedding(Layer):
     stands on the left: the weight has a row per index.
     """
 
+    use = "embedding"
     curvature, input_first, one_hot = "kronecker", True, True
 
     def form(self, module: Any) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from .registry import Block, Layer, Seen, Use, joined, register
 class Linear(Layer):
     """a (N, T, I), δ (N, R, T, O)."""
 
+    use = "linear"
     curvature = "kronecker"
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:

@@ -169,6 +169,7 @@ class TurnedProduct(ProductUse):
 class Matrices(Layer):
     """a (*lead, T, M, I) and δ as `Multiplication.outputs` gives it, (*lead, T, M, O)."""
 
+    use = "product"
     curvature = "kronecker"
 
     def features(self, module: Any, ndim: int) -> int:
@@ -235,6 +236,7 @@ class Matrices(Layer):
 class TurnedMatrices(Matrices):
     """The same for matrices (I, O)."""
 
+    use = "transposed_product"
     input_first = turned = True
 
 

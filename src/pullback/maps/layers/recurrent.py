@@ -177,6 +177,8 @@ _ROLES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 class Elman(Recurrence):
     """h = tanh(u + v), or relu."""
 
+    use = "elman"
+
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
         return (torch.tanh(u + v) if module.nonlinearity == "tanh" else torch.relu(u + v),)
 
@@ -184,6 +186,8 @@ class Elman(Recurrence):
 @register(nn.GRU, nn.GRUCell)
 class GRU(Recurrence):
     """h = (1 − z) ∘ n + z ∘ h, the gates in the order r, z, n."""
+
+    use = "gru"
 
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
         (u_r, u_z, u_n), (v_r, v_z, v_n) = u.chunk(3, -1), v.chunk(3, -1)
@@ -195,6 +199,8 @@ class GRU(Recurrence):
 @register(nn.LSTM, nn.LSTMCell)
 class LSTM(Recurrence):
     """c = f ∘ c + i ∘ g, h = o ∘ tanh c, the gates in the order i, f, g, o."""
+
+    use = "lstm"
 
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
         i, f, g, o = (u + v).chunk(4, -1)

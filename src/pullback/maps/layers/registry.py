@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,8 @@ class Layer(ABC):
     and `outputs` give the second moments of one use.
     """
 
+    #: the kind of use, by which saved statistics name it: never change it for a layer that exists
+    use: ClassVar[str] = "layer"
     #: what K-FAC holds for the parameters: "kronecker" (from `inputs` and `outputs`), "units" for
     #: elementwise gains, or "rows": the layer has but `block`, and its parameters are diagonals
     curvature: str = "rows"

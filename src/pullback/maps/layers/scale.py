@@ -64,6 +64,7 @@ def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
 class Scale(Layer):
     """output = gain ∘ x̂ + shift, so a row is Σ_t δ_t ∘ x̂_t and Σ_t δ_t over the places t."""
 
+    use = "scale"
     curvature = "units"
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:

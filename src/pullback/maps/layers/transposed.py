@@ -53,6 +53,7 @@ def _sample_patches(use: Use) -> Tensor:
 class ConvTranspose(Layer):
     """`output_padding` and `output_size` need no care: the cotangent has the output's shape."""
 
+    use = "transposed_convolution"
     curvature, input_first, joint = "kronecker", True, False
 
     def features(self, module: Any, ndim: int) -> int:

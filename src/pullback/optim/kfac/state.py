@@ -395,7 +395,7 @@ def _key_of(
     if roles == {"bias"}:
         return BlockKey("kronecker", (name,), bias=True)
     joint = prod(block_shape(_ALONE, factors)) > p.numel()
-    turned = roles == {"TurnedMatrices"}  # elsewhere it is held as the parameter is
+    turned = roles == {"transposed_product"}  # elsewhere it is held as the parameter is
     return BlockKey("kronecker", names if joint else (name,), turned=turned)
 
 

@@ -41,6 +41,7 @@ from ....grams import Part
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
 from ....maps.record import ForwardRecord, Sites
+from ....maps.roles import assign_roles
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
@@ -229,16 +230,32 @@ class StatisticsCapture:
             elif compiled:
                 self._begun = RepeatedCall(self.model, args, kwargs), tensors
             else:
-                record = ForwardRecord(unwrap_model(self.model), self.leaves(), sites)
+                record = self._new_record(self.leaves(), sites)
                 self._begun = stack.enter_context(record), tensors
             return stack.pop_all()
         return None
+
+    def _new_record(self, leaves: dict[str, Tensor], sites: Sites | None = None) -> ForwardRecord:
+        """Return the record of a pass, which follows outputs if a parameter has no role yet."""
+        record = ForwardRecord(unwrap_model(self.model), leaves, sites)
+        if not leaves.keys() <= self.structure.roles.keys():
+            record.follow_outputs()
+        return record
+
+    def _find_roles(self, record: ForwardRecord, output: Any, leaves: dict[str, Tensor]) -> None:
+        """Note the parameters' roles, if the pass followed outputs."""
+        if record.outputs is not None:
+            found = assign_roles(unwrap_model(self.model), record, output, leaves)
+            self.structure.roles.update((role.name, role) for role in found)
+            record.outputs = None
 
     def end_call(self, output: Any) -> None:
         """Wait for the gradient to come back to the output."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
+        if isinstance(begun[0], ForwardRecord):
+            self._find_roles(begun[0], output, self.leaves())
         z, me = select_returned_output(output, self._options.output), weakref.ref(self)
         if self._several and not z.numel():
             if z.requires_grad:
@@ -300,9 +317,11 @@ class StatisticsCapture:
         if isinstance(record, RepeatedCall):
             if record.params is not None:
                 leaves = {n: record.params[n] for n in leaves}
-            call, record = record, ForwardRecord(unwrap_model(self.model), leaves)
+            call, record = record, self._new_record(leaves)
             with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
-                root = select_output(call(record), self._options.output)
+                output = call(record)
+                self._find_roles(record, output, leaves)
+                root = select_output(output, self._options.output)
             z, cotangent = [root.detach()], cotangent.to(root.dtype)
         else:
             z = [pending.value()]

@@ -16,6 +16,7 @@ from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
 from ....maps.proof import NO_LAYER, Proof
 from ....maps.record import Entry, ForwardRecord
+from ....maps.roles import ParameterRole
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, BlockKey
 from ..options import Options
@@ -57,6 +58,8 @@ class BlockStructure:
         self.bases: Mapping[BlockKey, Inverse] = {}
         #: why a parameter is held as a diagonal
         self.reasons: dict[str, str] = {}
+        #: what parameters are for, since the first forward pass of a statistics step
+        self.roles: dict[str, ParameterRole] = {}
         #: those parameters by the last proof, with the reason
         self.plain: dict[str, str] = {}
         #: the parameters that share a block with this one

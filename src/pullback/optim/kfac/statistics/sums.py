@@ -30,7 +30,7 @@ BIAS = FactorKey("bias", "right"), FactorKey("bias", "left")
 
 def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
     """Return the factors of inputs and outputs of a layer's weight, in the block's coordinates."""
-    role, first = type(layer).__name__, layer.input_first and not key.turned
+    role, first = layer.use, layer.input_first and not key.turned
     one, two = ("left", "right") if first else ("right", "left")
     return FactorKey(role, one), FactorKey(role, two)
 
