@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback._core.capture import Call
-from pullback.grams import Part, assemble
+from pullback.grams import RowBlock, assemble
 from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
 from pullback.maps import ModuleMap
 from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weighted
@@ -133,10 +133,10 @@ def test_laws_of_the_grams(name: str, metric: str) -> None:
     linear = ModuleMap(model, Call.of(*args)).linearize(dict(model.named_parameters()))
     factor = METRICS[metric].factor(linear.value)
     with torch.no_grad():
-        gram = assemble([Part(linear, factor)], "auto", 2**30)
+        gram = assemble([RowBlock(linear, factor)], "auto", 2**30)
         assert gram.structure.closed
         check_gram(gram)
-        rows = assemble([Part(linear, factor)], "rows", 2**30)
+        rows = assemble([RowBlock(linear, factor)], "rows", 2**30)
     assert float(relative_error(gram.dense(), rows.dense())) < 1e-12
 
 

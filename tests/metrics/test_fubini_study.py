@@ -73,7 +73,7 @@ def test_the_gram_is_the_quantum_geometric_tensor(form: str, weighted: bool) -> 
     want = quantum_geometric_tensor(torch.complex(rows[:, 0], rows[:, 1]), weights)
     linear = pb.maps.ModuleMap(model, pb.maps.Call.of(x)).linearize(dict(model.named_parameters()))
     factor = pb.metrics.Scaled(metric.factor(linear.value, inputs=x), 1 / 7, (2,))
-    gram = pb.grams.assemble([pb.grams.Part(linear, factor)], form, 2**30)
+    gram = pb.grams.assemble([pb.grams.RowBlock(linear, factor)], form, 2**30)
     assert_close(gram.dense(), want, 1e-12, f"the tensor, held as {form}")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._core.capture import Selector
 from .._core.errors import PullbackError, refuse_unknown, require
 from .._core.factor import Diagonal, Factor
-from ..grams import Part, assemble
+from ..grams import RowBlock, assemble
 from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
 from ..metrics import Fisher, Metric
@@ -185,7 +185,7 @@ class SupervisedField(VectorField):
     ) -> tuple[Tensor, int, int]:
         """A⁺r, the rank of A, and how many of its singular values are above _CLEAR·σ_max."""
         assert self._solver is not None
-        part = Part(linear, factor)
+        part = RowBlock(linear, factor)
         gram = assemble([part], "auto", self._memory, self._solver.prefers)
         state = self._solver.init(gram)
         found = self._solver.solve(state, part.pull(r.flatten()), whitened=r.flatten())

@@ -1,9 +1,9 @@
 """Stage three, *grams*: in which form is G = AᵀA held?"""
 
-from .assemble import FORMS, assemble, assemble_stack, coverage
+from .assembly import FORMS, assemble, assemble_stack, coverage
 from .forms import Dense, FactoredGram, Gram, Kernel, Operator, Rows, Structure
 from .kronecker import Kronecker
-from .stack import Part, Stack
+from .row_stack import RowBlock, RowStack
 
 __all__ = [
     "FORMS",
@@ -13,9 +13,9 @@ __all__ = [
     "Kernel",
     "Kronecker",
     "Operator",
-    "Part",
+    "RowBlock",
     "Rows",
-    "Stack",
+    "RowStack",
     "Structure",
     "assemble",
     "assemble_stack",

@@ -17,9 +17,20 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.products import gram
 
-_PANEL = 2**23  # entries of A that are compressed at once
-_EXACT_TRACE = 256  # rows up to which the trace of an operator is computed and not estimated
-_PROBES = 32
+
+@dataclass(frozen=True)
+class _OperatorLimits:
+    """How far products with A are followed."""
+
+    #: entries of A that are compressed at once: 64 MiB in double precision
+    panel_entries: int = 2**23
+    #: rows up to which the trace of an operator is computed exactly: as many products
+    exact_trace_rows: int = 256
+    #: random sign vectors that an estimated trace is averaged over
+    trace_probes: int = 32
+
+
+_LIMITS = _OperatorLimits()
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,9 @@ class FactoredGram(Gram):
     def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
         """A Ω, (n, k), for Ω as a function of rows: (..., p) -> (..., k)."""
         rows = self.rows()
-        return torch.cat([columns(x) for x in rows.split(max(1, _PANEL // self.size))])
+        return torch.cat(
+            [columns(x) for x in rows.split(max(1, _LIMITS.panel_entries // self.size))]
+        )
 
     def kernel(self) -> Tensor:
         """A Aᵀ as a matrix (n, n)."""
@@ -159,7 +172,8 @@ class Rows(FactoredGram):
             )
         self._a = a
         self.count, self.size = _refuse_empty(*a.shape)
-        self.dtype, self.device = a.dtype, a.device
+        self.dtype = a.dtype
+        self.device = a.device
         self.structure = Structure("rows", factored=True, low_rank=self.count < self.size)
 
     def project(self, v: Tensor) -> Tensor:
@@ -203,7 +217,8 @@ class Dense(Gram):
         self._g = g
         self.size = _refuse_empty(1, len(g))[1]
         self.count = self.size if count is None else count
-        self.dtype, self.device = g.dtype, g.device
+        self.dtype = g.dtype
+        self.device = g.device
         self.structure = Structure("dense", factored=False, low_rank=self.count < self.size)
 
     def matvec(self, v: Tensor) -> Tensor:
@@ -224,9 +239,11 @@ class Operator(FactoredGram):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._project, self._lift = project, lift
+        self._project = project
+        self._lift = lift
         self.count, self.size = _refuse_empty(*shape)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self.structure = Structure("operator", factored=True, low_rank=self.count < self.size)
 
     def project(self, v: Tensor) -> Tensor:
@@ -258,14 +275,14 @@ class Operator(FactoredGram):
         The signs belong to the parameters, so the estimate depends on G alone: it does not change
         when the batch is repeated.
         """
-        if self.count <= _EXACT_TRACE:
+        if self.count <= _LIMITS.exact_trace_rows:
             return self.rows().square().sum()
         generator = torch.Generator().manual_seed(0)
         total = torch.zeros((), dtype=self.dtype, device=self.device)
-        for _ in range(_PROBES):
+        for _ in range(_LIMITS.trace_probes):
             signs = torch.randint(0, 2, (self.size,), generator=generator) * 2 - 1
             total += self.project(signs.to(self.device, self.dtype)).square().sum()
-        return total / _PROBES
+        return total / _LIMITS.trace_probes
 
 
 class Kernel(Operator):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.products import full_precision
-from ..grams import Part, assemble
-from ..grams.assemble import choose
+from ..grams import RowBlock, assemble
+from ..grams.assembly import choose_form
 from ..likelihoods import Likelihood
 from ..maps import Linearization, identity_covectors
 from ..metrics import Euclidean, Fisher, Metric, as_metric
@@ -55,10 +55,10 @@ class Projected(FeatureKernel):
         args = arguments(support)
         self.linear = tangent.at(args)
         factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
-        self.part, self._solver = Part(self.linear, factor), PseudoInverse(rcond)
+        self.part, self._solver = RowBlock(self.linear, factor), PseudoInverse(rcond)
         space = tangent.space
         bits = torch.finfo(space.dtype).bits // 8
-        form = choose(self.part.count, space.size, bits, memory, "rows")
+        form = choose_form(self.part.count, space.size, bits, memory, "rows")
         with torch.no_grad(), full_precision(space.device):
             gram = assemble([self.part], form, memory, "rows")
             self._spectrum = self._solver.init(gram)

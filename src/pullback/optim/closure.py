@@ -18,7 +18,7 @@ from .._core.factor import Scaled
 from .._core.graph import find_leaf_names
 from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
-from ..grams import Part
+from ..grams import RowBlock
 from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
@@ -145,7 +145,7 @@ class ClosureProblem(StepProblem):
             )
         return gradients
 
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
+    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
         calls = self._calls
         if batch is not None:
             call = as_call(batch)
@@ -204,7 +204,7 @@ class ClosureProblem(StepProblem):
         cotangents: Sequence[Tensor | None],
         metric: Metric,
         weight: float,
-    ) -> tuple[list[Part], list[Any]]:
+    ) -> tuple[list[RowBlock], list[Any]]:
         """The rows of each call, and r where it is representable."""
         parts, whites = [], []
         for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
@@ -214,7 +214,7 @@ class ClosureProblem(StepProblem):
             )
             scale = weight if mask is None else mask.to(z.dtype) * weight
             factor = Scaled(factor, scale, tuple(z.shape[1:]))
-            parts.append(Part(linear, factor))
+            parts.append(RowBlock(linear, factor))
             if cotangent is not None:
                 whitened = factor.whiten(cotangent, torch.finfo(linear.graph.dtype).eps)
                 whites.append(whitened.value)

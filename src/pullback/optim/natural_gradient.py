@@ -17,7 +17,7 @@ from .._core.errors import PullbackError, Status, refuse_unknown, require_type
 from .._core.groups import find_processes, refuse_unknown_group
 from .._core.processes import Traffic
 from .._core.products import full_precision
-from ..grams import FORMS, Part, Stack, assemble, assemble_stack, coverage
+from ..grams import FORMS, RowBlock, RowStack, assemble, assemble_stack, coverage
 from ..likelihoods import Likelihood, reduction_of
 from ..metrics import Metric
 from ..solvers import Cholesky, Solution, Solver
@@ -320,7 +320,7 @@ class NaturalGradient(Optimizer):
         processes.broadcast_first([direction := move.direction.clone()], "moves")
         return replace(move, direction=direction, size=size, accepted=accepted)
 
-    def _system(self, problem: StepProblem, batch: Any) -> tuple[list[Part], System]:
+    def _system(self, problem: StepProblem, batch: Any) -> tuple[list[RowBlock], System]:
         """Pull the metric back; once more, if the model's structure is not what it was."""
         parts, system, explained = self._pull(problem, batch)
         if not problem.proven and not explained:
@@ -328,7 +328,7 @@ class NaturalGradient(Optimizer):
             parts, system, _ = self._pull(problem, batch)
         return parts, system
 
-    def _pull(self, problem: StepProblem, batch: Any) -> tuple[list[Part], System, bool]:
+    def _pull(self, problem: StepProblem, batch: Any) -> tuple[list[RowBlock], System, bool]:
         """The rows of this process, the system of all, and whether autograd agrees with it."""
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
         parts, own = problem.parts(self.metric, batch)
@@ -338,7 +338,7 @@ class NaturalGradient(Optimizer):
             if self._processes.is_single:
                 gram = assemble(parts, *stages)
             else:
-                stack = Stack(parts, space, self._processes, problem.model)
+                stack = RowStack(parts, space, self._processes, problem.model)
                 gram, white = assemble_stack(stack, own, *stages)
                 rows = stack.count
         explained = problem.proven or explains(gram, parts, problem, own)
@@ -462,7 +462,7 @@ class NaturalGradient(Optimizer):
 
 
 def _record(
-    problem: StepProblem, system: System, parts: list[Part], move: Move, sign: float
+    problem: StepProblem, system: System, parts: list[RowBlock], move: Move, sign: float
 ) -> StepInfo:
     solution, gram = move.solution, system.gram
     form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds

@@ -15,7 +15,7 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Blocks, Diagonal, Factor
 from .._core.processes import Processes
 from .._core.state import RandomState
-from ..grams import Part
+from ..grams import RowBlock
 from ..maps import IntegralMap, ObjectiveMap, OperatorMap
 from ..metrics import Metric
 from .problem import Place, StepProblem
@@ -169,7 +169,7 @@ class ObjectiveProblem(StepProblem):
         if not math.isfinite(self.loss):
             return self.broken()
         with unmixed, self.processes.raise_together():
-            self._parts = [Part(x, term.factor(x.value)) for term, x in pairs]
+            self._parts = [RowBlock(x, term.factor(x.value)) for term, x in pairs]
             shares = []
             for (term, x), part in zip(pairs, self._parts, strict=True):
                 slope = term.slope(x.value)
@@ -189,7 +189,7 @@ class ObjectiveProblem(StepProblem):
     def _refuse_constant(self) -> None:
         ones = torch.ones_like(self.gradient)
         if self.processes.all_agree(
-            not any(bool(part.linear.jvp(ones).any()) for part in self._parts)
+            not any(bool(part.linearization.jvp(ones).any()) for part in self._parts)
         ):
             raise PullbackError(
                 "The objective does not depend on the parameters",
@@ -197,16 +197,16 @@ class ObjectiveProblem(StepProblem):
                 "Use the given parameter dict, for example with torch.func.functional_call",
             )
 
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
+    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
         if batch is not None:
             values = self._averaged(self._repeatable(batch))
             with self.processes.raise_together():
                 linears = [values.linearize(self.params)] if values.rows else []
-                return [Part(x, metric.factor(x.value)) for x in linears], None
+                return [RowBlock(x, metric.factor(x.value)) for x in linears], None
         if not self._whitened:
             return self._parts, None
         white = [
-            part.linear.value.flatten()
+            part.linearization.value.flatten()
             if term.whitened
             else torch.zeros(part.count, dtype=self.space.dtype, device=self.space.device)
             for term, part in zip(self._terms, self._parts, strict=True)

@@ -16,7 +16,7 @@ from .._core.errors import Status
 from .._core.processes import Processes
 from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
-from ..grams import FactoredGram, Gram, Part
+from ..grams import FactoredGram, Gram, RowBlock
 from ..maps import Covered
 from ..metrics import Metric
 from ..solvers import Damping, Path, Solution, Solver
@@ -52,7 +52,7 @@ class StepProblem(ABC):
         """Fill `loss` and `gradient`; a non-empty answer says why the step must be rejected."""
 
     @abstractmethod
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[Part], Tensor | None]:
+    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
         """The rows of A, and r where it is representable."""
 
     @abstractmethod
@@ -154,7 +154,9 @@ class System:
         return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
 
 
-def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Tensor | None) -> bool:
+def explains(
+    gram: Gram, parts: Sequence[RowBlock], problem: StepProblem, white: Tensor | None
+) -> bool:
     """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
     processes, space = problem.processes, problem.space
     if gram.structure.holds == "operator":
@@ -180,7 +182,7 @@ def explains(gram: Gram, parts: Sequence[Part], problem: StepProblem, white: Ten
         lifted = summed(x.lift(y) for x, y in pieces)
         energy = lifted.square().sum()
         scale = every.square().sum() * gram.trace() / len(every)
-    own = getattr(parts[0].linear, "graph", c).dtype if parts else gram.dtype
+    own = getattr(parts[0].linearization, "graph", c).dtype if parts else gram.dtype
     limit = relative_tolerance(own, 10) * (scale + energy)
     return processes.all_agree(bool((energy - pulled.square().sum()).abs() <= limit))
 

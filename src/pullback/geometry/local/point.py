@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..._core.checks import refuse_number, refuse_values
 from ..._core.errors import PullbackError, require
-from ...grams import Gram, Part, assemble
+from ...grams import Gram, RowBlock, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
 from .ambient import MetricLike, Parametrization, Phi, Vector, refuse_loss
@@ -43,9 +43,9 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
     return slope.detach()
 
 
-def raise_covector(part: Part, covector: Tensor) -> Tensor:
+def raise_covector(part: RowBlock, covector: Tensor) -> Tensor:
     """The v with g v = dL, of least norm: v = S⁺ᵀr, sample by sample unless g couples them."""
-    factor, value = part.factor, part.linear.value
+    factor, value = part.factor, part.linearization.value
     r = factor.whiten(covector).value
     if r is None:
         raise PullbackError(
@@ -118,7 +118,7 @@ class Point:
         refuse_inference("it records no graph, so there are no derivatives", "Point")
         self._phi = Parametrization(phi, xi, metric, inputs, reduction)
         self._linear = self._phi.linearize()
-        self._part = Part(self._linear, self._phi.factor(self._linear.value))
+        self._part = RowBlock(self._linear, self._phi.factor(self._linear.value))
         if rcond is not None:
             refuse_number("rcond", rcond, below=1.0)
         self._rcond = rcond

@@ -541,7 +541,7 @@ class KFAC(Optimizer):
             if not self._due():
                 return {}
             parts, _ = problem.parts(self.metric, None)
-            generator = capture.generator(parts[0].linear.value.device)
+            generator = capture.generator(parts[0].linearization.value.device)
             return averaged_parts(parts, self._options, generator)
         if not self._warned_plain and not self._measuring:
             self._warn_plain()

@@ -37,7 +37,7 @@ from ...._core.graph import (
 )
 from ...._core.groups import active_wrapper
 from ...._core.space import compute_dtype
-from ....grams import Part
+from ....grams import RowBlock
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
 from ....maps.record import ForwardRecord, Sites
@@ -451,7 +451,7 @@ class StatisticsCapture:
 
 
 def averaged_parts(
-    parts: Sequence[Part], options: Options, generator: torch.Generator
+    parts: Sequence[RowBlock], options: Options, generator: torch.Generator
 ) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
@@ -460,13 +460,13 @@ def averaged_parts(
     """
     pool = Pool()
     for number, part in enumerate(parts):
-        value = part.linear.value
+        value = part.linearization.value
         if options.fisher == "mc":
             shape = (1, len(value), *part.factor.white)
             given = part.factor.apply(random_signs(shape, value, generator))
         else:
             given = part.factor.covectors(value)
-        for block in part.linear.factored(given).blocks.values():
+        for block in part.linearization.factored(given).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
                 held = pool.of(BlockKey("kronecker", block.names))
                 sides = block.sides(options.sharing.longest)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.grams import Dense, FactoredGram, Part, assemble, coverage
-from pullback.grams.assemble import choose
+from pullback.grams import Dense, FactoredGram, RowBlock, assemble, coverage
+from pullback.grams.assembly import choose_form
 from pullback.likelihoods import Categorical
 from pullback.maps import Call, ModuleMap
 from pullback.metrics import Euclidean, Fisher, Metric, Sobolev
@@ -21,7 +21,7 @@ WORDS = next(m for m in MODELS if m.name == "tied embedding")
 MLP = next(m for m in MODELS if m.name == "mlp")
 
 
-def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
+def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> RowBlock:
     linear = ModuleMap(model, Call.of(x)).linearize(
         {n: p for n, p in model.named_parameters() if p.requires_grad}
     )
@@ -29,7 +29,7 @@ def part(model: nn.Module, x: Tensor, metric: Metric | None = None) -> Part:
         chosen = Euclidean()
     else:
         chosen = metric
-    return Part(linear, chosen.factor(linear.value, inputs=x))
+    return RowBlock(linear, chosen.factor(linear.value, inputs=x))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -105,15 +105,15 @@ def test_unknown_forms_and_coupled_parts_are_refused() -> None:
     ],
 )
 def test_the_choice_of_form(n: int, p: int, budget: int, prefers: str, want: str) -> None:
-    assert choose(n, p, 8, budget, prefers) == want
+    assert choose_form(n, p, 8, budget, prefers) == want
 
 
 def test_a_small_side_beyond_the_budget_is_refused_with_the_remedy() -> None:
     with pytest.raises(
         pb.PullbackError, match=r"does not fit the memory budget.*ConjugateGradient"
     ):
-        choose(100, 100, 8, 9000, "small")
-    assert choose(100, 100, 8, 9000, "products") == "matrix_free"
+        choose_form(100, 100, 8, 9000, "small")
+    assert choose_form(100, 100, 8, 9000, "products") == "matrix_free"
 
 
 def test_auto_is_reported() -> None:
@@ -183,5 +183,5 @@ def test_rows_are_compressed_without_being_held(form: str) -> None:
 
 
 def test_panels_where_rows_do_not_fit() -> None:
-    assert choose(10, 10, 8, 800, "panels") == "rows"
-    assert choose(10, 10, 8, 799, "panels") == "panels"
+    assert choose_form(10, 10, 8, 800, "panels") == "rows"
+    assert choose_form(10, 10, 8, 799, "panels") == "panels"

@@ -1,0 +1,176 @@
+"""From maps and metrics to a Gram, in the form that fits sizes, memory and solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError, refuse_unknown
+from .._core.processes import Processes
+from ..maps import Covered
+from .forms import Dense, Gram, Kernel, Operator, Rows
+from .row_stack import RowBlock, RowStack
+
+#: bytes of the rows that are compressed at once on a CPU: about a cache
+_CPU_PANEL_BYTES = 2**27
+FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
+
+
+def assemble(
+    row_blocks: Sequence[RowBlock], form: str, budget: int, prefers: str = "small"
+) -> Gram:
+    """The Gram of all row blocks together.
+
+    Args:
+        row_blocks: linearized maps with their factors, over the same parameters.
+        form: one of "rows", "kernel", "dense", "matrix_free", or "auto": the map's own closed
+            form where it has one, else what fits the sizes.
+        budget: bytes that one matrix may take.
+        prefers: what the solver works from best: "rows", "panels" (rows, a few at a time where
+            they do not fit), "small" (the smaller of the kernel and the dense Gram) or "products".
+    """
+    stack = RowStack(row_blocks, row_blocks[0].linearization.space, Processes())
+    return assemble_stack(stack, None, form, budget, prefers)[0]
+
+
+def assemble_stack(
+    stack: RowStack, white: Tensor | None, form: str, budget: int, prefers: str = "small"
+) -> tuple[Gram, Tensor | None]:
+    """The Gram of all processes' rows, and the r that goes with it.
+
+    Args:
+        stack: the rows.
+        white: r of this process's rows; None on all processes or on none.
+        form, budget, prefers: as for `assemble`.
+    """
+    is_single = stack.processes.is_single
+    if is_single:
+        _refuse_several_coupled_blocks(stack.row_blocks)
+    else:
+        _refuse_empty(stack)
+        _refuse_coupled_processes(stack)
+    if form == "auto" and is_single and len(stack.row_blocks) == 1:
+        block = stack.row_blocks[0]
+        closed_form = block.linearization.closed_form(block.factor)
+        if closed_form is not None:
+            return closed_form, white
+    if form == "auto":
+        itemsize = torch.finfo(stack.space.dtype).bits // 8
+        form = choose_form(stack.count, stack.space.size, itemsize, budget, prefers)
+    if form == "rows" and not is_single and prefers == "panels":
+        form = "panels"
+    if form == "rows" and not is_single and stack.space.size <= stack.count:
+        triangle, white = stack.triangle(white)
+        return Rows(triangle), white
+    if white is not None:
+        white = stack.processes.gather([white])[0]
+    return _make_gram(stack, form, budget), white
+
+
+def _make_gram(stack: RowStack, form: str, budget: int) -> Gram:
+    """The Gram in this form."""
+    if form == "rows":
+        return Rows(stack.rows())
+    if form == "dense":
+        return Dense(stack.dense(budget), stack.count)
+    if form == "kernel":
+        return StackedKernel(stack, budget)
+    if form == "panels":
+        return StackedPanels(stack, budget)
+    refuse_unknown("Gram form", form, FORMS)
+    shape = (stack.count, stack.space.size)
+    return Operator(stack.push, stack.pull, shape, stack.space.dtype, stack.space.device)
+
+
+class StackedKernel(Kernel):
+    """The kernel of a stack; many lifts are summed over the processes at once."""
+
+    def __init__(self, stack: RowStack, budget: int) -> None:
+        super().__init__(stack.kernel(budget), stack.project, stack.lift, stack.space.size)
+        self._stack = stack
+        self._budget = budget
+
+    def diagonal(self) -> Tensor:
+        return self._stack.diagonal(self._budget)
+
+    def rows(self) -> Tensor:
+        return self._stack.rows()
+
+    def lift_rows(self, c: Tensor) -> Tensor:
+        return self._lift(c)
+
+
+class StackedPanels(Operator):
+    """G by products with A and Aᵀ, and A itself a panel of rows at a time, never held whole."""
+
+    def __init__(self, stack: RowStack, budget: int) -> None:
+        space = stack.space
+        shape = (stack.count, space.size)
+        super().__init__(stack.project, stack.lift, shape, space.dtype, space.device)
+        self._stack = stack
+        self._panel_bytes = _CPU_PANEL_BYTES
+        if space.device.type != "cpu":  # enough to keep a GPU busy
+            self._panel_bytes = max(_CPU_PANEL_BYTES, budget // 4)
+
+    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+        empty = columns(self._stack.space.zeros(0, self.size))
+        panels = map(columns, self._stack.panels(self._panel_bytes))
+        return self._stack.processes.gather([torch.cat([empty, *panels])], "rows")[0]
+
+
+def _refuse_several_coupled_blocks(row_blocks: Sequence[RowBlock]) -> None:
+    """Raise where a metric couples the samples of one of several forward calls."""
+    if len(row_blocks) > 1 and any(block.factor.couples_samples for block in row_blocks):
+        raise PullbackError(
+            "The metric couples the samples of one forward call",
+            f"the closure made {len(row_blocks)} forward calls, whose samples it would not relate",
+            "Pass the whole batch in one call",
+        )
+
+
+def _refuse_empty(stack: RowStack) -> None:
+    """Raise where no process has a sample."""
+    if not stack.count:
+        raise PullbackError(
+            "The batch is empty", "no process has a sample", "Skip batches without samples"
+        )
+
+
+def _refuse_coupled_processes(stack: RowStack) -> None:
+    """Raise where a metric couples samples that are on several processes."""
+    couples_samples = any(block.factor.couples_samples for block in stack.row_blocks)
+    if not stack.processes.all_agree(not couples_samples):
+        raise PullbackError(
+            "The metric couples the samples of a batch",
+            f"they are on {stack.processes.size} processes, and it relates those of one alone",
+            "Train on one process, or use a metric that measures samples one by one",
+        )
+
+
+def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
+    """The form for n rows and p parameters: the small side, kept factored where it fits."""
+    if prefers == "products":
+        return "matrix_free"
+    rows_fit = n * p * itemsize <= budget
+    if prefers == "panels":
+        return "rows" if rows_fit else "panels"
+    smaller_side_bytes = min(n, p) ** 2 * itemsize
+    if smaller_side_bytes > budget:
+        raise PullbackError(
+            "The Gram does not fit the memory budget",
+            f"its smaller side has {min(n, p)} rows and takes {smaller_side_bytes:.2g} bytes of "
+            f"{budget:.2g}",
+            "Use solvers.ConjugateGradient, a smaller batch, or raise memory=",
+        )
+    if p <= n:
+        return "rows" if rows_fit else "dense"
+    return "rows" if rows_fit and prefers == "rows" else "kernel"
+
+
+def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:
+    """How each parameter's share was computed, for the forms that pull blocks back."""
+    if row_blocks and row_blocks[0].used_structure:
+        return row_blocks[0].pulled.coverage
+    return ()
