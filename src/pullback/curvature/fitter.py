@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .._core.capture import plain
+from .._core.capture import unwrap_model
 from .._core.checks import refuse_number
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.processes import Processes, find_processes
+from .._core.groups import find_processes
+from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..likelihoods import Likelihood
 from .capture import BatchTangent, Coverage, call_of
@@ -239,7 +240,7 @@ def run_pass(
     state = checkpoint.restore(data_pass)
     if state.is_complete:
         return state.totals
-    with fitter.processes.together("fit its share of the curvature"):
+    with fitter.processes.raise_together("fit its share of the curvature"):
         for number, batch in enumerate(batches()):
             if number < state.batches:
                 continue
@@ -254,7 +255,7 @@ def run_pass(
     line.close(state.batches, int(state.totals.samples))
     data_pass.reduce(fitter.processes)
     sums = [state.totals.samples, state.totals.loss, state.totals.outputs]
-    totals = DataTotals(*fitter.processes.total(sums))
+    totals = DataTotals(*fitter.processes.sum_numbers(sums))
     checkpoint.write(data_pass, PassState(state.batches, totals, is_complete=True))
     return totals
 
@@ -324,7 +325,7 @@ def fit(
         refuse_number("The number of draws", draws, least=1, whole=True)
     chosen_structure = CurvatureStructure(structure)
     processes = find_processes(model, group, "curvature.fit")
-    network = plain(model)
+    network = unwrap_model(model)
     refuse_random_layers(network)
     device = next(network.parameters()).device
 
@@ -380,7 +381,7 @@ def _rank_path(checkpoint: str | Path | None, processes: Processes) -> Path | No
     if checkpoint is None:
         return None
     path = Path(checkpoint)
-    if processes.alone:
+    if processes.is_single:
         return path
     return path.with_name(f"{path.name}.{processes.rank}")
 

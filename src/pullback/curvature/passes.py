@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.svd import svd
-from ..grams.kronecker import Rotated
+from ..grams.kronecker import EigenBlock
 from .capture import FactorSums, GradientBlock
 from .forms import BlockForm, form_vector
 from .spectra import KroneckerBlock, LowRankBlock, SpectralBlock
@@ -89,14 +89,14 @@ class EigenvaluePass(DataPass):
     def add(self, gradients: Sequence[GradientBlock]) -> None:
         for block in gradients:
             basis = self._basis(block.form)
-            squares = block.squares(basis.u, basis.w)
+            squares = block.squares(basis.output_basis, basis.input_basis)
             if block.form in self.sums:
                 squares = self.sums[block.form] + squares
             self.sums[block.form] = squares
 
-    def _basis(self, form: BlockForm) -> Rotated:
+    def _basis(self, form: BlockForm) -> EigenBlock:
         if self._bases is None:
-            return Rotated(None, None, torch.empty(0))
+            return EigenBlock(None, None, torch.empty(0))
         return self._bases[form].gram
 
     def reduce(self, processes: Processes) -> None:
@@ -115,7 +115,7 @@ class EigenvaluePass(DataPass):
         blocks = []
         for form, squares in self.sums.items():
             basis = self._basis(form)
-            rotated = Rotated(basis.u, basis.w, squares / samples)
+            rotated = EigenBlock(basis.output_basis, basis.input_basis, squares / samples)
             blocks.append(KroneckerBlock(form, rotated))
         return blocks
 
@@ -182,7 +182,7 @@ class RowsPass(DataPass):
         """Return G of the mean over this many samples, in its eigenbasis."""
         if self._is_dense:
             values, vectors = torch.linalg.eigh(self._matrices[0] / samples)
-            rotated = Rotated(None, vectors[None], values.clamp(min=0)[None, None])
+            rotated = EigenBlock(None, vectors[None], values.clamp(min=0)[None, None])
             return [KroneckerBlock(self.form, rotated)]
         rows = torch.cat(self._matrices) / samples**0.5
         decomposition = svd(rows)
@@ -208,7 +208,7 @@ def read_state(state: Mapping[str, object]) -> list[tuple[BlockForm, list[Tensor
 
 
 def _refuse_different_forms(forms: Sequence[BlockForm], processes: Processes) -> None:
-    processes.same(
+    processes.require_same(
         "the blocks of the model",
         {"/".join(form.names): form.shape for form in forms},
         "Give every process the same model and batches that use the same layers",

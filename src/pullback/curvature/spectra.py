@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..grams.kronecker import Pair, Rotated
-from ..grams.kronecker.sides import eigen
+from ..grams.kronecker import EigenBlock, Pair
 from .capture import GradientBlock
 from .forms import BlockForm
 
@@ -59,46 +58,47 @@ class KroneckerBlock(SpectralBlock):
     """(U ⊗ W) diag(values) (U ⊗ W)ᵀ: eigenbases of two factors with eigenvalues (G, O, I)."""
 
     form: BlockForm
-    gram: Rotated
+    gram: EigenBlock
 
     @classmethod
     def of_pair(cls, form: BlockForm, pair: Pair) -> KroneckerBlock:
         """Return R ⊗ C in the eigenbases of R and C."""
-        row_values, left = eigen(pair.left)
-        column_values, right = eigen(pair.right)
-        values = row_values[..., None] * column_values[:, None]
-        return cls(form, Rotated(left, right, values))
+        return cls(form, pair.eigen_block())
 
     def with_values(self, values: Tensor) -> KroneckerBlock:
         """Return the same bases with other eigenvalues."""
-        return replace(self, gram=replace(self.gram, values=values))
+        return replace(self, gram=replace(self.gram, eigenvalues=values))
 
     def eigenvalues(self) -> Tensor:
-        return self.gram.values.flatten()
+        return self.gram.eigenvalues.flatten()
 
     def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
-        return self.with_values(function(self.gram.values)).gram.matvec(matrices)
+        return self.with_values(function(self.gram.eigenvalues)).gram.matvec(matrices)
 
     def inner_products(
         self, function: SpectralFunction, gradients: GradientBlock, panel: slice
     ) -> Tensor:
-        coordinates = gradients.rotate(self.gram.u, self.gram.w, panel).flatten(2)
-        weights = function(self.gram.values).flatten()
+        coordinates = gradients.rotate(
+            self.gram.output_basis, self.gram.input_basis, panel
+        ).flatten(2)
+        weights = function(self.gram.eigenvalues).flatten()
         return (coordinates * weights) @ coordinates.mT
 
     def describe(self) -> str:
         groups, rows, columns = self.form.shape
-        if self.gram.u is None and self.gram.w is None:
+        if self.gram.output_basis is None and self.gram.input_basis is None:
             return f"diagonal {groups * rows * columns}"
         if rows == 1 and groups == 1:
             return f"dense {columns}"
         prefix = ""
         if groups > 1:
             prefix = f"{groups} × "
-        return f"Kronecker {prefix}{_side(rows, self.gram.u)} ⊗ {_side(columns, self.gram.w)}"
+        output_side = _side(rows, self.gram.output_basis)
+        input_side = _side(columns, self.gram.input_basis)
+        return f"Kronecker {prefix}{output_side} ⊗ {input_side}"
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = {"u": self.gram.u, "w": self.gram.w, "values": self.gram.values}
+        tensors = vars(self.gram)
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -161,5 +161,5 @@ def restore_block(form: BlockForm, tensors: dict[str, Tensor]) -> SpectralBlock:
     """Return the block that `tensors()` described."""
     if "directions" in tensors:
         return LowRankBlock(form, tensors["directions"], tensors["values"])
-    rotated = Rotated(tensors.get("u"), tensors.get("w"), tensors["values"])
-    return KroneckerBlock(form, rotated)
+    bases = (tensors.get("output_basis"), tensors.get("input_basis"))
+    return KroneckerBlock(form, EigenBlock(*bases, tensors["eigenvalues"]))
