@@ -45,7 +45,9 @@ class Pulled:
         coverage: Sequence[Covered] = (),
         matrix: Tensor | None = None,
     ) -> None:
-        self.space, self.shape, self._matrix = space, shape, matrix
+        self.space = space
+        self.shape = shape
+        self._matrix = matrix
         self.blocks = {tuple(sorted(b.names)): b for b in blocks}
         self.coverage = tuple(coverage)
 
@@ -91,20 +93,27 @@ class Pulled:
 
     def kernel(self, other: Pulled | None = None, *, budget: int = 2**30) -> Tensor:
         """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes."""
-        other = self if other is None else other
+        if other is None:
+            other = self
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
         if self._matrix is not None and other._matrix is not None:
             add_cross_gram(out, self._matrix, other._matrix)
-            return mirror_lower_triangle(out) if other is self else out
-        mine, theirs = dict(self.blocks), dict(other.blocks)
+            if other is self:
+                return mirror_lower_triangle(out)
+            return out
+        mine = dict(self.blocks)
+        theirs = dict(other.blocks)
         for key in self.blocks:
             if type(mine[key]) is type(theirs.get(key)):
                 mine.pop(key).add_gram(out, theirs.pop(key), budget)
         # calls that took different ways through the model cover these parameters differently
-        one, two = _rows(mine.values()), _rows(theirs.values())
+        one = _rows(mine.values())
+        two = _rows(theirs.values())
         for name in one.keys() & two.keys():
             out += one[name] @ two[name].T
-        return mirror_lower_triangle(out) if other is self else out
+        if other is self:
+            return mirror_lower_triangle(out)
+        return out
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""
@@ -160,7 +169,10 @@ class Linearization(ABC):
 
     def kernel(self, other: Linearization | None = None) -> Tensor:
         """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
-        theirs = None if other is None else other.pullback(identity_covectors(other.value))
+        if other is None:
+            theirs = None
+        else:
+            theirs = other.pullback(identity_covectors(other.value))
         return self.pullback(identity_covectors(self.value)).kernel(theirs)
 
     def closed_form(self, factor: Factor) -> Any:
@@ -182,7 +194,8 @@ class Map(ABC):
 
 def identity_covectors(value: Tensor) -> Tensor:
     """The coordinate covectors of one sample, for every sample: (|event|, N, *event)."""
-    n, event = value.shape[0], value.shape[1:]
+    n = value.shape[0]
+    event = value.shape[1:]
     size = value[0].numel()
     eye = torch.eye(size, dtype=value.dtype, device=value.device)
     return eye.view(size, 1, *event).expand(size, n, *event)

@@ -102,7 +102,9 @@ class FunctionMode(TorchFunctionMode):
         if noted is None or not isinstance(out, Tensor) or not out.requires_grad:
             return out
         found = noted(self, out, *args, **kwargs)
-        return out if found is None else found
+        if found is None:
+            return out
+        return found
 
     # --- parameters -------------------------------------------------------------------------
 
@@ -113,7 +115,9 @@ class FunctionMode(TorchFunctionMode):
         if self.listener.parameter(t):
             return Entries.of(t)
         if (known := self._known(t)) is not None:
-            return known if isinstance(known, Entries) else None
+            if isinstance(known, Entries):
+                return known
+            return None
         if t._base is None or not t._base.is_contiguous():
             return None
         base = self.entries(t._base)
@@ -125,12 +129,16 @@ class FunctionMode(TorchFunctionMode):
     def whole(self, t: Any) -> Tensor | None:
         """The parameter that a tensor is, or None."""
         found = self.entries(t)
-        return found.parameter if found is not None and found.whole else None
+        if found is not None and found.whole:
+            return found.parameter
+        return None
 
     def weight(self, t: Any) -> Tensor | Direction | None:
         """The same, or what weight normalization made it of."""
         known = self._known(t)
-        return known if isinstance(known, Direction) else self.whole(t)
+        if isinstance(known, Direction):
+            return known
+        return self.whole(t)
 
     def derive(self, out: Tensor, source: Entries | Direction) -> None:
         """Note a tensor that holds these entries, or was made of a direction."""
@@ -139,7 +147,9 @@ class FunctionMode(TorchFunctionMode):
     def _known(self, t: Any) -> Entries | Direction | None:
         """What a tensor was derived from, unless it was changed since."""
         _, version, source = self._derived.get(id(t), (None, None, None))
-        return source if source is not None and version == t._version else None
+        if source is not None and version == t._version:
+            return source
+        return None
 
     # --- uses -------------------------------------------------------------------------------
 
@@ -152,8 +162,12 @@ class FunctionMode(TorchFunctionMode):
         **settings: Any,
     ) -> Tensor:
         """Write down a use of a module of torch's own with these parameters and settings."""
-        own, known = held.get("weight"), dict(held)
-        turned = own if isinstance(own, Direction) else None
+        own = held.get("weight")
+        known = dict(held)
+        if isinstance(own, Direction):
+            turned = own
+        else:
+            turned = None
         if turned is not None:
             known["weight"] = turned.direction
 
@@ -161,7 +175,9 @@ class FunctionMode(TorchFunctionMode):
             module = kind.__new__(kind)
             nn.Module.__init__(module)
             module.__dict__.update(settings, _parameters=known)
-            return module if turned is None else NormalizedUse(module, turned.length, turned.dim)
+            if turned is None:
+                return module
+            return NormalizedUse(module, turned.length, turned.dim)
 
         key = (kind, *map(id, known.values()), turned is None, *settings.values())
         try:
@@ -187,7 +203,8 @@ class FunctionMode(TorchFunctionMode):
         if given is None:
             return None
         shift = self.entries(bias)
-        own, many = entries.parameter, given.form[0]
+        own = entries.parameter
+        many = given.form[0]
         held: dict[str, Tensor | None] = {"weight": own, "bias": None}
         if shift is not None and shift.dense and shift.parameter.numel() == many * given.form[1]:
             start = given.first * given.form[1]
@@ -195,7 +212,13 @@ class FunctionMode(TorchFunctionMode):
             held["bias"] = shift.parameter if fits and given.index is None else None
         if given.plain and entries.whole and own.ndim == 2:
             return self.note(nn.Linear, x, out, held)
-        kind = TurnedProduct if given.turned else ProductUse
-        key = None if given.index is not None else (kind, *map(id, held.values()), given)
+        if given.turned:
+            kind = TurnedProduct
+        else:
+            kind = ProductUse
+        if given.index is not None:
+            key = None
+        else:
+            key = (kind, *map(id, held.values()), given)
         seen = given.inputs(x).detach()
         return self.listener.note(key, lambda: kind(held, given), seen, out)

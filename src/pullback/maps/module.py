@@ -55,9 +55,14 @@ class ModuleMap(Map):
         plans: dict[Any, Any] | None = None,
         coupled: bool = False,
     ) -> None:
-        self.model, self.call = unwrap_model(model), call
-        self.output, self.batch_dim = output, batch_dim
-        self.plans = {} if plans is None else plans
+        self.model = unwrap_model(model)
+        self.call = call
+        self.output = output
+        self.batch_dim = batch_dim
+        if plans is None:
+            self.plans = {}
+        else:
+            self.plans = plans
         if not coupled:
             refuse_coupled(self.model)
 
@@ -72,7 +77,10 @@ class ModuleMap(Map):
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """z at other parameters; buffers are read as the call found them, never written."""
         recorded = self.call.buffers
-        buffers = dict(self.model.named_buffers()) if recorded is None else recorded
+        if recorded is None:
+            buffers = dict(self.model.named_buffers())
+        else:
+            buffers = recorded
         buffers = {n: b.clone() for n, b in buffers.items()}
         tensors = in_every_slot(self.model, {**buffers, **params})
         return self.value(
@@ -109,7 +117,8 @@ class ModuleLinearization(Linearization):
         recorded = self.map.call.recorded_output()
         if recorded is None:
             return
-        before, now = self.map.arranged(recorded).to(self.value.dtype), self.value
+        before = self.map.arranged(recorded).to(self.value.dtype)
+        now = self.value
         limit = relative_tolerance(self.graph.dtype, 10)
         same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
         if bool(same) or not bool(torch.isfinite(before).all()):
@@ -150,7 +159,8 @@ class ModuleLinearization(Linearization):
             for shape in (self.space.size, self.value.shape)
         )
         try:
-            pushed, pulled = push(v), self.vjp(u)
+            pushed = push(v)
+            pulled = self.vjp(u)
         except (RuntimeError, NotImplementedError) as error:
             reraise_fatal(error)
             return False
@@ -159,7 +169,8 @@ class ModuleLinearization(Linearization):
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
     def _forward_mode(self, v: Tensor) -> Tensor:
-        call, source = self.map.call, self.map
+        call = self.map.call
+        source = self.map
         pieces = self.space.split(v)
         # fused attention has no forward mode, plain matrix products have
         with torch.no_grad(), fwad.dual_level(), call.replay_context(), disable_fused_attention():
@@ -168,12 +179,16 @@ class ModuleLinearization(Linearization):
             }
             z = source.call_with(dual, *call.args, **call.kwargs)
             tangent = fwad.unpack_dual(z).tangent
-        return torch.zeros_like(self.value) if tangent is None else tangent.to(self.value.dtype)
+        if tangent is None:
+            return torch.zeros_like(self.value)
+        return tangent.to(self.value.dtype)
 
     def _double_vjp(self, v: Tensor) -> Tensor:
         """J v as the derivative of u ↦ ⟨Jᵀu, v⟩."""
-        z, pieces = self.graph, self.space.split(v)
-        u, leaves = torch.zeros_like(z, requires_grad=True), list(self.leaves.values())
+        z = self.graph
+        pieces = self.space.split(v)
+        u = torch.zeros_like(z, requires_grad=True)
+        leaves = list(self.leaves.values())
         with torch.enable_grad():
             pulled = torch.autograd.grad(z, leaves, u, create_graph=True, allow_unused=True)
             pairs = zip(pulled, pieces.values(), strict=True)
@@ -188,7 +203,9 @@ class ModuleLinearization(Linearization):
     def closed_form(self, factor: Factor) -> Any:
         """The answer of the model's own `pullback_gram(linearization, factor)`, if it has one."""
         offer = getattr(self.map.model, "pullback_gram", None)
-        return None if offer is None else offer(self, factor)
+        if offer is None:
+            return None
+        return offer(self, factor)
 
     def gradients(
         self, u: Tensor, inputs: list[Any], *, batched: bool = False
@@ -301,7 +318,9 @@ def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]
     it leads to; and how often each parameter is led to.
     """
     names = {id(leaf): name for name, leaf in leaves.items()}
-    order, index, out = [root.grad_fn], {root.grad_fn: 0}, []
+    order = [root.grad_fn]
+    index = {root.grad_fn: 0}
+    out = []
     joints: Counter[str] = Counter()
     for node in order:  # which grows
         if node is None:

@@ -84,7 +84,8 @@ class FunctionLinearization(Linearization):
 
     def _pushed(self, name: str) -> Tensor:
         """The columns of J for one parameter: the others stay constants in the push."""
-        value, n = self._point[name], self.value.numel()
+        value = self._point[name]
+        n = self.value.numel()
         size = value.numel()
 
         def push(tangent: Tensor) -> Tensor:
@@ -125,7 +126,10 @@ def residuals(output: Any, *, shared: bool = False) -> dict[str, Weighted]:
         output = {"residual": output}
     named: dict[str, Weighted] = {}
     for name, item in output.items():
-        pair = item if isinstance(item, tuple) else (item, 1.0)
+        if isinstance(item, tuple):
+            pair = item
+        else:
+            pair = (item, 1.0)
         if len(pair) != 2 or not isinstance(pair[0], Tensor):
             raise PullbackError(
                 f"The objective's entry {name!r} is not a residual",
@@ -168,7 +172,10 @@ class ObjectiveMap(Map):
         totals: Mapping[str, int] | None = None,
         rows: int = 1,
     ) -> None:
-        self.objective, self.reduction, self.totals, self.rows = objective, reduction, totals, rows
+        self.objective = objective
+        self.reduction = reduction
+        self.totals = totals
+        self.rows = rows
 
     def samples(self, params: Mapping[str, Tensor]) -> dict[str, int]:
         """How many samples each residual has on this process."""

@@ -39,14 +39,17 @@ class Channels:
     """A jet's channels, indexed as a tensor (T, S, N, m): what no index takes is not computed."""
 
     def __init__(self, jet: Jet, places: Sequence[int]) -> None:
-        self._jet, self._places = jet, places
+        self._jet = jet
+        self._places = places
 
     def __getitem__(self, index: Any) -> Tensor:
         at, *rest = index if isinstance(index, tuple) else (index,)
         if not isinstance(at, int):
             return self._jet.stacked().unflatten(1, self._places)[index]
         channel = self._jet.channel(at % len(self._jet.scheme)).unflatten(0, self._places)
-        return channel[tuple(rest)] if rest else channel
+        if rest:
+            return channel[tuple(rest)]
+        return channel
 
 
 _SMALL = 2**22  # entries of A up to which it is formed at once
@@ -68,8 +71,12 @@ class OperatorMap(Map):
     def __init__(
         self, network: Network, x: Tensor, scheme: Scheme, operator: Operator, weights: Tensor
     ) -> None:
-        self.network, self.x, self.scheme, self.operator = network, x, scheme, operator
-        self._weights, self._root = weights, weights.sqrt()[:, None]
+        self.network = network
+        self.x = x
+        self.scheme = scheme
+        self.operator = operator
+        self._weights = weights
+        self._root = weights.sqrt()[:, None]
         self._coordinates = Jet.input(x.flatten(0, 1), scheme)
         self._checked = False
         #: why the derivatives are nested instead of carried forward, or empty
@@ -118,7 +125,8 @@ class OperatorMap(Map):
         self._checked = True
         u = torch.ones_like(linear.value)
         u[::2] = 0
-        want, got = FunctionLinearization.vjp(linear, u), linear.vjp(u)
+        want = FunctionLinearization.vjp(linear, u)
+        got = linear.vjp(u)
         if not bool(want.any()) and not bool(linear.jvp(torch.ones_like(want)).any()):
             raise PullbackError(
                 "A residual does not depend on the parameters",
@@ -168,11 +176,15 @@ class JetLinearization(FunctionLinearization):
             found = torch.autograd.grad(
                 self._graph, edges, u.to(self._graph.dtype), retain_graph=True, allow_unused=True
             )
-        deltas, at = [], 0
+        deltas = []
+        at = 0
         for used in self._uses:
             pieces: list[Tensor] = []
             for k, x in enumerate(used.output.tensors()):
-                g = x.new_zeros(()).expand_as(x) if found[at] is None else found[at]
+                if found[at] is None:
+                    g = x.new_zeros(()).expand_as(x)
+                else:
+                    g = found[at]
                 assert g is not None
                 pieces += g.unbind() if k == 1 and used.output.asked[0] else [g]
                 at += 1
@@ -184,7 +196,9 @@ class JetLinearization(FunctionLinearization):
         """Σ ‖δ‖‖ā‖ over the layers, of whose round-off rows that cancel are; and whether points
         whose covector is 0 have cotangents at a layer: these are others' then.
         """
-        silent, size, leak = (u == 0).all(1), 0.0, False
+        silent = (u == 0).all(1)
+        size = 0.0
+        leak = False
         for used, pieces in zip(self._uses, self._reverse(u)[0], strict=True):
             delta = torch.stack(pieces).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
             size += float(delta.norm() * torch.stack(used.channels).norm())
@@ -210,7 +224,8 @@ class JetLinearization(FunctionLinearization):
         owners = Counter(name for key in groups for name in key if name is not None)
         shape = self.value.shape[0], covectors.shape[0]
         matrix = self.space.zeros(*shape, self.space.size if whole else 0)
-        index, sites = self.space.slices(), len(self._map.x)
+        index = self.space.slices()
+        sites = len(self._map.x)
         blocks: list[Block] = []
         coverage = []
         for (weight, bias), uses in groups.items():
@@ -223,7 +238,10 @@ class JetLinearization(FunctionLinearization):
                 write_rows(*uses[0], sites, *places)
             else:
                 blocks.append(self._block(weight, bias, uses))
-            route = "rows" if whole else blocks[-1].route
+            if whole:
+                route = "rows"
+            else:
+                route = blocks[-1].route
             coverage += [Covered(n, route, "linear layer of a jet") for n in names]
         if elsewhere:
             found = self.columns(sorted(elsewhere))
@@ -240,7 +258,9 @@ class JetLinearization(FunctionLinearization):
         self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
     ) -> AffineBlock:
         """Channels and sites of all uses along one sharing axis."""
-        inputs, deltas, heights = [], [], []
+        inputs = []
+        deltas = []
+        heights = []
         for used, pieces in uses:
             inputs.append(self._by_sample(used.channels)[:, None])
             given = [self._by_sample(one)[:, None, None] for one in pieces]
@@ -248,7 +268,9 @@ class JetLinearization(FunctionLinearization):
             first = inputs[-1].new_zeros(inputs[-1].shape[2])
             first[: len(first) // len(used.channels)] = 1
             heights.append(first)
-        x, delta, h = joined(inputs, 2), joined(deltas, 3), joined(heights, 0)
+        x = joined(inputs, 2)
+        delta = joined(deltas, 3)
+        h = joined(heights, 0)
         return AffineBlock(weight, bias, x, delta, h)
 
     def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
@@ -276,7 +298,8 @@ class IntegralMap(Map):
     def __init__(
         self, integrand: OperatorMap, quadrature: Tensor, value: float, weight: float
     ) -> None:
-        self.integrand, self._value = integrand, value
+        self.integrand = integrand
+        self._value = value
         self._root = weight**0.5
         #: √w q
         self.weights = self._root * quadrature
@@ -302,8 +325,10 @@ class IntegralLinearization(Linearization):
     """qᵀJ, where J is the integrand's."""
 
     def __init__(self, source: IntegralMap, params: Mapping[str, Tensor]) -> None:
-        self._q, self._inner = source.weights, source.integrand.linearize(params)
-        self.space, self.structured = self._inner.space, self._inner.structured
+        self._q = source.weights
+        self._inner = source.integrand.linearize(params)
+        self.space = self._inner.space
+        self.structured = self._inner.structured
         self.footprint = self._inner.footprint
         self.value = source.deviation(self._inner.value)
 

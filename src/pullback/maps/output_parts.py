@@ -212,7 +212,10 @@ class OutputParts(TorchFunctionMode):
         if not below:
             return
         self.made.append(MadeWeight(name, tuple(weight.shape), below))
-        axis = -1 if name == "linear" else 1 - weight.ndim
+        if name == "linear":
+            axis = -1
+        else:
+            axis = 1 - weight.ndim
         if result.ndim >= -axis and result.numel():
             self._label(below, result, (axis,))
 

@@ -36,7 +36,8 @@ class Proof:
     """
 
     def __init__(self, limit: float | None = None) -> None:
-        self._limit, self._half = limit, False
+        self._limit = limit
+        self._half = False
         self._got: dict[str, Tensor] = {}
         self._noise: dict[str, Tensor] = {}
         #: the gradients of layers by themselves, to be compared with instead of the loss's
@@ -59,9 +60,13 @@ class Proof:
 
     def add_use(self, entry: Entry, delta: Tensor, values: Mapping[str, Tensor]) -> None:
         """Add one use of a layer: its cotangents, and what its formula gives for them."""
-        x, half = entry.input, delta.dtype in (torch.float16, torch.bfloat16)
+        x = entry.input
+        half = delta.dtype in (torch.float16, torch.bfloat16)
         self._half = self._half or half
-        size = norm(x) if x.is_floating_point() and x.numel() else 0.0
+        if x.is_floating_point() and x.numel():
+            size = norm(x)
+        else:
+            size = 0.0
         self.add(values, norm(delta), size, delta.numel())
         if half and entry.layer.curvature == "units":
             accumulate(self._own, own_gradients(entry, delta, torch.float32))
@@ -91,23 +96,27 @@ class Proof:
         rounded = self._rounded.get(name)
         if rounded is not None and not _close(gradient, rounded, relative_tolerance(rounded.dtype)):
             return ELSEWHERE
-        want, got = self._own.get(name, gradient), self._got[name]
+        want = self._own.get(name, gradient)
+        got = self._got[name]
         limit = 10 * relative_tolerance(want.dtype) + (0.05 if self._half else 0.0)
-        limit = limit if self._limit is None else self._limit
+        if self._limit is not None:
+            limit = self._limit
         if _close(got, _folded(want.to(got.dtype)), limit, self._noise[name]):
             return ""
         return self._blame(name, gradient, limit)
 
     def _blame(self, name: str, gradient: Tensor, limit: float) -> str:
         """Return whether the formula is wrong or the parameter is used outside its layer."""
-        uses, own = self._uses.get(name, []), {}
+        uses = self._uses.get(name, [])
+        own = {}
         try:
             for entry, delta in uses:
                 accumulate(own, own_gradients(entry, delta))
         except Exception:  # a module that cannot be run by itself
             own = {}
         if name in own and _close(gradient, own[name].to(gradient), limit, self._noise[name]):
-            kind, layer = type(uses[0][0].module).__name__, type(uses[0][0].layer).__name__
+            kind = type(uses[0][0].module).__name__
+            layer = type(uses[0][0].layer).__name__
             return f"the formula of its layer, {layer}, gives another gradient than {kind} itself"
         return ELSEWHERE
 
@@ -123,7 +132,10 @@ def own_gradients(
     held = {n: p for n, p in module._parameters.items() if p is not None}
     own = {n: p.detach().to(dtype or p.dtype).requires_grad_() for n, p in held.items()}
     buffers = {n: b.clone() for n, b in module._buffers.items() if b is not None}
-    x = entry.input if dtype is None else entry.input.to(dtype)
+    if dtype is None:
+        x = entry.input
+    else:
+        x = entry.input.to(dtype)
     if dtype is not None:
         buffers = {n: b.to(dtype) if b.is_floating_point() else b for n, b in buffers.items()}
     mixed = dtype is None and any(p.dtype != delta.dtype for p in held.values())
@@ -148,7 +160,8 @@ def accumulate(sums: dict[Any, Any], found: Mapping[Any, Any]) -> None:
 
 def norm(x: Tensor) -> Tensor:
     """‖x‖ in the precision of linear algebra."""
-    x = x.to_dense() if x.layout != torch.strided else x
+    if x.layout != torch.strided:
+        x = x.to_dense()
     return torch.linalg.vector_norm(x, dtype=compute_dtype(x.dtype))
 
 

@@ -127,7 +127,8 @@ class Sites:
     def names(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
         """The names of the parameters that take part from now on, by `id`."""
         if leaves is not self._leaves:
-            self._leaves, self._known = leaves, {}
+            self._leaves = leaves
+            self._known = {}
             self._names = {id(leaf): name for name, leaf in leaves.items()}
         return self._names
 
@@ -154,7 +155,10 @@ class Sites:
     def _site(self, path: str | None, module: nn.Module, layer: Layer) -> Site:
         held = layer.parameters(module)
         names = {r: self._names.get(id(t)) for r, t in held.items()}
-        at = next(n for n in names.values() if n is not None) if path is None else path
+        if path is None:
+            at = next(n for n in names.values() if n is not None)
+        else:
+            at = path
         mark = (at, layer, *names.items())
         return Site(at, module, layer, names, (*held.values(),), mark, function=path is None)
 
@@ -172,7 +176,10 @@ class Recorder:
         self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
     ) -> None:
         self.entries: list[Entry] = []
-        self.sites = Sites(model, self.kind) if sites is None else sites
+        if sites is None:
+            self.sites = Sites(model, self.kind)
+        else:
+            self.sites = sites
         self._names = self.sites.names(leaves)
         self._number = -1
         self._mode: FunctionMode | None = None
@@ -191,7 +198,8 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
-        self._number, sites = RemovableHandle(OrderedDict()).id, self.sites
+        self._number = RemovableHandle(OrderedDict()).id
+        sites = self.sites
         sites.now[:] = [self]
         sites.hooks = sites.hooks or [(m, self._hook(path, k)) for path, m, k in sites.by]
         for module, hook in sites.hooks:
@@ -222,7 +230,10 @@ class Recorder:
         now = self.sites.now  # which owns no module, so that the hook owns none
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            x = args[0] if args else next(iter(kwargs.values()), None)
+            if args:
+                x = args[0]
+            else:
+                x = next(iter(kwargs.values()), None)
             if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                 return None
             if not now or not output.requires_grad:
@@ -237,7 +248,10 @@ class Recorder:
         site = self.sites.site(path, module, layer)
         if site is None:
             return None
-        last = self.entries[-1] if self.entries else None
+        if self.entries:
+            last = self.entries[-1]
+        else:
+            last = None
         if last is not None and last.site.function and output.grad_fn is not None:
             shown = {*filter(None, last.names.values())}
             if shown > {*filter(None, site.names.values())} and last.edge.node is output.grad_fn:
@@ -255,7 +269,10 @@ class Recorder:
 
     def forget(self, names: Collection[str | None], count: int | None = None) -> None:
         """Strike out the last functions that use these parameters alone: a module shows them."""
-        last = len(self.entries) if count is None else count
+        if count is None:
+            last = len(self.entries)
+        else:
+            last = count
         while last and self.entries and self.entries[-1].site.function:
             if not {*self.entries[-1].names.values()} <= {*names, None}:
                 return
@@ -318,14 +335,19 @@ class ForwardRecord(Recorder):
     def kind(module: nn.Module) -> Compound | Layer | None:
         """A compound layer, or one that has factors to give."""
         found = find(module, Compound) or find(module)
-        return None if found is None or found.curvature == "rows" else found
+        if found is None or found.curvature == "rows":
+            return None
+        return found
 
     def _hook(self, path: str, layer: Any) -> Any:
         compound = layer.curvature == "compound"
-        return self._keep(path, layer) if compound else super()._hook(path, layer)
+        if compound:
+            return self._keep(path, layer)
+        return super()._hook(path, layer)
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
-        output = output.clone() if output._is_view() else output
+        if output._is_view():
+            output = output.clone()
         if site.layer.curvature == "units":
             return Entry(site, x.detach(), edge_of(output), output.shape, _kept_by(output)), output
         return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
@@ -355,7 +377,9 @@ class ForwardRecord(Recorder):
 
     def name(self, parameter: Tensor | None) -> str | None:
         """The name of a parameter that takes part."""
-        return None if parameter is None else self._names.get(id(parameter))
+        if parameter is None:
+            return None
+        return self._names.get(id(parameter))
 
     def __enter__(self) -> ForwardRecord:
         super().__enter__()
@@ -377,8 +401,12 @@ class ForwardRecord(Recorder):
             tensors = compound.outputs(module, output)
             edges = [edge_of(t) if t.requires_grad else None for t in tensors]
             if any(e is not None for e in edges):
-                saved, note = (detach_tensors(args), detach_tensors(kwargs)), compound.note(module)
-                given = tensors_of((args, kwargs)) if note else []
+                saved = (detach_tensors(args), detach_tensors(kwargs))
+                note = compound.note(module)
+                if note:
+                    given = tensors_of((args, kwargs))
+                else:
+                    given = []
                 below = [edge_of(t) for t in given if t.requires_grad]
                 call = CompoundCall(path, module, compound, *saved, edges, note, below)
                 now[0].compounds.append(call)
@@ -398,7 +426,10 @@ class ForwardRecord(Recorder):
         assert self.head is not None
         entry = self.entries[self.head]
         held: Any = entry.module._parameters
-        bias = None if held["bias"] is None else held["bias"].detach().to(dtype)
+        if held["bias"] is None:
+            bias = None
+        else:
+            bias = held["bias"].detach().to(dtype)
         with torch.autocast(entry.input.device.type, enabled=False):
             return F.linear(entry.input.to(dtype), held["weight"].detach().to(dtype), bias)
 
@@ -425,18 +456,31 @@ def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     """A layer's input in half precision if its output is, from the copy that autocast keeps."""
-    dtype, x = output.dtype, x.detach()
+    dtype = output.dtype
+    x = x.detach()
     if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
         return x
-    kept, node = None, None if _packed() else output.grad_fn
+    kept = None
+    if _packed():
+        node = None
+    else:
+        node = output.grad_fn
     for _ in range(3):  # the product itself, perhaps below a view and a copy of it
         if node is None or kept is not None:
             break
-        kept = getattr(node, _ROWS[node.name()]) if node.name() in _ROWS else None
-        node = node.next_functions[0][0] if node.next_functions else None
+        if node.name() in _ROWS:
+            kept = getattr(node, _ROWS[node.name()])
+        else:
+            kept = None
+        if node.next_functions:
+            node = node.next_functions[0][0]
+        else:
+            node = None
     if kept is None or kept.dtype != dtype or kept.numel() != x.numel():
         return x.to(dtype)
-    return kept.detach().view(x.shape) if kept.is_contiguous() else x.to(dtype)
+    if kept.is_contiguous():
+        return kept.detach().view(x.shape)
+    return x.to(dtype)
 
 
 def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -444,8 +488,11 @@ def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
     node: Any = output.grad_fn
     if node is None or node.name() not in _NORMS or _packed():
         return None
-    mean, scale = node._saved_result1.detach(), node._saved_result2.detach()
-    return (mean, scale) if mean.numel() == scale.numel() == output.shape[1] else None
+    mean = node._saved_result1.detach()
+    scale = node._saved_result2.detach()
+    if mean.numel() == scale.numel() == output.shape[1]:
+        return (mean, scale)
+    return None
 
 
 def _packed() -> bool:

@@ -162,7 +162,9 @@ class _Use:
     @property
     def module(self) -> nn.Module:
         module = self.entry.module
-        return module.inner if isinstance(module, NormalizedUse) else module
+        if isinstance(module, NormalizedUse):
+            return module.inner
+        return module
 
     @property
     def layer_name(self) -> str:
@@ -203,7 +205,10 @@ def _role_from_uses(
     if len(products) == len(matrices) and products[0].form[0] > 1:
         return _stack_role(name, parameter, products[0], parts)
     axis = 0
-    rows = products[0].form[1] if products else parameter.shape[0]
+    if products:
+        rows = products[0].form[1]
+    else:
+        rows = parameter.shape[0]
     if products and products[0].turned:
         axis = parameter.ndim - 1
     split, remark = _split_of(parts, rows)
@@ -230,7 +235,10 @@ def _convolution_role(
         return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise filters of {kind}")
     remark = ""
     if groups > 1:
-        split = (rows,) * groups if axis == 0 else (rows,)
+        if axis == 0:
+            split = (rows,) * groups
+        else:
+            split = (rows,)
         remark = f", {groups} groups"
     else:
         split, remark = _split_of(parts, rows)
@@ -246,13 +254,19 @@ def _stack_role(
     """The role of a parameter that holds several matrices, each used with inputs of its own."""
     count, rows, columns = product.form
     if parameter.ndim == 2:  # slices of one weight, each used by itself
-        size = columns if product.turned else rows
+        if product.turned:
+            size = columns
+        else:
+            size = rows
         reason = f"{count} matrices that are used one by one"
         return ParameterRole(name, Role.MATRIX, (size,) * count, 0, reason)
     if min(rows, columns) == 1:
         return ParameterRole(name, Role.VECTOR, (), 0, f"a stack of {count} vectors")
     split, remark = _split_of(parts, rows)
-    axis = parameter.ndim - 1 if product.turned else parameter.ndim - 2
+    if product.turned:
+        axis = parameter.ndim - 1
+    else:
+        axis = parameter.ndim - 2
     return ParameterRole(name, Role.EXPERTS, split, axis, f"a stack of {count} matrices{remark}")
 
 
@@ -298,7 +312,10 @@ def _inner_role(
         # each gate has a nonlinearity of its own: i, f, g, o of the LSTM, r, z, n of the GRU
         count = max(1, rows // int(module.hidden_size))
     split = (rows // count,) * count
-    what = f"{count} matrices" if count > 1 else "matrix"
+    if count > 1:
+        what = f"{count} matrices"
+    else:
+        what = "matrix"
     return ParameterRole(name, Role.MATRIX, split, 0, f"{what} in {kind}")
 
 
@@ -314,7 +331,10 @@ def _role_of_made(
     if tuple(parameter.shape) == made.shape:
         split, remark = _split_of(parts, rows)
         reason += remark
-    role = Role.MATRIX if made.function == "linear" else Role.CONVOLUTION
+    if made.function == "linear":
+        role = Role.MATRIX
+    else:
+        role = Role.CONVOLUTION
     return ParameterRole(name, role, split, 0, reason)
 
 
@@ -357,7 +377,9 @@ def _role_inside(name: str, parameter: Tensor, module: nn.Module, layer: Compoun
 
 
 def _unknown(parameter: Tensor) -> str:
-    return "a vector" if parameter.ndim < 2 else "no product of matrices with it was seen"
+    if parameter.ndim < 2:
+        return "a vector"
+    return "no product of matrices with it was seen"
 
 
 def _find_heads(record: ForwardRecord, result: Any) -> set[str]:

@@ -120,8 +120,10 @@ def sample_rows(
 def _vmapped(
     linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
-    source, call = linear.map, linear.map.call
-    samples, axis = linear.value.shape[0], source.batch_dim
+    source = linear.map
+    call = linear.map.call
+    samples = linear.value.shape[0]
+    axis = source.batch_dim
     fixed = {n: p.detach() for n, p in linear.leaves.items()}
     free = {n: fixed.pop(n) for n in names}
     flat, spec = pytree.tree_flatten((call.args, call.kwargs))
@@ -208,16 +210,22 @@ class LayerStructure:
     @classmethod
     def establish(cls, linear: ModuleLinearization) -> LayerStructure:
         """Probe with covectors u and c∘u, c one random number per sample."""
-        z, leaves = linear.value, linear.leaves
+        z = linear.value
+        leaves = linear.leaves
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
         c = (1 + torch.rand(z.shape[0], generator=generator, dtype=torch.float64)).to(z)
         edges: list[Any] = [e.edge for e in linear.entries]
         found: Any = linear.gradients(u, edges + list(leaves.values()))
-        scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges) if edges else ()
+        if edges:
+            scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges)
+        else:
+            scaled = ()
         truth = dict(zip(leaves, found[len(edges) :], strict=True))
 
-        layouts, reasons, exact = {}, {}, find_arithmetic_dtype(linear.graph)
+        layouts = {}
+        reasons = {}
+        exact = find_arithmetic_dtype(linear.graph)
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
             layout = None
             if one is not None and two is not None:
@@ -241,10 +249,8 @@ class LayerStructure:
     ) -> None:
         """Keep the parameters whose layer formula reproduces autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        sums, limit = (
-            (b.lift(ones) for b in blocks),
-            relative_tolerance(find_arithmetic_dtype(linear.graph), 10),
-        )
+        sums = (b.lift(ones) for b in blocks)
+        limit = relative_tolerance(find_arithmetic_dtype(linear.graph), 10)
         for name, why in _unexplained(linear, sums, truth, limit).items():
             self.reasons.setdefault(name, why)
         self.rest = tuple(n for n in truth if n in self.reasons)
@@ -278,8 +284,10 @@ class LayerStructure:
                 continue
             uses = []
             for i in indices:
-                entry, x = linear.entries[i], self.layouts[i](linear.entries[i].input)
-                x = x.to(linear.space.dtype) if x.is_floating_point() else x
+                entry = linear.entries[i]
+                x = self.layouts[i](linear.entries[i].input)
+                if x.is_floating_point():
+                    x = x.to(linear.space.dtype)
                 uses.append(Use(entry.module, x, deltas[i], entry.features))
             block = first.layer.block(names, uses)
             block.looks = self.looks.setdefault(first.key, {})
@@ -291,7 +299,10 @@ class LayerStructure:
         for block in blocks:
             for name in block.names:
                 reason = self.reasons.get(name, "known layer")
-                route = f"rows by {self.rows_by}" if name in self.rest else block.route
+                if name in self.rest:
+                    route = f"rows by {self.rows_by}"
+                else:
+                    route = block.route
                 covered.append(Covered(name, route, reason))
         return covered
 

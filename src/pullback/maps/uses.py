@@ -38,7 +38,8 @@ def _linear(
     if weight.ndim == 2 and mode.entries(weight) is not None:
         lead = ascii_letters[2 : 1 + input.ndim]
         return mode.product(out, weight, input, ("ab", f"{lead}b", f"{lead}a"), bias)
-    own, shift = mode.weight(weight), mode.whole(bias)
+    own = mode.weight(weight)
+    shift = mode.whole(bias)
     if own is None and shift is None:
         return None
     return mode.note(nn.Linear, input, out, {"weight": weight if own is None else own,
@@ -111,8 +112,11 @@ def _contraction(
     if not found or (len(operands) > 2 and len(found) > 1):
         return None
     k = found[-1]
-    w, own, rest = operands[k], names[k], [i for i in range(len(operands)) if i != k]
-    x, other = operands[rest[0]], names[rest[0]]
+    w = operands[k]
+    own = names[k]
+    rest = [i for i in range(len(operands)) if i != k]
+    x = operands[rest[0]]
+    other = names[rest[0]]
     if len(rest) > 1:  # their product is what the parameter meets
         other = "".join(dict.fromkeys("".join(names[i] for i in rest)))
         given = ",".join(names[i] for i in rest)
@@ -123,7 +127,8 @@ def _contraction(
         stacked = own[:-2] or ("" if spread else own[:1])
         sizes = {a: n for a, n in zip(stacked, w.shape, strict=False) if a in result and n > 1}
         lacking = [a for a in sizes if a not in other]
-        x, other = x.expand(*(sizes[a] for a in lacking), *x.shape), "".join(lacking) + other
+        x = x.expand(*(sizes[a] for a in lacking), *x.shape)
+        other = "".join(lacking) + other
         x = x.expand(
             [sizes.get(a, n) if n == 1 else n for a, n in zip(other, x.shape, strict=True)]
         )
@@ -145,7 +150,8 @@ def _tensordot(
     if not isinstance(dims, (tuple, list)) or not a.ndim or not b.ndim:
         return None
     pairs = [[d % t.ndim for d in some] for t, some in zip((a, b), dims, strict=True)]
-    one, two = ascii_letters[: a.ndim], list(ascii_letters[a.ndim : a.ndim + b.ndim])
+    one = ascii_letters[: a.ndim]
+    two = list(ascii_letters[a.ndim : a.ndim + b.ndim])
     for i, j in zip(*pairs, strict=True):
         two[j] = one[i]
     result = "".join(t for t in (*one, *two) if (t in one) != (t in two))
@@ -169,10 +175,12 @@ def _conv(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    own, shift = mode.weight(weight), mode.whole(bias)
+    own = mode.weight(weight)
+    shift = mode.whole(bias)
     if own is None and shift is None:
         return None
-    dims, kernel = weight.ndim - 2, tuple(weight.shape[2:])
+    dims = weight.ndim - 2
+    kernel = tuple(weight.shape[2:])
     stride, dilation = (_each(v, dims) for v in (stride, dilation))
     if padding == "same":
         sides = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2)
@@ -207,7 +215,9 @@ def _conv_transpose(
 
 
 def _each(value: Any, dims: int) -> tuple[int, ...]:
-    return (value,) * dims if isinstance(value, int) else tuple(value) * (dims // len(value))
+    if isinstance(value, int):
+        return (value,) * dims
+    return tuple(value) * (dims // len(value))
 
 
 @use("embedding")
@@ -245,8 +255,12 @@ def _gather(
         if index != 0:
             return None
         index = rest[0]
-    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    entries = mode.entries(source) if isinstance(index, Tensor) else None
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    if isinstance(index, Tensor):
+        entries = mode.entries(source)
+    else:
+        entries = None
     if entries is None or not isinstance(index, Tensor) or index.is_floating_point():
         return None
     if index.dtype == torch.bool or not index.ndim or not entries.whole or source.ndim < 2:
@@ -298,11 +312,16 @@ def _add(
     two = names.get("other", two)
     scalar = next((t for t in (one, two) if isinstance(t, (int, float))), None)
     if scalar is not None:  # a gain 1 + g has the derivatives of g
-        source = one if isinstance(one, Tensor) else two
+        if isinstance(one, Tensor):
+            source = one
+        else:
+            source = two
         if alpha == 1 and out is not source and (found := mode.entries(source)) is not None:
             mode.derive(out, found)
         return None
-    return _elementwise(mode, out, one, two, "bias") if alpha == 1 else None
+    if alpha == 1:
+        return _elementwise(mode, out, one, two, "bias")
+    return None
 
 
 def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str) -> Tensor | None:
@@ -323,7 +342,11 @@ def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str)
         if role == "bias" and fits and len(shape) > 1:  # positions that are looked up
             rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
             return _look_up(mode, out, own, rows.expand(out.shape[:-1]))
-        seen = x if role == "weight" else out.new_zeros(())
-        seen, make = seen.detach().expand(out.shape), partial(Gain, role, own, shape)
+        if role == "weight":
+            seen = x
+        else:
+            seen = out.new_zeros(())
+        seen = seen.detach().expand(out.shape)
+        make = partial(Gain, role, own, shape)
         return mode.listener.note((Gain, role, id(own), shape), make, seen, out)
     return None

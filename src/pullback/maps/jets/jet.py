@@ -63,7 +63,8 @@ def rule(*functions: Any):
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
     """What the rule of a function of torch says."""
-    act, name = RULES.get(function), getattr(function, "__name__", str(function))
+    act = RULES.get(function)
+    name = getattr(function, "__name__", str(function))
     if act is None:
         raise Unsupported(name)
     try:
@@ -120,8 +121,12 @@ class Jet:
         tape: Tape | None = None,
         affine: bool = False,
     ) -> None:
-        self.value, self._first, self.higher = value, Cells([first]), Cells(higher)
-        self.scheme, self.tape, self.affine = scheme, tape, affine
+        self.value = value
+        self._first = Cells([first])
+        self.higher = Cells(higher)
+        self.scheme = scheme
+        self.tape = tape
+        self.affine = affine
 
     @property
     def first(self) -> Tensor:
@@ -155,7 +160,8 @@ class Jet:
         The last argument of `op` is the number of axes that lie in front.
         """
         jets = (self, *others)
-        value = op(*(j.value for j in jets), 0) if value is None else value
+        if value is None:
+            value = op(*(j.value for j in jets), 0)
         higher = [lambda i=i: op(*(j.higher[i] for j in jets), 0) for i in range(len(self.higher))]
         affine = all(j.affine for j in jets)
         return self.like(value, lambda: op(*(j.first for j in jets), 1), higher, affine)
@@ -163,7 +169,11 @@ class Jet:
     def channel(self, i: int) -> Tensor:
         """One channel, by its position in the scheme."""
         m = self.scheme.first.stop - 1
-        return self.value if i == 0 else self.first[i - 1] if i <= m else self.higher[i - 1 - m]
+        if i == 0:
+            return self.value
+        if i <= m:
+            return self.first[i - 1]
+        return self.higher[i - 1 - m]
 
     @property
     def asked(self) -> tuple[bool, ...]:
@@ -178,9 +188,13 @@ class Jet:
 
     def channels(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
         """The same, with the first derivatives one by one."""
-        asked = self.asked if asked is None else asked
+        if asked is None:
+            asked = self.asked
         value, *rest = self.tensors(asked)
-        first = rest.pop(0).unbind() if asked[0] else ()
+        if asked[0]:
+            first = rest.pop(0).unbind()
+        else:
+            first = ()
         return [value, *first, *rest]
 
     def stacked(self) -> Tensor:
@@ -209,12 +223,14 @@ class Jet:
         return partial(_apply, method, self)
 
     def __getitem__(self, index: Any) -> Jet:
-        index = index if isinstance(index, tuple) else (index,)
+        if not (isinstance(index, tuple)):
+            index = (index,)
         if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
             # places of several tensors move to the front: derivatives must not be in the way
             # and at once: lists and tensors may be changed after their use
             jet = self.full()
-            value, first = jet.value[index], [x[index] for x in jet.first]
+            value = jet.value[index]
+            first = [x[index] for x in jet.first]
             empty = value.new_zeros(0, *value.shape)
             higher = [h[index] for h in jet.higher]
             return self.like(value, torch.stack(first) if first else empty, higher)
@@ -265,7 +281,10 @@ def write_rows(
     for t, a in enumerate(used.channels):
         d = [one[t] for one in deltas]
         if any(x.stride() != (0, 0) for x in d):  # which marks zeros
-            joint = d[0][:, None] if len(d) == 1 else torch.stack(d, 1)
+            if len(d) == 1:
+                joint = d[0][:, None]
+            else:
+                joint = torch.stack(d, 1)
             terms += [(t, *pair) for pair in zip(joint.chunk(sites), a.chunk(sites), strict=True)]
     if bias is not None:
         for d in (d for t, d, _ in terms if t == 0):

@@ -34,7 +34,9 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
 
     def laplacian() -> Tensor:
         bent = f[2] * collapsed(a).square().sum(0)
-        return bent if a.affine else bent + f[1] * a.higher[-1]
+        if a.affine:
+            return bent
+        return bent + f[1] * a.higher[-1]
 
     higher: list[Cell] = [partial(summed, terms) for terms in scheme.chain]
     if scheme.laplacian:
@@ -45,11 +47,15 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
 def collapsed(a: Jet) -> Tensor:
     """The first derivatives along the Laplacian's axes; all of them are no copy in reverse."""
     some = a.scheme.collapsed
-    return a.first if some == slice(0, len(a.first)) else a.first[some]
+    if some == slice(0, len(a.first)):
+        return a.first
+    return a.first[some]
 
 
 def _times(count: int, x: Tensor) -> Tensor:
-    return x if count == 1 else count * x
+    if count == 1:
+        return x
+    return count * x
 
 
 def _on_jet(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
@@ -82,7 +88,9 @@ def power(a: Any, exponent: Any) -> Jet:
 
 def bilinear(op: Callable[[Tensor, Tensor], Tensor], a: Jet, b: Jet) -> Jet:
     """op(a, b) by Leibniz; with a Laplacian aΔb + bΔa + 2Σ ∂a∂b."""
-    scheme, x, y = a.scheme, a.channel, b.channel
+    scheme = a.scheme
+    x = a.channel
+    y = b.channel
 
     def summed(terms: list[tuple[int, int, int]]) -> Tensor:
         shares = [_times(n, op(x(i), y(j))) for n, i, j in terms]
@@ -177,8 +185,14 @@ def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
     if a.tape is None or a.ndim < 2 or weight.ndim != 2 or a.shape[0] != a.tape.points:
         return _affine(a, weight, bias)
     names = a.tape.names.get(id(weight)), a.tape.names.get(id(bias))
-    fixed = weight.detach() if names[0] else weight
-    shift = bias.detach() if bias is not None and names[1] else bias
+    if names[0]:
+        fixed = weight.detach()
+    else:
+        fixed = weight
+    if bias is not None and names[1]:
+        shift = bias.detach()
+    else:
+        shift = bias
     out = _affine(a, fixed, shift)
     if any(names):
         # each point has cotangents of its own, which can be taken at these tensors

@@ -68,7 +68,9 @@ class Scheme:
         """The Laplacian's axes among the first derivatives."""
         places = [self.position[(i,)] - 1 for i in self.laplacian]
         whole = bool(places) and places == list(range(places[0], places[-1] + 1))
-        return slice(places[0], places[-1] + 1) if whole else places
+        if whole:
+            return slice(places[0], places[-1] + 1)
+        return places
 
     @cached_property
     def higher(self) -> tuple[Index, ...]:
@@ -115,7 +117,8 @@ def _partitions(index: Index) -> Iterator[tuple[Index, ...]]:
     if not index:
         yield ()
         return
-    head, tail = index[0], index[1:]
+    head = index[0]
+    tail = index[1:]
     places = range(len(tail))
     for k in range(len(tail) + 1):
         for chosen in combinations(places, k):

@@ -15,7 +15,9 @@ from .jet import RULES, Jet, Unsupported, rule
 
 def _shifted(dim: int, front: int) -> int:
     """An axis where `front` more axes lie in front."""
-    return dim if dim < 0 else dim + front
+    if dim < 0:
+        return dim
+    return dim + front
 
 
 def _joined(op: Any, items: Sequence[Any], dim: int = 0) -> Jet:
@@ -78,7 +80,12 @@ def unbind(a: Jet, dim: int = 0) -> Any:
 
 def _over(op: str, a: Jet, dim: Any = None, keepdim: bool = False) -> Jet:
     """Sums and means over features."""
-    axes = range(a.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    if dim is None:
+        axes = range(a.ndim)
+    elif isinstance(dim, int):
+        axes = (dim,)
+    else:
+        axes = dim
     if any(axis % a.ndim == 0 for axis in axes):
         raise Unsupported(f"{op} over the points")
     return a.each(

@@ -32,7 +32,8 @@ def by_forward_mode(function: Callable[[Tensor], Tensor]) -> Tower:
     """The tower of any elementwise function, by nested forward-mode differentiation."""
 
     def build(a: Tensor, order: int) -> list[Tensor]:
-        out, f = [function(a)], function
+        out = [function(a)]
+        f = function
         for _ in range(order):
             f = _derivative(f)
             out.append(f(a))
@@ -62,7 +63,10 @@ def _polynomials(slope: tuple[int, ...], order: int) -> tuple[tuple[int, ...], .
 def _horner(coefficients: tuple[int, ...], s: Tensor) -> Tensor:
     out: Tensor | float = float(coefficients[-1])
     for c in reversed(coefficients[:-1]):
-        out = out * s + c if c else out * s
+        if c:
+            out = out * s + c
+        else:
+            out = out * s
     assert isinstance(out, Tensor)
     return out
 
@@ -95,7 +99,8 @@ def sigmoid(a: Tensor, order: int) -> list[Tensor]:
 @tower(torch.sin, Tensor.sin)
 def sin(a: Tensor, order: int) -> list[Tensor]:
     """Sin, cos, −sin, −cos, …"""
-    s, c = torch.sin(a), torch.cos(a)
+    s = torch.sin(a)
+    c = torch.cos(a)
     return [(s, c, -s, -c)[k % 4] for k in range(order + 1)]
 
 
@@ -151,7 +156,8 @@ def relu(a: Tensor, order: int, inplace: bool = False) -> list[Tensor]:
 @tower(torch.pow, Tensor.pow, Tensor.__pow__)
 def power(a: Tensor, order: int, exponent: float = 1.0) -> list[Tensor]:
     """a^c, c a^{c−1}, c(c−1) a^{c−2}, …"""
-    out, factor = [], 1.0
+    out = []
+    factor = 1.0
     for k in range(order + 1):
         out.append(factor * torch.pow(a, exponent - k) if factor else torch.zeros_like(a))
         factor *= exponent - k

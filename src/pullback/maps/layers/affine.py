@@ -38,7 +38,9 @@ _SQUARES = 2**24  # entries of samples' gradients held at once
 
 def _moment(x: Tensor, longest: int) -> Tensor:
     """Σ xxᵀ over the places of (G, P, n)."""
-    return x.square().sum(1) if x.shape[-1] > longest else x.mT @ x
+    if x.shape[-1] > longest:
+        return x.square().sum(1)
+    return x.mT @ x
 
 
 class AffineBlock(Block):
@@ -64,10 +66,18 @@ class AffineBlock(Block):
         if isinstance(inputs, Tensor):
             inputs, width = inputs.__getitem__, inputs.shape[-1]
         n, _, g, t, _ = delta.shape
-        self._weight, self._bias, self._h = weight, bias, homogeneous
-        self.turned, self.looks = turned, {} if looks is None else looks
+        self._weight = weight
+        self._bias = bias
+        self._h = homogeneous
+        self.turned = turned
+        if looks is None:
+            self.looks = {}
+        else:
+            self.looks = looks
         self.names = tuple(n for n in (weight, bias) if n is not None)
-        self._inputs_of, self.shape, self._delta = inputs, (n, g, t, width), delta
+        self._inputs_of = inputs
+        self.shape = (n, g, t, width)
+        self._delta = delta
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is found anew."""
@@ -104,12 +114,16 @@ class AffineBlock(Block):
     @cached_property
     def _pooled(self) -> AffineBlock:
         """For `add_gram`, the same rows from one place, where all places have one cotangent."""
-        t, first = self.shape[2], self._delta[:, :, :, :1]
+        t = self.shape[2]
+        first = self._delta[:, :, :, :1]
         before = self.looks.get("pooled")
         if t == 1 or before is False:
             return self
         # a layer whose places differ shows it at the second one already
-        some = (t,) if before else (2, t)
+        if before:
+            some = (t,)
+        else:
+            some = (2, t)
         alike = all(bool((self._delta[:, :, :, :k] == first).all()) for k in some)
         self.looks["pooled"] = alike
         if not alike:
@@ -118,13 +132,17 @@ class AffineBlock(Block):
         def inputs(some: slice) -> Tensor:
             return self._inputs_of(some).sum(2, keepdim=True)
 
-        height = first.new_tensor([t]) if self._h is None else self._h.sum().reshape(1)
+        if self._h is None:
+            height = first.new_tensor([t])
+        else:
+            height = self._h.sum().reshape(1)
         return self._like(inputs, first, height)
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
         """By group, the factors of the cotangents where covectors and places separate."""
-        before, found = self.looks.get("separated"), []
+        before = self.looks.get("separated")
+        found = []
         if before is False:
             return []
         for g in range(self.shape[1]):
@@ -144,7 +162,9 @@ class AffineBlock(Block):
         if self._weight is None:
             return "rows"
         way, look = cheapest(self._delta, other._delta, self.shape[3])
-        return "separated" if look and self._separated and other._separated else way
+        if look and self._separated and other._separated:
+            return "separated"
+        return way
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
@@ -160,8 +180,12 @@ class AffineBlock(Block):
         o = self._delta.shape[-1]
         y: Tensor | float = 0.0
         if self._weight is not None:
-            x, w = self._by_group(self._inputs()), v[self._weight]
-            w = w.reshape(g, i, o).mT if self.turned else w.reshape(g, o, i)
+            x = self._by_group(self._inputs())
+            w = v[self._weight]
+            if self.turned:
+                w = w.reshape(g, i, o).mT
+            else:
+                w = w.reshape(g, o, i)
             y = torch.stack([a @ b.T for a, b in zip(x, w, strict=True)])
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
@@ -173,9 +197,11 @@ class AffineBlock(Block):
         delta = torch.einsum("nrgto,nr->ngto", self._delta, c)
         out = {}
         if self._weight is not None:
-            x, d = self._by_group(self._inputs()), self._by_group(delta)
+            x = self._by_group(self._inputs())
+            d = self._by_group(delta)
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
-            shares = [x.T for x in shares] if self.turned else shares
+            if self.turned:
+                shares = [x.T for x in shares]
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:
             if self._h is not None:
@@ -191,7 +217,9 @@ class AffineBlock(Block):
     @property
     def _height(self) -> Tensor:
         """h, (T,)."""
-        return self._delta.new_ones(self.shape[2]) if self._h is None else self._h
+        if self._h is None:
+            return self._delta.new_ones(self.shape[2])
+        return self._h
 
     def sides(self, longest: int) -> tuple[Tensor, Tensor]:
         r"""Σ δδᵀ, (G, O, O), and mean āāᵀ, (G, I, I) or with the bias (G, I + 1, I + 1).
@@ -224,7 +252,8 @@ class AffineBlock(Block):
         """
         n, _, t, _ = self.shape
         delta = self._delta.flatten(0, 1)  # (N·R, G, T, O)
-        delta = delta if u is None else delta @ u
+        if u is not None:
+            delta = delta @ u
         x = self._extended()
         x = (x if w is None else x @ w).repeat_interleave(len(delta) // n, 0)
         if t == 1:
@@ -242,13 +271,22 @@ class AffineBlock(Block):
         """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
         assert isinstance(other, AffineBlock)
         one = self._pooled
-        two = one if other is self else other._pooled
+        if other is self:
+            two = one
+        else:
+            two = other._pooled
         one._add(out, two, one._route(two), budget)
 
     def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
         same = other is self
-        x = self._inputs() if self._weight is not None else None
-        y = x if same or x is None else other._inputs()
+        if self._weight is not None:
+            x = self._inputs()
+        else:
+            x = None
+        if same or x is None:
+            y = x
+        else:
+            y = other._inputs()
         if x is None or y is None or route == "materialized":
             if x is not None and y is not None:
                 add_materialized(out, self._delta, other._delta, x, y, budget)
@@ -258,18 +296,30 @@ class AffineBlock(Block):
                     out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1)
                 )
             return
-        heights = None if self._bias is None else self._height[:, None, None] * other._height
+        if self._bias is None:
+            heights = None
+        else:
+            heights = self._height[:, None, None] * other._height
         for g in range(self.shape[1]):
             if route == "separated":
                 one = self._moments(g, x)
                 add_separated(out, one, one if same else other._moments(g, y), budget)
                 continue
             d1 = self._delta[:, :, g]
-            d2 = d1 if same else other._delta[:, :, g]
-            add = add_contracted if route == "contracted" else add_hadamard
+            if same:
+                d2 = d1
+            else:
+                d2 = other._delta[:, :, g]
+            if route == "contracted":
+                add = add_contracted
+            else:
+                add = add_hadamard
             add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
 
     def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
         """The factors of a group and their moments with the inputs."""
-        heights = None if self._bias is None else self._height
+        if self._bias is None:
+            heights = None
+        else:
+            heights = self._height
         return self._separated[g], self._separated[g].moments(inputs[:, g], heights)

@@ -41,7 +41,9 @@ class Attention(Compound):
 
     def note(self, module: Any) -> str:
         drops = module.training and module.dropout > 0
-        return "dropout of attention weights" if drops else ""
+        if drops:
+            return "dropout of attention weights"
+        return ""
 
     def steps(
         self,
@@ -121,12 +123,14 @@ def _extended(module: Any, k: Tensor, v: Tensor, taps: list[Tap]) -> tuple[Tenso
     """Keys and values with the learned place, and the place of zeros, at the end of the source."""
     if module.bias_k is not None:
         place = k.new_empty(1, len(k), 0)
-        one, two = Tap(None, module.bias_k), Tap(None, module.bias_v)
+        one = Tap(None, module.bias_k)
+        two = Tap(None, module.bias_v)
         k = torch.cat([k, one(place)[0][:, None]], 1)
         v = torch.cat([v, two(place)[0][:, None]], 1)
         taps.extend((one.finish(), two.finish()))
     if module.add_zero_attn:
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        k = F.pad(k, (0, 0, 0, 1))
+        v = F.pad(v, (0, 0, 0, 1))
     return k, v
 
 
@@ -143,13 +147,19 @@ def _mask(module: Any, query: Tensor, padding: Tensor | None, mask: Tensor | Non
     """
     total: Tensor | None = None
     if mask is not None:
-        mask = mask if mask.ndim == 2 else mask.unflatten(0, (len(query), -1))
+        if mask.ndim != 2:
+            mask = mask.unflatten(0, (len(query), -1))
         total = _additive(mask, query)
     if padding is not None:
         padding = _additive(padding, query).reshape(len(query), 1, 1, -1)
-        total = padding if total is None else total + padding
+        if total is None:
+            total = padding
+        else:
+            total = total + padding
     extra = int(module.bias_k is not None) + int(module.add_zero_attn)
-    return total if total is None else F.pad(total, (0, extra))
+    if total is None:
+        return total
+    return F.pad(total, (0, extra))
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:

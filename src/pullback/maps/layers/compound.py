@@ -39,9 +39,17 @@ class Tap:
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None, groups: int = 1) -> None:
-        self.weight, self.bias, self._groups = weight, bias, groups
-        self._w = None if weight is None else _split(weight, groups, weight.shape[-1])
-        self._b = None if bias is None else _split(bias, groups, 1)
+        self.weight = weight
+        self.bias = bias
+        self._groups = groups
+        if weight is None:
+            self._w = None
+        else:
+            self._w = _split(weight, groups, weight.shape[-1])
+        if bias is None:
+            self._b = None
+        else:
+            self._b = _split(bias, groups, 1)
         #: a per step, each (G, P_t, I), without a graph
         self.inputs: list[Tensor] = []
         #: z per step, each (G, P_t, O), in the replay's graph
@@ -67,7 +75,10 @@ class Tap:
             z = a @ self._w.mT
         if self._b is not None:
             b = self._b.mT
-            z = b.expand(-1, a.shape[1], -1) if z is None else z + b
+            if z is None:
+                z = b.expand(-1, a.shape[1], -1)
+            else:
+                z = z + b
         assert z is not None
         if not z.requires_grad:
             z.requires_grad_()  # no earlier map stands before this one: the graph begins here
@@ -84,7 +95,8 @@ class Tap:
         """
         every = sum(a.shape[1] for a in self.inputs)
         self.places = tuple(prod(g) for g in grids) or (every,) * self._groups
-        self.grids, self.batch_dim = tuple(grids), batch_dim
+        self.grids = tuple(grids)
+        self.batch_dim = batch_dim
         if backwards:
             self.inputs.reverse()
             self.outputs.reverse()
@@ -135,7 +147,8 @@ class Compound(ABC):
 
     def alone(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The outputs by the layer's own forward without dropout: what `replay` must reproduce."""
-        some, dropout = next(module.parameters()), module.dropout
+        some = next(module.parameters())
+        dropout = module.dropout
         args, kwargs = _fixed((args, kwargs), some.dtype)
         module.dropout = 0.0  # not eval(): cuDNN's recurrences have gradients in training alone
         try:
@@ -166,6 +179,8 @@ def _fixed(tree: Any, dtype: torch.dtype) -> Any:
             return value._replace(data=fixed(value.data))
         if not isinstance(value, Tensor):
             return value
-        return value.detach().to(dtype) if value.is_floating_point() else value.detach()
+        if value.is_floating_point():
+            return value.detach().to(dtype)
+        return value.detach()
 
     return pytree.tree_map(fixed, tree)

@@ -50,11 +50,15 @@ class Conv(Layer):
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         """(B, *places), or (B,) where the loss ignores samples as a whole."""
-        delta = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
-        return counted(delta.flatten(1), keep) if keep.ndim == 1 else counted(delta, keep, 1)
+        if delta.ndim != 2 + len(module.kernel_size):
+            delta = delta[None]
+        if keep.ndim == 1:
+            return counted(delta.flatten(1), keep)
+        return counted(delta, keep, 1)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        x = x if x.ndim == 2 + len(module.kernel_size) else x[None]
+        if x.ndim != 2 + len(module.kernel_size):
+            x = x[None]
         width = module.in_channels // module.groups * prod(module.kernel_size)
         if sharing.reduce:
             return shared_moments(patches(module, x), sharing, keep)
@@ -86,7 +90,10 @@ class Conv(Layer):
         return [found[i] for i in range(len(uses))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        d = delta if delta.ndim == 2 + len(module.kernel_size) else delta[None]
+        if delta.ndim == 2 + len(module.kernel_size):
+            d = delta
+        else:
+            d = delta[None]
         if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
             return channel_moment(d)
         return shared_second_moment(d.unflatten(1, (module.groups, -1)).flatten(3).mT, sharing)
@@ -96,11 +103,18 @@ def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> 
     """All patches of some samples at a time, of which those count that `keep` says."""
     places = prod(_places(module, x))
     each = places * x.shape[1] * prod(module.kernel_size) * x.element_size()
-    step, found = max(1, _TOGETHER // max(1, each)), None
-    masks = repeat(None) if keep is None else keep.split(step)
+    step = max(1, _TOGETHER // max(1, each))
+    found = None
+    if keep is None:
+        masks = repeat(None)
+    else:
+        masks = keep.split(step)
     for some, mask in zip(x.split(step), masks, strict=False):
         more = shared_moments(patches(module, some), sharing, mask)
-        found = more if found is None else found + more
+        if found is None:
+            found = more
+        else:
+            found = found + more
     assert found is not None
     return found
 
@@ -112,7 +126,9 @@ def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
     # on a CPU a correlation is no faster, and its sums are less exact
     if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
         return correlated_moments
-    return channel_moments if x.shape[1] <= sharing.longest and pointwise(module, x) else None
+    if x.shape[1] <= sharing.longest and pointwise(module, x):
+        return channel_moments
+    return None
 
 
 #: bytes that each of these takes per input

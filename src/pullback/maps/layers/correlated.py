@@ -37,7 +37,8 @@ def correlates(module: Any, x: Tensor) -> bool:
 
 def correlated_moments(some: Sequence[Tensor]) -> Tensor:
     """Σ a aᵀ (K, 9C, 9C) over samples and places, channel-major, for K inputs (B, C, H, W)."""
-    k, c = len(some), some[0].shape[1]
+    k = len(some)
+    c = some[0].shape[1]
     weight = some[0].new_empty(1).expand(c, c, 3, 5)
     with _as_products(weight):
         lower = torch.stack([_correlation(x, weight) for x in some]).contiguous()
@@ -51,7 +52,8 @@ def _assembled(lower: Tensor, edges: Sequence[Tensor]) -> Tensor:
     k, c = lower.shape[:2]
     r = torch.cat([lower[..., 1:, :].flip(3, 4).transpose(1, 2), lower], 3).contiguous()
     # at u, v goes through the 3×3 steps of R from 2 − u on: nine pieces that are put side by side
-    sizes, steps = (k * c, c, 3, 3), (25 * c, 25, 5, 1)
+    sizes = (k * c, c, 3, 3)
+    steps = (25 * c, 25, 5, 1)
     pieces = [r.as_strided(sizes, steps, 12 - 5 * i - j) for i in range(3) for j in range(3)]
     m = torch.cat(pieces, 1).view(k, c, 3, 3, c, 3, 3)
     for axis, moments in enumerate(edges):

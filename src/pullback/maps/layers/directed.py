@@ -70,7 +70,8 @@ class DirectedLayer(Layer):
     """As the layer of the inner module, with the side of the slices scaled by c."""
 
     use = "normalized"
-    curvature, joint = "kronecker", False
+    curvature = "kronecker"
+    joint = False
 
     def features(self, module: Any, ndim: int) -> int:
         return find(module.inner).features(module.inner, ndim)
@@ -116,8 +117,11 @@ class DirectedBlock(Block):
     """Rows for v and the bias, from those for W and the bias."""
 
     def __init__(self, weight: str | None, module: NormalizedUse, inner: Block) -> None:
-        self._weight, self._module, self._inner = weight, module, inner
-        self.names, self.looks = inner.names, {}
+        self._weight = weight
+        self._module = module
+        self._inner = inner
+        self.names = inner.names
+        self.looks = {}
 
     def narrow(self, start: int, stop: int) -> Block:
         return DirectedBlock(self._weight, self._module, self._inner.narrow(start, stop))

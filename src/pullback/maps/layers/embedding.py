@@ -20,14 +20,18 @@ class GatherBlock(Block):
 
     def __init__(self, name: str, table: tuple[int, int], index: Tensor, delta: Tensor) -> None:
         self.names = (name,)
-        self._name, self._table, self._index, self._delta = name, table, index, delta
+        self._name = name
+        self._table = table
+        self._index = index
+        self._delta = delta
 
     @property
     def route(self) -> str:
         return "hadamard"
 
     def narrow(self, start: int, stop: int) -> Block:
-        index, delta = self._index[start:stop], self._delta[start:stop]
+        index = self._index[start:stop]
+        delta = self._delta[start:stop]
         return GatherBlock(self._name, self._table, index, delta)
 
     def traced(self) -> Block:
@@ -71,7 +75,9 @@ class Embedding(Layer):
     """
 
     use = "embedding"
-    curvature, input_first, one_hot = "kronecker", True, True
+    curvature = "kronecker"
+    input_first = True
+    one_hot = True
 
     def form(self, module: Any) -> tuple[int, int, int]:
         return 1, module.num_embeddings, module.embedding_dim
@@ -92,11 +98,19 @@ class Embedding(Layer):
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         if module.padding_idx is not None:
             words = x != module.padding_idx
-            keep = words if keep is None else words & keep
+            if keep is None:
+                keep = words
+            else:
+                keep = words & keep
         ones = torch.ones_like(x, dtype=compute_dtype(module.weight.dtype))
-        ones = ones if keep is None else ones * keep
+        if keep is not None:
+            ones = ones * keep
         counts = ones.new_zeros(module.num_embeddings).index_add_(0, x.flatten(), ones.flatten())
-        places = x.numel() if keep is None else keep.sum().clamp(min=1)  # all may be padding
+        # all may be padding
+        if keep is None:
+            places = x.numel()
+        else:
+            places = keep.sum().clamp(min=1)
         return Moments(counts[None], counts[None], places)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -30,7 +30,9 @@ from ..._core.products import add_cross_gram, cross_gram
 Weights = Callable[[slice, slice], Tensor]
 
 _WIDTH = 512  # rows and columns of a tile that stays in a CPU's cache
-_PANELS, _LONG = 6, 4096  # elsewhere, panels of a symmetric product, and rows from which they pay
+# elsewhere, panels of a symmetric product, and rows from which they pay
+_PANELS = 6
+_LONG = 4096
 
 
 def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
@@ -39,7 +41,8 @@ def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: 
     `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Panels of samples keep the
     largest temporary within the budget, and where d2 is d1 only the lower half is formed.
     """
-    (n, r, t, _), (n2, r2, t2, _) = d1.shape, d2.shape
+    n, r, t, _ = d1.shape
+    n2, r2, t2, _ = d2.shape
     if t * t2 == 1:
         one = d1.flatten(1, 2)
         _add_one_place(out, one, one if d2 is d1 else d2.flatten(1, 2), weights, budget)
@@ -47,16 +50,23 @@ def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: 
     panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * d1.element_size()))
     for a in range(0, n, panel):
         b = min(a + panel, n)
-        stop = b if d2 is d1 else n2
+        if d2 is d1:
+            stop = b
+        else:
+            stop = n2
         tile = _panel(d1, d2, weights, slice(a, b), slice(0, stop))
         out[a * r : b * r, : stop * r2] += tile
 
 
 def _add_one_place(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
     """out += w (δ·δ') for (N, R, O): each tile is multiplied, weighted and added while in cache."""
-    (n, r, _), (n2, r2, _) = d1.shape, d2.shape
+    n, r, _ = d1.shape
+    n2, r2, _ = d2.shape
     left = d1.flatten(0, 1)
-    right = left if d2 is d1 else d2.flatten(0, 1)
+    if d2 is d1:
+        right = left
+    else:
+        right = d2.flatten(0, 1)
     w = weights(slice(0, n), slice(0, n2)).view(n, n2)
     for rows, some in _tiles(d1, d2, budget):
         tile = cross_gram(
@@ -69,14 +79,18 @@ def _add_one_place(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget
 
 def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]:
     """Slices of samples; where d2 is d1, those on and below the diagonal."""
-    (n, r, _), (n2, r2, _) = d1.shape, d2.shape
+    n, r, _ = d1.shape
+    n2, r2, _ = d2.shape
     if d1.device.type == "cpu":
-        high, wide = 2 * _WIDTH // r, min(_WIDTH, max(_WIDTH // 8, n2 * r2 // 8)) // r2
+        high = 2 * _WIDTH // r
+        wide = min(_WIDTH, max(_WIDTH // 8, n2 * r2 // 8)) // r2
     else:
-        high, wide = n, budget // (4 * n * r * r2 * d1.element_size())
+        high = n
+        wide = budget // (4 * n * r * r2 * d1.element_size())
         if d2 is d1:  # what stands above the diagonal is left out by whole panels
             wide = min(wide, -(-n // max(1, min(_PANELS, n * r // _LONG))))
-    high, wide = max(1, high), max(1, wide)
+    high = max(1, high)
+    wide = max(1, wide)
     for a in range(0, n2, wide):
         for b in range(a if d2 is d1 else 0, n, high):
             yield slice(b, min(b + high, n)), slice(a, min(a + wide, n2))
@@ -84,7 +98,10 @@ def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]
 
 def _panel(d1: Tensor, d2: Tensor, weights: Weights, one: slice, two: slice) -> Tensor:
     left = d1[one].flatten(0, 2)
-    right = left if d2 is d1 and one == two else d2[two].flatten(0, 2)
+    if d2 is d1 and one == two:
+        right = left
+    else:
+        right = d2[two].flatten(0, 2)
     rows, r, t, _ = d1[one].shape
     columns, r2, t2, _ = d2[two].shape
     out = cross_gram(left, right).view(rows, r, t, columns, r2, t2)
@@ -98,7 +115,9 @@ def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) 
     same = x.data_ptr() == y.data_ptr() and one == two
     out = cross_gram(left, left if same else y[two].flatten(0, 1))
     out = out.view(*x[one].shape[:2], *y[two].shape[:2])
-    return out if heights is None else out.add_(heights)
+    if heights is None:
+        return out
+    return out.add_(heights)
 
 
 _CACHED_WEIGHTS = 2**20  # entries of p held at once on a CPU
@@ -110,7 +129,8 @@ def add_contracted(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget
     `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Where d2 is d1 each pair of
     samples is met once.
     """
-    (n, r, t, o), (n2, r2, t2, _) = d1.shape, d2.shape
+    n, r, t, o = d1.shape
+    n2, r2, t2, _ = d2.shape
     left = d1.reshape(n, r, t * o)
     right = d2.permute(0, 2, 3, 1).reshape(n2, t2, o * r2)
     target = out.view(n, r, n2, r2)
@@ -138,8 +158,11 @@ def add_materialized(
     `out` is (N·R, N'·R'). Panels of groups or of output features keep the rows within the budget.
     Where d2 is d1 so is y x, and half of the products is formed.
     """
-    (n, r, g, _, o), (n2, r2), i = d1.shape, d2.shape[:2], x.shape[-1]
-    size, height = budget // (4 * x.element_size()), n * r + n2 * r2
+    n, r, g, _, o = d1.shape
+    n2, r2 = d2.shape[:2]
+    i = x.shape[-1]
+    size = budget // (4 * x.element_size())
+    height = n * r + n2 * r2
     if x.device.type == "cpu":
         size = min(size, _CACHED_ROWS)
     elif d2 is d1:
@@ -195,7 +218,10 @@ class SeparatedCotangents:
 def _factors(delta: Tensor) -> SeparatedCotangents | None:
     """v from each feature's largest cotangents, g by least squares, and the proof."""
     n, r, t, o = delta.shape
-    some = max(1, _PASS // (n * t * o)) if delta.device.type == "cpu" else r
+    if delta.device.type == "cpu":
+        some = max(1, _PASS // (n * t * o))
+    else:
+        some = r
     parts = delta.split(some, 1)
     sizes = reduce(torch.maximum, (p.abs().amax(1) for p in parts))
     largest, place = sizes.flatten(0, 1).max(0)  # (O,) over samples and places
@@ -209,7 +235,9 @@ def _factors(delta: Tensor) -> SeparatedCotangents | None:
         for p, w in zip(parts, v.split(some), strict=True)
     ]
     bound = 32 * torch.finfo(delta.dtype).eps * largest
-    return SeparatedCotangents(v, g) if bool((torch.stack(left) <= bound).all()) else None
+    if bool((torch.stack(left) <= bound).all()):
+        return SeparatedCotangents(v, g)
+    return None
 
 
 def add_separated(
@@ -222,16 +250,24 @@ def add_separated(
 
     Where `two` is `one` the lower half is formed.
     """
-    (a, m), (b, m2) = one, two
-    (o, n, _), n2, r, r2 = m.shape, m2.shape[1], len(a.v), len(b.v)
+    a, m = one
+    b, m2 = two
+    o, n, _ = m.shape
+    n2 = m2.shape[1]
+    r = len(a.v)
+    r2 = len(b.v)
     pairs = (a.v[:, None] * b.v).flatten(0, 1)  # (R·R', O)
     size = budget // (4 * m.element_size())
-    size = min(size, _CACHED_PRODUCTS) if m.device.type == "cpu" else size
+    if m.device.type == "cpu":
+        size = min(size, _CACHED_PRODUCTS)
     panel = max(1, size // ((o + r * r2) * n2))
     target = out.view(n, r, n2, r2)
     for start in range(0, n, panel):
         stop = min(start + panel, n)
-        end = stop if two is one else n2
+        if two is one:
+            end = stop
+        else:
+            end = n2
         products = torch.bmm(m[:, start:stop], m2[:, :end].mT)  # (O, n, n')
         share = cross_gram(products.flatten(1).T, pairs)
         target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)
@@ -242,10 +278,19 @@ def cheapest(d1: Tensor, d2: Tensor, i: int) -> tuple[str, bool]:
 
     For cotangents (N, R, G, T, O) of both sides and inputs of width I, by multiply-adds.
     """
-    (n, r, g, t, o), (n2, r2, _, t2, _) = d1.shape, d2.shape
+    n, r, g, t, o = d1.shape
+    n2, r2, _, t2, _ = d2.shape
     pairs = n * r * n2 * r2
-    sweep = 40 if t * t2 > 1 else 4  # multiply-adds in the time of passing over an entry
-    passing = 400 if d1.is_cuda else 8  # the same for one pass out and back
+    # multiply-adds in the time of passing over an entry
+    if t * t2 > 1:
+        sweep = 40
+    else:
+        sweep = 4
+    # the same for one pass out and back
+    if d1.is_cuda:
+        passing = 400
+    else:
+        passing = 8
     looking = 16 * (n * r * t + n2 * r2 * t2)  # the same for the proof of separation
     ways = {
         "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),

@@ -27,11 +27,17 @@ class Linear(Layer):
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         if sharing.reduce:
-            kept = None if keep is None else sharing.by_sample(keep, 0)
+            if keep is None:
+                kept = None
+            else:
+                kept = sharing.by_sample(keep, 0)
             x, kept = means(sharing.by_sample(x), kept)
             return moments(x[None], sharing, kept)
         biased = module._parameters.get("bias", x) is not None
-        kept = None if keep is None else keep.flatten()
+        if keep is None:
+            kept = None
+        else:
+            kept = keep.flatten()
         return moments(x.reshape(1, -1, x.shape[-1]), sharing, kept, first=biased)
 
     def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
@@ -54,8 +60,6 @@ class Linear(Layer):
         if sharing.reduce:
             delta = sharing.by_sample(delta).sum(1)
         rows = delta.reshape(-1, width := delta.shape[-1])
-        return (
-            column_gram(rows)[None]
-            if width <= sharing.longest
-            else second_moment(rows[None], sharing)
-        )
+        if width <= sharing.longest:
+            return column_gram(rows)[None]
+        return second_moment(rows[None], sharing)

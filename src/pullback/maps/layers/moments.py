@@ -81,10 +81,12 @@ def detect(
     if not base.numel():
         return None
     lead = tuple(base.shape[: base.ndim - features])
-    dtype = base.dtype if dtype is None or base.dtype != torch.float64 else dtype
+    if dtype is None or base.dtype != torch.float64:
+        dtype = base.dtype
     bound = relative_tolerance(dtype) * base.abs().max()
     for layout in candidates(lead, len(scales)):
-        one, two = layout(base), layout(scaled)
+        one = layout(base)
+        two = layout(scaled)
         c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))
         if bool(((two - c * one).abs() <= bound).all()):
             return layout
@@ -99,15 +101,19 @@ def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | 
     """
     axes = tuple(range(delta.ndim - features, delta.ndim))
     size = torch.linalg.vector_norm(delta, dim=axes, dtype=compute_dtype(delta.dtype)).square()
-    total, found = size.sum(), []
+    total = size.sum()
+    found = []
     if not bool(total > 0):
         return None
     for layout in candidates(tuple(size.shape), len(chosen)):
         own = layout(size)[:, None].flatten(1).sum(1) / total
-        leak, silent = float(own[~chosen].sum()), float((own[chosen] == 0).double().mean())
+        leak = float(own[~chosen].sum())
+        silent = float((own[chosen] == 0).double().mean())
         if leak <= _LEAK:
             found.append((leak + silent, layout))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+    if found:
+        return min(found, key=lambda pair: pair[0])[1]
+    return None
 
 
 _ROUND_OFF = 10  # in units of the last place
@@ -191,7 +197,10 @@ def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:
     it is the way in which fewer cotangents stand where `keep` has none.
     """
     ends = [1] * (reached.ndim - keep.ndim)
-    found = [keep.view(*keep.shape, *ends)] if keep.shape == reached.shape[: keep.ndim] else []
+    if keep.shape == reached.shape[: keep.ndim]:
+        found = [keep.view(*keep.shape, *ends)]
+    else:
+        found = []
     if keep.ndim == 1:
         axes = [i for i, n in enumerate(reached.shape) if n == len(keep) and (i or not found)]
         found += [keep.view([-1 if i == j else 1 for j in range(reached.ndim)]) for i in axes]
@@ -200,7 +209,9 @@ def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:
     if len(found) > 1:
         astray = torch.stack([(reached & ~one).sum() for one in found])
         return found[int(astray.argmin())]
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 def _agree(one: torch.Size, two: torch.Size) -> tuple[int, int] | None:
@@ -239,17 +250,28 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
     `keep` says for each which places count, (...). Small ones are copied to be multiplied at once:
     a launch each takes longer than to move them.
     """
-    x, count = uses[0], len(uses)
+    x = uses[0]
+    count = len(uses)
     n = x.shape[-1]
-    mask = None if keep is None else torch.stack([k.flatten() for k in keep])[..., None]
-    places = [x.numel() // n] * count if mask is None else mask.sum((1, 2)).unbind()
+    if keep is None:
+        mask = None
+    else:
+        mask = torch.stack([k.flatten() for k in keep])[..., None]
+    if mask is None:
+        places = [x.numel() // n] * count
+    else:
+        places = mask.sum((1, 2)).unbind()
     second = x.new_empty(count, 1, n, n, dtype=torch.float32)
     first = x.new_empty(count, 1, n, dtype=torch.float32)
     step = max(1, _TOGETHER // max(1, x.nbytes))
     for a in range(0, count, step):
         some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
-        rows = some[0] if len(some) == 1 else torch.cat(some)
-        rows = rows if mask is None else rows * mask[a : a + step]
+        if len(some) == 1:
+            rows = some[0]
+        else:
+            rows = torch.cat(some)
+        if mask is not None:
+            rows = rows * mask[a : a + step]
         if len(some) == 1 and rows.dtype != second.dtype:
             write_half_precision_moment(second[a, 0], rows[0])
         else:
@@ -281,9 +303,14 @@ def moments(
     """
     places: Tensor | float = x.shape[1]
     if keep is not None:
-        x, places = x * keep[..., None], keep.sum(-1)
-    second, dtype = second_moment(x, sharing), compute_dtype(x.dtype)
-    ones = x.sum(1, dtype=dtype) if first else x.new_zeros(x.shape[0], 1, dtype=dtype)
+        x = x * keep[..., None]
+        places = keep.sum(-1)
+    second = second_moment(x, sharing)
+    dtype = compute_dtype(x.dtype)
+    if first:
+        ones = x.sum(1, dtype=dtype)
+    else:
+        ones = x.new_zeros(x.shape[0], 1, dtype=dtype)
     return Moments(second, ones, places)
 
 
@@ -292,7 +319,10 @@ def shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
     if keep is not None:
         keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])
     if not sharing.reduce:
-        kept = None if keep is None else keep.flatten()
+        if keep is None:
+            kept = None
+        else:
+            kept = keep.flatten()
         return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
     if keep is not None:
         keep = sharing.by_sample(keep).flatten(1)

@@ -24,7 +24,8 @@ _ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores re
 
 def patches(module: Any, x: Tensor) -> Tensor:
     """The inputs (B, G, places, C/G·kernel) that each output place sees, channel-major."""
-    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
+    pad = module._reversed_padding_repeated_twice
+    mode = module.padding_mode
     return windows(module, F.pad(x, pad, "constant" if mode == "zeros" else mode))
 
 
@@ -64,7 +65,8 @@ def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x[(..., *(slice(None, None, s) for s in module.stride))]
         second = channel_moment(x)
         return second, patch_sum(module, x, second)
-    k, c = prod(module.kernel_size), x.shape[1]
+    k = prod(module.kernel_size)
+    c = x.shape[1]
     copied = x.nbytes * k // prod(module.stride)
     # sums over few samples would move the moments more often than the inputs
     limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
@@ -118,7 +120,8 @@ def channel_moment(x: Tensor) -> Tensor:
 
 def channel_moments(some: Sequence[Tensor]) -> Tensor:
     """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
-    x, count = some[0], len(some)
+    x = some[0]
+    count = len(some)
     if count == 1 or (_by_samples(x) and x.dtype != compute_dtype(x.dtype)):
         return torch.cat([channel_moment(x) for x in some])
     if _by_samples(x):
@@ -132,14 +135,17 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
 
 def _turned(some: Sequence[Tensor]) -> Tensor:
     """The channels of several (B, C, *space) of one shape, each in order, as (K, C, B·places)."""
-    c, count = some[0].shape[1], len(some)
+    c = some[0].shape[1]
+    count = len(some)
     return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
 
 
 def channel_bytes(x: Tensor) -> int:
     """Return the bytes that `channel_moments` takes per input."""
     each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
-    return each if _by_samples(x) else x.nbytes
+    if _by_samples(x):
+        return each
+    return x.nbytes
 
 
 def _by_samples(x: Tensor) -> bool:
@@ -154,8 +160,10 @@ def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
 
     Lines are filled up with zeros to a multiple of `aligned`.
     """
-    shape, strides = [x.shape[0]], [x.stride(0)]
-    offsets, steps = [], []
+    shape = [x.shape[0]]
+    strides = [x.stride(0)]
+    offsets = []
+    steps = []
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for i, (k, s, d) in enumerate(axes, start=1):
         shape.append((x.shape[i] - d * (k - 1) - 1) // s + 1)
@@ -164,7 +172,8 @@ def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
         steps.append(d * x.stride(i))
     wide = x.shape[-1]
     seen = x.as_strided((*shape, *offsets, wide), (*strides, *steps, 1), x.storage_offset())
-    places, width = prod(shape), prod(offsets) * wide
+    places = prod(shape)
+    width = prod(offsets) * wide
     if not width % aligned:
         return seen.reshape(places, width)
     out = x.new_empty(places, -(-width // aligned) * aligned)
@@ -175,7 +184,8 @@ def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
 
 def _channels_last(module: Any, x: Tensor) -> Tensor:
     """Padded, (B, *space, C) in memory, by one copy where it is padded with zeros."""
-    pad, mode = module._reversed_padding_repeated_twice, module.padding_mode
+    pad = module._reversed_padding_repeated_twice
+    mode = module.padding_mode
     if not any(pad):
         return x.movedim(1, -1).contiguous()
     if mode != "zeros":

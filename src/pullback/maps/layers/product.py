@@ -61,7 +61,8 @@ class Multiplication:
             return None
         axes = dict(zip(w, zip(entries.size, entries.stride, strict=True), strict=True))
         if index is not None or entries.index is not None:  # axis 0 is picked by place
-            index = entries.index if index is None else index
+            if index is None:
+                index = entries.index
             if entries.index is not None and w[0] not in z[:1]:
                 return None
             axes.pop(w[0])
@@ -72,7 +73,8 @@ class Multiplication:
         picked = sorted((a for a in axes if a in x and a in z), key=lambda a: -axes[a][1])
         outer = sorted((a for a in axes if a not in x), key=lambda a: -axes[a][1])
         inner = sorted((a for a in axes if a not in z), key=lambda a: -axes[a][1])
-        many, found = len(picked), None
+        many = len(picked)
+        found = None
         for k in range(len(inner) if inner and not picked and index is None else 1):
             # Σ_k W_k x_k with matrices that lie apart: all of them have the same output
             parts = [*picked, *inner[:k]], outer, inner[k:]
@@ -108,19 +110,25 @@ class Multiplication:
         if self.summed:
             x = x.sum(self.summed, keepdim=True)
         x = x.permute(*self.x_order, *self.summed)
-        sizes, (lead, rest, picked, _) = x.shape, self.counts
-        t, m = prod(sizes[lead : lead + rest]), prod(sizes[lead + rest : lead + rest + picked])
+        sizes = x.shape
+        lead, rest, picked, _ = self.counts
+        t = prod(sizes[lead : lead + rest])
+        m = prod(sizes[lead + rest : lead + rest + picked])
         return x.reshape(*sizes[:lead], t, m, -1)
 
     def outputs(self, z: Tensor) -> Tensor:
         """Bring the output, or its cotangent, to (*lead, places, matrices, features)."""
-        lead, (many, wide) = z.ndim - len(self.order), self.axes
+        lead = z.ndim - len(self.order)
+        many, wide = self.axes
         z = z.permute(*range(lead), *(z.ndim + axis for axis in self.order))
-        sizes, stop = z.shape, z.ndim - wide
+        sizes = z.shape
+        stop = z.ndim - wide
         shape = sizes[lead : stop - many], sizes[stop - many : stop], sizes[stop:]
         z = z.reshape(*sizes[:lead], *map(prod, shape))
         together = not many and self.used > 1  # Σ_k W_k a_k
-        return z.expand(*z.shape[:-2], self.used, -1) if together else z
+        if together:
+            return z.expand(*z.shape[:-2], self.used, -1)
+        return z
 
 
 def _matrices(
@@ -137,7 +145,8 @@ def _matrices(
         turned = True
     else:
         return None
-    size, total = o * i, entries.parameter.numel()
+    size = o * i
+    total = entries.parameter.numel()
     if not size or (used > 1 and apart != size) or entries.offset % size or total % size:
         return None
     return (total // size, o, i), entries.offset // size, used, turned
@@ -148,7 +157,9 @@ def _merged(axes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     axes = [pair for pair in axes if pair[0] != 1]
     if any(s != n * t for (_, s), (n, t) in pairwise(axes)):
         return None
-    return (prod(n for n, _ in axes), axes[-1][1]) if axes else (1, 1)
+    if axes:
+        return (prod(n for n, _ in axes), axes[-1][1])
+    return (1, 1)
 
 
 class ProductUse(nn.Module):
@@ -177,7 +188,9 @@ class Matrices(Layer):
 
     def form(self, module: Any) -> tuple[int, int, int]:
         g, o, i = module.product.form
-        return (g, i, o) if self.turned else (g, o, i)
+        if self.turned:
+            return (g, i, o)
+        return (g, o, i)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         products = [u.module.product for u in uses]
@@ -193,12 +206,16 @@ class Matrices(Layer):
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         given = module.product
         if sharing.reduce and given.index is None:
-            kept = None if keep is None else sharing.by_sample(keep, 2).flatten(1, 2)
+            if keep is None:
+                kept = None
+            else:
+                kept = sharing.by_sample(keep, 2).flatten(1, 2)
             seen = sharing.by_sample(x, 3).flatten(1, 2)  # (N, places, M, I)
             if kept is not None and kept.shape[-1] == 1:
                 kept = kept[..., 0]
             elif kept is not None:  # each matrix has places of its own
-                seen, kept = seen * kept[..., None], None
+                seen = seen * kept[..., None]
+                kept = None
             seen, kept = means(seen, kept)
             return self._placed(given, moments(seen.transpose(0, 1), sharing, kept))
         if given.index is not None:
@@ -206,8 +223,12 @@ class Matrices(Layer):
             second, first = (torch.cat([getattr(m, n) for m in parts]) for n in ("second", "first"))
             places = torch.stack([torch.as_tensor(m.places, device=x.device) for m in parts])
             return Moments(second, first, places.flatten())
-        kept = None if keep is None else keep.movedim(-1, 0).flatten(1)
-        kept = kept[0] if kept is not None and len(kept) == 1 else kept
+        if keep is None:
+            kept = None
+        else:
+            kept = keep.movedim(-1, 0).flatten(1)
+        if kept is not None and len(kept) == 1:
+            kept = kept[0]
         return self._placed(given, moments(_by_matrix(x), sharing, kept))
 
     def _placed(self, given: Multiplication, found: Moments) -> Moments:
@@ -229,7 +250,9 @@ class Matrices(Layer):
         else:
             d = _by_matrix(d)
         found = second_moment(d, sharing)
-        return found if given.form[0] == 1 else _among(given, found)
+        if given.form[0] == 1:
+            return found
+        return _among(given, found)
 
 
 @register(TurnedProduct)
@@ -260,7 +283,10 @@ def _segments(
     order = given.index.flatten().argsort(stable=True)
     # one wait for the device, on statistics steps
     sizes = torch.bincount(given.index.flatten(), minlength=given.form[0]).tolist()
-    kept = [None] * len(sizes) if keep is None else keep.flatten()[order].split(sizes)
+    if keep is None:
+        kept = [None] * len(sizes)
+    else:
+        kept = keep.flatten()[order].split(sizes)
     yield from zip(x.flatten(0, -2)[order].split(sizes), kept, strict=True)
 
 
@@ -270,9 +296,12 @@ class StackBlock(Block):
     def __init__(
         self, names: Mapping[str, str | None], uses: Sequence[Use], *, turned: bool
     ) -> None:
-        self._weight, self._bias = names["weight"], names.get("bias")
+        self._weight = names["weight"]
+        self._bias = names.get("bias")
         self.names = tuple(n for n in (self._weight, self._bias) if n is not None)
-        self._uses, self._turned, self._form = uses, turned, uses[0].module.product.form
+        self._uses = uses
+        self._turned = turned
+        self._form = uses[0].module.product.form
 
     def narrow(self, start: int, stop: int) -> Block:
         uses = [
@@ -282,20 +311,25 @@ class StackBlock(Block):
         return StackBlock(names, uses, turned=self._turned)
 
     def rows(self) -> dict[str, Tensor]:
-        (g, o, i), like = self._form, self._uses[0].delta
+        g, o, i = self._form
+        like = self._uses[0].delta
         weight = like.new_zeros(*like.shape[:2], g, o, i)
         bias = like.new_zeros(*like.shape[:2], g, o)
         for use in self._uses:
-            a, d, pick = _inputs(use), _delta(use), _picked(use)
+            a = _inputs(use)
+            d = _delta(use)
+            pick = _picked(use)
             weight += torch.einsum("nrmto,nmti,nmtg->nrgoi", d, a, pick)
             bias += torch.einsum("nrmto,nmtg->nrgo", d, pick)
         return self._by_name(weight, bias, 2)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         g, o, i = self._form
-        weight, bias = c.new_zeros(g, o, i), c.new_zeros(g, o)
+        weight = c.new_zeros(g, o, i)
+        bias = c.new_zeros(g, o)
         for use in self._uses:
-            a, d = _inputs(use), torch.einsum("nrmto,nr->nmto", _delta(use), c)
+            a = _inputs(use)
+            d = torch.einsum("nrmto,nr->nmto", _delta(use), c)
             given = use.module.product
             if given.index is not None:
                 pairs = zip(_segments(given, d, None), _segments(given, a, None), strict=True)
@@ -311,7 +345,10 @@ class StackBlock(Block):
 
     def _by_name(self, weight: Tensor, bias: Tensor, lead: int) -> dict[str, Tensor]:
         """Both as the parameters hold them, flat but for the leading axes."""
-        held = weight.mT if self._turned else weight
+        if self._turned:
+            held = weight.mT
+        else:
+            held = weight
         found = {self._weight: held.flatten(lead), self._bias: bias.flatten(lead)}
         return {n: t for n, t in found.items() if n is not None}
 
@@ -330,7 +367,8 @@ def _delta(use: Use) -> Tensor:
 
 def _picked(use: Use) -> Tensor:
     """Whether a place is multiplied by matrix g: (N, M, T, G), or an expanded view of it."""
-    given, g = use.module.product, use.module.product.form[0]
+    given = use.module.product
+    g = use.module.product.form[0]
     a = _inputs(use)
     if given.index is None:
         at = torch.arange(given.used, device=a.device) + given.first

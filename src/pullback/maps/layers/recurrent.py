@@ -56,8 +56,12 @@ class Recurrence(Compound):
         have that order too.
         """
         found = [getattr(module, f"{name}{suffix}", None) for name in _ROLES]
-        ih, hh = Tap(found[0], found[2]), Tap(found[1], found[3])
-        hr = None if found[4] is None else Tap(found[4], None)
+        ih = Tap(found[0], found[2])
+        hh = Tap(found[1], found[3])
+        if found[4] is None:
+            hr = None
+        else:
+            hr = Tap(found[4], None)
         u = ih(x[None])[0].split(list(sizes))
         steps = range(len(sizes))
         h: list[Tensor] = [u[0]] * len(sizes)
@@ -71,21 +75,35 @@ class Recurrence(Compound):
             # samples past n have ended, or (in reverse) have not begun: their state waits
             pairs = zip(new, state, strict=True)
             state = tuple(a if n == len(b) else torch.cat([a, b[n:]]) for a, b in pairs)
-        maps = [ih, hh] if hr is None else [ih, hh, hr]
-        grids = [] if packed else [(len(sizes), sizes[0])]
+        if hr is None:
+            maps = [ih, hh]
+        else:
+            maps = [ih, hh, hr]
+        if packed:
+            grids = []
+        else:
+            grids = [(len(sizes), sizes[0])]
         return torch.cat(h), state, [m.finish(grids, batch_dim=1, backwards=reverse) for m in maps]
 
     def outputs(self, module: Any, output: Any) -> list[Tensor]:
         if isinstance(module, nn.RNNCellBase):
-            return [output] if isinstance(output, Tensor) else list(output)
+            if isinstance(output, Tensor):
+                return [output]
+            return list(output)
         y, last = output
-        y = y.data if isinstance(y, PackedSequence) else y
-        return [y, last] if isinstance(last, Tensor) else [y, *last]
+        if isinstance(y, PackedSequence):
+            y = y.data
+        if isinstance(last, Tensor):
+            return [y, last]
+        return [y, *last]
 
     def steps(
         self, module: Any, input: Tensor | PackedSequence, hx: Tensor | State | None = None
     ) -> tuple[list[Tensor], list[Tap]]:
-        given = (hx,) if isinstance(hx, Tensor) else hx
+        if isinstance(hx, Tensor):
+            given = (hx,)
+        else:
+            given = hx
         if isinstance(input, PackedSequence):
             return self._packed(module, input, given)
         if isinstance(module, nn.RNNCellBase):
@@ -95,7 +113,8 @@ class Recurrence(Compound):
     def _cell(self, module: Any, x: Tensor, given: State | None) -> tuple[list[Tensor], list[Tap]]:
         """One step: x (B, I) or (I)."""
         batched = x.ndim == 2
-        x = x if batched else x[None]
+        if not batched:
+            x = x[None]
         if given is None:
             given = tuple(x.new_zeros(len(x), w) for w in self.widths(module))
         elif not batched:
@@ -110,7 +129,10 @@ class Recurrence(Compound):
         batched = x.ndim == 3
         if not batched:
             x = x[:, None]
-            given = None if given is None else tuple(s[:, None] for s in given)
+            if given is None:
+                given = None
+            else:
+                given = tuple(s[:, None] for s in given)
         elif module.batch_first:
             x = x.transpose(0, 1)
         times, batch = x.shape[:2]
@@ -141,7 +163,10 @@ class Recurrence(Compound):
         packed: bool = False,
     ) -> tuple[Tensor, State, list[Tap]]:
         """All layers and directions; states are (layers·directions, B, ·)."""
-        directions = 2 if module.bidirectional else 1
+        if module.bidirectional:
+            directions = 2
+        else:
+            directions = 1
         if given is None:
             lead = (module.num_layers * directions, sizes[0])
             given = tuple(x.new_zeros(*lead, w) for w in self.widths(module))
@@ -167,7 +192,9 @@ class Recurrence(Compound):
     def note(self, module: Any) -> str:
         layers = getattr(module, "num_layers", 1)  # a cell has neither layers nor dropout
         drops = layers > 1 and module.training and module.dropout > 0
-        return "dropout between layers" if drops else ""
+        if drops:
+            return "dropout between layers"
+        return ""
 
 
 _ROLES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -190,8 +217,10 @@ class GRU(Recurrence):
     use = "gru"
 
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
-        (u_r, u_z, u_n), (v_r, v_z, v_n) = u.chunk(3, -1), v.chunk(3, -1)
-        r, z = torch.sigmoid(u_r + v_r), torch.sigmoid(u_z + v_z)
+        u_r, u_z, u_n = u.chunk(3, -1)
+        v_r, v_z, v_n = v.chunk(3, -1)
+        r = torch.sigmoid(u_r + v_r)
+        z = torch.sigmoid(u_z + v_z)
         n = torch.tanh(u_n + r * v_n)
         return (n + z * (state[0] - n),)
 

@@ -52,7 +52,10 @@ class Block(ABC):
         Where `other` is this block, on and below the diagonal.
         """
         mine = self.rows()
-        theirs = mine if other is self else other.rows()
+        if other is self:
+            theirs = mine
+        else:
+            theirs = other.rows()
         for name in self.names:
             x = mine[name].flatten(0, 1)
             add_cross_gram(out, x, x if other is self else theirs[name].flatten(0, 1))
@@ -112,7 +115,9 @@ class JointBlock(Block):
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """The uses of one layer along their sharing axis; a single use is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(list(tensors), dim)
 
 
 #: a module, what it saw, and which of its places count
@@ -166,7 +171,8 @@ class Layer(ABC):
 
     def form(self, module: Any) -> tuple[int, int, int]:
         """Groups, rows and columns of the weight's matrices, as the parameter holds them."""
-        weight, groups = self.parameters(module)["weight"], getattr(module, "groups", 1)
+        weight = self.parameters(module)["weight"]
+        groups = getattr(module, "groups", 1)
         if weight is None or not weight.numel() or not weight.ndim:
             return groups, 0, 0
         return groups, len(weight) // groups, weight.numel() // len(weight)
@@ -219,5 +225,7 @@ def find(module: Any, kind: Any = Layer) -> Any:
         if base in REGISTRY:
             found = REGISTRY[base]
             same = type(module).forward is base.forward
-            return found if same and isinstance(found, kind) else None
+            if same and isinstance(found, kind):
+                return found
+            return None
     return None

@@ -47,7 +47,8 @@ def unit_rows(some: Sequence[UnitSums]) -> Tensor:
     """The rows (N, ΣU, k) of layers of one kind, side by side."""
     first = some[0]
     beside = joined([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
-    by, kept = dict(zip(first.by, beside, strict=True)), [x.kept for x in some if x.kept]
+    by = dict(zip(first.by, beside, strict=True))
+    kept = [x.kept for x in some if x.kept]
     if kept:
         mean, scale = joined([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
         by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
@@ -78,13 +79,18 @@ class Scale(Layer):
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         rows: dict[str, Tensor] = {}
         for use in uses:
-            module, delta, features = use.module, use.delta, use.features
+            module = use.module
+            delta = use.delta
+            features = use.features
             lead = use.input.shape[: use.input.ndim - features]
             x = self.normalized(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
             shared = [*range(2, delta.ndim - features), *self.places(module, features)]
             for role, value in (("weight", delta * x[:, None]), ("bias", delta)):
                 if (name := names.get(role)) is not None:
-                    row = value.sum(shared) if shared else value
+                    if shared:
+                        row = value.sum(shared)
+                    else:
+                        row = value
                     row = row.reshape(*delta.shape[:2], -1)
                     rows[name] = rows[name] + row if name in rows else row
         return RowsBlock(rows)
@@ -99,12 +105,16 @@ class Scale(Layer):
         kept: Kept = None,
     ) -> UnitSums:
         """What the rows of one covector are made of; `kept` has mean and 1/σ, if they are known."""
-        features, dtype = self.features(module, x.ndim), compute_dtype(delta.dtype)
+        features = self.features(module, x.ndim)
+        dtype = compute_dtype(delta.dtype)
         by = {}
         for role in roles:
             value = delta
             if role == "weight":
-                flat = x.flatten(0, x.ndim - features - 1) if x.ndim > features else x[None]
+                if x.ndim > features:
+                    flat = x.flatten(0, x.ndim - features - 1)
+                else:
+                    flat = x[None]
                 value = self.normalized(module, flat.to(dtype)).view(x.shape) * delta
             value = sharing.by_sample(value, features)
             value = value.sum([1, *self.places(module, features)], dtype=dtype)
@@ -181,7 +191,8 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     They are the gradients of N·C gains and shifts of what is not normalized any further, which one
     pass over x and δ gives where no precision is lost on the way.
     """
-    (n, c, *space), dtype = x.shape, compute_dtype(delta.dtype)
+    n, c, *space = x.shape
+    dtype = compute_dtype(delta.dtype)
     places = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
         lines = (1, n * c, places)
@@ -222,7 +233,9 @@ class PReLU(ChannelScale):
     """The slope multiplies min(x, 0); a single one does so anywhere, wherever the samples stand."""
 
     def features(self, module: Any, ndim: int) -> int:
-        return 0 if module.num_parameters == 1 else ndim - 1
+        if module.num_parameters == 1:
+            return 0
+        return ndim - 1
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)
@@ -242,8 +255,11 @@ class Gain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, or add."""
         held: Any = self._parameters
-        gain, shift = held["weight"], held["bias"]
-        return x + shift.reshape(self.shape) if gain is None else x * gain.reshape(self.shape)
+        gain = held["weight"]
+        shift = held["bias"]
+        if gain is None:
+            return x + shift.reshape(self.shape)
+        return x * gain.reshape(self.shape)
 
 
 @register(Gain)

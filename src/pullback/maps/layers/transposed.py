@@ -54,13 +54,16 @@ class ConvTranspose(Layer):
     """`output_padding` and `output_size` need no care: the cotangent has the output's shape."""
 
     use = "transposed_convolution"
-    curvature, input_first, joint = "kronecker", True, False
+    curvature = "kronecker"
+    input_first = True
+    joint = False
 
     def features(self, module: Any, ndim: int) -> int:
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        weight, bias = names["weight"], names["bias"]
+        weight = names["weight"]
+        bias = names["bias"]
         parts: list[Block] = []
         if weight is not None:
             inputs = joined(
@@ -72,12 +75,15 @@ class ConvTranspose(Layer):
             places = [use.delta.movedim(-use.features, 2).flatten(3) for use in uses]
             shifts = [delta.sum(3) for delta in places]  # Σ_s δ_s: (N, R, C_out)
             parts.append(RowsBlock({bias: sum(shifts[1:], shifts[0])}))
-        return parts[0] if len(parts) == 1 else JointBlock(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return JointBlock(parts)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         """Of the input's places (B, *places), those that reach a cotangent, or are kept."""
         dims = len(module.kernel_size)
-        delta = delta if delta.ndim == 2 + dims else delta[None]
+        if delta.ndim != 2 + dims:
+            delta = delta[None]
         if keep.ndim == 1:
             return counted(delta.flatten(1), keep)
         reached = delta.unflatten(1, (module.groups, -1)).any(2)
@@ -90,7 +96,8 @@ class ConvTranspose(Layer):
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         dims = len(module.kernel_size)
-        delta = delta if delta.ndim == 2 + dims else delta[None]
+        if delta.ndim != 2 + dims:
+            delta = delta[None]
         return shared_second_moment(_patches(module, delta, x.shape[-dims:]), sharing)
 
     def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:

@@ -72,9 +72,15 @@ class PendingPass:
         self, z: Tensor, node: Any, number: int, source: Source, inputs: Sequence[Tensor]
     ) -> None:
         self.source: Source | None = source
-        self.inputs, self._value, self._number = inputs, z.detach(), number
-        self._dtype, self._version = z.dtype, z._version
-        self._leaf = z if node is None else None
+        self.inputs = inputs
+        self._value = z.detach()
+        self._number = number
+        self._dtype = z.dtype
+        self._version = z._version
+        if node is None:
+            self._leaf = z
+        else:
+            self._leaf = None
         if isinstance(source, ForwardRecord) and node is not None:
             if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(node):
                 # while the loss is differentiated there would be one more tensor of this size
@@ -121,15 +127,19 @@ class StatisticsCapture:
         several: bool = False,
         whole: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
-        self.model, self._options, self._counter = model, options, counter
-        self._several, self._gather = several, whole
+        self.model = model
+        self._options = options
+        self._counter = counter
+        self._several = several
+        self._gather = whole
         #: whether `DistributedDataParallel` made the last call that can give gradients, and
         #: averages these
         self.wrapped = False
         #: called where statistics are complete, while the backward pass goes on
         self.completed: Callable[[], None] | None = None
         self._syncs = False  # whether the last call's gradients are averaged over processes
-        self.pool, self.structure = Pool(), BlockStructure(options)
+        self.pool = Pool()
+        self.structure = BlockStructure(options)
         self.choose(name for name, _ in unwrap_model(model).named_parameters())
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
@@ -176,7 +186,9 @@ class StatisticsCapture:
         if self._sites is None or not self._sites.current:
             self._sites = Sites(model, ForwardRecord.kind)
         now = dict(model.named_parameters())
-        return self._sites if all(now.get(n, p) is p for n, p in self._chosen.items()) else None
+        if all(now.get(n, p) is p for n, p in self._chosen.items()):
+            return self._sites
+        return None
 
     def close(self) -> None:
         self.watch.close()
@@ -214,7 +226,11 @@ class StatisticsCapture:
             except RuntimeError:
                 compiled = True  # by the caller, whose code was left for the hook
         with stack:
-            sites, reason = None if self._gather else self.sites(), ""
+            if self._gather:
+                sites = None
+            else:
+                sites = self.sites()
+            reason = ""
             if (sites is None and not self._gather) or peek_interpreter_stack() is not None:
                 reason = MISSED[1]
             elif not torch.is_grad_enabled():
@@ -251,12 +267,14 @@ class StatisticsCapture:
 
     def end_call(self, output: Any) -> None:
         """Wait for the gradient to come back to the output."""
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         if begun is None:
             return
         if isinstance(begun[0], ForwardRecord):
             self._find_roles(begun[0], output, self.leaves())
-        z, me = select_returned_output(output, self._options.output), weakref.ref(self)
+        z = select_returned_output(output, self._options.output)
+        me = weakref.ref(self)
         if self._several and not z.numel():
             if z.requires_grad:
                 z.register_hook(lambda _: (held := me()) and held.complete())
@@ -272,7 +290,10 @@ class StatisticsCapture:
 
         # the graph holds this function, so it must not hold the graph
         def receive(cotangents: Any) -> None:
-            delta = cotangents if isinstance(cotangents, Tensor) else cotangents[number]
+            if isinstance(cotangents, Tensor):
+                delta = cotangents
+            else:
+                delta = cotangents[number]
             if delta is not None and (capture := me()) and pending.source is not None:
                 capture.receive(pending, delta)
 
@@ -303,13 +324,15 @@ class StatisticsCapture:
 
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
         """Add the sums of a pass; False where there are none, or not yet."""
-        leaves, root = self.leaves(), pending.root()
+        leaves = self.leaves()
+        root = pending.root()
         # a gradient by the inputs alone: a penalty, an attack
         if self._gather is None and not reaches_parameters(leaves):
             refuse_reentrant(root)
             self._note_derivative()
             return False
-        record, inputs = pending.source, pending.inputs
+        record = pending.source
+        inputs = pending.inputs
         empirical = self._options.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
@@ -317,12 +340,14 @@ class StatisticsCapture:
         if isinstance(record, RepeatedCall):
             if record.params is not None:
                 leaves = {n: record.params[n] for n in leaves}
-            call, record = record, self._new_record(leaves)
+            call = record
+            record = self._new_record(leaves)
             with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
                 output = call(record)
                 self._find_roles(record, output, leaves)
                 root = select_output(output, self._options.output)
-            z, cotangent = [root.detach()], cotangent.to(root.dtype)
+            z = [root.detach()]
+            cotangent = cotangent.to(root.dtype)
         else:
             z = [pending.value()]
         pending.clear()
@@ -333,24 +358,35 @@ class StatisticsCapture:
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
             return True
         with measuring(cotangent.device):
-            random, slope = self.generator(cotangent.device), cotangent.detach()
+            random = self.generator(cotangent.device)
+            slope = cotangent.detach()
             self._check_loss(z[0], slope, random)
             self.pool.calls += 1
             large = z[0].numel() >= _LARGE
             deferred = self._whole and slope.is_cuda and (record.head is not None or not large)
             deferred = deferred and not empirical  # it cannot be measured again
-            kept, dtype = z[0] if deferred and not large else None, z[0].dtype
+            if deferred and not large:
+                kept = z[0]
+            else:
+                kept = None
+            dtype = z[0].dtype
             thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
                 found = covectors_of(self._options, z.pop(), slope, inputs, random, deferred)
                 given = root, slope, record, leaves, self._options.sharing, found.keep
-                own = Descent(*given, inputs=True) if alone else None
+                if alone:
+                    own = Descent(*given, inputs=True)
+                else:
+                    own = None
                 add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                 if own is not None and self.structure.measure_along(own, add):
                     return False
                 fresh = self.structure.measure(root, found, record, leaves, own, thread)
                 if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
-                    value = record.head_output(dtype) if kept is None else kept
+                    if kept is None:
+                        value = record.head_output(dtype)
+                    else:
+                        value = kept
                     random.manual_seed(random.initial_seed())
                     found = covectors_of(self._options, value, slope, inputs, random)
                     add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
@@ -372,7 +408,10 @@ class StatisticsCapture:
     def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
         """Return what measures during the backward pass; None where that could change a result."""
         once = self._options.metric.couples_samples or self._options.fisher == "empirical"
-        wanted = device.type == "cuda" if self.overlaps is None else self.overlaps
+        if self.overlaps is None:
+            wanted = device.type == "cuda"
+        else:
+            wanted = self.overlaps
         if once or record.compounds or not wanted or sets_precision(record.entries):
             return None
         return LaunchThread(device, record.entries)
@@ -420,7 +459,10 @@ class StatisticsCapture:
             return
         drawn = covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
         typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
-        count = options.metric.samples(value) if options.reduction == "mean" else 1
+        if options.reduction == "mean":
+            count = options.metric.samples(value)
+        else:
+            count = 1
         ratio = count * own.norm(dtype=typical.dtype) / typical
         if bool(typical > 0) and float(ratio) > _SCALED:
             self._checks = 0
@@ -442,9 +484,14 @@ class StatisticsCapture:
             warn_derivatives(stacklevel=2)
         self.clear()
         if not pool.sums:
-            return {} if pool.samples > 0 else None
+            if pool.samples > 0:
+                return {}
+            return None
         mean = self._options.reduction == "mean"
-        scale = 1.0 if mean else pool.samples
+        if mean:
+            scale = 1.0
+        else:
+            scale = pool.samples
         if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
             scale = pool.samples ** (2 if mean else 1) / loss_scale**2
         return means(pool, scale)

@@ -73,14 +73,19 @@ class CompoundReplays:
         own: dict[str, Tensor] = {}
         for call, ends in random:
             accumulate(own, self._alone(call, ends))
-        parts, leaves = [(call.edges, call.below) for call, _ in random], self._way.leaves
-        others = find_nodes_reached_outside(self._way.root, parts) if own else set()
+        parts = [(call.edges, call.below) for call, _ in random]
+        leaves = self._way.leaves
+        if own:
+            others = find_nodes_reached_outside(self._way.root, parts)
+        else:
+            others = set()
         proof.add_alone(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
         for _, maps in self._replayed():
             # what cancels inside a layer, before q and k where there is one key, leaves round-off
             largest = torch.stack([norm(delta) for _, delta in maps]).amax()
             for tap, delta in maps:
-                a, names = torch.cat(tap.inputs, 1), self._names(tap)
+                a = torch.cat(tap.inputs, 1)
+                names = self._names(tap)
                 values = {names["weight"]: delta.mT @ a, names["bias"]: delta.sum(1)}
                 given = {n: value for n, value in values.items() if n is not None}
                 proof.add(given, largest, norm(a), delta.numel())
@@ -95,18 +100,23 @@ class CompoundReplays:
 
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add the moments to the blocks of the plan."""
-        keep, sharing = self._way.keep, self._way.sharing
+        keep = self._way.keep
+        sharing = self._way.sharing
         if keep is not None:  # which places of the output count, in its layout
             keep = keep.movedim(min(sharing.batch_dim, keep.ndim - 1), 0)
         for call, maps in self._replayed():
             for tap, delta in maps:
                 if not any(tap.places):
                     continue
-                names, second = self._names(tap), pack(second_moment(delta, sharing))
+                names = self._names(tap)
+                second = pack(second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
                     inputs, outputs = factors_of(call.compound, key)
                     if self._way.inputs:
-                        mask = None if keep is None else _counted(tap, delta, keep)
+                        if keep is None:
+                            mask = None
+                        else:
+                            mask = _counted(tap, delta, keep)
                         pool.of(key).add(inputs, tap_moments(tap, sharing, mask))
                     pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
@@ -115,7 +125,8 @@ class CompoundReplays:
 
 def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
     """Return the moments of a map's inputs, at the places of a mask (G, P) or at all."""
-    found, groups = moments(torch.cat(tap.inputs, 1), sharing, mask), tap.places
+    found = moments(torch.cat(tap.inputs, 1), sharing, mask)
+    groups = tap.places
     if mask is not None:
         return found
     same = len({*groups}) == 1  # not all places are real
@@ -135,13 +146,18 @@ def _pull(
     outputs: Sequence[Tensor], targets: Sequence[Tensor], cotangents: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
     pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, cotangents, strict=True) if d is not None]
-    ends, given = [y for y, _ in pairs], [d for _, d in pairs]
+    ends = [y for y, _ in pairs]
+    given = [d for _, d in pairs]
     return torch.autograd.grad(ends, targets, given, allow_unused=True)
 
 
 def _counted(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
     """Which of the places of δ (G, P, O) count, (G, P), by that and the output's mask."""
-    grids, axis = tap.grids or [(n, 1) for n in tap.places], tap.batch_dim if tap.grids else 0
+    grids = tap.grids or [(n, 1) for n in tap.places]
+    if tap.grids:
+        axis = tap.batch_dim
+    else:
+        axis = 0
     rows = []
     for own, n, grid in zip(delta, tap.places, grids, strict=True):
         mask = counted(own[:n].unflatten(0, grid).movedim(axis, 0), keep).movedim(0, axis)

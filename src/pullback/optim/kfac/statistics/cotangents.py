@@ -86,8 +86,11 @@ class CotangentPass:
         bases: Mapping[BlockKey, Inverse],
         proof: Proof | None = None,
     ) -> None:
-        self.descent, self._entries = descent, descent.record.entries
-        self._layouts, self._plain, self._proof = layouts, plain, proof
+        self.descent = descent
+        self._entries = descent.record.entries
+        self._layouts = layouts
+        self._plain = plain
+        self._proof = proof
         #: by use, the eigenbases of its block, where it is the block's only use
         names = [e.names.get("weight") for e in self._entries]
         keys = {k.names[0]: k for k in bases if k.kronecker and not k.bias}
@@ -112,7 +115,8 @@ class CotangentPass:
 
         `ends` are the uses below which there is no other, where the parameters do not suffice.
         """
-        d, count = self.descent, len(self._entries)
+        d = self.descent
+        count = len(self._entries)
         targets = [d.edges[i] for i in ends] + d.edges[count:] + [d.leaves[n] for n in names]
         found = d.pull(targets, range(count), self.measure)
         middle = len(ends) + len(d.edges) - count
@@ -128,7 +132,8 @@ class CotangentPass:
         """Measure one use at its cotangent, once."""
         if i in self.uses:
             return
-        entry, thread = self._entries[i], self.descent.thread
+        entry = self._entries[i]
+        thread = self.descent.thread
         self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
         if thread is None:
             self._measure(i, own, delta)
@@ -136,7 +141,8 @@ class CotangentPass:
             thread.do(partial(self._measure, i, own, delta), delta)
 
     def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
-        entry, sharing = own.entry, own.sharing
+        entry = own.entry
+        sharing = own.sharing
         if self._proof is not None:
             self._proof.add_use(entry, delta, _formula(entry, delta))
         trained = {role: n for role, n in entry.names.items() if n is not None}
@@ -151,7 +157,9 @@ class CotangentPass:
             own.spectrum = _squares_in(basis, own, delta)
 
     def _measure_units(self, own: UseMoments, delta: Tensor, roles: list[str]) -> None:
-        entry, layer, coupling = own.entry, own.entry.layer, self.descent.coupling
+        entry = own.entry
+        layer = own.entry.layer
+        coupling = self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
             own.units = coupling.units(entry, delta, roles, own.sharing)
@@ -162,8 +170,12 @@ class CotangentPass:
             _form_units([own])
 
     def _measure_sides(self, own: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
-        entry, sharing, x = own.entry, own.sharing, own.entry.input
-        module, layer, way = entry.module, entry.layer, self.descent
+        entry = own.entry
+        sharing = own.sharing
+        x = own.entry.input
+        module = entry.module
+        layer = entry.layer
+        way = self.descent
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():
             x = x.to(delta.dtype)  # as the layer itself saw it
         if way.coupling is not None:
@@ -172,7 +184,10 @@ class CotangentPass:
             if way.inputs and way.coupling is not None:
                 own.inputs = way.coupling.inputs(entry, x, sharing)
             elif way.inputs:
-                keep = None if way.keep is None else layer.counted(module, x, delta, way.keep)
+                if way.keep is None:
+                    keep = None
+                else:
+                    keep = layer.counted(module, x, delta, way.keep)
                 if x.device.type == "cpu":
                     own.inputs = layer.inputs(module, x, sharing, keep)
                 else:
@@ -180,7 +195,10 @@ class CotangentPass:
             own.outputs = pack(layer.outputs(module, x, delta, sharing))
         if "bias" in roles:
             joint = layer.joint and own.outputs is not None
-            own.shifts = own.outputs if joint else layer.shifts(module, x, delta, sharing)
+            if joint:
+                own.shifts = own.outputs
+            else:
+                own.shifts = layer.shifts(module, x, delta, sharing)
 
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add what was measured to the blocks of the plan."""
@@ -195,7 +213,8 @@ class CotangentPass:
                     pool.of(key).add(UNITS, own.units if every else own.units[:, at][:, :, at])
                 continue
             if own.outputs is not None and (key := plan.weight_block(names)) is not None:
-                held, (inputs, outputs) = pool.of(key), factors_of(own.entry.layer, key)
+                held = pool.of(key)
+                inputs, outputs = factors_of(own.entry.layer, key)
                 if own.inputs is not None:
                     held.add(inputs, own.inputs)
                 held.add(outputs, own.outputs)
@@ -216,7 +235,9 @@ class UserPass:
 
     def __init__(self, down: CotangentPass, finish: Callable[[CotangentPass], None]) -> None:
         way = down.descent
-        self._down, self._finish, self._entries = down, finish, way.record.entries
+        self._down = down
+        self._finish = finish
+        self._entries = way.record.entries
         self._task = torch._C._current_graph_task_id()
         self._versions = [entry.input._version for entry in self._entries]
         self._waiting: list[UseMoments] = []
@@ -247,7 +268,8 @@ class UserPass:
                 self._held += own.seen[1].numel()
             if self._held > _WAITING:
                 form_inputs(self._waiting)
-                self._waiting, self._held = [], 0
+                self._waiting = []
+                self._held = 0
 
     def _end(self) -> None:
         for handle in self._handles:
@@ -259,7 +281,8 @@ class UserPass:
 def _observe(
     held: weakref.ref[UserPass], i: int, number: int, cotangents: Sequence[Tensor | None]
 ) -> None:
-    own, delta = held(), cotangents[number]
+    own = held()
+    delta = cotangents[number]
     if own is not None and delta is not None:
         own._measure(i, delta)
 
@@ -269,8 +292,12 @@ def alike(way: Descent, found: AllSums, expected: AllSums) -> bool:
     half = any(entry.input.dtype in _HALF for entry in way.record.entries)
     for key, own in found.items():
         for factor, side in own.values.items():
-            got, want = get_entries(side), get_entries(expected[key].values[factor])
-            limit = 1e-3 if half else torch.finfo(want.dtype).eps ** 0.8
+            got = get_entries(side)
+            want = get_entries(expected[key].values[factor])
+            if half:
+                limit = 1e-3
+            else:
+                limit = torch.finfo(want.dtype).eps ** 0.8
             if got.shape != want.shape or not (got - want).norm() <= limit * want.norm():
                 return False
     return True
@@ -285,7 +312,8 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
     for some in kinds.values():
         found = second_moments([own.rows for own in some if own.rows is not None])
         for own, units in zip(some, found, strict=True):
-            own.rows, own.units = None, units
+            own.rows = None
+            own.units = units
 
 
 def form_inputs(uses: Sequence[UseMoments]) -> None:
@@ -296,12 +324,16 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
             x = own.seen[1]
             kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
     for (layer, sharing, shape, _), every in kinds.items():
-        step = max(1, _AT_ONCE // shape[-1] ** 2) if shape else len(every)
+        if shape:
+            step = max(1, _AT_ONCE // shape[-1] ** 2)
+        else:
+            step = len(every)
         for some in (every[a : a + step] for a in range(0, len(every), step)):
             found = layer.inputs_of([own.seen for own in some if own.seen is not None], sharing)
             second = pack_stacked([moments.second for moments in found])
             for own, moments, side in zip(some, found, second, strict=True):
-                own.seen, own.inputs = None, replace(moments, second=side)
+                own.seen = None
+                own.inputs = replace(moments, second=side)
 
 
 def _block_of_use(
@@ -309,15 +341,20 @@ def _block_of_use(
 ) -> tuple[Block, int]:
     """The block of rows of one use, and how many samples it has."""
     features = entry.layer.features(entry.module, delta.ndim)
-    dtype, x = compute_dtype(delta.dtype), entry.input
-    x = x.to(dtype) if x.is_floating_point() else x
+    dtype = compute_dtype(delta.dtype)
+    x = entry.input
+    if x.is_floating_point():
+        x = x.to(dtype)
     lead = delta.ndim - features
     if lead == 0:
-        x, delta = x[None], delta[None]
+        x = x[None]
+        delta = delta[None]
     elif sharing.layout is not None:
-        x, delta = sharing.layout(x), sharing.layout(delta)
+        x = sharing.layout(x)
+        delta = sharing.layout(delta)
     elif lead > 1:
-        x, delta = x.movedim(sharing.batch_dim, 0), delta.movedim(sharing.batch_dim, 0)
+        x = x.movedim(sharing.batch_dim, 0)
+        delta = delta.movedim(sharing.batch_dim, 0)
     names = {r: n if n in wanted else None for r, n in entry.names.items()}
     use = Use(entry.module, x, delta.to(dtype)[:, None], features)
     return entry.layer.block(names, [use]), len(delta)

@@ -64,7 +64,10 @@ class Coupling:
 
     def whiten(self, x: Tensor, axis: int, *, signed: bool = False) -> Tensor:
         """L⁻¹ x along the axis of samples, after the covector's signs are taken off."""
-        matrix = self.inverse * self.signs if signed else self.inverse
+        if signed:
+            matrix = self.inverse * self.signs
+        else:
+            matrix = self.inverse
         moved = x.movedim(axis, 0)
         flat = matrix.to(x.dtype) @ moved.reshape(len(moved), -1)
         return flat.view(moved.shape).movedim(0, axis)
@@ -77,7 +80,8 @@ class Coupling:
 
     def whitened_use(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
         """A use's input a as it is, and L⁻¹δ, both in full precision."""
-        axis, dtype = samples_axis(entry, sharing), compute_dtype(delta.dtype)
+        axis = samples_axis(entry, sharing)
+        dtype = compute_dtype(delta.dtype)
         return entry.input.to(dtype), self.whiten(delta.to(dtype), axis, signed=True)
 
     def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
@@ -91,7 +95,8 @@ class Coupling:
         """Return the parameters held as diagonals since samples cannot be related, and why."""
         out: dict[str | None, str] = {}
         for entry in record.entries:
-            axis, shapes = samples_axis(entry, sharing), (tuple(entry.shape), entry.input.shape)
+            axis = samples_axis(entry, sharing)
+            shapes = (tuple(entry.shape), entry.input.shape)
             if any(len(s) <= axis or s[axis] != len(self.signs) for s in shapes):
                 reason = f"the layer's output {shapes[0]} does not show them"
                 out |= dict.fromkeys(entry.names.values(), reason)
@@ -118,7 +123,9 @@ class Coupling:
 def samples_axis(entry: Entry, sharing: Sharing) -> int:
     """The axis of a layer's input and output that counts samples."""
     lead = len(entry.shape) - entry.features
-    return 0 if lead <= 1 else min(sharing.batch_dim, lead - 1)
+    if lead <= 1:
+        return 0
+    return min(sharing.batch_dim, lead - 1)
 
 
 @dataclass(frozen=True)
@@ -148,22 +155,39 @@ def covectors_of(
     If `deferred`, do not wait for the device: whether all places count is read later from `whole`,
     and whether z is finite from the statistics.
     """
-    axis, metric = options.batch_dim, options.metric
-    value, slope = move_samples_first(z, axis), move_samples_first(cotangent, axis)
-    some = metric.uncounted(value, slope) if deferred else None
+    axis = options.batch_dim
+    metric = options.metric
+    value = move_samples_first(z, axis)
+    slope = move_samples_first(cotangent, axis)
+    if deferred:
+        some = metric.uncounted(value, slope)
+    else:
+        some = None
     if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
         raise NotFinite
-    mask = metric.counted(value, slope) if some is None else None
-    whole = mask is None if some is None else DeferredFlags(~some.view(1), takes_statistics=False)
+    if some is None:
+        mask = metric.counted(value, slope)
+    else:
+        mask = None
+    if some is None:
+        whole = mask is None
+    else:
+        whole = DeferredFlags(~some.view(1), takes_statistics=False)
     samples: Tensor | float = metric.samples(value)
     if mask is not None:
         samples = samples * mask.double().mean()
-    keep, ndim, dtype = _kept_places(mask, z, axis), cotangent.ndim, cotangent.dtype
+    keep = _kept_places(mask, z, axis)
+    ndim = cotangent.ndim
+    dtype = cotangent.dtype
     first = find_first_input(inputs, len(value), axis)
 
     def placed(pair: tuple[Tensor, Coupling | None]) -> tuple[Tensor, Coupling | None]:
-        covector = pair[0] if mask is None else pair[0] * mask
-        covector = covector.view(len(covector)) if ndim == 1 else covector
+        if mask is None:
+            covector = pair[0]
+        else:
+            covector = pair[0] * mask
+        if ndim == 1:
+            covector = covector.view(len(covector))
         return covector.movedim(0, axis).to(dtype), pair[1]
 
     reach = None
@@ -180,7 +204,9 @@ def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | Non
         return None
     mask = mask.movedim(0, batch_dim)
     event = [i for i in range(z.ndim) if mask.shape[i] == 1 and z.shape[i] > 1]
-    return mask.squeeze(event[0]) if len(event) == 1 else None
+    if len(event) == 1:
+        return mask.squeeze(event[0])
+    return None
 
 
 def covectors(
@@ -196,7 +222,9 @@ def covectors(
     layers, and makes the square of a summed gradient an estimate of the summed squares. Where the
     metric relates samples, each covector comes with their relation.
     """
-    metric, fisher, draws = options.metric, options.fisher, options.draws
+    metric = options.metric
+    fisher = options.fisher
+    draws = options.draws
     signs = (len(z), *[1] * (z.ndim - 1))
     if fisher == "empirical" and not metric.couples_samples:  # as it is: it may be large
         yield cotangent * random_signs(signs, cotangent, generator), None
@@ -226,10 +254,12 @@ def _coupled(
 
     "exact" runs through the columns of P, "mc" draws v ∈ {±1}^m once for the whole batch.
     """
-    factor, draws = options.metric.factor(z, inputs=inputs), options.draws
+    factor = options.metric.factor(z, inputs=inputs)
+    draws = options.draws
     if factor.coupling is None:
         raise coupling_error(options.metric, "its factor does not say how")
-    lower, separate = factor.coupling, factor.separate()
+    lower = factor.coupling
+    separate = factor.separate()
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
 
@@ -254,7 +284,8 @@ def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Gen
     likelihood: Any = metric.likelihood
     if likelihood.halves:
         return likelihood.score(z, generator)
-    step, dtype = max(1, _ENTRIES * len(z) // max(1, z.numel())), compute_dtype(z.dtype)
+    step = max(1, _ENTRIES * len(z) // max(1, z.numel()))
+    dtype = compute_dtype(z.dtype)
     if step >= len(z):
         return likelihood.score(z.to(dtype), generator)
     out = torch.empty_like(z)
@@ -364,7 +395,10 @@ class Descent:
             return self.sharing
         lead = tuple(entry.shape[: len(entry.shape) - entry.features])
         fitting = [at for at in candidates(lead, self.samples) if at.kind == layout]
-        known = {"layout": fitting[0]} if fitting else {"reduce": False}
+        if fitting:
+            known = {"layout": fitting[0]}
+        else:
+            known = {"reduce": False}
         return replace(self.sharing, **known)
 
     def locate_samples(self, apart: bool) -> list[str]:
@@ -379,7 +413,8 @@ class Descent:
             return out
         # about half of the samples, always the same: the first one and not the last
         chosen = torch.rand(self.samples, generator=torch.Generator().manual_seed(0)) < 0.5
-        chosen[-1], chosen[0] = False, True
+        chosen[-1] = False
+        chosen[0] = True
         chosen = chosen.to(self.covector.device)
 
         def observe(i: int, delta: Tensor) -> None:

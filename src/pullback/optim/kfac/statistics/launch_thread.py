@@ -26,7 +26,8 @@ class LaunchThread:
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
         self._inputs = [(entry.input, entry.input._version) for entry in entries]
-        self._device, self._stream = device, _stream(device)
+        self._device = device
+        self._stream = _stream(device)
         # without a circle of references, which would keep the inputs
         self._thread = ThreadPoolExecutor(1, "pullback", _prepare, (device, self._stream))
         self._tasks: deque[tuple[Future[None], int]] = deque()
@@ -38,7 +39,10 @@ class LaunchThread:
             self.join()
             task()
             return
-        size = 0 if like is None else like.nbytes
+        if like is None:
+            size = 0
+        else:
+            size = like.nbytes
         while self._tasks and self._bytes + size > _WAITING:
             self._wait()
         self._tasks.append((self._thread.submit(task), size))
@@ -66,7 +70,9 @@ def _prepare(device: torch.device, stream: Any) -> None:
 
 
 def _stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device)
+    return None
 
 
 def sets_precision(entries: Sequence[Entry]) -> bool:

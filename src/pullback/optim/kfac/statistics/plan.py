@@ -41,7 +41,10 @@ def different_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
     """Return the weights that are used as matrices of several shapes, which have no block."""
     forms: dict[str, set[tuple[int, int, int] | str]] = {}
     for use in uses:
-        kind = use.form if use.curvature == "kronecker" else use.curvature
+        if use.curvature == "kronecker":
+            kind = use.form
+        else:
+            kind = use.curvature
         if (name := use.names.get("weight")) is not None:
             forms.setdefault(name, set()).add(kind)
     why = "it is used as matrices of several shapes"
@@ -68,16 +71,21 @@ class BlockPlan:
         partners: dict[str | None, set[str | None]] = {}
         straight = {use.names.get("weight") for use in uses if not use.turned}
         for names, _, together, _, turned in uses:
-            weight, bias = names.get("weight"), names.get("bias")
+            weight = names.get("weight")
+            bias = names.get("bias")
             together = together and not (turned and weight in straight)
             for one, other in ((weight, bias), (bias, weight)):
                 partners.setdefault(one, set()).add(other if together and joint else None)
         self._blocks: dict[str, BlockKey] = {}
         for names, curvature, _, _, turned in uses:
-            weight, bias = names.get("weight"), names.get("bias")
+            weight = names.get("weight")
+            bias = names.get("bias")
             turned = turned and weight not in straight
             given = [n for n in (weight, bias) if n is not None and n not in self.plain]
-            kind = "units" if curvature == "units" else "kronecker"
+            if curvature == "units":
+                kind = "units"
+            else:
+                kind = "kronecker"
             both = partners[weight] == {bias} and partners[bias] == {weight}
             for name in given:
                 key = BlockKey(kind, (name,), bias=name == bias, turned=turned and name == weight)
@@ -94,12 +102,16 @@ class BlockPlan:
     def weight_block(self, names: Names) -> BlockKey | None:
         """The block of a layer's weight, if it is a Kronecker one."""
         key = self._blocks.get(names.get("weight") or "")
-        return key if key is not None and key.kronecker else None
+        if key is not None and key.kronecker:
+            return key
+        return None
 
     def bias_block(self, names: Names) -> BlockKey | None:
         """The block of a layer's bias, if it is one by itself."""
         key = self._blocks.get(names.get("bias") or "")
-        return key if key is not None and key.kronecker and key.bias else None
+        if key is not None and key.kronecker and key.bias:
+            return key
+        return None
 
     def unit_blocks(self, names: Names) -> dict[BlockKey, list[int]]:
         """The blocks of gain and shift, each with the places of its own among those that train."""
@@ -131,7 +143,8 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
 
     Where inputs alone are measured, the metric on a layer's outputs is flat, a diagonal.
     """
-    longest, flat = options.sharing.longest, options.rule.inputs
+    longest = options.sharing.longest
+    flat = options.rule.inputs
     names = {id(p): n for n, p in chosen.items()}
     every = list(unwrap_model(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
@@ -146,23 +159,39 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
         for name in filter(None, use.names.values()):
             kinds.setdefault(name, (use.curvature, text))
         for key in plan.unit_blocks(use.names):
-            size, k = held[next(iter(held))].numel(), len(key.names)
+            size = held[next(iter(held))].numel()
+            k = len(key.names)
             factors[key][UNITS] = _empty(chosen[key.names[0]], (size, k, k))
         if (key := plan.weight_block(use.names)) is not None:
-            w, one_hot = held["weight"], getattr(layer, "one_hot", False)
-            rows, columns = len(w) // groups, w.numel() // max(1, len(w))
+            w = held["weight"]
+            one_hot = getattr(layer, "one_hot", False)
+            rows = len(w) // groups
+            columns = w.numel() // max(1, len(w))
             for factor, thin in zip(factors_of(layer, key), (one_hot, False), strict=True):
-                n = rows if factor.side == "left" else columns
+                if factor.side == "left":
+                    n = rows
+                else:
+                    n = columns
                 thin = thin or n > longest or (flat and factor == factors_of(layer, key)[1])
                 bordered = key.joint and factor.side == "right"
-                shape = (groups, n + bordered) if thin else (groups, n, n)
+                if thin:
+                    shape = (groups, n + bordered)
+                else:
+                    shape = (groups, n, n)
                 factors[key][factor] = _empty(w, shape)
                 if bordered and not thin:
                     factors[key][FactorKey(factor.role, "mean")] = _empty(w, (groups, n))
         if (key := plan.bias_block(use.names)) is not None:
-            b, apart = held["bias"], groups if use.joint else 1
+            b = held["bias"]
+            if use.joint:
+                apart = groups
+            else:
+                apart = 1
             n = b.numel() // apart
-            shape = (apart, n) if n > longest else (apart, n, n)
+            if n > longest:
+                shape = (apart, n)
+            else:
+                shape = (apart, n, n)
             factors[key] |= {BIAS[1]: _empty(b, shape), BIAS[0]: _empty(b, (apart, 1))}
     for name in rest:
         p = chosen[name]
@@ -190,7 +219,10 @@ def measured_names(
     # what no module of a known kind holds may turn out to be one, by what is done with it
     unknown = {n: p for n, p in params.items() if n not in every.kinds}
     dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
-    head = None if options.rule.head else every.last
+    if options.rule.head:
+        head = None
+    else:
+        head = every.last
     return [n for n in dense if n in given and n != head]
 
 
@@ -213,7 +245,8 @@ def _uses(
     module: nn.Module, names: Mapping[int, str]
 ) -> Iterator[tuple[LayerUse, Layer | Compound, int, str]]:
     """The uses that a module makes of its parameters, with layer, groups, and its kind in words."""
-    kind, found = type(module).__name__, find(module, (Layer, Compound))
+    kind = type(module).__name__
+    found = find(module, (Layer, Compound))
     if isinstance(found, Layer) and found.curvature != "rows":
         own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
         if any(n is not None for n in own.values()):
@@ -223,7 +256,10 @@ def _uses(
         text = f"{kind}, replayed" + (f" without {note}" if note else "")
         for weight, bias, groups in found.maps(module):
             own = {"weight": names.get(id(weight)), "bias": names.get(id(bias))}
-            form = (groups, 0, 0) if weight is None else (groups, len(weight), weight.shape[-1])
+            if weight is None:
+                form = (groups, 0, 0)
+            else:
+                form = (groups, len(weight), weight.shape[-1])
             yield LayerUse(own, "kronecker", True, form), found, groups, text
 
 

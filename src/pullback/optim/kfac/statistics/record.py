@@ -29,12 +29,14 @@ class RepeatedCall:
         params: Mapping[str, Tensor] | None = None,
     ) -> None:
         device = next((p.device for p in unwrap_model(model).parameters()), torch.device("cpu"))
-        self._model, self.params = model, params
+        self._model = model
+        self.params = params
         self._call = Call.record_start(model, args, kwargs, device)
 
     def __call__(self, record: ForwardRecord) -> Any:
         """Return the output, with the layers on the way in `record`."""
-        call, module = self._call, unwrap_model(self._model)
+        call = self._call
+        module = unwrap_model(self._model)
         buffers = _reparametrize_module(module, call.buffers or {}, tie_weights=True)
         with torch.enable_grad(), call.replay_context(), buffers, record:
             return self._model(*call.args, **call.kwargs)

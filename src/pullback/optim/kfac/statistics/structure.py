@@ -51,7 +51,8 @@ class BlockStructure:
     """Adds up what the options ask for, and knows which block every parameter has."""
 
     def __init__(self, options: Options) -> None:
-        self._sharing, self._options = options.sharing, options
+        self._sharing = options.sharing
+        self._options = options
         #: whether all layers have to tell samples apart
         self._apart = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
@@ -80,7 +81,8 @@ class BlockStructure:
         in batch normalization, since their signs matter then; nor if the loss depends on the layers
         by another way than the measured output.
         """
-        signature, modes = own.signature(self._apart), own.record.modes
+        signature = own.signature(self._apart)
+        modes = own.record.modes
         route = self._routes.get(signature)
         if route is None or route.alike.get(modes) is not (True if tried else None):
             return False
@@ -105,7 +107,8 @@ class BlockStructure:
 
     def _try_along(self, own: Descent, covector: Tensor, expected: Pool) -> None:
         """Find out whether the user's own pass gives these sums of a second one."""
-        route, modes = self._routes.get(own.signature(self._apart)), own.record.modes
+        route = self._routes.get(own.signature(self._apart))
+        modes = own.record.modes
         if route is not None and modes not in route.alike and own.differs(covector):
             known = route.alike
 
@@ -128,7 +131,8 @@ class BlockStructure:
         `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
         The sums are complete when the `thread` has done its tasks.
         """
-        pool, inputs = Pool(), found.reach is None
+        pool = Pool()
+        inputs = found.reach is None
         given = record, leaves, self._sharing, found.keep
         if found.reach is not None:  # inputs count where any of the covectors reaches
             seen = Pool()
@@ -136,7 +140,10 @@ class BlockStructure:
             for key, sums in seen.sums.items():
                 pool.of(key).inputs.update(sums.inputs)
         for covector, coupling in found.every:
-            unrelated = coupling.unrelated(record, self._sharing) if coupling else {}
+            if coupling:
+                unrelated = coupling.unrelated(record, self._sharing)
+            else:
+                unrelated = {}
             way = Descent(root, covector, *given, inputs, coupling, unrelated, thread)
             self._pull(way, pool)
             inputs = False
@@ -163,9 +170,11 @@ class BlockStructure:
             if moments is None or name is None:
                 continue
             key = BlockKey("kronecker", (name,), turned=getattr(layer, "turned", False))
-            held, (inputs, outputs) = pool.of(key), factors_of(layer, key)
+            held = pool.of(key)
+            inputs, outputs = factors_of(layer, key)
             held.add(inputs, moments)
-            groups, width = moments.second.shape[0], moments.second.shape[-1]
+            groups = moments.second.shape[0]
+            width = moments.second.shape[-1]
             if outputs not in held.values:
                 rows = leaves[name].numel() // (groups * width)
                 held.values[outputs] = moments.first.new_ones(groups, rows)
@@ -211,11 +220,15 @@ class BlockStructure:
         if large or way.coupling is not None or bool(way.covector.all()):
             return None
         found = self._prove(replace(way, covector=way.everywhere(), inputs=False), Pool())
-        return found if self._follow(way, found[0], pool) else None
+        if self._follow(way, found[0], pool):
+            return found
+        return None
 
     def _prove(self, way: Descent, pool: Pool) -> tuple[Route, bool]:
         """Prove the structure on the way; return it, and whether it holds from now on."""
-        entries, leaves, proof = way.record.entries, way.leaves, Proof()
+        entries = way.record.entries
+        leaves = way.leaves
+        proof = Proof()
         layouts = way.locate_samples(self._apart)
         down = CotangentPass(way, layouts, way.unrelated, self.bases, proof)
         down.run([], list(leaves))
@@ -273,10 +286,12 @@ def _some_places(entry: Entry) -> Tensor:
 
     Of a linear layer single places, of a convolution whole samples.
     """
-    x, module = entry.input, entry.module
+    x = entry.input
+    module = entry.module
     if type(module) is nn.Linear and x.numel():
         x = x.reshape(-1, x.shape[-1])
-        places, columns = len(x), x.shape[-1]
+        places = len(x)
+        columns = x.shape[-1]
     elif isinstance(module, _CONVOLUTIONS) and x.numel() and x.ndim == module.weight.ndim:
         places = prod(entry.shape) // module.out_channels
         columns = module.weight[0].numel()
@@ -287,4 +302,6 @@ def _some_places(entry: Entry) -> Tensor:
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:
     given = [g for g in gradients.values() if g is not None and g.numel()]
-    return torch._foreach_norm(given) if given else []
+    if given:
+        return torch._foreach_norm(given)
+    return []

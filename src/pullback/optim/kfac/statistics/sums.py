@@ -30,7 +30,8 @@ BIAS = FactorKey("bias", "right"), FactorKey("bias", "left")
 
 def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
     """Return the factors of inputs and outputs of a layer's weight, in the block's coordinates."""
-    role, first = layer.use, layer.input_first and not key.turned
+    role = layer.use
+    first = layer.input_first and not key.turned
     one, two = ("left", "right") if first else ("right", "left")
     return FactorKey(role, one), FactorKey(role, two)
 
@@ -65,7 +66,8 @@ MISSED = (
     "the loss was made of derivatives of the model's output by its inputs, and the metric is that "
     "of the output itself; step(objective=...) takes such terms",
 )
-UNREACHED, DERIVED = MISSED[6], MISSED[7]
+UNREACHED = MISSED[6]
+DERIVED = MISSED[7]
 
 
 @dataclass
@@ -87,7 +89,9 @@ class Pool:
 
     def share_of(self, key: BlockKey, side: str) -> float:
         """Return how much of what is known without measuring this process adds to a side."""
-        return self.share if side in self.shared.get(key, ()) else 1.0
+        if side in self.shared.get(key, ()):
+            return self.share
+        return 1.0
 
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
         for key, own in sums.items():
@@ -150,7 +154,10 @@ def _sums(m: Moments, joint: bool, share: float) -> dict[str, FactorMatrix]:
         return {"": pack(m.second)}
     if len(m.second.shape) == 3:
         return {"": pack(m.second), "mean": m.first}
-    counts = m.places.view(-1, 1) if isinstance(m.places, Tensor) else m.places
+    if isinstance(m.places, Tensor):
+        counts = m.places.view(-1, 1)
+    else:
+        counts = m.places
     return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}
 
 
@@ -174,7 +181,8 @@ def sums_of(own: BlockTensors) -> Sums:
     """Return the sums of a block."""
     out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
     for f in [f for kind, f in own if kind == "second"]:
-        first, places = get_entries(own["first", f]), get_entries(own["places", f])
+        first = get_entries(own["first", f])
+        places = get_entries(own["places", f])
         out.inputs[f] = Moments(own["second", f], first, places.to(first))
     return out
 
@@ -211,14 +219,19 @@ def join_layouts(every: Sequence[Layouts]) -> Layouts:
 
 def _said(key: BlockKey, layouts: Layouts) -> str:
     found = [layout for (kind, _), layout in layouts[key].items() if kind == "values"]
-    together = f" of {' and '.join(key.names)}" if len(key.names) > 1 else ""
+    if len(key.names) > 1:
+        together = f" of {' and '.join(key.names)}"
+    else:
+        together = ""
     return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
 
 
 def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> FactorMatrix:
     """Return what a process has of sums that it did not see."""
     zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
-    return zeros_like(zeros) if len(shape) == 3 and at[1] != SPECTRUM else zeros.clone()
+    if len(shape) == 3 and at[1] != SPECTRUM:
+        return zeros_like(zeros)
+    return zeros.clone()
 
 
 def is_broken(pool: Pool) -> bool:
@@ -242,7 +255,10 @@ class SentSums:
         device: torch.device,
         owners: Mapping[BlockKey, int],
     ) -> None:
-        self.pool, self.calls, self.shared, self.processes = pool, pool.calls, shared, processes
+        self.pool = pool
+        self.calls = pool.calls
+        self.shared = shared
+        self.processes = processes
         self._sums = sums
         every = [(key, at) for key, own in sums.items() for at in own]
         # numbers that are no sides: of places, and second moments in eigenbases
@@ -256,7 +272,10 @@ class SentSums:
         wide = [t.to(device, torch.float64) for t in counts]
         self._counts = processes.launch_sum(wide, "counts")
         sides = [sums[key][at] for key, at in self._rest]
-        ranks = [owners[key] for key, _ in self._rest] if owners else None
+        if owners:
+            ranks = [owners[key] for key, _ in self._rest]
+        else:
+            ranks = None
         self._sides = launch_sum(sides, processes, ranks)
 
     def finish(self) -> None:
