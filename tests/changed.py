@@ -52,8 +52,8 @@ def nearest(files: Iterable[Path]) -> list[str]:
     ['tests/docs/test_links.py', 'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
      'tests/solvers', 'src/pullback/solvers/cholesky.py']
     """
-    found = {test for file in files for test in _of(file)}
-    return sorted(found, key=lambda test: (not test.startswith("tests"), test))
+    actual = {test for file in files for test in _of(file)}
+    return sorted(actual, key=lambda test: (not test.startswith("tests"), test))
 
 
 def _of(file: Path) -> Iterator[str]:
@@ -83,8 +83,12 @@ def _package(parts: tuple[str, ...]) -> Iterator[str]:
     names = FOLDERS.get(parts[0], parts[0]), *parts[1:-1]
     folders = [Path("tests", *names[:n]) for n in range(len(names), 0, -1)]
     inner = next((f for f in folders if (ROOT / f).is_dir()), Path("tests/core"))
-    own = ROOT / LIBRARY / parts[0]
-    if any((own / f.name).is_dir() for f in (ROOT / inner).iterdir() if f.name != "__pycache__"):
+    package_folder = ROOT / LIBRARY / parts[0]
+    if any(
+        (package_folder / f.name).is_dir()
+        for f in (ROOT / inner).iterdir()
+        if f.name != "__pycache__"
+    ):
         yield from (f.relative_to(ROOT).as_posix() for f in (ROOT / inner).glob("test_*.py"))
     else:
         yield inner.as_posix()
@@ -95,8 +99,8 @@ def _mirror(parts: tuple[str, ...]) -> Iterator[str]:
     package = Path("tests", FOLDERS.get(parts[0], parts[0]))
     for name in reversed(parts[1:]):
         name = MODULES.get(name, name)
-        if found := [m for p in (f"test_{name}.py", name) for m in (ROOT / package).rglob(p)]:
-            yield from (match.relative_to(ROOT).as_posix() for match in found)
+        if collected := [m for p in (f"test_{name}.py", name) for m in (ROOT / package).rglob(p)]:
+            yield from (match.relative_to(ROOT).as_posix() for match in collected)
             return
     yield (package if (ROOT / package).is_dir() else Path("tests/core")).as_posix()
 

@@ -27,22 +27,22 @@ def each_once(*axes: Iterable[Any]) -> list[Any]:
     >>> [p.values for p in each_once("abc", "de") if not p.marks]
     [('a', 'd'), ('b', 'e'), ('c', 'd')]
     """
-    held = [[*axis] for axis in axes]
-    sizes = [len(axis) for axis in held]
+    choices = [[*axis] for axis in axes]
+    sizes = [len(axis) for axis in choices]
     chosen = {tuple(i % size for size in sizes) for i in range(max(sizes))}
     places = product(*map(range, sizes))
-    return _marked([*product(*held)], [place in chosen for place in places])
+    return _marked([*product(*choices)], [place in chosen for place in places])
 
 
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Mark cases slow, but for a few in which all pairs occur; the most missing ones first."""
     pairs = [{*combinations(enumerate(map(id, case)), 2)} for case in cases]
     missing = set().union(*pairs)
-    rest = {*range(len(cases))}
+    remaining = {*range(len(cases))}
     chosen = set[int]()
     while missing:
-        best = max(rest, key=lambda i: (len(pairs[i] & missing), -i))
-        rest.remove(best)
+        best = max(remaining, key=lambda i: (len(pairs[i] & missing), -i))
+        remaining.remove(best)
         chosen.add(best)
         missing -= pairs[best]
     return _marked(cases, [i in chosen for i in range(len(cases))])

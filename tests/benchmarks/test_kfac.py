@@ -25,12 +25,12 @@ def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:
 def test_the_floor_counts_a_linear_layer() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(5, 3)
-    found = kfac_floor.floor(model, lambda: model(x), lambda z: z.sum())
-    assert found.gradient == 2 * 5 * (2 * 12 + 3 * 8)  # no gradient for the first input
-    assert found.reverse == 2 * 5 * 8
-    assert found.products == 5 * (9 + 16 + 16 + 4)
-    assert found.inverses == 4**3 + 4**3 + 5**3 + 2**3
-    assert found.apply == 2 * 16 * 8 + 2 * 10 * 7
+    floor = kfac_floor.floor(model, lambda: model(x), lambda z: z.sum())
+    assert floor.gradient == 2 * 5 * (2 * 12 + 3 * 8)  # no gradient for the first input
+    assert floor.reverse == 2 * 5 * 8
+    assert floor.products == 5 * (9 + 16 + 16 + 4)
+    assert floor.inverses == 4**3 + 4**3 + 5**3 + 2**3
+    assert floor.apply == 2 * 16 * 8 + 2 * 10 * 7
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")

@@ -43,15 +43,15 @@ def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
 
 def test_a_run_says_what_it_found() -> None:
     options = {"steps": 3, "points": 64}
-    found = pde_defaults.one("poisson2d", 0, 1, False, True, [4, 4], options)
-    assert found["parameters"] == 37
-    assert found["steps"] == 3
-    assert found["verdict"] == "unfinished"
-    assert any("unfinished" in text for text in found["warnings"])
-    assert found["weights"]["dirichlet"] > 1
-    assert "true error" in found["check"]
-    assert json.loads(json.dumps(found))["error"] == found["error"]
-    assert "poisson2d" in pde_defaults.line(found)
+    actual = pde_defaults.one("poisson2d", 0, 1, False, True, [4, 4], options)
+    assert actual["parameters"] == 37
+    assert actual["steps"] == 3
+    assert actual["verdict"] == "unfinished"
+    assert any("unfinished" in text for text in actual["warnings"])
+    assert actual["weights"]["dirichlet"] > 1
+    assert "true error" in actual["check"]
+    assert json.loads(json.dumps(actual))["error"] == actual["error"]
+    assert "poisson2d" in pde_defaults.line(actual)
 
 
 def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,9 @@ def test_a_run_that_never_arrives_counts_with_all_its_time() -> None:
             "CPU seconds to": reached,
         }
 
-    found = poisson.summary({"0": {"ours": run(1e-8, 4.0, 2.0), "reference": run(1.0, 30.0, None)}})
-    assert found["ratio of median seconds to 1e-06"] == 15.0
-    assert found["reference"]["never at 1e-06"] == 1
-    assert found["ours"]["at most"] == {"1e-06": 1, "1e-09": 0}
+    summary = poisson.summary(
+        {"0": {"ours": run(1e-8, 4.0, 2.0), "reference": run(1.0, 30.0, None)}}
+    )
+    assert summary["ratio of median seconds to 1e-06"] == 15.0
+    assert summary["reference"]["never at 1e-06"] == 1
+    assert summary["ours"]["at most"] == {"1e-06": 1, "1e-09": 0}

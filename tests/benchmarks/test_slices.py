@@ -26,18 +26,18 @@ def test_ratios_are_those_of_a_round() -> None:
     speed = [1.0, 10.0, 1.0, 10.0, 10.0]
     times = {"SGD foreach": [2 * s for s in speed], "SGD fused": [3 * s for s in speed]}
     times |= {"units": [2.1 * s for s in speed], "SGD again": [3 * s for s in speed]}
-    found = slices.ratios(times)
-    assert set(found) == {"units", "SGD again"}
-    assert found["units"]["low"] == pytest.approx(1.05)
-    assert found["units"]["high"] == pytest.approx(1.05)
-    assert found["SGD again"]["ratio"] == pytest.approx(1.0)  # of its twin, not of the faster one
+    ratios = slices.ratios(times)
+    assert set(ratios) == {"units", "SGD again"}
+    assert ratios["units"]["low"] == pytest.approx(1.05)
+    assert ratios["units"]["high"] == pytest.approx(1.05)
+    assert ratios["SGD again"]["ratio"] == pytest.approx(1.0)  # of its twin, not of the faster one
 
 
 def test_medians_have_intervals() -> None:
-    found = slices.middle([float(i) for i in range(101)])
-    assert found["ratio"] == 50
-    assert (found["low"], found["high"]) == (40, 60)
-    assert (found["quartile_1"], found["quartile_3"]) == (25, 75)
+    middle = slices.middle([float(i) for i in range(101)])
+    assert middle["ratio"] == 50
+    assert (middle["low"], middle["high"]) == (40, 60)
+    assert (middle["quartile_1"], middle["quartile_3"]) == (25, 75)
     assert slices.middle([2.0])["low"] == 2.0
 
 
@@ -98,6 +98,6 @@ def test_steps_cost_no_more_than_this(
 ) -> None:
     bench = Bench(network, CPU, quick=True)
     size = sum(4 * p.numel() for p in bench.model.parameters())
-    found = bench.route(route)
-    assert found.operations <= operations
-    assert found.bytes <= passes * size
+    actual = bench.route(route)
+    assert actual.operations <= operations
+    assert actual.bytes <= passes * size

@@ -23,16 +23,16 @@ def pair(seed: int, n: int = 7) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("seed", range(20))
 def test_updates(seed: int) -> None:
     inverse, s, y, gradient = pair(seed)
-    found = updated(inverse, s, y, gradient, 0.3)
-    assert torch.allclose(found @ y, s, rtol=1e-8, atol=1e-9 * float(s.norm()))
-    assert torch.allclose(found, found.T)
-    assert float(torch.linalg.eigvalsh(found)[0]) > 0
+    actual = updated(inverse, s, y, gradient, 0.3)
+    assert torch.allclose(actual @ y, s, rtol=1e-8, atol=1e-9 * float(s.norm()))
+    assert torch.allclose(actual, actual.T)
+    assert float(torch.linalg.eigvalsh(actual)[0]) > 0
     plain = updated(inverse, s, y, gradient, 0.3, scaled=False)
     rho = 1 / (y @ s)
     eye = torch.eye(len(s), dtype=torch.float64)
     left = eye - rho * torch.outer(s, y)
     assert torch.allclose(plain, left @ inverse @ left.T + rho * torch.outer(s, s))
-    assert not torch.allclose(plain, found)
+    assert not torch.allclose(plain, actual)
 
 
 @pytest.mark.parametrize("scaled", [True, False])

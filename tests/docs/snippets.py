@@ -103,7 +103,7 @@ def difference(shown: str, printed: str, rtol: float) -> str | None:
 def update(path: Path) -> None:
     """Write what the snippets print into the page, and their figures into docs/figures."""
     path = path.resolve()
-    here = Path.cwd()
+    working_directory = Path.cwd()
     text = path.read_text(encoding="utf-8")
     shift = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +118,7 @@ def update(path: Path) -> None:
                 if (drawn := Path(known.name)).exists() and f"/{known.name})" in text:
                     shutil.copy(drawn, known)
         finally:
-            os.chdir(here)
+            os.chdir(working_directory)
     path.write_text(text, encoding="utf-8")
 
 

@@ -14,11 +14,11 @@ LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]+)\)")
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-    found = set()
+    actual = set()
     for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        kept = re.sub(r"[^\w\- ]", "", title.lower())
-        found.add(kept.strip().replace(" ", "-"))
-    return found
+        slug = re.sub(r"[^\w\- ]", "", title.lower())
+        actual.add(slug.strip().replace(" ", "-"))
+    return actual
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

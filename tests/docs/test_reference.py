@@ -22,15 +22,15 @@ def test_a_function_called_like_its_module_has_an_entry_of_its_own(package: str)
     assert package in NAMED
     module = import_module(package)
     for name in module.__all__:
-        found = getattr(module, name)
-        above, _, last = getattr(found, "__module__", "").rpartition(".")
-        if last == name and getattr(import_module(above), name) is found:
+        actual = getattr(module, name)
+        above, _, last = getattr(actual, "__module__", "").rpartition(".")
+        if last == name and getattr(import_module(above), name) is actual:
             assert f"{above}.{name}.{name}" in NAMED
 
 
 def test_what_is_public_at_the_top_has_an_entry() -> None:
     for name in pb.__all__:
-        found = getattr(pb, name)
-        if inspect.isclass(found):
-            home = ".".join(found.__module__.split(".")[:2])
-            assert home in NAMED or f"{found.__module__}.{name}" in NAMED, name
+        actual = getattr(pb, name)
+        if inspect.isclass(actual):
+            home = ".".join(actual.__module__.split(".")[:2])
+            assert home in NAMED or f"{actual.__module__}.{name}" in NAMED, name

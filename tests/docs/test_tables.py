@@ -51,8 +51,8 @@ def said(page: str) -> str:
 def test_numbers_in_the_limits() -> None:
     rows = table.TABLES["costs"]()[1:]
     exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
-    found = record("kfac-cuda")["results"]
-    resnet, gpt = (found[name]["ratio"] for name in ("resnet50", "gpt2"))
+    actual = record("kfac-cuda")["results"]
+    resnet, gpt = (actual[name]["ratio"] for name in ("resnet50", "gpt2"))
     text = said("docs/choosing.md")
     assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
     assert f"costs {resnet['10/100']:.2f} (ResNet-50) and {gpt['10/100']:.2f} (GPT-2)" in text
@@ -94,8 +94,8 @@ def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:
     """They are set by hand, for the column of solved seeds; the others are the record's."""
     page = (table.ROOT / "docs/reproductions/yin-2024.md").read_text("utf-8")
     head = "| method | error | best | worst | solved | stuck | ms/step |\n" + 7 * "|---" + "|\n"
-    found = [part.partition("\n\n")[0].splitlines() for part in page.split(head)[1:]]
-    for name, lines in zip(("shallow", "deep", "poisson"), found, strict=True):
+    collected = [part.partition("\n\n")[0].splitlines() for part in page.split(head)[1:]]
+    for name, lines in zip(("shallow", "deep", "poisson"), collected, strict=True):
         summary = json.loads((RESULTS / f"yin-2024-{name}.json").read_text("utf-8"))["summary"]
         for line, row in zip(lines, summary["tables"][0]["rows"], strict=True):
             method, *errors, _, stuck, took = (cell.strip() for cell in line.strip("|").split("|"))

@@ -49,31 +49,31 @@ def dense(found: NetworkData, method: str) -> Tensor:
 @pytest.mark.parametrize("method", moves.METHODS)
 @pytest.mark.parametrize("shape", [(40, 7), (3, 31)])
 def test_predicted_moves_are_those_of_a_dense_jacobian(method: str, shape: tuple[int, int]) -> None:
-    found = scene(3, *shape)
-    got = found.change(method)(found.grid)
-    torch.testing.assert_close(got, dense(found, method), rtol=1e-6, atol=1e-6)
+    actual = scene(3, *shape)
+    result = actual.change(method)(actual.grid)
+    torch.testing.assert_close(result, dense(actual, method), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", moves.METHODS)
 def test_an_optimizer_step_moves_as_predicted(method: str) -> None:
-    found = scene(1)
-    record = moves.compared(found, method)
+    actual = scene(1)
+    record = moves.compared(actual, method)
     assert abs(slope(record["size"], record["error"]) - 2) < 0.1
     torch.testing.assert_close(record["actual"], record["predicted"], rtol=0, atol=0.03)
 
 
 def test_sobolev_moves_the_data_by_the_smoothed_residuals() -> None:
-    found = scene(2)
-    want = matern(found.x, found.x) @ found.residuals
-    torch.testing.assert_close(found.change("Sobolev")(found.x), want, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(found.change("natural")(found.x), found.residuals)
-    torch.testing.assert_close(found.gradient(found.x), want, rtol=1e-12, atol=1e-12)
+    actual = scene(2)
+    want = matern(actual.x, actual.x) @ actual.residuals
+    torch.testing.assert_close(actual.change("Sobolev")(actual.x), want, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(actual.change("natural")(actual.x), actual.residuals)
+    torch.testing.assert_close(actual.gradient(actual.x), want, rtol=1e-12, atol=1e-12)
 
 
 def test_no_point_of_the_grid_is_trained_on() -> None:
-    found = scene(0, 5, 41)
-    assert torch.cdist(found.grid, found.x).min() > 1e-6
-    assert len(found.grid) > 150
+    actual = scene(0, 5, 41)
+    assert torch.cdist(actual.grid, actual.x).min() > 1e-6
+    assert len(actual.grid) > 150
 
 
 def test_a_narrow_network_keeps_a_part_of_the_gradient() -> None:
@@ -81,5 +81,5 @@ def test_a_narrow_network_keeps_a_part_of_the_gradient() -> None:
     assert 0 < laws["kept"] < 1
     assert laws["P twice"] < 1e-8
     assert laws["S twice"] > 0.1
-    wide = moves.projections(scene(0))
-    assert math.isclose(wide["kept"], 1.0, rel_tol=1e-8)
+    projections = moves.projections(scene(0))
+    assert math.isclose(projections["kept"], 1.0, rel_tol=1e-8)

@@ -52,8 +52,8 @@ def context(seed: int = 0) -> Context:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    some = digits(torch.float64)
-    return some.x[:32], some.y[:32]
+    images = digits(torch.float64)
+    return images.x[:32], images.y[:32]
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Tensor:
@@ -108,10 +108,10 @@ def test_units_are_sliced_sgd() -> None:
 
 
 def test_law() -> None:
-    found = law(context(), (64, 10, 8, 10), 16)
-    assert found["one step"] < 1e-12
-    assert found["two steps"][-1] < found["two steps"][0] < 1e-2
-    assert found["slope"] == pytest.approx(2, abs=0.3)
+    actual = law(context(), (64, 10, 8, 10), 16)
+    assert actual["one step"] < 1e-12
+    assert actual["two steps"][-1] < actual["two steps"][0] < 1e-2
+    assert actual["slope"] == pytest.approx(2, abs=0.3)
 
 
 # --- checks of Figure 2 ----------------------------------------------------------------------
@@ -142,9 +142,9 @@ def test_times_and_ends() -> None:
 def test_claims_are_decided_by_the_numbers() -> None:
     slow = [run(1.0, [0.1, 0.2, 0.3, 0.9])] * 2
     fast = [run(1.02, [0.1, 0.8, 0.9, 0.9])] * 2
-    found = {m.name: fast for m in METHODS} | {"SGD": slow}
+    actual = {m.name: fast for m in METHODS} | {"SGD": slow}
     good = {"one step": 1e-15, "two steps": [4e-3, 1e-3], "slope": 2.0}
-    checks = claims(found, good, 0.6, (True,) * 10)
+    checks = claims(actual, good, 0.6, (True,) * 10)
     assert [c.holds for c in checks] == [True] * 6 + [False] * 4
     assert sum(c.of_paper for c in checks) == 4
     swapped = {m.name: slow for m in METHODS} | {"SGD": fast}
@@ -155,10 +155,10 @@ def test_claims_are_decided_by_the_numbers() -> None:
 
 
 def test_held_out_images_are_not_trained_on() -> None:
-    some = digits()
-    kept = figure2._held_out(some)
-    assert len(kept.x) + len(kept.test_x) == len(some.x)
-    assert torch.equal(kept.test_x[-1], some.x[-1])
+    images = digits()
+    held_out = figure2._held_out(images)
+    assert len(held_out.x) + len(held_out.test_x) == len(images.x)
+    assert torch.equal(held_out.test_x[-1], images.x[-1])
 
 
 # --- rescaled starts -------------------------------------------------------------------------
@@ -198,9 +198,9 @@ def test_apart() -> None:
 
 
 def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
-    monkeypatch.setattr(rescaled, "METHODS", tuple(some))
-    monkeypatch.setattr("pullback_experiments.bai_2024_slices.rescaled.METHODS", some)
+    methods = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
+    monkeypatch.setattr(rescaled, "METHODS", tuple(methods))
+    monkeypatch.setattr("pullback_experiments.bai_2024_slices.rescaled.METHODS", methods)
     (full,) = (e for e in EXPERIMENTS if isinstance(e, Rescaling))
     experiment = replace(full, epochs=2, judged=False)
     assert executor.run(experiment, True, [0], tmp_path, quiet(), seconds=0).status == 3
@@ -227,9 +227,15 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         figure2, "law", lambda context: {"one step": 0.0, "two steps": [1e-3], "slope": 2.0}
     )
-    held = (True,) * 10
+    expected_checks = (True,) * 10
     short = _Short(
-        name="short", figure="", claim="", held=held, quick_held=held, searched=1, lr=0.1
+        name="short",
+        figure="",
+        claim="",
+        held=expected_checks,
+        quick_held=expected_checks,
+        searched=1,
+        lr=0.1,
     )
     outcome = executor.run(short, False, [0, 1], tmp_path, quiet())
     assert len(outcome.checks) == 10
@@ -243,12 +249,12 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
 
 def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) -> None:
     short = _Short(name="short", figure="", claim="", held=(), quick_held=())
-    held = short.opened(False, tmp_path)
+    store = short.opened(False, tmp_path)
     record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
-    held.put((("SGD",), 0), record, 1.0, {})
-    assert short._found(Available(held, False))["SGD"] == [record]
-    held.put((("cost", "SGD"), None), {"seconds of a step": 0.1}, 1.0, {})
-    assert short._found(Available(held, False))["SGD"][0]["seconds"] == [0.0, 0.5, 1.0]
+    store.put((("SGD",), 0), record, 1.0, {})
+    assert short._found(Available(store, False))["SGD"] == [record]
+    store.put((("cost", "SGD"), None), {"seconds of a step": 0.1}, 1.0, {})
+    assert short._found(Available(store, False))["SGD"][0]["seconds"] == [0.0, 0.5, 1.0]
 
 
 def test_networks_take_images() -> None:

@@ -75,21 +75,21 @@ def test_crops_are_windows_of_the_framed_image() -> None:
     out = augment(x, torch.Generator().manual_seed(0))
     assert out.shape == x.shape
     places = set()
-    for image, got in zip(x, out, strict=True):
-        near = [i for i, w in enumerate(windows(image, augment.black)) if torch.allclose(w, got)]
+    for image, actual in zip(x, out, strict=True):
+        near = [i for i, w in enumerate(windows(image, augment.black)) if torch.allclose(w, actual)]
         assert near
         places.add(near[0])
     assert len(places) > 15
-    again = augment(x, torch.Generator().manual_seed(0))
-    assert torch.equal(out, again)
+    repeated = augment(x, torch.Generator().manual_seed(0))
+    assert torch.equal(out, repeated)
 
 
 def test_scaled_data_are_divided_on_both_sides() -> None:
-    found = data.generated((3, 4, 4), 2, 6)
-    small = images.shrunk(found, 20.0)
-    torch.testing.assert_close(small.x * 20, found.x)
-    torch.testing.assert_close(small.test_x * 20, found.test_x)
-    assert small.y is found.y
+    actual = data.generated((3, 4, 4), 2, 6)
+    small = images.shrunk(actual, 20.0)
+    torch.testing.assert_close(small.x * 20, actual.x)
+    torch.testing.assert_close(small.test_x * 20, actual.test_x)
+    assert small.y is actual.y
 
 
 def test_cifar100_is_read_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +103,11 @@ def test_cifar100_is_read_where_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
         tmp_path / "cifar100.npz",
         train_images=x, train_labels=y, test_images=x[:2], test_labels=y[:2],
     )  # fmt: skip
-    found = images.load("cifar100")
-    assert found.x.shape == (4, 3, 32, 32)
-    assert found.y.tolist() == [0, 99, 5, 7]
+    loaded = images.load("cifar100")
+    assert loaded.x.shape == (4, 3, 32, 32)
+    assert loaded.y.tolist() == [0, 99, 5, 7]
     torch.testing.assert_close(
-        float(found.x[1, 2, 3, 4]), (float(x[1, 3, 4, 2]) / 255 - 0.4408) / 0.2761
+        float(loaded.x[1, 2, 3, 4]), (float(x[1, 3, 4, 2]) / 255 - 0.4408) / 0.2761
     )
     images.load.cache_clear()
     np.savez(tmp_path / "cifar100.npz", train_images=x)
@@ -146,14 +146,14 @@ def test_levels_are_found_between_epochs() -> None:
 def test_claims_follow_the_curves() -> None:
     fast = [curve(0.4, 0.925)]
     slow = [curve(0.15, 0.925)]
-    found = {m.name: fast if "Sobolev" in m.name else slow for m in METHODS}
-    assert all(c.holds for c in paper_claims(found, (True,) * 8))
+    actual = {m.name: fast if "Sobolev" in m.name else slow for m in METHODS}
+    assert all(c.holds for c in paper_claims(actual, (True,) * 8))
     turned = {m.name: slow if "Sobolev" in m.name else fast for m in METHODS}
-    held = [c.holds for c in paper_claims(turned, (True,) * 8)]
-    assert held == [False] * 4 + [True, True] + [False] * 2
-    better = {**found, "K-FAC + both": [curve(0.15, 0.97)]}
+    outcomes = [c.holds for c in paper_claims(turned, (True,) * 8)]
+    assert outcomes == [False] * 4 + [True, True] + [False] * 2
+    better = {**actual, "K-FAC + both": [curve(0.15, 0.97)]}
     assert not paper_claims(better, (True,) * 8)[5].holds
-    assert sum(c.of_paper for c in paper_claims(found, (True,) * 8)) == 6
+    assert sum(c.of_paper for c in paper_claims(actual, (True,) * 8)) == 6
 
 
 def test_every_figure_names_methods_of_its_experiment() -> None:
@@ -169,8 +169,8 @@ def test_every_figure_names_methods_of_its_experiment() -> None:
 
 def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTraining:
     """A few pictures in place of CIFAR-10."""
-    found = data.generated((3, 32, 32), 10, 60)
-    monkeypatch.setattr(images, "load", lambda dataset, sheets: found)
+    actual = data.generated((3, 32, 32), 10, 60)
+    monkeypatch.setattr(images, "load", lambda dataset, sheets: actual)
     return experiment
 
 
@@ -184,17 +184,17 @@ def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTrainin
 def test_quick_training(
     experiment: VGGTraining, methods: Sequence[SobolevMethod], tmp_path: Path
 ) -> None:
-    shown = {part: [m.name for m in methods] for part in experiment.figures}
+    shown = {figure_name: [m.name for m in methods] for figure_name in experiment.figures}
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
-    done = executor.run(experiment, True, None, tmp_path, quiet())
-    assert done.status == 0
-    assert done.done == len(experiment.methods)
+    outcome = executor.run(experiment, True, None, tmp_path, quiet())
+    assert outcome.status == 0
+    assert outcome.done == len(experiment.methods)
     state = json.loads((tmp_path / f"{experiment.name}-quick.json").read_text())
     for run in state["runs"]:
         assert all(math.isfinite(v) for v in run["record"]["train loss"]), run["key"]
-    names = [path.name for path in done.files]
-    for part in experiment.figures:
-        assert f"{experiment.name}-quick{f'-{part}' if part else ''}.png" in names
+    names = [path.name for path in outcome.files]
+    for figure_name in experiment.figures:
+        assert f"{experiment.name}-quick{f'-{figure_name}' if figure_name else ''}.png" in names
 
 
 @pytest.mark.slow
@@ -221,9 +221,9 @@ def test_a_paused_run_goes_on_to_the_same_bits(
 def test_the_tuned_comparison_runs_and_shows_both_settings(tmp_path: Path) -> None:
     assert isinstance(TUNED, Tuned)
     console = quiet()
-    done = executor.run(replace(TUNED, epochs=2), True, [0], tmp_path, console)
-    assert done.done == done.total
-    assert [c.of_paper for c in done.checks] == [True, True, False, False, False, False]
+    outcome = executor.run(replace(TUNED, epochs=2), True, [0], tmp_path, console)
+    assert outcome.done == outcome.total
+    assert [c.of_paper for c in outcome.checks] == [True, True, False, False, False, False]
     assert "K-FAC's settings" in said(console)
     state = json.loads((tmp_path / f"{TUNED.name}-quick.json").read_text())
     runs = {tuple(r["key"]): r["record"] for r in state["runs"]}

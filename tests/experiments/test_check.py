@@ -47,10 +47,10 @@ def test_a_table_shows_brackets_as_they_are() -> None:
     from rich.console import Console
 
     console = Console(width=80)
-    with console.capture() as got:
+    with console.capture() as capture:
         console.print(Table(["a"], [["[bold]x[/bold]"], [None]], "T"))
-    assert "[bold]x[/bold]" in got.get()
-    assert "–" in got.get()
+    assert "[bold]x[/bold]" in capture.get()
+    assert "–" in capture.get()
 
 
 @pytest.mark.parametrize("width", [20, 30, 60])
@@ -59,11 +59,11 @@ def test_a_table_loses_no_number_where_the_terminal_is_narrow(width: int) -> Non
 
     console = Console(width=width)
     names = ["network", "SGD", "K-FAC, every step"]
-    with console.capture() as got:
+    with console.capture() as capture:
         console.print(Table(names, [["784-1024-1024-10", 0.000123, 230.5]], "ms per step"))
-    assert max(map(len, got.get().splitlines())) <= width
+    assert max(map(len, capture.get().splitlines())) <= width
     for word in ("784-1024-1024-10", "0.000123", "230", "ms per step"):
-        assert word in got.get()
+        assert word in capture.get()
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-2-3", "-1", "5-2", "²"])

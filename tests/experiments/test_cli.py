@@ -26,13 +26,13 @@ run = CliRunner()
 
 
 def test_list_shows_every_setup() -> None:
-    done = run.invoke(app, ["list"])
-    assert done.exit_code == 0
+    outcome = run.invoke(app, ["list"])
+    assert outcome.exit_code == 0
     for name in pde.SETUPS:
-        assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines()), name
-    assert "u_tt = 4 u_xx" in done.stdout
-    assert "2-32-1" in done.stdout
-    assert re.search(r"kdv .* 6 × 7-24-24-24-1, 8,502", done.stdout)  # one for each slab of time
+        assert any(line.startswith(f"{name} ") for line in outcome.stdout.splitlines()), name
+    assert "u_tt = 4 u_xx" in outcome.stdout
+    assert "2-32-1" in outcome.stdout
+    assert re.search(r"kdv .* 6 × 7-24-24-24-1, 8,502", outcome.stdout)  # one for each slab of time
 
 
 @pytest.mark.parametrize("width", [40, 80, 119, 120])
@@ -50,36 +50,36 @@ def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
 
 
 def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
-    done = CliRunner(charset="ascii").invoke(app, ["list"])
-    assert done.exit_code == 0, done.output
-    assert "6 ? 7-24-24-24-1" in done.stdout
-    assert "yin-2024-deep" in done.stdout
+    outcome = CliRunner(charset="ascii").invoke(app, ["list"])
+    assert outcome.exit_code == 0, outcome.output
+    assert "6 ? 7-24-24-24-1" in outcome.stdout
+    assert "yin-2024-deep" in outcome.stdout
 
 
 def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
     assert set(listing.QUICK) == set(registry.names())
-    told = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
-    assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in told)
+    recorded = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
+    assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in recorded)
 
 
 def test_the_package_runs() -> None:
     command = [sys.executable, "-m", "pullback", "run", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "There is no experiment 'nothing'" in done.stderr
-    assert "Traceback" not in done.stderr
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert outcome.returncode == 1
+    assert "There is no experiment 'nothing'" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 def test_run_repeats_an_experiment(small: list[Small], tmp_path: Path) -> None:
     small[:] = [Small(drawn=True)]
     arguments = ["run", "small", "--quick", "--seeds", "0", "--out", str(tmp_path)]
-    done = run.invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    actual = run.invoke(app, arguments)
+    assert actual.exit_code == 0, actual.output
     assert {f"small-quick.{kind}" for kind in ("json", "png", "svg")} <= set(os.listdir(tmp_path))
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     assert "s (quick)" in listed.stdout
-    again = run.invoke(app, arguments)
-    assert again.exit_code == 0
+    outcome = run.invoke(app, arguments)
+    assert outcome.exit_code == 0
     (tmp_path / "small-quick.json").write_text("{")
     broken = run.invoke(app, arguments)
     assert broken.exit_code == 1
@@ -109,10 +109,10 @@ def test_run_refuses_with_a_message(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run.invoke(app, ["run", *arguments])
-    assert done.exit_code == 1
-    assert words in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
+    outcome = run.invoke(app, ["run", *arguments])
+    assert outcome.exit_code == 1
+    assert words in outcome.output.replace("\n", " ")
+    assert "Traceback" not in outcome.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
@@ -121,10 +121,10 @@ def test_no_cuda_is_a_message(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run.invoke(app, [*command, "--device", "cuda"])
-    assert done.exit_code == 1
-    assert "The device 'cuda' cannot be used" in done.output
-    assert "--device cpu" in done.output.replace("\n", " ")
+    outcome = run.invoke(app, [*command, "--device", "cuda"])
+    assert outcome.exit_code == 1
+    assert "The device 'cuda' cannot be used" in outcome.output
+    assert "--device cpu" in outcome.output.replace("\n", " ")
     assert not list(tmp_path.iterdir())
 
 
@@ -134,11 +134,11 @@ def test_missing_data_say_what_to_set_and_where_to_get_it(
 ) -> None:
     monkeypatch.setenv("PULLBACK_DATA", str(tmp_path / "data"))
     arguments = ["run", "bai-2024-sobolev-cifar10", "--quick", "--out", str(tmp_path)]
-    done = run.invoke(app, [*arguments, *more])
-    assert done.exit_code == 1
+    outcome = run.invoke(app, [*arguments, *more])
+    assert outcome.exit_code == 1
     for words in ("cifar10_train_a.npz", "Set PULLBACK_DATA", "https://www.cs.toronto.edu"):
-        assert words in done.output
-    assert "Traceback" not in done.output
+        assert words in outcome.output
+    assert "Traceback" not in outcome.output
 
 
 @pytest.mark.parametrize("command", [["run", "small"], ["solve", "ritz", "--steps", "1"]])
@@ -147,9 +147,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
 ) -> None:
     # root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK)
-    done = run.invoke(app, [*command, "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "Pass another --out" in done.output
+    outcome = run.invoke(app, [*command, "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert "Pass another --out" in outcome.output
     assert not list(tmp_path.iterdir())
 
 
@@ -165,19 +165,19 @@ def test_a_full_disk_is_a_message_and_leaves_what_was_there(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        done = run.invoke(app, [*arguments, "--seeds", "0-1"])
-    assert done.exit_code == 1
-    assert "No space left on device" in done.output
-    assert "what was finished before is intact" in done.output
+        outcome = run.invoke(app, [*arguments, "--seeds", "0-1"])
+    assert outcome.exit_code == 1
+    assert "No space left on device" in outcome.output
+    assert "what was finished before is intact" in outcome.output
     assert (tmp_path / "small.json").read_bytes() == before
     assert run.invoke(app, [*arguments, "--seeds", "0-1"]).exit_code == 0
 
 
 def test_results_of_another_experiment_are_refused(small: list[Small], tmp_path: Path) -> None:
     (tmp_path / "small.json").write_text('{"format": "something else"}')
-    done = run.invoke(app, ["run", "small", "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "holds no results of an experiment" in done.output
+    outcome = run.invoke(app, ["run", "small", "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert "holds no results of an experiment" in outcome.output
     assert (tmp_path / "small.json").read_text() == '{"format": "something else"}'
 
 
@@ -196,10 +196,10 @@ def test_list_names_paper_figure_claim_and_time(small: list[Small], tmp_path: Pa
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
     """An experiment that the command knows as "small"."""
-    found = [Small()]
+    collected = [Small()]
     monkeypatch.setitem(registry.FOLDERS, "small", ("small",))
-    monkeypatch.setattr(registry, "find", lambda name: found[0])
-    return found
+    monkeypatch.setattr(registry, "find", lambda name: collected[0])
+    return collected
 
 
 def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Pat
         if key == "lr 0.5":
             raise KeyboardInterrupt
 
-    done = invoked(Small(before=interrupted), out="c")
-    assert done.exit_code == 130
-    assert "small.json" in done.stdout.replace("\n", "")
+    outcome = invoked(Small(before=interrupted), out="c")
+    assert outcome.exit_code == 130
+    assert "small.json" in outcome.stdout.replace("\n", "")
     assert "Nothing was finished" in invoked(Small(before=at_once), out="d").stdout
     assert invoked(Small(), out="c").exit_code == 0
 
@@ -234,16 +234,16 @@ def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     table = bench.table(torch.device("cpu"), ((4, 3, 2),))
     assert table.rows[0][:2] == ["4-3-2", "23"]
     assert all(isinstance(t, float) and t > 0 for t in table.rows[0][2:])
-    done = run.invoke(app, ["bench", "--device", "abacus"])
-    assert done.exit_code == 1
+    outcome = run.invoke(app, ["bench", "--device", "abacus"])
+    assert outcome.exit_code == 1
 
 
 def test_list_survives_a_time_that_is_none(small: list[Small], tmp_path: Path) -> None:
     executor.run(small[0], True, out=tmp_path)
     path = tmp_path / "small-quick.json"
-    held = json.loads(path.read_text())
-    held["runs"][0]["took"] = 10**400
-    path.write_text(json.dumps(held))
-    done = run.invoke(app, ["list", "--out", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "unreadable" in done.stdout
+    record = json.loads(path.read_text())
+    record["runs"][0]["took"] = 10**400
+    path.write_text(json.dumps(record))
+    outcome = run.invoke(app, ["list", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0
+    assert "unreadable" in outcome.stdout

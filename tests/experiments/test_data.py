@@ -25,8 +25,8 @@ def write_mnist(path: Path, **more: np.ndarray) -> np.ndarray:
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (5, 28, 28), dtype=np.uint8)
     y = np.arange(5, dtype=np.uint8)
-    parts = {"train_images": x, "train_labels": y, "test_images": x[:2], "test_labels": y[:2]}
-    np.savez(path, **parts, **more)
+    arrays = {"train_images": x, "train_labels": y, "test_images": x[:2], "test_labels": y[:2]}
+    np.savez(path, **arrays, **more)
     return x
 
 
@@ -37,10 +37,10 @@ def write_cifar(path: Path, count: int, seed: int) -> np.ndarray:
     sheets = b""
     ends = [0]
     for i in range(count):
-        held = io.BytesIO()
+        buffer = io.BytesIO()
         sheet = x[3 * i : 3 * i + 3].reshape(-1, 32, 3)
-        image.fromarray(sheet).save(held, "webp", lossless=True, exact=True)
-        sheets += held.getvalue()
+        image.fromarray(sheet).save(buffer, "webp", lossless=True, exact=True)
+        sheets += buffer.getvalue()
         ends.append(len(sheets))
     names = np.array([f"c{i}" for i in range(10)])
     labels = np.arange(3 * count, dtype=np.uint8) % 10
@@ -51,17 +51,17 @@ def write_cifar(path: Path, count: int, seed: int) -> np.ndarray:
 
 def test_mnist_and_fashion(folder: Path) -> None:
     x = write_mnist(folder / "mnist.npz")
-    found = data.mnist()
-    assert found.x.shape == (5, 1, 28, 28)
-    assert found.test_x.shape == (2, 1, 28, 28)
-    np.testing.assert_allclose(found.x[:, 0].numpy() * 255, x, atol=1e-4)
-    assert found.y.dtype == torch.int64
+    mnist = data.mnist()
+    assert mnist.x.shape == (5, 1, 28, 28)
+    assert mnist.test_x.shape == (2, 1, 28, 28)
+    np.testing.assert_allclose(mnist.x[:, 0].numpy() * 255, x, atol=1e-4)
+    assert mnist.y.dtype == torch.int64
     write_mnist(folder / "fashion_mnist.npz", class_names=np.array(["coat", "bag"]))
     assert data.fashion_mnist().classes == ("coat", "bag")
-    assert found.flat().x.shape == (5, 784)
-    assert len(found.first(3, 1).x) == 3
-    assert found.to("cpu", torch.float64).test_x.dtype == torch.float64
-    assert found.to("cpu", torch.float64).y.dtype == torch.int64
+    assert mnist.flat().x.shape == (5, 784)
+    assert len(mnist.first(3, 1).x) == 3
+    assert mnist.to("cpu", torch.float64).test_x.dtype == torch.float64
+    assert mnist.to("cpu", torch.float64).y.dtype == torch.int64
 
 
 def test_cifar_sheets(folder: Path) -> None:
@@ -69,21 +69,21 @@ def test_cifar_sheets(folder: Path) -> None:
         write_cifar(folder / f"cifar10_{n}.npz", c, i)
         for i, (n, c) in enumerate((("train_a", 2), ("train_b", 2), ("test", 1)))
     )
-    found = data.cifar10()
-    assert found.x.shape == (12, 3, 32, 32)
-    assert found.test_x.shape == (3, 3, 32, 32)
+    actual = data.cifar10()
+    assert actual.x.shape == (12, 3, 32, 32)
+    assert actual.test_x.shape == (3, 3, 32, 32)
     mean, std = (np.array(v).reshape(3, 1, 1) for v in (data._MEAN, data._STD))
-    got = (found.x.numpy() * std + mean) * 255
-    np.testing.assert_allclose(got.transpose(0, 2, 3, 1), np.concatenate([one, two]), atol=1e-3)
-    assert found.y.tolist() == [0, 1, 2, 3, 4, 5] * 2
+    result = (actual.x.numpy() * std + mean) * 255
+    np.testing.assert_allclose(result.transpose(0, 2, 3, 1), np.concatenate([one, two]), atol=1e-3)
+    assert actual.y.tolist() == [0, 1, 2, 3, 4, 5] * 2
     assert len(data.cifar10(sheets=1).x) == 6
     assert len(data.cifar10(halves=["b"]).x) == 6
     assert len(three) == 3
 
 
 def test_pillow_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in ("train_a", "train_b", "test"):
-        np.savez(folder / f"cifar10_{part}.npz", webp=np.zeros(1, np.uint8))
+    for file_name in ("train_a", "train_b", "test"):
+        np.savez(folder / f"cifar10_{file_name}.npz", webp=np.zeros(1, np.uint8))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(PullbackError, match="pip install pillow"):
         data.cifar10()
@@ -116,10 +116,10 @@ def test_digits_from_either_source_are_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("sklearn.datasets")
-    held = datasets.load_digits()
+    load_digits = datasets.load_digits()
     one = data.digits()
-    images = held.images.astype(np.uint8)
-    labels = held.target.astype(np.uint8)
+    images = load_digits.images.astype(np.uint8)
+    labels = load_digits.target.astype(np.uint8)
     np.savez(folder / "digits8x8.npz", images=images, labels=labels)
     two = data.digits()
     assert torch.equal(one.x, two.x)
@@ -132,17 +132,17 @@ def test_digits_from_either_source_are_the_same(
 
 
 def test_generated_data_can_be_learned() -> None:
-    found = data.generated(shape=(5,), classes=3, samples=90)
-    assert (len(found.x), len(found.test_x)) == (90, 90)
-    means = torch.stack([found.x[found.y == c].mean(0) for c in range(3)])
-    guess = torch.cdist(found.test_x, means).argmin(1)
-    assert float((guess == found.test_y).double().mean()) > 0.8
-    assert torch.equal(found.x, data.generated(shape=(5,), classes=3, samples=90).x)
+    actual = data.generated(shape=(5,), classes=3, samples=90)
+    assert (len(actual.x), len(actual.test_x)) == (90, 90)
+    means = torch.stack([actual.x[actual.y == c].mean(0) for c in range(3)])
+    guess = torch.cdist(actual.test_x, means).argmin(1)
+    assert float((guess == actual.test_y).double().mean()) > 0.8
+    assert torch.equal(actual.x, data.generated(shape=(5,), classes=3, samples=90).x)
 
 
 @pytest.mark.skipif(not (HELD / "cifar10_test.npz").exists(), reason="PULLBACK_DATA has no CIFAR")
 def test_the_real_cifar() -> None:
-    found = data.cifar10(sheets=20)
-    pixels = found.test_x.permute(1, 0, 2, 3).flatten(1)
+    actual = data.cifar10(sheets=20)
+    pixels = actual.test_x.permute(1, 0, 2, 3).flatten(1)
     assert pixels.mean(1).abs().max() < 0.05
     assert (pixels.std(1) - 1).abs().max() < 0.05

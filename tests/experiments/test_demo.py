@@ -19,8 +19,8 @@ from pullback_experiments.showcase.race import run, tune
 @pytest.mark.slow
 def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pullback_experiments.demo", "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert outcome.returncode == 0, outcome.stderr
     titles = ("Least squares", "Poisson's equation", "Digits")
     for word in (
         *titles,
@@ -31,12 +31,12 @@ def test_quick_demo_without_a_terminal(tmp_path: Path) -> None:
         "demo-quick.png",
         "poisson.png",
     ):
-        assert word in done.stdout
+        assert word in outcome.stdout
     for file in ("demo-quick.png", "poisson.png", "demo-quick.json", "report.html"):
         assert (tmp_path / file).stat().st_size > 10_000
     text = (tmp_path / "report.html").read_text("utf-8")
     assert text.count("data-chart hidden") == 4
-    assert done.stdout.rstrip().endswith("report.html")
+    assert outcome.stdout.rstrip().endswith("report.html")
 
 
 def test_target_is_the_papers() -> None:

@@ -19,10 +19,10 @@ def row(verdict: str, kind: str = "per-layer affine", place: str = "batch") -> d
 
 
 def test_claims_name_what_failed() -> None:
-    found: dict[tuple[str, str], list[Any]] = {
+    actual: dict[tuple[str, str], list[Any]] = {
         (net, c.name): [row("not invariant")] for net in module.NETS for c in module.contenders(net)
     }
-    checks = claims(found)
+    checks = claims(actual)
     assert [c.holds for c in checks] == [False] * 5 + [True] * 2 + [False] * 3
     assert "0 of 2 audits" in checks[0].numbers
 
@@ -57,10 +57,10 @@ def test_slices_forget_scales_on_the_model_and_not_among_parameters() -> None:
     item = next(i for i in experiment.items(True) if i.key == ("leaky", "SliceSGD"))
     context = Context(1, module.torch.device("cpu"), True, Path(), None)  # pyright: ignore[reportArgumentType]
     rows = item.work(context)["rows"]
-    for place in ("batch", "probes", "parameters"):
-        assert {r["transformation"]: r["verdict"] for r in rows if r["place"] == place} == {
+    for comparison in ("batch", "probes", "parameters"):
+        assert {r["transformation"]: r["verdict"] for r in rows if r["place"] == comparison} == {
             "input rotation": "exact",
             "input whitening": "not invariant",
-            "neuron rescaling": "not invariant" if place == "parameters" else "exact",
+            "neuron rescaling": "not invariant" if comparison == "parameters" else "exact",
             "neuron permutation": "exact",
         }

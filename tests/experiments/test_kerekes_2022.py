@@ -90,10 +90,10 @@ def test_a_march_stops_each_system_by_itself_and_says_which_are_late() -> None:
     rates = torch.tensor([[1.0], [2.0], [0.0]], dtype=DOUBLE)
     pair = Explicit(lambda y: rates * y, relative(1e-8))
     start = torch.ones(3, 1, dtype=DOUBLE)
-    seen: list[Tensor] = []
-    y, late = march(pair, start, lambda y: y[:, 0].log(), 0.3, watch=seen.append, max_steps=200)
+    recorded: list[Tensor] = []
+    y, late = march(pair, start, lambda y: y[:, 0].log(), 0.3, watch=recorded.append, max_steps=200)
     assert late.tolist() == [False, False, True]
-    assert seen
+    assert recorded
     assert y[:, 0].log().tolist() == pytest.approx([0.3, 0.3, 0.0], abs=1.3e-3)
     assert bool((y[:2, 0].log() >= 0.3).all())
     _, still = march(pair, start, lambda y: y[:, 0].log(), 0.3, max_steps=2)
@@ -124,15 +124,15 @@ def test_implicit_steps_are_solved_whatever_the_rank(rank: int, step: float) -> 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_the_flows_jacobian_is_autograds(depth: int) -> None:
     data = Signed.of([separable(7, 3), separable(4, 3, 5)])
-    found = EuclideanFlow(data, [depth, depth], 0.3)
+    actual = EuclideanFlow(data, [depth, depth], 0.3)
     v = draw(2, 3, seed=9)
-    whole = jacfwd(found.velocity)(v)
+    whole = jacfwd(actual.velocity)(v)
     assert isinstance(whole, Tensor)
-    jacobian = found.both(v)[1].dense()
+    jacobian = actual.both(v)[1].dense()
     for i in range(2):  # problems that share a batch do not touch
         torch.testing.assert_close(jacobian[i], whole[i, :, i], rtol=1e-10, atol=1e-13)
     assert float(whole[0, :, 1].abs().max()) == 0
-    torch.testing.assert_close(found.both(v)[0], found.velocity(v))
+    torch.testing.assert_close(actual.both(v)[0], actual.velocity(v))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -181,9 +181,9 @@ def test_the_flow_reaches_the_margins() -> None:
     flows = EuclideanFlow(Signed.of([(x, y)] * 2), [1, 2], [1.0, 1e-3], rtol=1e-4)
     beta = flows.beta(flows.run(3e4))
     assert angle(beta[0], l2_max_margin(x, y).beta) < 0.02
-    found = beta[1] / float((y * (x @ beta[1])).min())
+    actual = beta[1] / float((y * (x @ beta[1])).min())
     truth = l1_max_margin(x, y)
-    assert float(found.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
+    assert float(actual.abs().sum()) < 1.02 * truth.norm  # as slow as 1/log(β/α²)
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -203,7 +203,7 @@ def test_samples_of_no_weight_do_not_bend_the_path(
 def test_errors_are_measured_where_the_logits_are() -> None:
     """One sample moves alone, or all alike: by the definition, through autograd's Jacobian."""
     x, y = separable(9, 4)
-    found = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e9, logits=0.1)
+    actual = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e9, logits=0.1)
     v = draw(1, 4, seed=2)
     error = 1e-3 * draw(1, 4, seed=3)
     beta = v * (v.square() + 0.04)
@@ -215,7 +215,7 @@ def test_errors_are_measured_where_the_logits_are() -> None:
     assert bool((weights > 1e-5 * weights.max()).all())
     apart = float((off - mean).abs().max())
     together = float(mean.abs() / (1 + level.clamp(min=0)))
-    size = float(found.size(v, v, error))
+    size = float(actual.size(v, v, error))
     assert size == pytest.approx(max(apart, together) / 0.1, rel=1e-9)
     entries = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e-6, logits=1e9)
     truth = float((error.abs() / (1e-6 * (v.abs() + 0.02))).max())
@@ -228,21 +228,21 @@ def test_flows_with_small_margins_arrive_and_the_loss_falls_all_the_way() -> Non
     x, y = sparse(300, 20, 4, torch.Generator().manual_seed(2), CPU)
     ends = []
     for rtol, logits in ((1e-2, 0.05), (3e-5, 0.005)):
-        found = EuclideanFlow(Signed.of([(x, y)]), 4, 0.1, rtol=rtol, logits=logits)
-        seen: list[float] = []
-        v = found.run(1000.0, None, lambda level, seen=seen: seen.append(float(level)))
-        assert seen == sorted(seen)
-        assert float(found.level(v)) == pytest.approx(1000, abs=1.1)
-        ends.append(found.beta(v)[0])
+        actual = EuclideanFlow(Signed.of([(x, y)]), 4, 0.1, rtol=rtol, logits=logits)
+        recorded: list[float] = []
+        v = actual.run(1000.0, None, lambda level, seen=recorded: seen.append(float(level)))
+        assert recorded == sorted(recorded)
+        assert float(actual.level(v)) == pytest.approx(1000, abs=1.1)
+        ends.append(actual.beta(v)[0])
         assert float((y * (x @ ends[-1])).min() / ends[-1].norm()) < 0.02
     assert angle(*ends) < 1e-4
 
 
 def test_a_flow_that_cannot_arrive_says_so() -> None:
     x = torch.ones(2, 1, dtype=DOUBLE)
-    found = EuclideanFlow(Signed.of([(x, torch.tensor([1.0, -1.0], dtype=DOUBLE))]), 1, 1.0)
+    actual = EuclideanFlow(Signed.of([(x, torch.tensor([1.0, -1.0], dtype=DOUBLE))]), 1, 1.0)
     with pytest.raises(PullbackError, match="did not arrive"):
-        found.run(5.0)
+        actual.run(5.0)
 
 
 def test_a_flow_that_ends_early_does_not_lose_the_others(
@@ -257,8 +257,8 @@ def test_a_flow_that_ends_early_does_not_lose_the_others(
 
     monkeypatch.setattr(EuclideanFlow, "run", stuck)
     small = EXPERIMENTS["figure4"].smoke()
-    found = executor.run(small, True, [0], tmp_path, Console(file=io.StringIO()))
-    assert found.status == 0
+    outcome = executor.run(small, True, [0], tmp_path, Console(file=io.StringIO()))
+    assert outcome.status == 0
     record = json.loads((tmp_path / "kerekes-2022-figure4-quick.json").read_text())
     euclidean = next(r["record"] for r in record["runs"] if r["key"] == ["EGD"])
     assert euclidean["arrived"] == [[5, 5], [2, 5]]
@@ -280,12 +280,12 @@ def test_data_sets_of_several_sizes_do_not_mix() -> None:
 
 def test_losses_of_any_size() -> None:
     data = Signed(torch.eye(2, dtype=DOUBLE)[None], torch.tensor([2.0], dtype=DOUBLE))
-    found = EuclideanFlow(data, 1, 1.0)
+    actual = EuclideanFlow(data, 1, 1.0)
     for size in (0.0, 19.0, 21.0, 600.0):
-        level = float(found.level(torch.full((1, 2), size, dtype=DOUBLE)))
+        level = float(actual.level(torch.full((1, 2), size, dtype=DOUBLE)))
         assert level == pytest.approx(-math.log(math.log1p(math.exp(-size))), rel=1e-12)
-    assert float(found.level(torch.full((1, 2), 1e6, dtype=DOUBLE))) == pytest.approx(1e6)
-    assert torch.isfinite(found.velocity(torch.full((1, 2), 1e6, dtype=DOUBLE))).all()
+    assert float(actual.level(torch.full((1, 2), 1e6, dtype=DOUBLE))) == pytest.approx(1e6)
+    assert torch.isfinite(actual.velocity(torch.full((1, 2), 1e6, dtype=DOUBLE))).all()
 
 
 def test_accuracy_is_that_of_many_samples() -> None:
@@ -361,9 +361,9 @@ def test_the_registry_knows_them() -> None:
 
 def run(name: str, folder: Path) -> None:
     experiment = EXPERIMENTS[name]
-    found = executor.run(experiment, True, [0], folder, Console(file=io.StringIO()))
-    assert found.status == 0, [str(c) for c in found.checks if not c.agrees]
-    assert all(path.stat().st_size for path in found.files)
+    outcome = executor.run(experiment, True, [0], folder, Console(file=io.StringIO()))
+    assert outcome.status == 0, [str(c) for c in outcome.checks if not c.agrees]
+    assert all(path.stat().st_size for path in outcome.files)
 
 
 @pytest.mark.slow

@@ -58,16 +58,16 @@ def test_the_counterexample_to_invariance_of_margins() -> None:
 def test_l2_satisfies_its_optimality_conditions(samples: int, dim: int, seed: int) -> None:
     """Zβ ≥ 1, β = Zᵀα with α ≥ 0 on the support alone."""
     x, y = separable(samples, dim, seed)
-    found = l2_max_margin(x, y)
+    actual = l2_max_margin(x, y)
     z = y[:, None] * x
-    assert float((z @ found.beta).min()) >= 1 - 1e-9
-    active = z[found.support]
-    alpha = torch.linalg.lstsq(active.T, found.beta, driver="gelsd").solution
-    assert error(active.T @ alpha, found.beta) < 1e-8
+    assert float((z @ actual.beta).min()) >= 1 - 1e-9
+    active = z[actual.support]
+    alpha = torch.linalg.lstsq(active.T, actual.beta, driver="gelsd").solution
+    assert error(active.T @ alpha, actual.beta) < 1e-8
     assert float(alpha.min()) > -1e-7 * float(alpha.max())
-    assert found.gap is not None
-    assert found.gap < 1e-9
-    assert abs(found.norm - float(found.beta.norm())) < 1e-12 * found.norm
+    assert actual.gap is not None
+    assert actual.gap < 1e-9
+    assert abs(actual.norm - float(actual.beta.norm())) < 1e-12 * actual.norm
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,10 +84,10 @@ def test_l1_is_the_best_vertex(seed: int) -> None:
             beta = torch.linalg.solve(m, torch.tensor([c[1] for c in chosen], dtype=DOUBLE))
             if float((z @ beta).min()) > 1 - 1e-9:
                 best = min(best, float(beta.abs().sum()))
-    found = l1_max_margin(x, y)
-    assert abs(found.norm / best - 1) < 1e-9
-    assert found.gap is not None
-    assert found.gap < 1e-9
+    actual = l1_max_margin(x, y)
+    assert abs(actual.norm / best - 1) < 1e-9
+    assert actual.gap is not None
+    assert actual.gap < 1e-9
 
 
 @pytest.mark.parametrize("p", [2 / 3, 0.5])
@@ -103,9 +103,9 @@ def test_quasi_norms_reach_the_best_vertex_of_the_plane(p: float) -> None:
             size = beta.abs()
             size = size[size > 1e-12]
             best = min(best, float((size**p).sum() ** (1 / p)))
-    found = lp_max_margin(x, y, p)
-    assert found.kind == "stationary point"
-    assert abs(found.norm / best - 1) < 1e-8
+    actual = lp_max_margin(x, y, p)
+    assert actual.kind == "stationary point"
+    assert abs(actual.norm / best - 1) < 1e-8
 
 
 def test_depth_asks_for_sparsity() -> None:
@@ -143,12 +143,12 @@ def test_completion_recovers_a_low_rank_matrix() -> None:
     order = torch.randperm(360, generator=torch.Generator().manual_seed(0))[:290]
     rows = order // 18
     columns = order % 18
-    found = nuclear_norm_completion((20, 18), rows, columns, truth[rows, columns], tol=1e-8)
-    assert error(found.matrix, truth) < 1e-5
-    assert found.rank() == 2
-    assert found.gap <= 1e-8
+    actual = nuclear_norm_completion((20, 18), rows, columns, truth[rows, columns], tol=1e-8)
+    assert error(actual.matrix, truth) < 1e-5
+    assert actual.rank() == 2
+    assert actual.gap <= 1e-8
     assert torch.equal(
-        found.matrix[rows, columns].round(decimals=12), truth[rows, columns].round(decimals=12)
+        actual.matrix[rows, columns].round(decimals=12), truth[rows, columns].round(decimals=12)
     )
 
 
@@ -170,9 +170,9 @@ def test_completion_against_known_optima() -> None:
 def test_float32_and_separability() -> None:
     x, y = separable(5, 8)
     assert separates(x, y)
-    found = l2_max_margin(x.float(), y.float())
-    assert found.beta.dtype is torch.float32
-    assert error(found.beta.double(), l2_max_margin(x, y).beta) < 1e-5
+    actual = l2_max_margin(x.float(), y.float())
+    assert actual.beta.dtype is torch.float32
+    assert error(actual.beta.double(), l2_max_margin(x, y).beta) < 1e-5
 
 
 XOR = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [-1.0, 1.0]])
@@ -233,8 +233,8 @@ def test_separability_does_not_depend_on_units() -> None:
     scaled = x * torch.tensor([1e-7, 1.0, 1e7, 1e3], dtype=x.dtype)
     assert separates(scaled, y)
     assert separates(scaled.requires_grad_(), y)
-    found = l2_max_margin(scaled, y)
-    assert float((y * (scaled.detach() @ found.beta)).min()) > 1 - 1e-9
-    both = torch.cat([scaled, scaled])
+    actual = l2_max_margin(scaled, y)
+    assert float((y * (scaled.detach() @ actual.beta)).min()) > 1 - 1e-9
+    joined = torch.cat([scaled, scaled])
     signs = torch.cat([y, -y])
-    assert not separates(both, signs)
+    assert not separates(joined, signs)

@@ -92,8 +92,8 @@ def test_a_changed_convolution_sees_changed_channels() -> None:
     def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
         return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
 
-    got = moved(after, change_coordinates(layer, before, after)(moved(before, x)))
-    torch.testing.assert_close(got, layer(x))
+    actual = moved(after, change_coordinates(layer, before, after)(moved(before, x)))
+    torch.testing.assert_close(actual, layer(x))
 
 
 def test_whitening_whitens_and_changes_invert() -> None:
@@ -132,16 +132,16 @@ def test_a_diverged_run_is_no_agreement() -> None:
 
 
 def test_claims_are_as_recorded_when_theory_holds() -> None:
-    found = {(n.name, g): [pretended(n.name, g)] for n in (*NETS, *EXHIBITS) for g in GROUPS}
-    checks = claims(found)
+    actual = {(n.name, g): [pretended(n.name, g)] for n in (*NETS, *EXHIBITS) for g in GROUPS}
+    checks = claims(actual)
     assert [c.holds for c in checks] == list(RECORDED)
-    found["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=10.0)]
-    broken = claims(found)
+    actual["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=10.0)]
+    broken = claims(actual)
     assert not broken[0].holds
     assert "unlike the record" in str(broken[0])
     # a run with unsound factors says nothing
-    found["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=1e9)]
-    assert claims(found)[0].holds
+    actual["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=1e9)]
+    assert claims(actual)[0].holds
 
 
 @pytest.mark.slow
@@ -179,5 +179,5 @@ def named(net: Net) -> Net:
 
 def test_the_command_lists_it() -> None:
     assert [e.name for e in EXPERIMENTS] == ["luk-grosse-2018"]
-    done = CliRunner().invoke(app, ["list"])
-    assert "luk-grosse-2018" in done.stdout
+    outcome = CliRunner().invoke(app, ["list"])
+    assert "luk-grosse-2018" in outcome.stdout

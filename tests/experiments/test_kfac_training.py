@@ -93,8 +93,8 @@ def test_a_place_sees_those_before_it() -> None:
     x = torch.randint(9, (2, 6))
     other = x.clone()
     other[:, 4] = (other[:, 4] + 1) % 9
-    same = (model(x) == model(other)).flatten(2).all(2).all(0)
-    assert same.tolist() == [True] * 4 + [False] * 2
+    unchanged = (model(x) == model(other)).flatten(2).all(2).all(0)
+    assert unchanged.tolist() == [True] * 4 + [False] * 2
     assert model(x[:, :3]).shape == (2, 3, 9)
     wide = GPT(9, 6, 256, 2, 2)
     assert wide.head.weight is wide.tokens.weight
@@ -110,18 +110,18 @@ def test_the_fisher_of_text_is_a_mean_over_tokens() -> None:
     model = GPT(7, 5, 8, 1, 2, tied=False).double()
     x = torch.randint(7, (16, 5))
     y = torch.randint(7, (16, 5))
-    seen: list[Tensor] = []
-    hook = model.head.register_forward_hook(lambda m, given, z: seen.append(given[0].detach()))
+    recorded: list[Tensor] = []
+    hook = model.head.register_forward_hook(lambda m, given, z: recorded.append(given[0].detach()))
     p = model(x).detach().softmax(-1).flatten(0, 1)
     hook.remove()
-    a = seen[0].flatten(0, 1)
+    a = recorded[0].flatten(0, 1)
     fisher = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
     want = torch.outer(fisher.diagonal(), (a.mT @ a / len(a)).diagonal()).flatten()
     with KFAC(model, 0.0, likelihood=Categorical(), fisher="exact") as optimizer:
         categorical(model(x), y).backward()
         optimizer.step()
-        found = optimizer.gram().diagonal()[-want.numel() :]
-    torch.testing.assert_close(found, want)
+        diagonal = optimizer.gram().diagonal()[-want.numel() :]
+    torch.testing.assert_close(diagonal, want)
 
 
 GRIDS = {"small": METHODS, "large": LARGE, "vgg": VGG_METHODS, "text": TEXT}
@@ -150,9 +150,9 @@ def test_the_records_of_before_go_on() -> None:
     for one in kfac_training.EXPERIMENTS[:2]:
         assert set(one.config(False)) == {"task", "epochs", "batch", "methods"}
     for one in kfac_training.EXPERIMENTS[2:]:
-        told = one.config(False)
-        assert told["search seeds"] == [100]
-        assert {"warm-up", "precision", "evaluated"} < set(told)
+        config = one.config(False)
+        assert config["search seeds"] == [100]
+        assert {"warm-up", "precision", "evaluated"} < set(config)
 
 
 @pytest.mark.parametrize("task", [VGG, SHAKESPEARE], ids=lambda t: t.title)
@@ -161,14 +161,14 @@ def test_a_step_of_every_method(task: TrainingTask, place: int, tmp_path: Path) 
     """From the loop, with the full version's settings on the quick version's network."""
     method = (VGG_METHODS if task is VGG else TEXT)[place]
     torch.manual_seed(0)
-    model, some = task.made(True, CPU)
-    some = some.first(32, 16)
+    model, first = task.made(True, CPU)
+    first = first.first(32, 16)
     before = [p.detach().clone() for p in model.parameters()]
     context = Context(0, CPU, True, tmp_path, Results(Store(tmp_path / "r.json", {}), [0], True))
     optimizer = method.on(model, task.likelihood(), 0, method.grid[0])
-    run = task.run(some)
+    run = task.run(first)
     assert run["half"] is None  # of CUDA alone
-    record = fit(model, optimizer, some, task.loss, context, epochs=2, batch=16, **run)
+    record = fit(model, optimizer, first, task.loss, context, epochs=2, batch=16, **run)
     assert record["step"] == [0, 2, 4]
     assert all(math.isfinite(v) for v in record["train loss"])
     assert 0 <= record["test accuracy"][-1] <= 1
@@ -184,9 +184,9 @@ def test_vgg_is_laid_out_by_channels_and_sees_crops() -> None:
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert images.x.shape[1:] == (3, 32, 32)
     augment = VGG.run(images)["augment"]
-    seen = augment(images.x[:8], torch.Generator().manual_seed(0))
-    assert seen.shape == (8, 3, 32, 32)
-    assert not torch.equal(seen, images.x[:8])
+    augmented = augment(images.x[:8], torch.Generator().manual_seed(0))
+    assert augmented.shape == (8, 3, 32, 32)
+    assert not torch.equal(augmented, images.x[:8])
     assert SHAKESPEARE.run(images)["augment"] is None
 
 
@@ -221,31 +221,31 @@ def runs(*losses: float, pace: float = 1.0) -> list[dict[str, list[float]]]:
 
 
 def test_claims() -> None:
-    found = {
+    actual = {
         SGD: runs(9, 8, 7, 6, 5),
         ADAM: runs(9, 7, 5, 4, 3),
         KRONECKER: runs(9, 3, 2, pace=5.0),
     }
-    assert mark(found) == 3
-    assert to(found[KRONECKER], 3, "step") == 10
-    assert to(found[SGD], 3, "step") == math.inf
-    fewer, sooner = claims(found, fewer=2.0)
+    assert mark(actual) == 3
+    assert to(actual[KRONECKER], 3, "step") == 10
+    assert to(actual[SGD], 3, "step") == math.inf
+    fewer, sooner = claims(actual, fewer=2.0)
     assert fewer[1]
     assert not sooner[1]
     assert "50 and 40 seconds" in sooner[2]
-    fast = {**found, KRONECKER: runs(9, 3, 2, pace=1.3)}
+    fast = {**actual, KRONECKER: runs(9, 3, 2, pace=1.3)}
     assert claims(fast, 3.0)[1][1]
     assert not claims(fast, 3.1)[1][1]
-    lost = {**found, KRONECKER: runs(9, math.nan)}
+    lost = {**actual, KRONECKER: runs(9, math.nan)}
     assert final(lost[KRONECKER]) == math.inf
     assert not any(holds for _, holds, _ in claims(lost))
     assert "never" in [cell for row in table(lost, str).lines() for cell in row]
 
 
 def test_the_others_are_all_but_kfac() -> None:
-    found = {SGD: runs(9, 5), ADAMW: runs(9, 7, 4), KRONECKER: runs(9, 8, 4)}
-    assert first_order(found) == [SGD, ADAMW]
-    (claim, holds, numbers), _ = claims(found)
+    actual = {SGD: runs(9, 5), ADAMW: runs(9, 7, 4), KRONECKER: runs(9, 8, 4)}
+    assert first_order(actual) == [SGD, ADAMW]
+    (claim, holds, numbers), _ = claims(actual)
     assert claim == "K-FAC needs fewer steps to the best loss of SGD and AdamW"
     assert not holds  # as many
     assert "20 and 20 steps to 4" in numbers

@@ -26,8 +26,8 @@ NAME = "kerekes-2022-support"
 
 
 def records(out: Path) -> dict[tuple[Any, ...], Any]:
-    held = json.loads((out / f"{NAME}-quick.json").read_text("utf-8"))
-    return {(*run["key"], run["seed"]): run["record"] for run in held["runs"]}
+    record = json.loads((out / f"{NAME}-quick.json").read_text("utf-8"))
+    return {(*run["key"], run["seed"]): run["record"] for run in record["runs"]}
 
 
 @pytest.mark.slow
@@ -35,11 +35,11 @@ def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     ours = registry.find(NAME)
     console = quiet()
     executor.run(ours, True, [0], tmp_path / "one")
-    done = executor.run(ours, True, [0], tmp_path / "two", console, workers=2)
-    assert done.status == 0
-    assert done.done == done.total
+    outcome = executor.run(ours, True, [0], tmp_path / "two", console, workers=2)
+    assert outcome.status == 0
+    assert outcome.done == outcome.total
     assert records(tmp_path / "one") == records(tmp_path / "two")
-    assert f"[{done.total}/{done.total}]" in said(console)
+    assert f"[{outcome.total}/{outcome.total}]" in said(console)
     assert not (tmp_path / "two" / f"{NAME}-quick.work").exists()
 
 
@@ -174,16 +174,18 @@ def test_a_process_never_hears_an_interruption_and_the_first_one_does() -> None:
         pytest.skip("the tests run in the background, where interruptions are ignored")
     masked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     command = [sys.executable, "-c", masked]
-    found = []
+    collected = []
 
     def start() -> None:
         with parallel._deaf():
             signal.raise_signal(signal.SIGINT)
-            found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            collected.append(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
 
     with pytest.raises(KeyboardInterrupt):
         start()
-    assert [line.strip() for line in found] == ["True"]
+    assert [line.strip() for line in collected] == ["True"]
 
 
 def heard() -> None:

@@ -28,8 +28,8 @@ from pullback_experiments.problems import SETUPS, setup
 
 
 def context(tmp_path: Path, **more: object) -> Context:
-    done = Results(Store(tmp_path / "r.json", {}), [0], True)
-    return Context(0, torch.device("cpu"), True, tmp_path / "place", done, **more)  # pyright: ignore
+    outcome = Results(Store(tmp_path / "r.json", {}), [0], True)
+    return Context(0, torch.device("cpu"), True, tmp_path / "place", outcome, **more)  # pyright: ignore
 
 
 def test_every_problem_of_the_set_has_a_set_up() -> None:
@@ -41,22 +41,22 @@ def test_every_problem_of_the_set_has_a_set_up() -> None:
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_every_method_lowers_the_loss(method: object, tmp_path: Path) -> None:
     assert method in METHODS
-    found = setup("ritz")
+    actual = setup("ritz")
     options = method.options(*method.rates[-1:])  # pyright: ignore[reportAttributeAccessIssue]
-    chosen = {**found.options, **options, "points": 60, "steps": 10}
-    record = solved(found, chosen, 60.0, context(tmp_path))
+    chosen = {**actual.options, **options, "points": 60, "steps": 10}
+    record = solved(actual, chosen, 60.0, context(tmp_path))
     assert record["step"][-1] == 10
     assert record["seconds"] == sorted(record["seconds"])
     assert record["error"][-1] < record["error"][0]
 
 
 def test_a_run_pauses_and_goes_on(tmp_path: Path) -> None:
-    found = setup("ritz")
-    options = {**found.options, "points": 60, "steps": 12}
+    actual = setup("ritz")
+    options = {**actual.options, "points": 60, "steps": 12}
     with pytest.raises(Paused):
-        solved(found, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
-    record = solved(found, options, 60.0, context(tmp_path))
-    fresh = solved(found, options, 60.0, replace(context(tmp_path), place=tmp_path / "other"))
+        solved(actual, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
+    record = solved(actual, options, 60.0, context(tmp_path))
+    fresh = solved(actual, options, 60.0, replace(context(tmp_path), place=tmp_path / "other"))
     assert record["step"][-1] == fresh["step"][-1] == 12
     assert math.isclose(record["error"][-1], fresh["error"][-1], rel_tol=1e-9)
 
@@ -66,17 +66,17 @@ def curve(*errors: float) -> list[dict[str, list[float]]]:
 
 
 def test_claims() -> None:
-    found = {
+    actual = {
         "poisson2d": {GAUSS_NEWTON: curve(1, 1e-10), ADAM: curve(1, 1e-2), LBFGS: curve(1, 1e-4)},
         "heat1d": {GAUSS_NEWTON: curve(1, 1e-5), ADAM: curve(1, math.nan), LBFGS: curve(1, 1e-3)},
     }
-    ahead, poisson, heat = claims(found, TARGETS, missed=["heat1d"])
+    ahead, poisson, heat = claims(actual, TARGETS, missed=["heat1d"])
     assert [c.holds for c in (ahead, poisson, heat)] == [True, True, False]
     assert [c.agrees for c in (ahead, poisson, heat)] == [False, True, True]
     assert (poisson.numbers, heat.numbers) == ("1.0e-10, reached in 1 s", "1.0e-05")
-    assert len(claims(found, {})) == 1
-    found["heat1d"][LBFGS] = curve(1, 5e-5)
-    assert not claims(found, {})[0].holds
+    assert len(claims(actual, {})) == 1
+    actual["heat1d"][LBFGS] = curve(1, 5e-5)
+    assert not claims(actual, {})[0].holds
     assert final(curve(1, math.nan)) == math.inf
     assert reached(curve(1, 1e-3, 1e-6), 1e-3) == 1.0
     assert reached(curve(1, 1e-3), 1e-9) == math.inf

@@ -25,24 +25,24 @@ CPU = torch.device("cpu")
 
 def test_windows_are_seen_once_and_files_held_out() -> None:
     corpus = Corpus(torch.arange(101, dtype=torch.uint8), torch.arange(120, 201, dtype=torch.uint8))
-    found = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held=4)
-    assert found.passes == 1
-    batches = found.of(range(5))
+    actual = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held=4)
+    assert actual.passes == 1
+    batches = actual.of(range(5))
     starts = [int(x[0]) for xs, _ in batches for x in xs]
     assert sorted(starts) == list(range(0, 100, 10))
     for x, y in batches:
         torch.testing.assert_close(x + 1, y)
-    ((x, y),) = found.held_out(100)
+    ((x, y),) = actual.held_out(100)
     assert x[:, 0].tolist() == [120, 140, 160, 180]
     torch.testing.assert_close(x + 1, y)
-    assert [int(x[0, 0]) for x, _ in found.held_out(1)] == [120, 140, 160, 180]
+    assert [int(x[0, 0]) for x, _ in actual.held_out(1)] == [120, 140, 160, 180]
 
 
 def test_short_texts_are_seen_again_and_shorter_ones_refused() -> None:
     text = torch.arange(41, dtype=torch.uint8)
-    found = Corpus(text, text).batches(length=10, batch=4, steps=3, seed=1, device=CPU, held=9)
-    assert found.passes == 3
-    for x, _ in found.of(range(3)):
+    batches = Corpus(text, text).batches(length=10, batch=4, steps=3, seed=1, device=CPU, held=9)
+    assert batches.passes == 3
+    for x, _ in batches.of(range(3)):
         assert sorted(x[:, 0].tolist()) == [0, 10, 20, 30]
     with pytest.raises(PullbackError, match="too short"):
         Corpus(text, text[:5]).batches(length=10, batch=1, steps=1, seed=0, device=CPU, held=1)
@@ -53,8 +53,8 @@ def test_the_standard_library_is_enough_for_quick_runs() -> None:
     assert corpus.size >= 4_000_000
     assert 0.03 < len(corpus.held) / corpus.size < 0.1
     assert b"import" in bytes(corpus.held.tolist())
-    again = python_files.__wrapped__(4_000_000, packages=False)
-    assert torch.equal(again.train, corpus.train)
+    repeated = python_files.__wrapped__(4_000_000, packages=False)
+    assert torch.equal(repeated.train, corpus.train)
 
 
 def test_batches_of_images_follow_from_the_seed() -> None:
@@ -106,8 +106,8 @@ def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) ->
     assert left == outer
     for name in ("muon", "soap"):
         groups = [g for o in OPTIMIZERS[name](model, 0.1, {}) for g in o.param_groups]
-        held = [id(p) for g in groups for p in g["params"]]
-        assert sorted(held) == sorted(id(p) for p in model.parameters())
+        grouped_parameters = [id(p) for g in groups for p in g["params"]]
+        assert sorted(grouped_parameters) == sorted(id(p) for p in model.parameters())
         assert all((g["weight_decay"] == 0) == (g["params"][0].ndim < 2) for g in groups)
 
 
@@ -144,8 +144,8 @@ def test_runs_repeat_and_have_schedules_of_their_own() -> None:
 def _run(losses: list[float], steps: int, ms: float) -> dict[str, Any]:
     at = [round(steps * i / (len(losses) - 1)) for i in range(len(losses))]
     seconds = [ms * s / 1e3 for s in at]
-    own = {"method": "kfac-spectral", "lr": 0.1, "steps": steps, "ms": ms, "accuracy": [0.5]}
-    return {**own, "step": at, "seconds": seconds, "held-out loss": losses}
+    kfac_row = {"method": "kfac-spectral", "lr": 0.1, "steps": steps, "ms": ms, "accuracy": [0.5]}
+    return {**kfac_row, "step": at, "seconds": seconds, "held-out loss": losses}
 
 
 def test_curves_are_interpolated() -> None:
@@ -158,18 +158,18 @@ def test_curves_are_interpolated() -> None:
 
 
 def test_leads() -> None:
-    found = {
+    actual = {
         "muon": [_run([4.0, 2.0, 1.0], 100, 10.0)] * 3,
         "kfac-spectral": [_run([4.0, 1.9, 0.98], 100, 12.0)] * 3,
         "ours, 0.8": [_run([4.0, 1.9, 1.0], 80, 12.0)] * 3,
     }
-    claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judged(found, OURS)
+    claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judged(actual, OURS)
     assert [holds for _, holds, _ in claims] == [True, True, True]
-    del found["ours, 0.8"]
-    claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judged(found, OURS)
+    del actual["ours, 0.8"]
+    claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judged(actual, OURS)
     assert [holds for _, holds, _ in claims] == [False, False, False]
     assert "never" not in claims[1][2]
-    assert len(checks.table(found, "x").rows) == 2
+    assert len(checks.table(actual, "x").rows) == 2
 
 
 def test_grids_are_equally_large() -> None:

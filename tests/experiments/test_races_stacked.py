@@ -22,17 +22,17 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
     eps = 1e-8
     lr = 0.1
     decay = 0.05
-    every = 3
+    interval = 3
     weight = nn.Parameter(torch.ones(shape, dtype=torch.float64))
-    own = SOAP([weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, every=every)
+    soap = SOAP([weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, every=interval)
     first, *others = _gradients(shape, 8)
     weight.grad = first
-    own.step()
+    soap.step()
     g = first.flatten(1).numpy()
     w = np.full(g.shape, 1.0) * (1 - lr * decay)
     left = g @ g.T
     right = g.T @ g
-    q, p = (own.state[weight][k][0].numpy().copy() for k in "qp")
+    q, p = (soap.state[weight][k][0].numpy().copy() for k in "qp")
     for base, factor in ((q, left), (p, right)):
         np.testing.assert_allclose(base.T @ base, np.eye(len(base)), atol=1e-12)
         rotated = base.T @ factor @ base
@@ -41,7 +41,7 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
     v = np.zeros_like(g)
     for t, grad in enumerate(others, 1):
         weight.grad = grad
-        own.step()
+        soap.step()
         g = grad.flatten(1).numpy()
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * (q.T @ g @ p) ** 2
@@ -50,7 +50,7 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
         np.testing.assert_allclose(weight.detach().flatten(1).numpy(), w, atol=1e-9)
         left = beta2 * left + (1 - beta2) * g @ g.T
         right = beta2 * right + (1 - beta2) * g.T @ g
-        if t % every == 0:
+        if t % interval == 0:
             rows = np.argsort(-np.diag(q.T @ left @ q))
             columns = np.argsort(-np.diag(p.T @ right @ p))
             q, p = (np.linalg.qr(s @ b)[0] for s, b in ((left, q[:, rows]), (right, p[:, columns])))
@@ -62,12 +62,12 @@ def test_stacks_are_matrices_one_by_one() -> None:
     draw = torch.Generator().manual_seed(1)
     start = [torch.randn(s, generator=draw) for s in shapes]
     grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
-    for kind in (Muon, lambda params, lr: SOAP(params, lr, every=2)):
+    for make_optimizer in (Muon, lambda params, lr: SOAP(params, lr, every=2)):
         together, apart = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
-        one = kind(together, 0.1)
-        several = [kind([p], 0.1) for p in apart]
-        for given in grads:
-            for p, q, g in zip(together, apart, given, strict=True):
+        one = make_optimizer(together, 0.1)
+        several = [make_optimizer([p], 0.1) for p in apart]
+        for gradients in grads:
+            for p, q, g in zip(together, apart, gradients, strict=True):
                 p.grad = g
                 q.grad = g
             for optimizer in (one, *several):

@@ -32,20 +32,20 @@ def state(out: Path, name: str = "small") -> dict:
 
 def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
     console = quiet()
-    done = executor.run(Small(drawn=True), out=tmp_path, console=console)
-    assert done.status == 0
-    assert (done.done, done.total, done.seeds) == (6, 6, (0, 1, 2))
-    assert done.verdict is not None
-    assert done.verdict.outcome == "reproduced"
-    names = {p.name for p in done.files}
+    outcome = executor.run(Small(drawn=True), out=tmp_path, console=console)
+    assert outcome.status == 0
+    assert (outcome.done, outcome.total, outcome.seeds) == (6, 6, (0, 1, 2))
+    assert outcome.verdict is not None
+    assert outcome.verdict.outcome == "reproduced"
+    names = {p.name for p in outcome.files}
     assert names == {f"small{x}" for x in (".json", ".png", ".svg", "-again.png", "-again.svg")}
     assert (tmp_path / "small.png").read_bytes()[:4] == b"\x89PNG"
     assert b"<svg" in (tmp_path / "small.svg").read_bytes()
-    held = state(tmp_path)
-    assert {"torch", "commit", "threads"} <= set(held["environments"][0])
-    assert held["summary"]["complete"] == [0, 1, 2]
-    assert held["summary"]["seconds"] >= 0
-    assert all(run["took"] >= 0 for run in held["runs"])
+    record = state(tmp_path)
+    assert {"torch", "commit", "threads"} <= set(record["environments"][0])
+    assert record["summary"]["complete"] == [0, 1, 2]
+    assert record["summary"]["seconds"] >= 0
+    assert all(run["took"] >= 0 for run in record["runs"])
     assert "faster <i>indeed</i>" in said(console)
     assert "Ends [of] runs" in said(console)
 
@@ -53,12 +53,12 @@ def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
 def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Path) -> None:
     first = Small()
     executor.run(first, seeds=[0, 1], out=tmp_path)
-    again = Small()
-    assert executor.run(again, seeds=[1, 2], out=tmp_path).status == 0
-    assert again.made == [("lr 0.1", 2), ("lr 0.5", 2)]
-    held = state(tmp_path)
-    assert len(held["runs"]) == 6
-    assert held["summary"]["asked"] == [1, 2]
+    repeated = Small()
+    assert executor.run(repeated, seeds=[1, 2], out=tmp_path).status == 0
+    assert repeated.made == [("lr 0.1", 2), ("lr 0.5", 2)]
+    record = state(tmp_path)
+    assert len(record["runs"]) == 6
+    assert record["summary"]["asked"] == [1, 2]
 
 
 def test_seeds_beside_those_asked_for_are_named_and_not_called_missing(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_items_leave_the_callers_random_numbers_and_threads_alone(tmp_path: Path
 
 
 def test_status_says_whether_checks_are_as_recorded(tmp_path: Path) -> None:
-    done = executor.run(Small(bad=True), out=tmp_path)
-    assert done.status == 1
-    assert done.verdict is not None
-    assert done.verdict.outcome == "not reproduced"
+    outcome = executor.run(Small(bad=True), out=tmp_path)
+    assert outcome.status == 1
+    assert outcome.verdict is not None
+    assert outcome.verdict.outcome == "not reproduced"
 
 
 def test_sizes_that_cannot_tell_are_not_judged(tmp_path: Path) -> None:
     console = quiet()
-    done = executor.run(Small(bad=True, judged=False), out=tmp_path, console=console)
-    assert done.status == 0
-    assert done.verdict is None
-    assert not done.checks
+    outcome = executor.run(Small(bad=True, judged=False), out=tmp_path, console=console)
+    assert outcome.status == 0
+    assert outcome.verdict is None
+    assert not outcome.checks
     assert "No claim was judged" in said(console)
     assert state(tmp_path)["summary"]["verdict"] is None
     assert Small().smoke().judged
@@ -134,8 +134,8 @@ def test_a_changed_method_is_refused(tmp_path: Path) -> None:
 
 
 def test_quick_is_kept_apart(tmp_path: Path) -> None:
-    done = executor.run(Small(), True, out=tmp_path)
-    assert done.seeds == (0,)
+    outcome = executor.run(Small(), True, out=tmp_path)
+    assert outcome.seeds == (0,)
     assert (tmp_path / "small-quick.json").exists()
     assert not (tmp_path / "small.json").exists()
 
@@ -162,10 +162,10 @@ class Few(Small):
 
 def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:
     ours = Few()
-    done = executor.run(ours, out=tmp_path)
-    assert (done.done, done.total, done.seeds) == (4, 4, (0, 1, 2))
+    outcome = executor.run(ours, out=tmp_path)
+    assert (outcome.done, outcome.total, outcome.seeds) == (4, 4, (0, 1, 2))
     assert ours.made == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
-    assert len(done.checks) == 1
+    assert len(outcome.checks) == 1
 
 
 class Clock:
@@ -187,15 +187,15 @@ class Clock:
         def work(key: str, context: Context) -> None:
             file = context.folder() / "part"
             if file.exists():
-                part = int(file.read_text())
+                counted = int(file.read_text())
             else:
-                part = 0
-            while part < count:
+                counted = 0
+            while counted < count:
                 self.now += 1
-                part += 1
-                file.write_text(str(part))
-                context.watch(part / count, f"part {part}")
-                if context.due and part < count:
+                counted += 1
+                file.write_text(str(counted))
+                context.watch(counted / count, f"part {counted}")
+                if context.due and counted < count:
                     raise Paused
 
         return work
@@ -203,32 +203,32 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
+    actual = Clock()
     for module in (executor, experiment, progress):
-        monkeypatch.setattr(module, "time", found)
-    return found
+        monkeypatch.setattr(module, "time", actual)
+    return actual
 
 
 def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> None:
     console = quiet()
-    done = executor.run(Small(before=clock.second), out=tmp_path, console=console, seconds=3.5)
-    assert done.status == UNFINISHED
+    outcome = executor.run(Small(before=clock.second), out=tmp_path, console=console, seconds=3.5)
+    assert outcome.status == UNFINISHED
     # the fourth would end after 4 s, and items are known to take one
-    assert done.done == 3
+    assert outcome.done == 3
     assert "Unfinished: 3 of 6 items, 1 of 3 seeds" in said(console)
     assert state(tmp_path)["summary"]["items"] == [3, 6]
     # the seed that is complete is judged
-    assert done.seeds == (0,)
-    assert len(done.checks) == 1
+    assert outcome.seeds == (0,)
+    assert len(outcome.checks) == 1
     assert state(tmp_path)["summary"]["complete"] == [0]
-    rest = Small()
-    assert executor.run(rest, out=tmp_path, seconds=60).status == 0
-    assert len(rest.made) == 3
+    remaining_run = Small()
+    assert executor.run(remaining_run, out=tmp_path, seconds=60).status == 0
+    assert len(remaining_run.made) == 3
 
 
 def test_every_slice_gets_on_even_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
-    for done in range(1, 4):
-        assert executor.run(Small(before=clock.second), out=tmp_path, seconds=0.1).done == done
+    for outcome in range(1, 4):
+        assert executor.run(Small(before=clock.second), out=tmp_path, seconds=0.1).done == outcome
 
 
 def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Clock) -> None:
@@ -272,9 +272,9 @@ def test_an_interruption_leaves_finished_items(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         executor.run(Small(before=interrupted), out=tmp_path)
     assert len(state(tmp_path)["runs"]) == 3
-    rest = Small()
-    assert executor.run(rest, out=tmp_path).status == 0
-    assert len(rest.made) == 3
+    remaining_run = Small()
+    assert executor.run(remaining_run, out=tmp_path).status == 0
+    assert len(remaining_run.made) == 3
 
 
 def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
@@ -286,11 +286,11 @@ def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
         "run(Small(before=die), out=Path(sys.argv[1]))"
     )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False)
-    assert done.returncode == 9
-    rest = Small()
-    assert executor.run(rest, out=tmp_path).status == 0
-    assert len(rest.made) == 4
+    outcome = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=root, check=False)
+    assert outcome.returncode == 9
+    remaining_run = Small()
+    assert executor.run(remaining_run, out=tmp_path).status == 0
+    assert len(remaining_run.made) == 4
 
 
 def test_a_full_disk_leaves_the_previous_results(
@@ -385,8 +385,10 @@ def test_damaged_arrays_are_named(tmp_path: Path) -> None:
     (victim,) = tmp_path.rglob("*.npz")
     sound = victim.read_bytes()
     reasons = []
-    for place in range(0, len(sound), 7):
-        victim.write_bytes(sound[:place] + bytes([sound[place] ^ 0x55]) + sound[place + 1 :])
+    for position in range(0, len(sound), 7):
+        victim.write_bytes(
+            sound[:position] + bytes([sound[position] ^ 0x55]) + sound[position + 1 :]
+        )
         try:
             store.record(name)
         except PullbackError as error:
@@ -404,14 +406,14 @@ def test_arrays_come_back_as_they_were(tmp_path: Path) -> None:
         "words": ("a", True),
     }
     store.put((("k", "é/.."), 1), record, 0.5, {"torch": "2"})
-    got = Store(tmp_path / "r.json", {}).record((("k", "é/.."), 1))
-    np.testing.assert_array_equal(got["file"], record["file"])
-    assert got["file"].dtype == np.float32
-    np.testing.assert_array_equal(got["deep"][0]["x"], np.eye(2))
-    assert got["deep"][1] == 3
-    assert np.isnan(got["deep"][2])
-    assert got["deep"][3] == -np.inf
-    assert got["words"] == ["a", True]
+    actual = Store(tmp_path / "r.json", {}).record((("k", "é/.."), 1))
+    np.testing.assert_array_equal(actual["file"], record["file"])
+    assert actual["file"].dtype == np.float32
+    np.testing.assert_array_equal(actual["deep"][0]["x"], np.eye(2))
+    assert actual["deep"][1] == 3
+    assert np.isnan(actual["deep"][2])
+    assert actual["deep"][3] == -np.inf
+    assert actual["words"] == ["a", True]
     assert [p.parent for p in tmp_path.rglob("*.npz")] == [tmp_path / "r.arrays"]
 
 
@@ -428,9 +430,9 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     one.put((("k",), 0), {"x": 1}, 1.0, {"host": "one"})
     two.put((("k",), 1), {"x": 2}, 1.0, {"host": "two"})
     one.put((("k",), 2), {"x": 3}, 1.0, {"host": "one"})
-    held = json.loads((tmp_path / "r.json").read_text())
-    assert {r["seed"] for r in held["runs"]} == {0, 1, 2}
-    hosts = {r["seed"]: held["environments"][r["environment"]]["host"] for r in held["runs"]}
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert {r["seed"] for r in record["runs"]} == {0, 1, 2}
+    hosts = {r["seed"]: record["environments"][r["environment"]]["host"] for r in record["runs"]}
     assert hosts == {0: "one", 1: "two", 2: "one"}
 
 
@@ -506,9 +508,9 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
 
 def test_the_registry_names_what_folders_hold() -> None:
     for folder, names in registry.FOLDERS.items():
-        found = __import__(f"pullback_experiments.{folder}", fromlist=["x"]).EXPERIMENTS
-        assert tuple(e.name for e in found) == names
-        for one in found:
+        actual = __import__(f"pullback_experiments.{folder}", fromlist=["x"]).EXPERIMENTS
+        assert tuple(e.name for e in actual) == names
+        for one in actual:
             assert registry.find(one.name) is one
             for quick in (True, False):
                 json.dumps(one.config(quick))

@@ -52,28 +52,30 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("PULLBACK_DATA", raising=False)  # no data but what is installed or made up
     monkeypatch.chdir(tmp_path)
     ours = registry.find(name).smoke()
-    done = executor.run(ours, True, out=tmp_path, console=quiet())
-    assert done.done == done.total > 0
-    assert done.seeds == tuple(ours.quick_seeds)
+    outcome = executor.run(ours, True, out=tmp_path, console=quiet())
+    assert outcome.done == outcome.total > 0
+    assert outcome.seeds == tuple(ours.quick_seeds)
     # what these sizes cannot tell is not judged
-    assert done.status == 0, [str(c) for c in done.checks if not c.agrees]
-    assert ours.judged or not done.checks
-    assert (done.verdict is None) == (not any(c.of_paper for c in done.checks))
-    for check in done.checks:
+    assert outcome.status == 0, [str(c) for c in outcome.checks if not c.agrees]
+    assert ours.judged or not outcome.checks
+    assert (outcome.verdict is None) == (not any(c.of_paper for c in outcome.checks))
+    for check in outcome.checks:
         assert isinstance(check, Check)
 
-    held = json.loads((tmp_path / f"{name}-quick.json").read_text("utf-8"))
-    assert held["about"]["name"] == name
-    assert held["summary"]["items"] == [done.total, done.total]
-    assert len(held["runs"]) == done.total
-    pictures = [p for p in done.files if p.suffix == ".png"]
+    record = json.loads((tmp_path / f"{name}-quick.json").read_text("utf-8"))
+    assert record["about"]["name"] == name
+    assert record["summary"]["items"] == [outcome.total, outcome.total]
+    assert len(record["runs"]) == outcome.total
+    pictures = [p for p in outcome.files if p.suffix == ".png"]
     assert pictures or name in NOT_DRAWN
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
-    assert {p.with_suffix(".svg") for p in pictures} <= set(done.files)
+    assert {p.with_suffix(".svg") for p in pictures} <= set(outcome.files)
 
     store = ours.opened(True, tmp_path)  # the same configuration: nothing would be done again
-    assert len(store) == done.total
-    assert not ours.judged or tuple(ours.judge(Results(store, done.seeds, True))) == done.checks
+    assert len(store) == outcome.total
+    assert (
+        not ours.judged or tuple(ours.judge(Results(store, outcome.seeds, True))) == outcome.checks
+    )
 
     told = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
     assert told.exit_code == 0, told.output
@@ -113,6 +115,6 @@ def test_quick(name: str, tmp_path: Path) -> None:
         file = "cifar100.npz" if "cifar100" in name else "cifar10_test.npz"
         if not available(file):
             pytest.skip(f"PULLBACK_DATA names no folder with {file}")
-    done = executor.run(registry.find(name), True, out=tmp_path)
-    assert done.status == 0, [str(c) for c in done.checks if not c.agrees]
-    assert done.checks or name in TOO_SHORT
+    outcome = executor.run(registry.find(name), True, out=tmp_path)
+    assert outcome.status == 0, [str(c) for c in outcome.checks if not c.agrees]
+    assert outcome.checks or name in TOO_SHORT

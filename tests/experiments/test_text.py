@@ -12,25 +12,25 @@ from pullback_experiments.learning import text
 
 def test_windows_foretell_the_next_character() -> None:
     written = "abcdefghij" * 20
-    found = text.windows(written, 4)
-    assert found.classes == tuple("abcdefghij")
-    assert found.x.dtype == torch.int64
-    for x, y in ((found.x, found.y), (found.test_x, found.test_y)):
+    windows = text.windows(written, 4)
+    assert windows.classes == tuple("abcdefghij")
+    assert windows.x.dtype == torch.int64
+    for x, y in ((windows.x, windows.y), (windows.test_x, windows.test_y)):
         assert x.shape == y.shape
         assert x.shape[1] == 4
         assert torch.equal(y, (x + 1) % 10)
     # 180 characters: 44 windows from 0, 44 from 2
-    assert len(found.x) == 88
-    assert len(found.test_x) == 4
-    assert found.x[:3, 0].tolist() == [0, 4, 8]
-    assert found.x[44:47, 0].tolist() == [2, 6, 0]
+    assert len(windows.x) == 88
+    assert len(windows.test_x) == 4
+    assert windows.x[:3, 0].tolist() == [0, 4, 8]
+    assert windows.x[44:47, 0].tolist() == [2, 6, 0]
 
 
 def test_nothing_of_the_held_out_part_is_trained_on() -> None:
-    found = text.windows("a" * 90 + "b" * 10, 3)
-    assert not bool(found.x.any())
-    assert not bool(found.y.any())
-    assert bool(found.test_x.all())
+    windows = text.windows("a" * 90 + "b" * 10, 3)
+    assert not bool(windows.x.any())
+    assert not bool(windows.y.any())
+    assert bool(windows.test_x.all())
 
 
 def test_shakespeare_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +42,12 @@ def test_shakespeare_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(PullbackError, match="cannot be read"):
         text.tiny_shakespeare()
     path.write_bytes(gzip.compress(b"To be, or not to be: " * 30))
-    found = text.tiny_shakespeare(8)
-    assert found.x.shape[1] == 8
-    assert "".join(found.classes[i] for i in found.x[0].tolist()) == "To be, o"
-    assert text.tiny_shakespeare(8) is found
+    tiny_shakespeare = text.tiny_shakespeare(8)
+    assert tiny_shakespeare.x.shape[1] == 8
+    assert (
+        "".join(tiny_shakespeare.classes[i] for i in tiny_shakespeare.x[0].tolist()) == "To be, o"
+    )
+    assert text.tiny_shakespeare(8) is tiny_shakespeare
 
 
 def test_a_text_that_holds_no_window() -> None:
@@ -56,8 +58,8 @@ def test_a_text_that_holds_no_window() -> None:
 
 
 def test_the_made_up_text() -> None:
-    found = text.generated()
-    assert len(found.classes) == 11
-    assert found.x.shape[1] == 32
-    assert torch.equal(found.x, text.generated(32).x)
-    assert not torch.equal(found.x[:99], text.generated(seed=1).x[:99])
+    actual = text.generated()
+    assert len(actual.classes) == 11
+    assert actual.x.shape[1] == 32
+    assert torch.equal(actual.x, text.generated(32).x)
+    assert not torch.equal(actual.x[:99], text.generated(seed=1).x[:99])

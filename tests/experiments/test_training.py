@@ -27,14 +27,14 @@ DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64
 
 
 def context(place: Path, **given: Any) -> Context:
-    done = Results(Store(place / "r.json", {}), [0], False)
-    return Context(3, torch.device("cpu"), False, place / "item", done, **given)
+    outcome = Results(Store(place / "r.json", {}), [0], False)
+    return Context(3, torch.device("cpu"), False, place / "item", outcome, **given)
 
 
 def net(dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(1)
-    parts = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
-    return nn.Sequential(*parts).double()
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
 
 
 def natural(m: nn.Module) -> Optimizer:
@@ -59,10 +59,16 @@ def test_every_optimizer_learns_and_is_recorded(name: str, tmp_path: Path) -> No
     model = net()
     batch = None if name == "lbfgs" else 20
     watched: list[float] = []
-    here = context(tmp_path, watch=lambda share, words: watched.append(share))
+    run_context = context(tmp_path, watch=lambda share, words: watched.append(share))
     epochs = 4 if name in ("kfac", "natural", "lbfgs") else 8
     record = fit(
-        model, OPTIMIZERS[name](model), DATA, F.cross_entropy, here, epochs=epochs, batch=batch
+        model,
+        OPTIMIZERS[name](model),
+        DATA,
+        F.cross_entropy,
+        run_context,
+        epochs=epochs,
+        batch=batch,
     )
     assert {len(v) for v in record.values()} == {epochs + 1}
     assert record["epoch"] == list(range(epochs + 1))
@@ -93,10 +99,10 @@ def test_a_paused_run_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> Non
     for _ in range(3):
         with pytest.raises(Paused):
             run(tmp_path / "slices", time.monotonic())
-    got, end = run(tmp_path / "slices", None)
+    actual, end = run(tmp_path / "slices", None)
     assert torch.equal(end, ends)
     for key in want.keys() - {"seconds"}:
-        assert got[key] == want[key], key
+        assert actual[key] == want[key], key
 
 
 def test_a_lost_run_ends(tmp_path: Path) -> None:
@@ -109,10 +115,10 @@ def test_a_lost_run_ends(tmp_path: Path) -> None:
 
 
 def test_augmentation_schedule_and_regression(tmp_path: Path) -> None:
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def augment(x: Tensor, generator: torch.Generator) -> Tensor:
-        seen.append(len(x))
+        recorded.append(len(x))
         return x + 0.01 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
     targets = data.DataSet(DATA.x, DATA.x[:, :3], DATA.test_x[:0], DATA.test_x[:0, :3])
@@ -121,7 +127,7 @@ def test_augmentation_schedule_and_regression(tmp_path: Path) -> None:
         model, SGD(model.parameters(), 0.1), targets, F.mse_loss, context(tmp_path),
         epochs=2, batch=25, schedule=schedules.linear, augment=augment,
     )  # fmt: skip
-    assert seen == [25] * 4  # the incomplete batch is left out
+    assert recorded == [25] * 4  # the incomplete batch is left out
     assert record["lr"] == pytest.approx([0.1, 0.1 * 0.75, 0.1 * 0.25])
     assert not any(k.startswith("test") or "accuracy" in k for k in record)
 
@@ -138,11 +144,11 @@ def test_half_precision_is_only_on_the_way(tmp_path: Path) -> None:
 
 def test_evaluation_is_a_mean_over_all_samples_and_keeps_the_mode() -> None:
     model = net(dropout=0.5)
-    found = Evaluation(model, DATA, {"accuracy": accuracy}, most=7).now()
+    actual = Evaluation(model, DATA, {"accuracy": accuracy}, most=7).now()
     model.eval()
     with torch.no_grad():
         want = (model(DATA.test_x).argmax(1) == DATA.test_y).double().mean()
-    assert found["test accuracy"] == pytest.approx(float(want))
+    assert actual["test accuracy"] == pytest.approx(float(want))
     model.train()
     Evaluation(model, DATA, {"accuracy": accuracy}, most=7).now()
     assert model.training
@@ -159,11 +165,11 @@ def test_nothing_to_train_on_is_refused(given: dict[str, int], tmp_path: Path) -
 
 
 def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
-    here = context(tmp_path)
-    (here.folder() / "training.pt").write_bytes(b"junk")
+    run_context = context(tmp_path)
+    (run_context.folder() / "training.pt").write_bytes(b"junk")
     model = net()
     with pytest.raises(PullbackError, match="Delete it"):
-        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, here, epochs=1)
+        fit(model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, run_context, epochs=1)
 
 
 def test_schedules() -> None:
@@ -189,10 +195,10 @@ def test_captured_steps_train_as_the_others(
     ends = []
     for graphed in (False, True):
         model = net().cuda().float()
-        given = replace(context(tmp_path / str(graphed)), device=torch.device("cuda"))
-        some = DATA.to("cuda", torch.float32)
+        run_context = replace(context(tmp_path / str(graphed)), device=torch.device("cuda"))
+        images = DATA.to("cuda", torch.float32)
         record = fit(
-            model, OPTIMIZERS[name](model), some, F.cross_entropy, given,
+            model, OPTIMIZERS[name](model), images, F.cross_entropy, run_context,
             epochs=10, batch=20, schedule=schedule, graphed=graphed,
         )  # fmt: skip
         ends.append(record["train loss"])

@@ -19,35 +19,35 @@ from pullback_experiments.van_oostrum_2023.theorems import DAMPED, INVERSES, Ran
 
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
-    done = Results(Store(tmp_path / "r.json", {}), [3], False)
-    return Context(3, torch.device("cpu"), False, tmp_path / "place", done)
+    outcome = Results(Store(tmp_path / "r.json", {}), [3], False)
+    return Context(3, torch.device("cpu"), False, tmp_path / "place", outcome)
 
 
 def test_example_1_splits_the_gradient(context: Context) -> None:
-    found = examples.rotated(context)
-    x, y = found["gradient"]
-    assert found["moves"] == [[x, 0.0], [0.0, y]]
-    assert found["ranks"] == [1, 1, 2]
+    actual = examples.rotated(context)
+    x, y = actual["gradient"]
+    assert actual["moves"] == [[x, 0.0], [0.0, y]]
+    assert actual["ranks"] == [1, 1, 2]
 
 
 def test_example_2_has_two_moves_at_one_point(context: Context) -> None:
-    found = examples.crossing(context)
-    assert found["tangents"] == [[2.0, 1.0], [-2.0, 1.0]]
-    assert found["grams"] == [5.0, 5.0]
+    actual = examples.crossing(context)
+    assert actual["tangents"] == [[2.0, 1.0], [-2.0, 1.0]]
+    assert actual["grams"] == [5.0, 5.0]
     # (w·∂)∂/5 by hand for w = (1, 0.6)
     want = torch.tensor([[1.04, 0.52], [0.56, -0.28]])
-    assert_close(torch.tensor(found["moves"]), want, 1e-6, "(52) and (56)")
-    assert found["printed"][1] == 1.0
-    assert abs(found["right"][0]) + abs(found["right"][1]) < 1e-15
+    assert_close(torch.tensor(actual["moves"]), want, 1e-6, "(52) and (56)")
+    assert actual["printed"][1] == 1.0
+    assert abs(actual["right"][0]) + abs(actual["right"][1]) < 1e-15
 
 
 def test_a3_has_the_papers_numbers(context: Context) -> None:
-    found = examples.parameters(context)
+    parameters = examples.parameters(context)
     want = torch.tensor([3, 3, 4.8, 1.2], dtype=torch.float64)
-    got = torch.tensor([*found["y_xi"], *found["y_theta"]], dtype=torch.float64)
-    assert_close(got, want, 1e-14, "y_Ξ and y_Θ")
+    tensor = torch.tensor([*parameters["y_xi"], *parameters["y_theta"]], dtype=torch.float64)
+    assert_close(tensor, want, 1e-14, "y_Ξ and y_Θ")
     moves = torch.tensor([[6.0, 0.0], [6.0, 0.0]])
-    assert_close(torch.tensor(found["moves"]), moves, 1e-6, "one move")
+    assert_close(torch.tensor(parameters["moves"]), moves, 1e-6, "one move")
 
 
 def test_the_projection_is_that_of_the_dense_gram(context: Context) -> None:
@@ -67,25 +67,25 @@ def test_the_projection_is_that_of_the_dense_gram(context: Context) -> None:
 
 
 def test_theorems_hold_but_for_damping(context: Context) -> None:
-    found = theorems.theorems(context)
+    actual = theorems.theorems(context)
     for name in INVERSES:
         exact = name != DAMPED
-        assert (found["projection"][name] < 1e-10) == exact
-        assert (found["model"][name] < 1e-10) == exact
-        assert found["space"][name] > 0.01
-    assert found["cubic"] == 0.0
+        assert (actual["projection"][name] < 1e-10) == exact
+        assert (actual["model"][name] < 1e-10) == exact
+        assert actual["space"][name] > 0.01
+    assert actual["cubic"] == 0.0
     apart = theorems.steps([1e-4, 1e-5], context)["apart"]
     assert 9 < apart["Moore–Penrose"][0] / apart["Moore–Penrose"][1] < 11
 
 
 def test_all_checks_are_as_recorded_and_one_printed_number_is_wrong(tmp_path: Path) -> None:
-    done = executor.run(OURS, True, [5], tmp_path)
-    assert done.status == 0
-    assert [c.claim for c in done.checks if not c.holds] == [
+    outcome = executor.run(OURS, True, [5], tmp_path)
+    assert outcome.status == 0
+    assert [c.claim for c in outcome.checks if not c.holds] == [
         "the curve crosses itself at ξ₂ = π/2, as printed in A.2"
     ]
-    assert [c.claim for c in done.checks if not c.of_paper] == [
+    assert [c.claim for c in outcome.checks if not c.of_paper] == [
         "with damping the move depends on coordinates, however small the step"
     ]
-    assert done.verdict is not None
-    assert done.verdict.outcome == "differs"
+    assert outcome.verdict is not None
+    assert outcome.verdict.outcome == "differs"

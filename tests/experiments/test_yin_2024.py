@@ -36,13 +36,13 @@ def quiet() -> Console:
 def jacobian(fit: Fit, of: Callable[[dict[str, Tensor], Tensor], Tensor], x: Tensor) -> Tensor:
     """The rows ∂of/∂w at points x, by torch alone."""
     params = {n: p.detach() for n, p in fit.model.named_parameters()}
-    found = vmap(grad(of), (None, 0))(params, x)
-    return torch.cat([found[n].flatten(1) for n in params], 1)
+    actual = vmap(grad(of), (None, 0))(params, x)
+    return torch.cat([actual[n].flatten(1) for n in params], 1)
 
 
 def flat_gradient(fit: Fit) -> Tensor:
-    found = torch.autograd.grad(fit.loss(), list(fit.model.parameters()))
-    return torch.cat([g.flatten() for g in found])
+    gradient = torch.autograd.grad(fit.loss(), list(fit.model.parameters()))
+    return torch.cat([g.flatten() for g in gradient])
 
 
 def direction(fit: Fit, method: NaturalMethod) -> Tensor:
@@ -167,14 +167,14 @@ def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:
         assert set(experiment.short) <= set(range(len(experiment.held)))
     few = FitSetting(problems.least_squares, (2, 6, 1), {"equation": 60})
     short = replace(EXPERIMENTS["shallow"], setting=few, quick_steps=3)
-    done = executor.run(short, True, [0], tmp_path, quiet())
-    assert [c.claim for c in done.checks] == [
+    outcome = executor.run(short, True, [0], tmp_path, quiet())
+    assert [c.claim for c in outcome.checks] == [
         "the Gram is singular to working precision",
         "greedily chosen vectors keep nine tenths of the energy of the full direction",
         "NGD-OGA lowers the loss faster than NGD in 30 steps",
     ]
-    assert done.verdict is not None
-    assert done.verdict.why.startswith("in the short version ")
+    assert outcome.verdict is not None
+    assert outcome.verdict.why.startswith("in the short version ")
 
 
 def test_every_method_takes_a_step_on_a_small_poisson_problem() -> None:

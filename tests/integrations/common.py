@@ -124,8 +124,8 @@ def accelerated(
         )
     for x, y in loader:
         with accelerator.accumulate(model):
-            place = torch.arange(LENGTH).expand(len(x), LENGTH)
-            z = model(input_ids=x, position_ids=place).logits
+            expand = torch.arange(LENGTH).expand(len(x), LENGTH)
+            z = model(input_ids=x, position_ids=expand).logits
             accelerator.backward(F.cross_entropy(z.flatten(0, 1), y.flatten()))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)

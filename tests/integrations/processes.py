@@ -56,15 +56,15 @@ def with_trainer(
     rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
 ) -> dict[str, Any]:
     early = pb.KFAC(gpt2(), **NATURAL)
-    found = {}
+    actual = {}
     share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     saved = {**share, "save_strategy": "steps", "save_steps": 3}
-    found["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
+    actual["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
     resumed = fit(gpt2(), folder, options, resume=str(folder / "checkpoint-3"), **share)
-    found["resumed"] = vector(resumed.model)
-    found["built too early"] = error_of(built_too_early, early)
-    found["not told"] = error_of(pb.KFAC, gpt2())
-    return found
+    actual["resumed"] = vector(resumed.model)
+    actual["built too early"] = error_of(built_too_early, early)
+    actual["not told"] = error_of(pb.KFAC, gpt2())
+    return actual
 
 
 def with_natural_trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -72,17 +72,17 @@ def with_natural_trainer(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 
 def with_lightning(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, manual, more in (
         ("automatic", False, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("manual", True, {}),
     ):
         module = classifier(NATURAL, manual)
         lightning_fit(module, rank, size, **more)
-        found[name] = vector(module.net)
+        actual[name] = vector(module.net)
     whole = classifier(NATURAL, inner=False)
-    found["the whole module"] = error_of(lightning_fit, whole, rank, size)
-    return found
+    actual["the whole module"] = error_of(lightning_fit, whole, rank, size)
+    return actual
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool
     model = gpt2(dtype=dtype).train()
     x, y = batches(64)
     opt = pb.KFAC(model, **kfac)
-    for some, target in zip(x.split(16), y.split(16), strict=True):
+    for tokens, target in zip(x.split(16), y.split(16), strict=True):
         opt.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            z = model(input_ids=some, position_ids=torch.arange(LENGTH).expand(16, LENGTH)).logits
+            z = model(input_ids=tokens, position_ids=torch.arange(LENGTH).expand(16, LENGTH)).logits
         if half:
             z = z.float()
         else:
@@ -48,5 +48,5 @@ def test_accumulated_batches_are_one(kfac: dict[str, Any]) -> None:
 
 def test_bfloat16_with_outputs_in_float32() -> None:
     kfac = {**NATURAL, "fisher": "empirical"}
-    got = accelerated(0, 1, kfac, micro=1, dtype=torch.float32, mixed_precision="bf16")
-    assert torch.equal(got, by_hand(kfac, torch.float32, half=True))
+    actual = accelerated(0, 1, kfac, micro=1, dtype=torch.float32, mixed_precision="bf16")
+    assert torch.equal(actual, by_hand(kfac, torch.float32, half=True))

@@ -109,8 +109,8 @@ def test_a_fit_is_the_loop_by_hand(manual: bool, micro: int, options: dict[str, 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_resumed_fit_has_the_same_bits(tmp_path: Path) -> None:
-    whole, first, again = (classifier({**NATURAL, "fisher": "mc"}) for _ in range(3))
+    whole, first, repeated = (classifier({**NATURAL, "fisher": "mc"}) for _ in range(3))
     lightning_fit(whole)
     lightning_fit(first, max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
-    lightning_fit(again, path=tmp_path / "one.ckpt")
-    assert torch.equal(vector(again.net), vector(whole.net))
+    lightning_fit(repeated, path=tmp_path / "one.ckpt")
+    assert torch.equal(vector(repeated.net), vector(whole.net))

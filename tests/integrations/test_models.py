@@ -30,8 +30,8 @@ def llama() -> nn.Module:
 
 def lora() -> nn.Module:
     peft: Any = pytest.importorskip("peft")
-    own = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return peft.get_peft_model(llama(), own)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(llama(), config)
 
 
 def bert() -> nn.Module:
@@ -40,14 +40,14 @@ def bert() -> nn.Module:
 
 def t5() -> nn.Module:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    own = {"vocab_size": WORDS, "decoder_start_token_id": 0, "use_cache": False}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **own))
+    options = {"vocab_size": WORDS, "decoder_start_token_id": 0, "use_cache": False}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, **options))
 
 
 def vit() -> nn.Module:
-    own = {n: v for n, v in SMALL.items() if n not in ("vocab_size", "bos_token_id")}
+    options = {n: v for n, v in SMALL.items() if n not in ("vocab_size", "bos_token_id")}
     return hf.ViTForImageClassification(
-        hf.ViTConfig(**own, image_size=16, patch_size=8, num_labels=3)
+        hf.ViTConfig(**options, image_size=16, patch_size=8, num_labels=3)
     )
 
 
@@ -85,9 +85,9 @@ def inputs(kind: str) -> dict[str, Any]:
 def test_logits_are_found(name: str, compiled: bool) -> None:
     """With the loss inside of the model; at least nine tenths of the weights have their block."""
     torch.manual_seed(0)
-    make, kind = MODELS[name]
+    make, inputs_kind = MODELS[name]
     model = make().train()
-    batch = inputs(kind)
+    batch = inputs(inputs_kind)
     losses = []
     net: Any = torch.compile(model, backend="eager") if compiled else model
     opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
@@ -100,8 +100,8 @@ def test_logits_are_found(name: str, compiled: bool) -> None:
     assert losses[-1] < losses[0]
     trained = [row for row in opt.coverage() if row.block != "none"]
     sizes = {row.name: torch.Size(row.shape).numel() for row in trained}
-    found = sum(sizes[row.name] for row in trained if "kronecker" in row.block)
-    assert found > 0.9 * sum(sizes.values())
+    total = sum(sizes[row.name] for row in trained if "kronecker" in row.block)
+    assert total > 0.9 * sum(sizes.values())
 
 
 def test_a_distributed_checkpoint_is_loaded_after_a_step(tmp_path: Any) -> None:

@@ -30,20 +30,20 @@ def by_hand(seen: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
     opt = pb.KFAC(model, **kfac)
     rate = opt.param_groups[0]["lr"]
     epoch = len(sentences()) // 8
-    rest = iter(seen)
+    remaining = iter(seen)
     steps: list[list[Any]] = []
     while sum(map(len, steps)) < len(seen):  # the last step of an epoch may have fewer
         left = epoch - sum(map(len, steps)) % epoch
-        steps.append(list(islice(rest, min(micro, left))))
-    for i, some in enumerate(steps):
+        steps.append(list(islice(remaining, min(micro, left))))
+    for i, microbatches in enumerate(steps):
         opt.param_groups[0]["lr"] = rate * (1 - i / len(steps))
         x, y, place = (
-            torch.cat([batch[name] for batch, _ in some])
+            torch.cat([batch[name] for batch, _ in microbatches])
             for name in ("input_ids", "labels", "position_ids")
         )
         opt.zero_grad()
         z = model(input_ids=x, position_ids=place).logits
-        next_word_loss(z, y, 0, some[0][1]).backward()
+        next_word_loss(z, y, 0, microbatches[0][1]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
     return vector(model)
@@ -93,10 +93,10 @@ def test_a_resumed_fit_has_the_same_bits(tmp_path: Path, kfac: dict[str, Any]) -
     ids=["checkpointing", "compiled"],
 )
 def test_ways_to_compute_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    want, got = (fit(gpt2(), tmp_path, NATURAL, max_steps=3, **own) for own in ({}, options))
+    want, actual = (fit(gpt2(), tmp_path, NATURAL, max_steps=3, **own) for own in ({}, options))
     rows = {row.name: row.block for row in want.kfac.coverage()}
-    assert rows == {row.name: row.block for row in got.kfac.coverage()}
-    torch.testing.assert_close(vector(got.model), vector(want.model), rtol=1e-10, atol=1e-10)
+    assert rows == {row.name: row.block for row in actual.kfac.coverage()}
+    torch.testing.assert_close(vector(actual.model), vector(want.model), rtol=1e-10, atol=1e-10)
 
 
 def test_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     """Outputs are converted to float32 after the forward pass; the bits are those of autocast."""
-    own = {**NATURAL, "fisher": "empirical"}
-    trainer = fit(gpt2(dtype=torch.float32), tmp_path, own, bf16=True, max_steps=3)
+    options = {**NATURAL, "fisher": "empirical"}
+    trainer = fit(gpt2(dtype=torch.float32), tmp_path, options, bf16=True, max_steps=3)
     model = gpt2(dtype=torch.float32).train()
-    opt = pb.KFAC(model, **own)
+    opt = pb.KFAC(model, **options)
     rate = opt.param_groups[0]["lr"]
     for i, (batch, count) in enumerate(trainer.seen):
         opt.param_groups[0]["lr"] = rate * (1 - i / 3)
@@ -128,12 +128,15 @@ def test_the_class_and_its_arguments(tmp_path: Path) -> None:
     """Trainer hands over `model` as the first argument."""
     model = gpt2()
     want = fit(gpt2(), tmp_path, SPECTRAL)
-    given = pb.KFAC, {"model": model, **SPECTRAL}
-    own = hf.Trainer(
-        model, arguments(tmp_path), train_dataset=sentences(), optimizer_cls_and_kwargs=given
+    optimizer_and_options = pb.KFAC, {"model": model, **SPECTRAL}
+    trainer = hf.Trainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=sentences(),
+        optimizer_cls_and_kwargs=optimizer_and_options,
     )
-    own.train()
-    assert isinstance(own.optimizer.optimizer, pb.KFAC)
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, pb.KFAC)
     assert torch.equal(vector(model), vector(want.model))
 
 
@@ -148,8 +151,8 @@ def test_accelerates_scaler() -> None:
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         else:
             scaler = None
-        own = {**NATURAL, "fisher": "empirical", "grad_scaler": scaler}
-        opt = accelerate.optimizer.AcceleratedOptimizer(pb.KFAC(model, **own), scaler=scaler)
+        options = {**NATURAL, "fisher": "empirical", "grad_scaler": scaler}
+        opt = accelerate.optimizer.AcceleratedOptimizer(pb.KFAC(model, **options), scaler=scaler)
         for step in range(5):
             if step == 2 and not scaled:
                 continue

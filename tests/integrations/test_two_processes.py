@@ -44,10 +44,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             "-m", "tests.integrations.processes", package, str(folder),
         ]  # fmt: skip
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
+        outcome = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
         )
-        assert done.returncode == 0, done.stderr[-5000:]
+        assert outcome.returncode == 0, outcome.stderr[-5000:]
         return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
     return run

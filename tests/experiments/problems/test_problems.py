@@ -64,9 +64,9 @@ def test_smoothed_kink_is_the_heat_equations() -> None:
     x = at[:, :1]
     gap = 1 - x  # the other end is far away
     near = (2 * gap + (50 - math.pi**2) * gap**3) * torch.exp(-25 * gap**2)
-    rest = x**2 * torch.cos(math.pi * x) - near
+    remainder = x**2 * torch.cos(math.pi * x) - near
     for decay in (0.0, 10.0):
-        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - rest).stacked()
+        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - remainder).stacked()
         w, w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((), (1,), (0, 0)))
         left = w_t - 1e-4 * w_xx + decay * w
         # nearly constant in a layer where w_t falls by a factor 40

@@ -68,8 +68,8 @@ class TestAllenCahn:
         for t in (0.05, 0.5, 0.9):
             u_xx = derivative(lambda s, t=t: evaluate(u, s, t), 2, x, 5e-3)
             u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
-            now = evaluate(u, x, t)
-            assert np.abs(u_t - 0.01 * u_xx - 5 * (now - now**3)).max() < 1e-6
+            value = evaluate(u, x, t)
+            assert np.abs(u_t - 0.01 * u_xx - 5 * (value - value**3)).max() < 1e-6
 
     def test_initial_value_is_met(self, thick_allen_cahn):
         x = np.linspace(-1, 1, 201)
@@ -77,9 +77,9 @@ class TestAllenCahn:
         assert (evaluate(thick_allen_cahn, x, 0.0) == start).all()
         # u = w + O(t), and the kink of the heat flow w is off by 4√(Dt/π) at x = ±1
         t = 1e-9
-        found = evaluate(thick_allen_cahn, x, t)
-        assert np.abs(found - start)[1:-1].max() < 1e-6
-        assert found[0] + 1 == pytest.approx(4 * math.sqrt(0.01 * t / math.pi), rel=1e-3)
+        actual = evaluate(thick_allen_cahn, x, t)
+        assert np.abs(actual - start)[1:-1].max() < 1e-6
+        assert actual[0] + 1 == pytest.approx(4 * math.sqrt(0.01 * t / math.pi), rel=1e-3)
 
     def test_symmetry_bounds_and_accuracy(self, thick_allen_cahn):
         x = np.linspace(-1, 1, 101)
@@ -142,12 +142,12 @@ def residuals(problem, reference, x, t, h, dt):
         return torch.from_numpy(derivative(at, order, t if axis else x, step))
 
     names = {(): (0, 0), (1,): (1, 1), (0,): (1, 0), (0, 0): (2, 0), (0,) * 4: (4, 0)}
-    found = {i: by(*n) for i, n in names.items() if i}
-    found[()] = torch.from_numpy(reference.values(np.stack([x, t], axis=1)))
+    actual = {i: by(*n) for i, n in names.items() if i}
+    actual[()] = torch.from_numpy(reference.values(np.stack([x, t], axis=1)))
     sites = (Points(torch.from_numpy(np.stack([x, t], axis=1)), torch.ones(len(x))),)
     local = LocalResidual(problem, problem.conditions[0], sites, {})
     at = problem.fields.index
-    return local({(s, f, i): found[i][:, at(f)] for s, f, i in local.keys}), found
+    return local({(s, f, i): actual[i][:, at(f)] for s, f, i in local.keys}), actual
 
 
 class TestKuramotoSivashinsky:
@@ -160,8 +160,8 @@ class TestKuramotoSivashinsky:
     def test_equation(self, problem):
         u = problem.reference
         x = np.linspace(0.1, 6.1, 40)
-        r, found = residuals(problem, u, x, np.full_like(x, 0.03), 0.02, 1e-4)
-        assert r.abs().max() < 1e-4 * found[(1,)].abs().max()
+        r, actual = residuals(problem, u, x, np.full_like(x, 0.03), 0.02, 1e-4)
+        assert r.abs().max() < 1e-4 * actual[(1,)].abs().max()
 
     def test_start_symmetry_and_accuracy(self, problem):
         u = problem.reference
@@ -186,8 +186,8 @@ class TestKuramotoSivashinsky:
             return np.fft.irfft(linear * np.fft.rfft(u) - 50j / 16 * k * square, n)
 
         start = np.cos(x) * (1 + np.sin(x))
-        found = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
-        assert np.abs(found.y[:, -1] - evaluate(problem.reference, x, time)).max() < 1e-7
+        actual = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
+        assert np.abs(actual.y[:, -1] - evaluate(problem.reference, x, time)).max() < 1e-7
 
     def test_chaos_is_refused(self):
         with pytest.raises(PullbackError, match="chaotic"):
@@ -201,8 +201,8 @@ class TestGrayScott:
 
     def test_equation(self, problem):
         x = np.linspace(-0.95, 0.9, 40)
-        r, found = residuals(problem, problem.reference, x, np.full_like(x, 0.03), 5e-3, 1e-4)
-        assert r.abs().max() < 1e-5 * found[(1,)].abs().max()
+        r, actual = residuals(problem, problem.reference, x, np.full_like(x, 0.03), 5e-3, 1e-4)
+        assert r.abs().max() < 1e-5 * actual[(1,)].abs().max()
 
     def test_start_symmetry_and_accuracy(self, problem):
         x = torch.linspace(0, 1, 65, dtype=torch.float64)
@@ -229,10 +229,10 @@ class TestGrayScott:
 
         bump = np.exp(-10 * (1 - np.cos(math.pi * x)))
         start = np.concatenate([1 - 0.5 * bump, 0.25 * bump])
-        found = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
+        actual = solve_ivp(rate, (0, time), start, method="DOP853", rtol=1e-11, atol=1e-12)
         points = np.stack([x, np.full_like(x, time)], axis=1)
         want = problem.reference.values(points).T.ravel()
-        assert np.abs(found.y[:, -1] - want).max() < 1e-8
+        assert np.abs(actual.y[:, -1] - want).max() < 1e-8
 
     def test_too_narrow_pulses_are_refused(self):
         with pytest.raises(PullbackError, match="too narrow"):
@@ -268,9 +268,9 @@ class TestCavity:
         one = torch.ones_like(s)
         lid = 16 * s**2 * (1 - s) ** 2
         for points, u in [((s, one), lid), ((s, zero), zero), ((zero, s), zero), ((one, s), zero)]:
-            found = cavity(torch.stack(points, dim=1))
-            torch.testing.assert_close(found[:, 0], u, atol=1e-10, rtol=0)
-            torch.testing.assert_close(found[:, 1], zero, atol=1e-10, rtol=0)
+            actual = cavity(torch.stack(points, dim=1))
+            torch.testing.assert_close(actual[:, 0], u, atol=1e-10, rtol=0)
+            torch.testing.assert_close(actual[:, 1], zero, atol=1e-10, rtol=0)
 
     def test_equations(self, cavity):
         assert_steady_flow(cavity, 1e-3)
@@ -285,9 +285,9 @@ class TestCavity:
     def test_slow_flow_is_symmetric(self):
         c = references.Cavity(1e-6)
         points = np.random.default_rng(2).random((50, 2))
-        here = c.values(points)
+        values = c.values(points)
         mirrored = c.values(points * [-1, 1] + [1, 0])
-        assert np.abs(here - mirrored * [1, -1, -1])[:, :2].max() < 1e-6
+        assert np.abs(values - mirrored * [1, -1, -1])[:, :2].max() < 1e-6
 
     def test_large_reynolds_is_refused(self):
         with pytest.raises(PullbackError, match="1000"):
@@ -376,11 +376,11 @@ class TestCache:
 
     def test_solution_from_disk_is_the_same(self, smooth_kdv):
         smooth_kdv.accuracy  # noqa: B018  computes and stores
-        again = references.KortewegDeVries(mu=0.1)
-        again._compute = lambda: pytest.fail("computed again")
+        repeated = references.KortewegDeVries(mu=0.1)
+        repeated._compute = lambda: pytest.fail("computed again")
         x = np.linspace(-1, 1, 7)
-        assert (evaluate(again, x, 0.3) == evaluate(smooth_kdv, x, 0.3)).all()
-        assert again.accuracy == smooth_kdv.accuracy
+        assert (evaluate(repeated, x, 0.3) == evaluate(smooth_kdv, x, 0.3)).all()
+        assert repeated.accuracy == smooth_kdv.accuracy
 
 
 class Shear(references.Reference):
@@ -430,11 +430,11 @@ class TestArguments:
     def test_dtype_rounding_and_no_points(self, dtype):
         u = Shear()
         x = torch.tensor([[1 + torch.finfo(dtype).eps, 0.5], [0.3, 0.2]], dtype=dtype)
-        found = u(x.requires_grad_())
-        assert found.dtype == dtype
-        assert found.shape == (2, 1)
-        assert found[0] == 0
-        assert not found.requires_grad
+        actual = u(x.requires_grad_())
+        assert actual.dtype == dtype
+        assert actual.shape == (2, 1)
+        assert actual[0] == 0
+        assert not actual.requires_grad
         assert u(torch.zeros(0, 2, dtype=dtype)).shape == (0, 1)
 
     def test_no_points_for_solvers(self, smooth_kdv):
@@ -451,8 +451,8 @@ class TestDefaults:
         t = 0.8
         u_xx = derivative(lambda s: evaluate(u, s, t), 2, x, 5e-4)
         u_t = derivative(lambda s: evaluate(u, x, s), 1, t, 1e-3)
-        now = evaluate(u, x, t)
-        assert np.abs(u_t - 1e-4 * u_xx - 5 * (now - now**3)).max() < 1e-4
+        value = evaluate(u, x, t)
+        assert np.abs(u_t - 1e-4 * u_xx - 5 * (value - value**3)).max() < 1e-4
 
     def test_kdv(self):
         u = references.KortewegDeVries()

@@ -35,7 +35,7 @@ _CODES = {"Enter": 13, "Escape": 27, " ": 32, "Tab": 9,
 def executable() -> str | None:
     """Chromium or Chrome, where the system has one."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((which for name in names if (which := shutil.which(name))), None)
 
 
 class Browser:
@@ -100,9 +100,9 @@ class Browser:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._in], [], [], max(patience, 0))
             assert ready, "the browser does not answer"
-            some = os.read(self._in, 1 << 16)
-            assert some, "the browser has ended"
-            self._rest += some
+            read = os.read(self._in, 1 << 16)
+            assert read, "the browser has ended"
+            self._rest += read
         one, _, self._rest = self._rest.partition(b"\0")
         return json.loads(one)
 
@@ -139,10 +139,10 @@ class Page:
 
     def __call__(self, script: str) -> Any:
         """The value of an expression."""
-        done = self.call("Runtime.evaluate", expression=script, returnByValue=True,
+        call = self.call("Runtime.evaluate", expression=script, returnByValue=True,
                          awaitPromise=True, userGesture=True)  # fmt: skip
-        assert "exceptionDetails" not in done, done["exceptionDetails"]
-        return done["result"].get("value")
+        assert "exceptionDetails" not in call, call["exceptionDetails"]
+        return call["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 10.0) -> None:
         """Until an expression is true."""
@@ -164,13 +164,13 @@ class Page:
 
     def middle(self, selector: str, dx: float = 0.5, dy: float = 0.5) -> tuple[float, float]:
         """A place of an element, scrolled into view."""
-        found = self(
+        actual = self(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
             "e.scrollIntoView({block: 'center', behavior: 'instant'});"
             "const b = e.getBoundingClientRect();"
             f"return [b.left + {dx} * b.width, b.top + {dy} * b.height]; }})()"
         )
-        return found[0], found[1]
+        return actual[0], actual[1]
 
     def mouse(self, kind: str, at: tuple[float, float], **more: Any) -> None:
         """A mouse event."""
@@ -233,8 +233,8 @@ class Page:
             else:
                 down = {}
             common: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
-            kind = "keyDown" if words else "rawKeyDown"
-            self.call("Input.dispatchKeyEvent", type=kind, **common, **down)
+            event_type = "keyDown" if words else "rawKeyDown"
+            self.call("Input.dispatchKeyEvent", type=event_type, **common, **down)
             self.call("Input.dispatchKeyEvent", type="keyUp", **common)
         self.settle()
 
@@ -268,5 +268,5 @@ class Page:
     @property
     def requested(self) -> list[str]:
         """Addresses that were asked for, other than data inside of the page."""
-        found = [e["request"]["url"] for e in self._events("Network.requestWillBeSent")]
-        return [url for url in found if not url.startswith("data:")]
+        collected = [e["request"]["url"] for e in self._events("Network.requestWillBeSent")]
+        return [url for url in collected if not url.startswith("data:")]

@@ -173,9 +173,9 @@ def test_the_legend_hides_and_singles_out(page: Page) -> None:
     page(f"document.querySelector('{button}').focus()")
     page.key("Enter")
     assert page(f"document.querySelectorAll('{PLOT} .line').length") == count - 1
-    for place in range(1, count + 1):  # an empty chart is drawn, too
-        if place != 2:
-            page.click(f"{CHART} .legend li:nth-child({place}) button")
+    for chart_number in range(1, count + 1):  # an empty chart is drawn, too
+        if chart_number != 2:
+            page.click(f"{CHART} .legend li:nth-child({chart_number}) button")
     assert page(f"document.querySelectorAll('{PLOT} .line').length") == 0
 
 
@@ -198,8 +198,8 @@ def test_tables_sort_by_numbers_and_words(page: Page) -> None:
     assert page(f"document.querySelector('{head}').ariaSort") is None
     page.click(".overview th:nth-child(7) button")
     times = "[...document.querySelectorAll('.overview td:nth-child(7)')].map(c => +c.dataset.value)"
-    found = page(times)
-    assert found == sorted(found)
+    actual = page(times)
+    assert actual == sorted(actual)
 
 
 def test_hostile_words_are_words(page: Page) -> None:
@@ -278,12 +278,12 @@ def test_the_command_is_copied(page: Page, path: Path) -> None:
 def test_everything_is_reached_by_tab_and_shows_its_focus(page: Page) -> None:
     drawn(page, "#kerekes-2022-figure2 .chart")
     page("document.querySelector('#kerekes-2022-figure2 .anchor').focus()")
-    seen = []
+    recorded = []
     for _ in range(14):
         page.key("Tab")
-        seen.append(page("document.activeElement.tagName"))
+        recorded.append(page("document.activeElement.tagName"))
         assert page("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    assert {"svg", "BUTTON", "DIV"} <= set(seen)  # the chart, its buttons, a table
+    assert {"svg", "BUTTON", "DIV"} <= set(recorded)  # the chart, its buttons, a table
 
 
 @pytest.mark.parametrize("width", [320, 360])
@@ -360,15 +360,15 @@ def test_ticks(browser: Browser, path: Path) -> None:
     page = browser.open(path)
     source = (ASSETS / "scale.js").read_text("utf-8")
     for call, labels in TICKS:
-        found = page(f"(() => {{ {source} return {call}.map(t => t.label); }})()")
-        assert found == labels, call
+        actual = page(f"(() => {{ {source} return {call}.map(t => t.label); }})()")
+        assert actual == labels, call
 
 
 def test_numbers_of_cells(browser: Browser, path: Path) -> None:
     page = browser.open(path)
     source = (ASSETS / "tables.js").read_text("utf-8")
     cells = ["1,234", "−2e−3", "+4", ".5", "< 1e-9", "97 %", "3/10", "∞", "-inf", "2 min 05 s"]
-    found = page(f"(() => {{ {source} return {json.dumps(cells)}.map(number).map(String); }})()")
-    assert found == ["1234", "-0.002", "4", "0.5", "1e-9", "97", "3", "Infinity", "-Infinity", "2"]
+    actual = page(f"(() => {{ {source} return {json.dumps(cells)}.map(number).map(String); }})()")
+    assert actual == ["1234", "-0.002", "4", "0.5", "1e-9", "97", "3", "Infinity", "-Infinity", "2"]
     words = page(f"(() => {{ {source} return ['never', 'K-FAC', '', '–'].map(number); }})()")
     assert words == [None] * 4  # NaN, as JSON has it

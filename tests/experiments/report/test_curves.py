@@ -31,8 +31,8 @@ def test_medians_and_quartiles_are_those_of_numpy() -> None:
     line = series.lines["step"]
     low, middle, high = np.quantile([r["loss"] for r in runs], (0.25, 0.5, 0.75), axis=0)
     assert line.x == [0, 1, 2]
-    for found, expected in ((line.low, low), (line.y, middle), (line.high, high)):
-        np.testing.assert_allclose(found, expected)
+    for actual, expected in ((line.low, low), (line.y, middle), (line.high, high)):
+        np.testing.assert_allclose(actual, expected)
 
 
 def test_a_run_that_ends_keeps_its_value_and_one_that_is_lost_counts_as_infinite() -> None:
@@ -60,10 +60,10 @@ def test_a_long_line_keeps_its_ends_its_extremes_and_its_beginning() -> None:
     y: list[float | None] = [1 / (i + 1) for i in range(50_000)]
     y[31_234] = 99.0
     y[777] = None
-    kept = charts.thinned(y)
-    assert len(kept) <= 320
-    assert {0, 1, 2, 49_999, 31_234} <= set(kept)
-    assert sum(i < 1000 for i in kept) > 60
+    thinned = charts.thinned(y)
+    assert len(thinned) <= 320
+    assert {0, 1, 2, 49_999, 31_234} <= set(thinned)
+    assert sum(i < 1000 for i in thinned) > 60
 
 
 def test_data_are_json_that_ends_no_tag() -> None:
@@ -97,14 +97,14 @@ def test_more_series_than_colors_are_dashed() -> None:
 @pytest.mark.parametrize("name", WITH_CURVES)
 def test_committed_records_have_curves(name: str, records: Path) -> None:
     path = records / f"{name}.json"
-    found = charts.curves(path, store.read(path))
-    assert found.note == ""
-    assert found.charts
-    for chart in found.charts:
+    curves = charts.curves(path, store.read(path))
+    assert curves.note == ""
+    assert curves.charts
+    for chart in curves.charts:
         data = charts.as_data(chart)
         assert data["axes"]
         assert len(charts.embedded(data)) < 150_000
-    assert all(chart.shown() for chart in found.charts) or "figure2" in name
+    assert all(chart.shown() for chart in curves.charts) or "figure2" in name
 
 
 def test_error_against_time_and_steps(records: Path) -> None:

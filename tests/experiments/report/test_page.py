@@ -134,8 +134,8 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
     changed = {**state, "summary": {**state["summary"], "checks": 3}}
     (tmp_path / "changed.json").write_text(json.dumps(changed))
     (tmp_path / "solved.json").write_text('{"format": "pullback solution 1", "config": {}}')
-    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    outcome = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
     text = (tmp_path / "report.html").read_text("utf-8")
     parsed(text)
     assert text.count("<article") == 1
@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
         "broken", "cut", "foreign", "list", "bytes", "empty", "deep", "folder", "later", "changed",
         "solved",
     ):  # fmt: skip
-        assert f"Left out: {name}.json" in done.stdout
+        assert f"Left out: {name}.json" in outcome.stdout
         assert f"<li>{name}.json: " in text
     assert "&#x27;pullback results 2&#x27;, of another version" in text
 
@@ -158,9 +158,9 @@ def test_a_folder_without_results_is_refused(content: str | None, tmp_path: Path
     parsed(text)
     assert "There are no results under this folder" in text
     assert ("x.json" in text) == (content is not None)
-    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "Traceback" not in done.output
+    outcome = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert "Traceback" not in outcome.output
 
 
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
@@ -174,9 +174,9 @@ def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     executor.run(Small(), out=tmp_path)
     (tmp_path / "report.html").mkdir()
-    done = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "report.html could not be written" in done.output.replace("\n", " ")
+    outcome = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert "report.html could not be written" in outcome.output.replace("\n", " ")
 
 
 def test_text_that_is_no_text_is_written(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_the_same_name_in_two_folders_has_two_addresses(tmp_path: Path) -> None:
 def test_a_page_allows_no_other_script_and_no_request(tmp_path: Path) -> None:
     executor.run(Small(), out=tmp_path)
     text = report.write(tmp_path)[0].read_text("utf-8")
-    found = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
-    assert found
-    policy = found[1]
+    match = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert match
+    policy = match[1]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     script = re.search(r"<script>(.*?)</script>", text, re.S)
