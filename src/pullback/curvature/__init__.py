@@ -8,6 +8,7 @@ from ..solvers import Relative
 from .fitted import Curvature, CurvatureStructure, load
 from .fitter import fit
 from .measures import margin
+from .posterior import Posterior, Prediction, laplace
 from .scores import (
     TopSamples,
     influence,
@@ -32,4 +33,8 @@ __all__ = [
     "top_k",
     "TopSamples",
     "margin",
+    # uncertainty
+    "laplace",
+    "Posterior",
+    "Prediction",
 ]

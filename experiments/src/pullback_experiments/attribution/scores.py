@@ -1,0 +1,87 @@
+"""How well scores of samples predict what retraining does, and what other methods score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from pullback.curvature import margin
+
+
+def rank(values: Tensor) -> Tensor:
+    """Return the ranks along the last axis, centered, ties by order."""
+    ranks = values.argsort(-1).argsort(-1).to(torch.float64)
+    return ranks - ranks.mean(-1, keepdim=True)
+
+
+def datamodeling_score(scores: Tensor, subsets: Tensor, measured: Tensor) -> Tensor:
+    """Return the linear datamodeling score of every query, (Q,).
+
+    It is Spearman's correlation, over the subsets S, of the sum of scores over S with what networks
+    trained on S say.
+
+    Args:
+        scores: (Q, N), larger for samples that raise the measure when they are trained on.
+        subsets: (M, size), indices.
+        measured: the measure of every query by the network of every subset, (M, Q).
+    """
+    masks = torch.zeros(len(subsets), scores.shape[1], dtype=scores.dtype, device=scores.device)
+    masks.scatter_(1, subsets.to(scores.device), 1.0)
+    predicted = rank(scores @ masks.T)
+    actual = rank(measured.to(scores.device).T)
+    norms = predicted.norm(dim=1) * actual.norm(dim=1)
+    return (predicted * actual).sum(1) / norms.clamp(min=1e-12)
+
+
+def sample_gradients(
+    model: nn.Module, measure: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
+) -> Tensor:
+    """Return ∇f of every sample as flat rows, (N, p)."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def value(values: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        return measure(functional_call(model, values, (one[None],)), target[None])[0]
+
+    found = vmap(grad(value), in_dims=(None, 0, 0))(parameters, x, y)
+    return torch.cat([found[name].flatten(1) for name in parameters], 1)
+
+
+def trak(
+    models: Sequence[nn.Module],
+    queries: tuple[Tensor, Tensor],
+    training: tuple[Tensor, Tensor],
+    dimension: int,
+    seed: int,
+    batch: int = 500,
+) -> Tensor:
+    r"""Return TRAK's scores (Park et al. 2023), averaged over models: (Q, N).
+
+    With randomly projected gradients φ of the margin, τ = φ(q) (ΦᵀΦ)⁻¹ Φᵀ times 1 − p_y. The mean
+    over models is taken of both factors before they are multiplied, as the authors do.
+    """
+    kernels = []
+    doubts = []
+    for number, model in enumerate(models):
+        size = sum(p.numel() for p in model.parameters())
+        device = training[0].device
+        generator = torch.Generator(device).manual_seed(seed + number)
+        signs = torch.randint(0, 2, (size, dimension), generator=generator, device=device)
+        projection = (2 * signs - 1).to(training[0].dtype) / dimension**0.5
+
+        def project(
+            data: tuple[Tensor, Tensor], model: nn.Module = model, by: Tensor = projection
+        ) -> Tensor:
+            batches = zip(data[0].split(batch), data[1].split(batch), strict=True)
+            return torch.cat([sample_gradients(model, margin, x, y) @ by for x, y in batches])
+
+        features = project(training)
+        gram = features.T @ features
+        solved = torch.linalg.solve(gram, features.T)
+        kernels.append(project(queries) @ solved)
+        with torch.no_grad():
+            p = torch.softmax(model(training[0]), -1).gather(1, training[1][:, None])[:, 0]
+        doubts.append(1 - p)
+    return torch.stack(kernels).mean(0) * torch.stack(doubts).mean(0)

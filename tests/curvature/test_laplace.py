@@ -1,0 +1,211 @@
+"""Posteriors beside dense matrices in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import pullback as pb
+from pullback import PullbackError
+
+from .models import CASES, Case, Oracle, make_case
+
+STRUCTURES = ["exact", "ekfac", "kfac", "diagonal"]
+
+
+def fit(case: Case, structure: str, **options: object) -> pb.curvature.Curvature:
+    return pb.curvature.fit(
+        case.model,
+        case.data,
+        likelihood=case.likelihood,
+        structure=structure,
+        **options,  # pyright: ignore[reportArgumentType]
+    )
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", CASES)
+def test_covariance_is_that_of_the_dense_precision(name: str, structure: str) -> None:
+    case = make_case(name)
+    curvature = fit(case, structure)
+    posterior = pb.curvature.laplace(curvature, prior_precision=0.7)
+    prediction = posterior(case.inputs)
+    oracle = Oracle(case)
+    scale = posterior.evidence.fitted_noise / (posterior.noise or 1.0)
+    gram = curvature.matvec(torch.eye(curvature.space.size)) * scale
+    precision = curvature.samples * gram + 0.7 * torch.eye(len(gram))
+    solved = torch.linalg.solve(precision, oracle.jacobian.mT)
+    want = oracle.jacobian @ solved
+    assert (prediction.covariance - want).norm() < 1e-10 * want.norm()
+    assert torch.allclose(prediction.mean, oracle.raw.view(prediction.mean.shape))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", ["mlp", "conv", "tied"])
+def test_marginal_likelihood_is_the_formula(name: str, structure: str) -> None:
+    case = make_case(name)
+    curvature = fit(case, structure)
+    posterior = pb.curvature.laplace(curvature, prior_precision=0.3)
+    gram = curvature.matvec(torch.eye(curvature.space.size))
+    oracle = Oracle(case)
+    theta = torch.cat([p.detach().flatten() for p in case.model.parameters()])
+    if posterior.noise is None:
+        likelihood = -case.likelihood.nll(oracle.raw, case.targets).sum()
+        scale = 1.0
+    else:
+        normal = torch.distributions.Normal(oracle.raw, math.sqrt(posterior.noise))
+        likelihood = normal.log_prob(case.targets).sum()
+        scale = 0.5 / posterior.noise
+    inner = torch.eye(len(gram)) + curvature.samples * scale * gram / 0.3
+    want = likelihood - 0.5 * torch.logdet(inner) - 0.15 * theta.square().sum()
+    assert abs(posterior.log_marginal_likelihood() - want) < 1e-8 * abs(want)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_the_chosen_prior_maximizes_the_marginal_likelihood(name: str) -> None:
+    curvature = fit(make_case(name), "ekfac")
+    best = pb.curvature.laplace(curvature, prior_precision="marginal likelihood")
+    top = best.log_marginal_likelihood()
+    for factor in (0.8, 0.99, 1.01, 1.25):
+        other = best.evidence.log_marginal(best.prior_precision * factor, best.noise or 1.0)
+        assert other < top
+        if best.noise is not None:
+            assert best.evidence.log_marginal(best.prior_precision, best.noise * factor) < top
+    grid = [best.evidence.log_marginal(10.0**k, best.noise or 1.0) for k in range(-6, 9)]
+    assert top >= max(grid)
+
+
+def test_bayesian_linear_regression_is_exact() -> None:
+    """Marginal likelihood, posterior and prediction of a linear model are known in closed form."""
+    torch.manual_seed(0)
+    x = torch.randn(30, 3)
+    y = x @ torch.randn(3, 1) + 0.3 * torch.randn(30, 1)
+    delta, noise = 0.8, 0.1
+    precision = x.T @ x / noise + delta * torch.eye(3)
+    mean = torch.linalg.solve(precision, x.T @ y / noise)
+    model = nn.Linear(3, 1, bias=False)
+    model.weight.data = mean.T.contiguous()
+    curvature = pb.curvature.fit(
+        model, (x, y), likelihood=pb.likelihoods.Gaussian(), structure="exact"
+    )
+    posterior = pb.curvature.laplace(curvature, prior_precision=delta, noise=noise)
+    covariance = noise * torch.eye(30) + x @ x.T / delta
+    marginal = torch.distributions.MultivariateNormal(torch.zeros(30), covariance)
+    assert abs(posterior.log_marginal_likelihood() - marginal.log_prob(y[:, 0])) < 1e-9
+    query = torch.randn(5, 3)
+    want = (query @ torch.linalg.solve(precision, query.T)).diagonal()
+    prediction = posterior(query)
+    assert torch.allclose(prediction.variance[:, 0], want, rtol=1e-10)
+    targets = torch.randn(5, 1)
+    density = torch.distributions.Normal(query @ mean, (want[:, None] + noise).sqrt())
+    found = prediction.log_likelihood(targets)
+    assert torch.allclose(found, density.log_prob(targets)[:, 0], rtol=1e-10)
+    estimated = pb.curvature.laplace(curvature, prior_precision="marginal likelihood")
+    assert estimated.noise is not None
+    assert 0.05 < estimated.noise < 0.2
+
+
+def test_squared_errors_and_gaussians_are_one_posterior() -> None:
+    case = make_case("conv")
+    first = pb.curvature.laplace(fit(case, "ekfac"), prior_precision="marginal likelihood")
+    case.likelihood = pb.likelihoods.MSE()
+    second = pb.curvature.laplace(fit(case, "ekfac"), prior_precision="marginal likelihood")
+    assert second.noise == pytest.approx(first.noise, rel=1e-6)
+    assert second.prior_precision == pytest.approx(first.prior_precision, rel=1e-6)
+    one = first(case.inputs).covariance
+    assert torch.allclose(one, second(case.inputs).covariance, rtol=1e-6)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_moments_of_samples(structure: str) -> None:
+    case = make_case("adapter")
+    curvature = fit(case, structure)
+    posterior = pb.curvature.laplace(curvature, prior_precision=2.0)
+    draws = posterior.sample(200_000, torch.Generator().manual_seed(1))
+    flat = torch.cat([draws[name].flatten(1) for name in curvature.space.names], 1)
+    center = curvature.space.flatten({n: p.detach() for n, p in curvature.parameters.items()})
+    gram = curvature.matvec(torch.eye(curvature.space.size))
+    want = torch.linalg.inv(curvature.samples * gram + 2.0 * torch.eye(len(gram)))
+    found = (flat - center).T @ (flat - center) / len(flat)
+    deviation = (want.diagonal()[:, None] * want.diagonal() + want.square()) / len(flat)
+    assert ((found - want).abs() / deviation.sqrt()).max() < 6
+    spread = (want.diagonal() / len(flat)).sqrt()
+    assert ((flat.mean(0) - center).abs() / spread).max() < 6
+
+
+def test_draws_of_the_linearized_model_agree_with_its_covariance() -> None:
+    case = make_case("mlp")
+    prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
+    draws = prediction.sample(100_000, torch.Generator().manual_seed(0)) - prediction.mean
+    found = torch.einsum("sna,snb->nab", draws, draws) / len(draws)
+    assert (found - prediction.covariance).abs().max() < 0.03 * prediction.covariance.max()
+    close = prediction.probabilities(100_000, torch.Generator().manual_seed(0))
+    probit = prediction.probabilities()
+    assert torch.allclose(close.sum(1), torch.ones(len(close)))
+    assert (close - probit).abs().max() < 0.06
+    certain = torch.softmax(prediction.mean, 1).amax(1)
+    assert bool((probit.amax(1) <= certain).all())
+
+
+def test_samples_of_parameters_run_the_model() -> None:
+    case = make_case("norms")
+    posterior = pb.curvature.laplace(fit(case, "ekfac"), prior_precision=1e8)
+    draw = {name: values[0] for name, values in posterior.sample(1).items()}
+    moved = functional_call(case.model, draw, case.arguments)
+    assert (moved - case.model(*case.arguments)).abs().max() < 0.01
+
+
+def test_bernoulli_probabilities_and_likelihood() -> None:
+    case = make_case("lstm")
+    prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
+    p = prediction.probabilities()
+    want = (case.targets * p.log() + (1 - case.targets) * (1 - p).log()).sum(1)
+    assert torch.allclose(prediction.log_likelihood(case.targets), want)
+
+
+def test_targets_without_the_last_axis() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0))
+    x = torch.randn(9, 2)
+    y = torch.randn(9)
+    curvature = pb.curvature.fit(model, (x, y), likelihood=pb.likelihoods.Gaussian())
+    residuals = (y - model(x)).square().sum().item()
+    assert curvature.totals.loss == pytest.approx(0.5 * residuals)
+    posterior = pb.curvature.laplace(curvature)
+    assert posterior(x).log_likelihood(y).shape == (9,)
+
+
+@pytest.mark.parametrize("precision", [0.0, -1.0, math.nan, "evidence"])
+def test_priors_that_are_refused(precision: float | str) -> None:
+    curvature = fit(make_case("mlp"), "ekfac")
+    with pytest.raises(PullbackError):
+        pb.curvature.laplace(curvature, prior_precision=precision)
+
+
+def test_noise_of_a_classification_is_refused() -> None:
+    with pytest.raises(PullbackError, match="has no noise"):
+        pb.curvature.laplace(fit(make_case("mlp"), "ekfac"), noise=0.1)
+
+
+def test_a_model_that_changed_since_the_fit() -> None:
+    case = make_case("mlp")
+    curvature = fit(case, "ekfac")
+    posterior = pb.curvature.laplace(curvature)
+    case.model[0].bias.data += 1e-4
+    with pytest.raises(PullbackError, match="changed since"):
+        posterior(case.inputs)
+    with pytest.raises(PullbackError, match="changed since"):
+        pb.curvature.laplace(curvature)
+    with pytest.raises(PullbackError, match="changed since"):
+        posterior.sample(1)
+
+
+def test_regression_has_no_probabilities() -> None:
+    case = make_case("conv")
+    prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
+    with pytest.raises(PullbackError, match="no class probabilities"):
+        prediction.probabilities()
