@@ -27,9 +27,10 @@ class Limits:
     #: longest side of a Kronecker factor that is a full matrix. Its eigenvectors take 256 MiB and
     #: about 10 s on a CPU at this length; the cost is cubic, so longer sides are diagonals.
     longest_factor: int = 8192
-    #: entries of gradients formed at once. 2²⁵ are 128 MiB in float32: products of this size run
-    #: at full speed on a GPU, and several fit into the memory of a laptop.
+    #: entries of gradients formed at once: 128 MiB in float32, of which a laptop holds several
     panel_entries: int = 2**25
+    #: the same on a GPU, 1 GiB: smaller products do not fill it
+    cuda_panel_entries: int = 2**28
 
 
 LIMITS = Limits()
@@ -63,16 +64,27 @@ class FactorSums:
         return Pair(self.output_factor / samples, right)
 
 
+@dataclass(frozen=True)
+class BatchShape:
+    """Samples and covectors per sample of one pull-back, and where they are."""
+
+    samples: int
+    covectors: int
+    is_cuda: bool
+
+
 class GradientBlock:
     """Gradients V (N, R, G, O, I) of N samples with R covectors each, formed when asked for."""
 
-    def __init__(
-        self, form: BlockForm, blocks: Sequence[Block], samples: int, covectors: int
-    ) -> None:
+    def __init__(self, form: BlockForm, blocks: Sequence[Block], shape: BatchShape) -> None:
         self.form = form
-        self.samples = samples
-        self.covectors = covectors
+        self.shape = shape
         self._blocks = blocks
+
+    @property
+    def samples(self) -> int:
+        """N."""
+        return self.shape.samples
 
     def matrices(self, panel: slice) -> Tensor:
         """Return V of the samples in a slice, (n, R, G, O, I)."""
@@ -92,8 +104,11 @@ class GradientBlock:
 
     def panels(self) -> Iterator[slice]:
         """Yield slices of samples whose gradients fit into the limit of one panel."""
-        entries = self.covectors * self.form.size
-        height = max(1, LIMITS.panel_entries // max(1, entries))
+        entries = self.shape.covectors * self.form.size
+        limit = LIMITS.panel_entries
+        if self.shape.is_cuda:
+            limit = LIMITS.cuda_panel_entries
+        height = max(1, limit // max(1, entries))
         for start in range(0, self.samples, height):
             yield slice(start, min(start + height, self.samples))
 
@@ -133,8 +148,8 @@ def _trace_parts(matrices: Tensor) -> FactorSums:
 class AffineGradients(GradientBlock):
     """Gradients of a layer z = W a + b, from its inputs and output cotangents."""
 
-    def __init__(self, form: BlockForm, block: AffineBlock, samples: int, covectors: int) -> None:
-        super().__init__(form, [block], samples, covectors)
+    def __init__(self, form: BlockForm, block: AffineBlock, shape: BatchShape) -> None:
+        super().__init__(form, [block], shape)
         self._affine = block
 
     def factor_sums(self) -> FactorSums:
@@ -163,8 +178,8 @@ class AffineGradients(GradientBlock):
         """Return True if rotating ā and δ at all positions is cheaper than rotating V."""
         positions = self._affine.shape[2]
         _, rows, columns = self.form.shape
-        by_factors = positions * (self.covectors * rows**2 + columns**2)
-        by_matrices = self.covectors * rows * columns * (rows + columns)
+        by_factors = positions * (self.shape.covectors * rows**2 + columns**2)
+        by_matrices = self.shape.covectors * rows * columns * (rows + columns)
         return by_factors <= by_matrices
 
 
@@ -213,20 +228,20 @@ class BatchTangent:
         """
         pulled = self._linear.pullback(covectors)
         self.coverage = [Coverage(row.name, row.reason) for row in pulled.coverage]
-        samples, count = pulled.shape
+        shape = BatchShape(*pulled.shape, covectors.is_cuda)
         gradients: list[GradientBlock] = []
         for block in pulled.blocks.values():
-            gradients += self._of_block(block, samples, count)
+            gradients += self._of_block(block, shape)
         if forms is None:
             return gradients
         return _regroup(gradients, forms, pulled.blocks.values())
 
-    def _of_block(self, block: Block, samples: int, covectors: int) -> list[GradientBlock]:
+    def _of_block(self, block: Block, shape: BatchShape) -> list[GradientBlock]:
         if isinstance(block, AffineBlock) and block.weight is not None:
             form = self._affine_form(block)
-            return [AffineGradients(form, block, samples, covectors)]
+            return [AffineGradients(form, block, shape)]
         forms = [form_parameter(name, self._shapes[name]) for name in block.names]
-        return [GradientBlock(form, [block], samples, covectors) for form in forms]
+        return [GradientBlock(form, [block], shape) for form in forms]
 
     def _affine_form(self, block: AffineBlock) -> BlockForm:
         sizes = tuple(torch.Size(self._shapes[name]).numel() for name in block.names)
@@ -262,7 +277,7 @@ def _regroup(
             regrouped.append(by_form[form])
             continue
         holding = list(dict.fromkeys(holders[name] for name in form.names))
-        regrouped.append(GradientBlock(form, holding, gradients[0].samples, gradients[0].covectors))
+        regrouped.append(GradientBlock(form, holding, gradients[0].shape))
     return regrouped
 
 

@@ -13,12 +13,13 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 @dataclass(frozen=True)
 class Schedule:
-    """Momentum SGD whose rate falls along half a cosine.
+    """Momentum SGD, or Adam, whose rate falls along half a cosine.
 
     Attributes:
         epochs: passes over a subset.
         batch: samples of a step.
         rate, momentum, decay: of SGD; the decay is that of the weights.
+        is_adaptive: whether directions are divided by the root of their second moments, as Adam's.
     """
 
     epochs: int = 20
@@ -26,6 +27,7 @@ class Schedule:
     rate: float = 0.05
     momentum: float = 0.9
     decay: float = 1e-3
+    is_adaptive: bool = False
 
     def rate_at(self, share: float) -> float:
         """The rate after this share of the steps."""
@@ -63,6 +65,35 @@ class TrainedNetworks:
         return self.template
 
 
+class StackedOptimizer:
+    """SGD with momentum, or Adam, for networks side by side."""
+
+    #: the weight of the past in Adam's second moments, and what is added to their root
+    second_weight = 0.99
+    least_root = 1e-8
+
+    def __init__(self, parameters: dict[str, Tensor], schedule: Schedule) -> None:
+        self._parameters = parameters
+        self._schedule = schedule
+        self._first = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self._second = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def step(self, gradients: dict[str, Tensor], rate: float, count: int) -> None:
+        """Move the parameters; `count` is the number of this step, from 1."""
+        for name, p in self._parameters.items():
+            gradient = gradients[name].add(p, alpha=self._schedule.decay)
+            first = self._first[name]
+            if not self._schedule.is_adaptive:
+                first.mul_(self._schedule.momentum).add_(gradient)
+                p.sub_(first, alpha=rate)
+                continue
+            second = self._second[name]
+            first.lerp_(gradient, 1 - self._schedule.momentum)
+            second.lerp_(gradient.square(), 1 - self.second_weight)
+            root = (second / (1 - self.second_weight**count)).sqrt_().add_(self.least_root)
+            p.addcdiv_(first, root, value=-rate / (1 - self._schedule.momentum**count))
+
+
 def train_networks(
     make: Callable[[], nn.Module],
     x: Tensor,
@@ -70,10 +101,12 @@ def train_networks(
     subsets: Tensor,
     seeds: Sequence[int],
     schedule: Schedule,
+    measure: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> TrainedNetworks:
     """Return one network per row of `subsets`, trained on those samples alone.
 
-    The seed of a network decides its initial weights and the order of its samples.
+    The seed of a network decides its initial weights and the order of its samples. `measure` is the
+    loss of a batch.
     """
     networks = []
     for seed in seeds:
@@ -81,11 +114,11 @@ def train_networks(
         networks.append(make().to(x.device))
     parameters, _ = stack_module_state(networks)
     parameters = {name: p.detach() for name, p in parameters.items()}
-    momenta = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    optimizer = StackedOptimizer(parameters, schedule)
     template = networks[0]
 
     def loss(values: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(template, values, (inputs,)), targets)
+        return measure(functional_call(template, values, (inputs,)), targets)
 
     gradients = vmap(grad(loss))
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -98,11 +131,8 @@ def train_networks(
         shuffled = subsets.gather(1, orders)
         for start in range(0, steps_per_epoch * schedule.batch, schedule.batch):
             chosen = shuffled[:, start : start + schedule.batch].to(x.device)
-            found = gradients(parameters, x[chosen], y[chosen])
+            slopes = gradients(parameters, x[chosen], y[chosen])
             rate = schedule.rate_at(step / total)
-            for name, p in parameters.items():
-                direction = found[name].add_(p, alpha=schedule.decay)
-                momenta[name].mul_(schedule.momentum).add_(direction)
-                p.sub_(momenta[name], alpha=rate)
             step += 1
+            optimizer.step(slopes, rate, step)
     return TrainedNetworks(template, parameters)

@@ -68,8 +68,10 @@ def trak(
         size = sum(p.numel() for p in model.parameters())
         device = training[0].device
         generator = torch.Generator(device).manual_seed(seed + number)
-        signs = torch.randint(0, 2, (size, dimension), generator=generator, device=device)
-        projection = (2 * signs - 1).to(training[0].dtype) / dimension**0.5
+        signs = torch.randint(
+            0, 2, (size, dimension), generator=generator, device=device, dtype=torch.int8
+        )
+        projection = signs.to(training[0].dtype).mul_(2).sub_(1).mul_(dimension**-0.5)
 
         def project(
             data: tuple[Tensor, Tensor], model: nn.Module = model, by: Tensor = projection

@@ -1,0 +1,1 @@
+"""Attribution of predictions to training samples, and uncertainty: records of `pb.curvature`."""
