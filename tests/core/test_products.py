@@ -60,7 +60,7 @@ def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
 def test_halves_add_up_and_the_high_one_fits_tf32() -> None:
     x = torch.randn(50, 60)
     for m in (x, x.T, x[::2, ::3]):
-        high, low = products._halves(m)
+        high, low = products._split_exactly(m)
         assert torch.equal(high + low, m)
         assert not bool((high.contiguous().view(torch.int32) & 8191).any())
         assert bool((low.abs() <= 2**-11 * m.abs() * (1 + 1e-6)).all())
@@ -71,7 +71,7 @@ def test_short_sums_add_up(depth: int) -> None:
     x = torch.randn(9, depth, dtype=torch.float64)
     y = torch.randn(depth, 11, dtype=torch.float64)
     out = torch.ones(9, 11, dtype=torch.float64)
-    products._accumulate_short_sums(out, x, y)
+    products._add_short_sums(out, x, y)
     assert torch.allclose(out, 1 + x @ y, rtol=1e-12, atol=1e-10)
 
 
@@ -81,23 +81,21 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
     mm = torch.mm
     bounds = [(0, 100), (100, 130)]
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.float(), b.float()))
-    monkeypatch.setattr(products, "_large", lambda x, y: True)
+    monkeypatch.setattr(products, "_is_large_product", lambda x, y: True)
     monkeypatch.setattr(products, "panel_bounds", lambda n, like: bounds if n == 130 else [(0, n)])
     x = torch.randn(130, depth)
     y = torch.randn(50, depth)
     with full_precision(torch.device("cuda"), watched=False):
-        assert products._splits(x, x.T)
+        assert products._is_split(x, x.T)
         for one, two in ((x, x), (x, y)):
             want = one.double() @ two.double().T
             out = torch.ones(want.shape)
             products.add_cross_gram(out, one, two)
             if one is two:
                 out = products.mirror_lower_triangle(out.tril())
-            else:
-                out = out
             for got in (out - 1, cross_gram(one, two)):
                 assert float((got - want).norm() / want.norm()) < 2e-6
-    assert not products._splits(x, x.T)
+    assert not products._is_split(x, x.T)
 
 
 def test_nothing_is_changed_on_the_cpu() -> None:

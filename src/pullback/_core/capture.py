@@ -22,7 +22,7 @@ Selector = Callable[[Any], Tensor] | str | int | None
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module itself behind `torch.compile` and `DistributedDataParallel`."""
+    """Return the module behind `torch.compile` and `DistributedDataParallel`."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -33,30 +33,42 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def select_output(output: Any, selector: Selector) -> Tensor:
-    """The tensor z that the metric sees, from what the model returned; its logits by default."""
-    if selector is None and not isinstance(output, Tensor):
-        named = isinstance(output, Mapping) and "logits" in output
-        output = output["logits"] if named else getattr(output, "logits", output)
-    elif callable(selector):
-        output = selector(output)
+    """Return the tensor z that the metric sees, from what the model returned.
+
+    Args:
+        output: what the model returned.
+        selector: a function of the output, a key, an attribute or an index of it; None takes the
+            tensor itself, or the entry `logits`.
+    """
+    if callable(selector):
+        z = selector(output)
     elif selector is not None:
-        try:
-            keyed = isinstance(output, Mapping) or not hasattr(output, str(selector))
-            given: Any = output
-            output = given[selector] if keyed else getattr(given, str(selector))
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise PullbackError(
-                f"The model's output has no entry {selector!r}",
-                f"got {type(output).__name__}",
-                "Name the tensor with output=..., a key, an index or a function of the output",
-            ) from error
-    if not isinstance(output, Tensor):
+        z = _look_up_entry(output, selector)
+    elif isinstance(output, Mapping) and "logits" in output:
+        z = output["logits"]
+    else:
+        z = getattr(output, "logits", output)
+    if not isinstance(z, Tensor):
         raise PullbackError(
-            "The model's output is not one tensor",
-            f"got {type(output).__name__}",
-            "Name the tensor with output=..., a key, an index or a function of the output",
+            "The model's output is not one tensor", f"got {type(z).__name__}", _NAME_THE_TENSOR
         )
-    return output
+    return z
+
+
+_NAME_THE_TENSOR = "Name the tensor with output=..., a key, an index or a function of the output"
+
+
+def _look_up_entry(output: Any, selector: str | int) -> Any:
+    try:
+        if not isinstance(output, Mapping) and hasattr(output, str(selector)):
+            return getattr(output, str(selector))
+        return output[selector]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise PullbackError(
+            f"The model's output has no entry {selector!r}",
+            f"got {type(output).__name__}",
+            _NAME_THE_TENSOR,
+        ) from error
 
 
 def select_returned_output(output: Any, selector: Selector) -> Tensor:
@@ -72,7 +84,7 @@ def select_returned_output(output: Any, selector: Selector) -> Tensor:
 
 
 def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
-    """The model's output, or a tensor beside it: samples first, at least one event axis."""
+    """Return the output (or a tensor of its shape) with samples first and at least two axes."""
     if z.ndim == 0:
         raise PullbackError(
             "The model's output is a single number",
@@ -80,12 +92,10 @@ def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
             "Return one value per sample; with Lightning give the optimizer the network that "
             "training_step calls, not the LightningModule",
         )
-    odd = "complex" if z.is_complex() else "nested" if z.is_nested else ""
-    if not odd and z.layout is not torch.strided:
-        odd = str(z.layout).removeprefix("torch.")
-    if odd:
+    obstacle = _describe_obstacle(z)
+    if obstacle is not None:
         raise PullbackError(
-            f"The model's output is a {odd} tensor",
+            f"The model's output is a {obstacle} tensor",
             "a metric measures dense real function values",
             "Return a dense real tensor: torch.view_as_real(z), z.to_dense() or z.to_padded_tensor",
         )
@@ -100,29 +110,55 @@ def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
         raise PullbackError(
             "The batch is empty", f"the output has shape {tuple(z.shape)}", "Skip empty batches"
         )
-    return z[:, None] if z.ndim == 1 else z
+    if z.ndim == 1:
+        return z[:, None]
+    return z
+
+
+def _describe_obstacle(z: Tensor) -> str | None:
+    """Return why a metric cannot measure this kind of tensor; None for dense real tensors."""
+    if z.is_complex():
+        return "complex"
+    if z.is_nested:
+        return "nested"
+    if z.layout is not torch.strided:
+        return str(z.layout).removeprefix("torch.")
+    return None
 
 
 def find_first_input(tensors: Sequence[Tensor], samples: int, batch_dim: int) -> Tensor | None:
-    """The first tensor among a call's arguments, samples first where it has as many."""
+    """Return the first tensor among a call's arguments, None where there is none.
+
+    Samples come first if the tensor has as many of them along `batch_dim` as the output.
+    """
     if not tensors:
         return None
     x = tensors[0].detach()
-    fits = x.ndim > batch_dim and x.shape[batch_dim] == samples
-    return x.movedim(batch_dim, 0) if fits else x
+    has_samples = x.ndim > batch_dim and x.shape[batch_dim] == samples
+    if has_samples:
+        return x.movedim(batch_dim, 0)
+    return x
 
 
 def detach_tensors(tree: Any) -> Any:
-    """The same nest of arguments with every tensor cut from its graph.
+    """Return the same nest of arguments with every tensor cut from its graph.
 
     A tensor that requires gradients still does: the model may differentiate by its inputs.
     """
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), tree)
+
+    def detach(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, detach, tree)
+
+
+def _collect_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass
 class Call:
-    """One forward call: what went in, what came out, and ∂loss/∂output once known."""
+    """One forward call: its arguments, its output, and ∂loss/∂output once it is known."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -139,22 +175,24 @@ class Call:
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Call:
-        """A call that did not happen in a closure: other inputs for the metric."""
+        """Return a call that did not happen in a closure: other inputs for the metric."""
         return cls(args, kwargs)
 
     @classmethod
     def record_start(cls, model: nn.Module, args: Any, kwargs: Any, device: torch.device) -> Call:
-        """A call that begins now, with all that it takes to repeat it."""
+        """Return the call that begins now, with all that it takes to repeat it."""
         call = cls(detach_tensors(args), detach_tensors(kwargs), random=RandomState(device))
         call._versions = [(t, t._version) for t in call.tensors if not t.is_inference()]
-        call.buffers = {n: b.detach().clone() for n, b in unwrap_model(model).named_buffers()}
-        kind = device.type
-        enabled = torch.is_autocast_enabled(kind)
-        call.autocast = kind, torch.get_autocast_dtype(kind) if enabled else None
+        buffers = unwrap_model(model).named_buffers()
+        call.buffers = {name: buffer.detach().clone() for name, buffer in buffers}
+        autocast_dtype = None
+        if torch.is_autocast_enabled(device.type):
+            autocast_dtype = torch.get_autocast_dtype(device.type)
+        call.autocast = (device.type, autocast_dtype)
         return call
 
     def recorded_output(self) -> Tensor | None:
-        """The output as it was, unless the loss has overwritten it since."""
+        """Return the output as it was; None if the loss has overwritten it since."""
         if self.output is None or self.output._version != self._output_version:
             return None
         return self.output
@@ -162,37 +200,37 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
-        return [t for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return _collect_tensors((self.args, self.kwargs))
 
     @contextlib.contextmanager
     def replay_context(self) -> Iterator[None]:
         """Run the body under the call's own random state and autocast mode."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise PullbackError(
-                    "An input changed after the forward pass",
-                    "it was modified in place, so the call cannot be replayed",
-                    "Pass a copy to the model",
-                )
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise PullbackError(
+                "An input changed after the forward pass",
+                "it was modified in place, so the call cannot be replayed",
+                "Pass a copy to the model",
+            )
         with contextlib.ExitStack() as stack:
             # hooks and swapped parameters would make a compiled module compile again every time
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if self.random is not None:
-                now = RandomState(self.random.device)
-                stack.callback(now.restore)
+                outer_state = RandomState(self.random.device)
+                stack.callback(outer_state.restore)
                 self.random.restore()
             if self.autocast is not None:
-                kind, dtype = self.autocast
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+                device_type, dtype = self.autocast
+                autocast = torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+                stack.enter_context(autocast)
             yield
 
 
 class CallHook:
-    """A method of a `Watch`, held weakly; copies and pickles of the model leave it behind.
+    """A method of a `Watch`, referenced weakly; copies and pickles of the model do not have it.
 
-    Inside `torch.compile` it is traced: a call that is not due is traced away, and one that is
-    leaves the compiled code for a moment.
+    `torch.compile` traces it. If the watch wants calls of compiled code, the hook breaks the graph
+    and runs outside of it; otherwise the compiled code contains nothing of it.
     """
 
     def __init__(self, watch: Watch | None = None, method: str = "") -> None:
@@ -200,7 +238,9 @@ class CallHook:
         self._method = method
 
     def __call__(self, *args: Any) -> None:
-        watch = None if self._watch is None else self._watch()
+        if self._watch is None:
+            return
+        watch = self._watch()
         if watch is None:
             return
         if torch.compiler.is_compiling():
@@ -225,7 +265,7 @@ def _outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
         watch.compiled = False
 
 
-#: who watches a model
+#: the watches of every model
 _WATCHES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Watch]] = weakref.WeakKeyDictionary()
 
 
@@ -233,13 +273,13 @@ class Watch:
     """Two hooks on a model, which report its outermost forward calls.
 
     `owner.begin_call(args, kwargs, compiled)` returns a context in which the call runs, or None to
-    pass over it; `owner.end_call(output)` receives the output of a call that began. The owner is
-    held weakly.
+    pass over it; `owner.end_call(output)` receives the output of a call that began. The watch has
+    a weak reference to its owner.
     """
 
     def __init__(self, owner: Any, model: nn.Module) -> None:
         self._owner = weakref.ref(owner)
-        #: whether calls in compiled code are of interest; such code is guarded by it
+        #: whether calls in compiled code are reported; such code is guarded by this flag
         self.wants_compiled_calls = True
         #: whether the hook at work belongs to compiled code, where layers cannot be hooked
         self.compiled = False
@@ -247,13 +287,16 @@ class Watch:
         self.called = False
         self._depth = 0
         self._context: Any = None
-        self._all = _WATCHES.setdefault(model, weakref.WeakSet())
-        self._all.add(self)
-        hooks = contextlib.ExitStack()  # first and last among the model's own
-        before, after = CallHook(self, "before"), CallHook(self, "after")
-        first = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        hooks.callback(first.remove)
-        hooks.callback(model.register_forward_hook(after, always_call=True).remove)
+        self._watches_of_model = _WATCHES.setdefault(model, weakref.WeakSet())
+        self._watches_of_model.add(self)
+        # the hooks run before and after all others of the model
+        before = CallHook(self, "before")
+        after = CallHook(self, "after")
+        pre_handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        handle = model.register_forward_hook(after, always_call=True)
+        hooks = contextlib.ExitStack()
+        hooks.callback(pre_handle.remove)
+        hooks.callback(handle.remove)
         self._finish = weakref.finalize(self, hooks.close)
 
     def close(self) -> None:
@@ -269,17 +312,18 @@ class Watch:
     @contextlib.contextmanager
     def pause_all(self) -> Iterator[None]:
         """Pass over the model's calls inside, whoever watches it."""
-        every = list(self._all)
-        for watch in every:
+        watches = list(self._watches_of_model)
+        for watch in watches:
             watch._depth += 1
         try:
             yield
         finally:
-            for watch in every:
+            for watch in watches:
                 watch._depth -= 1
 
     def _leave(self) -> None:
-        context, self._context = self._context, None
+        context = self._context
+        self._context = None
         if context is not None:
             context.__exit__(None, None, None)
 
@@ -315,70 +359,77 @@ class Capture:
     """
 
     def __init__(self, model: nn.Module, selector: Selector, device: torch.device) -> None:
-        self._model, self._selector, self._device = model, selector, device
-        self._all: list[Call] = []
-        self._begun: Call | None = None
+        self._model = model
+        self._selector = selector
+        self._device = device
+        self._recorded: list[Call] = []
+        self._running: Call | None = None
         self._stack = contextlib.ExitStack()
         self._leaves = {n: p for n, p in unwrap_model(model).named_parameters() if p.requires_grad}
-        self._derived: list[bool] = []
+        #: one entry per backward pass through a derivative by the inputs
+        self._input_derivatives: list[bool] = []
 
     @property
     def has_input_derivatives(self) -> bool:
-        """Whether the loss has terms in derivatives of an output by the inputs."""
-        return bool(self._derived)
+        """Return True if the loss has terms in derivatives of an output by the inputs."""
+        return bool(self._input_derivatives)
 
     @property
     def calls(self) -> list[Call]:
         """The calls whose output received a gradient, in order."""
-        return [c for c in self._all if c.cotangent is not None]
+        return [call for call in self._recorded if call.cotangent is not None]
 
     @property
     def call_count(self) -> int:
-        """How many forward calls there were in all."""
-        return len(self._all)
+        """The number of forward calls, with and without a gradient."""
+        return len(self._recorded)
 
     def __enter__(self) -> Capture:
         self._stack.callback(Watch(self, self._model).close)
         compiled = self._model.__dict__.get("_compiled_call_impl")
         if compiled is not None:  # model.compile(): hooks inside a compiled call never fire
-            held = self._model.__dict__
-            held["_compiled_call_impl"] = None
-            self._stack.callback(held.__setitem__, "_compiled_call_impl", compiled)
+            attributes = self._model.__dict__
+            attributes["_compiled_call_impl"] = None
+            self._stack.callback(attributes.__setitem__, "_compiled_call_impl", compiled)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
-        """Keep what the call can be repeated from."""
-        self._begun = Call.record_start(self._model, args, kwargs, self._device)
-        leaves = pytree.tree_leaves((args, kwargs))
-        given = [t for t in leaves if isinstance(t, Tensor)]
-        self._begun.sources = [t for t in given if t.grad_fn is not None]
+        """Record what it takes to repeat the call."""
+        self._running = Call.record_start(self._model, args, kwargs, self._device)
+        tensors = _collect_tensors((args, kwargs))
+        self._running.sources = [t for t in tensors if t.grad_fn is not None]
         return contextlib.nullcontext()
 
     def end_call(self, output: Any) -> None:
-        """Wait for the gradient at the output."""
-        call, self._begun = self._begun, None
+        """Record the output, and let a hook record the gradient that arrives there."""
+        call = self._running
+        self._running = None
         if not torch.is_grad_enabled() or call is None:
             return
         z = select_returned_output(output, self._selector)
         if not z.requires_grad:
             return
-        call.output, call._output_version = z.detach(), z._version
-        self._all.append(call)
+        call.output = z.detach()
+        call._output_version = z._version
+        self._recorded.append(call)
 
-        # the graph holds this function, so it must not hold the graph
-        leaves, derived = self._leaves, self._derived
+        # the graph references this function, so the function must not reference the graph
+        leaves = self._leaves
+        input_derivatives = self._input_derivatives
 
         def receive(gradient: Tensor) -> None:
             if not reaches_parameters(leaves):  # a derivative by the inputs
                 node = torch._C._current_autograd_node()
                 refuse_reentrant(GradientEdge(node, 0))  # whose rows would be zero
                 if torch.is_grad_enabled():
-                    call_on_second_pass(node, lambda: derived.append(True))
+                    call_on_second_pass(node, lambda: input_derivatives.append(True))
                 return
-            before = call.cotangent
-            call.cotangent = gradient.detach() if before is None else before + gradient.detach()
+            if call.cotangent is None:
+                call.cotangent = gradient.detach()
+            else:
+                call.cotangent = call.cotangent + gradient.detach()
 
         z.register_hook(receive)

@@ -1,4 +1,4 @@
-"""What arguments must be: tensors of finite real numbers, and numbers within a range."""
+"""Checks of arguments: tensors of finite real numbers, and numbers within a range."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def refuse_values(what: str, value: Any, shape: Sequence[int | str] | None = Non
     A letter in the shape stands for any length; without a shape, any will do.
     """
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
-        known = isinstance(value, Tensor)
-        got = f"{value.dtype} on {value.device}" if known else type(value).__name__
-        raise PullbackError(f"{what} is not of a float type", f"got {got}", "Pass real numbers")
-    want = tuple(value.shape if shape is None else shape)
-    pairs = zip(value.shape, want, strict=False)
-    if value.ndim != len(want) or any(have != n and not isinstance(n, str) for have, n in pairs):
+        description = type(value).__name__
+        if isinstance(value, Tensor):
+            description = f"{value.dtype} on {value.device}"
+        raise PullbackError(
+            f"{what} is not of a float type", f"got {description}", "Pass real numbers"
+        )
+    if shape is not None and not _has_shape(value, shape):
         raise PullbackError(
             f"{what} does not fit",
             f"its shape is {tuple(value.shape)}",
-            f"Pass a tensor of shape ({', '.join(map(str, want))})",
+            f"Pass a tensor of shape ({', '.join(map(str, shape))})",
         )
     if not value.numel():
         raise PullbackError(f"{what} is empty", "it has no entries", "Pass at least one")
@@ -36,6 +37,13 @@ def refuse_values(what: str, value: Any, shape: Sequence[int | str] | None = Non
         raise PullbackError(
             f"{what} is not finite", "it contains NaN or infinity", "Check it for overflow"
         )
+
+
+def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
+    if value.ndim != len(shape):
+        return False
+    lengths = zip(value.shape, shape, strict=True)
+    return all(isinstance(expected, str) or length == expected for length, expected in lengths)
 
 
 def refuse_number(
@@ -48,11 +56,11 @@ def refuse_number(
     positive: bool = False,
 ) -> None:
     """Raise unless least ≤ value < below, and above 0 where it must be positive."""
-    kind = isinstance(value, Integral if whole else Real) and not isinstance(value, bool)
-    if not kind or not least <= float(value) < below or (positive and value == 0):
-        kinds = "whole number" if whole else "number"
-        lower = "> 0" if positive else f"≥ {least:g}"
-        upper = f" and below {below:g}" if below < inf else ""
-        raise PullbackError(
-            f"{name} is not usable", f"got {value!r}", f"Use a {kinds} {lower}{upper}"
-        )
+    number_type = Integral if whole else Real
+    has_type = isinstance(value, number_type) and not isinstance(value, bool)
+    if has_type and least <= float(value) < below and not (positive and value == 0):
+        return
+    noun = "whole number" if whole else "number"
+    lower = "> 0" if positive else f"≥ {least:g}"
+    upper = f" and below {below:g}" if below < inf else ""
+    raise PullbackError(f"{name} is not usable", f"got {value!r}", f"Use a {noun} {lower}{upper}")

@@ -21,8 +21,8 @@ class PullbackError(RuntimeError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[PullbackError], tuple[str, str, str]]:
-        # exceptions are rebuilt from their message, and this one from its parts: by which it can
-        # come back from another process
+        # Python rebuilds exceptions from their message alone; the three parts let this one be
+        # pickled, which brings it back from another process
         return type(self), (self.what, self.why, self.remedy)
 
 
@@ -54,38 +54,38 @@ class Status(Enum):
 
     @property
     def ok(self) -> bool:
-        """Whether the accompanying value can be used."""
+        """Return True if the accompanying value can be used."""
         return self is not Status.SINGULAR and self is not Status.NOT_REPRESENTABLE
 
 
 def describe_nearest_names(name: str, known: Iterable[str]) -> str:
-    """Why an unknown name is refused: the three known ones that are most like it.
+    """Return a clause with the three known names that are most like an unknown one.
 
-    >>> nearest("poison", ["poisson", "heat", "wave", "prism"])
+    >>> describe_nearest_names("poison", ["poisson", "heat", "wave", "prism"])
     'the nearest are poisson, prism, wave'
     """
     close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.0)
     return f"the nearest are {', '.join(close)}"
 
 
-def require(usable: bool, what: str, got: object, remedy: str) -> None:
-    """Refuse what is not usable."""
+def require(usable: bool, what: str, value: object, remedy: str) -> None:
+    """Raise that `what` is not usable, unless it is."""
     if not usable:
-        raise PullbackError(f"{what} is not usable", f"got {got!r}", remedy)
+        raise PullbackError(f"{what} is not usable", f"got {value!r}", remedy)
 
 
-def require_type(name: str, value: object, kind: type) -> None:
-    """Refuse a stage that is neither of its kind nor None."""
-    if value is not None and not isinstance(value, kind):
+def require_type(name: str, value: object, required: type) -> None:
+    """Raise unless the value of the argument `name` is None or of this type."""
+    if value is not None and not isinstance(value, required):
         raise PullbackError(
-            f"{name}= is not a {kind.__name__}",
+            f"{name}= is not a {required.__name__}",
             f"got {value!r}",
             f"Pass an object of pullback.{name}s, or None for the default",
         )
 
 
 def refuse_unknown(what: str, name: object, known: Iterable[object]) -> None:
-    """Raise where a name is none of those that an option knows."""
+    """Raise if a name is not among the choices that an option knows."""
     if name not in (choices := tuple(known)):
         words = ", ".join(map(repr, choices))
         raise PullbackError(
@@ -94,14 +94,14 @@ def refuse_unknown(what: str, name: object, known: Iterable[object]) -> None:
 
 
 def reraise_fatal(error: Exception) -> None:
-    """Raise again what no other route can mend: memory that ran out, and our own refusals."""
+    """Raise again an error that no other route avoids: out of memory, or a `PullbackError`."""
     import torch  # not above: the command line shows errors and help without it
 
     if isinstance(error, (torch.OutOfMemoryError, PullbackError)):
         raise error
 
 
-#: extra of the distribution ↦ the packages it installs, and what they are for
+#: extra of the distribution ↦ the packages that it installs, and what needs them
 EXTRAS = {
     "plots": (("matplotlib",), "figures are drawn by it"),
     "cli": (("rich", "typer"), "the command line is made of it"),
@@ -110,7 +110,7 @@ EXTRAS = {
 
 @contextmanager
 def import_extra(name: str) -> Iterator[None]:
-    """Import what an extra installs; where it is missing, the refusal says how to install it."""
+    """Import packages of an extra inside; if one is missing, the error says how to install it."""
     packages, purpose = EXTRAS[name]
     try:
         yield

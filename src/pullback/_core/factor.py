@@ -26,11 +26,13 @@ class Whitened:
 
     @classmethod
     def if_valid(cls, r: Tensor, in_range: Tensor | None = None) -> Whitened:
-        """r if it is finite and g was in the range of S."""
-        good = torch.isfinite(r).all()
+        """Return r if it is finite and g was in the range of S, else the reason."""
+        is_valid = torch.isfinite(r).all()
         if in_range is not None:
-            good = good & in_range
-        return cls(r) if bool(good) else cls(None, Status.NOT_REPRESENTABLE)
+            is_valid = is_valid & in_range
+        if bool(is_valid):
+            return cls(r)
+        return cls(None, Status.NOT_REPRESENTABLE)
 
 
 class Factor(ABC):
@@ -40,7 +42,7 @@ class Factor(ABC):
     couples_samples: bool = False
     #: L, where S = P (L⁻ᵀ ⊗ I) with a P that keeps samples apart: then M = P (K⁻¹ ⊗ I) Pᵀ, K = L Lᵀ
     coupling: Tensor | None = None
-    #: per-sample shape of r
+    #: the shape of r for one sample
     white: tuple[int, ...]
 
     @abstractmethod
@@ -129,10 +131,9 @@ class Blocks(Factor):
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         flat = g.flatten(1)
         r = torch.einsum("nke,ne->nk", torch.linalg.pinv(self._s), flat)
-        missing = (self.apply(r).flatten(1) - flat).norm()
-        return Whitened.if_valid(
-            r, missing <= (eps or torch.finfo(g.dtype).eps) ** 0.5 * flat.norm()
-        )
+        error = (self.apply(r).flatten(1) - flat).norm()
+        precision = eps or torch.finfo(g.dtype).eps
+        return Whitened.if_valid(r, error <= precision**0.5 * flat.norm())
 
 
 class Scaled(Factor):
@@ -140,7 +141,8 @@ class Scaled(Factor):
 
     def __init__(self, factor: Factor, weight: Tensor | float, event: tuple[int, ...]) -> None:
         self._factor = factor
-        self.white, self.couples_samples = factor.white, factor.couples_samples
+        self.white = factor.white
+        self.couples_samples = factor.couples_samples
         self.coupling = factor.coupling
         if isinstance(weight, Tensor):
             weight = weight.reshape(*weight.shape, *[1] * (1 + len(event) - weight.ndim))
@@ -160,9 +162,11 @@ class Scaled(Factor):
     def separate(self) -> Factor:
         if self.coupling is None:
             return self
-        out = copy(self)
-        out._factor, out.coupling, out.couples_samples = self._factor.separate(), None, False
-        return out
+        separate = copy(self)
+        separate._factor = self._factor.separate()
+        separate.coupling = None
+        separate.couples_samples = False
+        return separate
 
 
 class Mixed(Factor):
@@ -175,18 +179,20 @@ class Mixed(Factor):
 
     def __init__(self, cholesky: Tensor, inner: Factor) -> None:
         self.coupling = self._lower = cholesky
-        self.white, self._inner = inner.white, inner
+        self.white = inner.white
+        self._inner = inner
 
     def separate(self) -> Factor:
         return self._inner
 
     def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
+        """Return L⁻ᵀ x (`transpose`) or L⁻¹ x along the axis of samples."""
         axis = x.ndim - 1 - len(self.white)
-        flat = x.movedim(axis, 0)
-        rhs = flat.reshape(flat.shape[0], -1)
-        matrix = self._lower.mT if transpose else self._lower
-        out = torch.linalg.solve_triangular(matrix, rhs, upper=transpose)
-        return out.view(flat.shape).movedim(0, axis)
+        samples_first = x.movedim(axis, 0)
+        columns = samples_first.reshape(samples_first.shape[0], -1)
+        triangle = self._lower.mT if transpose else self._lower
+        solved = torch.linalg.solve_triangular(triangle, columns, upper=transpose)
+        return solved.view(samples_first.shape).movedim(0, axis)
 
     def apply(self, r: Tensor) -> Tensor:
         return self._inner.apply(self._over_samples(r, transpose=True))
@@ -195,8 +201,8 @@ class Mixed(Factor):
         return self._over_samples(self._inner.transpose(v), transpose=False)
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
-        found = self._inner.whiten(g, eps)
-        if found.value is None:
-            return found
-        flat = self._lower.mT @ found.value.flatten(1)
-        return Whitened.if_valid(flat.view(found.value.shape))
+        separate = self._inner.whiten(g, eps)
+        if separate.value is None:
+            return separate
+        flat = self._lower.mT @ separate.value.flatten(1)
+        return Whitened.if_valid(flat.view(separate.value.shape))

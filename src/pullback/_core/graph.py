@@ -1,4 +1,7 @@
-"""Questions to the graph of a forward pass: what stands where, and covectors pulled back."""
+"""Searches in the autograd graph of a forward pass, and covectors pulled back through it.
+
+A node is *below* another if a backward pass from the other reaches it.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,24 @@ Root = Tensor | GradientEdge
 
 
 def get_start_node(root: Root) -> Any:
-    """The node at which a pass from the root begins."""
-    return root.grad_fn if isinstance(root, Tensor) else root.node
+    """Return the node at which a backward pass from the root begins."""
+    if isinstance(root, Tensor):
+        return root.grad_fn
+    return root.node
+
+
+def _next_nodes(node: Any) -> list[Any]:
+    return [below for below, _ in node.next_functions]
 
 
 def skip_dtype_casts(z: Tensor) -> tuple[Any, int]:
-    """Node and output number of z, or of what z is a copy of in another dtype.
+    """Return node and output number of z, or of the tensor that z is a copy of in another dtype.
 
     A wrapper may convert the model's outputs to float32 after the model itself has computed the
     loss from them: then the loss's gradient reaches the original alone.
     """
-    node, number = z.grad_fn, z.output_nr
+    node = z.grad_fn
+    number = z.output_nr
     while node is not None and node.name() == "ToCopyBackward0":
         below, output = node.next_functions[0]
         if below is None or below.name() == "torch::autograd::AccumulateGrad":
@@ -37,90 +47,117 @@ def skip_dtype_casts(z: Tensor) -> tuple[Any, int]:
 
 
 def find_last_edges(root: Root, edges: Sequence[GradientEdge]) -> list[int]:
-    """Indices of the edges below whose node no other edge's node stands."""
-    own = {e.node for e in edges}
-    below: dict[Any, bool] = {}
-    stack: list[tuple[Any, bool]] = [(get_start_node(root), False)]
-    while stack:  # depth first, a node after all that stand below it
-        node, done = stack.pop()
-        if node is None or (not done and node in below):
-            continue
-        after = [n for n, _ in node.next_functions if n is not None]
-        if done:
-            below[node] = any(n in own or below.get(n, False) for n in after)
-        else:
-            below[node] = False
+    """Return the indices of the edges whose node has no other edge's node below it."""
+    edge_nodes = {edge.node for edge in edges}
+    has_edge_below: dict[Any, bool] = {}
+    for node in _list_bottom_up(get_start_node(root)):
+        below = [n for n in _next_nodes(node) if n is not None]
+        has_edge_below[node] = any(n in edge_nodes or has_edge_below.get(n) for n in below)
+    return [i for i, edge in enumerate(edges) if not has_edge_below.get(edge.node, False)]
+
+
+def _list_bottom_up(start: Any) -> Iterator[Any]:
+    """Yield every node that is reached from `start`, after all nodes below it."""
+    visited: set[Any] = set()
+    stack: list[tuple[Any, bool]] = [(start, False)]
+    while stack:
+        node, is_finished = stack.pop()
+        if is_finished:
+            yield node
+        elif node is not None and node not in visited:
+            visited.add(node)
             stack.append((node, True))
-            stack.extend((n, False) for n in after if n not in below)
-    return [i for i, e in enumerate(edges) if not below.get(e.node, False)]
+            stack.extend((n, False) for n in _next_nodes(node) if n not in visited)
 
 
 def find_nodes_reached_outside(
-    root: Root, parts: Sequence[tuple[Sequence[GradientEdge | None], Sequence[GradientEdge]]]
+    root: Root, segments: Sequence[tuple[Sequence[GradientEdge | None], Sequence[GradientEdge]]]
 ) -> set[Any]:
-    """The nodes that the root reaches where these parts (ends, beginnings) are stepped over."""
+    """Return the nodes that the root reaches if it jumps over these segments of the graph.
+
+    Args:
+        root: where the search begins.
+        segments: pairs (ends, beginnings) of edges: outputs and inputs of a piece of the forward
+            pass. An end without a node is the root itself.
+    """
     start = get_start_node(root)
-    over: dict[Any, list[Any]] = {}
-    for ends, begins in parts:
-        nodes = [start if e.node is None else e.node for e in ends if e is not None]
-        over.update((node, [e.node for e in begins]) for node in nodes)
-    return collect_reachable_nodes(
-        start, lambda node: over.get(node, [n for n, _ in node.next_functions])
-    )
+    jumps: dict[Any, list[Any]] = {}
+    for ends, beginnings in segments:
+        targets = [edge.node for edge in beginnings]
+        for end in ends:
+            if end is not None:
+                jumps[start if end.node is None else end.node] = targets
+
+    def follow(node: Any) -> list[Any]:
+        if node in jumps:
+            return jumps[node]
+        return _next_nodes(node)
+
+    return collect_reachable_nodes(start, follow)
 
 
 def collect_reachable_nodes(
-    start: Any, following: Callable[[Any], Sequence[Any]] | None = None
+    start: Any, follow: Callable[[Any], Sequence[Any]] = _next_nodes
 ) -> set[Any]:
-    """All nodes that are reached from `start`, by default along the graph's own edges."""
-    seen: set[Any] = set()
+    """Return all nodes that are reached from `start`; `follow` gives the next ones of a node."""
+    reached: set[Any] = set()
     stack = [start]
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            stack.extend(following(node) if following else [n for n, _ in node.next_functions])
-    return seen
+        if node is not None and node not in reached:
+            reached.add(node)
+            stack.extend(follow(node))
+    return reached
 
 
 def find_leaf_names(roots: Sequence[Tensor], names: Mapping[int, str]) -> set[str]:
-    """The names, by `id`, of the leaves that these tensors were computed from."""
-    nodes = {node for root in roots for node in collect_reachable_nodes(root.grad_fn)}
-    return {names[key] for n in nodes if (key := id(getattr(n, "variable", None))) in names}
+    """Return the names, given by `id`, of the leaves that these tensors were computed from."""
+    leaf_names = set()
+    for root in roots:
+        for node in collect_reachable_nodes(root.grad_fn):
+            leaf = getattr(node, "variable", None)
+            if id(leaf) in names:
+                leaf_names.add(names[id(leaf)])
+    return leaf_names
 
 
 def find_arithmetic_dtype(z: Tensor) -> torch.dtype:
-    """The dtype whose round-off z has: float32 where a double was computed in it on the way."""
+    """Return the dtype whose round-off z has: float32 where a double was computed from float32."""
     if z.dtype != torch.float64:
         return z.dtype
-    met = {m.dtype for node in collect_reachable_nodes(z.grad_fn) for m in node._input_metadata}
-    return torch.float32 if torch.float32 in met else z.dtype
+    for node in collect_reachable_nodes(z.grad_fn):
+        if any(metadata.dtype == torch.float32 for metadata in node._input_metadata):
+            return torch.float32
+    return z.dtype
 
 
 def pull_back(
     root: Root, covector: Tensor, targets: Sequence[GradientEdge | Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """The covector pulled back to these places of the graph, which is retained."""
-    asked: Any = list(targets)
-    start: Any = [root]
+    """Return the covector at the root pulled back to the targets; the graph is retained.
+
+    A target that the root does not reach gets None.
+    """
+    inputs: Any = list(targets)
+    outputs: Any = [root]
     try:
-        return torch.autograd.grad(start, asked, [covector], retain_graph=True, allow_unused=True)
+        return torch.autograd.grad(
+            outputs, inputs, [covector], retain_graph=True, allow_unused=True
+        )
     except RuntimeError as error:
         if "checkpoint" not in str(error).lower():
             raise
-        raise _reentrant() from error
+        raise _reentrant_error() from error
 
 
 def refuse_reentrant(root: Root) -> None:
     """Raise where a reentrant checkpoint hides the parameters from the graph."""
-    if any(
-        "CheckpointFunction" in node.name()
-        for node in collect_reachable_nodes(get_start_node(root))
-    ):
-        raise _reentrant()
+    nodes = collect_reachable_nodes(get_start_node(root))
+    if any("CheckpointFunction" in node.name() for node in nodes):
+        raise _reentrant_error()
 
 
-def _reentrant() -> PullbackError:
+def _reentrant_error() -> PullbackError:
     return PullbackError(
         "The model uses reentrant activation checkpointing",
         "its graph cannot be asked for the cotangents inside",
@@ -130,7 +167,7 @@ def _reentrant() -> PullbackError:
 
 
 def reaches_parameters(leaves: Mapping[str, Tensor]) -> bool:
-    """Whether the backward pass under way is going to reach one of these parameters."""
+    """Return True if the backward pass under way is going to reach one of these parameters."""
     for p in leaves.values():
         try:
             if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
@@ -140,43 +177,43 @@ def reaches_parameters(leaves: Mapping[str, Tensor]) -> bool:
     return False
 
 
-def call_on_second_pass(node: Any, used: Callable[[], None]) -> None:
-    """Call `used` where a later pass goes through the graph that the one under way has from `node`.
+def call_on_second_pass(node: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` when a later pass differentiates the pass under way, from `node` on.
 
-    A derivative by the inputs with a graph of its own may be meant for a loss, or for looking at.
-    That graph begins where the covector first meets something that depends on parameters or inputs,
-    and who propagates through this place uses the derivative. The hooks stay with the graph, so
-    they do not hold it.
+    A derivative by the inputs with a graph of its own may become a part of the loss, or only be
+    displayed. Its graph begins where the covector is first combined with something that depends on
+    parameters or inputs. A backward pass through that node shows that the loss contains the
+    derivative. The hooks belong to the graph and have no reference to it.
     """
 
-    def after(found: tuple[Tensor | None, ...], given: Any) -> None:
+    def after_node(cotangents: tuple[Tensor | None, ...], incoming: Any) -> None:
         handle.remove()
-        here = torch._C._current_autograd_node()
-        for (below, _), cotangent in zip(here.next_functions, found, strict=False):
+        current = torch._C._current_autograd_node()
+        for (below, _), cotangent in zip(current.next_functions, cotangents, strict=False):
             if cotangent is None or below is None:
                 continue
             if cotangent.grad_fn is None:  # nothing but the covector so far
-                call_on_second_pass(below, used)
+                call_on_second_pass(below, callback)
             else:
-                cotangent.grad_fn.register_prehook(before)
+                cotangent.grad_fn.register_prehook(before_second_pass)
 
-    def before(given: Any) -> None:
+    def before_second_pass(incoming: Any) -> None:
         if torch.is_grad_enabled():  # a derivative of the derivative
-            call_on_second_pass(torch._C._current_autograd_node(), used)
+            call_on_second_pass(torch._C._current_autograd_node(), callback)
         else:
-            used()
+            callback()
 
-    handle = node.register_hook(after)
+    handle = node.register_hook(after_node)
 
 
 @contextlib.contextmanager
 def disable_fused_attention() -> Iterator[None]:
-    """Neither fused attention kernels nor the inference-only path of transformer layers."""
+    """Use neither fused attention kernels nor the inference path of transformer layers inside."""
     mha: Any = torch.backends.mha
-    before = mha.get_fastpath_enabled()
+    was_enabled = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        mha.set_fastpath_enabled(before)
+        mha.set_fastpath_enabled(was_enabled)

@@ -18,20 +18,21 @@ def attach(
         homes: submodule ↦ the names that come from it, with spaces between them. Other names of
             `__all__` are submodules themselves.
     """
-    home = {name: module for module, names in homes.items() for name in names.split()}
-    here = sys.modules[package]
+    home_of_name: dict[str, str] = {}
+    for submodule, names in homes.items():
+        home_of_name |= dict.fromkeys(names.split(), submodule)
+    module = sys.modules[package]
 
-    def get(name: str) -> Any:
-        if name in home:
-            found = getattr(import_module(f".{home[name]}", package), name)
-        elif name in here.__all__:
+    def get_attribute(name: str) -> Any:
+        if name in home_of_name:
+            value = getattr(import_module(f".{home_of_name[name]}", package), name)
+            setattr(module, name, value)
+            return value
+        if name in module.__all__:
             return import_module(f".{name}", package)
-        else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(here, name, found)
-        return found
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    def names() -> list[str]:
-        return sorted({*vars(here), *here.__all__})
+    def list_names() -> list[str]:
+        return sorted({*vars(module), *module.__all__})
 
-    return get, names
+    return get_attribute, list_names

@@ -1,13 +1,15 @@
-"""Who does which part of a common work, and who holds its result.
+"""The assignment of tasks to processes: which process does a task, and which have its result.
 
-The processes form teams of `workers`. Every part belongs to one team, and one of its members does
-it. All of the team hold the result; other teams are sent what is made of it. One team of all
-processes holds everything everywhere; teams of one hold least.
+The processes form teams of `workers`. Every task belongs to one team, and one member of the team,
+the owner, does it. All members of the team have the result; other teams receive what is computed
+from it. With one team of all processes every process has all results; teams of one need the least
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -19,12 +21,21 @@ from .processes import Processes
 K = TypeVar("K", bound=Hashable)
 
 
+@dataclass(frozen=True)
+class _Bundle(Generic[K]):
+    """Tasks of one kind that go to the same owner, and their cost together."""
+
+    keys: list[K]
+    cost: float
+
+
 class Placement(Generic[K]):
-    """The owners of parts, placed by cost: the longest processing time first."""
+    """The owners of tasks, by the rule of the longest processing time first."""
 
     def __init__(self, processes: Processes, workers: int | None = None) -> None:
         size = processes.size
-        workers = size if workers is None else workers
+        if workers is None:
+            workers = size
         refuse_number("workers", workers, least=1, whole=True)
         if size % workers:
             raise PullbackError(
@@ -32,53 +43,67 @@ class Placement(Generic[K]):
                 f"workers={workers} does not divide {size}",
                 "Give a divisor of the number of processes; None is all of them",
             )
-        self.workers, self._rank = workers, processes.rank
-        #: the processes that hold the same results, and those of the same seat in all teams
-        self._team = processes.join_subgroup(
-            [range(i, i + workers) for i in range(0, size, workers)]
-        )
-        self._across = processes.join_subgroup(
-            [range(seat, size, workers) for seat in range(workers)]
-        )
+        self.workers = workers
+        self._rank = processes.rank
+        teams = [range(first, first + workers) for first in range(0, size, workers)]
+        seats = [range(seat, size, workers) for seat in range(workers)]
+        #: the processes that have the same results
+        self._team = processes.join_subgroup(teams)
+        #: the processes of the same seat in all teams
+        self._across = processes.join_subgroup(seats)
         self.owners: dict[K, int] = {}
         self._loads = [0.0] * size
 
     @property
     def has_several_teams(self) -> bool:
-        """Whether there are several teams."""
+        """Return True if there is more than one team."""
         return not self._across.is_single
 
     def owns(self, key: K) -> bool:
-        """Whether this process does the part."""
+        """Return True if this process does the task."""
         return self.owners[key] == self._rank
 
     def holds(self, key: K) -> bool:
-        """Whether this process has the result."""
+        """Return True if this process has the result of the task."""
         return self.owners[key] // self.workers == self._rank // self.workers
 
     def assign(self, costs: Mapping[K, tuple[Hashable, float]]) -> None:
-        """Place parts that have no owner yet, by kind and cost; those of one kind go together."""
-        kinds: dict[Hashable, list[K]] = {}
+        """Give an owner to each task that has none; tasks of one kind stay together.
+
+        Args:
+            costs: task ↦ its kind and its cost; tasks of one kind have the same cost.
+        """
+        keys_by_kind: dict[Hashable, list[K]] = {}
         for key, (kind, _) in costs.items():
             if key not in self.owners:
-                kinds.setdefault(kind, []).append(key)
-        pieces: list[tuple[float, list[K]]] = []
-        for some in kinds.values():
-            length = -(-len(some) // len(self._loads))
-            for start in range(0, len(some), length):
-                piece = some[start : start + length]
-                pieces.append((len(piece) * costs[piece[0]][1], piece))
-        for cost, piece in sorted(pieces, key=lambda piece: -piece[0]):
+                keys_by_kind.setdefault(kind, []).append(key)
+        bundles = []
+        for keys in keys_by_kind.values():
+            length = -(-len(keys) // len(self._loads))
+            cost = costs[keys[0]][1]
+            for start in range(0, len(keys), length):
+                bundle = keys[start : start + length]
+                bundles.append(_Bundle(bundle, len(bundle) * cost))
+        for bundle in sorted(bundles, key=lambda bundle: -bundle.cost):
             owner = self._loads.index(min(self._loads))
-            self._loads[owner] += cost
-            self.owners |= dict.fromkeys(piece, owner)
+            self._loads[owner] += bundle.cost
+            self.owners |= dict.fromkeys(bundle.keys, owner)
 
-    def send_within(self, held: Mapping[K, Sequence[Tensor]], what: str) -> None:
-        """Copy tensors, by part, from the owner to the others of its team, in place."""
-        seats = [self.owners[key] % self.workers for key, own in held.items() for _ in own]
-        self._team.exchange([t for own in held.values() for t in own], seats, what)
+    def send_within(self, tensors: Mapping[K, Sequence[Tensor]], purpose: str) -> None:
+        """Copy tensors, by task, from the owner to the other members of its team, in place."""
+        flat, owners = self._flatten(tensors)
+        self._team.exchange(flat, [owner % self.workers for owner in owners], purpose)
 
-    def send_across(self, held: Mapping[K, Sequence[Tensor]], what: str) -> None:
-        """Copy tensors, by part, from the team that holds the result to all others, in place."""
-        teams = [self.owners[key] // self.workers for key, own in held.items() for _ in own]
-        self._across.exchange([t for own in held.values() for t in own], teams, what)
+    def send_across(self, tensors: Mapping[K, Sequence[Tensor]], purpose: str) -> None:
+        """Copy tensors, by task, from the team that has the result to all others, in place."""
+        flat, owners = self._flatten(tensors)
+        self._across.exchange(flat, [owner // self.workers for owner in owners], purpose)
+
+    def _flatten(self, tensors: Mapping[K, Sequence[Tensor]]) -> tuple[list[Tensor], list[int]]:
+        """Return the tensors of all tasks in one list, and the owner of each."""
+        flat: list[Tensor] = []
+        owners: list[int] = []
+        for key, of_task in tensors.items():
+            flat += of_task
+            owners += [self.owners[key]] * len(of_task)
+        return flat, owners

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,233 +13,324 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SPLIT_ABOVE = 2**36  # flops from which split TF32 products beat one float32 product
-_DEPTH = 1024  # longest sum left to a tensor core, whose accumulator truncates
-_PANELS = 6
-_WIDE = 16
-_TILE = 256
-_SPLITTING = threading.local()  # depth: the contexts of this thread that split products
-_HALVED = 2048  # columns from which on a product in half precision is formed by halves
+HALF_PRECISIONS = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ProductSizes:
+    """The sizes at which a product is formed in another way, measured on the devices named."""
+
+    #: flops of one product from which on split TF32 products beat one float32 product (H200)
+    split_above: int = 2**36
+    #: longest sum that is left to a tensor core, whose accumulator truncates
+    longest_sum: int = 1024
+    #: sums beyond this many times `longest_sum` are formed in batches
+    batched_sums: int = 8
+    #: entries that such a batch of partial products may have
+    batch_entries: int = 2**26
+    #: flops below which X Xᵀ is one product, on a CPU and on a GPU: panels would not pay
+    one_panel_cpu: int = 2**22
+    one_panel_gpu: int = 2**34
+    #: panels of X Xᵀ at most: each saves less than the one before
+    most_panels: int = 6
+    #: rows of a panel at least, on a CPU and on a GPU
+    panel_rows_cpu: int = 48
+    panel_rows_gpu: int = 1024
+    #: float32 numbers of a vector register; bounds of panels are multiples of it
+    register_width: int = 16
+    #: rows and columns of a tile that is transposed within the cache, on a CPU and on a GPU
+    tile_cpu: int = 256
+    tile_gpu: int = 4096
+    #: columns from which on XᵀX in half precision is formed by halves (three quarters of the work)
+    halved_columns: int = 2048
+
+
+_SIZES = ProductSizes()
+#: flops from which on split TF32 products beat one float32 product
+SPLIT_ABOVE = _SIZES.split_above
+#: `depth`: the number of contexts of this thread in which products are split
+_SPLITTING = threading.local()
 
 
 def gram(x: Tensor) -> Tensor:
-    """X Xᵀ for (n, d): only the panels on and below the diagonal are multiplied."""
+    """Return X Xᵀ for (n, d); only the panels on and below the diagonal are multiplied."""
     n = x.shape[0]
-    small = n * n * x.shape[1] < (2**34 if x.is_cuda else 2**22)  # panels would not pay
-    split = not small and _splits(x, x.T)
-    if split:
-        out = x.new_zeros(n, n)
-        add_cross_gram(out, x, x)
-        return mirror_lower_triangle(out)
-    if small or len(panel_bounds(n, x)) == 1:
+    one_panel = _SIZES.one_panel_gpu if x.is_cuda else _SIZES.one_panel_cpu
+    if n * n * x.shape[1] < one_panel:
         return torch.mm(x, x.T)
-    out = x.new_empty(n, n)
-    for a, b in panel_bounds(n, x):  # rows of panels, each turned over while it is in the cache
-        # X Yᵀ is written as its transpose, by the same call of BLAS. Rows are not left to it by
-        # torch on ARM: its kernels there copy slices first, and err by 2e-5 where 1e5 float32
-        # numbers are added up, a hundred times as much.
-        torch.mm(x[:b], x[a:b].T, out=out[a:b, :b].T)
-        out[:a, a:b] = out[a:b, :a].T
-    return out
+    if _is_split(x, x.T):
+        product = x.new_zeros(n, n)
+        add_cross_gram(product, x, x)
+        return mirror_lower_triangle(product)
+    bounds = panel_bounds(n, x)
+    if len(bounds) == 1:
+        return torch.mm(x, x.T)
+    product = x.new_empty(n, n)
+    for start, stop in bounds:  # rows of panels, each transposed while it is in the cache
+        # X Yᵀ is written as its transpose, by the same call of BLAS. Torch on ARM forms rows by
+        # kernels of its own, which copy slices first and err by 2e-5 where 1e5 float32 numbers
+        # are added up, a hundred times as much.
+        torch.mm(x[:stop], x[start:stop].T, out=product[start:stop, :stop].T)
+        product[:start, start:stop] = product[start:stop, :start].T
+    return product
 
 
-def panel_bounds(n: int, like: Tensor) -> list[tuple[int, int]]:
-    """Bounds of the columns a symmetric matrix is multiplied by, one panel where n is small.
+def panel_bounds(n: int, x: Tensor) -> list[tuple[int, int]]:
+    """Return the bounds of the columns by which a symmetric (n, n) product of x is formed.
 
-    They are whole vector registers apart, without which the products are slower by a tenth.
+    There is one panel where n is small. Bounds are multiples of a vector register, without which
+    the products are slower by a tenth.
     """
-    count = max(1, min(_PANELS, n // (1024 if like.is_cuda else 48)))
-    inner = [_WIDE * round(n * i / (count * _WIDE)) for i in range(1, count)]
+    rows = _SIZES.panel_rows_gpu if x.is_cuda else _SIZES.panel_rows_cpu
+    count = max(1, min(_SIZES.most_panels, n // rows))
+    width = _SIZES.register_width
+    inner = [width * round(n * i / (count * width)) for i in range(1, count)]
     return list(pairwise([0, *inner, n]))
 
 
-def mirror_lower_triangle(out: Tensor) -> Tensor:
-    """What stands above the diagonal from what stands below it, in place."""
-    n = out.shape[0]
-    step = _TILE if out.device.type == "cpu" else 16 * _TILE  # turned over within the cache
-    for a in range(0, n, step):
-        b = min(a + step, n)
-        for c in range(b, n, step):
-            out[a:b, c : c + step] = out[c : c + step, a:b].T
-        corner = out[a:b, a:b].tril_()
+def mirror_lower_triangle(matrix: Tensor) -> Tensor:
+    """Fill the entries above the diagonal from those below it, in place."""
+    n = matrix.shape[0]
+    tile = _SIZES.tile_cpu if matrix.device.type == "cpu" else _SIZES.tile_gpu
+    for start in range(0, n, tile):
+        stop = min(start + tile, n)
+        for other in range(stop, n, tile):
+            below = matrix[other : other + tile, start:stop]
+            matrix[start:stop, other : other + tile] = below.T
+        corner = matrix[start:stop, start:stop].tril_()
         corner += corner.tril(-1).T
-    return out
+    return matrix
 
 
 def add_cross_gram(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add X Yᵀ to out; where y is x, at least on and below the diagonal.
+    """Add X Yᵀ to `out`; where y is x, at least on and below the diagonal.
 
     `mirror_lower_triangle` then fills the rest.
     """
-    split = _splits(x, y.T)
-    one = _parts(x) if split else ()
-    two = one if y is x or not split else _parts(y)
-    for a, b in panel_bounds(len(x), x) if y is x else [(0, len(y))]:
-        start = a if y is x else 0
-        if split:
-            _accumulate(out[start:, a:b], [p[start:] for p in one], [p[a:b].T for p in two])
-        else:
-            out[start:, a:b].T.addmm_(y[a:b], x[start:].T)  # as in `gram`
+    is_symmetric = y is x
+    bounds = panel_bounds(len(x), x) if is_symmetric else [(0, len(y))]
+    if not _is_split(x, y.T):
+        for start, stop in bounds:
+            first = start if is_symmetric else 0
+            out[first:, start:stop].T.addmm_(y[start:stop], x[first:].T)  # as in `gram`
+        return
+    split_x = SplitFactor.of(x)
+    split_y = split_x if is_symmetric else SplitFactor.of(y)
+    for start, stop in bounds:
+        first = start if is_symmetric else 0
+        _add_split_product(
+            out[first:, start:stop], split_x[first:], split_y[start:stop].transpose()
+        )
 
 
 def column_gram(x: Tensor) -> Tensor:
-    """XᵀX for (P, n), accumulated in float32 where x has half precision."""
-    if x.dtype in (torch.float16, torch.bfloat16):
+    """Return XᵀX for (P, n), accumulated in float32 where x has half precision."""
+    if x.dtype in HALF_PRECISIONS:
         if x.is_cuda:
-            return write_half_precision_moment(
-                x.new_empty(x.shape[1], x.shape[1], dtype=torch.float32), x
-            )
+            out = x.new_empty(x.shape[1], x.shape[1], dtype=torch.float32)
+            return write_half_precision_moment(out, x)
         x = x.float()
     return gram(x.T)
 
 
 def write_half_precision_moment(out: Tensor, x: Tensor) -> Tensor:
-    """XᵀX of (P, n) in half precision on a GPU, written there in float32.
+    """Write XᵀX of (P, n) in half precision on a GPU to `out`, in float32, and return it.
 
-    Of a large one the halves' own products and the one between them: three quarters of it.
+    Of a large one the blocks on the diagonal and one block beside it are formed, which is three
+    quarters of the work.
     """
-    n, h = x.shape[1], x.shape[1] // 2
-    if n < _HALVED or n % 16:
+    n = x.shape[1]
+    if n < _SIZES.halved_columns or n % 16:
         return torch.mm(x.T, x, out_dtype=torch.float32, out=out)
-    both, corner = x.unflatten(1, (2, h)).transpose(0, 1), out[:h, h:]
-    own = out.as_strided((2, h, h), (h * (out.stride(0) + 1), *out.stride()))
-    torch.bmm(both.mT, both, out_dtype=torch.float32, out=own)
-    torch.mm(x[:, :h].T, x[:, h:], out_dtype=torch.float32, out=corner)
-    out[h:, :h] = corner.T
+    half = n // 2
+    halves = x.unflatten(1, (2, half)).transpose(0, 1)
+    diagonal_stride = half * (out.stride(0) + 1)
+    diagonal_blocks = out.as_strided((2, half, half), (diagonal_stride, *out.stride()))
+    torch.bmm(halves.mT, halves, out_dtype=torch.float32, out=diagonal_blocks)
+    corner = out[:half, half:]
+    torch.mm(x[:, :half].T, x[:, half:], out_dtype=torch.float32, out=corner)
+    out[half:, :half] = corner.T
     return out
 
 
 def multiply_batches(x: Tensor, y: Tensor) -> Tensor:
-    """X Yᵀ for (G, n, d) and (G, m, d), accumulated in float32 where they have half precision."""
-    if x.dtype in (torch.float16, torch.bfloat16):
-        if x.is_cuda:
-            if x.shape[0] == 1:
-                return torch.mm(x[0], y[0].T, out_dtype=torch.float32)[None]
-            return torch.bmm(x, y.mT, out_dtype=torch.float32)
-        x, y = x.float(), x.float() if y is x else y.float()
+    """Return X Yᵀ for (G, n, d), (G, m, d), accumulated in float32 where x has half precision."""
+    if x.dtype in HALF_PRECISIONS:
+        return _multiply_half_batches(x, y)
+    is_cpu = x.device.type == "cpu"
     groups, n, _ = x.shape
-    if groups == 1 and (x.device.type != "cpu" or (y is x and len(panel_bounds(n, x)) > 1)):
-        return cross_gram(one := x[0], one if y is x else y[0])[None]
-    if groups > 1 and (x.device.type != "cpu" or torch.backends.mkl.is_available()):
+    if groups > 1 and (not is_cpu or torch.backends.mkl.is_available()):
         return torch.bmm(x, y.mT)
-    out = x.new_empty(groups, n, y.shape[1])
-    torch.bmm(y, x.mT, out=out.mT)  # as in `gram`
-    return out
+    if groups == 1 and y is x and (not is_cpu or len(panel_bounds(n, x)) > 1):
+        return gram(x[0])[None]
+    if groups == 1 and not is_cpu:
+        return cross_gram(x[0], y[0])[None]
+    product = x.new_empty(groups, n, y.shape[1])
+    torch.bmm(y, x.mT, out=product.mT)  # as in `gram`
+    return product
+
+
+def _multiply_half_batches(x: Tensor, y: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return multiply_batches(x.float(), y.float())
+    if x.shape[0] == 1:
+        return torch.mm(x[0], y[0].T, out_dtype=torch.float32)[None]
+    return torch.bmm(x, y.mT, out_dtype=torch.float32)
 
 
 def cross_gram(x: Tensor, y: Tensor) -> Tensor:
-    """X Yᵀ, using the symmetry where y is x."""
+    """Return X Yᵀ, using the symmetry where y is x."""
     if y is x:
         return gram(x)
-    return split_mm(x, y.T) if _splits(x, y.T) else x @ y.T
+    if _is_split(x, y.T):
+        return split_mm(x, y.T)
+    return x @ y.T
 
 
 @contextlib.contextmanager
 def full_precision(
     device: torch.device, entries: float = float("inf"), *, watched: bool = True
 ) -> Iterator[None]:
-    """Float32 products and convolutions at float32 accuracy, on tensor cores where that pays.
+    """Form float32 products and convolutions at float32 accuracy inside, on tensor cores if faster.
 
     Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
-    the step would be off by percents. So TF32 is switched off, and large products are split: both
-    factors into two parts, three products of them (high·high + high·low + low·high) added, in sums
-    short enough for the cores' truncating accumulators. `entries` is the size of A: where it is
-    small no product is large, and the products are not watched. Watching costs the host, for every
-    operation, as much time as its launch: without, only this module's own products are split.
+    the step would be off by percents. So TF32 is switched off, and large products are split: each
+    factor is a sum high + low, and the products high·high + high·low + low·high are added, in sums
+    short enough for the cores' truncating accumulators.
+
+    Args:
+        device: nothing changes unless it is a GPU.
+        entries: the number of entries of A. Where it is small no product is large.
+        watched: whether products of torch are split too. This costs the host, for every operation,
+            as much time as its launch; otherwise only this module's own products are split.
     """
     if device.type != "cuda":
         yield
         return
     backends: Any = torch.backends
-    before = backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision
+    conv_precision = backends.cudnn.conv.fp32_precision
+    matmul_precision = backends.cuda.matmul.fp32_precision
     backends.cudnn.conv.fp32_precision = backends.cuda.matmul.fp32_precision = "ieee"
-    split = entries >= SPLIT_ABOVE / 8
-    _SPLITTING.depth = depth = getattr(_SPLITTING, "depth", 0) + split
+    has_large_products = entries >= SPLIT_ABOVE / 8
+    depth = getattr(_SPLITTING, "depth", 0) + has_large_products
+    _SPLITTING.depth = depth
+    watch: Any = contextlib.nullcontext()
+    if has_large_products and watched:
+        watch = _SplitLargeProducts()
     try:
-        with _Split() if split and watched else contextlib.nullcontext():
+        with watch:
             yield
     finally:
-        _SPLITTING.depth = depth - split
-        backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision = before
+        _SPLITTING.depth = depth - has_large_products
+        backends.cudnn.conv.fp32_precision = conv_precision
+        backends.cuda.matmul.fp32_precision = matmul_precision
 
 
-class _Split(TorchDispatchMode):
-    """Replaces `mm` and `addmm`; reverse passes are seen too."""
+class _SplitLargeProducts(TorchDispatchMode):
+    """Replaces large `mm` and `addmm` by split products, in backward passes too."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.mm.default and _large(args[0], args[1]):
+        if func is torch.ops.aten.mm.default and _is_large_product(args[0], args[1]):
             return split_mm(args[0], args[1])
-        if func is torch.ops.aten.addmm.default and not kwargs and _large(args[1], args[2]):
+        if (
+            func is torch.ops.aten.addmm.default
+            and not kwargs
+            and _is_large_product(args[1], args[2])
+        ):
             return split_mm(args[1], args[2]).add_(args[0])
         return func(*args, **(kwargs or {}))
 
 
-def _splits(x: Tensor, y: Tensor) -> bool:
-    """Whether this module's own product X Y is split, inside `full_precision`."""
-    return getattr(_SPLITTING, "depth", 0) > 0 and _large(x, y)
+def _is_split(x: Tensor, y: Tensor) -> bool:
+    """Return True if this module's own product X Y is split: a large one in `full_precision`."""
+    return getattr(_SPLITTING, "depth", 0) > 0 and _is_large_product(x, y)
 
 
-def _large(x: Tensor, y: Tensor) -> bool:
+def _is_large_product(x: Tensor, y: Tensor) -> bool:
+    """Return True if X Y is so large a float32 product on a GPU that splitting it pays."""
     flops = 2 * x.shape[0] * x.shape[1] * y.shape[1]
     return x.is_cuda and x.dtype == torch.float32 and flops >= SPLIT_ABOVE
 
 
-def split_mm(x: Tensor, y: Tensor) -> Tensor:
-    """X Y from TF32 products of the split factors."""
-    out = x.new_zeros(x.shape[0], y.shape[1])
-    _accumulate(out, _parts(x), _parts(y))
-    return out
+@dataclass(frozen=True)
+class SplitFactor:
+    """X = high + low, where `high` is exact in TF32; mixed products take both in bfloat16.
+
+    Mixed products are 2⁻¹¹ as large as the product of the high parts, so that the 8 bits of
+    bfloat16 are enough for them.
+    """
+
+    high: Tensor
+    high_bfloat16: Tensor
+    low_bfloat16: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> SplitFactor:
+        """Return the split of a float32 matrix."""
+        high, low = _split_exactly(x)
+        return cls(high, high.to(torch.bfloat16), low.to(torch.bfloat16))
+
+    def __getitem__(self, rows: slice) -> SplitFactor:
+        return SplitFactor(self.high[rows], self.high_bfloat16[rows], self.low_bfloat16[rows])
+
+    def transpose(self) -> SplitFactor:
+        """Return the split of Xᵀ."""
+        return SplitFactor(self.high.T, self.high_bfloat16.T, self.low_bfloat16.T)
 
 
-def _accumulate(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor]) -> None:
-    """out += X Y, from the parts of both."""
-    (xh, x_high, x_low), (yh, y_high, y_low) = x, y
-    out += torch.mm(x_high, y_low, out_dtype=torch.float32)
-    out += torch.mm(x_low, y_high, out_dtype=torch.float32)
-    matmul: Any = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        _accumulate_short_sums(out, xh, yh)
-    finally:
-        matmul.fp32_precision = before
-
-
-def _accumulate_short_sums(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """out += X Y in sums of at most _DEPTH terms, many of them at once where X is long."""
-    depth = x.shape[1]
-    whole = depth // _DEPTH if depth > 8 * _DEPTH else 0
-    batch = max(1, 2**26 // out.numel())
-    for a in range(0, whole, batch):
-        b = min(a + batch, whole)
-        one = x[:, a * _DEPTH : b * _DEPTH].unflatten(1, (b - a, _DEPTH)).transpose(0, 1)
-        two = y[a * _DEPTH : b * _DEPTH].unflatten(0, (b - a, _DEPTH))
-        out += torch.bmm(one, two).sum(0)
-    for k in range(whole * _DEPTH, depth, _DEPTH):
-        out.addmm_(x[:, k : k + _DEPTH], y[k : k + _DEPTH])
-
-
-def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`high`, and both halves in bfloat16, for the mixed products, which are 2⁻¹¹ as large."""
-    high, low = _halves(x)
-    return high, high.to(torch.bfloat16), low.to(torch.bfloat16)
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = high + low, `high` exact in TF32: rounded to 10 mantissa bits."""
+def _split_exactly(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x = high + low, where `high` is rounded to the 10 mantissa bits of TF32."""
     if not x.is_contiguous() and not x.mT.is_contiguous():
         x = x.contiguous()
     high = (x.view(torch.int32) + 4096).bitwise_and_(-8192).view(torch.float32)
     return high, x - high
 
 
+def split_mm(x: Tensor, y: Tensor) -> Tensor:
+    """Return X Y, formed by TF32 products of the split factors."""
+    product = x.new_zeros(x.shape[0], y.shape[1])
+    _add_split_product(product, SplitFactor.of(x), SplitFactor.of(y))
+    return product
+
+
+def _add_split_product(out: Tensor, x: SplitFactor, y: SplitFactor) -> None:
+    """Add X Y to `out`; low·low is below float32's round-off and left out."""
+    out += torch.mm(x.high_bfloat16, y.low_bfloat16, out_dtype=torch.float32)
+    out += torch.mm(x.low_bfloat16, y.high_bfloat16, out_dtype=torch.float32)
+    matmul: Any = torch.backends.cuda.matmul
+    outer_precision = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        _add_short_sums(out, x.high, y.high)
+    finally:
+        matmul.fp32_precision = outer_precision
+
+
+def _add_short_sums(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add X Y to `out` in sums of at most `longest_sum` terms, several at once where X is long."""
+    length = _SIZES.longest_sum
+    depth = x.shape[1]
+    batched_count = 0
+    if depth > _SIZES.batched_sums * length:
+        batched_count = depth // length
+    batch = max(1, _SIZES.batch_entries // out.numel())
+    for first in range(0, batched_count, batch):
+        count = min(batch, batched_count - first)
+        terms = slice(first * length, (first + count) * length)
+        left = x[:, terms].unflatten(1, (count, length)).transpose(0, 1)
+        right = y[terms].unflatten(0, (count, length))
+        out += torch.bmm(left, right).sum(0)
+    for start in range(batched_count * length, depth, length):
+        out.addmm_(x[:, start : start + length], y[start : start + length])
+
+
 def add_at(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
-    """out[index] += values along axis 0, in place.
+    """Add values to out[index] along axis 0, in place, and return `out`.
 
     On a GPU `index_add_` and `scatter_add_` add in a random order; `index_put_` sorts first, and
-    is the faster one. On the CPU it is the other way round.
+    is faster. On the CPU `index_add_` is the faster one.
     """
     if out.is_cuda:
         return out.index_put_((index,), values, accumulate=True)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_MOST = 16
+
+@dataclass(frozen=True)
+class ReplayLimits:
+    """When work is recorded."""
+
+    #: graphs that are kept, and calls that are counted: more of them mean that keys or addresses
+    #: change with every step, a learning rate in the key for instance
+    most_graphs: int = 16
+    #: the run that is recorded: the first two load kernels and allocate workspaces, which a
+    #: recording must not do
+    recorded_run: int = 3
+
+
+_LIMITS = ReplayLimits()
 
 
 def is_recording(t: Tensor) -> bool:
-    """Whether work on this tensor would be recorded in a CUDA graph, and not be done."""
+    """Return True if work on this tensor would be recorded in a CUDA graph, and not be done."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -24,7 +38,7 @@ class Replay:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._seen: dict[Hashable, int] = {}
+        self._run_counts: dict[Hashable, int] = {}
         #: whether recording was given up
         self.off = False
 
@@ -34,23 +48,23 @@ class Replay:
             work()
             return
         if is_recording(tensors[0]):
-            work()  # into the graph that somebody else records
+            work()  # into the graph of a caller that is recording
             return
-        place = (key, tuple(t.data_ptr() for t in tensors))
-        graph = self._graphs.get(place)
+        graph_key = (key, tuple(t.data_ptr() for t in tensors))
+        graph = self._graphs.get(graph_key)
         if graph is not None:
             graph.replay()
             return
-        if len(self._seen) > _MOST:  # nothing comes back: a rate that changes with every step, say
-            self._seen.clear()
-        self._seen[place] = self._seen.get(place, 0) + 1
-        if self._seen[place] < 3:  # the first times load kernels and make workspaces
+        if len(self._run_counts) > _LIMITS.most_graphs:
+            self._run_counts.clear()
+        self._run_counts[graph_key] = self._run_counts.get(graph_key, 0) + 1
+        if self._run_counts[graph_key] < _LIMITS.recorded_run:
             work()
             return
-        self._record(place, tensors[0].device, work)
+        self._record(graph_key, tensors[0].device, work)
 
-    def _record(self, place: Hashable, device: torch.device, work: Callable[[], None]) -> None:
-        if len(self._graphs) >= _MOST:
+    def _record(self, graph_key: Hashable, device: torch.device, work: Callable[[], None]) -> None:
+        if len(self._graphs) >= _LIMITS.most_graphs:
             self._graphs.clear()
             self.off = True
             work()
@@ -68,5 +82,5 @@ class Replay:
             torch.cuda.synchronize(device)
             work()
             return
-        self._graphs[place] = graph
+        self._graphs[graph_key] = graph
         graph.replay()

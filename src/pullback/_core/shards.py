@@ -1,9 +1,11 @@
-"""A model's parameters by name; those that `fully_shard` has cut are gathered, and cut again."""
+"""A model's parameters by name, of which `fully_shard` may have cut some into pieces."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,34 +21,61 @@ Groups = Iterable[Mapping[str, Any]]
 
 
 def is_sharded(p: object) -> bool:
-    """Whether a tensor lies on several processes."""
+    """Return True if a tensor, or the data of a parameter, is spread over several processes."""
     return type(p).__name__ == "DTensor" or type(getattr(p, "data", None)).__name__ == "DTensor"
 
 
 def get_local_piece(t: Tensor) -> Tensor:
     """Return this process's piece of a tensor, in its own memory."""
-    whole: Any = t.detach()
-    return whole.to_local() if is_sharded(t) else t
+    if not is_sharded(t):
+        return t
+    sharded: Any = t.detach()
+    return sharded.to_local()
 
 
 def gather_whole(t: Tensor) -> Tensor:
-    """Return all pieces of a tensor together; the processes that have them call it."""
-    own: Any = t.detach()
-    return own.full_tensor() if is_sharded(t) else own
+    """Return the whole tensor; all processes that have pieces of it call this together."""
+    detached: Any = t.detach()
+    if is_sharded(t):
+        return detached.full_tensor()
+    return detached
 
 
 def shard_like(t: Tensor, p: Tensor) -> Tensor:
-    """Return a copy of a tensor, whole or in pieces, cut as a parameter is, in its dtype."""
-    own = t.detach().to(p.device, p.dtype, copy=True)
-    given: list[Any] = [own, p]
-    cuts = [(x.device_mesh, x.placements) if is_sharded(x) else None for x in given]
-    if cuts[0] == cuts[1]:
-        return own
-    if cuts[1] is None:
-        return gather_whole(own)
+    """Return a copy of a tensor, whole or in pieces, cut like the parameter p, in its dtype."""
+    copy = t.detach().to(p.device, p.dtype, copy=True)
+    target = _get_layout(p)
+    if _get_layout(copy) == target:
+        return copy
+    if target is None:
+        return gather_whole(copy)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(gather_whole(own), *cuts[1], src_data_rank=None)
+    mesh, placements = target
+    return distribute_tensor(gather_whole(copy), mesh, placements, src_data_rank=None)
+
+
+def _get_layout(t: Any) -> tuple[Any, Any] | None:
+    """Return mesh and placements of a tensor in pieces; None for a whole one."""
+    if is_sharded(t):
+        return t.device_mesh, t.placements
+    return None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is cut: along which axis, and between which processes."""
+
+    axis: int
+    processes: Processes
+
+
+@dataclass
+class _Exchange:
+    """Pieces that the processes of one group send each other, and the rank that has each."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
 
 
 class ModelParameters:
@@ -54,132 +83,145 @@ class ModelParameters:
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
         self.by_name: dict[str, Any] = dict(unwrap_model(model).named_parameters())
-        self.names = {id(p): n for n, p in self.by_name.items()}
-        self.shapes = {n: p.shape for n, p in self.by_name.items()}
-        #: of those that are cut: the axis, and the processes that have the pieces
-        self.shards = _shards(self.by_name, processes)
-        #: what shows shapes, dtypes and devices
-        self.templates = {
-            n: torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
-            if n in self.shards
-            else p
-            for n, p in self.by_name.items()
-        }
+        self.names = {id(p): name for name, p in self.by_name.items()}
+        self.shapes = {name: p.shape for name, p in self.by_name.items()}
+        #: of those parameters that are in pieces: along which axis, between which processes
+        self.shards = _find_shards(self.by_name, processes)
+        #: tensors with the shapes, dtypes and devices of the whole parameters
+        self.templates = {name: self._make_template(name) for name in self.by_name}
+
+    def _make_template(self, name: str) -> Any:
+        p = self.by_name[name]
+        if name not in self.shards:
+            return p
+        return torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
 
     def in_groups(self, groups: Groups) -> dict[str, Any]:
         """Return the parameters of these groups, by name."""
-        return {self.names[id(p)]: p for group in groups for p in group["params"]}
+        by_name = {}
+        for group in groups:
+            for p in group["params"]:
+                by_name[self.names[id(p)]] = p
+        return by_name
 
     def select_from_group(
         self, group: Mapping[str, Any], names: Container[str]
     ) -> tuple[list[str], list[Any]]:
         """Return those of a group's parameters that have one of these names, names first."""
-        own = {n: p for p in group["params"] if (n := self.names[id(p)]) in names}
-        return list(own), list(own.values())
+        selected = {name: p for name, p in self.in_groups([group]).items() if name in names}
+        return list(selected), list(selected.values())
 
     @torch.no_grad()
-    def gather_whole(self, held: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    def gather_whole(self, tensors: Mapping[str, Tensor], purpose: str) -> dict[str, Tensor]:
         """Return whole tensors by name: gradients, moves or the parameters themselves."""
-        out = dict(held)
-        sent: dict[Processes, tuple[list[Tensor], list[int]]] = {}
-        for name, t in held.items():
-            if name not in self.shards:
+        whole = dict(tensors)
+        exchanges: dict[Processes, _Exchange] = {}
+        for name, tensor in tensors.items():
+            shard = self.shards.get(name)
+            if shard is None:
                 continue
-            (axis, processes), piece = self.shards[name], get_local_piece(t)
-            out[name] = whole = piece.new_empty(self.shapes[name])
-            every = self._pieces(name, whole)
-            every[processes.rank].copy_(piece.movedim(axis, 0))
-            tensors, owners = sent.setdefault(processes, ([], []))
-            tensors += every
-            owners += range(processes.size)
-        for processes, (tensors, owners) in sent.items():
-            processes.exchange(tensors, owners, what)
-        return out
+            own_piece = get_local_piece(tensor)
+            whole[name] = own_piece.new_empty(self.shapes[name])
+            pieces = self._view_pieces(name, whole[name])
+            pieces[shard.processes.rank].copy_(own_piece.movedim(shard.axis, 0))
+            exchange = exchanges.setdefault(shard.processes, _Exchange())
+            exchange.tensors += pieces
+            exchange.owners += range(shard.processes.size)
+        for processes, exchange in exchanges.items():
+            processes.exchange(exchange.tensors, exchange.owners, purpose)
+        return whole
 
-    def _pieces(self, name: str, whole: Tensor) -> list[Tensor]:
+    def _view_pieces(self, name: str, whole: Tensor) -> list[Tensor]:
         """Return all pieces as views, cut axis first; the last ones may be short or empty."""
-        axis, processes = self.shards[name]
-        moved, size = whole.movedim(axis, 0), processes.size
+        shard = self.shards[name]
+        moved = whole.movedim(shard.axis, 0)
+        size = shard.processes.size
         length = -(-len(moved) // size)
         ends = [min(len(moved), length * rank) for rank in range(size + 1)]
-        return [moved[ends[rank] : ends[rank + 1]] for rank in range(size)]
+        return [moved[start:stop] for start, stop in pairwise(ends)]
 
     def cut_pieces(
-        self, names: Sequence[str], whole: list[Tensor], *held: list[Any]
+        self, names: Sequence[str], whole: list[Tensor], *sharded: list[Any]
     ) -> tuple[list[Any], ...]:
-        """Return this process's pieces of whole tensors by name, and of what is held in pieces."""
+        """Return this process's pieces of whole tensors by name, and of lists of cut tensors."""
         if not self.shards:
-            return whole, *held
-        cut = list(whole)
+            return whole, *sharded
+        pieces = list(whole)
         for i, name in enumerate(names):
-            if name in self.shards:
-                axis, processes = self.shards[name]
-                cut[i] = self._pieces(name, whole[i])[processes.rank].movedim(0, axis)
-        return cut, *(list(map(get_local_piece, some)) for some in held)
+            shard = self.shards.get(name)
+            if shard is not None:
+                own_piece = self._view_pieces(name, whole[i])[shard.processes.rank]
+                pieces[i] = own_piece.movedim(0, shard.axis)
+        return pieces, *(list(map(get_local_piece, tensors)) for tensors in sharded)
 
     def checksum(self, groups: Groups) -> Tensor:
-        """Return numbers that replicas of these groups have in common.
+        """Return a vector that replicas of these groups have in common.
 
-        There is one for every piece, negative where another process has it.
+        It has one number for every piece; the numbers of other processes' pieces are negative.
         """
-        pieces = next((own for _, own in self.shards.values()), Processes())
-        own = checksum([get_local_piece(p) for p in self.in_groups(groups).values()])
-        out = torch.full((pieces.size,), -1, device=own.device)
-        out[pieces.rank] = own
-        return out
+        shard = next(iter(self.shards.values()), None)
+        processes = Processes() if shard is None else shard.processes
+        own_sum = checksum([get_local_piece(p) for p in self.in_groups(groups).values()])
+        sums = torch.full((processes.size,), -1, device=own_sum.device)
+        sums[processes.rank] = own_sum
+        return sums
 
     def leaves(self) -> dict[str, Tensor]:
         """Return whole parameters, as leaves of a graph of their own."""
-        found = self.gather_whole(self.by_name, "parameters")
-        return {
-            n: t.detach().requires_grad_(self.by_name[n].requires_grad) for n, t in found.items()
-        }
+        leaves = {}
+        for name, tensor in self.gather_whole(self.by_name, "parameters").items():
+            leaves[name] = tensor.detach().requires_grad_(self.by_name[name].requires_grad)
+        return leaves
 
 
-def _shards(params: Mapping[str, Any], processes: Processes) -> dict[str, tuple[int, Processes]]:
-    """Return the axis and the processes of every parameter that is cut."""
-    out: dict[str, tuple[int, Processes]] = {}
+def _find_shards(params: Mapping[str, Any], processes: Processes) -> dict[str, Shard]:
+    """Return axis and processes of every parameter that is in pieces."""
+    shards: dict[str, Shard] = {}
     groups: dict[Any, Processes] = {}
     for name, p in params.items():
         if not is_sharded(p):
             continue
-        cuts = [(i, at) for i, at in enumerate(p.placements) if not at.is_replicate()]
-        if len(cuts) != 1 or type(cuts[0][1]).__name__ != "Shard":
+        mesh = p.device_mesh
+        dimensions = [i for i, at in enumerate(p.placements) if not at.is_replicate()]
+        if len(dimensions) != 1 or type(p.placements[dimensions[0]]).__name__ != "Shard":
             raise PullbackError(
                 f"Parameter {name!r} cannot be gathered",
                 f"its placements are {p.placements}",
                 "Shard it by fully_shard alone, over one dimension of the mesh",
             )
-        (dimension, at), mesh = cuts[0], p.device_mesh
+        dimension = dimensions[0]
         if (mesh, dimension) not in groups:
             groups[mesh, dimension] = processes.with_group(mesh.get_group(dimension))
-        out[name] = at.dim, groups[mesh, dimension]
-    return out
+        shards[name] = Shard(p.placements[dimension].dim, groups[mesh, dimension])
+    return shards
 
 
 @contextlib.contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Let modules run without the hooks by which `fully_shard` gathers and frees parameters."""
-    changed: list[tuple[Any, Any]] = []
+    """Run modules inside without the hooks by which `fully_shard` gathers and frees parameters."""
+    originals: list[tuple[Any, Any]] = []
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            homes = {n: str(getattr(hook, "__module__", "")) for n, hook in hooks.items()}
-            kept = {n: hook for n, hook in hooks.items() if "fsdp" not in homes[n]}
-            if len(kept) < len(hooks):
-                changed.append((hooks, dict(hooks)))
+            others = {key: hook for key, hook in hooks.items() if not _is_sharding_hook(hook)}
+            if len(others) < len(hooks):
+                originals.append((hooks, dict(hooks)))
                 hooks.clear()
-                hooks.update(kept)
+                hooks.update(others)
     try:
         yield
     finally:
-        for hooks, before in changed:
+        for hooks, original in originals:
             hooks.clear()
-            hooks.update(before)
+            hooks.update(original)
+
+
+def _is_sharding_hook(hook: Any) -> bool:
+    return "fsdp" in str(getattr(hook, "__module__", ""))
 
 
 def reshard(model: nn.Module) -> None:
-    """Let every module hold its pieces, and no gathered parameters."""
+    """Let every module keep its pieces and free gathered parameters."""
     for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            own: Any = module
-            own.reshard()
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            sharded: Any = module
+            sharded.reshard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -13,13 +14,26 @@ from .errors import PullbackError
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype linear algebra runs in: half precisions are promoted to float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    """Return the dtype of linear algebra: half precisions are promoted to float32."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
+
+
+@dataclass(frozen=True)
+class ToleranceLimits:
+    """Bounds of `relative_tolerance`."""
+
+    #: a larger difference counts as a mistake even in bfloat16, whose √ε is 9 %
+    largest: float = 0.05
+
+
+_LIMITS = ToleranceLimits()
 
 
 def relative_tolerance(dtype: torch.dtype, factor: float = 1.0) -> float:
-    """The relative difference of two right answers in this arithmetic: factor·√ε, at most 5 %."""
-    return min(factor * torch.finfo(dtype).eps ** 0.5, 0.05)
+    """Return how much two right answers may differ, relatively: factor·√ε, at most 5 %."""
+    return min(factor * torch.finfo(dtype).eps ** 0.5, _LIMITS.largest)
 
 
 class ParameterSpace:
@@ -52,28 +66,32 @@ class ParameterSpace:
         self.dtype = compute_dtype(max(dtypes, key=lambda d: torch.finfo(d).bits))
 
     def slices(self) -> dict[str, slice]:
-        """Where each name's entries stand in the flat vector."""
-        places = pairwise(accumulate(self.sizes, initial=0))
-        return {name: slice(*place) for name, place in zip(self.names, places, strict=True)}
+        """Return the slice of each name's entries in the flat vector."""
+        bounds = pairwise(accumulate(self.sizes, initial=0))
+        slices = [slice(start, stop) for start, stop in bounds]
+        return dict(zip(self.names, slices, strict=True))
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views (*batch, *shape) of a flat (*batch, p) tensor, by name."""
+        """Return views (*batch, *shape) of a flat (*batch, p) tensor, by name."""
+        batch = flat.shape[:-1]
+        views = {}
         pieces = flat.split(self.sizes, dim=-1)
-        return {
-            n: v.reshape((*flat.shape[:-1], *s))  # one tuple, for parameters of shape ()
-            for n, v, s in zip(self.names, pieces, self.shapes, strict=True)
-        }
+        for name, piece, shape in zip(self.names, pieces, self.shapes, strict=True):
+            views[name] = piece.reshape((*batch, *shape))  # one tuple, for parameters of shape ()
+        return views
 
     def flatten(self, tensors: Mapping[str, Tensor | None] | Sequence[Tensor | None]) -> Tensor:
-        """The flat (p,) vector of per-parameter tensors; None counts as zero."""
-        values = [tensors[n] for n in self.names] if isinstance(tensors, Mapping) else tensors
-        return torch.cat(
-            [
-                self.zeros(size) if v is None else v.reshape(-1).to(self.dtype)
-                for v, size in zip(values, self.sizes, strict=True)
-            ]
-        )
+        """Return the flat (p,) vector of per-parameter tensors; None counts as zero."""
+        if isinstance(tensors, Mapping):
+            tensors = [tensors[name] for name in self.names]
+        pieces = []
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            if tensor is None:
+                pieces.append(self.zeros(size))
+            else:
+                pieces.append(tensor.reshape(-1).to(self.dtype))
+        return torch.cat(pieces)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros on this space's device, in its dtype."""
+        """Return zeros on this space's device, in its dtype."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

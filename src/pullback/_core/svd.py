@@ -16,35 +16,64 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-_REDUCE = 1.2  # the ratio of the sides from which a QR before the SVD pays
-_SMALL = 2**14  # entries up to which one call of LAPACK is fastest
+
+@dataclass(frozen=True)
+class SvdThresholds:
+    """When a matrix is decomposed in another way, and when an answer is accepted."""
+
+    #: the ratio of the sides from which on a QR before the SVD pays
+    reduction_ratio: float = 1.2
+    #: entries up to which one call of LAPACK is fastest
+    small_entries: int = 2**14
+    #: ‖W H − A‖ in units of ε√n up to which polar factors are accepted: round-off leaves a few
+    polar_residual: float = 100.0
+    #: c of 1 + c xᵀx up to which one Cholesky factorization loses no digits that matter
+    one_cholesky: float = 100.0
+    #: c·ε·√n stays below this, or a Cholesky factorization of 1 + c xᵀx may break down
+    largest_weight: float = 2e-3
+    #: the smallest singular value, in units of ε, that the iteration still takes to 1
+    smallest_value: float = 1e-4
+    #: the iteration ends when all singular values are 1 up to this many ε
+    converged: float = 10.0
+
+
+_THRESHOLDS = SvdThresholds()
 
 
 @dataclass(frozen=True)
 class Svd:
-    """A = U Σ Vᵀ with σ in decreasing order; `q` multiplies u (A tall) or v (A wide) if given."""
+    """A = U Σ Vᵀ with σ in decreasing order.
+
+    U is `left_q` u and V is `right_q` v, where a None stands for the identity.
+    """
 
     u: Tensor
     sigma: Tensor
     v: Tensor
-    q: Orthonormal | None = None
-    wide: bool = False
+    left_q: Orthonormal | None = None
+    right_q: Orthonormal | None = None
 
     def left(self, r: Tensor) -> Tensor:
-        """Uᵀr: (n,) -> (k,)."""
-        return self.u.T @ (r if self.q is None or self.wide else self.q.transposed(r))
+        """Return Uᵀr: (n,) -> (k,)."""
+        if self.left_q is not None:
+            r = self.left_q.apply_transpose(r)
+        return self.u.T @ r
 
     def right(self, g: Tensor) -> Tensor:
-        """Vᵀg: (p,) -> (k,)."""
-        return self.v.T @ (self.q.transposed(g) if self.q is not None and self.wide else g)
+        """Return Vᵀg: (p,) -> (k,)."""
+        if self.right_q is not None:
+            g = self.right_q.apply_transpose(g)
+        return self.v.T @ g
 
     def combine(self, c: Tensor) -> Tensor:
-        """V c along the last axis: (..., k) -> (..., p)."""
+        """Return V c along the last axis: (..., k) -> (..., p)."""
         x = c @ self.v.T
-        return self.q.applied(x) if self.q is not None and self.wide else x
+        if self.right_q is not None:
+            return self.right_q.apply(x)
+        return x
 
     def select(self, keep: Tensor) -> Svd:
-        """The singular triples that a mask names."""
+        """Return the singular triples where the mask is True."""
         if bool(keep.all()):
             return self
         return replace(self, u=self.u[:, keep], sigma=self.sigma[keep], v=self.v[:, keep])
@@ -57,14 +86,14 @@ class Orthonormal:
     q: Tensor
     tau: Tensor | None
 
-    def transposed(self, x: Tensor) -> Tensor:
-        """Qᵀx: (m,) -> (k,)."""
+    def apply_transpose(self, x: Tensor) -> Tensor:
+        """Return Qᵀx: (m,) -> (k,)."""
         if self.tau is None:
             return self.q.T @ x
         return torch.ormqr(self.q, self.tau, x[:, None], transpose=True)[: len(self.tau), 0]
 
-    def applied(self, y: Tensor) -> Tensor:
-        """Q y along the last axis: (..., k) -> (..., m)."""
+    def apply(self, y: Tensor) -> Tensor:
+        """Return Q y along the last axis: (..., k) -> (..., m)."""
         if self.tau is None:
             return y @ self.q.T
         columns = y.new_zeros(len(self.q), y.shape[:-1].numel())
@@ -73,35 +102,43 @@ class Orthonormal:
 
 
 def svd(a: Tensor, *, polar: bool | None = None) -> Svd:
-    """The thin SVD of a finite matrix.
+    """Return the thin SVD of a finite matrix.
 
     Args:
         a: (n, p).
-        polar: whether through polar factors; by default on CUDA.
+        polar: whether to decompose through polar factors; None does so on CUDA.
     """
-    polar = a.is_cuda if polar is None else polar
-    reduces = max(a.shape) >= _REDUCE * min(a.shape) and a.numel() > _SMALL
-    if not a.numel() or not (polar or reduces):
+    if polar is None:
+        polar = a.is_cuda
+    is_oblong = max(a.shape) >= _THRESHOLDS.reduction_ratio * min(a.shape)
+    is_reduced = is_oblong and a.numel() > _THRESHOLDS.small_entries
+    if not a.numel() or not (polar or is_reduced):
         u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
         return Svd(u, sigma, vt.T)
-    wide = a.shape[0] < a.shape[1]
-    tall = a.T if wide else a
-    if tall.shape[0] == tall.shape[1]:
-        q, triangle = None, tall
-    else:
+    is_flat = a.shape[0] < a.shape[1]
+    tall = a.T if is_flat else a
+    q = None
+    triangle = tall
+    if tall.shape[0] != tall.shape[1]:
         q, triangle = qr(tall)
-    u, sigma, v = polar_svd(triangle) if polar else _plain(triangle)
-    return Svd(v, sigma, u, q, wide) if wide else Svd(u, sigma, v, q, wide)
+    square = polar_svd(triangle) if polar else _direct_svd(triangle)
+    if is_flat:
+        return Svd(square.v, square.sigma, square.u, right_q=q)
+    return Svd(square.u, square.sigma, square.v, left_q=q)
 
 
-def _plain(r: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _direct_svd(r: Tensor) -> Svd:
     # CUDA's default, Jacobi rotations, takes seconds where singular values vanish
-    u, sigma, vt = torch.linalg.svd(r, driver="gesvd" if r.is_cuda else None)
-    return u, sigma, vt.T
+    driver = "gesvd" if r.is_cuda else None
+    u, sigma, vt = torch.linalg.svd(r, driver=driver)
+    return Svd(u, sigma, vt.T)
 
 
 def qr(a: Tensor) -> tuple[Orthonormal, Tensor]:
-    """A = QR. On CUDA Q is formed: there many small reflections cost more than one product."""
+    """Return Q and R of A = QR.
+
+    On CUDA Q is formed as a matrix: there many small reflections cost more than one product.
+    """
     if a.is_cuda:
         q, r = torch.linalg.qr(a)
         return Orthonormal(q, None), r
@@ -109,8 +146,8 @@ def qr(a: Tensor) -> tuple[Orthonormal, Tensor]:
     return Orthonormal(h, tau), h[: len(tau)].triu()
 
 
-def polar_svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """U, σ, V of a square matrix, through A = W H; where that failed, by the usual SVD."""
+def polar_svd(a: Tensor) -> Svd:
+    """Return the SVD of a square matrix through A = W H; if that failed, the usual SVD."""
     largest = a.abs().amax()
     unit = a / torch.where(largest > 0, largest, 1.0)
     length = unit.norm()
@@ -119,53 +156,66 @@ def polar_svd(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h = w.T @ unit
     h = (h + h.T) / 2
     # W H = A for a symmetric H ≥ 0 makes W an isometry on the range, hence H² = AᵀA
-    wrong = (w @ h - unit).norm()
-    if not bool(wrong <= 100 * sqrt(len(a)) * torch.finfo(a.dtype).eps):
-        return _plain(a)
-    sigma, v = torch.linalg.eigh(h)
-    sigma, v = sigma.flip(0).clamp(min=0) * length * largest, v.flip(1)
-    return w @ v, sigma, v
+    residual = (w @ h - unit).norm()
+    accepted = _THRESHOLDS.polar_residual * sqrt(len(a)) * torch.finfo(a.dtype).eps
+    if not bool(residual <= accepted):
+        return _direct_svd(a)
+    eigenvalues, eigenvectors = torch.linalg.eigh(h)
+    sigma = eigenvalues.flip(0).clamp(min=0) * length * largest
+    v = eigenvectors.flip(1)
+    return Svd(w @ v, sigma, v)
 
 
 def polar_factor(x: Tensor) -> Tensor:
-    r"""W of x = W H for a square x with ‖x‖ ≤ 1, by dynamically weighted Halley iterations.
+    r"""Return W of x = W H for a square x with ‖x‖ ≤ 1, by dynamically weighted Halley iterations.
 
     x ← x (a + b xᵀx)(1 + c xᵀx)⁻¹ takes all singular values to 1, the more quickly the better a, b,
-    c fit the interval they lie in. Far below round-off they may stop short of 1.
+    c fit the interval they lie in. Singular values far below round-off may stop short of 1.
     """
     eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
     eps = torch.finfo(x.dtype).eps
-    # c·ε·√n stays far below 1, or a Cholesky factorization of 1 + c xᵀx may break down
-    for a, b, c in _weights(1e-4 * eps, eps, 2e-3 / (eps * sqrt(len(x)))):
-        y = _resolvent(x, c, eye)
-        x = (b / c) * x + (a - b / c) * y
+    largest = _THRESHOLDS.largest_weight / (eps * sqrt(len(x)))
+    for weights in _halley_weights(_THRESHOLDS.smallest_value * eps, eps, largest):
+        ratio = weights.b / weights.c
+        x = ratio * x + (weights.a - ratio) * _resolvent(x, weights.c, eye)
     return x
 
 
-def _weights(low: float, eps: float, largest: float) -> Iterator[tuple[float, float, float]]:
-    """(a, b, c) for [low, 1], for its image, and on until that is 1 to eps, with c ≤ largest.
+@dataclass(frozen=True)
+class HalleyWeights:
+    """The coefficients of x (a + b xᵀx)(1 + c xᵀx)⁻¹."""
 
-    The best rational function of this form on [low, 1] has b = (a − 1)²/4 and c = a + b − 1.
+    a: float
+    b: float
+    c: float
+
+
+def _halley_weights(low: float, eps: float, largest: float) -> Iterator[HalleyWeights]:
+    """Yield the weights of every iteration, with c ≤ largest.
+
+    Singular values begin in [low, 1]. The weights are the best for this interval, then for its
+    image, until the image is 1 up to round-off. The best rational function of this form on
+    [low, 1] has b = (a − 1)²/4 and c = a + b − 1.
     """
-    while 1 - low > 10 * eps:
+    while 1 - low > _THRESHOLDS.converged * eps:
         d = (4 * (1 - low**2) / low**4) ** (1 / 3)
         root = sqrt(1 + d)
         a = root + sqrt(max(0.0, 2 - d + 2 * (2 - low**2) / (low**2 * root)))
         a = min(a, 2 * sqrt(1 + largest) - 1)
         b = (a - 1) ** 2 / 4
         c = a + b - 1
-        yield a, b, c
+        yield HalleyWeights(a, b, c)
         low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
 
 
 def _resolvent(x: Tensor, c: float, eye: Tensor) -> Tensor:
-    r"""x (1 + c xᵀx)⁻¹, from Cholesky factors alone.
+    r"""Return x (1 + c xᵀx)⁻¹, from Cholesky factors alone.
 
     With the orthonormal factor Q = [Q₁; Q₂] of [√c x; 1] it is Q₁Q₂ᵀ/√c. Where c is large, one
     Cholesky factorization gives a Q that is orthonormal to c·ε only, and a second one mends it.
     """
     lower = torch.linalg.cholesky_ex(torch.addmm(eye, x.T, x, alpha=c)).L
-    if c <= 100:
+    if c <= _THRESHOLDS.one_cholesky:
         return torch.cholesky_solve(x.T, lower).T
     stacked = torch.cat([sqrt(c) * x, eye])
     q = torch.linalg.solve_triangular(lower.T, stacked, upper=True, left=False)

@@ -169,7 +169,7 @@ class RowStack:
                 q, triangle = qr(rows.double())
                 rows = triangle.to(rows.dtype)
                 if white is not None:
-                    white = q.transposed(white.double()).to(white.dtype)
+                    white = q.apply_transpose(white.double()).to(white.dtype)
         if white is None:
             return self.processes.gather([rows], "rows")[0], None
         all_rows, all_white = self.processes.gather([rows, white], "rows")
