@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pullback.grams.kronecker.inverse import Inverse, aligned, apply_inverse, rounded, widened
-from pullback.symmetry.descent.transport import _rescale_inverse
+from pullback.symmetry.descent.transport import _LayerScales, _rescale_inverse
 
 DOUBLE = torch.float64
 
@@ -93,8 +93,8 @@ def test_a_rescaled_inverse_in_float16() -> None:
     half = rounded(wide)
     left = torch.rand(1, 8) + 0.5
     right = torch.rand(1, 8) + 0.5
-    _rescale_inverse(half, left, right)
-    _rescale_inverse(wide, left, right)
+    _rescale_inverse(half, _LayerScales(left, right))
+    _rescale_inverse(wide, _LayerScales(left, right))
     g = [torch.randn(1, 8, 8)]
     torch.testing.assert_close(
         apply_inverse(half, g)[0], apply_inverse(wide, g)[0], rtol=5e-3, atol=5e-2

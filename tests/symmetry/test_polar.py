@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import jacrev
 
 from pullback.symmetry import EqualNorm
-from pullback.symmetry.descent.directions import direction, polar_direction
+from pullback.symmetry.descent.directions import find_direction, polar_direction
 
 from .chain import mlp, scalings
 
@@ -110,7 +110,7 @@ def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
     blocks = [(str(i),) for i in range(3)]
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
-    found = direction(kind, [blocks], params, gradients)
+    found = find_direction(kind, [blocks], params, gradients)
     assert torch.allclose(torch.cat(list(found.values())), expected, atol=1e-13)
 
 
@@ -120,7 +120,7 @@ def test_approach_two_as_computed_is_one_with_a_longer_radius_and_not_the_stated
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
     one, two, polar = (
-        torch.cat(list(direction(k, [blocks], params, gradients).values()))
+        torch.cat(list(find_direction(k, [blocks], params, gradients).values()))
         for k in ("riemannian", "gtk-orthonormal", "gtk-polar")
     )
     r = torch.cat([w / w.norm() for w in ws])
@@ -136,8 +136,8 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
     joined = {"ab": torch.cat([params["a"].flatten(), params["b"]]), "c": params["c"]}
     other = {"ab": torch.cat([gradients["a"].flatten(), gradients["b"]]), "c": gradients["c"]}
     for kind in ("riemannian", "gtk-orthonormal", "gtk-polar"):
-        split = direction(kind, [[("a", "b"), ("c",)]], params, gradients)
-        whole = direction(kind, [[("ab",), ("c",)]], joined, other)
+        split = find_direction(kind, [[("a", "b"), ("c",)]], params, gradients)
+        whole = find_direction(kind, [[("ab",), ("c",)]], joined, other)
         assert torch.allclose(torch.cat([split["a"].flatten(), split["b"]]), whole["ab"])
         assert bool(split["c"].isfinite().all())
 

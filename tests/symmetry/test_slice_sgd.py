@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import find
-from pullback.symmetry.descent.keeper import inverse_by_products
+from pullback.symmetry.descent.sweeps import invert_by_products
 from pullback.symmetry.slice_sgd import SliceSGD
 from pullback.symmetry.slices import Balanced, EqualNorm
 from tests.pairs import all_pairs
@@ -553,13 +553,13 @@ def test_inverses_by_products_follow_a_slow_change_and_recover_from_a_jump() -> 
     torch.manual_seed(0)
     chain = 2 * torch.eye(6) - torch.diag(torch.ones(5), 1) - torch.diag(torch.ones(5), -1)
     a = (chain + 0.1 * torch.randn(6, 6)).double()
-    near = inverse_by_products(a, torch.linalg.inv(a * 1.01))
+    near = invert_by_products(a, torch.linalg.inv(a * 1.01))
     assert torch.allclose(near, torch.linalg.inv(a), rtol=1e-12, atol=1e-12)
     far = 1e6 * torch.eye(6).double()
     for _ in range(8):
-        far = inverse_by_products(a, far)
+        far = invert_by_products(a, far)
     assert torch.allclose(far, torch.linalg.inv(a), rtol=1e-12, atol=1e-12)
-    assert not inverse_by_products(a * torch.nan, near).any()
+    assert not invert_by_products(a * torch.nan, near).any()
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:

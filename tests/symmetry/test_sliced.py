@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 
 import pullback as pb
 from pullback import PullbackError
-from pullback.symmetry.descent.transport import powers_of
+from pullback.symmetry.descent.transport import find_powers
 from pullback.symmetry.sliced import Sliced
 from pullback.symmetry.slices import Balanced, make_slice
 
@@ -251,7 +251,7 @@ def test_powers_are_those_of_gradients_seen_by_a_rescaled_parameter(name: str) -
             w.grad = torch.tensor([0.3 + k, -0.7 * k + 0.1], dtype=torch.float64) / alpha
             inner.step()
         optimizers.append((inner, inner.state[w]))
-    powers = powers_of(optimizers[0][0])
+    powers = find_powers(optimizers[0][0])
     seen = 0
     for key, value in optimizers[0][1].items():
         if isinstance(value, Tensor) and value.ndim:

@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from pullback import PullbackError
 from pullback.symmetry import Symmetry, find
+from pullback.symmetry.find import SymmetryLimits
+from pullback.symmetry.orbits import OrbitLimits
 from pullback.testing import jacobian
 from tests.symmetry.networks import (
     Of,
@@ -120,7 +122,7 @@ def test_the_largest_components_are_solved_by_iteration(monkeypatch: pytest.Monk
     found = find(model, normal(20, 6))
     v = normal(sum(p.numel() for p in model.parameters()))
     exact = found.horizontal(v)
-    monkeypatch.setattr("pullback.symmetry.orbits._LARGEST", 0)
+    monkeypatch.setattr("pullback.symmetry.orbits.LIMITS", OrbitLimits(generator_entries=0))
     assert (found.horizontal(v) - exact).norm() <= 1e-10 * v.norm()
 
 
@@ -188,6 +190,7 @@ def test_bad_vectors_are_refused() -> None:
 
 def test_too_many_generators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(randomized(mlp([3, 4, 2])), normal(9, 3))
-    monkeypatch.setattr(sys.modules["pullback.symmetry.find"], "_LARGEST", 100)
+    limits = SymmetryLimits(generator_entries=100)
+    monkeypatch.setattr(sys.modules["pullback.symmetry.find"], "LIMITS", limits)
     with pytest.raises(PullbackError, match="4 × 26"):
         found.generators()

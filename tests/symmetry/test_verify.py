@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback.symmetry import Leg, Mixing, Scaling, find
-from pullback.symmetry.graph.tracing import Example
+from pullback.symmetry.graph.example import Example
 from pullback.symmetry.verify import Verified, Verifier, verify_actions
 
 from .networks import Of, dense, in_kernel, mlp, randomized

@@ -1,7 +1,9 @@
 """Symmetries of networks: group actions on parameters that do not change the function."""
 
+from .actions.action import Action
 from .actions.charts import ChartAction
-from .actions.scaling import Action, Leg, Mixing, Scaling
+from .actions.mixing import Mixing
+from .actions.scaling import Leg, Scaling
 from .actions.shifts import Shift
 from .find import Symmetry, find
 from .orbits import SymmetryRank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -10,26 +11,43 @@ from torch import Tensor, nn
 
 from .._core.capture import Selector, unwrap_model
 from .._core.errors import PullbackError, refuse_unknown
+from .actions.action import Action
 from .actions.charts import ChartAction, in_parameters, with_values
-from .actions.scaling import Action, Scaling, two_sided
-from .graph import layers, pointwise, structural
-from .graph.ledger import Readers
-from .graph.mixings import mixings, scalings
-from .graph.shifts import shifts, streams
-from .graph.tracing import Example, guess_input, trace
+from .actions.scaling import Scaling, two_sided
+from .graph import rules
+from .graph.example import Example
+from .graph.example_input import guess_input
+from .graph.mixings import find_mixings
+from .graph.readers import Readers
+from .graph.scalings import find_scalings
+from .graph.shifts import find_shifts
+from .graph.streams import find_stream_shifts
+from .graph.trace import trace
 from .graph.walk import Walk
-from .orbits import Orbits, SymmetryRank, rank
+from .orbits import Orbits, SymmetryRank, compare_ranks
 from .slices import Retraction, Slice, make_slice
 from .verify import Rejected, Verified, summarize_rejections, verify_actions
 
 #: importing these registers the rules for operations
-RULE_BOOKS = (layers, pointwise, structural)
+RULE_BOOKS = (rules.layers, rules.normalization, rules.pointwise, rules.reductions, rules.structure)
 
 Group = Literal["neuron", "layer"]
 
 SPECIALIZED = "the model looks at the values of its inputs: the graph is that of the example's"
 
-_LARGEST = 2**31  # entries of a matrix of generators that may be formed
+
+@dataclass(frozen=True)
+class SymmetryLimits:
+    """Sizes above which `Symmetry` refuses to form something.
+
+    Attributes:
+        generator_entries: of the matrix of all generators: 16 GiB in float64.
+    """
+
+    generator_entries: int = 2**31
+
+
+LIMITS = SymmetryLimits()
 
 
 class Symmetry:
@@ -51,19 +69,21 @@ class Symmetry:
         rejected: Sequence[Rejected],
         notes: Sequence[str] = (),
     ) -> None:
-        self.example, self.verified = example, tuple(verified)
+        self.example = example
+        self.verified = tuple(verified)
         self.actions: tuple[Action, ...] = tuple(v.action for v in verified)
-        self.rejected, self.notes = tuple(rejected), tuple(notes)
+        self.rejected = tuple(rejected)
+        self.notes = tuple(notes)
 
     @property
     def params(self) -> dict[str, Tensor]:
         """The model's parameters that require gradients."""
-        named = dict(self.example.model.named_parameters())
-        return {n: named[n] for n in self.example.params}
+        parameters = dict(self.example.model.named_parameters())
+        return {name: parameters[name] for name in self.example.params}
 
     @property
     def scalings(self) -> list[Scaling]:
-        """The actions that multiply some weights and divide others: what slices are made for."""
+        """The actions that multiply some weights and divide others. Slices are made for these."""
         return two_sided(self.actions)
 
     @property
@@ -73,14 +93,14 @@ class Symmetry:
 
     def generators(self) -> Tensor:
         """Z, (number of generators, number of parameters): J Zᵀ = 0."""
-        p = sum(w.numel() for w in self.params.values())
-        if self.dimension * p > _LARGEST:
+        parameter_count = sum(w.numel() for w in self.params.values())
+        if self.dimension * parameter_count > LIMITS.generator_entries:
             raise PullbackError(
                 "The generators do not fit in a matrix",
-                f"it would be {self.dimension} × {p}",
+                f"it would be {self.dimension} × {parameter_count}",
                 "Use horizontal(v), orbit(alpha), or actions[i].tangent(params, element)",
             )
-        if not p:
+        if not parameter_count:
             return torch.zeros(0, 0)
         return Orbits(self.actions, self.params).generators(self.actions, list(self.params))
 
@@ -89,14 +109,11 @@ class Symmetry:
 
         Scalings multiply by e^α.
         """
-        params = {n: w.detach() for n, w in self.params.items()}
-        element = self._element(alpha)
-        start = 0
-        for action in self.actions:
-            piece = element[start : start + action.dimension]
+        params = {name: w.detach() for name, w in self.params.items()}
+        pieces = self._read_element(alpha).split([action.dimension for action in self.actions])
+        for action, piece in zip(self.actions, pieces, strict=True):
             params.update(action.act(params, piece))
-            start += action.dimension
-        return {n: w.clone() for n, w in params.items()}
+        return {name: w.clone() for name, w in params.items()}
 
     @torch.no_grad()
     def move_(self, alpha: Tensor | float) -> None:
@@ -104,10 +121,11 @@ class Symmetry:
         for w, moved in zip(self.params.values(), self.orbit(alpha).values(), strict=True):
             w.copy_(moved)
 
-    def _element(self, alpha: Tensor | float) -> Tensor:
-        one = next(iter(self.params.values()), torch.zeros(()))
-        element = torch.as_tensor(alpha, dtype=torch.promote_types(one.dtype, torch.float32))
-        element = element.to(one.device)
+    def _read_element(self, alpha: Tensor | float) -> Tensor:
+        """Return an element (k,) of the Lie algebra in the parameters' dtype, float32 at least."""
+        first = next(iter(self.params.values()), torch.zeros(()))
+        element = torch.as_tensor(alpha, dtype=torch.promote_types(first.dtype, torch.float32))
+        element = element.to(first.device)
         if element.ndim == 0:
             element = element.expand(self.dimension)
         if element.shape != (self.dimension,):
@@ -136,21 +154,32 @@ class Symmetry:
 
     def rank(self) -> SymmetryRank:
         """Independent generators, and the numerical nullity of J on the example."""
-        return rank(self.actions, self.example, self.params)
+        return compare_ranks(self.actions, self.example, self.params)
 
     def report(self) -> str:
         """A table: action, dimension, residual, parameters; then what was refused, by reason."""
-        table = [("symmetry", "dimension", "‖JZ‖", "parameters")]
-        for v in self.verified:
-            names = ", ".join(v.action.names[:4]) + (", …" if len(v.action.names) > 4 else "")
-            table.append((v.action.about, str(v.action.dimension), f"{v.residual:.0e}", names))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line[:3], widths, strict=True)), line[3]])
-            for line in table
-        ]
+        lines = self._list_verified()
         lines += [f"rejected  {line}" for line in summarize_rejections(self.rejected)]
-        return "\n".join([*lines, *(f"note  {n}" for n in self.notes)])
+        lines += [f"note  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _list_verified(self) -> list[str]:
+        """Return a table of the verified actions, by lines."""
+        table = [("symmetry", "dimension", "‖JZ‖", "parameters")]
+        for verified in self.verified:
+            action = verified.action
+            names = ", ".join(action.names[:4])
+            if len(action.names) > 4:
+                names += ", …"
+            table.append((action.about, str(action.dimension), f"{verified.residual:.0e}", names))
+        about_width, dimension_width, residual_width = (
+            max(map(len, column)) for column in list(zip(*table, strict=True))[:3]
+        )
+        return [
+            f"{about:{about_width}}  {dimension:{dimension_width}}  {residual:{residual_width}}  "
+            f"{names}"
+            for about, dimension, residual, names in table
+        ]
 
     def __str__(self) -> str:
         return self.report()
@@ -194,42 +223,62 @@ def find(
     """
     refuse_unknown("group", group, ("neuron", "layer"))
     model = unwrap_model(model)
-    run = Example(model, guess_input(model) if example is None else example, output)
+    if example is None:
+        example = guess_input(model)
+    run = Example(model, example, output)
     if not run.params:
         return Symmetry(run, [], [], ["no parameter requires a gradient"])
     if actions is not None:
-        return _verified(run, actions, group, [])
+        return _verify(run, actions, group, [])
+    candidates, notes = _read_candidates(run)
+    return _verify(run, candidates, group, notes)
+
+
+def _read_candidates(run: Example) -> tuple[list[Action], list[str]]:
+    """Return the actions that the graph of the model's call suggests, and notes on it."""
+    traced = trace(run)
     walk = Walk()
-    graph, specialized = trace(run)
-    walk.run(graph, run)
-    notes = [SPECIALIZED, *walk.notes] if specialized else walk.notes
+    walk.run(traced.graph, run)
+    notes = list(walk.notes)
+    if traced.is_specialized:
+        notes.insert(0, SPECIALIZED)
     params = with_values(run.params, walk.matrices)
     readers = Readers(walk.ledger)
-    mixed = mixings(walk, readers)  # first: their scales are not counted again
-    found = [*scalings(walk), *mixed, *shifts(walk, readers, params), *streams(readers, params)]
-    return _verified(run, [in_parameters(a, walk.matrices) for a in found], group, notes)
+    # Mixings come first because they contain scalings, which are not counted again.
+    mixings = find_mixings(walk, readers)
+    candidates = [
+        *find_scalings(walk),
+        *mixings,
+        *find_shifts(walk, readers, params),
+        *find_stream_shifts(readers, params),
+    ]
+    return [in_parameters(action, walk.matrices) for action in candidates], notes
 
 
-def _verified(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
+def _verify(run: Example, actions: Sequence[Action], group: Group, notes: list[str]) -> Symmetry:
     """Keep the actions that are symmetries; for "layer", with one factor per scaling."""
     accepted, rejected = verify_actions(run, actions)
     if group == "layer":  # sums of verified generators
-        accepted = [Verified(_merged(v.action), v.residual) for v in accepted]
+        accepted = [Verified(_merge_units(v.action), v.residual) for v in accepted]
     if not accepted:
         notes = [*notes, "no symmetry was found"]
     return Symmetry(run, accepted, rejected, notes)
 
 
-def _merged(action: Action) -> Action:
+def _merge_units(action: Action) -> Action:
+    """Return a scaling with one factor for all units; other actions as they are."""
     if isinstance(action, ChartAction):
-        return ChartAction(_merged(action.inner), action.charts)
-    return action.merged() if isinstance(action, Scaling) else action
+        return ChartAction(_merge_units(action.inner), action.charts)
+    if isinstance(action, Scaling):
+        return action.merged()
+    return action
 
 
-def scalings_of(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
+def read_scalings(symmetry: Any, model: nn.Module | None) -> tuple[list[Scaling], nn.Module]:
     """Return the two-sided scalings of a `Symmetry`, a module or a list, and the model."""
     if isinstance(symmetry, nn.Module):
-        symmetry, model = None, symmetry
+        model = symmetry
+        symmetry = None
     if model is None:
         model = getattr(getattr(symmetry, "example", None), "model", None)
     if model is None:

@@ -14,13 +14,35 @@ from .._core.space import ParameterSpace
 from ..grams import Operator
 from ..maps import FunctionLinearization
 from ..solvers import ConjugateGradient
-from .actions.scaling import Action, connected
-from .graph.tracing import Example
+from .actions.action import Action
+from .actions.components import connected_components
+from .graph.example import Example
 
-_LARGEST = 2**25  # entries of a component's generators that are decomposed
-_LARGEST_J = 2**24  # entries of J that are decomposed
-_RTOL = 1e-10
-_SHORT = 1e-4  # of the longest row of J
+
+@dataclass(frozen=True)
+class OrbitLimits:
+    """Sizes and tolerances of decompositions.
+
+    Attributes:
+        generator_entries: of a component's generators that are decomposed: 256 MiB in float64.
+            Larger components are solved by conjugate gradients.
+        jacobian_entries: of a Jacobian that is decomposed: 128 MiB in float64.
+        rank_tolerance: of singular values of unit generators that count as dependent. Generators
+            in float64 are exact to about 1e-13 of their length.
+        shortest_row: of the longest row of J. Rows that are shorter may be round-off; they are not
+            lengthened to 1.
+        probes: random signs that estimate a diagonal; eight give it within a factor of about 2,
+            which suffices for a preconditioner.
+    """
+
+    generator_entries: int = 2**25
+    jacobian_entries: int = 2**24
+    rank_tolerance: float = 1e-10
+    shortest_row: float = 1e-4
+    probes: int = 8
+
+
+LIMITS = OrbitLimits()
 
 
 class Orbits:
@@ -28,97 +50,124 @@ class Orbits:
 
     Actions that move different parameters are orthogonal, so each component is treated by itself:
     by a singular value decomposition where it is small, by conjugate gradients on ZZᵀ elsewhere.
+
+    Attributes:
+        space: of the parameters.
+        params: by name, in one dtype.
+        components: actions that are connected by parameters they both move.
     """
 
     def __init__(self, actions: Sequence[Action], params: Mapping[str, Tensor]) -> None:
         self.space = ParameterSpace(params)
-        self.params = {n: w.detach().to(self.space.dtype) for n, w in params.items()}
-        #: actions that are connected by parameters they both move
-        self.components = [
-            [actions[i] for i in some] for some in connected(a.names for a in actions)
-        ]
+        self.params = {name: w.detach().to(self.space.dtype) for name, w in params.items()}
+        self.components: list[list[Action]] = []
+        for indices in connected_components(action.names for action in actions):
+            self.components.append([actions[i] for i in indices])
 
     def generators(self, actions: Sequence[Action], names: Sequence[str]) -> Tensor:
         """Z of some actions, (k, Σ sizes of these parameters)."""
-        sizes = [self.params[n].numel() for n in names]
-        out = self.space.zeros(sum(a.dimension for a in actions), sum(sizes))
-        pieces, start = dict(zip(names, out.split(sizes, 1), strict=True)), 0
+        sizes = [self.params[name].numel() for name in names]
+        matrix = self.space.zeros(_count_generators(actions), sum(sizes))
+        columns = dict(zip(names, matrix.split(sizes, 1), strict=True))
+        start = 0
         for action in actions:
-            for n, z in action.generators(self.params).items():
-                pieces[n][start : start + action.dimension] = z.reshape(action.dimension, -1)
-            start += action.dimension
-        return out
+            end = start + action.dimension
+            for name, generators in action.generators(self.params).items():
+                columns[name][start:end] = generators.reshape(action.dimension, -1)
+            start = end
+        return matrix
 
     def horizontal(self, v: Tensor | Mapping[str, Tensor]) -> Tensor:
         """v − Zᵀ(ZZᵀ)⁺Z v, (p,): v less its part along the orbits."""
-        flat = self.space.flatten(v) if isinstance(v, Mapping) else v
-        if flat.shape != (self.space.size,):
+        if isinstance(v, Mapping):
+            v = self.space.flatten(v)
+        if v.shape != (self.space.size,):
             raise PullbackError(
-                f"The vector has shape {tuple(flat.shape)}",
+                f"The vector has shape {tuple(v.shape)}",
                 f"the model has {self.space.size} parameters that require gradients",
                 f"Pass ({self.space.size},) or a dict by name",
             )
-        pieces = self.space.split(flat.to(device=self.space.device, dtype=self.space.dtype))
+        pieces = self.space.split(v.to(device=self.space.device, dtype=self.space.dtype))
         for actions in self.components:
-            names, basis = _names(actions), self.basis(actions)
-            if basis is None:
-                along = self._iterated(actions, pieces)
-            else:
-                part = torch.cat([pieces[n].flatten() for n in names])
-                split = (basis.mT @ (basis @ part)).split([pieces[n].numel() for n in names])
-                along = dict(zip(names, split, strict=True))
-            pieces |= {n: pieces[n] - x.view_as(pieces[n]) for n, x in along.items()}
+            for name, tangent in self._project(actions, pieces).items():
+                pieces[name] = pieces[name] - tangent.view_as(pieces[name])
         return self.space.flatten(pieces)
+
+    def _project(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of v along the orbits of a component, by name."""
+        basis = self.basis(actions)
+        if basis is None:
+            return self._project_iteratively(actions, v)
+        names = _list_names(actions)
+        flat = torch.cat([v[name].flatten() for name in names])
+        tangents = (basis.mT @ (basis @ flat)).split([v[name].numel() for name in names])
+        return dict(zip(names, tangents, strict=True))
 
     def basis(self, actions: Sequence[Action], rtol: float | None = None) -> Tensor | None:
         """Orthonormal rows that span the tangents of a component; None where that is too large.
 
         Generators of length 1 with singular values below rtol·σ_max count as dependent.
         """
-        names, k = _names(actions), sum(a.dimension for a in actions)
-        if k * sum(self.params[n].numel() for n in names) > _LARGEST:
+        names = _list_names(actions)
+        entries = _count_generators(actions) * sum(self.params[name].numel() for name in names)
+        if entries > LIMITS.generator_entries:
             return None
         rows = self.generators(actions, names)
-        length = rows.norm(dim=1, keepdim=True)
-        _, sigma, basis = torch.linalg.svd(
-            rows / torch.where(length > 0, length, 1.0), full_matrices=False
-        )
-        cut = max(rows.shape) * torch.finfo(rows.dtype).eps if rtol is None else rtol
-        return basis[sigma > cut * sigma[0]]
+        lengths = rows.norm(dim=1, keepdim=True)
+        unit_rows = rows / torch.where(lengths > 0, lengths, 1.0)
+        _, sigma, basis = torch.linalg.svd(unit_rows, full_matrices=False)
+        if rtol is None:
+            rtol = max(rows.shape) * torch.finfo(rows.dtype).eps
+        return basis[sigma > rtol * sigma[0]]
 
-    def _iterated(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _project_iteratively(
+        self, actions: Sequence[Action], v: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Zᵀc with ZZᵀc = Z v by preconditioned conjugate gradients; consistent, so c exists."""
-        names, k = _names(actions), sum(a.dimension for a in actions)
-        component = ParameterSpace({n: self.params[n] for n in names})
+        names = _list_names(actions)
+        count = _count_generators(actions)
+        component = ParameterSpace({name: self.params[name] for name in names})
         gram = Operator(
-            lambda c: component.flatten(self._move(actions, c)),
-            lambda flat: self._pair(actions, component.split(flat)),
-            (component.size, k),
+            lambda c: component.flatten(self._combine_generators(actions, c)),
+            lambda flat: self._pair_with_generators(actions, component.split(flat)),
+            (component.size, count),
             self.space.dtype,
             self.space.device,
         )
-        # the mean of (ZZᵀs)∘s over random signs s estimates the diagonal
-        signs = 2.0 * torch.randint(0, 2, (8, k), generator=torch.Generator().manual_seed(3)) - 1
-        diagonal = torch.stack([gram.matvec(s) * s for s in signs.to(self.space.zeros(0))]).sum(0)
+        # The mean of (ZZᵀs)∘s over random signs s estimates the diagonal.
+        generator = torch.Generator().manual_seed(3)
+        signs = 2.0 * torch.randint(0, 2, (LIMITS.probes, count), generator=generator) - 1
+        signs = signs.to(self.space.zeros(0))
+        diagonal = torch.stack([gram.matvec(s) * s for s in signs]).sum(0)
         scale = torch.where(diagonal != 0, diagonal.abs(), 1.0)
         solver = ConjugateGradient(0.0, tol=1e-14, preconditioner=lambda c: c / scale)
-        return self._move(actions, solver.solve(gram, self._pair(actions, v)).x)
+        solution = solver.solve(gram, self._pair_with_generators(actions, v))
+        return self._combine_generators(actions, solution.x)
 
-    def _pair(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
+    def _pair_with_generators(self, actions: Sequence[Action], v: Mapping[str, Tensor]) -> Tensor:
         """Z v, (k,)."""
-        return torch.cat([a.pairing(self.params, v) for a in actions])
+        return torch.cat([action.pairing(self.params, v) for action in actions])
 
-    def _move(self, actions: Sequence[Action], c: Tensor) -> dict[str, Tensor]:
+    def _combine_generators(self, actions: Sequence[Action], c: Tensor) -> dict[str, Tensor]:
         """Zᵀc, by name."""
-        out = {n: torch.zeros_like(self.params[n]) for n in _names(actions)}
-        for action, piece in zip(actions, c.split([a.dimension for a in actions]), strict=True):
-            for n, t in action.tangent(self.params, piece).items():
-                out[n] = out[n] + t
-        return out
+        combination = {name: torch.zeros_like(self.params[name]) for name in _list_names(actions)}
+        pieces = c.split([action.dimension for action in actions])
+        for action, piece in zip(actions, pieces, strict=True):
+            for name, tangent in action.tangent(self.params, piece).items():
+                combination[name] = combination[name] + tangent
+        return combination
 
 
-def _names(actions: Sequence[Action]) -> list[str]:
-    return list(dict.fromkeys(n for a in actions for n in a.names))
+def _list_names(actions: Sequence[Action]) -> list[str]:
+    """Return the parameters that actions move, each once."""
+    names: dict[str, None] = {}
+    for action in actions:
+        names.update(dict.fromkeys(action.names))
+    return list(names)
+
+
+def _count_generators(actions: Sequence[Action]) -> int:
+    return sum(action.dimension for action in actions)
 
 
 @dataclass(frozen=True)
@@ -150,63 +199,91 @@ class SymmetryRank:
         return self.nullity - self.independent
 
     def __str__(self) -> str:
-        counts = self.independent, self.nullity, self.unexplained
-        independent, nullity, unexplained = ("skipped" if c is None else c for c in counts)
         lines = [
-            f"generators   {self.generators}, independent {independent}",
-            f"nullity of J {nullity} of {self.parameters} parameters",
-            f"unexplained  {unexplained}",
+            f"generators   {self.generators}, independent {_format_count(self.independent)}",
+            f"nullity of J {_format_count(self.nullity)} of {self.parameters} parameters",
+            f"unexplained  {_format_count(self.unexplained)}",
         ]
-        return "\n".join([*lines, *(f"  {r}" for r in self.reasons)])
+        lines.extend(f"  {reason}" for reason in self.reasons)
+        return "\n".join(lines)
 
 
-def rank(actions: Sequence[Action], example: Example, params: Mapping[str, Tensor]) -> SymmetryRank:
-    """Both ranks, in float64."""
-    wide = {n: w.detach().double() for n, w in params.items()}
-    p, k = sum(w.numel() for w in wide.values()), sum(a.dimension for a in actions)
-    if not wide:
+def _format_count(count: int | None) -> str:
+    return "skipped" if count is None else str(count)
+
+
+def compare_ranks(
+    actions: Sequence[Action], example: Example, params: Mapping[str, Tensor]
+) -> SymmetryRank:
+    """Return the rank of the generators and the nullity of J, in float64."""
+    if not params:
         return SymmetryRank(0, 0, 0, 0, 0, ("no parameter requires a gradient",))
-    with disable_fused_attention():
-        at = FunctionLinearization(example, wide)
-        n = at.value.numel()
-        j = at.rows() if n * p <= _LARGEST_J else None
+    params = {name: w.detach().double() for name, w in params.items()}
+    parameter_count = sum(w.numel() for w in params.values())
     reasons: list[str] = []
-    orbits = Orbits(actions, wide)
-    bases = [orbits.basis(component, _RTOL) for component in orbits.components]
-    found = [len(b) for b in bases if b is not None]
-    independent = sum(found) if len(found) == len(bases) else None
-    if independent is None:
-        reasons.append("skipped: generators that overlap are too many to decompose")
-    nullity = None
-    if j is None:
-        reasons.append(f"skipped: J is {n} × {p}, too large; use fewer samples or a smaller model")
-    elif not bool(torch.isfinite(j).all()):
+    independent = _count_independent(Orbits(actions, params), reasons)
+    with disable_fused_attention():
+        linearization = FunctionLinearization(example, params)
+        output_count = linearization.value.numel()
+        nullity = None
+        if output_count * parameter_count <= LIMITS.jacobian_entries:
+            nullity = _find_nullity(linearization.rows(), reasons)
+        else:
+            reasons.append(
+                f"skipped: J is {output_count} × {parameter_count}, too large; use fewer samples "
+                "or a smaller model"
+            )
+    if nullity is not None and independent is not None and nullity != independent:
+        reasons.extend(_explain_gap(output_count, parameter_count, nullity - independent))
+    return SymmetryRank(
+        _count_generators(actions),
+        independent,
+        parameter_count,
+        output_count,
+        nullity,
+        tuple(reasons),
+    )
+
+
+def _count_independent(orbits: Orbits, reasons: list[str]) -> int | None:
+    """Return the rank of all generators; None, with a reason, where a component is too large."""
+    total = 0
+    for component in orbits.components:
+        basis = orbits.basis(component, LIMITS.rank_tolerance)
+        if basis is None:
+            reasons.append("skipped: generators that overlap are too many to decompose")
+            return None
+        total += len(basis)
+    return total
+
+
+def _find_nullity(jacobian: Tensor, reasons: list[str]) -> int | None:
+    """Return p − rank J; None, with a reason, where J is not finite.
+
+    Rows of J are brought to length 1, but for those that are much shorter than the longest.
+    """
+    if not bool(torch.isfinite(jacobian).all()):
         reasons.append("skipped: J is not finite on the example")
-    else:
-        nullity = p - _rank(j)
-        if independent is not None and nullity != independent:
-            reasons.extend(_reasons(n, p, nullity - independent))
-    return SymmetryRank(k, independent, p, n, nullity, tuple(reasons))
+        return None
+    lengths = jacobian.norm(dim=1, keepdim=True)
+    lengths = lengths.clamp(min=LIMITS.shortest_row * float(lengths.amax()))
+    sigma = torch.linalg.svdvals(jacobian / torch.where(lengths > 0, lengths, 1.0))
+    cut = max(jacobian.shape) * 10 * torch.finfo(jacobian.dtype).eps
+    return jacobian.shape[1] - int((sigma > cut * sigma[0]).sum())
 
 
-def _rank(j: Tensor) -> int:
-    """The numerical rank, of rows of length 1; rows that are shorter by far may be round-off."""
-    length = j.norm(dim=1, keepdim=True)
-    length = length.clamp(min=_SHORT * float(length.amax()))
-    sigma = torch.linalg.svdvals(j / torch.where(length > 0, length, 1.0))
-    return int((sigma > max(j.shape) * 10 * torch.finfo(j.dtype).eps * sigma[0]).sum())
-
-
-def _reasons(outputs: int, parameters: int, missing: int) -> list[str]:
-    """What may explain a difference between the nullity and the independent generators."""
-    if missing < 0:
+def _explain_gap(output_count: int, parameter_count: int, gap: int) -> list[str]:
+    """Return what may explain that the nullity exceeds the independent generators by this much."""
+    if gap < 0:
         return ["fewer than there are generators: J or the generators are badly conditioned"]
-    out = []
-    if outputs < parameters:
-        few = f"the example has {outputs} outputs for {parameters} parameters"
-        out.append(f"{few}: nullity ≥ {parameters - outputs} anyway")
-    return [
-        *out,
+    reasons = []
+    if output_count < parameter_count:
+        reasons.append(
+            f"the example has {output_count} outputs for {parameter_count} parameters: "
+            f"nullity ≥ {parameter_count - output_count} anyway"
+        )
+    reasons.append(
         "units that are always on or off on the example (on they are linear and mix, off their "
-        "weights do nothing), repeated inputs, or a symmetry that the graph does not show",
-    ]
+        "weights do nothing), repeated inputs, or a symmetry that the graph does not show"
+    )
+    return reasons

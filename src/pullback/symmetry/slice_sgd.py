@@ -17,12 +17,15 @@ from .._core.errors import PullbackError, refuse_unknown
 from .._core.groups import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
 from ..steps.memory import shared_numbers
-from .descent.directions import GRADIENTS, direction
-from .descent.keeper import Keeper, idle
-from .find import scalings_of
-from .slices import EqualNorm, Retraction, Slice, layer_slice, layers_of
+from .chains import list_layers
+from .descent.directions import SliceGradient, find_direction
+from .descent.keeper import Keeper, Schedule, is_idle
+from .descent.sweeps import Follower
+from .find import read_scalings
+from .slices import EqualNorm, Retraction, Slice, SliceKind, choose_layer_slice
 
-_OWN = ("model", "scalings", "group", "gradient", "every", "sweeps", "captured", "_kind")
+#: attributes that a copy or a pickle keeps, beside torch's
+_SAVED_ATTRIBUTES = ("model", "scalings", "group", "gradient", "retractions")
 
 
 class SliceSGD(Optimizer):
@@ -83,18 +86,19 @@ class SliceSGD(Optimizer):
         find_processes(model, processes, "SliceSGD", "processes")
         refuse_sharded(model, "a unit's incoming and outgoing weights are scaled together")
         refuse_unknown("group", group, ("neuron", "layer"))
-        refuse_unknown("gradient", gradient, GRADIENTS)
-        self.model, self.group, self.gradient = model, group, gradient
-        self.every, self.sweeps, self.captured = every, sweeps, captured
-        self.scalings, _ = scalings_of(symmetry, model)
-        self._kind = "balanced" if group == "neuron" else layer_slice
-        self._keeper = self._keep()
-        self._names = {id(p): n for n, p in unwrap_model(model).named_parameters()}
+        refuse_unknown("gradient", gradient, map(str, SliceGradient))
+        self.model = model
+        self.group = group
+        self.gradient = gradient
+        self.retractions = Schedule(every, sweeps, captured)
+        self.scalings, _ = read_scalings(symmetry, model)
+        self._keeper = self._make_keeper()
+        self._names = self._name_parameters()
         if params is None:
             params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
         self._schedule = {"steps": 0}
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        #: what the retraction at construction met: how far away, and dead units
+        #: the retraction at construction: how far the parameters were away, and dead units
         self.start: Retraction | None = self.retract_()
 
     @property
@@ -106,17 +110,19 @@ class SliceSGD(Optimizer):
     def retract_(self) -> Retraction | None:
         """Bring parameters and momentum to the slice to round-off, now."""
         self._keeper.refresh()
-        return self._keeper.retract_(self._followers())
+        return self._keeper.retract_(self._list_followers())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own rates."""
         group = own_group(param_group, self._names)
         for name in ("lr", "momentum", "weight_decay"):
             value = group.get(name, self.defaults[name])
-            refuse_number(f"{name}=", float(value) if isinstance(value, Tensor) else value)
+            if isinstance(value, Tensor):
+                value = float(value)
+            refuse_number(f"{name}=", value)
         super().add_param_group(group)
         self._complete_state()
-        self._keeper.own(self.param_groups)
+        self._keeper.set_optimized(self.param_groups)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -128,34 +134,41 @@ class SliceSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if idle(self.param_groups):
+        if is_idle(self.param_groups):
             return loss
         self._keeper.refresh()
         self._schedule["steps"] += 1
         steps = self._schedule["steps"]
-        due = self._keeper.due(steps)
-        moves = self._directions()
+        should_retract = self._keeper.should_retract(steps)
+        directions = self._find_directions()
         for group in self.param_groups:
-            self._descend(group, moves)
-        if due:
-            self._keeper.run(steps, self._followers())
+            self._descend(group, directions)
+        if should_retract:
+            self._keeper.run(steps, self._list_followers())
         return loss
 
-    def _descend(self, group: dict[str, Any], moves: dict[str, Tensor] | None) -> None:
+    def _descend(self, group: dict[str, Any], directions: dict[str, Tensor] | None) -> None:
         """v ← momentum·v + g + weight_decay·w, w ← w − lr·v; v is kept in the state of each w."""
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return
-        grads = [p.grad if moves is None else moves[self._names[id(p)]] for p in params]
-        momentum, sparse = group["momentum"], any(g.is_sparse for g in grads)
-        buffers = [self.state[p].get("momentum_buffer") if momentum else None for p in params]
+        weight_decay = group["weight_decay"]
+        gradients = [p.grad for p in params]
+        if directions is not None:  # these contain weight decay
+            weight_decay = 0.0
+            gradients = [directions[self._names[id(p)]] for p in params]
+        is_sparse = any(gradient.is_sparse for gradient in gradients)
+        momentum = group["momentum"]
+        buffers: list[Tensor | None] = [None] * len(params)
+        if momentum:
+            buffers = [self.state[p].get("momentum_buffer") for p in params]
         sgd(
             params,
-            grads,
+            gradients,
             buffers,
-            has_sparse_grad=sparse,
-            foreach=not sparse,
-            weight_decay=group["weight_decay"] if moves is None else 0.0,
+            has_sparse_grad=is_sparse,
+            foreach=not is_sparse,
+            weight_decay=weight_decay,
             momentum=momentum,
             lr=group["lr"],
             dampening=0.0,
@@ -163,48 +176,63 @@ class SliceSGD(Optimizer):
             maximize=False,
         )
         if momentum:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
+            self._keep_buffers(params, buffers)
 
-    def _directions(self) -> dict[str, Tensor] | None:
+    def _keep_buffers(self, params: list[Tensor], buffers: list[Tensor | None]) -> None:
+        """Keep the momentum buffers, which `sgd` has created if there were none."""
+        for p, buffer in zip(params, buffers, strict=True):
+            self.state[p]["momentum_buffer"] = buffer
+
+    def _find_directions(self) -> dict[str, Tensor] | None:
         """X by name; None where it is the gradient itself."""
-        found = self._keeper.slice
-        decays = {group["weight_decay"] for group in self.param_groups}
-        balanced = not isinstance(found, EqualNorm) or len(decays) == 1
-        # gradient and weight decay may be tangent without a projection
-        tangent = self.gradient == "riemannian" and balanced and self._keeper.orthogonal
-        if found is None or tangent:
+        slice = self._keeper.slice
+        if slice is None or self._has_tangent_gradient(slice):
             return None
-        named, gradients = {}, {}
+        params: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for group in self.param_groups:
             decay = group["weight_decay"]
             for p in group["params"]:
-                if p.grad is not None:
-                    name = self._names[id(p)]
-                    refuse_sparse(name, p.grad)
-                    named[name] = p
-                    gradients[name] = p.grad.add(p, alpha=decay) if decay else p.grad
-        return direction(self.gradient, layers_of(found.scalings), named, gradients)
+                if p.grad is None:
+                    continue
+                name = self._names[id(p)]
+                refuse_sparse(name, p.grad)
+                params[name] = p
+                gradients[name] = p.grad
+                if decay:
+                    gradients[name] = p.grad.add(p, alpha=decay)
+        return find_direction(self.gradient, list_layers(slice.scalings), params, gradients)
 
-    def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
-        out = {}
+    def _has_tangent_gradient(self, slice: Slice) -> bool:
+        """Return True if gradient and weight decay are tangent to the slice without projection."""
+        if self.gradient != SliceGradient.RIEMANNIAN or not self._keeper.is_orthogonal:
+            return False
+        decays = {group["weight_decay"] for group in self.param_groups}
+        return not isinstance(slice, EqualNorm) or len(decays) == 1
+
+    def _list_followers(self) -> dict[str, list[Follower]]:
+        """Return the momentum buffers, which are multiplied by 1/α."""
+        followers = {}
         for group in self.param_groups:
-            for p in group["params"] if group["momentum"] else ():
+            if not group["momentum"]:
+                continue
+            for p in group["params"]:
                 buffer = self.state[p].get("momentum_buffer")
                 if buffer is not None:
-                    out[self._names[id(p)]] = [(buffer, -1)]
-        return out
+                    followers[self._names[id(p)]] = [Follower(buffer, -1)]
+        return followers
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what can be made anew: a copy or a pickle brings its model along."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OWN}}
+        attributes = {name: getattr(self, name) for name in _SAVED_ATTRIBUTES}
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model" in state:
-            self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
-            self._keeper = self._keep()
-            self._keeper.own(self.param_groups)
+            self._names = self._name_parameters()
+            self._keeper = self._make_keeper()
+            self._keeper.set_optimized(self.param_groups)
             self.start = None
         params = [p for group in self.param_groups for p in group["params"]]
         saved = (self.state[p].get("schedule") for p in params)
@@ -213,8 +241,9 @@ class SliceSGD(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume to the same bits; nothing changes where it is another optimizer's state."""
-        own = all("schedule" in saved for saved in state_dict["state"].values())
-        if not own or any("momentum" not in group for group in state_dict["param_groups"]):
+        has_schedule = all("schedule" in saved for saved in state_dict["state"].values())
+        has_momentum = all("momentum" in group for group in state_dict["param_groups"])
+        if not has_schedule or not has_momentum:
             raise PullbackError(
                 "The saved state is not SliceSGD's",
                 "it has no number of steps under its parameters, or no momentum in its groups",
@@ -236,10 +265,15 @@ class SliceSGD(Optimizer):
                 if group["momentum"] and self.state[p].get("momentum_buffer") is None:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
-    def _keep(self) -> Keeper:
-        return Keeper(self.model, self.scalings, self._kind, self.every, self.sweeps, self.captured)
+    def _make_keeper(self) -> Keeper:
+        slice_name = SliceKind.BALANCED if self.group == "neuron" else choose_layer_slice
+        return Keeper(self.model, self.scalings, slice_name, self.retractions)
+
+    def _name_parameters(self) -> dict[int, str]:
+        """Return the names of the model's parameters by id."""
+        return {id(p): name for name, p in unwrap_model(self.model).named_parameters()}
 
     def __repr__(self) -> str:
-        kind = type(self.slice).__name__
-        about = f"group={self.group!r}, gradient={self.gradient!r}, slice={kind}"
+        slice_type = type(self.slice).__name__
+        about = f"group={self.group!r}, gradient={self.gradient!r}, slice={slice_type}"
         return f"{super().__repr__()[:-1]}    {about}\n)"

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from .._core.errors import PullbackError
 from ..optim.kfac import KFAC
 from ..steps.memory import shared_numbers
-from .descent.keeper import Keeper, idle
-from .descent.transport import followers, powers_of, rescale_curvature
-from .find import scalings_of
+from .descent.keeper import Keeper, Schedule, is_idle
+from .descent.sweeps import Follower
+from .descent.transport import find_powers, list_followers, rescale_curvature
+from .find import read_scalings
 from .slices import Retraction, Slice
 
 
@@ -54,23 +55,30 @@ class Sliced(Optimizer):
         transport: Mapping[str, int] | None = None,
         model: Any = None,
     ) -> None:
-        _refuse(optimizer)
+        _refuse_optimizer(optimizer)
         if model is None:
             model = getattr(optimizer, "model", None)
-        scalings, model = scalings_of(symmetry, model)
+        scalings, model = read_scalings(symmetry, model)
         self.optimizer = optimizer
-        self._powers = {**powers_of(optimizer), **(transport or {})}
+        self._powers = {**find_powers(optimizer), **(transport or {})}
         self._schedule = {"steps": 0}
-        self._ready = self._started = False
+        #: whether the inner optimizer has taken a step or loaded a state
+        self._has_started = False
+        #: torch's constructor calls `add_param_group`, which must not reach the inner optimizer
+        self._is_constructed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._ready = True
+        self._is_constructed = True
         self.param_groups = optimizer.param_groups
         self._keeper = Keeper(
-            model, scalings, slice, every, sweeps, captured, watched=isinstance(optimizer, KFAC)
+            model,
+            scalings,
+            slice,
+            Schedule(every, sweeps, captured),
+            returns_log_scales=isinstance(optimizer, KFAC),
         )
-        self._keeper.own(self.param_groups)
-        _refuse_strangers(self._keeper)
-        #: what the retraction at construction met: how far away, and dead units
+        self._keeper.set_optimized(self.param_groups)
+        _refuse_foreign_parameters(self._keeper)
+        #: the retraction at construction: how far the parameters were away, and dead units
         self.start: Retraction | None = self.retract_()
 
     @property
@@ -79,18 +87,26 @@ class Sliced(Optimizer):
 
         It is empty as long as the inner optimizer has yet to create its own.
         """
-        inner, out = self.optimizer.state, defaultdict(dict)
-        if self._started or inner:
-            for p in (p for group in self.param_groups for p in group["params"]):
-                out[p] = self._saved(inner.get(p, {}), p)
-        return out
+        inner = self.optimizer.state
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        if self._has_started or inner:
+            for p in self._list_parameters():
+                state[p] = self._make_state(inner.get(p, {}), p)
+        return state
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Leave the state to the inner optimizer: torch's constructor sets an empty one."""
 
-    def _saved(self, inner: Any, p: Tensor) -> dict[str, Any]:
-        # torch's full_state_dict reads the device off a tensor that has an axis
+    def _list_parameters(self) -> list[Tensor]:
+        parameters = []
+        for group in self.param_groups:
+            parameters.extend(group["params"])
+        return parameters
+
+    def _make_state(self, inner: Any, p: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter, with the inner optimizer's."""
+        # torch's full_state_dict reads the device off a tensor that has an axis.
         return {"optimizer": inner, "slice": dict(self._schedule), "device": p.new_empty(0)}
 
     @property
@@ -102,50 +118,53 @@ class Sliced(Optimizer):
     def retract_(self) -> Retraction | None:
         """Bring parameters and state to the slice to round-off, now."""
         self._keeper.refresh()
-        done = self._keeper.retract_(self._followers())
-        if done is not None:
-            self._follow(torch.cat(done.scales))
-        return done
+        retraction = self._keeper.retract_(self._list_followers())
+        if retraction is not None:
+            self._rescale_curvature(torch.cat(retraction.scales))
+        return retraction
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The inner optimizer's step and the retraction; returns what the former returns.
 
         With all rates and gradients zero, nothing changes, once the inner optimizer has its state.
         """
-        still = closure is None and not options and idle(self.param_groups)
-        if still and self.state:
+        changes_nothing = closure is None and not options and is_idle(self.param_groups)
+        if changes_nothing and self.state:
             return None
-        given = () if closure is None else (closure,)
-        result = self.optimizer.step(*given, **options)
-        self._started = True
-        if still:
+        arguments = () if closure is None else (closure,)
+        result = self.optimizer.step(*arguments, **options)
+        self._has_started = True
+        if changes_nothing:
             return result
         self._keeper.refresh()
         self._schedule["steps"] += 1
         steps = self._schedule["steps"]
-        if self._keeper.due(steps):
+        if self._keeper.should_retract(steps):
             with torch.no_grad():
-                self._follow(self._keeper.run(steps, self._followers()))
+                self._rescale_curvature(self._keeper.run(steps, self._list_followers()))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._ready:
+        if self._is_constructed:
             self.optimizer.add_param_group(param_group)
-            self._keeper.own(self.param_groups)
+            self._keeper.set_optimized(self.param_groups)
         else:
             super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, with the number of steps beside the state of each parameter."""
-        out = self.optimizer.state_dict()
-        keys = [key for group in out["param_groups"] for key in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        inner = out["state"]
-        own = {k: self._saved(inner.get(k, {}), p) for k, p in zip(keys, params, strict=True)}
-        return {**out, "state": {**inner, **own}}
+        state_dict = self.optimizer.state_dict()
+        keys = []
+        for group in state_dict["param_groups"]:
+            keys.extend(group["params"])
+        inner = state_dict["state"]
+        state = dict(inner)
+        for key, p in zip(keys, self._list_parameters(), strict=True):
+            state[key] = self._make_state(inner.get(key, {}), p)
+        return {**state_dict, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume to the same bits; the state of the inner optimizer alone begins on the slice."""
@@ -155,7 +174,8 @@ class Sliced(Optimizer):
                 "steps were counted in a param group then",
                 "Load what Sliced.state_dict() of this version gave, or start anew",
             )
-        inner, schedules = {}, []
+        inner = {}
+        schedules = []
         for key, saved in state_dict["state"].items():
             if isinstance(saved, dict) and "slice" in saved:
                 schedules.append(saved["slice"])
@@ -163,7 +183,8 @@ class Sliced(Optimizer):
             if saved != {}:
                 inner[key] = saved
         self.optimizer.load_state_dict({**state_dict, "state": inner})
-        self.param_groups, self._started = self.optimizer.param_groups, True
+        self.param_groups = self.optimizer.param_groups
+        self._has_started = True
         self._schedule = shared_numbers({"steps": 0}, schedules)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,22 +197,26 @@ class Sliced(Optimizer):
     def __repr__(self) -> str:
         return f"Sliced({self.optimizer!r}, slice={type(self.slice).__name__})"
 
-    def _follow(self, t: Tensor | None) -> None:
-        """Rescale what K-FAC knows after parameters were multiplied by log-scales t (U,)."""
-        found = self._keeper.slice
-        if t is not None and found is not None and isinstance(self.optimizer, KFAC):
-            rescale_curvature(self.optimizer.blocks, self._keeper.named, found.units, t)
+    def _rescale_curvature(self, log_scales: Tensor | None) -> None:
+        """Rescale K-FAC's averages and inverses after parameters were scaled by these, (U,)."""
+        slice = self._keeper.slice
+        if log_scales is None or slice is None or not isinstance(self.optimizer, KFAC):
+            return
+        rescale_curvature(self.optimizer.blocks, self._keeper.named, slice.units, log_scales)
 
-    def _followers(self) -> dict[str, list[tuple[Tensor, int]]]:
-        out = {}
-        for name in self._keeper.slice.units.names if self._keeper.slice is not None else ():
+    def _list_followers(self) -> dict[str, list[Follower]]:
+        """Return the tensors of the inner optimizer's state that are scaled with parameters."""
+        if self._keeper.slice is None:
+            return {}
+        followers = {}
+        for name in self._keeper.slice.units.names:
             p = self._keeper.named[name]
             if p in self.optimizer.state:
-                out[name] = followers(self.optimizer.state[p], p, self._powers)
-        return out
+                followers[name] = list_followers(self.optimizer.state[p], p, self._powers)
+        return followers
 
 
-def _refuse(optimizer: Any) -> None:
+def _refuse_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise PullbackError(
             "Sliced needs an optimizer",
@@ -206,7 +231,7 @@ def _refuse(optimizer: Any) -> None:
         )
 
 
-def _refuse_strangers(keeper: Keeper) -> None:
+def _refuse_foreign_parameters(keeper: Keeper) -> None:
     """Raise where the optimizer moves none of the model's parameters."""
     if keeper.optimized.isdisjoint(id(p) for p in keeper.named.values()):
         raise PullbackError(

@@ -19,6 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeVar
 
 import torch
@@ -27,17 +28,41 @@ from torch import Tensor, nn
 from .._core.capture import unwrap_model
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.space import ParameterSpace
-from .actions.scaling import Scaling, connected
-from .retraction import Norms, OrbitGram, ScalingUnits, UnitNorms, log_squares, to_slice
+from .actions.scaling import Scaling
+from .chains import find_components, list_component_layers, order_chain
+from .retraction import Norms, solve_log_scales
+from .scaling_units import ScalingUnits
+from .unit_norms import OrbitGram, UnitNorms
 
-SLICES = ("balanced", "layer-balanced", "equal-norm")
+
+class SliceKind(StrEnum):
+    """The slices that have names."""
+
+    BALANCED = "balanced"
+    LAYER_BALANCED = "layer-balanced"
+    EQUAL_NORM = "equal-norm"
+
+
+@dataclass(frozen=True)
+class SliceThresholds:
+    """Numbers that decide whether parameters are on a slice.
+
+    Attributes:
+        contained: |c(w)| up to this many times the parameters' round-off is zero: norms are sums of
+            many rounded squares.
+    """
+
+    contained: float = 64.0
+
+
+THRESHOLDS = SliceThresholds()
 
 Vector = TypeVar("Vector", Tensor, Mapping[str, Tensor])
 
 
 @dataclass(frozen=True)
 class Retraction:
-    """What a retraction did.
+    """The result of a retraction.
 
     Attributes:
         scales: log-scales by scaling, (units,) each.
@@ -51,6 +76,21 @@ class Retraction:
     off: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Move:
+    """A move along the orbit to the slice.
+
+    Attributes:
+        params: the parameters that were scaled, by name.
+        log_scales: t, (U,).
+        dead: (U,) units that no scale can bring to the slice.
+    """
+
+    params: dict[str, Tensor]
+    log_scales: Tensor
+    dead: Tensor
+
+
 class Slice(ABC):
     """A slice of the orbits of some scalings, in the parameters of a model.
 
@@ -62,12 +102,11 @@ class Slice(ABC):
     def __init__(
         self, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
     ) -> None:
-        given = (
-            unwrap_model(model).named_parameters()
-            if isinstance(model, nn.Module)
-            else model.items()
-        )
-        self.params: dict[str, Tensor] = dict(given)
+        self.params: dict[str, Tensor] = {}
+        if isinstance(model, nn.Module):
+            self.params.update(unwrap_model(model).named_parameters())
+        else:
+            self.params.update(model)
         self.units = ScalingUnits(scalings, self.params)
 
     @property
@@ -77,103 +116,117 @@ class Slice(ABC):
 
     @abstractmethod
     def norms(self, params: Mapping[str, Tensor]) -> Norms:
-        """What the slice compares, along the orbit of w."""
+        """Return the norms that the slice compares, along the orbit of w."""
 
     def log_scales(self, params: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """t (U,) that brings w to the slice, and which units (U,) are dead."""
-        eps = max(torch.finfo(params[name].dtype).eps for name in self.units.names)
         norms = self.norms(params)
-        return to_slice(norms, norms.zeros, eps), norms.dead
+        return solve_log_scales(norms, norms.zeros, self._find_eps(params)), norms.dead
+
+    def _find_eps(self, params: Mapping[str, Tensor]) -> float:
+        """Return the coarsest round-off of the scaled parameters."""
+        return max(torch.finfo(params[name].dtype).eps for name in self.units.names)
 
     def constraint(self, params: Mapping[str, Tensor] | None = None) -> Tensor:
         """c(w), zero on the slice and free of units: ½ log(in/out), 0 for dead units: (U,)."""
-        norms = self.norms(self.params if params is None else params)
+        if params is None:
+            params = self.params
+        norms = self.norms(params)
         return -0.5 * norms.imbalance(norms.zeros)
 
     @abstractmethod
-    def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
+    def _pair_with_normals(self, v: Mapping[str, Tensor]) -> Tensor:
         """N v, (k,)."""
 
     @abstractmethod
-    def _conormal(self, a: Tensor) -> dict[str, Tensor]:
-        """Nᵀ a, by name."""
+    def _combine_normals(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """Nᵀ a for coefficients a, by name."""
 
     @abstractmethod
-    def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
-        """(NNᵀ)⁻¹ rhs, or with orbits (NZᵀ)⁻¹ rhs."""
+    def _solve(self, rhs: Tensor, *, along_orbits: bool) -> Tensor:
+        """(NNᵀ)⁻¹ rhs, or along the orbits (NZᵀ)⁻¹ rhs."""
 
     @torch.no_grad()
     def retract(self, params: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The slice's point on the orbit of w, by name; other parameters are unchanged."""
-        given = self.params if params is None else params
-        return {**given, **self._moved(given)[0]}
+        if params is None:
+            params = self.params
+        return {**params, **self._move(params).params}
 
     @torch.no_grad()
     def retract_(self) -> Retraction:
         """Move the model's parameters to the slice, in place."""
-        off = self.constraint()
-        moved, t, dead = self._moved(self.params)
-        for name, value in moved.items():
+        distances = self.constraint().abs()
+        largest_distance = float(distances.amax()) if len(distances) else 0.0
+        move = self._move(self.params)
+        for name, value in move.params.items():
             self.params[name].copy_(value)
-        names = (scaling.about for scaling in self.scalings)
-        lost = {
-            about: tuple(flags.nonzero()[:, 0].tolist())
-            for about, flags in zip(names, self.units.split(dead), strict=True)
-            if bool(flags.any())
-        }
-        return Retraction(self.units.split(t), lost, float(off.abs().amax()) if len(off) else 0.0)
+        dead_units: dict[str, tuple[int, ...]] = {}
+        for scaling, flags in zip(self.scalings, self.units.split(move.dead), strict=True):
+            if bool(flags.any()):
+                dead_units[scaling.about] = tuple(flags.nonzero()[:, 0].tolist())
+        return Retraction(self.units.split(move.log_scales), dead_units, largest_distance)
 
     def contains(
         self, params: Mapping[str, Tensor] | None = None, tolerance: float | None = None
     ) -> bool:
         """Whether |c(w)| is at round-off, or at most the tolerance."""
-        given = self.params if params is None else params
-        eps = max(torch.finfo(given[name].dtype).eps for name in self.units.names)
-        bound = 64 * eps if tolerance is None else tolerance
-        return bool((self.constraint(given).abs() <= bound).all())
+        if params is None:
+            params = self.params
+        if tolerance is None:
+            tolerance = THRESHOLDS.contained * self._find_eps(params)
+        return bool((self.constraint(params).abs() <= tolerance).all())
 
     @torch.no_grad()
     def project(self, v: Vector) -> Vector:
         """The orthogonal projection of v onto T_wS: by name, or flat (p,) as the model's own."""
-        by_name = self._named(v)
-        a = self._solve(self._normal(by_name), orbits=False)
-        return self._as(v, by_name, self._conormal(a))
+        by_name = self._split_vector(v)
+        coefficients = self._solve(self._pair_with_normals(by_name), along_orbits=False)
+        return self._subtract(v, by_name, self._combine_normals(coefficients))
 
     @torch.no_grad()
     def lift(self, v: Vector) -> Vector:
         """The vector of T_wS that moves the function as v does: v and a move along the orbit."""
-        by_name = self._named(v)
-        a = self._solve(self._normal(by_name), orbits=True)
-        return self._as(v, by_name, self.units.spread(self.params, a))
+        by_name = self._split_vector(v)
+        coefficients = self._solve(self._pair_with_normals(by_name), along_orbits=True)
+        return self._subtract(v, by_name, self.units.spread(self.params, coefficients))
 
     def tangent_basis(self) -> Tensor:
         """An orthonormal basis of T_wS, (p, p − k); for small models."""
-        space, k = self._space(), self.units.total
-        eye = torch.eye(k, dtype=space.dtype, device=space.device)
-        # solved first: dead units have no normal
-        solved = [self._conormal(self._solve(e, orbits=False)) for e in eye]
-        normals = torch.stack([space.flatten({n: v.get(n) for n in self.params}) for v in solved])
-        u, s, _ = torch.linalg.svd(normals.mT, full_matrices=True)
-        rank = int((s > s[0] * len(s) * torch.finfo(s.dtype).eps).sum()) if k else 0
+        space = self._parameter_space()
+        count = self.units.total
+        normals = space.zeros(count, space.size)
+        identity = torch.eye(count, dtype=space.dtype, device=space.device)
+        for row, unit_vector in zip(normals, identity, strict=True):
+            # The solution comes first because dead units have no normal.
+            normal = self._combine_normals(self._solve(unit_vector, along_orbits=False))
+            row.copy_(space.flatten({name: normal.get(name) for name in self.params}))
+        u, sigma, _ = torch.linalg.svd(normals.mT, full_matrices=True)
+        rank = 0
+        if count:
+            rank = int((sigma > sigma[0] * count * torch.finfo(sigma.dtype).eps).sum())
         return u[:, rank:]
 
-    def _moved(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _move(self, params: Mapping[str, Tensor]) -> _Move:
+        """Return the parameters at the slice's point on the orbit."""
         t, dead = self.log_scales(params)
-        moved = self.units.scaled(params, t)
-        eps = min(torch.finfo(w.dtype).eps for w in moved.values())
+        scaled = self.units.scale(params, t)
+        eps = min(torch.finfo(w.dtype).eps for w in scaled.values())
         if float(t.abs().amax()) * torch.finfo(t.dtype).eps > eps / 2:
-            # a long way: t has lost digits that a second look restores
-            more, _ = self.log_scales(moved)
-            moved, t = self.units.scaled(moved, more), t + more
-        return moved, t, dead
+            # After a long way t has lost digits. A second solution restores them.
+            correction, _ = self.log_scales(scaled)
+            scaled = self.units.scale(scaled, correction)
+            t = t + correction
+        return _Move(scaled, t, dead)
 
-    def _space(self) -> ParameterSpace:
+    def _parameter_space(self) -> ParameterSpace:
         return ParameterSpace({n: w for n, w in self.params.items() if w.requires_grad})
 
-    def _named(self, v: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _split_vector(self, v: Tensor | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a vector by name."""
         if not isinstance(v, Tensor):
             return v
-        space = self._space()
+        space = self._parameter_space()
         if v.shape != (space.size,):
             raise PullbackError(
                 "The vector is not of the parameter space",
@@ -182,10 +235,17 @@ class Slice(ABC):
             )
         return space.split(v)
 
-    def _as(self, v: Vector, by_name: Mapping[str, Tensor], less: Mapping[str, Tensor]) -> Vector:
-        out = {n: x - less[n].to(x.dtype) if n in less else x for n, x in by_name.items()}
-        flat = isinstance(v, Tensor)
-        return self._space().flatten(out).to(v.dtype) if flat else out  # pyright: ignore[reportReturnType]
+    def _subtract(
+        self, v: Vector, by_name: Mapping[str, Tensor], normals: Mapping[str, Tensor]
+    ) -> Vector:
+        """Return the difference of two vectors by name, as v was given: by name or flat."""
+        difference = dict(by_name)
+        for name, normal in normals.items():
+            if name in difference:
+                difference[name] = difference[name] - normal.to(difference[name].dtype)
+        if isinstance(v, Tensor):
+            return self._parameter_space().flatten(difference).to(v.dtype)
+        return difference  # pyright: ignore[reportReturnType]
 
 
 class Balanced(Slice):
@@ -200,13 +260,13 @@ class Balanced(Slice):
     def norms(self, params: Mapping[str, Tensor]) -> UnitNorms:
         return UnitNorms(self.units, params)
 
-    def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
+    def _pair_with_normals(self, v: Mapping[str, Tensor]) -> Tensor:
         return self.units.pair(self.params, v)
 
-    def _conormal(self, a: Tensor) -> dict[str, Tensor]:
-        return self.units.spread(self.params, a)
+    def _combine_normals(self, coefficients: Tensor) -> dict[str, Tensor]:
+        return self.units.spread(self.params, coefficients)
 
-    def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
+    def _solve(self, rhs: Tensor, *, along_orbits: bool) -> Tensor:
         norms = self.norms(self.params)
         gram = OrbitGram(norms, norms.zeros)
         return gram.solve(rhs) * (-gram.top).exp() / norms.largest / norms.largest
@@ -218,49 +278,56 @@ class BlockNorms:
     Args:
         slice: with R (blocks, P), which adds up blocks, and D (U, blocks), their differences.
         params: by name, with squared norms q (P,).
-    """
 
-    near = torch.inf
+    Attributes:
+        units: that scale the parameters.
+        zeros: t = 0, (U,).
+        newton_radius: infinite, because Newton's method converges from any distance.
+        dead: (U,) units of chains with a block that is zero.
+    """
 
     def __init__(self, slice: EqualNorm, params: Mapping[str, Tensor]) -> None:
         self.units = slice.units
-        self._adds, self._differences = slice.adds, slice.differences
-        self._twice = 2 * slice.units.powers
-        logs, _ = log_squares(slice.units, params)
-        self._logs = torch.stack([each.reshape(()) for each in logs])
-        self.zeros = self._twice.new_zeros(slice.units.total)
-        alive = torch.isfinite(self._log_sums(self.zeros))
+        self.newton_radius = torch.inf
+        self._block_sums = slice.block_sums
+        self._differences = slice.differences
+        self._twice_powers = 2 * slice.units.powers
+        squares = slice.units.log_squares(params)
+        self._log_squares = torch.stack([energy.reshape(()) for energy in squares.energies])
+        self.zeros = self._twice_powers.new_zeros(slice.units.total)
+        is_nonzero = torch.isfinite(self._log_block_norms(self.zeros))
         self.dead = torch.zeros_like(self.zeros, dtype=torch.bool)
         start = 0
         for order in slice.chains:
             end = start + len(order) + 1
-            self.dead[order] = ~alive[start:end].all()
+            self.dead[order] = ~is_nonzero[start:end].all()
             start = end
 
-    def _terms(self, t: Tensor) -> Tensor:
+    def _log_terms(self, t: Tensor) -> Tensor:
         """log|w|² of each block's parameters, −inf for those of others: (blocks, P)."""
-        return torch.where(self._adds > 0, self._logs + self._twice @ t, -torch.inf)
+        log_squares = self._log_squares + self._twice_powers @ t
+        return torch.where(self._block_sums > 0, log_squares, -torch.inf)
 
-    def _log_sums(self, t: Tensor) -> Tensor:
+    def _log_block_norms(self, t: Tensor) -> Tensor:
         """log|w_k|² of the blocks, (blocks,); −inf for zeros."""
-        return self._terms(t).logsumexp(1)
+        return self._log_terms(t).logsumexp(1)
 
     def imbalance(self, t: Tensor) -> Tensor:
-        sums = self._log_sums(t)
-        found = self._differences @ torch.where(torch.isfinite(sums), sums, 0.0)
-        return torch.where(self.dead, 0.0, -found)
+        log_norms = self._log_block_norms(t)
+        log_norms = torch.where(torch.isfinite(log_norms), log_norms, 0.0)
+        return torch.where(self.dead, 0.0, -(self._differences @ log_norms))
 
-    def newton(self, t: Tensor, tolerance: float) -> Tensor:
-        shares = self._terms(t).softmax(1).nan_to_num(0.0)
-        jacobian = self._differences @ (shares @ self._twice)
+    def newton_step(self, t: Tensor, tolerance: float) -> Tensor:
+        shares = self._log_terms(t).softmax(1).nan_to_num(0.0)
+        jacobian = self._differences @ (shares @ self._twice_powers)
         jacobian = torch.where(self.dead[:, None], 0.0, jacobian)
         return torch.linalg.pinv(jacobian) @ self.imbalance(t)
 
-    def rows(self) -> Tensor:
-        """Coefficients (U, P) of the constraints' gradients, times a common factor: N = rows·w."""
-        inverse = (-self._log_sums(self.zeros)).exp()
-        rows = self._differences @ (self._adds * inverse[:, None]).nan_to_num(0.0, 0.0, 0.0)
-        return torch.where(self.dead[:, None], 0.0, rows)
+    def normal_coefficients(self) -> Tensor:
+        """Return rows (U, P) with N = rows·w, the constraints' gradients times a common factor."""
+        inverse = (-self._log_block_norms(self.zeros)).exp()
+        inverse_squares = (self._block_sums * inverse[:, None]).nan_to_num(0.0, 0.0, 0.0)
+        return torch.where(self.dead[:, None], 0.0, self._differences @ inverse_squares)
 
 
 class EqualNorm(Slice):
@@ -284,114 +351,88 @@ class EqualNorm(Slice):
     def __init__(
         self, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
     ) -> None:
-        super().__init__([s if s.units == 1 else s.merged() for s in scalings], model)
-        #: the indices of the scalings of each chain, in order
-        self.chains: list[list[int]] = []
-        for part in connected(s.names for s in self.scalings):
-            order = chain(self.scalings, part)
+        super().__init__([_merge_units(scaling) for scaling in scalings], model)
+        self.chains = self._order_chains()
+        #: the parameters that count in each norm
+        self.blocks: list[tuple[str, ...]] = []
+        for order in self.chains:
+            self.blocks.extend(list_component_layers(self.scalings, order))
+        powers = self.units.powers
+        self.block_sums = powers.new_zeros(len(self.blocks), len(powers))
+        for k, names in enumerate(self.blocks):
+            self.block_sums[k, [self.units.names.index(name) for name in names]] = 1
+        self.differences = powers.new_zeros(self.units.total, len(self.blocks))
+        block = 0
+        for order in self.chains:
+            for i in order:
+                self.differences[i, block] = 1
+                self.differences[i, block + 1] = -1
+                block += 1
+            block += 1  # a chain has one block more than scalings
+
+    def _order_chains(self) -> list[list[int]]:
+        """Return the numbers of the scalings of each chain, in order."""
+        chains: list[list[int]] = []
+        for component in find_components(self.scalings):
+            order = order_chain(self.scalings, component)
             if order is None:
-                names = ", ".join(self.scalings[i].about for i in part)
+                names = ", ".join(self.scalings[i].about for i in component)
                 raise PullbackError(
                     "There is no slice of equal norms",
                     f"the layers of {names} are no chain: their norms cannot all be made equal",
                     "Use symmetry.Balanced, which every network has",
                 )
-            self.chains.append(order)
-        #: the parameters that count in each norm
-        self.blocks = [n for order in self.chains for n in _layers(self.scalings, order)]
-        powers = self.units.powers
-        self.adds = powers.new_zeros(len(self.blocks), len(powers))
-        for k, names in enumerate(self.blocks):
-            self.adds[k, [self.units.names.index(n) for n in names]] = 1
-        self.differences = powers.new_zeros(self.units.total, len(self.blocks))
-        k = 0
-        for order in self.chains:
-            for i in order:
-                self.differences[i, k], self.differences[i, k + 1] = 1, -1
-                k += 1
-            k += 1
+            chains.append(order)
+        return chains
 
     def norms(self, params: Mapping[str, Tensor]) -> BlockNorms:
         return BlockNorms(self, params)
 
-    def _normal(self, v: Mapping[str, Tensor]) -> Tensor:
-        rows = self.norms(self.params).rows()
+    def _pair_with_normals(self, v: Mapping[str, Tensor]) -> Tensor:
+        rows = self.norms(self.params).normal_coefficients()
         pairs = rows.new_zeros(len(self.units.names))
-        for i, n in enumerate(self.units.names):
-            if n in v:
-                pairs[i] = torch.sum(self.params[n].detach().to(rows) * v[n].to(rows))
+        for i, name in enumerate(self.units.names):
+            if name in v:
+                pairs[i] = torch.sum(self.params[name].detach().to(rows) * v[name].to(rows))
         return rows @ pairs
 
-    def _conormal(self, a: Tensor) -> dict[str, Tensor]:
-        coefficients = a @ self.norms(self.params).rows()
-        return {
-            n: (self.params[n].detach().to(a) * c).to(self.params[n].dtype)
-            for n, c in zip(self.units.names, coefficients, strict=True)
-        }
+    def _combine_normals(self, coefficients: Tensor) -> dict[str, Tensor]:
+        factors = coefficients @ self.norms(self.params).normal_coefficients()
+        normal = {}
+        for name, factor in zip(self.units.names, factors, strict=True):
+            w = self.params[name].detach()
+            normal[name] = (w.to(coefficients) * factor).to(w.dtype)
+        return normal
 
-    def _solve(self, rhs: Tensor, orbits: bool) -> Tensor:
-        rows = self.norms(self.params).rows()
-        found = [self.params[n].detach().to(rows).square().sum() for n in self.units.names]
-        right = self.units.powers if orbits else rows.mT
-        return torch.linalg.pinv((rows * torch.stack(found)) @ right) @ rhs
+    def _solve(self, rhs: Tensor, *, along_orbits: bool) -> Tensor:
+        rows = self.norms(self.params).normal_coefficients()
+        squares = [self.params[n].detach().to(rows).square().sum() for n in self.units.names]
+        columns = self.units.powers if along_orbits else rows.mT
+        return torch.linalg.pinv((rows * torch.stack(squares)) @ columns) @ rhs
+
+
+def _merge_units(scaling: Scaling) -> Scaling:
+    """Return the scaling with one factor for all units."""
+    if scaling.units == 1:
+        return scaling
+    return scaling.merged()
 
 
 def make_slice(
-    kind: str, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
+    name: str, scalings: Sequence[Scaling], model: nn.Module | Mapping[str, Tensor]
 ) -> Slice:
-    """A slice by name: one of `SLICES`."""
-    refuse_unknown("slice", kind, SLICES)
-    if kind == "equal-norm":
+    """Return a slice by name: one of `SliceKind`."""
+    refuse_unknown("slice", name, map(str, SliceKind))
+    if name == SliceKind.EQUAL_NORM:
         return EqualNorm(scalings, model)
-    return Balanced(scalings if kind == "balanced" else [s.merged() for s in scalings], model)
+    if name == SliceKind.LAYER_BALANCED:
+        return Balanced([scaling.merged() for scaling in scalings], model)
+    return Balanced(scalings, model)
 
 
-def layer_slice(scalings: Sequence[Scaling]) -> str:
-    """Equal norms where all layers stand in chains, else the balanced slice of layers."""
-    chains = all(chain(scalings, part) for part in connected(s.names for s in scalings))
-    return "equal-norm" if chains else "layer-balanced"
-
-
-def layers_of(scalings: Sequence[Scaling]) -> list[tuple[tuple[str, ...], ...]]:
-    """The names of each layer's parameters, for every component."""
-    return [_layers(scalings, part) for part in connected(s.names for s in scalings)]
-
-
-def _layers(scalings: Sequence[Scaling], component: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """What leads into each scaling, weights between two of them first; then what only leads out."""
-    into, out = _sides(scalings, component)
-    leads, entered = (set().union(*side.values()) for side in (out, into))
-    found = [tuple(sorted(into[i], key=lambda n: n not in leads)) for i in component]
-    last = [tuple(n for n in out[i] if n not in entered) for i in component]
-    return (*found, *(names for names in last if names))
-
-
-def chain(scalings: Sequence[Scaling], component: Sequence[int]) -> list[int] | None:
-    """The component in order; None where it branches, or scales by other powers or in part."""
-    into, out = _sides(scalings, component)
-    legs = [leg for i in component for leg in scalings[i].legs]
-    if any(abs(leg.power) != 1 or not leg.complete for leg in legs):
-        return None
-    after: dict[int, int | None] = {}
-    for i in component:
-        targets = {next((j for j in component if n in into[j]), None) for n in out[i]}
-        if len(targets) != 1:
-            return None
-        after[i] = targets.pop()
-    starts = set(component) - set(after.values())
-    if len(starts) != 1 or len(set(after.values())) != len(component):
-        return None
-    order = [starts.pop()]
-    while (following := after[order[-1]]) is not None:
-        order.append(following)
-    # a parameter inside must leave exactly one scaling
-    left = [n for i in order for n in out[i]]
-    return order if len(order) == len(component) and len(set(left)) == len(left) else None
-
-
-def _sides(
-    scalings: Sequence[Scaling], component: Sequence[int]
-) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
-    into = {i: [leg.name for leg in scalings[i].legs if leg.power > 0] for i in component}
-    out = {i: [leg.name for leg in scalings[i].legs if leg.power < 0] for i in component}
-    return into, out
+def choose_layer_slice(scalings: Sequence[Scaling]) -> SliceKind:
+    """Return equal norms where all layers stand in chains, else the balanced slice of layers."""
+    components = find_components(scalings)
+    if all(order_chain(scalings, component) for component in components):
+        return SliceKind.EQUAL_NORM
+    return SliceKind.LAYER_BALANCED

@@ -1,8 +1,9 @@
-"""Actions on what is computed from parameters, in terms of the parameters.
+"""Actions on values that are computed from parameters, in terms of the parameters.
 
-A chart computes a value from parameters and puts a new one back: a matrix that a parameter holds in
-another shape, the constant of a batch norm with fixed statistics. What acts on the values acts on
-the parameters, w ← write(act(read(w))), and tangents follow by differentiation.
+A chart computes a value from parameters and writes a new value back: a matrix that a parameter
+holds in another shape, or the constant of a batch norm with fixed statistics. An action on the
+values becomes one on the parameters, w ← write(act(read(w))). Its tangents follow by
+differentiation.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .scaling import Action, Parameters
+from .action import Action, Parameters
 
 
 @dataclass(frozen=True)
-class ParameterView:
+class ReshapedParameter:
     """Entries of a parameter as a matrix or vector, such as the transpose of w in x @ w.
 
     Attributes:
         name: the parameter.
-        axes: those of the parameter that are merged to each axis of the value: for a matrix those
-            of outputs and those of inputs.
-        at: the place along its other axes, as of one expert in a stack.
-        factor: what the entries are multiplied by.
+        axes: for each axis of the value, the axes of the parameter that are merged into it. A
+            matrix has those of its outputs first, then those of its inputs.
+        at: the position along the parameter's other axes, such as one expert in a stack.
+        factor: the number that the entries are multiplied by.
     """
 
     name: str
@@ -36,31 +37,43 @@ class ParameterView:
     factor: float = 1.0
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """The parameters that are written."""
+    def parameter_names(self) -> tuple[str, ...]:
+        """The parameters that the value is computed from and written to."""
         return (self.name,)
 
-    def _entries(self, w: Tensor) -> Tensor:
-        used = [d for merged in self.axes for d in merged]
-        rest = [d for d in range(w.ndim) if d not in used]
-        sizes = [prod(w.shape[d] for d in merged) for merged in self.axes]
-        return w.permute(*rest, *used)[self.at].reshape(sizes)
+    def _select(self, w: Tensor) -> Tensor:
+        """Entries of w, or of anything of its shape, in the shape of the value."""
+        merged_axes = [axis for axes in self.axes for axis in axes]
+        other_axes = [axis for axis in range(w.ndim) if axis not in merged_axes]
+        sizes = [_count_entries(w, axes) for axes in self.axes]
+        return w.permute(*other_axes, *merged_axes)[self.at].reshape(sizes)
 
     def read(self, params: Parameters) -> Tensor:
-        """Return its value at these parameters."""
-        return self.factor * self._entries(params[self.name])
+        """Return the value at these parameters."""
+        return self.factor * self._select(params[self.name])
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
-        """The parameters that have this value, from others nearby."""
+        """Return parameters that have this value; entries that it does not contain stay."""
         w = params[self.name]
-        places = self._entries(torch.arange(w.numel(), device=w.device).view(w.shape))
-        new = w.flatten().index_copy(0, places.flatten(), value.flatten() / self.factor)
+        positions = self._select(torch.arange(w.numel(), device=w.device).view(w.shape))
+        new = w.flatten().index_copy(0, positions.flatten(), value.flatten() / self.factor)
         return {self.name: new.view(w.shape)}
+
+
+def _count_entries(w: Tensor, axes: tuple[int, ...]) -> int:
+    return prod(w.shape[axis] for axis in axes)
 
 
 @dataclass(frozen=True)
 class FixedNorm:
-    """y = g (x − μ)/σ + β with numbers μ and 1/σ, (C,): its constant is β − g μ/σ."""
+    """y = g (x − μ)/σ + β with numbers μ and 1/σ, (C,): its constant is β − g μ/σ.
+
+    Attributes:
+        gain: the name of g.
+        shift: the name of β.
+        mean: μ.
+        inverse: 1/σ.
+    """
 
     gain: str
     shift: str
@@ -68,40 +81,48 @@ class FixedNorm:
     inverse: Tensor
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """The parameters that are written."""
+    def parameter_names(self) -> tuple[str, ...]:
+        """The parameters that the constant is computed from."""
         return self.gain, self.shift
 
-    def _centre(self, params: Parameters) -> Tensor:
-        g = params[self.gain]
-        return g * (self.mean * self.inverse).to(g)
+    def _offset(self, params: Parameters) -> Tensor:
+        """g μ/σ."""
+        gain = params[self.gain]
+        return gain * (self.mean * self.inverse).to(gain)
 
     def read(self, params: Parameters) -> Tensor:
-        """The constant."""
-        return params[self.shift] - self._centre(params)
+        """Return the constant at these parameters."""
+        return params[self.shift] - self._offset(params)
 
     def write(self, params: Parameters, value: Tensor) -> dict[str, Tensor]:
-        """The shift that makes it this one."""
-        return {self.shift: value + self._centre(params)}
+        """Return the shift that gives the constant this value."""
+        return {self.shift: value + self._offset(params)}
 
 
-Chart = ParameterView | FixedNorm
+Chart = ReshapedParameter | FixedNorm
 
 
 class ChartAction(Action):
     """An action on the values of charts, in terms of the parameters.
 
     Args:
-        inner: what acts, on values by the names that stand for them.
-        charts: by those names. Those that stand under the name of a parameter keep their value.
+        inner: acts on values, by the names that stand for them.
+        charts: by those names. A chart under the name of one of its own parameters keeps its value
+            (the constant of a norm whose gain is scaled).
     """
 
     def __init__(self, inner: Action, charts: Mapping[str, Chart]) -> None:
-        self.inner, self.charts = inner, charts
-        self.about, self.reads = inner.about, inner.reads
-        self._written = {n: c for n, c in charts.items() if n in inner.names or n in c.own}
+        self.inner = inner
+        self.charts = charts
+        self.about = inner.about
+        self.reads = inner.reads
+        self._written_charts = {
+            name: chart
+            for name, chart in charts.items()
+            if name in inner.names or name in chart.parameter_names
+        }
         for name, chart in charts.items():
-            self.about = self.about.replace(name, chart.own[-1])
+            self.about = self.about.replace(name, chart.parameter_names[-1])
 
     @property
     def dimension(self) -> int:
@@ -109,33 +130,44 @@ class ChartAction(Action):
 
     @property
     def names(self) -> tuple[str, ...]:
-        direct = [n for n in self.inner.names if n not in self.charts]
-        return tuple(dict.fromkeys([*direct, *(n for c in self._written.values() for n in c.own)]))
+        names = [name for name in self.inner.names if name not in self.charts]
+        for chart in self._written_charts.values():
+            names.extend(chart.parameter_names)
+        return tuple(dict.fromkeys(names))
 
     def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        return self._write(params, self.inner.act(with_values(params, self.charts), element))
+        values = self.inner.act(with_values(params, self.charts), element)
+        return self._write(params, values)
 
     def tangent(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        seen = with_values(params, self.charts)
-        moved = self.inner.tangent(seen, element)
-        at = {n: seen[n].detach() for n in moved}
-        return jvp(lambda values: self._write(params, values), (at,), (moved,))[1]
+        values = with_values(params, self.charts)
+        value_tangents = self.inner.tangent(values, element)
+        moved_values = {name: values[name].detach() for name in value_tangents}
+        result = jvp(lambda moved: self._write(params, moved), (moved_values,), (value_tangents,))
+        tangents = result[1]
+        return tangents
 
     def _write(self, params: Parameters, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        out = {n: params[n].detach() for n in self.names}
-        out.update({n: v for n, v in values.items() if n not in self.charts})
-        for name, chart in self._written.items():
-            value = values[name] if name in values else chart.read(params)
-            out.update(chart.write(out, value))
-        return out
+        """Return the parameters that have these values."""
+        written = {name: params[name].detach() for name in self.names}
+        written.update({n: value for n, value in values.items() if n not in self.charts})
+        for name, chart in self._written_charts.items():
+            if name in values:
+                value = values[name]
+            else:
+                value = chart.read(params)
+            written.update(chart.write(written, value))
+        return written
 
 
 def with_values(params: Parameters, charts: Mapping[str, Chart]) -> dict[str, Tensor]:
-    """The parameters, and the values of charts."""
+    """Return the parameters together with the values of charts, by name."""
     return {**params, **{name: chart.read(params) for name, chart in charts.items()}}
 
 
 def in_parameters(action: Action, charts: Mapping[str, Chart]) -> Action:
-    """The action without names that stand for values of charts."""
-    used = {n: c for n, c in charts.items() if action.reads or n in action.names}
-    return ChartAction(action, used) if used else action
+    """Return the action with names of charts replaced by the parameters behind them."""
+    needed = {n: chart for n, chart in charts.items() if action.reads or n in action.names}
+    if not needed:
+        return action
+    return ChartAction(action, needed)

@@ -1,4 +1,4 @@
-"""Shifts: what is added to some parameters is taken away by others, or seen by nobody."""
+"""Shifts: constants that are added to some parameters and removed by others, or have no effect."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .action import Action, Parameters
 from .charts import FixedNorm
-from .scaling import Action, Leg, Parameters
-
-Places = Tensor  # along the first axis of a parameter
+from .scaling import Leg
 
 
 class Shift(Action):
@@ -33,7 +32,10 @@ class Shift(Action):
         move: Callable[[Parameters, Tensor], dict[str, Tensor]],
         about: str = "shift",
     ) -> None:
-        self._size, self._names, self._move, self.about = size, names, move, about
+        self._size = size
+        self._names = names
+        self._move = move
+        self.about = about
 
     @property
     def dimension(self) -> int:
@@ -47,30 +49,57 @@ class Shift(Action):
         return self._move(params, element)
 
     def act(self, params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        return {n: params[n].detach() + d for n, d in self.tangent(params, element).items()}
+        changes = self.tangent(params, element)
+        return {name: params[name].detach() + change for name, change in changes.items()}
 
 
-def _placed(w: Tensor, places: Places, values: Tensor) -> Tensor:
-    """The values at some places along the first axis of w, zeros elsewhere."""
-    return torch.zeros_like(w).index_add(0, places.to(w.device), values)
+@dataclass(frozen=True)
+class ParameterRows:
+    """Positions along the first axis of a parameter.
+
+    Attributes:
+        name: the parameter.
+        rows: the positions.
+    """
+
+    name: str
+    rows: Tensor
+
+    def embed(self, params: Parameters, values: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape with these values at the rows, zeros elsewhere.
+
+        Values of rows that occur several times are added.
+        """
+        zeros = torch.zeros_like(params[self.name].detach())
+        return zeros.index_add(0, self.rows.to(zeros.device), values)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A linear layer: outputs at rows of `weight` and places of `bias`; c is read at `columns`."""
+    """A linear layer that reads a constant c, W'c, and can remove it from its bias.
 
-    bias: str
-    places: Places
-    weight: str
-    rows: Places
+    Attributes:
+        weight: the layer's rows in its weight.
+        columns: the columns of the weight that c is read at.
+        bias: the layer's places in its bias; None if it has none, and can remove nothing.
+    """
+
+    weight: ParameterRows
     columns: Tensor
+    bias: ParameterRows | None
 
-    def taken(self, params: Parameters, c: Tensor) -> Tensor:
-        """−W'c at this layer's places of the bias."""
-        w = params[self.weight].detach()
-        chosen = w[self.rows.to(w.device)][:, self.columns.to(w.device)]
-        chosen = chosen.flatten(2).sum(2) if chosen.ndim > 2 else chosen
-        return _placed(params[self.bias].detach(), self.places, -(chosen @ c.to(w)))
+    def require_bias(self) -> ParameterRows:
+        """Return the bias; the caller has made sure that there is one."""
+        assert self.bias is not None, f"{self.weight.name} is used without a bias"
+        return self.bias
+
+    def compensate(self, params: Parameters, constants: Tensor) -> Tensor:
+        """Return the change −W'c of the bias that removes the constants c."""
+        w = params[self.weight.name].detach()
+        block = w[self.weight.rows.to(w.device)][:, self.columns.to(w.device)]
+        if block.ndim > 2:  # a constant image is multiplied by the kernel's sum
+            block = block.flatten(2).sum(2)
+        return self.require_bias().embed(params, -(block @ constants.to(w)))
 
 
 def bias_shift(
@@ -80,41 +109,60 @@ def bias_shift(
     uniform: bool = False,
     about: str = "shift",
 ) -> Shift:
-    """Constants added to biases and tables, w_e ← w_e + power·c_unit(e), which readers take away.
+    """Constants added to biases and tables, w_e ← w_e + power·c_unit(e), which readers remove.
 
-    A reader (W', b') that sees t·c takes it away, b' ← b' − t W' c: a norm's shift goes into the
+    A reader (W', b') that sees t·c removes it, b' ← b' − t W' c: a norm's shift goes into the
     next layers' biases, the value's bias into the output's. Without readers the constants cancel,
-    or do nothing (the key's bias, one before a batch norm).
+    or have no effect (the key's bias, a bias before a batch norm).
 
     Args:
         units: how many numbers c there are.
         legs: the biases and tables that move.
-        readers: (who takes it away, t).
-        uniform: whether all c are the same number, which norms do not see.
+        readers: (the layer that removes the constant, t).
+        uniform: whether all c are the same number, which norms remove.
         about: what it is, for people.
     """
-    names = [*(leg.name for leg in legs), *(reader.bias for reader, _ in readers)]
+    names = [leg.name for leg in legs]
+    names.extend(reader.require_bias().name for reader, _ in readers)
 
     def move(params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        c = element.expand(units)
-        moved = {n: torch.zeros_like(params[n]) for n in names}
+        constants = element.expand(units)
+        changes = {name: torch.zeros_like(params[name]) for name in names}
         for leg in legs:
-            moved[leg.name] = moved[leg.name] + leg.rates(c.to(moved[leg.name]))
-        for reader, t in readers:
-            moved[reader.bias] = moved[reader.bias] + reader.taken(params, t * c)
-        return moved
+            change = changes[leg.name]
+            changes[leg.name] = change + leg.rates(constants.to(change))
+        for reader, multiple in readers:
+            bias_name = reader.require_bias().name
+            compensation = reader.compensate(params, multiple * constants)
+            changes[bias_name] = changes[bias_name] + compensation
+        return changes
 
-    return Shift(1 if uniform else units, names, move, about)
+    if uniform:
+        return Shift(1, names, move, about)
+    return Shift(units, names, move, about)
 
 
-def folded_shift(source: Leg, units: int, norm: FixedNorm, at: Places, about: str) -> Shift:
-    """b ← b + c before a batch norm with fixed statistics, which takes it away: β ← β − c g/σ."""
+def folded_shift(source: Leg, units: int, norm: FixedNorm, channels: Tensor, about: str) -> Shift:
+    """b ← b + c before a batch norm with fixed statistics, which removes it: β ← β − c g/σ.
+
+    Args:
+        source: the bias, by units.
+        units: how many numbers c there are.
+        norm: the batch norm.
+        channels: the norm's channel for each unit.
+        about: what it is, for people.
+    """
+    shift_rows = ParameterRows(norm.shift, channels)
 
     def move(params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        b, shift = params[source.name].detach(), params[norm.shift].detach()
-        c, rate = element.to(b), params[norm.gain].detach() * norm.inverse.to(b)
-        taken = _placed(shift, at, -c * rate[at.to(b.device)])
-        return {source.name: source.rates(c).expand(b.shape), norm.shift: taken}
+        bias = params[source.name].detach()
+        constants = element.to(bias)
+        slope = params[norm.gain].detach() * norm.inverse.to(bias)
+        compensation = shift_rows.embed(params, -constants * slope[channels.to(bias.device)])
+        return {
+            source.name: source.rates(constants).expand(bias.shape),
+            norm.shift: compensation,
+        }
 
     return Shift(units, [source.name, norm.shift], move, about)
 
@@ -131,48 +179,55 @@ def mean_shift(reader: Reader, gain: str | None, shift: str | None, about: str =
     """
 
     def move(params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        w = params[reader.weight].detach()
-        a, columns = element.to(w), reader.columns.to(w.device)
-        one = torch.ones(len(columns), dtype=w.dtype, device=w.device)
-        inverse = one if gain is None else 1 / params[gain].detach()
-        line = torch.zeros_like(w[0]).index_copy(0, columns, inverse)
-        moved = {reader.weight: _placed(w, reader.rows, a[:, None] * line)}
+        w = params[reader.weight.name].detach()
+        amounts = element.to(w)
+        columns = reader.columns.to(w.device)
+        if gain is None:
+            inverse_gain = torch.ones(len(columns), dtype=w.dtype, device=w.device)
+        else:
+            inverse_gain = 1 / params[gain].detach()
+        row = torch.zeros_like(w[0]).index_copy(0, columns, inverse_gain)
+        changes = {reader.weight.name: reader.weight.embed(params, amounts[:, None] * row)}
         if shift is not None:
-            total = (params[shift].detach() * inverse).sum()
-            moved[reader.bias] = _placed(params[reader.bias].detach(), reader.places, -a * total)
-        return moved
+            total = (params[shift].detach() * inverse_gain).sum()
+            bias = reader.require_bias()
+            changes[bias.name] = bias.embed(params, -amounts * total)
+        return changes
 
-    names = [reader.weight] if shift is None else [reader.weight, reader.bias]
-    return Shift(len(reader.rows), names, move, about)
+    names = [reader.weight.name]
+    if shift is not None:
+        names.append(reader.require_bias().name)
+    return Shift(len(reader.weight.rows), names, move, about)
 
 
 def common_shift(
-    weight: tuple[str, Places] | None,
-    bias: tuple[str, Places] | None,
+    weight: ParameterRows | None,
+    bias: ParameterRows | None,
     width: int,
     about: str = "common shift",
 ) -> Shift:
     """The same added to all rows of a group: W_ij ← W_ij + a_j, b_i ← b_i + a.
 
-    What a layer norm or a softmax of the outputs takes away (weights and bias), or a group norm
-    (bias).
+    A layer norm or a softmax of the outputs removes both, a group norm the bias's.
 
     Args:
-        weight: its name and the rows in the group; None if only the bias moves.
+        weight: the rows in the group; None if only the bias moves.
         bias: the same, if there is one.
         width: how many a_j there are, the bias's last.
         about: what it is, for people.
     """
 
     def move(params: Parameters, element: Tensor) -> dict[str, Tensor]:
-        moved: dict[str, Tensor] = {}
+        changes: dict[str, Tensor] = {}
         if weight is not None:
-            w, rows = params[weight[0]].detach(), weight[1]
-            a = element[: w[0].numel()].to(w).view(w[0].shape)
-            moved[weight[0]] = _placed(w, rows, a.expand(len(rows), *a.shape))
+            first_row = params[weight.name].detach()[0]
+            row = element[: first_row.numel()].to(first_row).view(first_row.shape)
+            rows = row.expand(len(weight.rows), *row.shape)
+            changes[weight.name] = weight.embed(params, rows)
         if bias is not None:
-            b, places = params[bias[0]].detach(), bias[1]
-            moved[bias[0]] = _placed(b, places, element[-1].to(b).expand(len(places)))
-        return moved
+            number = element[-1].to(params[bias.name])
+            changes[bias.name] = bias.embed(params, number.expand(len(bias.rows)))
+        return changes
 
-    return Shift(width, [side[0] for side in (weight, bias) if side is not None], move, about)
+    names = [rows.name for rows in (weight, bias) if rows is not None]
+    return Shift(width, names, move, about)

@@ -15,6 +15,7 @@ they stand for changes the function in the same way as before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -29,7 +30,8 @@ from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
 from ...optim.kfac.factors.block import SPECTRUM, BlockKey, block_shape
 from ...optim.kfac.state import KFACState
-from ..retraction import ScalingUnits
+from ..scaling_units import ScalingUnits
+from .sweeps import Follower
 
 #: the power of α that each kind of state is multiplied by, by the names that torch's optimizers use
 POWERS: dict[str, int] = {
@@ -52,52 +54,95 @@ POWERS: dict[str, int] = {
 }
 
 
-def powers_of(optimizer: Optimizer) -> dict[str, int]:
-    """The powers of an optimizer's own state; raise for what knows no single units."""
-    rule = optimizer.blocks.preconditioner.rule if isinstance(optimizer, KFAC) else None
-    if rule is not None and rule.matrices:
-        raise PullbackError(
-            f"KFAC with {rule!r} does not go with slices",
-            "its bases and roots mix the units of a layer, and are not rescaled with them",
-            "Use KFAC(model, rule='natural'), or SliceSGD",
-        )
+def find_powers(optimizer: Optimizer) -> dict[str, int]:
+    """Return the powers of α for an optimizer's own state, by the state's names.
+
+    Raises:
+        PullbackError: for a rule of K-FAC whose state mixes the units of a layer.
+    """
+    if isinstance(optimizer, KFAC):
+        rule = optimizer.blocks.preconditioner.rule
+        if rule.matrices:
+            raise PullbackError(
+                f"KFAC with {rule!r} does not go with slices",
+                "its bases and roots mix the units of a layer, and are not rescaled with them",
+                "Use KFAC(model, rule='natural'), or SliceSGD",
+            )
     if isinstance(optimizer, RMSprop):  # whose buffer holds gradients over their own size
         return {**POWERS, "momentum_buffer": 0}
     return dict(POWERS)
 
 
-def followers(
+def list_followers(
     state: Mapping[str, object], w: Tensor, powers: Mapping[str, int]
-) -> list[tuple[Tensor, int]]:
-    """The tensors of a parameter's state that are shaped like it, with their powers."""
-    found = []
+) -> list[Follower]:
+    """Return the tensors of a parameter's state that are shaped like it, with their powers."""
+    followers: list[Follower] = []
     for name, value in state.items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             continue
         if value.ndim == 0 and (w.ndim or name not in powers):
             continue  # a counter
-        if value.shape != w.shape and powers.get(name) != 0:
-            raise PullbackError(
-                f"The optimizer's state {name!r} cannot be rescaled",
-                f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an "
-                "average, whose units are not told apart",
-                f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
-            )
-        if name not in powers:
-            raise PullbackError(
-                f"It is not known how the optimizer's state {name!r} is rescaled",
-                "it has the shape of the parameter and is none of torch's own",
-                f'Say so: transport={{"{name}": -1}} for an average of gradients, -2 for one of '
-                "their squares, 1 for what is measured like the parameter, 0 to leave it",
-            )
+        _refuse_unknown_state(name, value, w, powers)
         if powers[name]:
-            found.append((value, powers[name]))
-    return found
+            followers.append(Follower(value, powers[name]))
+    return followers
 
 
-#: what multiplies a parameter: tensors that are broadcast to it, each with whether it scales the
-#: layer's outputs (else its inputs), which decides where the parameter has a single entry
-Multipliers = Sequence[tuple[Tensor, bool]]
+def _refuse_unknown_state(name: str, value: Tensor, w: Tensor, powers: Mapping[str, int]) -> None:
+    """Raise where it is not known how an optimizer's state is rescaled."""
+    if value.shape != w.shape and powers.get(name) != 0:
+        raise PullbackError(
+            f"The optimizer's state {name!r} cannot be rescaled",
+            f"it is {tuple(value.shape)} for a parameter {tuple(w.shape)}: factors of an "
+            "average, whose units are not told apart",
+            f'Use Adam, or leave it as it is: transport={{"{name}": 0}}',
+        )
+    if name not in powers:
+        raise PullbackError(
+            f"It is not known how the optimizer's state {name!r} is rescaled",
+            "it has the shape of the parameter and is none of torch's own",
+            f'Say so: transport={{"{name}": -1}} for an average of gradients, -2 for one of '
+            "their squares, 1 for what is measured like the parameter, 0 to leave it",
+        )
+
+
+# --- K-FAC ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Multiplier:
+    """A factor of a parameter.
+
+    Attributes:
+        values: broadcast to the parameter.
+        scales_outputs: whether the layer's outputs are scaled, else its inputs. It decides where
+            the parameter has a single entry.
+    """
+
+    values: Tensor
+    scales_outputs: bool
+
+    def to(self, other: Tensor) -> _Multiplier:
+        """Return the factor in the dtype and on the device of another tensor."""
+        return _Multiplier(self.values.to(other), self.scales_outputs)
+
+
+@dataclass(frozen=True)
+class _LayerScales:
+    """W_oi ← l_o W_oi r_i for each group of channels.
+
+    Attributes:
+        outputs: l, (G, O).
+        inputs: r, (G, I), with the bias's coordinate.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+
+    def invert(self) -> _LayerScales:
+        """Return 1/l and 1/r."""
+        return _LayerScales(1 / self.outputs, 1 / self.inputs)
 
 
 @torch.no_grad()
@@ -112,98 +157,148 @@ def rescale_curvature(
         units: that were scaled.
         t: by how much.
     """
-    scales = {
-        part.name: [(leg.rates(t).exp(), leg.power > 0) for leg in part.legs]
-        for part in units.parts
-    }
-    #: roles in which a weight's rows belong to the layer's input
-    transposed = {type(kind).__name__ for kind in REGISTRY.values() if kind.input_first}
+    multipliers: dict[str, list[_Multiplier]] = {}
+    for parameter in units.parameters:
+        legs = [_Multiplier(leg.rates(t).exp(), leg.power > 0) for leg in parameter.legs]
+        multipliers[parameter.name] = legs
     for key, average in state.averages.items():
-        if key in state.reserved or not any(name in scales for name in key.names):
+        if key in state.reserved or not any(name in multipliers for name in key.names):
             continue
-        given = [[(f.to(average.mass), o) for f, o in scales.get(n, ())] for n in key.names]
-        inverse = state.preconditioner.inverses[key]
-        held = [*average.value.items(), *average.mean.items()]
-        if not key.kronecker:
-            ones = [average.mass.new_ones(parameters[n].shape) for n in key.names]
-            columns = [
-                reduce(torch.mul, [f for f, _ in factors], one).flatten()
-                for factors, one in zip(given, ones, strict=True)
-            ]
-            entries = torch.stack(columns, 1)  # of gain and shift of every unit, (U, k)
-            for _, value in held:
-                _both(get_entries(value), 1 / entries)
-            assert inverse.left is not None
-            _both(inverse.left, entries)
-            continue
-        input_first = all(factor.role in transposed for factor in average.value)
-        shape = block_shape(key, average.value)
-        left, right = _sides(given[0], parameters[key.names[0]], shape, key, input_first)
-        for factor, value in held:
-            if factor.side == "mean":
-                get_entries(value).mul_(1 / right[:, : value.shape[-1]])
-                continue
-            side = unpack(value)
-            _both(side, 1 / (left if factor.side == "left" else right))
-            if side is not value:
-                get_entries(value).copy_(PackedMatrix.pack(side).entries)
-        _rescale_inverse(inverse, left, right)
-        spectrum = state.preconditioner.spectra.get(key)
-        if spectrum is not None:
-            _outside_bases(get_entries(spectrum.value[SPECTRUM]), inverse, 1 / left, 1 / right)
-
-
-def _sides(
-    scales: Multipliers, p: Tensor, shape: tuple[int, ...], key: BlockKey, input_first: bool
-) -> tuple[Tensor, Tensor]:
-    """l (G, O) and r (G, I), with the bias's coordinate in the latter."""
-    some = scales[0][0] if scales else p
-    groups, high, wide = shape
-    left, right = some.new_ones(groups, high), some.new_ones(groups, wide - key.joint)
-    for f, outputs in scales:
-        f = f.expand(p.shape)
-        across = any(n > 1 and s for n, s in zip(f.shape[1:], f.stride()[1:], strict=True))
-        down = p.shape[0] > 1 and f.stride(0) != 0
-        if across or (not down and outputs == input_first and not key.bias):
-            # the same for all rows of a group
-            right = right * f[:: max(1, len(f) // groups)].reshape(groups, -1)
+        block_parameters = [parameters[name] for name in key.names]
+        block_multipliers = []
+        for name in key.names:
+            block_multipliers.append([m.to(average.mass) for m in multipliers.get(name, ())])
+        if key.kronecker:
+            _rescale_kronecker(state, key, block_parameters[0], block_multipliers[0])
         else:
-            left = left * f[(slice(None), *[0] * (p.ndim - 1))].reshape(groups, -1)
-    return left, F.pad(right, (0, 1), value=1.0) if key.joint else right
+            _rescale_units(state, key, block_parameters, block_multipliers)
 
 
-def _both(side: Tensor, f: Tensor) -> None:
+def _rescale_units(
+    state: KFACState,
+    key: BlockKey,
+    parameters: Sequence[Tensor],
+    multipliers: Sequence[Sequence[_Multiplier]],
+) -> None:
+    """Rescale a block with a small matrix for each unit, as of a norm's gain and shift."""
+    average = state.averages[key]
+    columns = []
+    for parameter, parameter_multipliers in zip(parameters, multipliers, strict=True):
+        ones = average.mass.new_ones(parameter.shape)
+        factor = reduce(torch.mul, [m.values for m in parameter_multipliers], ones)
+        columns.append(factor.flatten())
+    factors = torch.stack(columns, 1)  # of every unit, (U, k)
+    for value in (*average.value.values(), *average.mean.values()):
+        _rescale_both_sides(get_entries(value), 1 / factors)
+    inverse = state.preconditioner.inverses[key].left
+    assert inverse is not None
+    _rescale_both_sides(inverse, factors)
+
+
+def _rescale_kronecker(
+    state: KFACState, key: BlockKey, parameter: Tensor, multipliers: Sequence[_Multiplier]
+) -> None:
+    """Rescale a block with factors of inputs and outputs."""
+    average = state.averages[key]
+    inverse = state.preconditioner.inverses[key]
+    # In these roles a weight's rows belong to the layer's input.
+    transposed_roles = {layer.use for layer in REGISTRY.values() if layer.input_first}
+    input_first = all(factor.role in transposed_roles for factor in average.value)
+    shape = block_shape(key, average.value)
+    scales = _find_layer_scales(multipliers, parameter, shape, key, input_first)
+    inverse_scales = scales.invert()
+    for factor, value in (*average.value.items(), *average.mean.items()):
+        if factor.side == "mean":
+            get_entries(value).mul_(inverse_scales.inputs[:, : value.shape[-1]])
+            continue
+        matrix = unpack(value)
+        if factor.side == "left":
+            _rescale_both_sides(matrix, inverse_scales.outputs)
+        else:
+            _rescale_both_sides(matrix, inverse_scales.inputs)
+        if matrix is not value:
+            get_entries(value).copy_(PackedMatrix.pack(matrix).entries)
+    _rescale_inverse(inverse, scales)
+    spectrum = state.preconditioner.spectra.get(key)
+    if spectrum is not None:
+        _rescale_outside_bases(get_entries(spectrum.value[SPECTRUM]), inverse, inverse_scales)
+
+
+def _find_layer_scales(
+    multipliers: Sequence[_Multiplier],
+    parameter: Tensor,
+    shape: tuple[int, ...],
+    key: BlockKey,
+    input_first: bool,
+) -> _LayerScales:
+    """Return l (G, O) and r (G, I) of a block, with the bias's coordinate in the latter."""
+    groups, output_count, input_count = shape
+    template = multipliers[0].values if multipliers else parameter
+    outputs = template.new_ones(groups, output_count)
+    inputs = template.new_ones(groups, input_count - key.joint)
+    for multiplier in multipliers:
+        values = multiplier.values.expand(parameter.shape)
+        if _is_along_inputs(values, multiplier, key, input_first):
+            # It is the same for all rows of a group.
+            first_rows = values[:: max(1, len(values) // groups)]
+            inputs = inputs * first_rows.reshape(groups, -1)
+        else:
+            first_column = values[(slice(None), *[0] * (parameter.ndim - 1))]
+            outputs = outputs * first_column.reshape(groups, -1)
+    if key.joint:
+        inputs = F.pad(inputs, (0, 1), value=1.0)
+    return _LayerScales(outputs, inputs)
+
+
+def _is_along_inputs(
+    values: Tensor, multiplier: _Multiplier, key: BlockKey, input_first: bool
+) -> bool:
+    """Return True if values that are broadcast to a parameter differ along the layer's inputs."""
+    sizes_and_strides = zip(values.shape[1:], values.stride()[1:], strict=True)
+    if any(size > 1 and stride for size, stride in sizes_and_strides):
+        return True
+    differs_along_rows = values.shape[0] > 1 and values.stride(0) != 0
+    if differs_along_rows or key.bias:
+        return False
+    # All values are equal: their part in the scaling decides.
+    return multiplier.scales_outputs == input_first
+
+
+def _rescale_both_sides(matrix: Tensor, factors: Tensor) -> None:
     """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
-    n = min(f.shape[-1], side.shape[-1])
-    f, side = f[..., :n], side[..., :n]
-    if side.ndim == f.ndim:
-        side.mul_(f.square())
+    size = min(factors.shape[-1], matrix.shape[-1])
+    factors = factors[..., :size]
+    matrix = matrix[..., :size]
+    if matrix.ndim == factors.ndim:
+        matrix.mul_(factors.square())
     else:
-        side[..., :n, :].mul_(f[..., None]).mul_(f[..., None, :])
+        matrix[..., :size, :].mul_(factors[..., None]).mul_(factors[..., None, :])
 
 
-def _rescale_inverse(inverse: Inverse, left: Tensor, right: Tensor) -> None:
+def _rescale_inverse(inverse: Inverse, scales: _LayerScales) -> None:
     """Rescale R⁻¹ and C⁻¹: as matrices, diagonals, Cholesky factors or eigenbases."""
     if inverse.rows is not None:
-        wide = widened(inverse)
-        _rescale_inverse(wide, left, right)
-        for name, t in rounded(wide).tensors().items():
-            getattr(inverse, name).copy_(t)
+        precise = widened(inverse)
+        _rescale_inverse(precise, scales)
+        for name, tensor in rounded(precise).tensors().items():
+            getattr(inverse, name).copy_(tensor)
         return
-    for side, f in ((inverse.left, left), (inverse.right, right)):
-        if side is None:
+    for matrix, factors in ((inverse.left, scales.outputs), (inverse.right, scales.inputs)):
+        if matrix is None:
             continue
-        if side.ndim == 2 or (inverse.scale is None and not inverse.factors):
-            _both(side, f)
-        else:  # Cholesky factors of R, or a basis in which gradients are seen as before
-            side.mul_((1 / f if inverse.factors else f)[..., None])
+        if matrix.ndim == 2 or (inverse.scale is None and not inverse.factors):
+            _rescale_both_sides(matrix, factors)
+        elif inverse.factors:  # Cholesky factors of R
+            matrix.mul_(1 / factors[..., None])
+        else:  # a basis in which gradients are seen as before
+            matrix.mul_(factors[..., None])
     if inverse.scale is not None:
-        _outside_bases(inverse.scale, inverse, left, right)
+        _rescale_outside_bases(inverse.scale, inverse, scales)
 
 
-def _outside_bases(values: Tensor, inverse: Inverse, left: Tensor, right: Tensor) -> None:
+def _rescale_outside_bases(values: Tensor, inverse: Inverse, scales: _LayerScales) -> None:
     """Rescale eigenvalues along the sides that are diagonal and have no eigenbasis."""
     if inverse.left is None:
-        values.mul_(left.square()[..., None])
+        values.mul_(scales.outputs.square()[..., None])
     if inverse.right is None:
-        values.mul_(right.square()[:, None])
+        values.mul_(scales.inputs.square()[:, None])

@@ -1,385 +1,363 @@
-"""What a walk through the graph keeps: labels of tensors, layers that produce units, readers."""
+"""The layers that produce units, and a record of everything that reads their outputs.
+
+A *producer* is a linear layer, a table, a norm's gain, or a sum of producers. Its outputs are
+followed through the graph as long as they are only moved about. A *unit* is a number that stands
+for an output together with its history: the products with other activations that it has passed.
+Outputs that are read together and have one history can be mixed or shifted together.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..actions.charts import ParameterView
 from ..actions.scaling import Leg
-from .scales import FIXED, ZERO, collapse
-
-#: an entry that is no linear layer's output any more
-NONE = -1
+from .values import NO_UNIT
 
 
-@dataclass(frozen=True)
-class Act:
-    """An activation or a constant.
+class Output(NamedTuple):
+    """One output of a producer, by their numbers."""
 
-    Attributes:
-        scale: the label of each entry (see `Scales`), of the tensor's shape.
-        unit: which output of which linear layer an entry is, as long as it was only moved about.
-    """
-
-    scale: Tensor
-    unit: Tensor
-
-    @classmethod
-    def of(cls, scale: Tensor, shape: Sequence[int], unit: Tensor | None = None) -> Act:
-        """Labels broadcast to a shape."""
-        unit = torch.tensor(NONE) if unit is None else unit
-        return cls(scale.expand(tuple(shape)), unit.expand(tuple(shape)))
-
-    @classmethod
-    def constant(cls, shape: Sequence[int], *, zero: bool = False) -> Act:
-        """A tensor that no parameter enters."""
-        return cls.of(torch.tensor(ZERO if zero else FIXED), shape)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor."""
-        return self.scale.shape
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Act:
-        """The entries rearranged."""
-        return Act(move(self.scale), move(self.unit))
-
-    def plain(self) -> Act:
-        """The same scales, of entries that are no layer's outputs any more."""
-        return Act.of(self.scale, self.shape)
+    producer: int
+    number: int
 
 
-@dataclass(frozen=True)
-class Ref:
-    """A view of a parameter: the coordinates of each entry in it.
-
-    Attributes:
-        name: the parameter.
-        sizes: its shape.
-        coords: one tensor of the view's shape for each axis of the parameter.
-        view: the view's shape.
-        factor: the number by which its entries are multiplied.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    coords: tuple[Tensor, ...]
-    view: tuple[int, ...]
-    factor: float = 1.0
-
-    @classmethod
-    def whole(cls, name: str, sizes: Sequence[int]) -> Ref:
-        """The parameter itself."""
-        sizes = tuple(sizes)
-        coords = torch.meshgrid(*map(torch.arange, sizes), indexing="ij") if sizes else ()
-        return cls(name, sizes, tuple(coords), sizes)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the view."""
-        return torch.Size(self.view)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the view is the parameter itself."""
-        whole = Ref.whole(self.name, self.sizes)
-        return self.view == self.sizes and all(map(torch.equal, self.coords, whole.coords))
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Ref:
-        """The entries rearranged."""
-        coords = tuple(move(c) for c in self.coords)
-        view = coords[0].shape if coords else move(torch.zeros(self.view)).shape
-        return replace(self, coords=coords, view=tuple(view))
-
-    def times(self, number: float) -> Ref:
-        """The entries multiplied by a number other than 0."""
-        return replace(self, factor=self.factor * number)
-
-    def places(self) -> Tensor:
-        """The place of each entry in the flattened parameter, size 1 where unchanging."""
-        out = torch.zeros([1] * len(self.view), dtype=torch.long)
-        for n, c in zip(self.sizes, self.coords, strict=True):
-            out = out * n + collapse(c)
-        return out
-
-    def placed(self, labels: Tensor) -> Tensor:
-        """Labels of the view's entries as an array on the parameter, size 1 where unchanging.
-
-        Entries outside the view get −1.
-        """
-        small = collapse(labels.expand(self.view))
-        coords = [collapse(c) for c in self.coords]
-        axes = {a for a in range(small.ndim) if small.shape[a] > 1}
-        while True:
-            dims = {d for d, c in enumerate(coords) if any(c.shape[a] > 1 for a in axes)}
-            more = {a for d in dims for a in range(small.ndim) if coords[d].shape[a] > 1}
-            if more <= axes:
-                break
-            axes |= more
-        target = [self.view[a] if a in axes else 1 for a in range(small.ndim)]
-        out = torch.full([n if d in dims else 1 for d, n in enumerate(self.sizes)], -1)
-        zero = torch.zeros((), dtype=torch.long)
-        index = tuple(
-            coords[d].expand(target) if d in dims else zero for d in range(len(self.sizes))
-        )
-        if not self.sizes:
-            return small.reshape(())
-        out[index] = small.expand(target)
-        return out
-
-    def region(self) -> Tensor:
-        """Which entries along the parameter's first axis the view has: (sizes[0],) of bool."""
-        if not self.sizes:
-            return torch.ones(1, dtype=torch.bool)
-        mask = torch.zeros(self.sizes[0], dtype=torch.bool)
-        mask[collapse(self.coords[0]).flatten()] = True
-        return mask
+Outputs = tuple[Output, ...]
 
 
-Value = Act | Ref
+class Operation(Enum):
+    """The operation that computes a producer's outputs."""
 
-
-Row = tuple[int, int]  # (producer, output)
+    LINEAR = "a product with a matrix"
+    CONVOLUTION = "a convolution"
+    LAYER_NORM = "a layer norm over one axis, with or without a gain"
+    GAIN = "a product with one number for each output"
+    EMBEDDING = "rows of a table that tokens choose"
+    TABLE = "a table with one vector for each position"
+    SUM = "the sum of other producers and of inputs"
 
 
 @dataclass
 class Producer:
-    """A linear layer, or a norm's gain and shift.
+    """A linear layer, a table, a norm's gain and shift, or a sum.
 
     Attributes:
-        kind: "linear", "conv", "layer_norm", "gain", "embedding", "table",
-            "sum".
+        operation: that computes the outputs.
         weight: the parameter with the layer's outputs along its first axis; None if it has none.
-        rows: where output i stands along that axis.
+        rows: the position of each output along that axis.
         atoms: the label of each output.
-        bias, bias_rows: the same for the bias, once it was met.
-        table: for embeddings, the output that each entry of `weight` belongs to.
+        module: the name of the module that holds the weight.
+        bias, bias_rows, bias_size: the bias, the position of each output in it, and its length,
+            once the walk has met it.
+        table: for embeddings and tables, the output that each entry of `weight` belongs to.
         terms: for sums, the producers that are added; None is an input.
     """
 
-    kind: str
+    operation: Operation
     weight: str | None
     rows: Tensor
     atoms: Tensor
+    module: str = ""
     bias: str | None = None
     bias_rows: Tensor | None = None
     bias_size: int | None = None
-    about: str = ""
     table: Tensor | None = None
     terms: tuple[int | None, ...] = ()
 
-    def source(self, outputs: Sequence[int]) -> Leg | None:
-        """What a constant can be added to for these outputs, counted from 0; None if nothing."""
-        place = torch.full((len(self.rows),), -1)
-        place[list(outputs)] = torch.arange(len(outputs))
+    @property
+    def size(self) -> int:
+        """The number of outputs."""
+        return len(self.rows)
+
+    def find_offset(self, outputs: Sequence[int]) -> Leg | None:
+        """Return what a constant can be added to for these outputs, which are the leg's units.
+
+        That is the table or the bias; None if there is neither.
+        """
+        unit_of_output = torch.full((self.size,), -1)
+        unit_of_output[list(outputs)] = torch.arange(len(outputs))
         if self.table is not None and self.weight is not None:
-            return Leg(self.weight, torch.where(self.table < 0, -1, place[self.table]), 1)
+            return Leg(self.weight, torch.where(self.table < 0, -1, unit_of_output[self.table]), 1)
         if self.bias is None or self.bias_rows is None or self.bias_size is None:
             return None
         unit = torch.full((self.bias_size,), -1)
-        unit[self.bias_rows] = place
+        unit[self.bias_rows] = unit_of_output
         return Leg(self.bias, unit, 1)
 
 
-@dataclass(eq=False)
-class Reading:
-    """Outputs (producer, row) that are read in one go by something linear in them.
+@dataclass(frozen=True)
+class ProducerOutputs:
+    """Some outputs of one producer.
 
     Attributes:
-        kind: "linear": columns `at` of producer `reader`; "pair": summed against the rows `where`;
-            "norm", "softmax": a common shift is taken away; "null": any shift is; "fold": a batch
-            norm with fixed statistics; "sum": added to something.
-        rows: the outputs, in order.
-        where: depends on kind.
+        producer: the layer.
+        outputs: numbers of its outputs, in order.
     """
 
-    kind: str
-    rows: tuple[Row, ...]
-    where: Any = None
+    producer: Producer
+    outputs: list[int]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether these are all of the producer's outputs, in its own order."""
+        return self.outputs == list(range(self.producer.size))
+
+
+# --- readings: one class for each kind of operation that reads outputs -------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Outputs that one operation reads together, and is linear or blind to shifts in.
+
+    Attributes:
+        outputs: in the order in which they are read.
+        positions: of the outputs along the axis that the operation reads.
+    """
+
+    outputs: Outputs
+    positions: tuple[int, ...]
+
+    def find_position(self, output: Output) -> int:
+        """Return the position at which an output is read."""
+        return self.positions[self.outputs.index(output)]
+
+
+@dataclass(frozen=True, eq=False)
+class LinearReading(Reading):
+    """A linear layer reads the outputs at its columns `positions`.
+
+    Attributes:
+        reader: the number of the layer.
+        is_padded: whether zeros are put around the outputs, so that a constant is not read as one.
+    """
+
+    reader: int
+    is_padded: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PairReading(Reading):
+    """Σ_i output_i·key_i is formed: queries against keys.
+
+    Attributes:
+        keys: the second factors, in order.
+    """
+
+    keys: Outputs
+
+
+@dataclass(frozen=True, eq=False)
+class NormReading(Reading):
+    """A norm subtracts the mean of the outputs, and with it a shift common to all of them.
+
+    Attributes:
+        is_per_sample: whether the mean is that of each sample and position (a layer norm), so that
+            the shift may depend on the inputs. A group norm's is a mean over positions.
+    """
+
+    is_per_sample: bool
+
+
+class SoftmaxReading(Reading):
+    """A softmax of the outputs does not change under a shift common to all of them."""
+
+
+class BatchNormReading(Reading):
+    """A batch norm removes any shift."""
+
+
+@dataclass(frozen=True, eq=False)
+class FixedNormReading(Reading):
+    """A batch norm with fixed statistics reads the outputs at its channels `positions`.
+
+    Attributes:
+        norm: the number of the norm in `Walk.fixed_norms`.
+    """
+
+    norm: int
+
+
+class SumReading(Reading):
+    """The outputs are added to something else."""
+
+
+class Use(NamedTuple):
+    """The part that an output plays in a reading.
+
+    `is_key` is true for the second factors of a `PairReading`.
+    """
+
+    reading: Reading
+    is_key: bool
+
+    def list_outputs(self) -> Outputs:
+        """Return all outputs that play the same part."""
+        if isinstance(self.reading, PairReading) and self.is_key:
+            return self.reading.keys
+        return self.reading.outputs
+
+
+# --- the record -----------------------------------------------------------------------------
+
+
+class _Unit(NamedTuple):
+    """An output and its history: the producer's number, then nested (operation, before, outputs)"""
+
+    output: Output
+    history: Hashable
 
 
 @dataclass
 class Ledger:
-    """The layers that produce units, and the events that read them."""
+    """The producers and readings of a graph, in the order of the walk.
+
+    Attributes:
+        producers: linear layers, tables, gains and sums.
+        readings: operations that read their outputs and that shifts or matrices can pass.
+        nonlinear: outputs that anything else reads.
+    """
 
     producers: list[Producer] = field(default_factory=list)
-    events: list[Reading] = field(default_factory=list)
-    touched: Counter[Row] = field(default_factory=Counter)
-    _units: list[tuple[Row, Any]] = field(default_factory=list)
-    _number: dict[tuple[Row, Any], int] = field(default_factory=dict)
-    _calls: int = 0
+    readings: list[Reading] = field(default_factory=list)
+    nonlinear: set[Output] = field(default_factory=set)
+    _units: list[_Unit] = field(default_factory=list)
+    _unit_numbers: dict[_Unit, int] = field(default_factory=dict)
+    _call_count: int = 0
 
-    def call(self) -> int:
-        """A number for one operation."""
-        self._calls += 1
-        return self._calls
+    def count_call(self) -> int:
+        """Return a new number for one operation."""
+        self._call_count += 1
+        return self._call_count
 
-    def produce(self, producer: Producer) -> Tensor:
-        """The units (n,) of a new producer."""
+    def add_producer(self, producer: Producer) -> Tensor:
+        """Record a producer and return its units, (n,)."""
         self.producers.append(producer)
-        p = len(self.producers) - 1
-        return torch.tensor([self._unit((p, i), p) for i in range(len(producer.rows))]).long()
+        number = len(self.producers) - 1
+        units = [self._number_unit(Output(number, i), number) for i in range(producer.size)]
+        return torch.tensor(units).long()
 
-    def _unit(self, row: Row, tag: Any) -> int:
-        key = (row, tag)
-        if key not in self._number:
-            self._number[key] = len(self._units)
-            self._units.append(key)
-        return self._number[key]
+    def _number_unit(self, output: Output, history: Hashable) -> int:
+        unit = _Unit(output, history)
+        if unit not in self._unit_numbers:
+            self._unit_numbers[unit] = len(self._units)
+            self._units.append(unit)
+        return self._unit_numbers[unit]
 
-    def row(self, unit: int) -> Row:
-        """The producer and output behind a unit."""
-        return self._units[unit][0]
+    def find_output(self, unit: int) -> Output:
+        """Return the output behind a unit."""
+        return self._units[unit].output
 
-    def touch(self, units: Tensor) -> None:
-        """Something nonlinear reads these."""
-        self.touched.update(self.row(u) for u in units.unique().tolist() if u != NONE)
+    def mark_nonlinear(self, units: Tensor) -> None:
+        """Record that something nonlinear reads these units."""
+        for unit in units.unique().tolist():
+            if unit != NO_UNIT:
+                self.nonlinear.add(self.find_output(unit))
 
-    def blocks(self, units: Sequence[int]) -> dict[Any, list[int]]:
-        """Places in a list of units that had the same history, by that history."""
-        out: dict[Any, list[int]] = {}
-        for place, unit in enumerate(units):
-            if unit != NONE:
-                out.setdefault(self._units[unit][1], []).append(place)
-        return out
+    def _group_by_history(self, units: Sequence[int]) -> dict[Hashable, list[int]]:
+        """Return indices into a list of units, grouped by the units' history."""
+        groups: dict[Hashable, list[int]] = {}
+        for index, unit in enumerate(units):
+            if unit != NO_UNIT:
+                groups.setdefault(self._units[unit].history, []).append(index)
+        return groups
 
-    def passed(self, units: Sequence[int], call: int) -> list[int]:
-        """Units after an operation that acts equally on those with a common history."""
-        out = list(units)
-        for tag, places in self.blocks(units).items():
-            after = (call, tag, tuple(self.row(units[i]) for i in places))
-            for i in places:
-                out[i] = self._unit(self.row(units[i]), after)
-        return out
+    def pass_units(self, units: Sequence[int], call: int) -> list[int]:
+        """Return units after an operation that acts equally on those with a common history.
 
-    def read(self, kind: str, units: Tensor, where: Sequence[Any], **more: Any) -> None:
-        """An event for each block of the units (n,) with their places; others are left alone."""
-        listed = units.tolist()
-        for places in self.blocks(listed).values():
-            for again in _without_repetition([listed[i] for i in places]):
-                chosen = [places[i] for i in again]
-                rows = tuple(self.row(listed[i]) for i in chosen)
-                self.events.append(Reading(kind, rows, {"at": [where[i] for i in chosen], **more}))
+        Args:
+            units: before the operation.
+            call: the operation's number.
+        """
+        passed = list(units)
+        for history, indices in self._group_by_history(units).items():
+            outputs = tuple(self.find_output(units[i]) for i in indices)
+            new_history = (call, history, outputs)
+            for i, output in zip(indices, outputs, strict=True):
+                passed[i] = self._number_unit(output, new_history)
+        return passed
 
-    def pair(self, left: tuple[Row, ...], right: tuple[Row, ...]) -> None:
-        """Σ_i left_i·right_i is formed: queries against keys."""
-        if not any(e.kind == "pair" and e.rows == left and e.where == right for e in self.events):
-            self.events.append(Reading("pair", left, right))
+    def add_readings(
+        self,
+        units: Tensor,
+        positions: Sequence[int],
+        make_reading: Callable[[Outputs, tuple[int, ...]], Reading],
+    ) -> None:
+        """Record a reading for each group of units (n,) with a common history.
 
-    def add(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """Outputs (n,) of two layers are added, one by one: the sum's own; None if not so simple.
+        Args:
+            units: that are read; entries without a unit are ignored.
+            positions: at which they are read, n of them.
+            make_reading: makes a reading of outputs and their positions.
+        """
+        unit_list = units.tolist()
+        for indices in self._group_by_history(unit_list).values():
+            for occurrences in _split_repetitions([unit_list[i] for i in indices]):
+                chosen = [indices[k] for k in occurrences]
+                outputs = tuple(self.find_output(unit_list[i]) for i in chosen)
+                reading = make_reading(outputs, tuple(positions[i] for i in chosen))
+                self.readings.append(reading)
 
-        A side may also be something that no parameter shifts, all `NONE`.
+    def add_pair(self, queries: Outputs, keys: Outputs) -> None:
+        """Record that Σ_i query_i·key_i is formed, unless that is known."""
+        pairs = [reading for reading in self.readings if isinstance(reading, PairReading)]
+        if not any(pair.outputs == queries and pair.keys == keys for pair in pairs):
+            positions = tuple(range(len(queries)))
+            self.readings.append(PairReading(queries, positions, keys))
+
+    def add_sum(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Record that units (n,) of two producers are added one by one, and return the sum's units.
+
+        A side may also be something that no parameter shifts, all `NO_UNIT`. The result is None
+        where a side is not all outputs of one producer in order.
         """
         terms: list[int | None] = []
         for side in (left, right):
-            if bool((side == NONE).all()):
+            if bool((side == NO_UNIT).all()):
                 terms.append(None)
                 continue
-            found = self.one_producer(side)
-            if found is None or found[1] != list(range(len(found[0].rows))):
+            source = self.find_single_producer(side)
+            if source is None or not source.is_complete:
                 return None
-            terms.append(self.row(int(side[0]))[0])
+            terms.append(self.find_output(int(side[0])).producer)
         rows = torch.arange(len(left))
-        made = self.produce(Producer("sum", None, rows, torch.zeros_like(rows), terms=tuple(terms)))
+        atoms = torch.zeros_like(rows)
+        units = self.add_producer(Producer(Operation.SUM, None, rows, atoms, terms=tuple(terms)))
         for term in terms:
             if term is not None:
-                outputs = tuple((term, i) for i in range(len(left)))
-                self.events.append(Reading("sum", outputs, {"at": rows.tolist()}))
-        return made
+                outputs = tuple(Output(term, i) for i in range(len(left)))
+                self.readings.append(SumReading(outputs, tuple(rows.tolist())))
+        return units
 
-    def one_producer(self, units: Tensor) -> tuple[Producer, list[int]] | None:
-        """The producer and outputs of units that come from one and went through nothing."""
-        listed = units.tolist()
-        if not listed or NONE in listed:
+    def find_single_producer(self, units: Tensor) -> ProducerOutputs | None:
+        """Return the producer of units that come from one layer and have passed nothing since."""
+        unit_list = units.tolist()
+        if not unit_list or NO_UNIT in unit_list:
             return None
-        keys = [self._units[u] for u in listed]
-        p = keys[0][0][0]
-        if any(row[0] != p or tag != p for row, tag in keys):
-            return None
-        return self.producers[p], [row[1] for row, _ in keys]
+        records = [self._units[unit] for unit in unit_list]
+        number = records[0].output.producer
+        for record in records:
+            if record.output.producer != number or record.history != number:
+                return None
+        return ProducerOutputs(self.producers[number], [r.output.number for r in records])
 
 
-def _without_repetition(units: Sequence[int]) -> list[list[int]]:
-    """Places of the first occurrences, then of the second, and so on: heads that share rows."""
-    out: list[list[int]] = []
-    seen: Counter[int] = Counter()
-    for place, unit in enumerate(units):
-        if seen[unit] == len(out):
-            out.append([])
-        out[seen[unit]].append(place)
-        seen[unit] += 1
-    return out
+def _split_repetitions(units: Sequence[int]) -> list[list[int]]:
+    """Return indices of first occurrences, then of second ones, and so on.
 
-
-def read_matrix(ref: Ref) -> tuple[ParameterView, Tensor, Tensor] | None:
-    """The matrix (out, in) that a view (in, out) lies in, and the view's rows and columns there.
-
-    None where an axis of the parameter counts both, as in a diagonal.
+    Units are read repeatedly where attention heads share keys or values.
     """
-    small = [collapse(c) for c in ref.coords]
-    ins, outs = ([d for d, c in enumerate(small) if c.shape[a] > 1] for a in (0, 1))
-    if {*ins} & {*outs}:
-        return None
-    if len(small) == 2:  # of an axis with one place only the other tells
-        outs, ins = ([1], [0]) if 1 in outs or 0 in ins else ([0], [1])
-    at = tuple(int(c.flatten()[0]) for d, c in enumerate(small) if d not in (*outs, *ins))
-    places = []
-    for axis, some in ((1, outs), (0, ins)):
-        place = torch.zeros(1, dtype=torch.long)
-        for d in some:  # several axes are counted as one
-            place = place * ref.sizes[d] + small[d].flatten()
-        places.append(place.expand(ref.view[axis]))
-    view = ParameterView(ref.name, (tuple(outs), tuple(ins)), at, ref.factor)
-    return view, places[0], places[1]
-
-
-class Readers:
-    """The events that each output takes part in, for outputs that nothing nonlinear reads."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.of: dict[Row, list[tuple[Reading, bool]]] = {}
-        for event in ledger.events:
-            for row in event.rows:
-                self.of.setdefault(row, []).append((event, False))
-            if event.kind == "pair":
-                for row in event.where:
-                    self.of.setdefault(row, []).append((event, True))
-        self._owners: Counter[tuple[str | None, int]] = Counter()
-        for made in ledger.producers:
-            self._owners.update((made.weight, int(r)) for r in made.rows)
-
-    def shared(self, made: Producer, outputs: list[int]) -> bool:
-        """Whether these rows of the weight are another layer's, too."""
-        return any(self._owners[made.weight, int(made.rows[i])] > 1 for i in outputs)
-
-    def reading(self, p: int) -> list[tuple[Reading, bool]] | None:
-        """The events that read all outputs of a producer; None where they differ or are touched."""
-        rows = [(p, i) for i in range(len(self.ledger.producers[p].rows))]
-        first = self.of.get(rows[0], [])
-        alike = all(r not in self.ledger.touched and self.of.get(r, []) == first for r in rows)
-        return first if alike else None
-
-    def together(self, rows: tuple[Row, ...]) -> list[tuple[Reading, bool]] | None:
-        """The only readers of outputs that are always read together, in one order; else None."""
-        events = self.of.get(rows[0], [])
-        if any((event.where if second else event.rows) != rows for event, second in events):
-            return None
-        alike = all(r not in self.ledger.touched and self.of.get(r) == events for r in rows)
-        return events if alike else None
-
-    def source(self, rows: tuple[Row, ...]) -> tuple[Producer, list[int]] | None:
-        """The layer whose outputs these are; norms and shared layers are no candidates."""
-        made, outputs = self.ledger.producers[rows[0][0]], [i for _, i in rows]
-        if any(p != rows[0][0] for p, _ in rows) or made.kind not in ("linear", "conv"):
-            return None
-        if len(set(outputs)) != len(outputs) or self.shared(made, outputs):
-            return None
-        return made, outputs
+    rounds: list[list[int]] = []
+    counts: dict[int, int] = {}
+    for index, unit in enumerate(units):
+        occurrence = counts.get(unit, 0)
+        if occurrence == len(rounds):
+            rounds.append([])
+        rounds[occurrence].append(index)
+        counts[unit] = occurrence + 1
+    return rounds

@@ -1,233 +1,283 @@
-"""Scalings from the equations that a walk has left unsolved, and invertible matrices between layers
-with nothing nonlinear between them.
-"""
+"""Invertible matrices between layers with nothing nonlinear between them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..actions.charts import ChartAction
-from ..actions.scaling import Action, Leg, Mixing, Scaling, connected
-from .ledger import Producer, Readers, Row
-from .scales import Form
-from .walk import ParameterRegion, Walk
+from ..actions.components import connected_components
+from ..actions.mixing import Mixing
+from .ledger import (
+    LinearReading,
+    Operation,
+    Output,
+    Outputs,
+    PairReading,
+    Producer,
+    SumReading,
+)
+from .readers import Readers
+from .walk import Walk
 
-Units = dict[int, tuple[int, int]]  # atom -> (scaling, unit)
-
-
-def scalings(walk: Walk) -> list[Action]:
-    """One scaling for each layer whose outputs kept scales of their own."""
-    arrays = [(name, r, _whole(r, array)) for name, r, array in _arrays(walk)]
-    units = _units(walk, [array for _, _, array in arrays])
-    count = 1 + max((s for s, _ in units.values()), default=-1)
-    legs: list[list[Leg]] = [[] for _ in range(count)]
-    for name, _, array in arrays:
-        for scaling, leg in _legs(walk, name, array, units):
-            legs[scaling].append(leg)
-    sizes = Counter(scaling for scaling, _ in units.values())
-    reached = [(norm, _reached(walk, labels, units)) for norm, labels in walk.folds]
-    out: list[Action] = []
-    for s, found in enumerate(legs):
-        scaling = Scaling(sizes[s], found, _about(found))
-        mine = {norm.shift: norm for norm, those in reached if s in those}
-        # x ← αx, g ← g/α leaves g x/σ alone, and the norm's constant stays if β changes with g
-        out.append(ChartAction(scaling, mine) if mine else scaling)
-    return out
+#: layers whose outputs a matrix can mix
+_MIXABLE_OPERATIONS = (
+    Operation.LINEAR,
+    Operation.CONVOLUTION,
+    Operation.EMBEDDING,
+    Operation.SUM,
+)
 
 
-def _arrays(walk: Walk) -> Iterator[tuple[str, ParameterRegion, Tensor]]:
-    for name, regions in walk.held.items():
-        for region in regions:
-            for array in region.legs.values():
-                yield name, region, array
+@dataclass(frozen=True)
+class _Candidate:
+    """A mixing and the outputs that it mixes."""
+
+    mixing: Mixing
+    members: list[Outputs]
 
 
-def _whole(region: ParameterRegion, array: Tensor) -> Tensor:
-    """Labels on the parameter that are −1 outside the region."""
-    if bool(region.mask.all()) or array.ndim == 0:
-        return array
-    mask = region.mask.view(-1, *[1] * (array.ndim - 1))
-    return torch.where(mask, array, -1)
+def find_mixings(walk: Walk, readers: Readers) -> list[Mixing]:
+    """Return one mixing for each set of outputs that only linear layers read, or only products.
+
+    The scales of outputs that are mixed are part of the mixing: they are fixed in the walk.
+    """
+    candidates = [*_find_between_layers(readers), *_find_between_factors(readers)]
+    for candidate in candidates:
+        for outputs in candidate.members:
+            for output in outputs:
+                producer = walk.ledger.producers[output.producer]
+                walk.scales.fix(producer.atoms[output.number])
+    return [candidate.mixing for candidate in candidates]
 
 
-def _units(walk: Walk, arrays: list[Tensor]) -> Units:
-    """Atoms that some parameter is scaled by, counted by the call that made them."""
-    atoms: dict[int, None] = {}
-    for array in arrays:
-        for label in array.unique().tolist():
-            if label > 0:
-                atoms.update(
-                    dict.fromkeys(a for a, _ in walk.scales.solved(walk.scales.forms[label]))
-                )
-    number: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    units: Units = {}
-    for atom in sorted(atoms):
-        scaling = number.setdefault(walk.scales.origin[atom], len(number))
-        units[atom] = (scaling, sizes.setdefault(scaling, 0))
-        sizes[scaling] += 1
-    return units
+# --- between linear layers ------------------------------------------------------------------
 
 
-def _legs(walk: Walk, name: str, array: Tensor, units: Units) -> Iterator[tuple[int, Leg]]:
-    """The legs of a parameter: one for each scaling, power and place in the forms."""
-    labels, place = array.unique(return_inverse=True)
-    forms: list[Form] = [
-        walk.scales.solved(walk.scales.forms[x]) if x > 0 else () for x in labels.tolist()
-    ]
-    tables: dict[tuple[int, int, int], Tensor] = {}
-    for k, form in enumerate(forms):
-        seen: dict[tuple[int, int], int] = {}
-        for atom, power in form:
-            scaling, unit = units[atom]
-            slot = seen.get((scaling, power), 0)
-            seen[scaling, power] = slot + 1
-            table = tables.setdefault((scaling, power, slot), torch.full((len(forms),), -1))
-            table[k] = unit
-    for (scaling, power, _), table in tables.items():
-        yield scaling, Leg(name, table[place].view(array.shape), power)
-
-
-def _reached(walk: Walk, labels: Tensor, units: Units) -> set[int]:
-    """The scalings that the entries with these labels answer to."""
-    forms = [walk.scales.solved(walk.scales.forms[x]) for x in labels.unique().tolist() if x > 0]
-    return {units[a][0] for form in forms for a, _ in form if a in units}
-
-
-def _about(legs: list[Leg]) -> str:
-    """Who is scaled, in words."""
-    into = list(dict.fromkeys(_module(leg.name) for leg in legs if leg.power > 0))
-    out = list(dict.fromkeys(_module(leg.name) for leg in legs if leg.power < 0))
-    return f"scaling of {_listed(into)}" + (f" against {_listed(out)}" if out else "")
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0] or name
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-Rows = tuple[Row, ...]
-
-
-def mixings(walk: Walk, readers: Readers) -> list[Mixing]:
-    """One for each set of outputs that only linear layers read, or only products of two layers."""
-    ledger, done = readers.ledger, set[Rows]()
-    found: list[tuple[Mixing | None, list[Rows]]] = []
-    for event in ledger.events:
-        if event.kind == "linear" and event.rows not in done and len(event.rows) > 1:
-            members = _class(readers, event.rows)
-            done.update(members or [event.rows])
-            if members is not None:
-                found.append((_between(readers, members), members))
-    pairs = [e for e in ledger.events if e.kind == "pair" and len(e.rows) > 1]
-    for part in connected([(0, e.rows), (1, e.where)] for e in pairs):
-        queries = list(dict.fromkeys(pairs[i].rows for i in part))
-        keys = list(dict.fromkeys(pairs[i].where for i in part))
-        found.append((_against(readers, queries, keys), [*queries, *keys]))
-    for mixing, members in found:
-        for p, i in (row for rows in members for row in rows if mixing is not None):
-            # the scales of outputs that are mixed are part of the mixing
-            walk.scales.fix(ledger.producers[p].atoms[i])
-    return [mixing for mixing, _ in found if mixing is not None]
-
-
-def _class(readers: Readers, rows: Rows) -> list[Rows] | None:
-    """All outputs that one matrix must mix, since sums connect them."""
-    found: dict[Rows, None] = {}
-    waiting = [rows]
-    while waiting:
-        now = waiting.pop()
-        if now in found:
+def _find_between_layers(readers: Readers) -> list[_Candidate]:
+    """Return mixings of outputs of linear layers that only linear layers read."""
+    candidates: list[_Candidate] = []
+    visited: set[Outputs] = set()
+    for reading in readers.ledger.readings:
+        outputs = reading.outputs
+        if not isinstance(reading, LinearReading) or outputs in visited or len(outputs) < 2:
             continue
-        found[now] = None
-        more = _partners(readers, now)
-        if more is None:
+        members = _collect_members(readers, outputs)
+        if members is None:
+            visited.add(outputs)
+            continue
+        visited.update(members)
+        mixing = _make_mixing(readers, members)
+        if mixing is not None:
+            candidates.append(_Candidate(mixing, members))
+    return candidates
+
+
+def _collect_members(readers: Readers, outputs: Outputs) -> list[Outputs] | None:
+    """Return all outputs that one matrix must mix, because sums connect them.
+
+    None if some of them cannot be mixed.
+    """
+    members: dict[Outputs, None] = {}
+    queue = [outputs]
+    while queue:
+        member = queue.pop()
+        if member in members:
+            continue
+        members[member] = None
+        if not _can_be_mixed(readers, member):
             return None
-        waiting += more
-    return list(found)
+        neighbors = _find_neighbors(readers, member)
+        if neighbors is None:
+            return None
+        queue += neighbors
+    return list(members)
 
 
-def _partners(readers: Readers, rows: Rows) -> list[Rows] | None:
-    """Outputs that are mixed where these are; None if they cannot be."""
-    p, outputs, ledger = rows[0][0], [i for _, i in rows], readers.ledger
-    made, events = ledger.producers[p], readers.together(rows)
-    if any(q != p for q, _ in rows) or len(set(outputs)) != len(outputs):
-        return None
-    if events is None or None in made.terms:
-        return None
-    if made.kind not in ("linear", "conv", "embedding", "sum"):
-        return None
-    if any(e.kind not in ("linear", "sum") for e, _ in events):
-        return None
-    weights = [ledger.producers[e.where["reader"]].weight for e, _ in events if e.kind == "linear"]
-    uses = Counter(other.weight for other in ledger.producers)
-    if any(uses[w] > 1 for w in weights) or (made.weight and readers.shared(made, outputs)):
-        return None  # one matrix would have to do for several uses
-    if not made.terms and not any(e.kind == "sum" for e, _ in events):
-        return []
-    if outputs != list(range(len(made.rows))):
-        return None
-    sums = [q for q, other in enumerate(ledger.producers) if p in other.terms]
-    ends = [*sums, *(t for t in made.terms if t is not None)]
-    return [tuple((q, i) for i in outputs) for q in ends]
+def _can_be_mixed(readers: Readers, outputs: Outputs) -> bool:
+    """Return True if these are outputs of one layer, and only linear layers and sums read them."""
+    if len({output.producer for output in outputs}) > 1 or len(set(outputs)) != len(outputs):
+        return False
+    producer = readers.ledger.producers[outputs[0].producer]
+    indices = [output.number for output in outputs]
+    if producer.operation not in _MIXABLE_OPERATIONS or None in producer.terms:
+        return False
+    if producer.weight and readers.is_shared(producer, indices):
+        return False
+    uses = readers.find_joint_uses(outputs)
+    if uses is None:
+        return False
+    return all(_can_undo(readers, use.reading) for use in uses)
 
 
-def _between(readers: Readers, members: list[Rows]) -> Mixing | None:
-    """Outputs of linear layers that only linear layers read."""
-    into: dict[tuple[str, tuple[int, ...]], None] = {}
-    tables: dict[tuple[str, tuple[int, ...]], None] = {}
-    out: dict[tuple[str, tuple[int, ...]], None] = {}
+def _can_undo(readers: Readers, reading: object) -> bool:
+    """Return True if what reads outputs can undo a matrix: a sum, or a weight that is used once."""
+    if isinstance(reading, SumReading):
+        return True
+    if not isinstance(reading, LinearReading):
+        return False
     producers = readers.ledger.producers
-    for rows in members:
-        made, outputs = producers[rows[0][0]], [i for _, i in rows]
-        if made.kind == "embedding":
-            tables[str(made.weight), tuple(made.rows[outputs].tolist())] = None
-        else:
-            into.update(dict.fromkeys((n, tuple(at.tolist())) for n, at in _into(made, outputs)))
-        for event, _ in readers.together(rows) or ():
-            if event.kind != "sum":
-                reader = producers[event.where["reader"]]
-                out[str(reader.weight), tuple(event.where["at"])] = None
-    places = [(name, i) for name, at in out for i in at]
-    if not out or len(set(places)) != len(places):
-        return None  # columns that would be mixed twice
-    first = next(iter((*into, *tables)))[0]
-    names = ", ".join(dict.fromkeys(name for name, _ in out))
+    weight = producers[reading.reader].weight
+    # One matrix would have to serve several uses of the weight.
+    return sum(producer.weight == weight for producer in producers) == 1
+
+
+def _find_neighbors(readers: Readers, outputs: Outputs) -> list[Outputs] | None:
+    """Return the outputs of sums and terms that are mixed where these are.
+
+    None where only some of a producer's outputs would be mixed in a sum.
+    """
+    number = outputs[0].producer
+    producers = readers.ledger.producers
+    numbers: list[int] = [q for q, other in enumerate(producers) if number in other.terms]
+    numbers.extend(term for term in producers[number].terms if term is not None)
+    if not numbers:
+        return []
+    if [output.number for output in outputs] != list(range(producers[number].size)):
+        return None
+    return [_list_outputs(neighbor, len(outputs)) for neighbor in numbers]
+
+
+def _list_outputs(producer: int, size: int) -> Outputs:
+    """Return the first outputs of a producer."""
+    return tuple(Output(producer, i) for i in range(size))
+
+
+class _PositionSet:
+    """Positions in parameters without repetitions, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._positions: dict[tuple[str, tuple[int, ...]], None] = {}
+
+    def add(self, name: str, positions: Iterable[int]) -> None:
+        """Add positions along an axis of a parameter."""
+        self._positions[name, tuple(positions)] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters, each once."""
+        return list(dict.fromkeys(name for name, _ in self._positions))
+
+    def has_overlaps(self) -> bool:
+        """Return True if a position of a parameter occurs twice."""
+        distinct: set[tuple[str, int]] = set()
+        for name, positions in self._positions:
+            for position in positions:
+                if (name, position) in distinct:
+                    return True
+                distinct.add((name, position))
+        return False
+
+    def list_tensors(self) -> list[tuple[str, Tensor]]:
+        """Return (name, positions) as `Mixing` takes them."""
+        return [(name, torch.tensor(group)) for name, group in self._positions]
+
+
+@dataclass
+class _Sides:
+    """What a matrix multiplies: rows of layers, columns of tables, columns of readers."""
+
+    into: _PositionSet = field(default_factory=_PositionSet)
+    tables: _PositionSet = field(default_factory=_PositionSet)
+    out: _PositionSet = field(default_factory=_PositionSet)
+
+    def add_producer(self, producer: Producer, outputs: list[int]) -> None:
+        """Add what computes some outputs of a layer."""
+        if producer.operation is Operation.EMBEDDING:
+            self.tables.add(str(producer.weight), producer.rows[outputs].tolist())
+            return
+        for name, rows in _list_rows(producer, outputs):
+            self.into.add(name, rows.tolist())
+
+
+def _make_mixing(readers: Readers, members: list[Outputs]) -> Mixing | None:
+    """Return the mixing of outputs of linear layers that only linear layers read."""
+    producers = readers.ledger.producers
+    sides = _Sides()
+    for outputs in members:
+        sides.add_producer(producers[outputs[0].producer], [o.number for o in outputs])
+        for use in readers.find_joint_uses(outputs) or ():
+            if isinstance(use.reading, LinearReading):
+                weight = producers[use.reading.reader].weight
+                sides.out.add(str(weight), use.reading.positions)
+    if not sides.out.names or sides.out.has_overlaps():
+        return None
+    size = len(members[0])
+    first = [*sides.into.names, *sides.tables.names][0]
     return Mixing(
-        len(members[0]),
-        [(name, torch.tensor(at)) for name, at in into],
-        [(name, torch.tensor(at), False) for name, at in out],
-        f"GL({len(members[0])}) between {first} and {names}",
-        [(name, torch.tensor(at)) for name, at in tables],
+        size,
+        sides.into.list_tensors(),
+        [(name, columns, False) for name, columns in sides.out.list_tensors()],
+        f"GL({size}) between {first} and {', '.join(sides.out.names)}",
+        sides.tables.list_tensors(),
     )
 
 
-def _into(made: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
-    into = [] if made.weight is None else [(made.weight, made.rows[outputs])]
-    if made.bias is not None and made.bias_rows is not None:
-        into.append((made.bias, made.bias_rows[outputs]))
-    return into
+def _list_rows(producer: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
+    """Return the rows of a layer's weight and bias that compute some of its outputs."""
+    rows: list[tuple[str, Tensor]] = []
+    if producer.weight is not None:
+        rows.append((producer.weight, producer.rows[outputs]))
+    if producer.bias is not None and producer.bias_rows is not None:
+        rows.append((producer.bias, producer.bias_rows[outputs]))
+    return rows
 
 
-def _against(readers: Readers, queries: list[Rows], keys: list[Rows]) -> Mixing | None:
-    """Queries against keys; several heads may share either."""
-    sides: list[list[tuple[str, Tensor]]] = [[], []]
-    for k, side in enumerate((queries, keys)):
-        for rows in side:
-            source, events = readers.source(rows), readers.together(rows)
-            if source is None or events is None:
-                return None
-            if any(e.kind != "pair" or second != bool(k) for e, second in events):
-                return None
-            sides[k].extend(_into(*source))
-    out = [(name, rows, True) for name, rows in sides[1]]
+# --- between the factors of a product -------------------------------------------------------
+
+
+def _find_between_factors(readers: Readers) -> list[_Candidate]:
+    """Return mixings of queries against keys; several heads may share either."""
+    pairs = [
+        reading
+        for reading in readers.ledger.readings
+        if isinstance(reading, PairReading) and len(reading.outputs) > 1
+    ]
+    candidates: list[_Candidate] = []
+    factors = [[("query", pair.outputs), ("key", pair.keys)] for pair in pairs]
+    for component in connected_components(factors):
+        queries = list(dict.fromkeys(pairs[i].outputs for i in component))
+        keys = list(dict.fromkeys(pairs[i].keys for i in component))
+        mixing = _make_pair_mixing(readers, queries, keys)
+        if mixing is not None:
+            candidates.append(_Candidate(mixing, [*queries, *keys]))
+    return candidates
+
+
+def _make_pair_mixing(
+    readers: Readers, queries: list[Outputs], keys: list[Outputs]
+) -> Mixing | None:
+    """Return the mixing q ← M q, k ← M⁻ᵀ k."""
+    query_rows = _list_factor_rows(readers, queries, are_keys=False)
+    key_rows = _list_factor_rows(readers, keys, are_keys=True)
+    if query_rows is None or key_rows is None:
+        return None
     size = len(queries[0])
-    about = f"GL({size}) between query {sides[0][0][0]} and key {sides[1][0][0]}"
-    return Mixing(size, sides[0], out, about)
+    return Mixing(
+        size,
+        query_rows,
+        [(name, rows, True) for name, rows in key_rows],
+        f"GL({size}) between query {query_rows[0][0]} and key {key_rows[0][0]}",
+    )
+
+
+def _list_factor_rows(
+    readers: Readers, factors: list[Outputs], *, are_keys: bool
+) -> list[tuple[str, Tensor]] | None:
+    """Return the rows of the layers that compute queries, or keys.
+
+    None where something else reads them, too.
+    """
+    rows: list[tuple[str, Tensor]] = []
+    for outputs in factors:
+        source = readers.find_layer(outputs)
+        uses = readers.find_joint_uses(outputs)
+        if source is None or uses is None:
+            return None
+        for use in uses:
+            if not isinstance(use.reading, PairReading) or use.is_key != are_keys:
+                return None
+        rows.extend(_list_rows(source.producer, source.outputs))
+    return rows

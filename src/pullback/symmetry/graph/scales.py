@@ -1,4 +1,4 @@
-"""How activations and parameters answer to rescaling: linear forms in unknown log-scales.
+"""How activations and parameters respond to rescaling: linear forms in unknown log-scales.
 
 Every entry of a tensor carries a *label*, the number of a form s = Σ_a k_a·log α_a with whole
 k_a over *atoms* a: under the group the entry is multiplied by e^s. Label 0 is the form 0 (the entry
@@ -16,7 +16,7 @@ Columns that read structural zeros (a recurrent layer at its first step) demand 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import gcd
 
 import torch
@@ -29,104 +29,119 @@ ZERO = -1
 
 
 class Scales:
-    """Atoms, forms in them, and the equations found so far."""
+    """Atoms, forms in them, and the equations between them so far.
+
+    Attributes:
+        forms: the form of each label.
+        origin: the number of the operation that introduced each atom.
+    """
 
     def __init__(self) -> None:
         self.forms: list[Form] = [()]
-        self._number: dict[Form, int] = {(): FIXED}
-        self._value: dict[int, Form] = {}
-        #: the call that made each atom
         self.origin: list[int] = []
+        self._labels: dict[Form, int] = {(): FIXED}
+        #: eliminated atoms, each as a form in others
+        self._solutions: dict[int, Form] = {}
 
-    def fresh(self, count: int, origin: int) -> Tensor:
-        """Labels (count,) of new atoms."""
+    def new_atoms(self, count: int, origin: int) -> Tensor:
+        """Return labels (count,) of new atoms, which this operation introduces."""
         start = len(self.origin)
         self.origin.extend([origin] * count)
-        return torch.tensor([self.label(((a, 1),)) for a in range(start, start + count)]).long()
+        labels = [self.find_label(((atom, 1),)) for atom in range(start, start + count)]
+        return torch.tensor(labels).long()
 
-    def label(self, form: Form) -> int:
-        """The number of a form."""
-        if form not in self._number:
-            self._number[form] = len(self.forms)
+    def find_label(self, form: Form) -> int:
+        """Return the label of a form, which is new if the form is."""
+        if form not in self._labels:
+            self._labels[form] = len(self.forms)
             self.forms.append(form)
-        return self._number[form]
+        return self._labels[form]
 
-    def solved(self, form: Form) -> Form:
-        """The form in atoms that no equation has eliminated."""
-        if not any(a in self._value for a, _ in form):
+    def solve(self, form: Form) -> Form:
+        """Return the form in atoms that no equation has eliminated."""
+        if not any(atom in self._solutions for atom, _ in form):
             return form
         total: dict[int, int] = {}
         for atom, power in form:
-            if atom in self._value:
-                value = self._value[atom] = self.solved(self._value[atom])
-            else:
-                value = ((atom, 1),)
-            for a, k in value:
-                total[a] = total.get(a, 0) + power * k
-        return _form(total)
+            solution: Form = ((atom, 1),)
+            if atom in self._solutions:
+                solution = self.solve(self._solutions[atom])
+                self._solutions[atom] = solution
+            for other_atom, coefficient in solution:
+                total[other_atom] = total.get(other_atom, 0) + power * coefficient
+        return _make_form(total)
 
-    def vanish(self, form: Form) -> None:
+    def solve_label(self, label: int) -> Form:
+        """Return the form of a label in atoms that no equation has eliminated."""
+        return self.solve(self.forms[label])
+
+    def require_zero(self, form: Form) -> None:
         """Add the equation form = 0."""
-        form = self.solved(form)
+        form = self.solve(form)
         if not form:
             return
-        common = gcd(*(k for _, k in form))
-        form = tuple((a, k // common) for a, k in form)
-        simple = next(((a, k) for a, k in form if abs(k) == 1), None)
-        if len(form) == 1 or simple is None:
-            # without a unit coefficient whole powers would not do: give the scales up
-            for a, _ in form:
-                self._value[a] = ()
+        divisor = gcd(*(power for _, power in form))
+        form = tuple((atom, power // divisor) for atom, power in form)
+        invertible = [(atom, power) for atom, power in form if abs(power) == 1]
+        if len(form) == 1 or not invertible:
+            # No atom is a whole combination of the others. Whole powers need all of them to be 0.
+            self._solutions.update((atom, ()) for atom, _ in form)
             return
-        atom, power = simple
-        self._value[atom] = tuple((a, -power * k) for a, k in form if a != atom)
+        eliminated, sign = invertible[0]
+        self._solutions[eliminated] = tuple((a, -sign * k) for a, k in form if a != eliminated)
 
     # --- tensors of labels -----------------------------------------------------------------
 
     def unify(self, a: Tensor, b: Tensor) -> Tensor:
-        """a = b, entry by entry with broadcasting; the common label."""
+        """Add the equations a = b, entry by entry with broadcasting; return the common label."""
 
         def equate(x: int, y: int) -> int:
             if ZERO in (x, y):
                 return max(x, y)
-            self.vanish(_sum(self.forms[x], self.forms[y], -1))
+            self.require_zero(_add(self.forms[x], self.forms[y], -1))
             return x
 
-        return pairwise(a, b, equate)
+        return map_pairs(a, b, equate)
 
     def product(self, a: Tensor, b: Tensor, sign: int = 1) -> Tensor:
-        """The label of x·y^sign, ZERO where either is, with broadcasting."""
+        """Return the label of x·y^sign with broadcasting, ZERO where either factor is zero."""
 
         def multiply(x: int, y: int) -> int:
             if ZERO in (x, y):
                 return ZERO
-            return self.label(self.solved(_sum(self.forms[x], self.forms[y], sign)))
+            return self.find_label(self.solve(_add(self.forms[x], self.forms[y], sign)))
 
-        return pairwise(a, b, multiply)
+        return map_pairs(a, b, multiply)
 
-    def power(self, a: Tensor, top: int, bottom: int = 1) -> Tensor:
-        """The label of x^(top/bottom); forms that would get fractions are fixed."""
+    def power(self, a: Tensor, numerator: int, denominator: int = 1) -> Tensor:
+        """Return the label of x^(numerator/denominator).
 
-        def raised(x: int) -> int:
+        Entries whose form would have fractions are not scaled any more.
+        """
+
+        def raise_label(x: int) -> int:
             if x == ZERO:
                 return ZERO
-            form = self.solved(self.forms[x])
-            if any((top * k) % bottom for _, k in form):
-                for i, _ in form:
-                    self.vanish(((i, 1),))
+            form = self.solve_label(x)
+            if any((numerator * power) % denominator for _, power in form):
+                for atom, _ in form:
+                    self.require_zero(((atom, 1),))
                 return FIXED
-            return self.label(tuple((i, top * k // bottom) for i, k in form if top))
+            if not numerator:
+                return FIXED
+            raised = tuple((atom, numerator * power // denominator) for atom, power in form)
+            return self.find_label(raised)
 
-        return each(a, raised)
+        return map_labels(a, raise_label)
 
     def fix(self, a: Tensor) -> None:
-        """Entries with these labels are not scaled."""
-        for x in collapse(a).unique().tolist():
-            if x > 0:
-                self.vanish(self.forms[x])
+        """Add the equations that entries with these labels are not scaled."""
+        for label in collapse(a).unique().tolist():
+            if label > 0:
+                self.require_zero(self.forms[label])
 
     def merge(self, a: Tensor, dims: Sequence[int]) -> Tensor:
-        """One label along these axes, which are kept with size 1."""
+        """Require one label along these axes; return it with the axes of size 1."""
         a = collapse(a)
         dims = [d % a.ndim for d in dims]
         if a.numel() == 0 or all(a.shape[d] == 1 for d in dims):
@@ -136,21 +151,22 @@ class Scales:
         return common
 
 
-def _sum(a: Form, b: Form, sign: int) -> Form:
+def _add(a: Form, b: Form, sign: int) -> Form:
+    """Return a + sign·b."""
     if not b:
         return a
     total = dict(a)
     for atom, power in b:
         total[atom] = total.get(atom, 0) + sign * power
-    return _form(total)
+    return _make_form(total)
 
 
-def _form(total: dict[int, int]) -> Form:
-    return tuple(sorted((a, k) for a, k in total.items() if k))
+def _make_form(powers: dict[int, int]) -> Form:
+    return tuple(sorted((atom, power) for atom, power in powers.items() if power))
 
 
 def collapse(t: Tensor) -> Tensor:
-    """The tensor with size 1 along each axis on which nothing changes."""
+    """Return the tensor with size 1 along each axis on which nothing changes."""
     for d in range(t.ndim):
         if t.shape[d] > 1 and t.stride(d) == 0:
             t = t.narrow(d, 0, 1)
@@ -162,68 +178,83 @@ def collapse(t: Tensor) -> Tensor:
     return t
 
 
-def each(a: Tensor, function: Callable[[int], int]) -> Tensor:
-    """A function of labels, evaluated once for each."""
-    small = collapse(a)
-    values, place = small.unique(return_inverse=True)
-    out = torch.tensor([function(x) for x in values.tolist()], dtype=torch.long)
-    return out[place].expand(a.shape) if a.numel() else a
+def map_labels(labels: Tensor, function: Callable[[int], int]) -> Tensor:
+    """Apply a function of one label to all entries, once for each distinct label."""
+    if not labels.numel():
+        return labels
+    distinct, index = collapse(labels).unique(return_inverse=True)
+    results = torch.tensor([function(label) for label in distinct.tolist()], dtype=torch.long)
+    return results[index].expand(labels.shape)
 
 
-def pairwise(a: Tensor, b: Tensor, function: Callable[[int, int], int]) -> Tensor:
-    """A function of two labels with broadcasting, evaluated once for each pair."""
+def map_pairs(a: Tensor, b: Tensor, function: Callable[[int, int], int]) -> Tensor:
+    """Apply a function of two labels with broadcasting, once for each distinct pair."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
-    small, other = torch.broadcast_tensors(collapse(a), collapse(b))
-    if small.numel() == 0:
-        return small.expand(shape)
-    pairs, place = torch.stack([small.flatten(), other.flatten()]).unique(
-        dim=1, return_inverse=True
-    )
-    out = [function(x, y) for x, y in zip(*pairs.tolist(), strict=True)]
-    return torch.tensor(out, dtype=torch.long)[place].view(small.shape).expand(shape)
+    first, second = torch.broadcast_tensors(collapse(a), collapse(b))
+    if first.numel() == 0:
+        return first.expand(shape)
+    pairs = torch.stack([first.flatten(), second.flatten()])
+    distinct, index = pairs.unique(dim=1, return_inverse=True)
+    results = [function(x, y) for x, y in zip(*distinct.tolist(), strict=True)]
+    mapped = torch.tensor(results, dtype=torch.long)[index]
+    return mapped.view(first.shape).expand(shape)
 
 
+# --- uses of one parameter -------------------------------------------------------------------
+
+#: arrays of labels whose sum is the log-scale of a parameter's entries, by their shapes
 Legs = dict[tuple[int, ...], Tensor]
 
 
-def equate_uses(scales: Scales, before: Legs, now: Legs) -> Legs:
-    """Add the equations between two uses' legs; those of both."""
-    keys = [k for k in {**before, **now} if not any(_within(k, m) for m in {**before, **now})]
-    one, two = (_on(scales, legs, keys) for legs in (before, now))
-    if len(keys) == 2 and not _overlap(*keys):
-        return _up_to_a_number(scales, one, two, keys)
-    # sufficient, and for one leg necessary
-    return {k: scales.unify(one[k], two[k]) for k in keys}
+def equate_uses(scales: Scales, first: Legs, second: Legs) -> Legs:
+    """Add the equations between the legs of two uses of a parameter; return their common legs."""
+    all_shapes = {**first, **second}
+    shapes = [shape for shape in all_shapes if not _has_larger(shape, all_shapes)]
+    first = _sum_legs(scales, first, shapes)
+    second = _sum_legs(scales, second, shapes)
+    if len(shapes) == 2 and not _overlap(*shapes):
+        return _equate_up_to_a_number(scales, first, second, shapes)
+    # These equations are sufficient, and for one leg necessary.
+    return {shape: scales.unify(first[shape], second[shape]) for shape in shapes}
 
 
-def _within(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
-    """Whether a leg of one shape is broadcast to another, larger one."""
+def _is_broadcast(small: tuple[int, ...], large: tuple[int, ...]) -> bool:
+    """Return True if the first shape broadcasts to the second one, which is larger."""
     return small != large and all(a in (1, b) for a, b in zip(small, large, strict=True))
 
 
-def _overlap(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
-    return any(a > 1 and b > 1 for a, b in zip(one, two, strict=True))
+def _has_larger(shape: tuple[int, ...], shapes: Iterable[tuple[int, ...]]) -> bool:
+    return any(_is_broadcast(shape, other) for other in shapes)
 
 
-def _on(scales: Scales, legs: Legs, keys: list[tuple[int, ...]]) -> Legs:
-    """The same sum by legs of these shapes."""
-    out = {k: torch.full(k, FIXED) for k in keys}
+def _overlap(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    """Return True if both shapes have more than one entry along some axis."""
+    return any(a > 1 and b > 1 for a, b in zip(first, second, strict=True))
+
+
+def _sum_legs(scales: Scales, legs: Legs, shapes: list[tuple[int, ...]]) -> Legs:
+    """Return legs of exactly these shapes with the same sum."""
+    sums = {shape: torch.full(shape, FIXED) for shape in shapes}
     for shape, labels in legs.items():
-        key = next(k for k in keys if shape == k or _within(shape, k))
-        out[key] = scales.product(out[key], labels)
-    return out
+        target = next(s for s in shapes if shape == s or _is_broadcast(shape, s))
+        sums[target] = scales.product(sums[target], labels)
+    return sums
 
 
-def _up_to_a_number(scales: Scales, one: Legs, two: Legs, keys: list[tuple[int, ...]]) -> Legs:
-    """Rows and columns, with γ from the latter."""
-    rows, columns = keys
-    dims = range(len(columns))
-    gamma = scales.merge(scales.product(two[columns], one[columns], -1), dims)
-    gamma = gamma.clamp(min=FIXED)  # no column in common: a number of our choice
-    shift = scales.product(one[rows], two[rows], -1)
-    scales.unify(shift, gamma)
-    filled = torch.where(
-        one[columns] == ZERO, scales.product(two[columns], gamma, -1), one[columns]
-    )
-    other = torch.where(one[rows] == ZERO, scales.product(two[rows], gamma), one[rows])
-    return {rows: other, columns: filled}
+def _equate_up_to_a_number(
+    scales: Scales, first: Legs, second: Legs, shapes: list[tuple[int, ...]]
+) -> Legs:
+    """Equate r_i + c_j = r'_i + c'_j for rows and columns, with γ from the latter."""
+    rows, columns = shapes
+    gammas = scales.product(second[columns], first[columns], -1)
+    gamma = scales.merge(gammas, range(len(columns)))
+    # Without a common column that is not zero γ is arbitrary: 0 is chosen.
+    gamma = gamma.clamp(min=FIXED)
+    scales.unify(scales.product(first[rows], second[rows], -1), gamma)
+    # Structural zeros of the first use get the labels of the second one.
+    shifted_columns = scales.product(second[columns], gamma, -1)
+    shifted_rows = scales.product(second[rows], gamma)
+    return {
+        rows: torch.where(first[rows] == ZERO, shifted_rows, first[rows]),
+        columns: torch.where(first[columns] == ZERO, shifted_columns, first[columns]),
+    }

@@ -13,15 +13,33 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ..actions.charts import Chart, FixedNorm, ParameterView
-from .ledger import NONE, Act, Ledger, Ref, Value, read_matrix
-from .scales import FIXED, Scales, collapse, equate_uses
-from .tracing import Example
+from ..actions.charts import Chart, FixedNorm, ReshapedParameter
+from .example import Example
+from .ledger import Ledger
+from .scales import FIXED, Legs, Scales, collapse, equate_uses
+from .values import Activation, ParameterEntries, Value, find_matrix
 
+#: a rule takes the walk, the node, its arguments and its keyword arguments, with values in place of
+#: nodes. It returns the node's value, or NotImplemented where it does not apply.
 Rule = Callable[["Walk", Node, list[Any], dict[str, Any]], Any]
 
-#: what to do with an operation, by its name (`aten` packet)
+#: the rule for an operation, by the operation's name (`aten` packet)
 RULES: dict[str, Rule] = {}
+
+
+@dataclass(frozen=True)
+class WalkLimits:
+    """Sizes above which a walk does not look at single entries.
+
+    Attributes:
+        atoms: of a parameter that is read like an activation or multiplied entry by entry. Each
+            entry would get an unknown of its own, about 1 kB of Python objects: 64 MB at most.
+    """
+
+    atoms: int = 2**16
+
+
+LIMITS = WalkLimits()
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -29,7 +47,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for name in names:
-            RULES[name] = RULES[name + "_"] = function
+            RULES[name] = function
+            RULES[name + "_"] = function
         return function
 
     return register
@@ -37,10 +56,43 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 @dataclass
 class ParameterRegion:
-    """A part of a parameter: how each entry is scaled, as a sum of arrays of labels."""
+    """Positions along a parameter's first axis that are scaled in one way.
+
+    Attributes:
+        mask: the positions, (size of the first axis,).
+        legs: arrays of labels whose sum is the log-scale of each entry.
+    """
 
     mask: Tensor
-    legs: dict[tuple[int, ...], Tensor]
+    legs: Legs
+
+
+@dataclass(frozen=True)
+class FixedNormUse:
+    """A batch norm with fixed statistics in the graph.
+
+    Attributes:
+        norm: its constants and parameters.
+        labels: of its inputs, (C,).
+    """
+
+    norm: FixedNorm
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class NamedMatrix:
+    """A block of a matrix, under the name that stands for the matrix.
+
+    Attributes:
+        name: the parameter's where it is the matrix, else a name in `Walk.matrices`.
+        rows: of the block's outputs.
+        columns: of the block's inputs.
+    """
+
+    name: str
+    rows: Tensor
+    columns: Tensor
 
 
 @dataclass
@@ -50,167 +102,215 @@ class Walk:
     Attributes:
         scales: the equations between log-scales.
         ledger: linear layers, and who reads their outputs.
-        held: the parameters that were met, by name.
-        notes: what was given up, and why.
-        folds: batch norms with fixed statistics, and the labels (C,) of what they read.
-        matrices: weights and biases held in another shape, or used times a number, by the names
-            that stand for them.
-        constants: what is behind the graph's placeholders, if it is no parameter and no input.
+        regions: how the parameters that were met are scaled, by name.
+        notes: sentences on what was given up, and why.
+        fixed_norms: batch norms with fixed statistics.
+        matrices: weights and biases that are held in another shape, or used times a number, by the
+            names that stand for them.
+        constants: frozen parameters and buffers, by the names of the graph's placeholders.
     """
 
     scales: Scales = field(default_factory=Scales)
     ledger: Ledger = field(default_factory=Ledger)
-    held: dict[str, list[ParameterRegion]] = field(default_factory=dict)
+    regions: dict[str, list[ParameterRegion]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    folds: list[tuple[FixedNorm, Tensor]] = field(default_factory=list)
+    fixed_norms: list[FixedNormUse] = field(default_factory=list)
     matrices: dict[str, Chart] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    _axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    #: how the axes of a parameter were first merged to a matrix, by name
+    _matrix_axes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def run(self, graph: Graph, example: Example) -> None:
-        """Walk the graph of an example's call; outputs are fixed."""
+        """Walk the graph of an example's call and fix the scales of its outputs."""
         values: dict[Node, Any] = {}
-        remaining = {n: len(n.users) for n in graph.nodes}
-        names, constants = iter(example.params), iter(example.fixed.values())
+        unread_count = {node: len(node.users) for node in graph.nodes}
+        parameter_names = iter(example.params)
+        constants = iter(example.fixed.values())
         for node in graph.nodes:
-            if node.op == "placeholder" and (name := next(names, None)) is not None:
-                values[node] = Ref.whole(name, shapes(node)[0])
+            if node.op == "placeholder" and (name := next(parameter_names, None)) is not None:
+                values[node] = ParameterEntries.whole(name, list_shapes(node)[0])
             elif node.op in ("placeholder", "get_attr"):
-                values[node] = Act.constant(shapes(node)[0])
+                values[node] = Activation.constant(list_shapes(node)[0])
                 if (constant := next(constants, None)) is not None:
                     self.constants[node.name] = constant
             elif node.op == "output":
-                for out in _filled(node.args, values)[0]:
-                    if isinstance(out, (Act, Ref)):
-                        act = self.act(out)
-                        self.touch(act)
-                        self.scales.fix(act.scale)
+                self._fix_outputs(_substitute(node.args, values)[0])
             else:
-                values[node] = self._call(node, values)
-            for used in node.all_input_nodes:  # free what nobody reads any more
-                remaining[used] -= 1
-                if not remaining[used]:
-                    values.pop(used, None)
+                values[node] = self._apply_rule(node, values)
+            for argument in node.all_input_nodes:  # free values that nothing reads any more
+                unread_count[argument] -= 1
+                if not unread_count[argument]:
+                    values.pop(argument, None)
 
-    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
+    def _fix_outputs(self, outputs: Any) -> None:
+        for value in outputs:
+            if isinstance(value, Value):
+                activation = self.as_activation(value)
+                self.mark_nonlinear(activation)
+                self.scales.fix(activation.scale)
+
+    def _apply_rule(self, node: Node, values: dict[Node, Any]) -> Any:
+        """Return the value of an operation's node."""
+        args = _substitute(node.args, values)
+        kwargs = _substitute(node.kwargs, values)
         if node.target is operator.getitem:
-            found = args[0]
-            return found[args[1]] if isinstance(found, (list, tuple)) else found
-        name = str(getattr(node.target, "_opname", node.target))
+            results = args[0]
+            if isinstance(results, (list, tuple)):
+                return results[args[1]]
+            return results
+        name = operation_name(node)
         if name == "copy_":
             return args[1]
-        known = RULES.get(name)
-        if known is not None:
-            out = known(self, node, list(args), dict(kwargs))
-            if out is not NotImplemented:
-                return out
+        if name in RULES:
+            value = RULES[name](self, node, list(args), dict(kwargs))
+            if value is not NotImplemented:
+                return value
         return self.give_up(node, args, kwargs)
 
     def give_up(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Fix the scales of all inputs and outputs of an operation without a rule."""
         for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, (Act, Ref)):
-                act = self.act(value, fixed=True)
-                self.touch(act)
-                self.scales.fix(act.scale)
-        return result(node, torch.tensor(FIXED))
+            if isinstance(value, Value):
+                activation = self.as_activation(value, fixed=True)
+                self.mark_nonlinear(activation)
+                self.scales.fix(activation.scale)
+        return label_results(node, torch.tensor(FIXED))
+
+    def add_note(self, note: str) -> None:
+        """Add a sentence, once."""
+        if note not in self.notes:
+            self.notes.append(note)
 
     # --- parameters ------------------------------------------------------------------------
 
-    def hold(self, ref: Ref, *labels: Tensor) -> None:
-        """The view's entries are scaled by the sum of these labels (broadcast to the view)."""
-        legs: dict[tuple[int, ...], Tensor] = {}
+    def scale_parameter(self, entries: ParameterEntries, *labels: Tensor) -> None:
+        """Require that the entries are scaled by the sum of these labels (broadcast to the view).
+
+        A parameter that is used again must be scaled in the same way as before.
+        """
+        legs: Legs = {}
         for label in labels:
-            array = ref.placed(label)
-            key = tuple(array.shape)
-            legs[key] = self.scales.product(legs[key], array) if key in legs else array
-        mask = ref.region()
-        regions = self.held.setdefault(ref.name, [])
+            array = entries.scatter(label)
+            shape = tuple(array.shape)
+            if shape in legs:
+                array = self.scales.product(legs[shape], array)
+            legs[shape] = array
+        mask = entries.first_axis_mask()
+        regions = self.regions.setdefault(entries.name, [])
         for region in regions:
             if bool((region.mask & mask).any()):
-                if bool((region.mask == mask).all()):
-                    region.legs = equate_uses(self.scales, region.legs, legs)
-                else:  # views that overlap in part
-                    for array in (*legs.values(), *region.legs.values()):
-                        self.scales.fix(array)
+                self._equate_region(region, mask, legs)
                 return
         regions.append(ParameterRegion(mask, legs))
 
-    def act(self, value: Value, *, fixed: bool = False) -> Act:
-        """A parameter as an activation: with scales of its own, or fixed."""
-        if isinstance(value, Act):
+    def _equate_region(self, region: ParameterRegion, mask: Tensor, legs: Legs) -> None:
+        """Require that a region is scaled by these legs, too; overlaps in part are not scaled."""
+        if bool((region.mask == mask).all()):
+            region.legs = equate_uses(self.scales, region.legs, legs)
+            return
+        for array in (*legs.values(), *region.legs.values()):
+            self.scales.fix(array)
+
+    def as_activation(self, value: Value, *, fixed: bool = False) -> Activation:
+        """Return a parameter as an activation: each entry has an atom, or all are fixed."""
+        if isinstance(value, Activation):
             return value
-        coords = torch.broadcast_tensors(*[collapse(c) for c in value.coords]) or (torch.zeros(()),)
-        small = coords[0].shape
-        if fixed or small.numel() > 2**16:
+        coordinates = torch.broadcast_tensors(*[collapse(c) for c in value.coordinates])
+        shape = torch.Size()
+        if coordinates:
+            shape = coordinates[0].shape
+        if fixed or shape.numel() > LIMITS.atoms:
             label = torch.tensor(FIXED)
         else:
-            label = self.scales.fresh(small.numel(), self.ledger.call()).view(small)
-        self.hold(value, label.expand(value.view))
-        return Act.of(label, value.view)
+            label = self.scales.new_atoms(shape.numel(), self.ledger.count_call()).view(shape)
+        self.scale_parameter(value, label.expand(value.view))
+        return Activation.expand(label, value.view)
 
-    def matrix(self, weight: Ref) -> tuple[str, Tensor, Tensor] | None:
-        """A name for the matrix that a view (in, out) is in, its rows and columns there.
+    def name_matrix(self, weight: ParameterEntries) -> NamedMatrix | None:
+        """Return the matrix that a view (in, out) is in, by name, with its rows and columns there.
 
-        None where axes of the parameter are mixed, or it was read with others before.
+        None where an axis of the parameter counts both inputs and outputs, or where the axes were
+        merged in another way before.
         """
-        found = read_matrix(weight)
-        if found is None:
+        entries = find_matrix(weight)
+        if entries is None:
             return None
-        view, rows, columns = found
-        if self._axes.setdefault(weight.name, view.axes) != view.axes:
+        matrix = entries.matrix
+        if self._matrix_axes.setdefault(weight.name, matrix.axes) != matrix.axes:
             return None
-        plain = ParameterView(weight.name, ((0,), (1,)))
-        return self._named(view, plain), rows, columns
+        parameter = ReshapedParameter(weight.name, ((0,), (1,)))
+        return NamedMatrix(self._find_name(matrix, parameter), entries.rows, entries.columns)
 
-    def vector(self, bias: Ref) -> str:
-        """A name for the vector of all entries of a parameter, as they are used."""
-        view = ParameterView(bias.name, (tuple(range(len(bias.sizes))),), (), bias.factor)
-        return self._named(view, ParameterView(bias.name, ((0,),)))
+    def name_vector(self, bias: ParameterEntries) -> str:
+        """Return a name for the vector of all entries of a parameter, as they are used."""
+        all_axes = tuple(range(len(bias.sizes)))
+        vector = ReshapedParameter(bias.name, (all_axes,), (), bias.factor)
+        return self._find_name(vector, ReshapedParameter(bias.name, ((0,),)))
 
-    def _named(self, view: ParameterView, whole: ParameterView) -> str:
-        """A name for the view; the parameter's own where it is the whole as it stands."""
-        if view == whole:
-            return view.name
-        name = f"{view.name}, axes {view.axes} at {view.at}, times {view.factor}"
-        self.matrices[name] = view
+    def _find_name(self, reshaped: ReshapedParameter, parameter: ReshapedParameter) -> str:
+        """Return a name for a reshaped parameter; the parameter's own where it is the same."""
+        if reshaped == parameter:
+            return parameter.name
+        name = f"{reshaped.name}, axes {reshaped.axes} at {reshaped.at}, times {reshaped.factor}"
+        self.matrices[name] = reshaped
         return name
 
     # --- activations -----------------------------------------------------------------------
 
-    def touch(self, *acts: Act) -> None:
-        """These outputs of linear layers are read by something that is not linear in them."""
-        for act in acts:
-            self.ledger.touch(collapse(act.unit))
+    def mark_nonlinear(self, *activations: Activation) -> None:
+        """Record that something reads these activations and is not linear in them."""
+        for activation in activations:
+            self.ledger.mark_nonlinear(collapse(activation.unit))
 
-    def reduced(self, labels: Tensor, shape: torch.Size) -> Tensor:
-        """Labels merged to a shape that broadcasts to theirs."""
+    def merge_to_shape(self, labels: Tensor, shape: torch.Size) -> Tensor:
+        """Require labels that are constant along what a shape is broadcast over; return those."""
         lead = labels.ndim - len(shape)
         dims = [d for d in range(labels.ndim) if d < lead or shape[d - lead] == 1]
-        merged = self.scales.merge(labels, dims) if dims else labels
-        return merged.reshape(merged.shape[lead:]) if lead else merged
+        if dims:
+            labels = self.scales.merge(labels, dims)
+        if lead:
+            labels = labels.reshape(labels.shape[lead:])
+        return labels
 
 
-def _filled(tree: Any, values: dict[Node, Any]) -> Any:
-    return map_arg(tree, lambda n: values[n])
+def _substitute(arguments: Any, values: dict[Node, Any]) -> Any:
+    """Return a node's arguments with values in place of nodes."""
+    return map_arg(arguments, lambda node: values[node])
 
 
-def shapes(node: Node) -> list[tuple[int, ...]]:
-    """The shapes of all results of an operation; () where one is no tensor."""
-    value: Any = node.meta.get("val")
-    many = value if isinstance(value, (list, tuple)) else [value]
-    return [tuple(v.shape) if isinstance(v, Tensor) else () for v in many]
+def operation_name(node: Node) -> str:
+    """Return the name of the operation that a node calls, such as "add"."""
+    return str(getattr(node.target, "_opname", node.target))
 
 
-def result(node: Node, scale: Tensor) -> Any:
-    """One label for every result of an operation."""
-    value = node.meta.get("val")
-    acts = [Act.of(scale, shape, torch.tensor(NONE)) for shape in shapes(node)]
-    return acts if isinstance(value, (list, tuple)) else acts[0]
+def get_operation(node: Node) -> Callable[..., Any]:
+    """Return the function that a node calls."""
+    assert callable(node.target)
+    return node.target
 
 
-def with_constants(node: Node, first: Act) -> Any:
-    """The results of an operation, of which all but the first are constants."""
-    more = [Act.constant(shape) for shape in shapes(node)[1:]]
-    return [first, *more] if isinstance(node.meta["val"], (list, tuple)) else first
+def _has_several_results(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (list, tuple))
+
+
+def list_shapes(node: Node) -> list[tuple[int, ...]]:
+    """Return the shapes of all results of an operation; () where one is no tensor."""
+    results: Any = node.meta.get("val")
+    if not _has_several_results(node):
+        results = [results]
+    return [tuple(getattr(result, "shape", ())) for result in results]
+
+
+def label_results(node: Node, scale: Tensor) -> Any:
+    """Return every result of an operation with one label."""
+    activations = [Activation.expand(scale, shape) for shape in list_shapes(node)]
+    if _has_several_results(node):
+        return activations
+    return activations[0]
+
+
+def add_constants(node: Node, first: Activation) -> Any:
+    """Return the results of an operation, of which all but the first are constants."""
+    if not _has_several_results(node):
+        return first
+    return [first, *(Activation.constant(shape) for shape in list_shapes(node)[1:])]
