@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         solvers,
         steps,
         symmetry,
+        vmc,
     )
     from ._core.errors import PullbackError, Status
     from .optim import (
@@ -62,6 +63,7 @@ __all__ = [
     "flow",
     "linear",
     "curvature",
+    "vmc",
     # what most people need
     "NaturalGradient",
     "KFAC",

@@ -1,0 +1,126 @@
+"""Local energies E(s) = Σ_s' H(s, s') ψ(s')/ψ(s), with every configuration evaluated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError
+from .._core.products import add_at
+from .amplitude import Evaluator
+from .hamiltonians import Connections, Hamiltonian
+
+
+@dataclass(frozen=True)
+class LocalEnergies:
+    """E(s) of N samples, (N,), complex; and how many forward evaluations they took.
+
+    Attributes:
+        values: E(s); the imaginary part is zero where ψ and H are real.
+        evaluated: configurations that the network was evaluated at.
+        connected: non-zero elements of H, which would be as many evaluations without sharing.
+    """
+
+    values: Tensor
+    evaluated: int
+    connected: int
+
+
+def compute_local_energies(
+    hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor, memory: int = 2**30
+) -> LocalEnergies:
+    """Local energies of samples (N, sites).
+
+    Samples are taken a part at a time such that the connected configurations of a part fit
+    `memory` bytes. Within a part equal configurations share one evaluation.
+    """
+    row_bytes = _count_connections(hamiltonian, samples) * (samples.shape[1] + 32)
+    part_size = max(1, memory // row_bytes)
+    parts = [_compute_part(hamiltonian, evaluator, part) for part in samples.split(part_size)]
+    return LocalEnergies(
+        torch.cat([part.values for part in parts]),
+        sum(part.evaluated for part in parts),
+        sum(part.connected for part in parts),
+    )
+
+
+def _count_connections(hamiltonian: Hamiltonian, samples: Tensor) -> int:
+    """K, from one configuration."""
+    return max(1, hamiltonian.connections(samples[:1]).elements.shape[1])
+
+
+def _compute_part(hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor) -> LocalEnergies:
+    connections = hamiltonian.connections(samples)
+    nonzero = connections.elements != 0
+    row = nonzero.nonzero()[:, 0]
+    connected = connections.configurations[nonzero]
+    elements = connections.elements[nonzero]
+    distinct = DistinctRows.find(torch.cat([samples, connected]))
+    log_psi = evaluator.log_psi(distinct.rows)
+    # log ψ in double precision: a ratio of amplitudes is the exponential of a difference
+    wide = torch.complex128 if log_psi.is_complex() else torch.float64
+    log_psi = log_psi.to(wide)[distinct.position]
+    log_ratio = log_psi[len(samples) :] - log_psi[: len(samples)][row]
+    terms = (elements * log_ratio.exp()).to(torch.complex128)
+    values = add_at(terms.new_zeros(len(samples)), row, terms)
+    return LocalEnergies(values, len(distinct.rows), len(connected))
+
+
+@dataclass(frozen=True)
+class DistinctRows:
+    """The distinct rows of a matrix of ±1, and where each row of the matrix is among them."""
+
+    rows: Tensor
+    position: Tensor
+
+    @classmethod
+    def find(cls, configurations: Tensor) -> DistinctRows:
+        """Sort by a 64-bit code of each row; where codes collide, sort the rows themselves."""
+        codes = _encode(configurations)
+        _, position = torch.unique(codes, return_inverse=True)
+        count = int(position.max()) + 1
+        representative = torch.empty(count, dtype=torch.long, device=configurations.device)
+        every_row = torch.arange(len(configurations), device=configurations.device)
+        representative[position] = every_row
+        rows = configurations[representative]
+        if configurations.shape[1] > _EXACT_BITS and not torch.equal(
+            rows[position], configurations
+        ):
+            rows, position = torch.unique(configurations, dim=0, return_inverse=True)
+        return cls(rows, position)
+
+
+#: spins whose configuration fits one signed 64-bit number
+_EXACT_BITS = 62
+
+
+def _encode(configurations: Tensor) -> Tensor:
+    """One integer per row: its bits, or beyond 62 sites a sum of random integers modulo 2⁶⁴."""
+    sites = configurations.shape[1]
+    if sites <= _EXACT_BITS:
+        weights = 2 ** torch.arange(sites, dtype=torch.int64)
+    else:
+        generator = torch.Generator().manual_seed(sites)
+        limits = torch.iinfo(torch.int64)
+        weights = torch.randint(limits.min, limits.max, (sites,), generator=generator)
+    weights = weights.to(configurations.device)
+    codes = torch.zeros(len(configurations), dtype=torch.int64, device=configurations.device)
+    for site in range(sites):
+        codes += torch.where(configurations[:, site] > 0, weights[site], 0)
+    return codes
+
+
+def refuse_other_sectors(connections: Connections, samples: Tensor) -> None:
+    """Raise if H leads from the samples to configurations of another magnetization."""
+    nonzero = connections.elements != 0
+    magnetization = samples.sum(1, dtype=torch.long)[:, None]
+    changes = connections.configurations.sum(2, dtype=torch.long) != magnetization
+    if bool((changes & nonzero).any()):
+        raise PullbackError(
+            "The Hamiltonian leaves the sector of the samples",
+            "it was declared to conserve the magnetization, and connects configurations of "
+            "different Σ s",
+            "Use conserves_magnetization=False",
+        )

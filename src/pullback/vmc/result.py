@@ -1,0 +1,111 @@
+"""What a minimization found, and how to save it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import checkpoint
+from .history import History
+from .statistics import EnergyStatistics
+from .verdict import ChainProblem, Outcome, StopReason, Verdict
+
+
+@dataclass
+class Result:
+    """The ground state that `minimize` found.
+
+    Attributes:
+        network: log ψ at the end.
+        statistics: the energy from fresh chains.
+        history: energies and times along the way.
+        verdict: how it ended.
+        samples: configurations of the fresh chains, (N, sites), int8.
+        acceptance: of the fresh chains' proposals.
+    """
+
+    network: nn.Module
+    statistics: EnergyStatistics
+    history: History
+    verdict: Verdict
+    samples: Tensor
+    acceptance: float
+
+    @property
+    def energy(self) -> float:
+        """⟨H⟩ from fresh chains."""
+        return self.statistics.energy
+
+    @property
+    def error(self) -> float:
+        """The statistical error of `energy`."""
+        return self.statistics.error
+
+    @property
+    def variance(self) -> float:
+        """⟨H²⟩ − ⟨H⟩², zero for an eigenstate."""
+        return self.statistics.variance
+
+    @property
+    def stopped(self) -> str:
+        """How it ended, why, and what to try where that is not good enough."""
+        return self.verdict.text
+
+    def save(self, path: str | Path) -> None:
+        """Write the network's parameters, the numbers and the history to a file."""
+        verdict = asdict(self.verdict)
+        problem = self.verdict.chain_problem
+        verdict["stop_reason"] = self.verdict.stop_reason.name
+        verdict["outcome"] = self.verdict.outcome.name
+        verdict["chain_problem"] = None if problem is None else problem.name
+        state = {
+            "network": self.network.state_dict(),
+            "statistics": asdict(self.statistics),
+            "history": self.history.as_dict(),
+            "verdict": verdict,
+            "samples": self.samples.cpu(),
+            "acceptance": self.acceptance,
+        }
+        checkpoint.save(Path(path), {"result": state})
+
+    @classmethod
+    def load(cls, path: str | Path, network: nn.Module) -> Result:
+        """Read what `save` wrote into a network of the same architecture."""
+        state: dict[str, Any] = checkpoint.load(Path(path))["result"]
+        network.load_state_dict(state["network"])
+        saved = state["verdict"]
+        problem = saved["chain_problem"]
+        verdict = Verdict(
+            StopReason[saved["stop_reason"]],
+            Outcome[saved["outcome"]],
+            None if problem is None else ChainProblem[problem],
+            saved["v_score"],
+            saved["falling"],
+            saved["sector"],
+            saved["has_phase"],
+        )
+        return cls(
+            network,
+            EnergyStatistics(**state["statistics"]),
+            History.from_dict(state["history"]),
+            verdict,
+            state["samples"],
+            state["acceptance"],
+        )
+
+    def __repr__(self) -> str:
+        return f"Result(energy={self.energy:.8g} ± {self.error:.1g}, {self.verdict.name})"
+
+
+def correlate_spins(samples: Tensor, permutations: Tensor) -> Tensor:
+    """⟨s_i s_g(i)⟩ of σᶻ, averaged over samples and sites i, for permutations g: (len(g),).
+
+    With `lattice.translations()` it is the correlation against the distance.
+    """
+    spins = samples.double()
+    correlations = [(spins * spins[:, g]).mean() for g in permutations.to(samples.device)]
+    return torch.stack(correlations)

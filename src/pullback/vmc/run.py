@@ -1,0 +1,387 @@
+"""One minimization in progress: samples, energies, steps, stops, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._core.errors import PullbackError
+from .._core.processes import Processes
+from ..metrics import FubiniStudy
+from ..optim import NaturalGradient, StepInfo
+from ..solvers import Cholesky, Solver
+from ..steps import Spring, Step
+from . import checkpoint
+from .amplitude import EvaluationOptions, Evaluator, LogAmplitude
+from .energies import compute_local_energies, refuse_other_sectors
+from .hamiltonians import Hamiltonian, refuse_non_hermitian
+from .history import History
+from .momentum import adaptive_step
+from .result import Result
+from .sampler import MarkovChains, Metropolis, UndefinedAmplitude
+from .statistics import EnergyStatistics, summarize
+from .verdict import Evidence, StopReason, judge
+
+#: called with the run after every step; stops it by returning True
+Callback = Callable[["Minimization"], Any]
+LearningRate = float | Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When a run speaks, saves and gives up."""
+
+    #: seconds between two lines on the terminal
+    line: float = 10.0
+    #: seconds between two checkpoints: a killed run loses a minute
+    checkpoint: float = 60.0
+    #: steps in a row that are rejected, each with other samples, before the run ends
+    rejected_steps: int = 10
+    #: samples of every fresh chain: with 64 of them R̂ = 1.1 means an autocorrelation time of 7
+    measured_length: int = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `minimize`, which explains them."""
+
+    steps: int
+    samples: int
+    seed: int
+    sampler: Metropolis
+    lr: LearningRate
+    solver: Solver | None
+    step: Step | None
+    gram: str
+    memory: int
+    evaluation: EvaluationOptions
+    measure: int
+    tol: float | None
+    patience: int | None
+    budget: float | None
+    callbacks: Sequence[Callback]
+    progress: bool
+    pace: Pace = Pace()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of all processes with their local energies."""
+
+    samples: Tensor
+    local_energies: Tensor
+    statistics: EnergyStatistics
+
+
+class Minimization:
+    """One minimization in progress.
+
+    Attributes:
+        hamiltonian, network: what is minimized, and over what.
+        history: what happened so far.
+        optimizer: the natural gradient.
+        chains: the Markov chains of this process.
+    """
+
+    def __init__(
+        self,
+        hamiltonian: Hamiltonian,
+        network: nn.Module,
+        settings: Settings,
+        checkpoint_path: Path | None,
+        processes: Processes,
+    ) -> None:
+        self.hamiltonian = hamiltonian
+        self.network = network
+        self.history = History()
+        self._settings = settings
+        self._path = checkpoint_path
+        self._processes = processes
+        self._model = LogAmplitude(network)
+        self._evaluator = Evaluator(self._model, settings.evaluation)
+        self._device = self._evaluator.device
+        self._chain_samples = -(-settings.samples // processes.size)
+        self.chains = self._new_chains(settings.seed, settings.sampler, self._chain_samples)
+        self._refuse_unusable()
+        processes.adopt([*network.parameters(), *network.buffers()])
+        self._rule = adaptive_step() if settings.step is None else settings.step
+        self.optimizer = NaturalGradient(
+            self._model,
+            FubiniStudy(),
+            Cholesky(1e-3) if settings.solver is None else settings.solver,
+            self._rule,
+            lr=1.0,
+            gram=settings.gram,
+            memory=settings.memory,
+            group=_group_of_one(processes),
+        )
+        #: steps in a row that were rejected
+        self._rejected = 0
+        #: seconds of steps before this call, by a run that it goes on with
+        self._seconds_before = 0.0
+
+    def _new_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
+        own_seed = seed * 1_000_003 + self._processes.rank
+        return MarkovChains(self.hamiltonian, sampler, samples, own_seed, self._device)
+
+    def _refuse_unusable(self) -> None:
+        """Raise for a Hamiltonian or a network that no sample would make sense with."""
+        connections = self.hamiltonian.connections(self.chains.configurations[:1]).elements.shape[1]
+        comparisons = connections**2 * self.hamiltonian.sites
+        few = self.chains.configurations[: max(1, min(32, 2**26 // comparisons))]
+        refuse_non_hermitian(self.hamiltonian, few)
+        if self.hamiltonian.conserves_magnetization:
+            refuse_other_sectors(self.hamiltonian.connections(few), few)
+        log_psi = self._evaluator.log_psi(few)
+        if bool(torch.isnan(log_psi).any()):
+            raise PullbackError(
+                "The network returned NaN",
+                "log ψ is not a number at random configurations",
+                "Check its initialization and its inputs of ±1",
+            )
+
+    @property
+    def _is_first(self) -> bool:
+        """Return True on the process that speaks and writes for all."""
+        return self._processes.rank == 0
+
+    @property
+    def spent(self) -> float:
+        """Seconds of steps in this call."""
+        return self.history.spent - self._seconds_before
+
+    def run(self) -> Result:
+        """Step until a reason to stop, then measure the energy with fresh chains."""
+        if self._path is not None and self._path.exists():
+            self._resume(self._path)
+        self._seconds_before = self.history.spent
+        reason = self._step_until_stop()
+        if self._path is not None:
+            self._save(self._path)
+        return self._measure(reason)
+
+    def _step_until_stop(self) -> StopReason:
+        last_line = last_save = time.monotonic()
+        while (reason := self._find_stop_reason()) is None:
+            try:
+                self._step()
+            except UndefinedAmplitude:
+                if not self.history:
+                    raise
+                return StopReason.NOT_FINITE
+            now = time.monotonic()
+            if now - last_line >= self._settings.pace.line:
+                self._say()
+                last_line = now
+            if self._path is not None and now - last_save >= self._settings.pace.checkpoint:
+                self._save(self._path)
+                last_save = now
+            if self._is_stopped_by_callback():
+                return StopReason.CALLBACK
+        return reason
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        rate = self._learning_rate(len(self.history))
+        batch = self._draw_batch(self.chains)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        info = self.optimizer.step(self._closure(batch, rate))
+        self._rejected = 0 if info.accepted else self._rejected + 1
+        self._processes.adopt([*self.network.parameters()])
+        self._record(batch.statistics, info, rate, time.perf_counter() - start)
+
+    def _draw_batch(self, chains: MarkovChains) -> Batch:
+        """Samples of |ψ|² and their local energies, joined over the processes."""
+        drawn = chains.draw(self._evaluator)
+        flat = drawn.flatten(0, 1)
+        energies = compute_local_energies(self.hamiltonian, self._evaluator, flat)
+        by_chain = energies.values.view(drawn.shape[:2])
+        real_energies = torch.view_as_real(by_chain)
+        drawn, real_energies = self._processes.gather([drawn, real_energies], "samples")
+        by_chain = torch.view_as_complex(real_energies)
+        if not bool(torch.isfinite(real_energies).all()):
+            raise UndefinedAmplitude(
+                "A local energy is not finite",
+                "ψ vanishes or overflows at a sample or next to it",
+                "Check the network, or lower lr=",
+            )
+        statistics = summarize(by_chain, drawn)
+        return Batch(drawn.flatten(0, 1), by_chain.flatten(), statistics)
+
+    def _closure(self, batch: Batch, rate: float) -> Callable[[], float]:
+        r"""A closure whose gradient is ∇⟨H⟩, and whose values judge a step in function space.
+
+        With cotangents c = 2(E − ⟨E⟩)/N and the change dz of log ψ since the first call it returns
+        c·dz + |dz|²/(2 lr), the length taken in the Fubini–Study metric. If log ψ were linear in
+        the parameters, the natural-gradient step lr·x would minimize it. A step rule that compares
+        losses thereby notices a step that is too long for the network, from the same samples.
+        """
+        inputs = batch.samples.to(self._evaluator.dtype)
+        centered = batch.local_energies - batch.local_energies.mean()
+        cotangents = torch.view_as_real(2 * centered / len(centered))
+        origin: list[Tensor] = []
+
+        def closure() -> float:
+            self.optimizer.zero_grad()
+            outputs = self._model(inputs)
+            weights = cotangents if outputs.ndim == 2 else cotangents[:, 0]
+            (outputs * weights.to(outputs.dtype)).sum().backward()
+            if not origin:
+                origin.append(outputs.detach())
+                return 0.0
+            change = (outputs.detach() - origin[0]).double()
+            centered_change = change - change.mean(0)
+            squared_length = centered_change.square().sum() / len(change)
+            return float((weights * change).sum() + squared_length / (2 * rate))
+
+        return closure
+
+    def _learning_rate(self, step: int) -> float:
+        rate = self._settings.lr
+        return float(rate(step)) if callable(rate) else float(rate)
+
+    def _record(
+        self, statistics: EnergyStatistics, info: StepInfo, rate: float, seconds: float
+    ) -> None:
+        momentum = self._rule.momentum if isinstance(self._rule, Spring) else 0.0
+        self.history.append(
+            energy=statistics.energy,
+            error=statistics.error,
+            variance=statistics.variance,
+            acceptance=self.chains.acceptance,
+            rhat=statistics.rhat,
+            lr=rate,
+            damping=info.damping,
+            momentum=momentum,
+            seconds=self.history.spent + seconds,
+        )
+
+    def _find_stop_reason(self) -> StopReason | None:
+        settings = self._settings
+        history = self.history
+        reason = None
+        if len(history) >= settings.steps:
+            reason = StopReason.ALL_STEPS
+        elif settings.budget is not None and self.spent >= settings.budget:
+            reason = StopReason.BUDGET_SPENT
+        elif history and settings.tol is not None and self._v_score() <= settings.tol:
+            reason = StopReason.TOLERANCE_REACHED
+        elif self._rejected >= settings.pace.rejected_steps:
+            reason = StopReason.NO_STEP
+        elif settings.patience is not None and self._has_stagnated(settings.patience):
+            reason = StopReason.NO_PROGRESS
+        return self._processes.share(reason)
+
+    def _v_score(self) -> float:
+        """sites·variance/energy² of the last samples."""
+        history = self.history
+        return self.hamiltonian.sites * history.variance[-1] / history.energy[-1] ** 2
+
+    def _has_stagnated(self, patience: int) -> bool:
+        """Return True if the mean energy of `patience` steps is not below that of those before."""
+        energies = self.history.energy
+        if len(energies) < 2 * patience:
+            return False
+        before = math.fsum(energies[-2 * patience : -patience]) / patience
+        after = math.fsum(energies[-patience:]) / patience
+        noise = math.fsum(self.history.error[-patience:]) / patience / math.sqrt(patience)
+        return before - after < math.sqrt(2) * noise
+
+    def _is_stopped_by_callback(self) -> bool:
+        answers = [callback(self) is True for callback in self._settings.callbacks]
+        return not self._processes.agree(not any(answers))
+
+    def _say(self) -> None:
+        if not self._settings.progress or not self._is_first:
+            return
+        history = self.history
+        print(
+            f"vmc: step {len(history)}/{self._settings.steps}  energy {history.energy[-1]:.8g} ± "
+            f"{history.error[-1]:.1g}  variance {history.variance[-1]:.2g}  after "
+            f"{history.spent:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _measure(self, reason: StopReason) -> Result:
+        """The energy from fresh chains, and the verdict.
+
+        They are fewer and longer than those of the steps, so that R̂ says whether they mix.
+        """
+        samples_here = -(-self._settings.measure // self._processes.size)
+        longest = -(-samples_here // self._settings.pace.measured_length)
+        fewer = max(1, min(self.chains.shape.chains, max(16, longest)))
+        sampler = replace(self._settings.sampler, chains=fewer)
+        chains = self._new_chains(self._settings.seed + 7919, sampler, samples_here)
+        statistics = None
+        samples = chains.configurations
+        try:
+            batch = self._draw_batch(chains)
+            statistics = batch.statistics
+            samples = batch.samples
+        except UndefinedAmplitude:
+            reason = StopReason.NOT_FINITE
+        frozen_share = float((chains.accepted_by_chain == 0).double().mean())
+        evidence = Evidence(
+            reason,
+            self.history,
+            statistics,
+            frozen_share,
+            self.hamiltonian.sites,
+            chains.magnetization,
+            self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
+        )
+        verdict = self._processes.share(judge(evidence))
+        if statistics is None:
+            nan = math.nan
+            statistics = EnergyStatistics(nan, nan, nan, nan, nan, nan, 0)
+        return Result(self.network, statistics, self.history, verdict, samples, chains.acceptance)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "hamiltonian": repr(self.hamiltonian),
+            "samples": self._settings.samples,
+            "seed": self._settings.seed,
+            "processes": self._processes.size,
+            "parameters": [(n, list(p.shape)) for n, p in self.network.named_parameters()],
+            "dtype": str(self._evaluator.dtype),
+        }
+
+    def _save(self, path: Path) -> None:
+        """Write what the run needs to go on to the same bits."""
+        chain_states = self._processes.values(self.chains.state())
+        if not self._is_first:
+            return
+        state = {
+            "identity": self._identity(),
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "chains": chain_states,
+            "history": self.history.as_dict(),
+        }
+        checkpoint.save(path, {"run": state})
+
+    def _resume(self, path: Path) -> None:
+        state = checkpoint.load(path)["run"]
+        checkpoint.refuse_other_run(path, state["identity"], self._identity())
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.chains.load(state["chains"][self._processes.rank])
+        self.history = History.from_dict(state["history"])
+
+
+def _group_of_one(processes: Processes) -> Any:
+    """A group of this process alone, where there are others: each solves for all samples."""
+    if processes.alone:
+        return None
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -1,0 +1,241 @@
+"""Metropolis chains that sample |ψ|², many side by side on the network's device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.errors import PullbackError, require
+from .amplitude import Evaluator
+from .hamiltonians import Hamiltonian
+
+
+class Move(Enum):
+    """What a chain proposes."""
+
+    #: one spin is turned over: every configuration can be reached
+    FLIP = "flip"
+    #: two opposite spins change places: Σ s stays the same
+    EXCHANGE = "exchange"
+
+
+@dataclass(frozen=True)
+class Metropolis:
+    """How samples of |ψ|² are drawn.
+
+    Attributes:
+        chains: how many run side by side; by default one for every sample, at most 1,024 on a CPU
+            and 8,192 on a GPU.
+        moves: proposals between two samples of a chain; by default as many as there are sites.
+        thermalization: proposals before the first sample; by default twenty times `moves`.
+        proposal: "flip" or "exchange"; by default exchanges where H conserves the magnetization.
+        magnetization: Σ s of all samples under exchanges; by default 0, or 1 for an odd number.
+    """
+
+    chains: int | None = None
+    moves: int | None = None
+    thermalization: int | None = None
+    proposal: str | None = None
+    magnetization: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("chains", "moves", "thermalization"):
+            value = getattr(self, name)
+            usable = value is None or (isinstance(value, int) and value >= 1)
+            require(usable, f"Metropolis({name}=)", value, "Use an integer ≥ 1, or None")
+        known = (None, *(move.value for move in Move))
+        require(self.proposal in known, "Metropolis(proposal=)", self.proposal, f"Use {known}")
+
+
+@dataclass(frozen=True)
+class ChainShape:
+    """The numbers of a `Metropolis` once the problem is known.
+
+    Attributes:
+        chains: those of this process.
+        per_chain: samples that each chain gives at a time.
+        moves: proposals between two samples of a chain.
+        thermalization: proposals before the first sample.
+    """
+
+    chains: int
+    per_chain: int
+    moves: int
+    thermalization: int
+
+
+class MarkovChains:
+    """The state of all chains: configurations, log |ψ| there, and the random generator.
+
+    Args:
+        hamiltonian: which configurations belong together, and which spins may be exchanged.
+        options: as given by the user.
+        samples: how many are drawn at a time.
+        seed: of the proposals.
+        device: where the chains are.
+    """
+
+    def __init__(
+        self,
+        hamiltonian: Hamiltonian,
+        options: Metropolis,
+        samples: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.sites = hamiltonian.sites
+        self.move = _choose_move(hamiltonian, options)
+        self.magnetization = self._choose_magnetization(options.magnetization)
+        self.shape = _choose_shape(options, samples, self.sites, device)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._bonds = hamiltonian.exchange_bonds().to(device)
+        self._device = device
+        self.configurations = self._draw_configurations()
+        self.is_thermalized = False
+        #: share of the proposals of the last draw that were accepted
+        self.acceptance = math.nan
+        #: accepted proposals of every chain in the last draw
+        self.accepted_by_chain = torch.zeros(self.shape.chains, device=device)
+
+    def _choose_magnetization(self, magnetization: int | None) -> int | None:
+        if self.move is Move.FLIP:
+            if magnetization is not None:
+                raise PullbackError(
+                    "Flips do not keep the magnetization",
+                    f"magnetization={magnetization} was asked for",
+                    'Use proposal="exchange", with a Hamiltonian that conserves it',
+                )
+            return None
+        if magnetization is None:
+            return self.sites % 2
+        possible = abs(magnetization) <= self.sites and (self.sites - magnetization) % 2 == 0
+        if not possible:
+            raise PullbackError(
+                f"There is no configuration of magnetization {magnetization}",
+                f"Σ s of {self.sites} spins has the parity of their number",
+                "Use another magnetization=, or another number of sites",
+            )
+        return magnetization
+
+    def _draw_configurations(self) -> Tensor:
+        """Random configurations of the sector, (chains, sites), int8."""
+        shape = (self.shape.chains, self.sites)
+        noise = torch.rand(shape, generator=self._generator, device=self._device)
+        if self.magnetization is None:
+            return torch.where(noise < 0.5, -1, 1).to(torch.int8)
+        spins_up = (self.sites + self.magnetization) // 2
+        rank = noise.argsort(1).argsort(1)
+        return torch.where(rank < spins_up, 1, -1).to(torch.int8)
+
+    def draw(self, evaluator: Evaluator) -> Tensor:
+        """Samples of |ψ|², (chains, per_chain, sites); chains go on from where they were."""
+        log_modulus = evaluator.log_modulus(self.configurations)
+        self._refuse_undefined(log_modulus)
+        if not self.is_thermalized:
+            log_modulus = self._run(evaluator, log_modulus, self.shape.thermalization)
+            self.is_thermalized = True
+        self.accepted_by_chain.zero_()
+        drawn = []
+        for _ in range(self.shape.per_chain):
+            log_modulus = self._run(evaluator, log_modulus, self.shape.moves)
+            drawn.append(self.configurations.clone())
+        self.acceptance = float(self.accepted_by_chain.mean()) / (
+            self.shape.moves * self.shape.per_chain
+        )
+        self._refuse_zero_amplitude(log_modulus)
+        return torch.stack(drawn, 1)
+
+    def _run(self, evaluator: Evaluator, log_modulus: Tensor, moves: int) -> Tensor:
+        """Make proposals and return log |ψ| where the chains are afterwards."""
+        for _ in range(moves):
+            proposed = self._propose()
+            proposed_log_modulus = evaluator.log_modulus(proposed)
+            gain = 2 * (proposed_log_modulus - log_modulus)
+            noise = torch.rand(len(gain), generator=self._generator, device=self._device)
+            # a chain that is where ψ vanishes (−inf − −inf is NaN) may go anywhere
+            accepted = (noise.log() < gain) | (log_modulus == -torch.inf)
+            self.configurations = torch.where(accepted[:, None], proposed, self.configurations)
+            log_modulus = torch.where(accepted, proposed_log_modulus, log_modulus)
+            self.accepted_by_chain += accepted
+        return log_modulus
+
+    def _propose(self) -> Tensor:
+        """One proposal per chain; an exchange of equal spins proposes to stay."""
+        proposed = self.configurations.clone()
+        chain = torch.arange(self.shape.chains, device=self._device)
+        if self.move is Move.FLIP:
+            site = self._draw_integers(self.sites)
+            proposed[chain, site] *= -1
+            return proposed
+        first, second = self._bonds[self._draw_integers(len(self._bonds))].T
+        proposed[chain, first] = self.configurations[chain, second]
+        proposed[chain, second] = self.configurations[chain, first]
+        return proposed
+
+    def _draw_integers(self, bound: int) -> Tensor:
+        shape = (self.shape.chains,)
+        return torch.randint(bound, shape, generator=self._generator, device=self._device)
+
+    def _refuse_undefined(self, log_modulus: Tensor) -> None:
+        if bool(torch.isnan(log_modulus).any() | (log_modulus == torch.inf).any()):
+            raise UndefinedAmplitude(
+                "The network gives no amplitude",
+                "log ψ is NaN or +infinity at configurations of the chains",
+                "Check the network's initialization, or lower lr=",
+            )
+
+    def _refuse_zero_amplitude(self, log_modulus: Tensor) -> None:
+        share = float((log_modulus == -torch.inf).double().mean())
+        if share > 0:
+            raise UndefinedAmplitude(
+                "The amplitude is zero where the chains are",
+                f"log |ψ| is −infinity at {share:.0%} of the chains, and no proposal led away",
+                "Use a network that is not zero on large parts of the sector",
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, to go on to the same bits."""
+        return {
+            "configurations": self.configurations.cpu(),
+            "generator": self._generator.get_state(),
+            "is_thermalized": self.is_thermalized,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.configurations = state["configurations"].to(self._device)
+        self._generator.set_state(state["generator"])
+        self.is_thermalized = state["is_thermalized"]
+
+
+class UndefinedAmplitude(PullbackError):
+    """log ψ is NaN, infinite, or −infinity at samples."""
+
+
+def _choose_move(hamiltonian: Hamiltonian, options: Metropolis) -> Move:
+    if options.proposal is None:
+        return Move.EXCHANGE if hamiltonian.conserves_magnetization else Move.FLIP
+    move = Move(options.proposal)
+    if move is Move.EXCHANGE and not hamiltonian.conserves_magnetization:
+        raise PullbackError(
+            "Exchanges sample one sector only",
+            f"{hamiltonian!r} connects configurations of different magnetization, which the "
+            "chains would never see",
+            'Use proposal="flip"',
+        )
+    return move
+
+
+def _choose_shape(
+    options: Metropolis, samples: int, sites: int, device: torch.device
+) -> ChainShape:
+    most = 1024 if device.type == "cpu" else 8192
+    chains = min(samples, most) if options.chains is None else options.chains
+    moves = sites if options.moves is None else options.moves
+    thermalization = 20 * moves if options.thermalization is None else options.thermalization
+    return ChainShape(chains, -(-samples // chains), moves, thermalization)

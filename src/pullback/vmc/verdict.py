@@ -1,0 +1,230 @@
+"""How a minimization ended, judged by fresh chains, and what to try next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from .history import History
+from .statistics import EnergyStatistics
+
+
+class StopReason(Enum):
+    """Why the steps ended; the value is the sentence that a user reads."""
+
+    ALL_STEPS = "all steps were taken"
+    BUDGET_SPENT = "the budget is spent"
+    TOLERANCE_REACHED = "the tolerance was reached"
+    NO_PROGRESS = "the energy fell no further"
+    CALLBACK = "a callback asked for it"
+    NO_STEP = "no step followed its linearization at any damping"
+    NOT_FINITE = "the network or the energy became infinite or NaN"
+
+
+class Outcome(Enum):
+    """The verdict in a word."""
+
+    CONVERGED = "converged"
+    UNFINISHED = "unfinished"
+    STALLED = "stalled"
+    UNRELIABLE = "unreliable"
+    DIVERGED = "diverged"
+
+
+class ChainProblem(Enum):
+    """Why the samples cannot be trusted; the value is the sentence and the remedy."""
+
+    FROZEN = (
+        "the chains are frozen: most of them accepted no proposal. Use more moves=, the other kind "
+        "of proposal, or a network with smaller log-amplitudes"
+    )
+    UNMIXED = (
+        "the chains have not mixed: they stay in different parts of the configurations. Use more "
+        "moves= and thermalization=, or symmetrize the network"
+    )
+    DISAGREE = (
+        "fresh chains give another energy than those of the steps, which were stuck in a part of "
+        "the configurations. Use more moves= or more chains="
+    )
+    TOO_FEW = "there are too few samples for an error bar. Use more samples= or chains="
+
+
+@dataclass(frozen=True)
+class VerdictLimits:
+    """Bounds of the verdict."""
+
+    #: N·variance/energy², below which a state counts as an eigenstate: good variational states of
+    #: hard problems are between 1e-5 and 1e-3
+    v_score: float = 1e-3
+    #: R̂ of the energy above which chains have not mixed; 1.1 is Gelman and Rubin's own
+    rhat: float = 1.1
+    #: R̂ of a spin above which chains are stuck: 1.5 means an autocorrelation time of 0.6 chains
+    spin_rhat: float = 1.5
+    #: share of chains without an accepted proposal above which they are frozen
+    frozen: float = 0.5
+    #: standard errors by which fresh chains may differ from those of the steps
+    disagreement: float = 6.0
+    #: standard errors by which the energy may fall in the last quarter of the steps
+    falling: float = 3.0
+    #: least number of steps before the last quarter says anything
+    least_steps: int = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a minimization came to.
+
+    Attributes:
+        stop_reason: why the steps ended.
+        outcome: converged, unfinished, stalled, unreliable or diverged.
+        chain_problem: why the samples cannot be trusted, where they cannot.
+        v_score: sites·variance/energy², zero for an eigenstate.
+        falling: energy that the last quarter of the steps gained.
+        sector: Σ s of all samples, where it is conserved.
+        has_phase: whether ψ may have signs. Without them a state of no variance is the ground
+            state of its sector, where all off-diagonal elements of H are negative.
+    """
+
+    stop_reason: StopReason
+    outcome: Outcome
+    chain_problem: ChainProblem | None
+    v_score: float
+    falling: float
+    sector: int | None
+    has_phase: bool = False
+
+    @property
+    def name(self) -> str:
+        """The outcome in a word."""
+        return self.outcome.value
+
+    @property
+    def is_alarming(self) -> bool:
+        """Return True if the energy must not be used without a look."""
+        return self.outcome in (Outcome.STALLED, Outcome.UNRELIABLE, Outcome.DIVERGED)
+
+    @property
+    def text(self) -> str:
+        """The verdict in a sentence or two, with a remedy."""
+        sentence = f"{self.name}: {self.stop_reason.value}"
+        if self.sector is not None:
+            sentence += f", in the sector Σ s = {self.sector}"
+        if self.chain_problem is not None:
+            return f"{sentence}; {self.chain_problem.value}"
+        if self.outcome is Outcome.DIVERGED:
+            return f"{sentence}. Lower lr=, or raise the solver's damping"
+        sentence += f"; the variance is {self.v_score:.1e} of energy²/sites"
+        if self.outcome is Outcome.UNFINISHED:
+            return f"{sentence} and the energy still falls. Give more steps= or a larger budget="
+        if self.outcome is Outcome.STALLED:
+            remedy = "Use a larger network, one with a phase, or symmetrize it"
+            return (
+                f"{sentence}, too large for an eigenstate, and the energy falls no more. {remedy}"
+            )
+        return sentence
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a verdict is made from.
+
+    Attributes:
+        stop_reason: why the steps ended.
+        history: the steps.
+        final: the energy from fresh chains.
+        frozen_share: fresh chains that accepted no proposal.
+        sites: number of spins.
+        sector: Σ s of all samples, where it is conserved.
+        has_phase: whether ψ may have signs.
+    """
+
+    stop_reason: StopReason
+    history: History
+    final: EnergyStatistics | None
+    frozen_share: float
+    sites: int
+    sector: int | None
+    has_phase: bool = False
+
+
+def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
+    """The verdict on a minimization that has ended."""
+    limits = VerdictLimits() if limits is None else limits
+    final = evidence.final
+    if final is None or not math.isfinite(final.energy):
+        return Verdict(
+            StopReason.NOT_FINITE,
+            Outcome.DIVERGED,
+            None,
+            math.nan,
+            math.nan,
+            evidence.sector,
+            evidence.has_phase,
+        )
+    v_score = evidence.sites * final.variance / max(final.energy**2, 1e-300)
+    falling = _gained(evidence.history, limits)
+    problem = _find_chain_problem(evidence, final, limits)
+    if problem is not None:
+        outcome = Outcome.UNRELIABLE
+    elif evidence.stop_reason in (StopReason.NOT_FINITE, StopReason.NO_STEP):
+        outcome = Outcome.DIVERGED
+    elif _is_falling(evidence, falling, limits):
+        outcome = Outcome.UNFINISHED
+    elif v_score <= limits.v_score:
+        outcome = Outcome.CONVERGED
+    else:
+        outcome = Outcome.STALLED
+    return Verdict(
+        evidence.stop_reason,
+        outcome,
+        problem,
+        v_score,
+        falling,
+        evidence.sector,
+        evidence.has_phase,
+    )
+
+
+def _find_chain_problem(
+    evidence: Evidence, final: EnergyStatistics, limits: VerdictLimits
+) -> ChainProblem | None:
+    if evidence.frozen_share > limits.frozen:
+        return ChainProblem.FROZEN
+    if final.rhat > limits.rhat or final.spin_rhat > limits.spin_rhat:
+        return ChainProblem.UNMIXED
+    if not math.isfinite(final.error):
+        return ChainProblem.TOO_FEW
+    history = evidence.history
+    if history.energy:
+        last = min(10, len(history))
+        trained = math.fsum(history.energy[-last:]) / last
+        scale = math.hypot(final.error, max(history.error[-last:]))
+        spread = max(history.energy[-last:]) - min(history.energy[-last:])
+        if abs(trained - final.energy) > limits.disagreement * scale + spread:
+            return ChainProblem.DISAGREE
+    return None
+
+
+def _gained(history: History, limits: VerdictLimits) -> float:
+    """The fall of the energy from the third to the last quarter of the steps."""
+    steps = len(history)
+    if steps < limits.least_steps:
+        return math.nan
+    quarter = steps // 4
+    before = math.fsum(history.energy[-2 * quarter : -quarter]) / quarter
+    after = math.fsum(history.energy[-quarter:]) / quarter
+    return before - after
+
+
+def _is_falling(evidence: Evidence, falling: float, limits: VerdictLimits) -> bool:
+    """Return True if more steps would lower the energy further than its error bar."""
+    ended_itself = (StopReason.TOLERANCE_REACHED, StopReason.NO_PROGRESS)
+    if evidence.stop_reason in ended_itself:
+        return False
+    history = evidence.history
+    if math.isnan(falling):
+        return True
+    quarter = len(history) // 4
+    noise = math.fsum(history.error[-quarter:]) / quarter / math.sqrt(quarter)
+    return falling > limits.falling * math.sqrt(2) * noise

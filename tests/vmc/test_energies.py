@@ -1,0 +1,89 @@
+"""Local energies against H ψ / ψ by enumeration, and the sharing of evaluations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import vmc
+from pullback.testing import assert_close
+from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
+from pullback.vmc.energies import DistinctRows
+from tests.vmc.states import KINDS, amplitudes, make_network
+from tests.vmc.test_hamiltonians import rotated_chain
+
+HAMILTONIANS = [
+    vmc.TransverseFieldIsing(vmc.Chain(6), field=0.8),
+    vmc.Heisenberg(vmc.Chain(6), j2=0.4),
+    vmc.Heisenberg(vmc.Square(2, 4), j2=0.5, sign_rule=False),
+    vmc.FunctionHamiltonian(rotated_chain, 6, conserves_magnetization=True),
+]
+
+
+def make_evaluator(network: nn.Module, chunk: int = 1000) -> Evaluator:
+    return Evaluator(LogAmplitude(network), EvaluationOptions(chunk=chunk))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hamiltonian", HAMILTONIANS, ids=repr)
+@pytest.mark.parametrize("memory", [2**30, 5000], ids=["at once", "in parts"])
+def test_local_energies(hamiltonian: vmc.Hamiltonian, kind: str, memory: int) -> None:
+    network = make_network(kind, hamiltonian.sites)
+    basis = vmc.enumerate_configurations(hamiltonian.sites)
+    psi = amplitudes(network, basis)
+    want = (hamiltonian.dense().to(psi.dtype) @ psi) / psi
+    found = vmc.compute_local_energies(hamiltonian, make_evaluator(network, 7), basis, memory)
+    assert_close(torch.view_as_real(found.values), torch.view_as_real(want), 1e-12, "E(s)")
+
+
+def test_equal_configurations_are_evaluated_once() -> None:
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(6))
+    network = make_network("real", 6)
+    basis = vmc.enumerate_configurations(6)
+    samples = basis.repeat(5, 1)
+    found = vmc.compute_local_energies(hamiltonian, make_evaluator(network), samples)
+    assert found.evaluated == 64
+    assert found.connected == 5 * 64 * 7
+
+
+def test_connections_whose_element_is_zero_are_not_evaluated() -> None:
+    """Parallel spins are not exchanged: the ferromagnet is connected with itself alone."""
+    hamiltonian = vmc.Heisenberg(vmc.Chain(6))
+    ferromagnet = torch.ones(1, 6, dtype=torch.int8)
+    found = vmc.compute_local_energies(
+        hamiltonian, make_evaluator(make_network("real", 6)), ferromagnet
+    )
+    assert found.evaluated == 1
+    assert found.values.item() == 6
+
+
+@pytest.mark.parametrize("sites", [5, 62, 63, 100])
+def test_distinct_rows(sites: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    few = 2 * torch.randint(2, (20, sites), generator=generator) - 1
+    rows = few[torch.randint(20, (300,), generator=generator)].to(torch.int8)
+    distinct = DistinctRows.find(rows)
+    assert torch.equal(distinct.rows[distinct.position], rows)
+    assert len(distinct.rows) == len(rows.unique(dim=0))
+
+
+def test_codes_that_collide_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def constant_code(rows: Tensor) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.long)
+
+    monkeypatch.setattr("pullback.vmc.energies._encode", constant_code)
+    rows = (2 * torch.randint(2, (50, 70)) - 1).to(torch.int8)
+    distinct = DistinctRows.find(rows)
+    assert torch.equal(distinct.rows[distinct.position], rows)
+
+
+def test_an_amplitude_of_zero_beside_a_sample_counts_as_zero() -> None:
+    class OnlyUp(nn.Module):
+        def forward(self, s: Tensor) -> Tensor:
+            return torch.where(s.sum(1) >= 2, 0.0, -torch.inf)
+
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(4), field=1.0)
+    sample = torch.tensor([[1, 1, 1, -1]], dtype=torch.int8)
+    found = vmc.compute_local_energies(hamiltonian, make_evaluator(OnlyUp()), sample)
+    assert found.values.item() == pytest.approx(0.0 - 1.0)

@@ -1,0 +1,358 @@
+"""Ground states of small systems, verdicts, checkpoints, and refusals."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback import vmc
+from pullback.steps import Constant, Spring
+from pullback.vmc.statistics import EnergyStatistics
+from pullback.vmc.verdict import Evidence, judge
+from tests.vmc.states import make_network
+from tests.vmc.test_hamiltonians import one_way, rotated_chain
+
+
+def exact_energy(hamiltonian: vmc.Hamiltonian) -> float:
+    sector = 0 if hamiltonian.conserves_magnetization else None
+    return float(torch.linalg.eigvalsh(hamiltonian.dense(sector))[0])
+
+
+@pytest.fixture
+def ising() -> vmc.TransverseFieldIsing:
+    return vmc.TransverseFieldIsing(vmc.Chain(8), field=1.0)
+
+
+def rbm(lattice: vmc.Lattice, features: int = 2, seed: int = 0) -> vmc.Rbm:
+    torch.manual_seed(seed)
+    return vmc.Rbm(lattice, features).double()
+
+
+@pytest.mark.parametrize(
+    "hamiltonian",
+    [vmc.TransverseFieldIsing(vmc.Chain(8), field=1.0), vmc.Heisenberg(vmc.Chain(8))],
+    ids=repr,
+)
+def test_ground_states(hamiltonian: vmc.Hamiltonian) -> None:
+    network = rbm(hamiltonian.lattice, 3)  # pyright: ignore[reportAttributeAccessIssue]
+    found = vmc.minimize(hamiltonian, network, steps=120, samples=500, progress=False)
+    exact = exact_energy(hamiltonian)
+    assert found.verdict.name == "converged", found.stopped
+    assert found.energy == pytest.approx(exact, rel=2e-4)
+    assert abs(found.energy - exact) < 5 * found.error + 2e-4 * abs(exact)
+    assert found.variance < 0.05
+    assert len(found.history) == 120
+
+
+class AsComplex(nn.Module):
+    """The same state as complex numbers."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, s: Tensor) -> Tensor:
+        return torch.view_as_complex(self.network(s))
+
+
+@pytest.mark.parametrize("kind", ["phase", "complex"])
+def test_states_with_a_phase(kind: str) -> None:
+    """Without the sign rule the ground state has signs, which a real network cannot have."""
+    hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
+    torch.manual_seed(0)
+    network: nn.Module = vmc.Convolutional(vmc.Chain(8), 6, 2, 5, phase=True).double()
+    if kind == "complex":
+        network = AsComplex(network)
+    found = vmc.minimize(hamiltonian, network, steps=80, samples=400, lr=0.02, progress=False)
+    assert found.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-3)
+
+
+def test_a_complex_hamiltonian() -> None:
+    hamiltonian = vmc.FunctionHamiltonian(rotated_chain, 6, conserves_magnetization=True)
+    found = vmc.minimize(
+        hamiltonian, make_network("phase", 6), steps=150, samples=300, progress=False
+    )
+    assert found.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_real_network_without_the_sign_rule_is_never_converged() -> None:
+    """The lowest positive state is no eigenstate; samples may collapse onto few configurations."""
+    hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
+    network = rbm(hamiltonian.lattice)
+    found = vmc.minimize(hamiltonian, network, steps=80, samples=300, progress=False)
+    assert found.verdict.is_alarming, found.stopped
+
+
+@pytest.mark.parametrize("step", [Constant(), Spring(0.9), vmc.PrimeSpring()], ids=repr)
+def test_other_steps(ising: vmc.TransverseFieldIsing, step: pb.steps.Step) -> None:
+    network = rbm(ising.lattice)
+    found = vmc.minimize(
+        ising, network, steps=100, samples=400, lr=0.02, step=step,
+        solver=pb.solvers.Cholesky(0.01), progress=False,
+    )  # fmt: skip
+    assert found.energy == pytest.approx(exact_energy(ising), rel=5e-3)
+
+
+def test_single_precision_and_sample_space(ising: vmc.TransverseFieldIsing) -> None:
+    torch.manual_seed(0)
+    network = vmc.Convolutional(ising.lattice, channels=6, layers=2, kernel=5)
+    found = vmc.minimize(
+        ising, network, steps=60, samples=100, gram="kernel", progress=False, measure=4000
+    )
+    assert found.energy == pytest.approx(exact_energy(ising), rel=1e-3)
+
+
+def test_the_same_seed_gives_the_same_bits(ising: vmc.TransverseFieldIsing) -> None:
+    energies = [
+        vmc.minimize(ising, rbm(ising.lattice), steps=5, samples=50, progress=False).history.energy
+        for _ in range(2)
+    ]
+    assert energies[0] == energies[1]
+
+
+def test_a_run_resumes_to_the_same_bits(ising: vmc.TransverseFieldIsing, tmp_path: Path) -> None:
+    whole = rbm(ising.lattice)
+    want = vmc.minimize(ising, whole, steps=12, samples=60, progress=False)
+    halves = rbm(ising.lattice)
+    path = tmp_path / "run.pt"
+    for steps in (5, 12):
+        found = vmc.minimize(
+            ising, halves, steps=steps, samples=60, progress=False, checkpoint=path
+        )
+    assert found.history.energy == want.history.energy
+    assert found.energy == want.energy
+    for one, two in zip(whole.parameters(), halves.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    ising: vmc.TransverseFieldIsing, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.pt"
+    vmc.minimize(ising, rbm(ising.lattice), steps=2, samples=20, progress=False, checkpoint=path)
+    with pytest.raises(pb.PullbackError, match="another run"):
+        vmc.minimize(
+            ising, rbm(ising.lattice), steps=2, samples=30, progress=False, checkpoint=path
+        )
+    path.write_text("nothing")
+    with pytest.raises(pb.PullbackError, match="cannot be read"):
+        vmc.minimize(
+            ising, rbm(ising.lattice), steps=2, samples=30, progress=False, checkpoint=path
+        )
+
+
+def test_results_are_saved_and_loaded(ising: vmc.TransverseFieldIsing, tmp_path: Path) -> None:
+    found = vmc.minimize(ising, rbm(ising.lattice), steps=3, samples=50, progress=False)
+    found.save(tmp_path / "state.pt")
+    other = rbm(ising.lattice, seed=5)
+    again = vmc.Result.load(tmp_path / "state.pt", other)
+    assert again.energy == found.energy
+    assert again.stopped == found.stopped
+    assert again.history.energy == found.history.energy
+    assert torch.equal(again.samples, found.samples)
+
+
+def test_a_budget_that_is_too_small_is_said(ising: vmc.TransverseFieldIsing) -> None:
+    network = rbm(ising.lattice)
+    found = vmc.minimize(ising, network, steps=1000, samples=50, budget=1e-6, progress=False)
+    assert found.verdict.stop_reason is vmc.StopReason.BUDGET_SPENT
+    assert found.verdict.outcome is vmc.Outcome.UNFINISHED
+    assert len(found.history) == 1
+    assert "budget" in found.stopped
+
+
+def test_other_ways_to_stop(ising: vmc.TransverseFieldIsing) -> None:
+    network = rbm(ising.lattice)
+
+    def third_step(run: vmc.Minimization) -> bool:
+        return len(run.history) == 3
+
+    by_callback = vmc.minimize(
+        ising, network, steps=50, samples=50, callbacks=[third_step], progress=False
+    )
+    assert by_callback.verdict.stop_reason is vmc.StopReason.CALLBACK
+    assert len(by_callback.history) == 3
+    by_tolerance = vmc.minimize(ising, network, steps=200, samples=200, tol=1e-2, progress=False)
+    assert by_tolerance.verdict.stop_reason is vmc.StopReason.TOLERANCE_REACHED
+    by_patience = vmc.minimize(ising, network, steps=300, samples=200, patience=20, progress=False)
+    assert by_patience.verdict.stop_reason is vmc.StopReason.NO_PROGRESS
+    assert len(by_patience.history) < 300
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_frozen_chains_are_never_converged() -> None:
+    """Deep in the ferromagnet a state of two peaks holds every chain where it began."""
+
+    class TwoPeaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(30.0))
+
+        def forward(self, s: Tensor) -> Tensor:
+            return self.scale * (s * s.roll(1, 1)).sum(1)
+
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(8), field=1e-3)
+    found = vmc.minimize(
+        hamiltonian, TwoPeaks().double(), steps=30, samples=100, lr=1e-3, progress=False
+    )
+    assert found.verdict.outcome is vmc.Outcome.UNRELIABLE
+    assert found.verdict.chain_problem is vmc.ChainProblem.FROZEN
+    assert "frozen" in found.stopped
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_chains_that_stay_in_two_sectors_are_never_converged() -> None:
+    """Peaks at both ferromagnets with a soft rim: chains accept moves, and never cross."""
+
+    class SoftPeaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.6))
+
+        def forward(self, s: Tensor) -> Tensor:
+            return self.scale * s.sum(1).abs()
+
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(16), field=0.2)
+    found = vmc.minimize(
+        hamiltonian, SoftPeaks().double(), steps=25, samples=100, lr=1e-4, progress=False
+    )
+    assert found.verdict.outcome is vmc.Outcome.UNRELIABLE
+    assert found.verdict.chain_problem is vmc.ChainProblem.UNMIXED
+
+
+class Broken(nn.Module):
+    """NaN from the first call, or a wrong shape."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+        self.kind = kind
+
+    def forward(self, s: Tensor) -> object:
+        value = s @ self.weight.to(s)
+        if self.kind == "nan":
+            return value * math.nan
+        if self.kind == "matrix":
+            return value[:, None].expand(-1, 3)
+        if self.kind == "scalar":
+            return value.sum()
+        return (value, value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("nan", "NaN"), ("matrix", "not log ψ"), ("scalar", "not log ψ"), ("tuple", "not log ψ")],
+)
+def test_networks_that_are_no_state_are_refused(
+    ising: vmc.TransverseFieldIsing, kind: str, message: str
+) -> None:
+    with pytest.raises(pb.PullbackError, match=message):
+        vmc.minimize(ising, Broken(kind), steps=2, samples=20, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_network_that_breaks_on_the_way_gives_a_verdict(ising: vmc.TransverseFieldIsing) -> None:
+    class BreaksLater(vmc.Rbm):
+        broken = False
+
+        def forward(self, configurations: Tensor) -> Tensor:
+            value = super().forward(configurations)
+            return value * math.nan if self.broken else value
+
+    torch.manual_seed(0)
+    network = BreaksLater(ising.lattice, 1).double()
+
+    def break_network(run: vmc.Minimization) -> None:
+        network.broken = len(run.history) == 4
+
+    found = vmc.minimize(
+        ising, network, steps=20, samples=50, callbacks=[break_network], progress=False
+    )
+    assert found.verdict.outcome is vmc.Outcome.DIVERGED
+    assert found.verdict.stop_reason is vmc.StopReason.NOT_FINITE
+    assert len(found.history) == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "conserves", "message"),
+    [(one_way, False, "not Hermitian"), (None, True, "leaves the sector")],
+)
+def test_hamiltonians_that_make_no_sense_are_refused(
+    function: object, conserves: bool, message: str
+) -> None:
+    if function is None:
+        rows = vmc.TransverseFieldIsing(vmc.Chain(8)).connections
+
+        def function(s: Tensor) -> tuple[Tensor, Tensor]:
+            found = rows(s)
+            return found.configurations, found.elements
+
+    hamiltonian = vmc.FunctionHamiltonian(function, 8, conserves)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pb.PullbackError, match=message):
+        vmc.minimize(hamiltonian, make_network("real", 8), steps=1, samples=10, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": -1}, "steps="), ({"samples": 1}, "samples="), ({"lr": 0.0}, "lr="),
+        ({"lr": "fast"}, "lr="), ({"budget": 0}, "budget="), ({"step": 3}, "step="),
+        ({"solver": "qr"}, "solver="), ({"measure": 0}, "measure="),
+    ],
+)  # fmt: skip
+def test_unusable_options_are_refused(
+    ising: vmc.TransverseFieldIsing, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(pb.PullbackError, match=message):
+        vmc.minimize(ising, rbm(ising.lattice), progress=False, **options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(pb.PullbackError, match="Hamiltonian"):
+        vmc.minimize("H", rbm(ising.lattice))  # pyright: ignore[reportArgumentType]
+
+
+def evidence(
+    energies: list[float], final: float, reason: vmc.StopReason, **changes: float
+) -> Evidence:
+    history = vmc.History()
+    for energy in energies:
+        history.append(
+            energy=energy, error=0.01, variance=1e-4, acceptance=0.5, rhat=math.nan, lr=0.1,
+            damping=1e-3, momentum=0.0, seconds=1.0,
+        )  # fmt: skip
+    numbers = {"error": 0.005, "variance": 1e-4, "rhat": 1.0, "spin_rhat": 1.0, **changes}
+    statistics = EnergyStatistics(final, autocorrelation=0.0, samples=1000, **numbers)  # pyright: ignore[reportArgumentType]
+    return Evidence(reason, history, statistics, 0.0, 10, None)
+
+
+@pytest.mark.parametrize(
+    ("energies", "final", "changes", "outcome", "problem"),
+    [
+        ([-10.0] * 40, -10.0, {}, vmc.Outcome.CONVERGED, None),
+        ([-5 - 0.1 * k for k in range(50)], -9.9, {}, vmc.Outcome.UNFINISHED, None),
+        ([-10.0] * 40, -10.0, {"variance": 2.0}, vmc.Outcome.STALLED, None),
+        ([-10.0] * 40, -10.0, {"rhat": 1.3}, vmc.Outcome.UNRELIABLE, vmc.ChainProblem.UNMIXED),
+        ([-10.0] * 40, -10.0, {"spin_rhat": math.inf}, vmc.Outcome.UNRELIABLE,
+         vmc.ChainProblem.UNMIXED),
+        ([-10.0] * 40, -9.0, {}, vmc.Outcome.UNRELIABLE, vmc.ChainProblem.DISAGREE),
+        ([-10.0] * 40, -10.0, {"error": math.nan}, vmc.Outcome.UNRELIABLE,
+         vmc.ChainProblem.TOO_FEW),
+        ([-10.0] * 40, math.nan, {}, vmc.Outcome.DIVERGED, None),
+        ([-10.0] * 3, -10.0, {}, vmc.Outcome.UNFINISHED, None),
+    ],
+)  # fmt: skip
+def test_verdicts(
+    energies: list[float],
+    final: float,
+    changes: dict[str, float],
+    outcome: vmc.Outcome,
+    problem: vmc.ChainProblem | None,
+) -> None:
+    verdict = judge(evidence(energies, final, vmc.StopReason.ALL_STEPS, **changes))
+    assert verdict.outcome is outcome, verdict.text
+    assert verdict.chain_problem is problem
+    assert verdict.name in verdict.text
