@@ -16,18 +16,19 @@ DAMPING = 0.3
 
 
 def make_local(rows: Tensor, white: Tensor, state: dict[str, object]) -> Local:
-    """The local picture of ‖A x − r‖² + λ‖x − about‖²."""
+    """The local picture of ‖A x − r‖² + λ‖x − center‖²."""
     gram = pb.grams.Rows(rows)
     solver = Cholesky(DAMPING)
     factored = solver.init(gram)
 
-    def solve(damping: object, about: Tensor | None) -> pb.solvers.Solution:
-        shift = torch.zeros(rows.shape[1], dtype=rows.dtype) if about is None else about
+    def solve(damping: object, center: Tensor | None) -> pb.solvers.Solution:
+        shift = torch.zeros(rows.shape[1], dtype=rows.dtype) if center is None else center
         found = solver.solve(factored, rows.T @ (white - rows @ shift), DAMPING)
         return pb.solvers.Solution(found.x + shift, DAMPING)
 
     return Local(
-        loss=0.0, gradient=rows.T @ white, solve=solve, path=lambda: None, image=gram.matvec,
+        loss=0.0, gradient=rows.T @ white, solve=solve, path=lambda: None,
+        inner_products=lambda v: v @ gram.dense() @ v.T,
         losses=lambda moves: torch.zeros(len(moves)), lr=1.0, scaled=lambda v: v, state=state,
     )  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_the_metric_is_the_second_derivative_of_the_fidelity(kind: str) -> None:
     linear = pb.maps.ModuleMap(model, pb.maps.Call.of(basis)).linearize(parameters)
     event = tuple(linear.value.shape[1:])
     factor = pb.metrics.Scaled(FubiniStudy(weights).factor(linear.value), 1 / 64, event)
-    tensor = pb.grams.assemble([pb.grams.Part(linear, factor)], "rows", 2**30).dense()
+    tensor = pb.grams.assemble([pb.grams.RowBlock(linear, factor)], "rows", 2**30).dense()
     direction = torch.randn(len(tensor), generator=torch.Generator().manual_seed(0)).double()
     shift = 1e-4
     with torch.no_grad():

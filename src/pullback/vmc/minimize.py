@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._core.errors import PullbackError, require, require_kind
+from .._core.errors import PullbackError, require, require_type
 from .._core.processes import Processes
 from ..solvers import Solver
 from ..steps import Step
@@ -96,8 +96,8 @@ def minimize(
     _require_rate(lr)
     usable_budget = budget is None or (isinstance(budget, (int, float)) and budget > 0)
     require(usable_budget, "budget=", budget, "Use seconds > 0, or None")
-    require_kind("solver", solver, Solver)
-    require_kind("step", step, Step)
+    require_type("solver", solver, Solver)
+    require_type("step", step, Step)
     if measure is None:
         measure = 16 * samples
     _require_count("measure=", measure, 2)

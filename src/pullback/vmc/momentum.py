@@ -50,17 +50,17 @@ class PrimeSpring(Spring):
         self._attempts = 0
         return super().take(local)
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
-        fresh = local.solve(damping, about)
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
+        fresh = local.solve(damping, center)
         count = local.state.get("count", 0)
         self._attempts += 1
         if not count or self._attempts > 1:
             self.momentum = 0.0
             return fresh
         previous = local.state["previous"].to(local.gradient)
-        unmeasured = local.solve(damping, _shift(about, previous)).x - fresh.x
+        unmeasured = local.solve(damping, _shift(center, previous)).x - fresh.x
         signs = _random_signs(count, local.gradient)
-        unmeasured_signs = local.solve(damping, _shift(about, signs)).x - fresh.x
+        unmeasured_signs = local.solve(damping, _shift(center, signs)).x - fresh.x
         chance = 1 - float(signs @ unmeasured_signs) / len(signs)
         overlap = float((previous - unmeasured).square().sum() / previous.square().sum())
         self.momentum = min(self.limits.largest, max(0.0, 1 - max(overlap, chance)))
@@ -80,8 +80,8 @@ def adaptive_step(damping: float = 1e-4) -> PrimeSpring:
     return PrimeSpring(trust)
 
 
-def _shift(about: Tensor | None, vector: Tensor) -> Tensor:
-    return vector if about is None else about + vector
+def _shift(center: Tensor | None, vector: Tensor) -> Tensor:
+    return vector if center is None else center + vector
 
 
 def _random_signs(seed: int, like: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class Minimization:
         self._chain_samples = -(-settings.samples // processes.size)
         self.chains = self._new_chains(settings.seed, settings.sampler, self._chain_samples)
         self._refuse_unusable()
-        processes.adopt([*network.parameters(), *network.buffers()])
+        processes.broadcast_first([*network.parameters(), *network.buffers()])
         self._rule = adaptive_step() if settings.step is None else settings.step
         self.optimizer = NaturalGradient(
             self._model,
@@ -197,7 +197,7 @@ class Minimization:
             group["lr"] = rate
         info = self.optimizer.step(self._closure(batch, rate))
         self._rejected = 0 if info.accepted else self._rejected + 1
-        self._processes.adopt([*self.network.parameters()])
+        self._processes.broadcast_first([*self.network.parameters()])
         self._record(batch.statistics, info, rate, time.perf_counter() - start)
 
     def _draw_batch(self, chains: MarkovChains) -> Batch:
@@ -280,7 +280,7 @@ class Minimization:
             reason = StopReason.NO_STEP
         elif settings.patience is not None and self._has_stagnated(settings.patience):
             reason = StopReason.NO_PROGRESS
-        return self._processes.share(reason)
+        return self._processes.broadcast_object(reason)
 
     def _v_score(self) -> float:
         """sites·variance/energy² of the last samples."""
@@ -299,7 +299,7 @@ class Minimization:
 
     def _is_stopped_by_callback(self) -> bool:
         answers = [callback(self) is True for callback in self._settings.callbacks]
-        return not self._processes.agree(not any(answers))
+        return not self._processes.all_agree(not any(answers))
 
     def _say(self) -> None:
         if not self._settings.progress or not self._is_first:
@@ -341,7 +341,7 @@ class Minimization:
             chains.magnetization,
             self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
         )
-        verdict = self._processes.share(judge(evidence))
+        verdict = self._processes.broadcast_object(judge(evidence))
         if statistics is None:
             nan = math.nan
             statistics = EnergyStatistics(nan, nan, nan, nan, nan, nan, 0)
@@ -359,7 +359,7 @@ class Minimization:
 
     def _save(self, path: Path) -> None:
         """Write what the run needs to go on to the same bits."""
-        chain_states = self._processes.values(self.chains.state())
+        chain_states = self._processes.gather_objects(self.chains.state())
         if not self._is_first:
             return
         state = {
@@ -382,6 +382,6 @@ class Minimization:
 
 def _group_of_one(processes: Processes) -> Any:
     """A group of this process alone, where there are others: each solves for all samples."""
-    if processes.alone:
+    if processes.is_single:
         return None
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
