@@ -227,7 +227,7 @@ def test_embeddings_and_ties() -> None:
     class Language(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()
-            self.words, self.places = nn.Embedding(10, 8), nn.Parameter(torch.randn(1, 5, 8))
+            self.words, self.positions = nn.Embedding(10, 8), nn.Parameter(torch.randn(1, 5, 8))
             self.token, self.inner = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
             self.head = nn.Linear(8, 10, bias=False)
             if tied:
@@ -235,7 +235,7 @@ def test_embeddings_and_ties() -> None:
 
         def forward(self, words: Tensor) -> Tensor:
             x = torch.cat([self.token.expand(len(words), -1, -1), self.words(words)], 1)
-            return self.head(self.inner(x + self.places))
+            return self.head(self.inner(x + self.positions))
 
     words = torch.randint(0, 10, (3, 4))
     apart, tied = rows(Language(False), words), rows(Language(True), words)
@@ -243,7 +243,7 @@ def test_embeddings_and_ties() -> None:
     assert apart["head.weight"].role == "head"
     assert "head.weight" not in tied
     assert "tied" in tied["words.weight"].reason
-    assert apart["places"].role == "embedding"
+    assert apart["positions"].role == "embedding"
     assert apart["token"].role == "vector"
     assert apart["inner.weight"].role == "matrix"
 

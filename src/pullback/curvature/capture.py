@@ -255,7 +255,7 @@ class BatchTangent:
             sizes[0] // (groups * columns),
             columns + int(has_bias),
             has_bias,
-            block.turned,
+            block.is_transposed,
         )
 
     def directional_derivative(self, direction: Tensor) -> Tensor:

@@ -1,33 +1,36 @@
-"""What functions do with a parameter, written down as the layer that torch has for it.
+"""Uses of parameters by functions, written down as the module that torch has for them.
 
 `F.linear(x, w)` is a use of a linear layer whoever calls it, and so are `x @ w.T`, an `einsum` or a
 `bmm` with a stack of experts. A `FunctionMode` sees the calls of a forward pass, recognizes views
-and copies of parameters by where their entries lie, and gives every use to the recorder with a
-module that stands for it.
+and copies of parameters by where their entries lie, and gives every use to a listener with a
+module that stands for it. What is done for each function is in `uses.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .layers.directed import NormalizedUse
-from .layers.product import Multiplication, ProductUse, TurnedProduct
+from .layers.contraction import Letters, read_product
+from .layers.entries import ParameterEntries
+from .layers.product import MatrixProduct, ProductUse, TransposedProductUse
+from .layers.weight_norm import WeightNormUse
 
-if TYPE_CHECKING:
-    from .record import Recorder
-
-#: what is noted of a call, by the function's name
+#: what is done after a call, by the function's name: (mode, result, *arguments) -> result or None
 USES: dict[str, Callable[..., Tensor | None]] = {}
 
 
 def use(*names: str) -> Callable[[Any], Any]:
-    """Enter what is noted of calls of these functions: (mode, result, *arguments) -> result."""
+    """Decorator: call this function after each call of the functions of these names.
+
+    It receives (mode, result, *arguments) and returns the tensor to go on with instead of the
+    result, or None.
+    """
 
     def enter(function: Any) -> Any:
         for name in names:
@@ -37,57 +40,44 @@ def use(*names: str) -> Callable[[Any], Any]:
     return enter
 
 
-@dataclass(frozen=True)
-class Entries:
-    """The entries of a parameter that a tensor holds: entry i is at offset + Σ stride·i."""
+class UseListener(Protocol):
+    """Who is told of uses: a recorder."""
 
-    parameter: Tensor
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-    #: a gathered tensor: which slice of the parameter each place of axis 0 has
-    index: Tensor | None = None
+    def is_parameter(self, t: Tensor) -> bool:
+        """Whether a tensor is a parameter that takes part."""
+        ...
 
-    @classmethod
-    def of(cls, parameter: Tensor) -> Entries:
-        """All of them."""
-        size = tuple(parameter.shape)
-        return cls(parameter, size, _contiguous(size))
-
-    @property
-    def whole(self) -> bool:
-        """Whether it is the parameter, perhaps with other axes of length 1 or axes merged."""
-        same = self.offset == 0 and prod(self.size) == self.parameter.numel()
-        return same and self.index is None and self.dense
-
-    @property
-    def dense(self) -> bool:
-        """Whether the entries lie one after the other."""
-        pairs = zip(self.size, self.stride, _contiguous(self.size), strict=True)
-        return all(n == 1 or one == two for n, one, two in pairs)
+    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
+        """Write down a use by a function; return the output to go on with."""
+        ...
 
 
 @dataclass(frozen=True)
-class Direction:
-    """What weight normalization makes of v and g: g v/‖v‖, with a length per slice along `dim`."""
+class NormalizedWeight:
+    """A weight g v/‖v‖ that weight normalization made, with a length per slice along `dim`."""
 
     direction: Tensor
     length: Tensor
     dim: int
 
 
-def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(size[i + 1 :]) for i in range(len(size)))
+@dataclass(frozen=True)
+class _Derived:
+    """A tensor that was made from a parameter."""
+
+    #: held, so that no other tensor gets its `id`
+    tensor: Tensor
+    version: int
+    source: ParameterEntries | NormalizedWeight
 
 
 class FunctionMode(TorchFunctionMode):
     """Gives the uses of parameters by functions to a listener."""
 
-    def __init__(self, listener: Recorder) -> None:
+    def __init__(self, listener: UseListener) -> None:
         super().__init__()
         self.listener = listener
-        #: copies and the like with their version, held so that no others get their place in memory
-        self._derived: dict[int, tuple[Tensor, int, Entries | Direction]] = {}
+        self._derived: dict[int, _Derived] = {}
 
     def __exit__(self, *exc: Any) -> None:
         self._derived.clear()
@@ -97,128 +87,128 @@ class FunctionMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        noted = USES.get(getattr(func, "__name__", ""))
-        if noted is None or not isinstance(out, Tensor) or not out.requires_grad:
-            return out
-        found = noted(self, out, *args, **kwargs)
-        if found is None:
-            return out
-        return found
+        result = func(*args, **kwargs)
+        note_use = USES.get(getattr(func, "__name__", ""))
+        if note_use is None or not isinstance(result, Tensor) or not result.requires_grad:
+            return result
+        replacement = note_use(self, result, *args, **kwargs)
+        if replacement is None:
+            return result
+        return replacement
 
     # --- parameters -------------------------------------------------------------------------
 
-    def entries(self, t: Any) -> Entries | None:
-        """Which entries of a parameter a tensor holds, or None."""
+    def find_entries(self, t: Any) -> ParameterEntries | None:
+        """Return which entries of a parameter a tensor holds; None if it holds none."""
         if not isinstance(t, Tensor) or not t.requires_grad:
             return None
-        if self.listener.parameter(t):
-            return Entries.of(t)
-        if (known := self._known(t)) is not None:
-            if isinstance(known, Entries):
-                return known
-            return None
+        if self.listener.is_parameter(t):
+            return ParameterEntries.of_all(t)
+        source = self._source_of(t)
+        if source is not None:
+            return source if isinstance(source, ParameterEntries) else None
         if t._base is None or not t._base.is_contiguous():
             return None
-        base = self.entries(t._base)
-        if base is None or not base.dense or base.index is not None:
+        base = self.find_entries(t._base)
+        if base is None or not base.is_dense or base.index is not None:
             return None
         offset = base.offset + int(t.storage_offset() - t._base.storage_offset())
-        return Entries(base.parameter, tuple(t.shape), t.stride(), offset)
+        return ParameterEntries(base.parameter, tuple(t.shape), t.stride(), offset)
 
-    def whole(self, t: Any) -> Tensor | None:
-        """The parameter that a tensor is, or None."""
-        found = self.entries(t)
-        if found is not None and found.whole:
-            return found.parameter
-        return None
+    def find_parameter(self, t: Any) -> Tensor | None:
+        """Return the parameter that a tensor is, perhaps in another shape; None if it is none."""
+        entries = self.find_entries(t)
+        if entries is None or not entries.is_whole:
+            return None
+        return entries.parameter
 
-    def weight(self, t: Any) -> Tensor | Direction | None:
-        """The same, or what weight normalization made it of."""
-        known = self._known(t)
-        if isinstance(known, Direction):
-            return known
-        return self.whole(t)
-
-    def derive(self, out: Tensor, source: Entries | Direction) -> None:
-        """Note a tensor that holds these entries, or was made of a direction."""
-        self._derived[id(out)] = out, out._version, source
-
-    def _known(self, t: Any) -> Entries | Direction | None:
-        """What a tensor was derived from, unless it was changed since."""
-        _, version, source = self._derived.get(id(t), (None, None, None))
-        if source is not None and version == t._version:
+    def find_weight(self, t: Any) -> Tensor | NormalizedWeight | None:
+        """Return the parameter that a tensor is, or what weight normalization made it of."""
+        source = self._source_of(t)
+        if isinstance(source, NormalizedWeight):
             return source
-        return None
+        return self.find_parameter(t)
+
+    def derive(self, result: Tensor, source: ParameterEntries | NormalizedWeight) -> None:
+        """Note a tensor that holds these entries, or was made by weight normalization."""
+        self._derived[id(result)] = _Derived(result, result._version, source)
+
+    def _source_of(self, t: Any) -> ParameterEntries | NormalizedWeight | None:
+        """What a tensor was derived from, unless it was changed since."""
+        derived = self._derived.get(id(t))
+        if derived is None or derived.version != t._version:
+            return None
+        return derived.source
 
     # --- uses -------------------------------------------------------------------------------
 
     def note(
         self,
-        kind: type[nn.Module],
+        module_type: type[nn.Module],
         x: Tensor,
-        out: Tensor,
-        held: Mapping[str, Any],
+        output: Tensor,
+        parameters: Mapping[str, Any],
         **settings: Any,
     ) -> Tensor:
         """Write down a use of a module of torch's own with these parameters and settings."""
-        own = held.get("weight")
-        known = dict(held)
-        if isinstance(own, Direction):
-            turned = own
-        else:
-            turned = None
-        if turned is not None:
-            known["weight"] = turned.direction
+        weight = parameters.get("weight")
+        tensors = dict(parameters)
+        normalized = None
+        if isinstance(weight, NormalizedWeight):
+            normalized = weight
+            tensors["weight"] = weight.direction
 
         def make() -> nn.Module:
-            module = kind.__new__(kind)
+            module = module_type.__new__(module_type)
             nn.Module.__init__(module)
-            module.__dict__.update(settings, _parameters=known)
-            if turned is None:
+            module.__dict__.update(settings, _parameters=tensors)
+            if normalized is None:
                 return module
-            return NormalizedUse(module, turned.length, turned.dim)
+            return WeightNormUse(module, normalized.length, normalized.dim)
 
-        key = (kind, *map(id, known.values()), turned is None, *settings.values())
+        key = (module_type, *map(id, tensors.values()), normalized is None, *settings.values())
         try:
             hash(key)
         except TypeError:  # settings with tensors
             key = None
-        return self.listener.note(key, make, x, out)
+        return self.listener.note(key, make, x, output)
 
-    def product(
+    def note_product(
         self,
-        out: Tensor,
+        output: Tensor,
         weight: Any,
         x: Any,
-        letters: tuple[str, str, str],
+        letters: Letters,
         bias: Any = None,
         index: Tensor | None = None,
     ) -> Tensor | None:
-        """Note out = Σ weight · x (+ bias), by the letters of weight, x and out as in `einsum`."""
-        entries = self.entries(weight)
-        if entries is None or not isinstance(x, Tensor) or self.entries(x) is not None:
+        """Note output = Σ weight · x (+ bias), by the letters of their axes as in `einsum`."""
+        entries = self.find_entries(weight)
+        if entries is None or not isinstance(x, Tensor) or self.find_entries(x) is not None:
             return None
-        given = Multiplication.read(entries, letters, index)
-        if given is None:
+        product = read_product(entries, letters, index)
+        if product is None:
             return None
-        shift = self.entries(bias)
-        own = entries.parameter
-        many = given.form[0]
-        held: dict[str, Tensor | None] = {"weight": own, "bias": None}
-        if shift is not None and shift.dense and shift.parameter.numel() == many * given.form[1]:
-            start = given.first * given.form[1]
-            fits = prod(shift.size) == given.used * given.form[1] and shift.offset == start
-            held["bias"] = shift.parameter if fits and given.index is None else None
-        if given.plain and entries.whole and own.ndim == 2:
-            return self.note(nn.Linear, x, out, held)
-        if given.turned:
-            kind = TurnedProduct
-        else:
-            kind = ProductUse
-        if given.index is not None:
-            key = None
-        else:
-            key = (kind, *map(id, held.values()), given)
-        seen = given.inputs(x).detach()
-        return self.listener.note(key, lambda: kind(held, given), seen, out)
+        parameter = entries.parameter
+        shift = self._find_bias(bias, product)
+        parameters: dict[str, Tensor | None] = {"weight": parameter, "bias": shift}
+        if product.is_linear and entries.is_whole and parameter.ndim == 2:
+            return self.note(nn.Linear, x, output, parameters)
+        use_type = TransposedProductUse if product.is_transposed else ProductUse
+        key = None
+        if product.index is None:
+            key = (use_type, *map(id, parameters.values()), product)
+        inputs = product.arrange_inputs(x).detach()
+        return self.listener.note(key, lambda: use_type(parameters, product), inputs, output)
+
+    def _find_bias(self, bias: Any, product: MatrixProduct) -> Tensor | None:
+        """The parameter whose entries are added to the rows of the matrices in use."""
+        entries = self.find_entries(bias)
+        if entries is None or product.index is not None or not entries.is_dense:
+            return None
+        matrices, rows, _ = product.form
+        has_all = entries.parameter.numel() == matrices * rows
+        has_used = prod(entries.size) == product.used * rows
+        if has_all and has_used and entries.offset == product.first * rows:
+            return entries.parameter
+        return None

@@ -93,7 +93,7 @@ class ModuleMap(Map):
 
 
 class ModuleLinearization(Linearization):
-    """A replayed forward pass with its layers' inputs and the places where cotangents appear."""
+    """A replayed forward pass with its layers' inputs and the positions where cotangents appear."""
 
     def __init__(self, source: ModuleMap, params: Mapping[str, Tensor]) -> None:
         self.map = source

@@ -38,9 +38,9 @@ Operator = Callable[[Any, dict[str, Tensor]], Tensor]
 class Channels:
     """A jet's channels, indexed as a tensor (T, S, N, m): what no index takes is not computed."""
 
-    def __init__(self, jet: Jet, places: Sequence[int]) -> None:
+    def __init__(self, jet: Jet, positions: Sequence[int]) -> None:
         self._jet = jet
-        self._places = places
+        self._places = positions
 
     def __getitem__(self, index: Any) -> Tensor:
         at, *rest = index if isinstance(index, tuple) else (index,)
@@ -61,7 +61,7 @@ class OperatorMap(Map):
 
     Args:
         network: (params, x) ↦ values (B, m) at points (B, d).
-        x: (S, N, d): F sees the network at S places for each of N samples (S = 2 for
+        x: (S, N, d): F sees the network at S positions for each of N samples (S = 2 for
             periodic conditions, else 1).
         scheme: the derivatives that F needs.
         operator: F, of channels (T, S, N, m) and the parameters.
@@ -234,8 +234,8 @@ class JetLinearization(FunctionLinearization):
                 elsewhere.update(names)  # rows of shared parameters are formed whole
                 continue
             if whole and len(uses) == 1 and prefers_loop(*uses[0], sites):
-                places = [None if n is None else matrix[..., index[n]] for n in (weight, bias)]
-                write_rows(*uses[0], sites, *places)
+                positions = [None if n is None else matrix[..., index[n]] for n in (weight, bias)]
+                write_rows(*uses[0], sites, *positions)
             else:
                 blocks.append(self._block(weight, bias, uses))
             if whole:
@@ -274,7 +274,7 @@ class JetLinearization(FunctionLinearization):
         return AffineBlock(weight, bias, x, delta, h)
 
     def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
-        """Channels (S·N, …, I) side by side, (N, T·S·places, I)."""
+        """Channels (S·N, …, I) side by side, (N, T·S·positions, I)."""
         parts = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
         return torch.stack(parts, 1).flatten(1, -2).to(self.space.dtype)
 

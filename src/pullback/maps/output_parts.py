@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._core.errors import reraise_fatal
-from .layers.directed import NormalizedUse
 from .layers.product import ProductUse
+from .layers.weight_norm import WeightNormUse
 
 #: functions that give the same entries in a new shape, row-major
 _RESHAPES = frozenset(
@@ -246,13 +246,13 @@ def output_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
 
     Empty for a module whose output does not have a row of its weight behind each entry.
     """
-    if isinstance(module, NormalizedUse):
+    if isinstance(module, WeightNormUse):
         return output_axes(module.inner, ndim)
     if isinstance(module, nn.modules.conv._ConvNd):
         return (-1 - len(module.kernel_size),)
     if isinstance(module, ProductUse):
-        _, features = module.product.axes
-        return module.product.order[len(module.product.order) - features :]
+        order = module.product.output_order
+        return order[len(order) - module.product.row_axes :]
     if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
         return (-1,)
     return ()

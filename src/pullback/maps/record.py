@@ -279,7 +279,7 @@ class Recorder:
             self.entries.pop()
             last -= 1
 
-    def parameter(self, t: Tensor) -> bool:
+    def is_parameter(self, t: Tensor) -> bool:
         """Whether it is a parameter that takes part."""
         return id(t) in self._names
 

@@ -23,8 +23,8 @@ from .._core.capture import Call, unwrap_model
 from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
 from .layers import Compound, find
-from .layers.directed import NormalizedUse
 from .layers.product import ProductUse
+from .layers.weight_norm import WeightNormUse
 from .output_parts import MadeWeight
 from .record import Entry, ForwardRecord
 
@@ -35,7 +35,7 @@ _SIDE_OUTPUTS = ("loss", "past_key_values", "hidden_states", "attentions", "cach
 #: what users know layers as that stand for a function's call
 _LAYER_NAMES = {
     "ProductUse": "a product of matrices",
-    "TurnedProduct": "a product x @ w",
+    "TransposedProductUse": "a product x @ w",
     "Gain": "an elementwise product or sum",
 }
 #: nodes of products of matrices
@@ -162,7 +162,7 @@ class _Use:
     @property
     def module(self) -> nn.Module:
         module = self.entry.module
-        if isinstance(module, NormalizedUse):
+        if isinstance(module, WeightNormUse):
             return module.inner
         return module
 
@@ -209,7 +209,7 @@ def _role_from_uses(
         rows = products[0].form[1]
     else:
         rows = parameter.shape[0]
-    if products and products[0].turned:
+    if products and products[0].is_transposed:
         axis = parameter.ndim - 1
     split, remark = _split_of(parts, rows)
     reason = f"weight of {kind}{remark}"
@@ -254,7 +254,7 @@ def _stack_role(
     """The role of a parameter that holds several matrices, each used with inputs of its own."""
     count, rows, columns = product.form
     if parameter.ndim == 2:  # slices of one weight, each used by itself
-        if product.turned:
+        if product.is_transposed:
             size = columns
         else:
             size = rows
@@ -263,7 +263,7 @@ def _stack_role(
     if min(rows, columns) == 1:
         return ParameterRole(name, Role.VECTOR, (), 0, f"a stack of {count} vectors")
     split, remark = _split_of(parts, rows)
-    if product.turned:
+    if product.is_transposed:
         axis = parameter.ndim - 1
     else:
         axis = parameter.ndim - 2

@@ -81,12 +81,12 @@ def vectorizes(
     return True
 
 
-#: kinds of nodes that read or write places by a tensor of indices, or by a mask
+#: kinds of nodes that read or write positions by a tensor of indices, or by a mask
 _KINDS = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
 
 
 def chooses_by_index(root: Tensor) -> bool:
-    """Whether places are chosen by index on the way to `root`.
+    """Whether positions are chosen by index on the way to `root`.
 
     The indices are numbers, which another batch has others of: experts get their samples in
     another order, while the graph has the same nodes.

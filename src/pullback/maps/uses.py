@@ -3,68 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Signature, signature
 from math import prod
 from string import ascii_letters
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions import Direction, FunctionMode, use
-from .layers.product import Multiplication
+from .functions import FunctionMode, NormalizedWeight, use
+from .layers.contraction import Letters, read_product
 from .layers.scale import Gain
 
 #: functions whose result has the same entries
 _COPIES = ("to", "contiguous", "clone", "float", "double", "half", "bfloat16", "type", "type_as")
-_CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+_CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
 @use(*_COPIES)
 def _copy(mode: FunctionMode, out: Tensor, source: Any, *args: Any, **kwargs: Any) -> None:
-    entries = mode.entries(source)
+    entries = mode.find_entries(source)
     if entries is not None and out is not source and out.shape == source.shape:
         mode.derive(out, entries)
+
+
+@use("_weight_norm")
+def _weight_norm(mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0) -> None:
+    if mode.find_parameter(v) is v:  # g may follow another rule
+        mode.derive(out, NormalizedWeight(v, g, dim))
+
+
+# --- products of matrices -----------------------------------------------------------------------
 
 
 @use("linear")
 def _linear(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None
 ) -> Tensor | None:
-    if weight.ndim == 2 and mode.entries(weight) is not None:
+    if weight.ndim == 2 and mode.find_entries(weight) is not None:
         lead = ascii_letters[2 : 1 + input.ndim]
-        return mode.product(out, weight, input, ("ab", f"{lead}b", f"{lead}a"), bias)
-    own = mode.weight(weight)
-    shift = mode.whole(bias)
-    if own is None and shift is None:
+        return mode.note_product(out, weight, input, Letters("ab", f"{lead}b", f"{lead}a"), bias)
+    source = mode.find_weight(weight)
+    shift = mode.find_parameter(bias)
+    if source is None and shift is None:
         return None
-    return mode.note(nn.Linear, input, out, {"weight": weight if own is None else own,
-                                             "bias": shift})  # fmt: skip
+    if source is None:
+        source = weight
+    return mode.note(nn.Linear, input, out, {"weight": source, "bias": shift})
 
 
-@use("_weight_norm")
-def _weight_norm(mode: FunctionMode, out: Tensor, v: Tensor, g: Tensor, dim: int = 0) -> None:
-    if mode.whole(v) is v:  # g may follow another rule
-        mode.derive(out, Direction(v, g, dim))
+@use("bilinear")
+def _bilinear(
+    mode: FunctionMode, out: Tensor, input1: Tensor, input2: Tensor, weight: Tensor,
+    bias: Any = None,
+) -> Tensor | None:  # fmt: skip
+    """A linear layer of all products of both inputs' features: z = W vec(x yᵀ) + b."""
+    if mode.find_parameter(weight) is None:
+        return None
+    products = input1.detach()[..., :, None] * input2.detach()[..., None, :]
+    lead = ascii_letters[3 : 1 + products.ndim]
+    return mode.note_product(out, weight, products, Letters("abc", f"{lead}bc", f"{lead}a"), bias)
 
 
 @use("matmul", "mm", "bmm", "__matmul__")
 def _matmul(mode: FunctionMode, out: Tensor, input: Any, mat2: Any = None, **names: Any) -> Any:
-    return _times(mode, out, input, names.get("other", mat2))
-
-
-def _times(mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None) -> Tensor | None:
-    """Note a product of matrices, of which one is a parameter."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
-        return None
-    batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
-    left, right = (batch[len(batch) + 2 - t.ndim :] for t in (one, two))
-    names = f"{left}ab", f"{right}bc"
-    return _contraction(mode, out, (one, two), names, f"{batch}ac", bias, spread=True)
+    return _note_matmul(mode, out, input, names.get("other", mat2))
 
 
 @use("addmm", "baddbmm")
@@ -75,65 +82,49 @@ def _addmm(
         return None
     one = names.get("mat1", names.get("batch1", one))
     two = names.get("mat2", names.get("batch2", two))
-    return _times(mode, out, one, two, input)
+    return _note_matmul(mode, out, one, two, input)
+
+
+def _note_matmul(
+    mode: FunctionMode, out: Tensor, one: Any, two: Any, bias: Any = None
+) -> Tensor | None:
+    """Note a product of matrices, of which one is a parameter."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or min(one.ndim, two.ndim) < 2:
+        return None
+    batch = ascii_letters[3 : 1 + max(one.ndim, two.ndim)]
+    left = batch[len(batch) + 2 - one.ndim :]
+    right = batch[len(batch) + 2 - two.ndim :]
+    contraction = _Contraction((one, two), (f"{left}ab", f"{right}bc"), f"{batch}ac", bias)
+    return _note_contraction(mode, out, contraction, is_broadcast=True)
 
 
 @use("einsum")
 def _einsum(mode: FunctionMode, out: Tensor, equation: Any, *operands: Any) -> Tensor | None:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = (*operands[0],)
+    contraction = _read_equation(equation, operands)
+    if contraction is None:
+        return None
+    return _note_contraction(mode, out, contraction)
+
+
+def _read_equation(equation: Any, operands: Sequence[Tensor]) -> _Contraction | None:
+    """Letters for every axis, also those that "..." stands for; None for other equations."""
     if not isinstance(equation, str) or len(operands) < 2:
         return None
     left, arrow, result = equation.replace(" ", "").partition("->")
     names = left.split(",")
     if not arrow or len(names) != len(operands):
         return None
-    free = [a for a in ascii_letters if a not in equation]
-    for k, (name, t) in enumerate(zip(names, operands, strict=True)):
-        more = t.ndim - len(name.replace("...", ""))
-        names[k] = name.replace("...", "".join(free[:more]))
-        if "..." in name:
-            result = result.replace("...", "".join(free[:more]))
-    if any(len(n) != t.ndim for n, t in zip(names, operands, strict=True)):
-        return None
-    return _contraction(mode, out, operands, names, result)
-
-
-def _contraction(
-    mode: FunctionMode, out: Tensor, operands: Sequence[Tensor], names: Sequence[str], result: str,
-    bias: Any = None, *, spread: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """Note a sum of products by the letters of their axes, of which one factor is a parameter.
-
-    A bias is that of the last factor. With `spread`, or where matrices cannot be read off without,
-    the others are expanded along axes of the parameter that they lack: all matrices meet all.
-    """
-    found = [k for k, t in enumerate(operands) if mode.entries(t) is not None]
-    if not found or (len(operands) > 2 and len(found) > 1):
-        return None
-    k = found[-1]
-    w = operands[k]
-    own = names[k]
-    rest = [i for i in range(len(operands)) if i != k]
-    x = operands[rest[0]]
-    other = names[rest[0]]
-    if len(rest) > 1:  # their product is what the parameter meets
-        other = "".join(dict.fromkeys("".join(names[i] for i in rest)))
-        given = ",".join(names[i] for i in rest)
-        x = torch.einsum(f"{given}->{other}", *(operands[i].detach() for i in rest))
-    entries = mode.entries(w)
-    assert entries is not None
-    if spread or Multiplication.read(entries, (own, other, result), None) is None:
-        stacked = own[:-2] or ("" if spread else own[:1])
-        sizes = {a: n for a, n in zip(stacked, w.shape, strict=False) if a in result and n > 1}
-        lacking = [a for a in sizes if a not in other]
-        x = x.expand(*(sizes[a] for a in lacking), *x.shape)
-        other = "".join(lacking) + other
-        x = x.expand(
-            [sizes.get(a, n) if n == 1 else n for a, n in zip(other, x.shape, strict=True)]
-        )
-    last = k == len(operands) - 1
-    return mode.product(out, w, x, (own, other, result), bias if last else None)
+    free = "".join(letter for letter in ascii_letters if letter not in equation)
+    for k, tensor in enumerate(operands):
+        hidden = free[: max(0, tensor.ndim - len(names[k].replace("...", "")))]
+        if "..." in names[k]:
+            result = result.replace("...", hidden)
+        names[k] = names[k].replace("...", hidden)
+        if len(names[k]) != tensor.ndim:
+            return None
+    return _Contraction(operands, names, result)
 
 
 @use("inner")
@@ -149,13 +140,77 @@ def _tensordot(
         dims = range(a.ndim - dims, a.ndim), range(dims)
     if not isinstance(dims, (tuple, list)) or not a.ndim or not b.ndim:
         return None
-    pairs = [[d % t.ndim for d in some] for t, some in zip((a, b), dims, strict=True)]
     one = ascii_letters[: a.ndim]
     two = list(ascii_letters[a.ndim : a.ndim + b.ndim])
-    for i, j in zip(*pairs, strict=True):
+    for i, j in zip(*dims, strict=True):
         two[j] = one[i]
     result = "".join(t for t in (*one, *two) if (t in one) != (t in two))
-    return _contraction(mode, made, (a, b), (one, "".join(two)), result)
+    return _note_contraction(mode, made, _Contraction((a, b), (one, "".join(two)), result))
+
+
+@dataclass(frozen=True)
+class _Contraction:
+    """A sum of products by the letters of their axes; a bias is that of the last factor."""
+
+    operands: Sequence[Tensor]
+    names: Sequence[str]
+    result: str
+    bias: Any = None
+
+
+def _note_contraction(
+    mode: FunctionMode, out: Tensor, contraction: _Contraction, *, is_broadcast: bool = False
+) -> Tensor | None:
+    """Note a sum of products, of which one factor is a parameter.
+
+    If `is_broadcast`, or where matrices cannot be read off otherwise, the other factors are
+    expanded along axes of the parameter that they lack: then all matrices meet all inputs.
+    """
+    operands = contraction.operands
+    weights = [k for k, t in enumerate(operands) if mode.find_entries(t) is not None]
+    if not weights or (len(operands) > 2 and len(weights) > 1):
+        return None
+    k = weights[-1]
+    weight = operands[k]
+    weight_name = contraction.names[k]
+    x, x_name = _multiply_others(contraction, k)
+    entries = mode.find_entries(weight)
+    assert entries is not None
+    letters = Letters(weight_name, x_name, contraction.result)
+    if is_broadcast or read_product(entries, letters, None) is None:
+        stack_name = weight_name[:-2]
+        if not stack_name and not is_broadcast:
+            stack_name = weight_name[:1]
+        sizes = dict(zip(stack_name, weight.shape, strict=False))
+        sizes = {a: n for a, n in sizes.items() if a in contraction.result and n > 1}
+        x, x_name = _expand_input(x, x_name, sizes)
+        letters = Letters(weight_name, x_name, contraction.result)
+    bias = contraction.bias if k == len(operands) - 1 else None
+    return mode.note_product(out, weight, x, letters, bias)
+
+
+def _multiply_others(contraction: _Contraction, weight: int) -> tuple[Tensor, str]:
+    """The product of all factors but the weight, which is what the weight meets."""
+    others = [i for i in range(len(contraction.operands)) if i != weight]
+    if len(others) == 1:
+        return contraction.operands[others[0]], contraction.names[others[0]]
+    names = [contraction.names[i] for i in others]
+    product = "".join(dict.fromkeys("".join(names)))
+    tensors = [contraction.operands[i].detach() for i in others]
+    return torch.einsum(f"{','.join(names)}->{product}", *tensors), product
+
+
+def _expand_input(x: Tensor, name: str, sizes: dict[str, int]) -> tuple[Tensor, str]:
+    """Expand the input along the weight's axes that it lacks, or has with length 1."""
+    lacking = [letter for letter in sizes if letter not in name]
+    x = x.expand(*(sizes[letter] for letter in lacking), *x.shape)
+    name = "".join(lacking) + name
+    lengths = []
+    for letter, length in zip(name, x.shape, strict=True):
+        if length == 1:
+            length = sizes.get(letter, length)
+        lengths.append(length)
+    return x.expand(lengths), name
 
 
 @use("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -167,57 +222,79 @@ def _grouped(
         return None
     rows = torch.arange(len(mat_a), device=mat_a.device, dtype=offsets.dtype)
     index = torch.searchsorted(offsets, rows, right=True).clamp(max=len(mat_b) - 1)
-    return mode.product(out, mat_b, mat_a, ("abc", "db", "dc"), index=index)
+    return mode.note_product(out, mat_b, mat_a, Letters("abc", "db", "dc"), index=index)
+
+
+# --- convolutions -------------------------------------------------------------------------------
 
 
 @use("conv1d", "conv2d", "conv3d")
-def _conv(
+def _convolution(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor | None:  # fmt: skip
-    own = mode.weight(weight)
-    shift = mode.whole(bias)
-    if own is None and shift is None:
+    source = mode.find_weight(weight)
+    shift = mode.find_parameter(bias)
+    if source is None and shift is None:
         return None
+    if source is None:
+        source = weight
     dims = weight.ndim - 2
     kernel = tuple(weight.shape[2:])
-    stride, dilation = (_each(v, dims) for v in (stride, dilation))
-    if padding == "same":
-        sides = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2)
-                 for k, d in zip(kernel, dilation, strict=True)]  # fmt: skip
-    else:
-        sides = [(p, p) for p in _each(0 if padding == "valid" else padding, dims)]
+    dilation = _for_each_axis(dilation, dims)
+    if not isinstance(padding, str):
+        padding = _for_each_axis(padding, dims)
     return mode.note(
-        _CONVS[dims], input, out, {"weight": weight if own is None else own, "bias": shift},
-        kernel_size=kernel, stride=stride, dilation=dilation, groups=groups, padding_mode="zeros",
-        padding=padding if isinstance(padding, str) else _each(padding, dims),
-        in_channels=weight.shape[1] * groups, out_channels=weight.shape[0],
-        _reversed_padding_repeated_twice=tuple(p for side in sides[::-1] for p in side),
+        _CONVOLUTIONS[dims], input, out, {"weight": source, "bias": shift},
+        kernel_size=kernel, stride=_for_each_axis(stride, dims), dilation=dilation, groups=groups,
+        padding_mode="zeros", padding=padding, in_channels=weight.shape[1] * groups,
+        out_channels=weight.shape[0],
+        _reversed_padding_repeated_twice=_reversed_padding(padding, kernel, dilation),
     )  # fmt: skip
+
+
+def _reversed_padding(
+    padding: str | tuple[int, ...], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...]:
+    """Padding before and after, of the last axis first, as `F.pad` takes it."""
+    if padding == "valid":
+        return (0,) * (2 * len(kernel))
+    out: list[int] = []
+    for axis in reversed(range(len(kernel))):
+        if isinstance(padding, str):  # "same"
+            total = dilation[axis] * (kernel[axis] - 1)
+            out += [total // 2, total - total // 2]
+        else:
+            out += [padding[axis], padding[axis]]
+    return tuple(out)
 
 
 @use("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _conv_transpose(
+def _transposed_convolution(
     mode: FunctionMode, out: Tensor, input: Tensor, weight: Tensor, bias: Any = None,
     stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Tensor | None:  # fmt: skip
-    own = mode.whole(weight)
-    if own is None:
+    parameter = mode.find_parameter(weight)
+    if parameter is None:
         return None
     dims = weight.ndim - 2
     return mode.note(
-        _TRANSPOSED[dims], input, out, {"weight": own, "bias": mode.whole(bias)},
-        kernel_size=tuple(weight.shape[2:]), stride=_each(stride, dims), groups=groups,
-        padding=_each(padding, dims), dilation=_each(dilation, dims), padding_mode="zeros",
-        output_padding=_each(output_padding, dims), in_channels=weight.shape[0],
-        out_channels=weight.shape[1] * groups,
+        _TRANSPOSED[dims], input, out, {"weight": parameter, "bias": mode.find_parameter(bias)},
+        kernel_size=tuple(weight.shape[2:]), stride=_for_each_axis(stride, dims), groups=groups,
+        padding=_for_each_axis(padding, dims), dilation=_for_each_axis(dilation, dims),
+        padding_mode="zeros", output_padding=_for_each_axis(output_padding, dims),
+        in_channels=weight.shape[0], out_channels=weight.shape[1] * groups,
     )  # fmt: skip
 
 
-def _each(value: Any, dims: int) -> tuple[int, ...]:
+def _for_each_axis(value: Any, dims: int) -> tuple[int, ...]:
+    """A number per axis, from one for all or as many as there are."""
     if isinstance(value, int):
         return (value,) * dims
     return tuple(value) * (dims // len(value))
+
+
+# --- tables -------------------------------------------------------------------------------------
 
 
 @use("embedding")
@@ -227,82 +304,92 @@ def _embedding(
 ) -> Tensor | None:  # fmt: skip
     if input.is_floating_point():  # torch.embedding has them the other way round
         input, weight = weight, input
-    own = mode.whole(weight)
-    scaled = any(args[2:]) or names.get("scale_grad_by_freq") or names.get("sparse")
-    if own is None or scaled:
+    table = mode.find_parameter(weight)
+    has_other_gradient = any(args[2:]) or names.get("scale_grad_by_freq") or names.get("sparse")
+    if table is None or has_other_gradient:
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
-    return _look_up(mode, out, own, input, padding_idx)
-
-
-def _look_up(
-    mode: FunctionMode, out: Tensor, own: Tensor, index: Tensor, padding: int | None = None
-) -> Tensor:
-    """Note rows of a table that are looked up."""
-    width = out.shape[-1]
-    return mode.note(
-        nn.Embedding, index, out, {"weight": own}, num_embeddings=own.numel() // max(1, width),
-        embedding_dim=width, padding_idx=padding,
-    )  # fmt: skip
+    return _note_lookup(mode, out, table, input, padding_idx)
 
 
 @use("__getitem__", "index_select")
 def _gather(
-    mode: FunctionMode, out: Tensor, source: Tensor, index: Any, *rest: Any
+    mode: FunctionMode, out: Tensor, source: Tensor, index: Any, *more: Any
 ) -> Tensor | None:
-    if rest:  # index_select(source, dim, index)
+    if more:  # index_select(source, dim, index)
         if index != 0:
             return None
-        index = rest[0]
+        index = more[0]
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    if isinstance(index, Tensor):
-        entries = mode.entries(source)
-    else:
-        entries = None
-    if entries is None or not isinstance(index, Tensor) or index.is_floating_point():
+    if not _is_integer_index(index):
         return None
-    if index.dtype == torch.bool or not index.ndim or not entries.whole or source.ndim < 2:
+    entries = mode.find_entries(source)
+    if entries is None or not entries.is_whole or source.ndim < 2:
         return None
     if source.shape != entries.parameter.shape:
         return None
     if source.ndim == 2:
-        return _look_up(mode, out, entries.parameter, index)
+        return _note_lookup(mode, out, entries.parameter, index)
     if index.ndim == 1:  # matrices, for products to come
         mode.derive(out, replace(entries, size=tuple(out.shape), index=index))
     return None
 
 
+def _is_integer_index(index: Any) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of row numbers."""
+    if not isinstance(index, Tensor) or not index.ndim:
+        return False
+    return not index.is_floating_point() and index.dtype != torch.bool
+
+
+def _note_lookup(
+    mode: FunctionMode, out: Tensor, table: Tensor, index: Tensor, padding: int | None = None
+) -> Tensor:
+    """Note rows of a table that are looked up."""
+    width = out.shape[-1]
+    return mode.note(
+        nn.Embedding, index, out, {"weight": table}, num_embeddings=table.numel() // max(1, width),
+        embedding_dim=width, padding_idx=padding,
+    )  # fmt: skip
+
+
+# --- normalizations, gains and shifts -------------------------------------------------------------
+
+
 def _norm(
-    kind: type[nn.Module], call: Signature, mode: FunctionMode, out: Tensor,
+    module_type: type[nn.Module], function: Signature, mode: FunctionMode, out: Tensor,
     *args: Any, **names: Any,
 ) -> Tensor | None:  # fmt: skip
     """Note a normalization, whose other arguments are the module's attributes."""
     try:
-        given = call.bind(*args, **names)
+        bound = function.bind(*args, **names)
     except TypeError:  # a function of that name with other arguments
         return None
-    given.apply_defaults()
-    settings: dict[str, Any] = given.arguments
-    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    bound.apply_defaults()
+    settings: dict[str, Any] = dict(bound.arguments)
+    for name, value in settings.items():
+        if isinstance(value, list):
+            settings[name] = tuple(value)
     x = settings.pop("input")
-    own = {role: mode.whole(settings.pop(role, None)) for role in ("weight", "bias")}
-    if all(parameter is None for parameter in own.values()):
+    weight = mode.find_parameter(settings.pop("weight", None))
+    bias = mode.find_parameter(settings.pop("bias", None))
+    if weight is None and bias is None:
         return None
-    return mode.note(kind, x, out, own, **settings)
+    return mode.note(module_type, x, out, {"weight": weight, "bias": bias}, **settings)
 
 
-for _function, _kind in (
+for _function, _module_type in (
     (F.layer_norm, nn.LayerNorm), (F.rms_norm, nn.RMSNorm), (F.group_norm, nn.GroupNorm),
     (F.batch_norm, nn.BatchNorm2d),
 ):  # fmt: skip
-    use(_function.__name__)(partial(_norm, _kind, signature(_function)))
+    use(_function.__name__)(partial(_norm, _module_type, signature(_function)))
 
 
 @use("mul", "multiply")
 def _mul(mode: FunctionMode, out: Tensor, one: Any, two: Any = None, **names: Any) -> Tensor | None:
-    return _elementwise(mode, out, one, names.get("other", two), "weight")
+    return _note_elementwise(mode, out, one, names.get("other", two), "weight")
 
 
 @use("add", "add_")
@@ -310,43 +397,53 @@ def _add(
     mode: FunctionMode, out: Tensor, one: Any, two: Any = None, *, alpha: Any = 1, **names: Any
 ) -> Tensor | None:
     two = names.get("other", two)
-    scalar = next((t for t in (one, two) if isinstance(t, (int, float))), None)
-    if scalar is not None:  # a gain 1 + g has the derivatives of g
-        if isinstance(one, Tensor):
-            source = one
-        else:
-            source = two
-        if alpha == 1 and out is not source and (found := mode.entries(source)) is not None:
-            mode.derive(out, found)
+    if alpha != 1:
         return None
-    if alpha == 1:
-        return _elementwise(mode, out, one, two, "bias")
-    return None
+    if isinstance(one, (int, float)) or isinstance(two, (int, float)):
+        source = one if isinstance(one, Tensor) else two
+        entries = mode.find_entries(source)
+        if out is not source and entries is not None:  # a gain 1 + g has the derivatives of g
+            mode.derive(out, entries)
+        return None
+    return _note_elementwise(mode, out, one, two, "bias")
 
 
-def _elementwise(mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str) -> Tensor | None:
-    """Note a gain or a shift."""
-    for g, x in ((one, two), (two, one)):
-        own = mode.whole(g)
-        if own is None or not isinstance(x, Tensor) or mode.entries(x) is not None:
+def _note_elementwise(
+    mode: FunctionMode, out: Tensor, one: Any, two: Any, role: str
+) -> Tensor | None:
+    """Note a gain ("weight") or a shift ("bias") by one of both arguments."""
+    for tensor, x in ((one, two), (two, one)):
+        parameter = mode.find_parameter(tensor)
+        if parameter is None or not isinstance(x, Tensor) or mode.find_entries(x) is not None:
             continue
-        shape = tuple(g.shape)
+        shape = tuple(tensor.shape)
         while shape and shape[0] == 1:
             shape = shape[1:]
         if out.ndim <= len(shape):  # nothing counts samples
             return None
-        fits = all(n == m for n, m in zip(shape[::-1], out.shape[::-1], strict=False))
-        if role == "bias" and fits and len(shape) == 1:
-            blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
-            return mode.note(nn.Linear, blank, out, {"weight": None, "bias": own})
-        if role == "bias" and fits and len(shape) > 1:  # positions that are looked up
-            rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
-            return _look_up(mode, out, own, rows.expand(out.shape[:-1]))
         if role == "weight":
-            seen = x
-        else:
-            seen = out.new_zeros(())
-        seen = seen.detach().expand(out.shape)
-        make = partial(Gain, role, own, shape)
-        return mode.listener.note((Gain, role, id(own), shape), make, seen, out)
+            return _note_gain(mode, out, parameter, shape, x.detach(), role)
+        return _note_shift(mode, out, parameter, shape)
     return None
+
+
+def _note_shift(
+    mode: FunctionMode, out: Tensor, parameter: Tensor, shape: tuple[int, ...]
+) -> Tensor:
+    """Note a bias, a table of positions, or a shift of some axes."""
+    ends_alike = out.shape[out.ndim - len(shape) :] == shape
+    if ends_alike and len(shape) == 1:
+        blank = out.new_zeros(()).detach().expand(*out.shape[:-1], 1)
+        return mode.note(nn.Linear, blank, out, {"weight": None, "bias": parameter})
+    if ends_alike and len(shape) > 1:  # positions that are looked up
+        rows = torch.arange(prod(shape[:-1]), device=out.device).view(shape[:-1])
+        return _note_lookup(mode, out, parameter, rows.expand(out.shape[:-1]))
+    return _note_gain(mode, out, parameter, shape, out.new_zeros(()), "bias")
+
+
+def _note_gain(
+    mode: FunctionMode, out: Tensor, parameter: Tensor, shape: tuple[int, ...], x: Tensor, role: str
+) -> Tensor:
+    make = partial(Gain, role, parameter, shape)
+    key = (Gain, role, id(parameter), shape)
+    return mode.listener.note(key, make, x.detach().expand(out.shape), out)

@@ -61,8 +61,8 @@ def gradients(
 
 def _check_places(tap: Tap) -> None:
     total = sum(a.shape[1] for a in tap.inputs)
-    assert max(tap.places) == total
-    for g, count in enumerate(tap.places):
+    assert max(tap.positions) == total
+    for g, count in enumerate(tap.positions):
         if count < total:  # padded in one step only, at its end
             (a,) = tap.inputs
             assert not a[g, count:].any()

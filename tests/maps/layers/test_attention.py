@@ -78,8 +78,8 @@ def test_cross_attention(option: str, mask: str, result: str) -> None:
         if not first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         taps = check(module, q, k, v, **MASKS[mask](), **RESULTS[result])
-        packed = [t for t in taps if len(t.places) == 3]
-        assert all(t.places == (B * L, B * S, B * S) for t in packed)
+        packed = [t for t in taps if len(t.positions) == 3]
+        assert all(t.positions == (B * L, B * S, B * S) for t in packed)
 
 
 @pytest.mark.parametrize(("option", "result"), each_once(OPTIONS, RESULTS))

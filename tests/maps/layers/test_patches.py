@@ -65,7 +65,7 @@ def dense(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     found = find(module).inputs(module, x, Sharing(), None)
-    assert found.places == len(x) * patches(module, x).shape[2]
+    assert found.positions == len(x) * patches(module, x).shape[2]
     return found.second, found.first
 
 
@@ -167,7 +167,7 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("together", [1, 2**28])
 def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
-    monkeypatch.setattr(conv, "_TOGETHER", together)
+    monkeypatch.setattr(conv, "_MEMORY", conv._Memory(together))
     modules = [
         nn.Conv2d(3, 4, 3, padding=1),
         nn.Conv2d(3, 4, 3, padding=1, bias=False),
@@ -194,6 +194,6 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
         for (module, x), got in zip(uses, found, strict=True):
             want = layer.inputs(module, x, sharing, None)
             torch.testing.assert_close(got.second, want.second)
-            assert got.places == want.places
+            assert got.positions == want.positions
             if module.bias is not None:
                 torch.testing.assert_close(got.first, want.first)

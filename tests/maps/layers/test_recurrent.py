@@ -68,7 +68,7 @@ def test_layers(kind: str, shape: str) -> None:
         taps = check(module, sequences(shape))
         per = 3 if kind == "LSTM projected" else 2
         assert len(taps) == layers * (1 + both) * per
-        assert {t.places for t in taps} == {
+        assert {t.positions for t in taps} == {
             ({"unbatched": (5,)} | dict.fromkeys(SHAPES[3:], (12,))).get(shape, (20,))
         }
         check(module, sequences(shape), state(module, shape))

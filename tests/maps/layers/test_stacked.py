@@ -26,7 +26,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
             rows = rows
         else:
             rows = rows[keep[i]]
-        assert float(m.places) == len(rows)
+        assert float(m.positions) == len(rows)
         torch.testing.assert_close(m.second[0].double(), rows.T @ rows, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(m.first[0].double(), rows.sum(0), rtol=1e-5, atol=1e-5)
 
@@ -34,7 +34,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
 def test_without_places() -> None:
     found = moments.stacked([torch.zeros(0, 3), torch.zeros(0, 3)])
     assert [m.second.abs().sum() + m.first.abs().sum() for m in found] == [0, 0]
-    assert [m.places for m in found] == [0, 0]
+    assert [m.positions for m in found] == [0, 0]
 
 
 @pytest.mark.cuda

@@ -226,7 +226,7 @@ class Jet:
         if not (isinstance(index, tuple)):
             index = (index,)
         if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
-            # places of several tensors move to the front: derivatives must not be in the way
+            # positions of several tensors move to the front: derivatives must not be in the way
             # and at once: lists and tensors may be changed after their use
             jet = self.full()
             value = jet.value[index]

@@ -66,11 +66,11 @@ class Scheme:
     @cached_property
     def collapsed(self) -> slice | list[int]:
         """The Laplacian's axes among the first derivatives."""
-        places = [self.position[(i,)] - 1 for i in self.laplacian]
-        whole = bool(places) and places == list(range(places[0], places[-1] + 1))
+        positions = [self.position[(i,)] - 1 for i in self.laplacian]
+        whole = bool(positions) and positions == list(range(positions[0], positions[-1] + 1))
         if whole:
-            return slice(places[0], places[-1] + 1)
-        return places
+            return slice(positions[0], positions[-1] + 1)
+        return positions
 
     @cached_property
     def higher(self) -> tuple[Index, ...]:
@@ -105,10 +105,10 @@ def _parts(index: Index) -> Iterator[Index]:
 
 def _splits(index: Index) -> Iterator[tuple[Index, Index]]:
     """All ways of giving each derivative to one of two factors."""
-    places = range(len(index))
+    positions = range(len(index))
     for k in range(len(index) + 1):
-        for chosen in combinations(places, k):
-            rest = tuple(index[i] for i in places if i not in chosen)
+        for chosen in combinations(positions, k):
+            rest = tuple(index[i] for i in positions if i not in chosen)
             yield tuple(index[i] for i in chosen), rest
 
 
@@ -119,11 +119,11 @@ def _partitions(index: Index) -> Iterator[tuple[Index, ...]]:
         return
     head = index[0]
     tail = index[1:]
-    places = range(len(tail))
+    positions = range(len(tail))
     for k in range(len(tail) + 1):
-        for chosen in combinations(places, k):
+        for chosen in combinations(positions, k):
             block = tuple(sorted((head, *(tail[i] for i in chosen))))
-            for rest in _partitions(tuple(tail[i] for i in places if i not in chosen)):
+            for rest in _partitions(tuple(tail[i] for i in positions if i not in chosen)):
                 yield tuple(sorted((block, *rest)))
 
 

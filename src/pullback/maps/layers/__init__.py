@@ -3,13 +3,13 @@
 from . import (
     attention,
     conv,
-    directed,
     embedding,
     linear,
     product,
     recurrent,
     scale,
-    transposed,
+    transposed_convolution,
+    weight_norm,
 )
 from .affine import AffineBlock
 from .compound import Compound, Tap
@@ -26,7 +26,6 @@ __all__ = [
     "Use",
     "attention",
     "conv",
-    "directed",
     "embedding",
     "find",
     "linear",
@@ -34,5 +33,6 @@ __all__ = [
     "recurrent",
     "register",
     "scale",
-    "transposed",
+    "transposed_convolution",
+    "weight_norm",
 ]

@@ -8,7 +8,7 @@ is what the bias multiplies (1, but 0 at the derivatives of a jet),
     A v    = Σ_t δ_tᵀ V ā_t
     Aᵀ c   = Σ_t (Σ_r c_r δ_rt) ⊗ ā_t
 
-Where a mean over places follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t: one
+Where a mean over positions follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t: one
 place, whatever their number. K-FAC asks for the sides of the Kronecker product, and squared rows.
 """
 
@@ -37,7 +37,7 @@ _SQUARES = 2**24  # entries of samples' gradients held at once
 
 
 def _moment(x: Tensor, longest: int) -> Tensor:
-    """Σ xxᵀ over the places of (G, P, n)."""
+    """Σ xxᵀ over the positions of (G, P, n)."""
     if x.shape[-1] > longest:
         return x.square().sum(1)
     return x.mT @ x
@@ -48,7 +48,7 @@ class AffineBlock(Block):
 
     Inputs may be a function of a slice of samples, so that convolution patches are formed only for
     the samples at hand and only while they are used; then `width` is I. `homogeneous` is h, (T,),
-    by default all ones. A `turned` weight is held as (G·I, O).
+    by default all ones. An `is_transposed` weight is held as (G·I, O).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AffineBlock(Block):
         homogeneous: Tensor | None = None,
         *,
         width: int = 0,
-        turned: bool = False,
+        is_transposed: bool = False,
         looks: dict[str, bool] | None = None,
     ) -> None:
         if isinstance(inputs, Tensor):
@@ -69,7 +69,7 @@ class AffineBlock(Block):
         self._weight = weight
         self._bias = bias
         self._h = homogeneous
-        self.turned = turned
+        self.is_transposed = is_transposed
         if looks is None:
             self.looks = {}
         else:
@@ -90,7 +90,7 @@ class AffineBlock(Block):
         self, inputs: Callable[[slice], Tensor], delta: Tensor, height: Tensor | None
     ) -> AffineBlock:
         """A block of the same parameters."""
-        kept: dict[str, Any] = {"turned": self.turned, "looks": self.looks}
+        kept: dict[str, Any] = {"is_transposed": self.is_transposed, "looks": self.looks}
         names = self._weight, self._bias
         return AffineBlock(*names, inputs, delta, height, width=self.shape[3], **kept)
 
@@ -113,13 +113,13 @@ class AffineBlock(Block):
 
     @cached_property
     def _pooled(self) -> AffineBlock:
-        """For `add_gram`, the same rows from one place, where all places have one cotangent."""
+        """For `add_gram`, the same rows from one place, where all positions have one cotangent."""
         t = self.shape[2]
         first = self._delta[:, :, :, :1]
         before = self.looks.get("pooled")
         if t == 1 or before is False:
             return self
-        # a layer whose places differ shows it at the second one already
+        # a layer whose positions differ shows it at the second one already
         if before:
             some = (t,)
         else:
@@ -140,7 +140,7 @@ class AffineBlock(Block):
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
-        """By group, the factors of the cotangents where covectors and places separate."""
+        """By group, the factors of the cotangents where covectors and positions separate."""
         before = self.looks.get("separated")
         found = []
         if before is False:
@@ -170,7 +170,7 @@ class AffineBlock(Block):
         out = {}
         if self._weight is not None:
             rows = torch.einsum("nrgto,ngti->nrgoi", self._delta, self._inputs())
-            out[self._weight] = (rows.mT if self.turned else rows).flatten(2)
+            out[self._weight] = (rows.mT if self.is_transposed else rows).flatten(2)
         if self._bias is not None:
             out[self._bias] = self._shifts().flatten(2)
         return out
@@ -182,7 +182,7 @@ class AffineBlock(Block):
         if self._weight is not None:
             x = self._by_group(self._inputs())
             w = v[self._weight]
-            if self.turned:
+            if self.is_transposed:
                 w = w.reshape(g, i, o).mT
             else:
                 w = w.reshape(g, o, i)
@@ -200,7 +200,7 @@ class AffineBlock(Block):
             x = self._by_group(self._inputs())
             d = self._by_group(delta)
             shares = [a.T @ b for a, b in zip(d, x, strict=True)]
-            if self.turned:
+            if self.is_transposed:
                 shares = [x.T for x in shares]
             out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
         if self._bias is not None:

@@ -4,8 +4,8 @@ r"""`nn.MultiheadAttention`: the projections inside, and the one after.
     P = softmax(q kᵀ/√d + mask) per head,    y = W_o (P v) + b_o
 
 `in_proj_weight` packs W_q, W_k, W_v by rows: a tap of three groups, where the shorter of source and
-target is padded by places that count nowhere. With `kdim` or `vdim` the weights are separate, but
-`in_proj_bias` is still one parameter: a tap of its own, without inputs. So are `bias_k` and
+target is padded by positions that count nowhere. With `kdim` or `vdim` the weights are separate,
+but `in_proj_bias` is still one parameter: a tap of its own, without inputs. So are `bias_k` and
 `bias_v`, one extra key and value per sample.
 """
 
@@ -92,7 +92,7 @@ class Attention(Compound):
 def _projected(module: Any, sides: list[Tensor]) -> tuple[list[Tensor], list[Tap]]:
     """q, k, v, each (B, length, E), from their inputs (B, length, ·)."""
     grids = [(*x.shape[:2],) for x in sides]
-    places = [samples * length for samples, length in grids]
+    positions = [samples * length for samples, length in grids]
     if module.in_proj_weight is not None:
         packed = Tap(module.in_proj_weight, module.in_proj_bias, groups=3)
         z = list(packed(_stacked(sides)))
@@ -104,10 +104,10 @@ def _projected(module: Any, sides: list[Tensor]) -> tuple[list[Tensor], list[Tap
         taps = [w.finish([grid]) for w, grid in zip(apart, grids, strict=True)]
         if module.in_proj_bias is not None:
             shift = Tap(None, module.in_proj_bias, groups=3)
-            b = shift(z[0].new_empty(3, max(places), 0))
+            b = shift(z[0].new_empty(3, max(positions), 0))
             z = [x + y[: len(x)] for x, y in zip(z, b, strict=True)]
             taps.append(shift.finish(grids))
-    return [y[:n].unflatten(0, g) for y, n, g in zip(z, places, grids, strict=True)], taps
+    return [y[:n].unflatten(0, g) for y, n, g in zip(z, positions, grids, strict=True)], taps
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
@@ -115,8 +115,8 @@ def _stacked(sides: list[Tensor]) -> Tensor:
     if len({(x.data_ptr(), x.shape, x.stride()) for x in sides}) == 1:
         return sides[0].flatten(0, 1).expand(3, -1, -1)
     flat = [x.flatten(0, 1) for x in sides]
-    places = max(len(x) for x in flat)
-    return torch.stack([F.pad(x, (0, 0, 0, places - len(x))) for x in flat])
+    positions = max(len(x) for x in flat)
+    return torch.stack([F.pad(x, (0, 0, 0, positions - len(x))) for x in flat])
 
 
 def _extended(module: Any, k: Tensor, v: Tensor, taps: list[Tap]) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _mask(module: Any, query: Tensor, padding: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """What is added to the scores, broadcast to (B, heads, L, S'), or None.
 
-    `mask` is (L, S) or (B·heads, L, S), `padding` (B, S) or (S); the places that `_extended` adds
-    are open to all.
+    `mask` is (L, S) or (B·heads, L, S), `padding` (B, S) or (S); the positions that `_extended`
+    adds are open to all.
     """
     total: Tensor | None = None
     if mask is not None:

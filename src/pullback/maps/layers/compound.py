@@ -5,7 +5,7 @@ or an attention function shows only its arguments and its results. So the layer 
 explicit steps from the same arguments, with every z standing in the replay's graph, and the
 cotangents ȳ which the loss gave to the layer's results y are pulled back to them,
 
-    δ = (∂y/∂z)ᵀ ȳ,        ∂L/∂W = Σ δ ⊗ a,        ∂L/∂b = Σ δ        (over places and steps).
+    δ = (∂y/∂z)ᵀ ȳ,        ∂L/∂W = Σ δ ⊗ a,        ∂L/∂b = Σ δ        (over positions and steps).
 
 In code: `torch.autograd.grad(outputs, tap.outputs, cotangents)`, for the outputs the loss uses.
 """
@@ -29,8 +29,8 @@ class Tap:
     """One affine map z = W a + b inside a compound layer, W and b held fixed, called at each step.
 
     A parameter may pack G maps of different inputs by its rows (the query, key and value of
-    attention); elsewhere G = 1. The places P_t are whatever shares the map at step t: samples, and
-    for a map that does not recur also the times.
+    attention); elsewhere G = 1. The positions P_t are whatever shares the map at step t: samples,
+    and for a map that does not recur also the times.
 
     Args:
         weight: the module's own tensor (G·O, I), or None for a bias alone (then I = 0).
@@ -54,8 +54,8 @@ class Tap:
         self.inputs: list[Tensor] = []
         #: z per step, each (G, P_t, O), in the replay's graph
         self.outputs: list[Tensor] = []
-        #: how many of the Σ_t P_t places are real, per group; the rest, last, are a = 0 and δ = 0
-        self.places: tuple[int, ...] = ()
+        #: how many of the Σ_t P_t positions are real, per group; the rest, last, have a = 0, δ = 0
+        self.positions: tuple[int, ...] = ()
         #: how these are laid out, per group: samples by positions, or empty where nobody knows
         self.grids: tuple[tuple[int, ...], ...] = ()
         #: the axis of a grid that counts samples
@@ -89,12 +89,12 @@ class Tap:
     def finish(
         self, grids: Sequence[tuple[int, ...]] = (), batch_dim: int = 0, backwards: bool = False
     ) -> Tap:
-        """Say how places lie, after the last step; `backwards` puts that one first.
+        """Say how positions lie, after the last step; `backwards` puts that one first.
 
-        Without grids all places are real.
+        Without grids all positions are real.
         """
         every = sum(a.shape[1] for a in self.inputs)
-        self.places = tuple(prod(g) for g in grids) or (every,) * self._groups
+        self.positions = tuple(prod(g) for g in grids) or (every,) * self._groups
         self.grids = tuple(grids)
         self.batch_dim = batch_dim
         if backwards:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .correlated import correlated_moments, correlates
 from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
 from .patches import (
     channel_bytes,
@@ -26,12 +25,19 @@ from .patches import (
 )
 from .registry import Block, Layer, Seen, Use, joined, register
 
-_TOGETHER = 2**27  # bytes of moments that are formed at once
+
+@dataclass(frozen=True)
+class _Memory:
+    #: bytes of moments, or of patches, that are formed at once
+    moments: int = 2**27
+
+
+_MEMORY = _Memory()
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(Layer):
-    """An affine layer on patches; the output's places are the sharing axis."""
+    """An affine layer on patches; the output's positions are the sharing axis."""
 
     use = "convolution"
     curvature = "kronecker"
@@ -49,7 +55,7 @@ class Conv(Layer):
         return AffineBlock(names["weight"], names["bias"], inputs, delta, width=width)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        """(B, *places), or (B,) where the loss ignores samples as a whole."""
+        """(B, *positions), or (B,) where the loss ignores samples as a whole."""
         if delta.ndim != 2 + len(module.kernel_size):
             delta = delta[None]
         if keep.ndim == 1:
@@ -62,32 +68,27 @@ class Conv(Layer):
         width = module.in_channels // module.groups * prod(module.kernel_size)
         if sharing.reduce:
             return shared_moments(patches(module, x), sharing, keep)
-        apart = module.groups > 1 or width > sharing.longest
-        if apart or (keep is not None and keep.ndim > 1):
-            return _gathered(module, x, sharing, keep)
-        places = prod(_places(module, x))
+        is_blocked = module.groups > 1 or width > sharing.longest
+        if is_blocked or (keep is not None and keep.ndim > 1):
+            return _gather_moments(module, x, sharing, keep)
+        positions = prod(output_sizes(module, x))
         if keep is None:
-            return Moments(*patch_moment(module, x), len(x) * places)
+            return Moments(*patch_moment(module, x), len(x) * positions)
         x = x * keep.view(-1, *[1] * (x.ndim - 1))
-        return Moments(*patch_moment(module, x), keep.sum() * places)
+        return Moments(*patch_moment(module, x), keep.sum() * positions)
 
     def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
-        """Pointwise ones, and those whose patches have their correlation taken, by shape."""
-        found: dict[int, Moments] = {}
-        alike: dict[Any, list[int]] = {}
+        """The moments of several uses; pointwise ones of one shape are formed together."""
+        by_use: dict[int, Moments] = {}
+        pointwise_uses: dict[Any, list[int]] = {}
         for i, (module, x, keep) in enumerate(uses):
-            if keep is None and (way := _way(module, x, sharing)) is not None:
-                alike.setdefault((way, x.shape, x.dtype, x.device), []).append(i)
+            if keep is None and _is_pointwise(module, x, sharing):
+                pointwise_uses.setdefault((x.shape, x.dtype, x.device), []).append(i)
             else:  # these need the most memory, and come while few moments are there
-                found[i] = self.inputs(module, x, sharing, keep)
-        for (way, shape, *_), own in alike.items():
-            step = max(1, _TOGETHER // _BYTES[way](uses[own[0]][1]))
-            for some in (own[a : a + step] for a in range(0, len(own), step)):
-                second = way([uses[i][1] for i in some])
-                for i, one in zip(some, second.split(1), strict=True):
-                    first = patch_sum(*uses[i][:2], one)
-                    found[i] = Moments(one, first, shape[0] * prod(shape[2:]))
-        return [found[i] for i in range(len(uses))]
+                by_use[i] = self.inputs(module, x, sharing, keep)
+        for indices in pointwise_uses.values():
+            _add_pointwise(by_use, uses, indices)
+        return [by_use[i] for i in range(len(uses))]
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if delta.ndim == 2 + len(module.kernel_size):
@@ -99,53 +100,55 @@ class Conv(Layer):
         return shared_second_moment(d.unflatten(1, (module.groups, -1)).flatten(3).mT, sharing)
 
 
-def _gathered(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    """All patches of some samples at a time, of which those count that `keep` says."""
-    places = prod(_places(module, x))
-    each = places * x.shape[1] * prod(module.kernel_size) * x.element_size()
-    step = max(1, _TOGETHER // max(1, each))
-    found = None
-    if keep is None:
-        masks = repeat(None)
-    else:
-        masks = keep.split(step)
-    for some, mask in zip(x.split(step), masks, strict=False):
-        more = shared_moments(patches(module, some), sharing, mask)
-        if found is None:
-            found = more
+def _add_pointwise(by_use: dict[int, Moments], uses: Sequence[Seen], indices: list[int]) -> None:
+    """Add the moments of pointwise convolutions whose inputs have one shape, some at a time."""
+    first_input = uses[indices[0]][1]
+    step = max(1, _MEMORY.moments // channel_bytes(first_input))
+    positions = first_input.shape[0] * prod(first_input.shape[2:])
+    for start in range(0, len(indices), step):
+        batch = indices[start : start + step]
+        second = channel_moments([uses[i][1] for i in batch])
+        for i, moment in zip(batch, second.split(1), strict=True):
+            module, x, _ = uses[i]
+            by_use[i] = Moments(moment, patch_sum(module, x, moment), positions)
+
+
+def _gather_moments(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    """Moments from all patches, of some samples at a time; those count that `keep` says."""
+    patch_entries = x.shape[1] * prod(module.kernel_size)
+    sample_bytes = prod(output_sizes(module, x)) * patch_entries * x.element_size()
+    step = max(1, _MEMORY.moments // max(1, sample_bytes))
+    total = None
+    for start in range(0, len(x), step):
+        mask = None
+        if keep is not None:
+            mask = keep[start : start + step]
+        share = shared_moments(patches(module, x[start : start + step]), sharing, mask)
+        if total is None:
+            total = share
         else:
-            found = found + more
-    assert found is not None
-    return found
+            total = total + share
+    assert total is not None
+    return total
 
 
-def _way(module: Any, x: Tensor, sharing: Sharing) -> Any:
-    """Return the function that forms the moments of several such inputs at once, or None."""
-    if sharing.reduce or module.groups > 1:
-        return None
-    # on a CPU a correlation is no faster, and its sums are less exact
-    if x.is_cuda and 9 * x.shape[1] <= sharing.longest and correlates(module, x):
-        return correlated_moments
-    if x.shape[1] <= sharing.longest and pointwise(module, x):
-        return channel_moments
-    return None
+def _is_pointwise(module: Any, x: Tensor, sharing: Sharing) -> bool:
+    """Whether patches are single pixels, and their second moment a full matrix."""
+    if sharing.reduce or module.groups > 1 or x.shape[1] > sharing.longest:
+        return False
+    return pointwise(module, x)
 
 
-#: bytes that each of these takes per input
-_BYTES = {
-    correlated_moments: lambda x: (9 * x.shape[1]) ** 2 * x.element_size(),
-    channel_moments: channel_bytes,
-}
-
-
-def _places(module: Any, x: Tensor) -> list[int]:
-    """The output's places along each axis."""
+def output_sizes(module: Any, x: Tensor) -> list[int]:
+    """The output's positions along each axis."""
     pad = module._reversed_padding_repeated_twice
-    axes = zip(x.shape[2:], module.kernel_size, module.stride, module.dilation, strict=True)
-    padded = [before + after for before, after in zip(pad[::2], pad[1::2], strict=True)][::-1]
-    return [
-        (n + p - d * (k - 1) - 1) // s + 1 for (n, k, s, d), p in zip(axes, padded, strict=True)
-    ]
+    sizes = []
+    for axis, size in enumerate(x.shape[2:]):
+        last = len(module.kernel_size) - 1 - axis  # the padding of the last axis comes first
+        padded = size + pad[2 * last] + pad[2 * last + 1]
+        reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
+        sizes.append((padded - reach) // module.stride[axis] + 1)
+    return sizes
 
 
 def _inputs(seen: Sequence[tuple[Any, int, Tensor]], some: slice) -> Tensor:

@@ -108,10 +108,10 @@ class Embedding(Layer):
         counts = ones.new_zeros(module.num_embeddings).index_add_(0, x.flatten(), ones.flatten())
         # all may be padding
         if keep is None:
-            places = x.numel()
+            positions = x.numel()
         else:
-            places = keep.sum().clamp(min=1)
-        return Moments(counts[None], counts[None], places)
+            positions = keep.sum().clamp(min=1)
+        return Moments(counts[None], counts[None], positions)
 
     def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if module.padding_idx is not None:

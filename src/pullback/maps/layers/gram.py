@@ -2,7 +2,7 @@
 
 *Hadamard*: K = Σ_tt' (a_t·a'_t') (δ_t·δ'_t'), a product of two small Grams, without the rows.
 
-*Contracted*, when few places meet many covectors. A pair of samples shares its weights
+*Contracted*, when few positions meet many covectors. A pair of samples shares its weights
 w_tt' = a_t·a'_t' among all R·R' pairs of covectors: they multiply one side's cotangents first,
 
     p_r't = Σ_t' w_tt' δ'_r't',        K_rr' = Σ_t δ_rt · p_r't,
@@ -11,9 +11,9 @@ T²·O·R' + T·O·R·R' operations a pair, where the Hadamard product of Grams 
 *materialized* rows, formed a panel at a time, O·I·R·R'.
 
 *Separated*, where δ_rto = v_ro g_to. So it is before an activation whose outputs are added up over
-places and read out linearly: v is the read-out, g the activation's derivative. The row is v_ro M_oi
-with M_oi = Σ_t g_to a_ti, and K_rr' = Σ_o v_ro v'_r'o (M_o · M'_o): one product of length I for all
-pairs of covectors.
+positions and read out linearly: v is the read-out, g the activation's derivative. The row is v_ro
+M_oi with M_oi = Σ_t g_to a_ti, and K_rr' = Σ_o v_ro v'_r'o (M_o · M'_o): one product of length I
+for all pairs of covectors.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _factors(delta: Tensor) -> SeparatedCotangents | None:
         some = r
     parts = delta.split(some, 1)
     sizes = reduce(torch.maximum, (p.abs().amax(1) for p in parts))
-    largest, place = sizes.flatten(0, 1).max(0)  # (O,) over samples and places
+    largest, place = sizes.flatten(0, 1).max(0)  # (O,) over samples and positions
     v = delta[place // t, :, place % t, torch.arange(o, device=delta.device)].T  # (R, O)
     norms = v.square().sum(0)
     weights = (v / torch.where(norms == 0, 1, norms)).split(some)

@@ -1,17 +1,18 @@
-"""Second moments over the places that share a weight: the sides of K-FAC's Kronecker products.
+"""Second moments over the positions that share a weight: the sides of K-FAC's Kronecker products.
 
-With inputs ā_nt and cotangents δ_nt at the places t of sample n, the Gram of a weight is
+With inputs ā_nt and cotangents δ_nt at the positions t of sample n, the Gram of a weight is
 Σ_n (Σ_t δ_nt ⊗ ā_nt)(Σ_t δ_nt ⊗ ā_nt)ᵀ. Sharing by *expansion* takes every place for a sample,
 
     Σ_nt δδᵀ ⊗ mean_nt āāᵀ,
 
 and by *reduction* adds up first, Σ_n (Σ_t δ)(Σ_t δ)ᵀ ⊗ mean_n (mean_t ā)(mean_t ā)ᵀ. Expansion is
-exact for deep linear nets whose loss is a sum over places, reduction where the places are averaged.
+exact for deep linear nets whose loss is a sum over positions, reduction where the positions are
+averaged.
 
-Means are over the places that *count*: all of them, unless the loss ignores some of the output's.
-Then these are the others and all that have a cotangent (see `counted`): one learns from an ignored
-prompt as well, by way of what attends to it, and from padding not. Where the samples stand among a
-layer's leading axes is established by a probe and not by guess.
+Means are over the positions that *count*: all of them, unless the loss ignores some of the
+output's. Then these are the others and all that have a cotangent (see `counted`): one learns from
+an ignored prompt as well, by way of what attends to it, and from padding not. Where the samples
+stand among a layer's leading axes is established by a probe and not by guess.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LEAK = 0.25  # of a covector that may reach other samples, by way of a batch no
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """A way to read leading axes as (N, places): batch first, second, or folded into axis 0."""
+    """A way to read leading axes as (N, positions): batch first, second, or folded into axis 0."""
 
     kind: str
     samples: int
@@ -122,7 +123,7 @@ _TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 @dataclass(frozen=True)
 class Sharing:
-    """How places enter, which axis counts samples, and from where on sides are diagonals.
+    """How positions enter, which axis counts samples, and from where on sides are diagonals.
 
     `layout` says where the samples of one layer stand, if it is elsewhere than on `batch_dim`.
     """
@@ -133,7 +134,7 @@ class Sharing:
     layout: SampleLayout | None = None
 
     def by_sample(self, x: Tensor, features: int = 1) -> Tensor:
-        """(N, places, *features), from leading axes in any order."""
+        """(N, positions, *features), from leading axes in any order."""
         lead = x.ndim - features
         if lead == 0:
             return x[None, None]
@@ -147,31 +148,31 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Moments:
-    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many places (or G counts).
+    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many positions (or G counts).
 
     The second moment may be held in another form that can be added.
     """
 
     second: Any
     first: Tensor
-    places: Tensor | float
+    positions: Tensor | float
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
-            self.second + other.second, self.first + other.first, self.places + other.places
+            self.second + other.second, self.first + other.first, self.positions + other.positions
         )
 
 
 def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
-    """Which places count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0
+    """Which positions count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0
     beyond round-off.
 
-    `keep` says which places of the model's output the loss counts, (N, *places). A layer whose
-    places begin like these keeps the same. Elsewhere they are others (an encoder's beside those of
-    a decoder, an image's before it is pooled), and a sample's are all kept if its outputs are: so
-    all count where nothing is ignored, padded sources too, and a target that is ignored leaves out
-    none but places of its own sample. Where no axis is as long as the samples' (rows that an expert
-    was given), δ alone tells, unless there is none at all.
+    `keep` says which positions of the model's output the loss counts, (N, *positions). A layer
+    whose positions begin like these keeps the same. Elsewhere they are others (an encoder's beside
+    those of a decoder, an image's before it is pooled), and a sample's are all kept if its outputs
+    are: so all count where nothing is ignored, padded sources too, and a target that is ignored
+    leaves out none but positions of its own sample. Where no axis is as long as the samples' (rows
+    that an expert was given), δ alone tells, unless there is none at all.
     """
     reached = _reached(delta, axis)
     if (found := _placed(keep, reached)) is not None:
@@ -191,9 +192,9 @@ def _reached(delta: Tensor, axis: int) -> Tensor:
 
 
 def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:
-    """`keep` beside the places of a layer, where it can be told which of its axes are theirs.
+    """`keep` beside the positions of a layer, where it can be told which of its axes are theirs.
 
-    Samples and places may be as many, and a layer inside may have them the other way round: then
+    Samples and positions may be as many, and a layer inside may have them the other way round: then
     it is the way in which fewer cotangents stand where `keep` has none.
     """
     ends = [1] * (reached.ndim - keep.ndim)
@@ -221,7 +222,10 @@ def _agree(one: torch.Size, two: torch.Size) -> tuple[int, int] | None:
 
 
 def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Over the places of (N, P, *features) that count by `keep`, (N, P), and who has any, (N,)."""
+    """Return means over the positions of (N, P, *features), and which samples have any, (N,).
+
+    `keep`, (N, P), says which positions count; all of them where it is None.
+    """
     if keep is None:
         return x.mean(1), None
     keep = keep.view(*keep.shape, *[1] * (x.ndim - 2))
@@ -230,7 +234,7 @@ def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
-    """Σ_p x xᵀ over the places of (G, P, n), as a diagonal where n is too long."""
+    """Σ_p x xᵀ over the positions of (G, P, n), as a diagonal where n is too long."""
     if x.shape[-1] > sharing.longest:
         return torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x.dtype)).square()
     if x.shape[0] == 1:
@@ -247,8 +251,8 @@ def stackable(x: Tensor) -> bool:
 def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> list[Moments]:
     """The moments of several (..., n) in half precision on a GPU, of one shape, side by side.
 
-    `keep` says for each which places count, (...). Small ones are copied to be multiplied at once:
-    a launch each takes longer than to move them.
+    `keep` says for each which positions count, (...). Small ones are copied to be multiplied at
+    once: a launch each takes longer than to move them.
     """
     x = uses[0]
     count = len(uses)
@@ -258,9 +262,9 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
     else:
         mask = torch.stack([k.flatten() for k in keep])[..., None]
     if mask is None:
-        places = [x.numel() // n] * count
+        positions = [x.numel() // n] * count
     else:
-        places = mask.sum((1, 2)).unbind()
+        positions = mask.sum((1, 2)).unbind()
     second = x.new_empty(count, 1, n, n, dtype=torch.float32)
     first = x.new_empty(count, 1, n, dtype=torch.float32)
     step = max(1, _TOGETHER // max(1, x.nbytes))
@@ -278,7 +282,7 @@ def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> lis
             _batched_into(second[a : a + step, 0], rows.mT, rows)
         ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
         _batched_into(first[a : a + step], ones, rows)
-    each = zip(second.unbind(), first.unbind(), places, strict=True)
+    each = zip(second.unbind(), first.unbind(), positions, strict=True)
     return [Moments(*one) for one in each]
 
 
@@ -297,25 +301,25 @@ def _batched_into(out: Tensor, x: Tensor, y: Tensor) -> None:
 def moments(
     x: Tensor, sharing: Sharing, keep: Tensor | None = None, *, first: bool = True
 ) -> Moments:
-    """The moments of (G, P, n); `keep` says which places count, (P,) or for each group (G, P).
+    """The moments of (G, P, n); `keep` says which positions count, (P,) or for each group (G, P).
 
     Where nobody needs the first one, since there is no bias, it is zero, (G, 1).
     """
-    places: Tensor | float = x.shape[1]
+    positions: Tensor | float = x.shape[1]
     if keep is not None:
         x = x * keep[..., None]
-        places = keep.sum(-1)
+        positions = keep.sum(-1)
     second = second_moment(x, sharing)
     dtype = compute_dtype(x.dtype)
     if first:
         ones = x.sum(1, dtype=dtype)
     else:
         ones = x.new_zeros(x.shape[0], 1, dtype=dtype)
-    return Moments(second, ones, places)
+    return Moments(second, ones, positions)
 
 
 def shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    """The moments of (B, G, places, n); `keep` says which samples, (B,), or places count."""
+    """The moments of (B, G, positions, n); `keep` says which samples, (B,), or positions count."""
     if keep is not None:
         keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])
     if not sharing.reduce:
@@ -331,7 +335,7 @@ def shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
 
 
 def shared_second_moment(d: Tensor, sharing: Sharing) -> Tensor:
-    """Σ δδᵀ of cotangents (B, G, places, n), which are added up over places by reduction."""
+    """Σ δδᵀ of cotangents (B, G, positions, n), which are added up over positions by reduction."""
     if sharing.reduce:
         return second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
     return second_moment(d.transpose(0, 1).flatten(1, 2), sharing)

@@ -1,4 +1,4 @@
-"""What the places of a convolution see: patches, and their second moments.
+"""What the positions of a convolution see: patches, and their second moments.
 
 The patch at place t is a = (x[c, t + u])₍c,u₎, with u the kernel's offsets in the padded image x. A
 pointwise convolution's patches are the image itself. Of others, all patches of some samples are
@@ -23,7 +23,7 @@ _ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores re
 
 
 def patches(module: Any, x: Tensor) -> Tensor:
-    """The inputs (B, G, places, C/G·kernel) that each output place sees, channel-major."""
+    """The inputs (B, G, positions, C/G·kernel) that each output place sees, channel-major."""
     pad = module._reversed_padding_repeated_twice
     mode = module.padding_mode
     return windows(module, F.pad(x, pad, "constant" if mode == "zeros" else mode))
@@ -34,28 +34,29 @@ def windows(module: Any, x: Tensor) -> Tensor:
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for axis, (k, s, d) in enumerate(axes, start=2):
         x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    # (B, C, *places, *kernel) -> (B, G, *places, C/G, *kernel)
+    # (B, C, *positions, *kernel) -> (B, G, *positions, C/G, *kernel)
     dims = len(module.kernel_size)
     x = x.unflatten(1, (module.groups, -1)).movedim(2, 2 + dims)
     return x.flatten(2 + dims).flatten(2, 1 + dims)
 
 
 def lines(module: Any, x: Tensor) -> Tensor:
-    """The channels (B, G, places, C/G) at each place of (B, C, *space)."""
+    """The channels (B, G, positions, C/G) at each place of (B, C, *space)."""
     return x.unflatten(1, (module.groups, -1)).flatten(3).mT
 
 
 def of_samples(form: Callable[[Tensor], Tensor], x: Tensor, lead: int, dims: int) -> Tensor:
-    """What `form` makes of (B, C, *space), (B, G, places, n), for (*lead, *calls, C, *space).
+    """What `form` makes of (B, C, *space), (B, G, positions, n), for (*lead, *calls, C, *space).
 
-    The places of all calls come one after the other: (*lead, G, T, n). `dims` counts C and space.
+    The positions of all calls come one after the other: (*lead, G, T, n). `dims` counts C and
+    space.
     """
     found = form(x.reshape(-1, *x.shape[-dims:])).unflatten(0, (*x.shape[:lead], -1))
     return found.transpose(lead, lead + 1).flatten(lead + 1, lead + 2)
 
 
 def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and places, for one group of channels.
+    """Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and positions, for one group of channels.
 
     I is channel-major, as in `weight.flatten(1)`. Half precision is accumulated in float32, and
     the result stays there. Where the layer has no bias, which alone would need the second, (1, 1)
@@ -106,7 +107,7 @@ def _sees_one(module: Any) -> bool:
 
 
 def channel_moment(x: Tensor) -> Tensor:
-    """Σ x xᵀ (1, C, C) over samples and places of (B, C, *space), by what moves fewer bytes.
+    """Σ x xᵀ (1, C, C) over samples and positions of (B, C, *space), by what moves fewer bytes.
 
     One product per sample copies nothing, but its results are B·C² numbers; one product of all
     needs the channels as lines.
@@ -134,7 +135,7 @@ def channel_moments(some: Sequence[Tensor]) -> Tensor:
 
 
 def _turned(some: Sequence[Tensor]) -> Tensor:
-    """The channels of several (B, C, *space) of one shape, each in order, as (K, C, B·places)."""
+    """The channels of several (B, C, *space) of one shape, each in order: (K, C, B·positions)."""
     c = some[0].shape[1]
     count = len(some)
     return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
@@ -156,7 +157,7 @@ def _by_samples(x: Tensor) -> bool:
 
 
 def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
-    """The patches of padded (B, *space, C), (B·places, kernel·C): offsets before channels.
+    """The patches of padded (B, *space, C), (B·positions, kernel·C): offsets before channels.
 
     Lines are filled up with zeros to a multiple of `aligned`.
     """
@@ -172,11 +173,11 @@ def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
         steps.append(d * x.stride(i))
     wide = x.shape[-1]
     seen = x.as_strided((*shape, *offsets, wide), (*strides, *steps, 1), x.storage_offset())
-    places = prod(shape)
+    positions = prod(shape)
     width = prod(offsets) * wide
     if not width % aligned:
-        return seen.reshape(places, width)
-    out = x.new_empty(places, -(-width // aligned) * aligned)
+        return seen.reshape(positions, width)
+    out = x.new_empty(positions, -(-width // aligned) * aligned)
     out[:, :width].view(seen.shape).copy_(seen)
     out[:, width:].zero_()
     return out
@@ -200,7 +201,7 @@ def _channels_last(module: Any, x: Tensor) -> Tensor:
 
 
 def channel_lines(x: Tensor) -> Tensor:
-    """The channels of (B, C, *space) as lines (C, B·places), not copied where they come last."""
+    """The channels of (B, C, *space) as lines (C, B·positions), not copied where they come last."""
     last = x.movedim(1, -1)
     if last.is_contiguous():
         return last.reshape(-1, x.shape[1]).T

@@ -52,7 +52,7 @@ class Recurrence(Compound):
     ) -> tuple[Tensor, State, list[Tap]]:
         """One direction of one layer: x (Σ P_t, I), packed time after time, P_t = `sizes`.
 
-        Returns all h_t (Σ P_t, O) in the order of x, the last state, and the taps, whose places
+        Returns all h_t (Σ P_t, O) in the order of x, the last state, and the taps, whose positions
         have that order too.
         """
         found = [getattr(module, f"{name}{suffix}", None) for name in _ROLES]

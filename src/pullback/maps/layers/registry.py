@@ -3,7 +3,7 @@
 A *block* is the share of one layer's parameters in A = SᵀJ, kept in factored form. It holds, for N
 samples and R covectors per sample, what the chain rule gives at one layer: its input a and the
 cotangents δ at its output. For a linear layer the row of J is Σ_t δ_t ā_tᵀ, so rows, Gram, products
-and Kronecker factors all follow from (a, δ), where t runs over the places that share the weight.
+and Kronecker factors all follow from (a, δ), where t runs over the positions that share the weight.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(tensors), dim)
 
 
-#: a module, what it saw, and which of its places count
+#: a module, what it saw, and which of its positions count
 Seen = tuple[Any, Tensor, Tensor | None]
 
 
@@ -128,7 +128,7 @@ Seen = tuple[Any, Tensor, Tensor | None]
 class Use:
     """One use of a layer.
 
-    Its input has shape (N, *places, *features), the cotangents at its output (N, R, *places,
+    Its input has shape (N, *positions, *features), the cotangents at its output (N, R, *positions,
     *features); `features` counts the trailing feature axes of the output.
     """
 
@@ -154,7 +154,7 @@ class Layer(ABC):
     #: whether the weight's rows belong to the layer's input, as an embedding's do
     input_first: bool = False
     #: whether the weight is the transpose of an affine layer's, to be held like one where it can
-    turned: bool = False
+    is_transposed: bool = False
     #: whether weight and bias meet the same cotangents, so that they may share a block
     joint: bool = True
     #: whether inputs are indices, whose second moment is a diagonal
@@ -182,11 +182,11 @@ class Layer(ABC):
         """The block of these parameters, from every use of them in one forward pass."""
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        """Which of the places that share the weight count, given the output's in `keep`."""
+        """Which of the positions that share the weight count, given the output's in `keep`."""
         return counted(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
 
     def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        """Second moments of the inputs at the places that count: `keep` is from `counted`."""
+        """Second moments of the inputs at the positions that count: `keep` is from `counted`."""
         raise NotImplementedError(type(self).__name__)
 
     def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:

@@ -22,7 +22,7 @@ Kept = tuple[Tensor, Tensor] | None
 
 @dataclass(frozen=True, slots=True)
 class UnitSums:
-    """By role, "weight" and "bias", Σδx̂ and Σδ over the places of each sample and unit: (N, U).
+    """By role, "weight" and "bias", Σδx̂ and Σδ over the positions of each sample and unit: (N, U).
 
     Where `kept` has μ and 1/σ, (U,), "weight" is Σδx, and Σδx̂ = (Σδx − μΣδ)/σ is yet to come.
     """
@@ -63,7 +63,7 @@ def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
 
 
 class Scale(Layer):
-    """output = gain ∘ x̂ + shift, so a row is Σ_t δ_t ∘ x̂_t and Σ_t δ_t over the places t."""
+    """output = gain ∘ x̂ + shift, so a row is Σ_t δ_t ∘ x̂_t and Σ_t δ_t over the positions t."""
 
     use = "scale"
     curvature = "units"
@@ -72,7 +72,7 @@ class Scale(Layer):
         """x̂, what the gain multiplies."""
         raise NotImplementedError(type(self).__name__)
 
-    def places(self, module: Any, ndim: int) -> list[int]:
+    def positions(self, module: Any, ndim: int) -> list[int]:
         """The feature axes (counted from the end) that share one gain."""
         return []
 
@@ -84,7 +84,7 @@ class Scale(Layer):
             features = use.features
             lead = use.input.shape[: use.input.ndim - features]
             x = self.normalized(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
-            shared = [*range(2, delta.ndim - features), *self.places(module, features)]
+            shared = [*range(2, delta.ndim - features), *self.positions(module, features)]
             for role, value in (("weight", delta * x[:, None]), ("bias", delta)):
                 if (name := names.get(role)) is not None:
                     if shared:
@@ -117,7 +117,7 @@ class Scale(Layer):
                     flat = x[None]
                 value = self.normalized(module, flat.to(dtype)).view(x.shape) * delta
             value = sharing.by_sample(value, features)
-            value = value.sum([1, *self.places(module, features)], dtype=dtype)
+            value = value.sum([1, *self.positions(module, features)], dtype=dtype)
             by[role] = value.reshape(len(value), -1)
         return UnitSums(by, tuple(roles))
 
@@ -141,7 +141,7 @@ class ChannelScale(Scale):
     def features(self, module: Any, ndim: int) -> int:
         return ndim - 1
 
-    def places(self, module: Any, ndim: int) -> list[int]:
+    def positions(self, module: Any, ndim: int) -> list[int]:
         return [-k for k in range(1, ndim)]
 
 
@@ -186,23 +186,23 @@ class BatchNorm(ChannelScale):
 
 
 def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Σδx and Σδ over the places of each sample and channel, (N, C).
+    """Σδx and Σδ over the positions of each sample and channel, (N, C).
 
     They are the gradients of N·C gains and shifts of what is not normalized any further, which one
     pass over x and δ gives where no precision is lost on the way.
     """
     n, c, *space = x.shape
     dtype = compute_dtype(delta.dtype)
-    places = prod(space)
+    positions = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
-        lines = (1, n * c, places)
+        lines = (1, n * c, positions)
         _, gain, shift = torch.ops.aten.native_group_norm_backward.default(
             delta.view(lines), x.view(lines), *_standard(n * c, dtype, x.device), *lines, n * c,
             [False, True, True],
         )  # fmt: skip
         return gain.view(n, c), shift.view(n, c)
-    delta = delta.reshape(n, c, places)
-    product = x.reshape(n, c, places).to(dtype) * delta
+    delta = delta.reshape(n, c, positions)
+    product = x.reshape(n, c, positions).to(dtype) * delta
     return product.sum(2), delta.sum(2, dtype=dtype)
 
 
@@ -269,7 +269,7 @@ class ElementwiseGain(Scale):
     def features(self, module: Any, ndim: int) -> int:
         return len(module.shape)
 
-    def places(self, module: Any, ndim: int) -> list[int]:
+    def positions(self, module: Any, ndim: int) -> list[int]:
         return [i - ndim for i, n in enumerate(module.shape) if n == 1]
 
     def normalized(self, module: Any, x: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class StatisticsCapture:
         #: `due` says that the next forward pass shall give statistics
         self.watch = Watch(self, model)
         self._checks = _CHECKS
-        self._whole = False  # whether all places of the last pass counted
+        self._whole = False  # whether all positions of the last pass counted
         #: whether a second thread measures while a backward pass goes on; None for on a GPU
         self.overlaps: bool | None = None
 

@@ -20,7 +20,7 @@ from .covectors import Descent
 from .plan import BlockPlan, LayerUse
 from .sums import BIAS, Pool, factors_of
 
-#: a layer's affine maps, each with the cotangents (G, P, O) at the places of all steps
+#: a layer's affine maps, each with the cotangents (G, P, O) at the positions of all steps
 Maps = Sequence[tuple[Tap, Tensor]]
 
 
@@ -102,11 +102,11 @@ class CompoundReplays:
         """Add the moments to the blocks of the plan."""
         keep = self._way.keep
         sharing = self._way.sharing
-        if keep is not None:  # which places of the output count, in its layout
+        if keep is not None:  # which positions of the output count, in its layout
             keep = keep.movedim(min(sharing.batch_dim, keep.ndim - 1), 0)
         for call, maps in self._replayed():
             for tap, delta in maps:
-                if not any(tap.places):
+                if not any(tap.positions):
                     continue
                 names = self._names(tap)
                 second = pack(second_moment(delta, sharing))
@@ -124,13 +124,13 @@ class CompoundReplays:
 
 
 def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
-    """Return the moments of a map's inputs, at the places of a mask (G, P) or at all."""
+    """Return the moments of a map's inputs, at the positions of a mask (G, P) or at all."""
     found = moments(torch.cat(tap.inputs, 1), sharing, mask)
-    groups = tap.places
+    groups = tap.positions
     if mask is not None:
         return found
-    same = len({*groups}) == 1  # not all places are real
-    return replace(found, places=groups[0] if same else found.first.new_tensor(groups))
+    same = len({*groups}) == 1  # not all positions are real
+    return replace(found, positions=groups[0] if same else found.first.new_tensor(groups))
 
 
 def _replay(call: CompoundCall, cotangents: Sequence[Tensor | None]) -> Maps:
@@ -152,14 +152,14 @@ def _pull(
 
 
 def _counted(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
-    """Which of the places of δ (G, P, O) count, (G, P), by that and the output's mask."""
-    grids = tap.grids or [(n, 1) for n in tap.places]
+    """Which of the positions of δ (G, P, O) count, (G, P), by that and the output's mask."""
+    grids = tap.grids or [(n, 1) for n in tap.positions]
     if tap.grids:
         axis = tap.batch_dim
     else:
         axis = 0
     rows = []
-    for own, n, grid in zip(delta, tap.places, grids, strict=True):
+    for own, n, grid in zip(delta, tap.positions, grids, strict=True):
         mask = counted(own[:n].unflatten(0, grid).movedim(axis, 0), keep).movedim(0, axis)
         rows.append(F.pad(mask.flatten(), (0, delta.shape[1] - n)))
     return torch.stack(rows)

@@ -54,12 +54,12 @@ def measuring(device: torch.device) -> Iterator[None]:
 
 @dataclass(slots=True)
 class UseMoments:
-    """Sums over the places of one use of a layer, whatever block they will belong to."""
+    """Sums over the positions of one use of a layer, whatever block they will belong to."""
 
     entry: Entry
     sharing: Sharing
     inputs: Moments | None = None
-    #: what the layer saw and which of its places count, of which the moments are to be formed
+    #: what the layer saw and which of its positions count, of which the moments are to be formed
     seen: Seen | None = None
     outputs: FactorMatrix | None = None
     shifts: FactorMatrix | None = None
@@ -368,7 +368,7 @@ def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None
         return None
     like = delta.device, compute_dtype(delta.dtype)
     sides = [None if t is None else t.to(*like) for t in (basis.left, basis.right)]
-    if block.turned == own.basis.turned:
+    if block.is_transposed == own.basis.turned:
         return block.squares(*sides)
     return block.squares(*sides[::-1]).mT  # the weight's rows belong to the input
 
@@ -376,9 +376,9 @@ def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None
 def _formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:
     """The gradients that the layer's own formula gives for its cotangents, by name.
 
-    Some samples at a time where there are many places; batch norms need all of them.
+    Some samples at a time where there are many positions; batch norms need all of them.
     """
-    if not delta.numel():  # no places, no share in the gradient
+    if not delta.numel():  # no positions, no share in the gradient
         held = zip(entry.names.values(), entry.site.held, strict=True)
         return {n: p.new_zeros(p.numel()) for n, p in held if n is not None and p is not None}
     out: dict[str, Tensor] = {}

@@ -16,10 +16,10 @@ cancel every term with i ≠ j. Where samples meet, as in batch normalization, t
 cotangents that come from other samples into noise of mean zero.
 
 A `Descent` is one covector's way down the model. It knows where each layer on it has its samples:
-gains and shifts, reduced places and corrected eigenvalues are sums over samples, of which each may
-have several places. A layer shows them on the output's axis of samples as a rule; but a model may
-turn its axes over, fold them into one, or pick some places. Where sizes leave a doubt, a covector
-of some samples shows it.
+gains and shifts, reduced positions and corrected eigenvalues are sums over samples, of which each
+may have several positions. A layer shows them on the output's axis of samples as a rule; but a
+model may turn its axes over, fold them into one, or pick some positions. Where sizes leave a doubt,
+a covector of some samples shows it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from ..options import Options
 from .launch_thread import LaunchThread
 
 _ENTRIES = 2**25  # of the output whose scores are drawn at once
-#: the layout of a use where the samples' places are not known
+#: the layout of a use where the samples' positions are not known
 UNKNOWN = "unknown"
-_REMARK = "which of its places belong to one sample is not known, and each is taken for one"
+_REMARK = "which of its positions belong to one sample is not known, and each is taken for one"
 
 
 class NotFinite(Exception):
@@ -109,7 +109,7 @@ class Coupling:
         return {n: f"{said} {why}" for n, why in out.items() if n is not None}
 
     def inputs(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
-        """Σ āāᵀ of L⁻¹ā with ā = (a, 1), and its number of places as 1ᵀK⁻¹1 counts them."""
+        """Σ āāᵀ of L⁻¹ā with ā = (a, 1), and its number of positions as 1ᵀK⁻¹1 counts them."""
         axis = samples_axis(entry, sharing)
         found = entry.layer.inputs(entry.module, self.whiten(x, axis), sharing, None)
         weights = self.inverse.mT @ self.inverse.sum(1)  # K⁻¹1
@@ -117,7 +117,7 @@ class Coupling:
         total = torch.tensordot(weights.to(x.dtype), x.movedim(axis, 0), 1)[None]
         cheap = replace(sharing, longest=0)  # its second moment is of no use
         one = entry.layer.inputs(entry.module, total.movedim(0, axis), cheap, None)
-        return Moments(found.second, one.first, found.places * weights.mean())
+        return Moments(found.second, one.first, found.positions * weights.mean())
 
 
 def samples_axis(entry: Entry, sharing: Sharing) -> int:
@@ -134,11 +134,11 @@ class Covectors:
 
     every: Iterator[tuple[Tensor, Coupling | None]]
     samples: Tensor | float
-    #: which places of the output count, None for all
+    #: which positions of the output count, None for all
     keep: Tensor | None
-    #: a covector of all places that count, where the others are of single positions
+    #: a covector of all positions that count, where the others are of single positions
     reach: Tensor | None
-    #: whether all places count, or flags on the device that say so
+    #: whether all positions count, or flags on the device that say so
     whole: bool | DeferredFlags
 
 
@@ -152,8 +152,8 @@ def covectors_of(
 ) -> Covectors:
     """Return the covectors at z, from ∂loss/∂z and the call's tensors; raise NotFinite at NaN.
 
-    If `deferred`, do not wait for the device: whether all places count is read later from `whole`,
-    and whether z is finite from the statistics.
+    If `deferred`, do not wait for the device: whether all positions count is read later from
+    `whole`, and whether z is finite from the statistics.
     """
     axis = options.batch_dim
     metric = options.metric
@@ -199,7 +199,7 @@ def covectors_of(
 
 
 def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
-    """Which of the output's places count: the mask without the one axis it is constant along."""
+    """Which of the output's positions count: the mask without the one axis it is constant along."""
     if mask is None or mask.ndim != z.ndim or z.ndim < 2:
         return None
     mask = mask.movedim(0, batch_dim)
@@ -320,7 +320,7 @@ class Descent:
     record: ForwardRecord
     leaves: Mapping[str, Tensor]
     sharing: Sharing
-    #: which places of the output count
+    #: which positions of the output count
     keep: Tensor | None
     #: whether to add the inputs as well, once per forward pass
     inputs: bool
@@ -390,7 +390,7 @@ class Descent:
         return like.normal_(0, like.shape[-1] ** -0.5, generator=random)
 
     def sharing_at(self, entry: Entry, layout: str) -> Sharing:
-        """How the places of a use enter; each for itself where the samples are not known."""
+        """How the positions of a use enter; each for itself where the samples are not known."""
         if not layout:
             return self.sharing
         lead = tuple(entry.shape[: len(entry.shape) - entry.features])

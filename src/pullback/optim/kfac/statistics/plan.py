@@ -34,7 +34,7 @@ class LayerUse(NamedTuple):
 
 def use_of(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
     """Return a module's use of its parameters."""
-    return LayerUse(names, layer.curvature, layer.joint, layer.form(module), layer.turned)
+    return LayerUse(names, layer.curvature, layer.joint, layer.form(module), layer.is_transposed)
 
 
 def different_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
@@ -114,13 +114,13 @@ class BlockPlan:
         return None
 
     def unit_blocks(self, names: Names) -> dict[BlockKey, list[int]]:
-        """The blocks of gain and shift, each with the places of its own among those that train."""
-        places: dict[BlockKey, list[int]] = {}
+        """The blocks of gain and shift, each with its indices among the parameters that train."""
+        positions: dict[BlockKey, list[int]] = {}
         for i, name in enumerate(n for n in names.values() if n is not None):
             key = self._blocks.get(name)
             if key is not None and key.kind == "units":
-                places.setdefault(key, []).append(i)
-        return places
+                positions.setdefault(key, []).append(i)
+        return positions
 
 
 @dataclass(frozen=True)

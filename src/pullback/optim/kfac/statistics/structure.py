@@ -169,7 +169,7 @@ class BlockStructure:
             name = names["weight"]
             if moments is None or name is None:
                 continue
-            key = BlockKey("kronecker", (name,), turned=getattr(layer, "turned", False))
+            key = BlockKey("kronecker", (name,), turned=getattr(layer, "is_transposed", False))
             held = pool.of(key)
             inputs, outputs = factors_of(layer, key)
             held.add(inputs, moments)
@@ -282,22 +282,22 @@ class BlockStructure:
 
 
 def _some_places(entry: Entry) -> Tensor:
-    """Return the inputs at enough places: a root needs no more.
+    """Return the inputs at enough positions: a root needs no more.
 
-    Of a linear layer single places, of a convolution whole samples.
+    Of a linear layer single positions, of a convolution whole samples.
     """
     x = entry.input
     module = entry.module
     if type(module) is nn.Linear and x.numel():
         x = x.reshape(-1, x.shape[-1])
-        places = len(x)
+        positions = len(x)
         columns = x.shape[-1]
     elif isinstance(module, _CONVOLUTIONS) and x.numel() and x.ndim == module.weight.ndim:
-        places = prod(entry.shape) // module.out_channels
+        positions = prod(entry.shape) // module.out_channels
         columns = module.weight[0].numel()
     else:
         return x
-    return x[:: min(len(x), max(1, places // max(_PLACES, 2 * columns)))]
+    return x[:: min(len(x), max(1, positions // max(_PLACES, 2 * columns)))]
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:

@@ -38,7 +38,7 @@ def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, Facto
 
 @dataclass
 class Sums:
-    """Sums over the places and samples of all forward calls since the last step.
+    """Sums over the positions and samples of all forward calls since the last step.
 
     `inputs` are the moments of what layers saw; `values` are quadratic in the cotangents: their
     second moments, and the squares of units, diagonals and spectra.
@@ -105,7 +105,7 @@ class Pool:
 
 
 def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
-    """Means over samples (cotangents) and places (inputs); cotangents are multiplied by `scale`.
+    """Means over samples (cotangents) and positions (inputs); cotangents are multiplied by `scale`.
 
     The memory of the sums becomes that of the means, many of them at once.
     """
@@ -125,12 +125,12 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, F
                 share = pool.share_of(key, factor.side)
                 for side, t in _sums(m, key.joint, share).items():
                     own[FactorKey(factor.role, side or factor.side)] = t
-                    if isinstance(m.places, Tensor):  # one per group, perhaps
-                        _divide(get_entries(t), m.places.view(-1, *[1] * (len(t.shape) - 1)))
+                    if isinstance(m.positions, Tensor):  # one per group, perhaps
+                        _divide(get_entries(t), m.positions.view(-1, *[1] * (len(t.shape) - 1)))
                         continue
                     some, counts = inputs.setdefault(get_entries(t).device, ([], []))
                     some.append(get_entries(t))
-                    counts.append(m.places or torch.nan)
+                    counts.append(m.positions or torch.nan)
     by = scale / pool.samples
     for some in values.values():
         torch._foreach_mul_(some, by.to(some[0]) if isinstance(by, Tensor) else by)
@@ -139,13 +139,13 @@ def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, F
     return out
 
 
-def _divide(total: Tensor, places: Tensor) -> None:
-    """Divide sums over places by their number; a group without any takes the mean of all."""
-    if len(places) == 1:
-        total.div_(places)
+def _divide(total: Tensor, positions: Tensor) -> None:
+    """Divide sums over positions by their number; a group without any takes the mean of all."""
+    if len(positions) == 1:
+        total.div_(positions)
         return
-    pooled = total.sum(0, keepdim=True) / places.sum()
-    total.copy_(torch.where(places == 0, pooled, total / places))
+    pooled = total.sum(0, keepdim=True) / positions.sum()
+    total.copy_(torch.where(positions == 0, pooled, total / positions))
 
 
 def _sums(m: Moments, joint: bool, share: float) -> dict[str, FactorMatrix]:
@@ -154,14 +154,14 @@ def _sums(m: Moments, joint: bool, share: float) -> dict[str, FactorMatrix]:
         return {"": pack(m.second)}
     if len(m.second.shape) == 3:
         return {"": pack(m.second), "mean": m.first}
-    if isinstance(m.places, Tensor):
-        counts = m.places.view(-1, 1)
+    if isinstance(m.positions, Tensor):
+        counts = m.positions.view(-1, 1)
     else:
-        counts = m.places
+        counts = m.positions
     return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}
 
 
-#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "places"
+#: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "positions"
 Place = tuple[str, FactorKey]
 BlockTensors = dict[Place, FactorMatrix]
 #: shapes and dtypes of all sums, by block
@@ -172,8 +172,8 @@ def tensors_of(sums: Sums) -> BlockTensors:
     """Return a block's sums one by one; `sums_of` puts them together again."""
     out: BlockTensors = {("values", f): t for f, t in sorted(sums.values.items())}
     for f, m in sorted(sums.inputs.items()):
-        places = torch.as_tensor(m.places, dtype=torch.float64)
-        out |= {("second", f): m.second, ("first", f): m.first, ("places", f): places}
+        positions = torch.as_tensor(m.positions, dtype=torch.float64)
+        out |= {("second", f): m.second, ("first", f): m.first, ("positions", f): positions}
     return out
 
 
@@ -182,8 +182,8 @@ def sums_of(own: BlockTensors) -> Sums:
     out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
     for f in [f for kind, f in own if kind == "second"]:
         first = get_entries(own["first", f])
-        places = get_entries(own["places", f])
-        out.inputs[f] = Moments(own["second", f], first, places.to(first))
+        positions = get_entries(own["positions", f])
+        out.inputs[f] = Moments(own["second", f], first, positions.to(first))
     return out
 
 
@@ -261,9 +261,9 @@ class SentSums:
         self.processes = processes
         self._sums = sums
         every = [(key, at) for key, own in sums.items() for at in own]
-        # numbers that are no sides: of places, and second moments in eigenbases
-        self._numbers = [(k, at) for k, at in every if at[0] == "places" or at[1] == SPECTRUM]
-        rest = [(k, at) for k, at in every if at[0] != "places" and at[1] != SPECTRUM]
+        # numbers that are no sides: of positions, and second moments in eigenbases
+        self._numbers = [(k, at) for k, at in every if at[0] == "positions" or at[1] == SPECTRUM]
+        rest = [(k, at) for k, at in every if at[0] != "positions" and at[1] != SPECTRUM]
         self._rest = [(key, at) for key, at in rest if at[1].side not in shared[key]]
         counts = [
             torch.as_tensor(pool.samples),

@@ -1,12 +1,12 @@
 r"""Transposed convolutions: the roles of input and cotangent are exchanged.
 
-Input place t reaches the output places s = t·stride − padding + κ·dilation, so with the cotangents
-that it meets there, d_t = (δ[o, s])_{oκ} of width C_out/G·kernel,
+Input place t reaches the output positions s = t·stride − padding + κ·dilation, so with the
+cotangents that it meets there, d_t = (δ[o, s])_{oκ} of width C_out/G·kernel,
 
     z[o, s] = b_o + Σ_t Σ_i W[i, o, κ] a_t[i]
     row     = Σ_t a_t ⊗ d_t   for the weight (C_in, C_out/G, *kernel),      Σ_s δ_s   for the bias.
 
-So the weight is affine with the *input's* places as sharing axis, and patches of the cotangent.
+So the weight is affine with the *input's* positions as sharing axis, and patches of the cotangent.
 The bias meets every output place once, a patch not: it has rows of its own.
 """
 
@@ -25,12 +25,12 @@ from .patches import lines, of_samples, windows
 from .registry import Block, JointBlock, Layer, RowsBlock, Use, joined, register
 
 
-def _patches(module: Any, delta: Tensor, places: Sequence[int]) -> Tensor:
-    """(B, C_out, *places') -> (B, G, places, C_out/G·kernel): what each input place reaches."""
+def _patches(module: Any, delta: Tensor, positions: Sequence[int]) -> Tensor:
+    """What each input position reaches: (B, C_out, *outputs) -> (B, G, inputs, C_out/G·kernel)."""
     pad: list[int] = []
     sizes = zip(
         delta.shape[2:],
-        places,
+        positions,
         module.kernel_size,
         module.stride,
         module.padding,
@@ -44,9 +44,9 @@ def _patches(module: Any, delta: Tensor, places: Sequence[int]) -> Tensor:
 
 
 def _sample_patches(use: Use) -> Tensor:
-    """(N, R, *calls, C_out, *places') -> (N, R, G, T, C_out/G·kernel)."""
-    places = use.input.shape[1 - use.features :]
-    return of_samples(lambda d: _patches(use.module, d, places), use.delta, 2, use.features)
+    """(N, R, *calls, C_out, *positions') -> (N, R, G, T, C_out/G·kernel)."""
+    positions = use.input.shape[1 - use.features :]
+    return of_samples(lambda d: _patches(use.module, d, positions), use.delta, 2, use.features)
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -70,17 +70,17 @@ class ConvTranspose(Layer):
                 [of_samples(partial(lines, u.module), u.input, 1, u.features) for u in uses], 2
             )
             delta = joined([_sample_patches(u) for u in uses], 3)
-            parts.append(AffineBlock(weight, None, inputs, delta, turned=True))
+            parts.append(AffineBlock(weight, None, inputs, delta, is_transposed=True))
         if bias is not None:
-            places = [use.delta.movedim(-use.features, 2).flatten(3) for use in uses]
-            shifts = [delta.sum(3) for delta in places]  # Σ_s δ_s: (N, R, C_out)
+            positions = [use.delta.movedim(-use.features, 2).flatten(3) for use in uses]
+            shifts = [delta.sum(3) for delta in positions]  # Σ_s δ_s: (N, R, C_out)
             parts.append(RowsBlock({bias: sum(shifts[1:], shifts[0])}))
         if len(parts) == 1:
             return parts[0]
         return JointBlock(parts)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        """Of the input's places (B, *places), those that reach a cotangent, or are kept."""
+        """Of the input's positions (B, *positions), those that reach a cotangent, or are kept."""
         dims = len(module.kernel_size)
         if delta.ndim != 2 + dims:
             delta = delta[None]

@@ -22,7 +22,7 @@ from .moments import Moments, Sharing
 from .registry import Block, Layer, Use, find, register
 
 
-class NormalizedUse(nn.Module):
+class WeightNormUse(nn.Module):
     """A use of a module `inner` whose weight was made of v and g, in the place of that module.
 
     `inner` holds v as its weight. Slices along the axis `dim` have a length each; all of v has one
@@ -65,8 +65,8 @@ class NormalizedUse(nn.Module):
         return (c[:, None] * (rows - along * unit)).flatten(-3)
 
 
-@register(NormalizedUse)
-class DirectedLayer(Layer):
+@register(WeightNormUse)
+class WeightNormLayer(Layer):
     """As the layer of the inner module, with the side of the slices scaled by c."""
 
     use = "normalized"
@@ -82,7 +82,7 @@ class DirectedLayer(Layer):
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module.inner
         inner = find(module).block(names, [replace(u, module=module) for u in uses])
-        return DirectedBlock(names["weight"], uses[0].module, inner)
+        return WeightNormBlock(names["weight"], uses[0].module, inner)
 
     def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         return find(module.inner).counted(module.inner, x, delta, keep)
@@ -113,10 +113,10 @@ class DirectedLayer(Layer):
         return find(module.inner).outputs(module.inner, x, delta, sharing)
 
 
-class DirectedBlock(Block):
+class WeightNormBlock(Block):
     """Rows for v and the bias, from those for W and the bias."""
 
-    def __init__(self, weight: str | None, module: NormalizedUse, inner: Block) -> None:
+    def __init__(self, weight: str | None, module: WeightNormUse, inner: Block) -> None:
         self._weight = weight
         self._module = module
         self._inner = inner
@@ -124,7 +124,7 @@ class DirectedBlock(Block):
         self.looks = {}
 
     def narrow(self, start: int, stop: int) -> Block:
-        return DirectedBlock(self._weight, self._module, self._inner.narrow(start, stop))
+        return WeightNormBlock(self._weight, self._module, self._inner.narrow(start, stop))
 
     def _of(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         turn = self._module.through

@@ -1,0 +1,224 @@
+r"""How a sum of products, written with letters as for `einsum`, is a product with matrices.
+
+A use z = Σ w·x names the axes of w, x and z by letters. An axis of the weight is
+
+    a *row* axis      if z has it and x has not,
+    a *column* axis   if x has it and z has not,
+    a *stack* axis    if both have it: each of its matrices multiplies inputs of its own.
+
+Where row axes, column axes and stack axes each lie in memory as one axis, the weight is a stack of
+matrices (rows × columns), or of transposed ones. `read_product` finds it in four stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .entries import ParameterEntries
+from .product import MatrixProduct
+
+
+class Axis(NamedTuple):
+    """Length and stride of an axis of the weight."""
+
+    size: int
+    stride: int
+
+
+class Letters(NamedTuple):
+    """The axes of weight, input and output by letters, as for `einsum`."""
+
+    weight: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True)
+class MatrixStack:
+    """Matrices that lie one after the other in a parameter."""
+
+    #: how many there are, and the rows and columns of each
+    form: tuple[int, int, int]
+    #: the first one in use, and how many are
+    first: int
+    used: int
+    is_transposed: bool
+
+
+@dataclass(frozen=True)
+class WeightAxes:
+    """The letters of the weight's axes by what they count, those of larger stride first."""
+
+    by_letter: dict[str, Axis]
+    stack: list[str]
+    rows: list[str]
+    columns: list[str]
+
+
+def read_product(
+    entries: ParameterEntries, letters: Letters, index: Tensor | None
+) -> MatrixProduct | None:
+    """Return the product with matrices; None where the parameter is used in another way.
+
+    Args:
+        entries: the weight.
+        letters: the axes of weight, input and output.
+        index: which matrix of axis 0 each position of the input meets, where it is picked so.
+    """
+    if any(len({*axes}) < len(axes) for axes in letters):  # a diagonal is taken
+        return None
+    if index is None:
+        index = entries.index
+    axes = _classify_axes(entries, letters, index)
+    if axes is None:
+        return None
+    located = _locate_matrices(entries, axes, may_sum=index is None)
+    if located is None:
+        return None
+    axes, stack = located
+    if index is not None and (stack.first or axes.stack):
+        return None
+    return _arrange(letters, axes, stack, index)
+
+
+def _classify_axes(
+    entries: ParameterEntries, letters: Letters, index: Tensor | None
+) -> WeightAxes | None:
+    """Sort the weight's axes into stack, rows and columns; None if one is summed by itself."""
+    axes = {
+        letter: Axis(size, stride)
+        for letter, size, stride in zip(letters.weight, entries.size, entries.stride, strict=True)
+    }
+    if index is not None:  # axis 0 is picked by position
+        picked = letters.weight[0]
+        if entries.index is not None and not letters.output.startswith(picked):
+            return None
+        axes.pop(picked)
+    for letter, axis in list(axes.items()):
+        is_shared = letter in letters.input and letter in letters.output
+        if is_shared and (axis.size == 1 or axis.stride == 0):  # expanded along it
+            axes.pop(letter)
+    if any(letter not in letters.input and letter not in letters.output for letter in axes):
+        return None
+    by_stride = sorted(axes, key=lambda letter: -axes[letter].stride)
+    return WeightAxes(
+        axes,
+        [a for a in by_stride if a in letters.input and a in letters.output],
+        [a for a in by_stride if a not in letters.input],
+        [a for a in by_stride if a not in letters.output],
+    )
+
+
+def _locate_matrices(
+    entries: ParameterEntries, axes: WeightAxes, *, may_sum: bool
+) -> tuple[WeightAxes, MatrixStack] | None:
+    """Find the matrices in the parameter; None if its axes do not form any.
+
+    Column axes that lie apart may be a stack whose products are added up, Σ_k W_k x_k: all of
+    these matrices have the same output.
+    """
+    attempts = 1
+    if axes.columns and not axes.stack and may_sum:
+        attempts = len(axes.columns)
+    for count in range(attempts):
+        stack = [*axes.stack, *axes.columns[:count]]
+        columns = axes.columns[count:]
+        matrices = _stack_matrices(entries, axes, stack, columns)
+        if matrices is not None:
+            return WeightAxes(axes.by_letter, stack, axes.rows, columns), matrices
+    return None
+
+
+def _stack_matrices(
+    entries: ParameterEntries, axes: WeightAxes, stack: Sequence[str], columns: Sequence[str]
+) -> MatrixStack | None:
+    """Return the stack that these axes form, None if they form none."""
+    stacked = _merge_axes([axes.by_letter[a] for a in stack])
+    row = _merge_axes([axes.by_letter[a] for a in axes.rows])
+    column = _merge_axes([axes.by_letter[a] for a in columns])
+    if stacked is None or row is None or column is None:
+        return None
+    if _follows(column, 1) and _follows(row, column.size):
+        is_transposed = False
+    elif _follows(row, 1) and _follows(column, row.size):
+        is_transposed = True
+    else:
+        return None
+    entries_each = row.size * column.size
+    total = entries.parameter.numel()
+    if not entries_each or not _follows(stacked, entries_each):
+        return None
+    if entries.offset % entries_each or total % entries_each:
+        return None
+    form = (total // entries_each, row.size, column.size)
+    return MatrixStack(form, entries.offset // entries_each, stacked.size, is_transposed)
+
+
+def _merge_axes(axes: Sequence[Axis]) -> Axis | None:
+    """Return several axes as one; None if they do not lie in memory as one."""
+    longer = [axis for axis in axes if axis.size != 1]
+    if not longer:
+        return Axis(1, 1)
+    if any(outer.stride != inner.size * inner.stride for outer, inner in pairwise(longer)):
+        return None
+    return Axis(prod(axis.size for axis in longer), longer[-1].stride)
+
+
+def _follows(axis: Axis, stride: int) -> bool:
+    """Whether an axis has this stride; one of length 1 has any."""
+    return axis.size == 1 or axis.stride == stride
+
+
+def _arrange(
+    letters: Letters, axes: WeightAxes, stack: MatrixStack, index: Tensor | None
+) -> MatrixProduct | None:
+    """Say where the axes of input and output go; None if the weight was expanded along one."""
+    output = letters.output
+    lead = 0
+    while (
+        lead < len(output) and output[lead] in letters.input and output[lead] not in axes.by_letter
+    ):
+        lead += 1
+    positions = [a for a in output[lead:] if a not in axes.by_letter]
+    if any(a not in letters.input for a in positions):
+        return None
+    output_stack = [a for a in axes.stack if a in output]
+    tail = [*positions, *output_stack, *axes.rows]
+    order = tuple(output.index(a) - len(output) for a in tail)
+    input_letters = [*output[:lead], *positions, *axes.stack, *axes.columns]
+    input_order = tuple(letters.input.index(a) for a in input_letters)
+    is_linear = not stack.is_transposed and stack.form[0] == 1 and index is None
+    is_linear = is_linear and order == (-1,) and input_order == tuple(range(len(letters.input)))
+    if index is not None and len(positions) + lead > 1:
+        index = index.view(-1, *[1] * (len(positions) + lead - 1))
+    return MatrixProduct(
+        form=stack.form,
+        first=stack.first,
+        used=stack.used,
+        is_transposed=stack.is_transposed,
+        output_order=order,
+        output_stack_axes=len(output_stack),
+        row_axes=len(axes.rows),
+        index=index,
+        summed_axes=_summed_axes(letters, axes),
+        input_order=input_order,
+        lead_axes=lead,
+        position_axes=len(positions),
+        input_stack_axes=len(axes.stack),
+        is_linear=is_linear,
+    )
+
+
+def _summed_axes(letters: Letters, axes: WeightAxes) -> tuple[int, ...]:
+    """The input's axes that neither weight nor output has."""
+    return tuple(
+        position
+        for position, letter in enumerate(letters.input)
+        if letter not in letters.output and letter not in axes.by_letter
+    )
