@@ -30,7 +30,7 @@ def fit(metric_batch: Tensor | None, steps: int) -> tuple[pb.StepInfo, float]:
         metric=pb.metrics.Fisher(pb.likelihoods.Bernoulli()),
         solver=pb.solvers.Cholesky(damping=1e-2),
         step=pb.steps.Constant(0.3),
-        metric_batch=metric_batch,
+        output=pb.optim.Outputs(metric_batch=metric_batch),
     )
 
     def closure() -> Tensor:

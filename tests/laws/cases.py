@@ -71,7 +71,9 @@ class Built:
 
     def step(self, metric: Any, loss: Callable[[Tensor], Tensor], **options: Any) -> pb.StepInfo:
         """One step of a fresh optimizer on this batch."""
-        opt = pb.NaturalGradient(self.model, metric, batch_dim=self.batch_dim, **options)
+        opt = pb.NaturalGradient(
+            self.model, metric, output=pb.optim.Outputs(batch_dim=self.batch_dim), **options
+        )
 
         def closure() -> Tensor:
             opt.zero_grad()

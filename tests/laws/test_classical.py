@@ -145,7 +145,9 @@ def test_the_metric_may_be_averaged_over_other_inputs() -> None:
     model = nn.Linear(3, 1, bias=False).double()
     before = model.weight.detach().clone()
     solver = pb.solvers.Cholesky(0.0)
-    opt = pb.NaturalGradient(model, Euclidean(), solver, lr=1.0, metric_batch=others)
+    opt = pb.NaturalGradient(
+        model, Euclidean(), solver, lr=1.0, output=pb.optim.Outputs(metric_batch=others)
+    )
     info = step(opt, lambda: 0.5 * ((model(x) - t) ** 2).mean())
     assert not info.whitened
     gradient = x.T @ (x @ before.T - t) / 12

@@ -110,7 +110,9 @@ def test_mean_and_sum_agree_when_damping_is_relative(name: str, form: str) -> No
     for how in ("mean", "sum"):
         model = tanh_mlp(3, 5, 3)
         solver = pb.solvers.Cholesky(pb.solvers.Relative(0.05))
-        opt = pb.NaturalGradient(model, metric, solver, gram=form, reduction=how)
+        opt = pb.NaturalGradient(
+            model, metric, solver, gram=form, output=pb.optim.Outputs(reduction=how)
+        )
         found.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
     assert_close(found[1], found[0], 1e-10, "the step from sums")
 
@@ -122,7 +124,9 @@ def test_absolute_damping_does_depend_on_the_reduction() -> None:
     found = []
     for how in ("mean", "sum"):
         model = tanh_mlp(3, 5, 3)
-        opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(0.05), reduction=how)
+        opt = pb.NaturalGradient(
+            model, metric, pb.solvers.Cholesky(0.05), output=pb.optim.Outputs(reduction=how)
+        )
         found.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
     assert float((found[0] - found[1]).norm()) > 0.1 * float(found[0].norm())
 
@@ -212,7 +216,9 @@ def test_a_weight_is_a_repetition() -> None:
             metric = Euclidean()
         else:
             metric = Weighted(Euclidean(), counts.double())
-        opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), reduction="sum")
+        opt = pb.NaturalGradient(
+            model, metric, pb.solvers.Cholesky(1e-2), output=pb.optim.Outputs(reduction="sum")
+        )
 
         def loss(model=model, points=points, repeat=repeat) -> Tensor:
             squares = 0.5 * (model(points) ** 2).sum(1)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback._core.capture import Call
 from pullback.grams import RowBlock, assemble
+from pullback.optim import Outputs
 from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
 from pullback.maps import ModuleMap
 from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weighted
@@ -210,24 +211,27 @@ def hooked() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "args", "options"),
+    ("build", "args", "outputs"),
     [
-        (lambda: Shifted([4, 5, 3], seed=0, dtype=DOUBLE), (X,), {}),
-        (tied, (), {}),
-        (hooked, (X,), {}),
-        (lambda: nn.Sequential(deep(4, 3, 3), nn.Tanh()), (X,), {}),
-        (lambda: deep(4, 3, 3), (draw(5, 2, 4),), {}),
-        (lambda: deep(4, 3, 3), (X,), {"batch_dim": 1}),
-        (lambda: deep(4, 3, 3), (X,), {"output": lambda z: z}),
+        (lambda: Shifted([4, 5, 3], seed=0, dtype=DOUBLE), (X,), Outputs()),
+        (tied, (), Outputs()),
+        (hooked, (X,), Outputs()),
+        (lambda: nn.Sequential(deep(4, 3, 3), nn.Tanh()), (X,), Outputs()),
+        (lambda: deep(4, 3, 3), (draw(5, 2, 4),), Outputs()),
+        (lambda: deep(4, 3, 3), (X,), Outputs(batch_dim=1)),
+        (lambda: deep(4, 3, 3), (X,), Outputs(lambda z: z)),
     ],
     ids=["subclass", "tied", "hooked", "inside another", "axes", "batch_dim", "output"],
 )
-def test_refused_where_the_structure_does_not_apply(build: Any, args: Any, options: Any) -> None:
+def test_refused_where_the_structure_does_not_apply(
+    build: Any, args: Any, outputs: Outputs
+) -> None:
     model = build()
-    opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), **options)
-    plain = {k: v for k, v in options.items() if k != "output"}
+    opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), output=outputs)
     closure = closure_of(opt, model, args)
-    want = oracle(model, args, Euclidean(), loss, output=options.get("output"), **plain).solve()
+    want = oracle(
+        model, args, Euclidean(), loss, output=outputs.select, batch_dim=outputs.batch_dim
+    ).solve()
     assert float(relative_error(opt.direction(closure).x, want)) < 1e-9
     assert opt.step(closure).gram != "closed form"
 
@@ -284,7 +288,9 @@ def test_completion_by_the_metric_of_all_entries_moves_the_observed_alone() -> N
     target = draw(4)
     rows = torch.tensor([0, 1, 2, 3])
     columns = torch.tensor([1, 1, 3, 0])
-    opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), metric_batch=())
+    opt = pb.NaturalGradient(
+        model, solver=pb.solvers.PseudoInverse(), output=pb.optim.Outputs(metric_batch=())
+    )
 
     def closure() -> Tensor:
         opt.zero_grad()

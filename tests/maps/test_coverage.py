@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pullback as pb
+from pullback.grams import GramForm
 from pullback.maps.layers.affine import AffineBlock
 from pullback.maps.layers.embedding import GatherBlock
 from pullback.maps.layers.registry import Block, RowsBlock
@@ -231,8 +232,7 @@ def test_the_kernel_forms_no_rows_of_structured_layers(
             Euclidean(),
             lambda z: z.square().mean(),
             solver=solver,
-            gram="kernel",
-            memory=2**16,
+            gram=GramForm("kernel", memory=2**16),
         )
     assert info.accepted, info.reason
     assert info.gram == "kernel"

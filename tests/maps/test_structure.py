@@ -47,7 +47,9 @@ def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) 
     model = kind().double()
     x = torch.randn(4, 4, 3).double()
     t = torch.randn(4, 4, 2).double()
-    opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1), gram=form, batch_dim=1)
+    opt = pb.NaturalGradient(
+        model, solver=pb.solvers.Cholesky(0.1), gram=form, output=pb.optim.Outputs(batch_dim=1)
+    )
 
     def closure() -> Tensor:
         opt.zero_grad()

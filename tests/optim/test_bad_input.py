@@ -117,7 +117,7 @@ def test_empty_batch_with_a_mean_is_rejected() -> None:
 def test_empty_batch_with_a_sum_is_refused() -> None:
     model = Disturbing()
     x, y = data(0)
-    opt = pb.NaturalGradient(model, reduction="sum")
+    opt = pb.NaturalGradient(model, output=pb.optim.Outputs(reduction="sum"))
     total = closure_of(opt, model, x, y, lambda z, y: (z - y).square().sum())
     with untouched(model, opt), refused("The batch is empty", "(0, 2)", "Skip empty batches"):
         opt.step(total)
@@ -624,7 +624,7 @@ def test_complex_output() -> None:
 def test_batch_dim_that_is_not_there() -> None:
     model = Returning(lambda z: z[:, 0])
     x, y = data()
-    opt = pb.NaturalGradient(model, batch_dim=1)
+    opt = pb.NaturalGradient(model, output=pb.optim.Outputs(batch_dim=1))
     with refused("output has no axis 1", "(6,)", "batch_dim="):
         opt.step(closure_of(opt, model, x, y[:, 0]))
 
@@ -715,10 +715,11 @@ def test_fisher_of_a_class_instead_of_an_object() -> None:
 # --- options ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["gram", "reduction"])
-def test_unknown_choices(option: str) -> None:
-    with refused(f"Unknown {option} 'typo'", "not one of the choices", "Use one of '"):
-        pb.NaturalGradient(mlp(), **{option: "typo"})  # pyright: ignore[reportArgumentType]
+def test_unknown_choices() -> None:
+    with refused("Unknown gram 'typo'", "not one of the choices", "Use one of '"):
+        pb.NaturalGradient(mlp(), gram="typo")
+    with refused("Unknown reduction 'typo'", "not one of the choices", "Use one of '"):
+        pb.optim.Outputs(reduction="typo")
 
 
 @pytest.mark.parametrize(("option", "kind"), [("solver", "Solver"), ("step", "Step")])

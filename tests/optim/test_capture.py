@@ -636,7 +636,9 @@ def test_batch_dim(form: str) -> None:
     model = Sequence()
     x = torch.randn(3, 5, 3, dtype=DOUBLE)
     y = torch.randn(3, 5, 2, dtype=DOUBLE)
-    info = check_mse_step(natural(model, batch_dim=1, gram=form), model, model, x, y)
+    info = check_mse_step(
+        natural(model, output=pb.optim.Outputs(batch_dim=1), gram=form), model, model, x, y
+    )
     assert info.rows == 30
 
 
@@ -730,7 +732,7 @@ def test_reduction_sum(samples: int) -> None:
     model = mlp()
     x, y = data(samples)
     params = list(model.parameters())
-    opt = natural(model, reduction="sum")
+    opt = natural(model, output=pb.optim.Outputs(reduction="sum"))
     z = model(x)
     loss = F.mse_loss(z, y, reduction="sum")
     want = damped(gram(z, params, 2.0), gradient(loss, params), DAMPING)

@@ -43,7 +43,7 @@ def test_population_fisher(where: str, population: int) -> None:
     other, _ = batch(population)
     want = oracle(model, x, y, model(other))
     at_start, at_step = (other, None) if where == "constructor" else (None, other)
-    opt = natural(model, metric_batch=at_start)
+    opt = natural(model, output=pb.optim.Outputs(metric_batch=at_start))
     before = vector(model)
     info = opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=at_step)
     assert info.accepted
@@ -58,7 +58,7 @@ def test_the_steps_batch_wins_over_the_constructors() -> None:
     one, _ = batch(7)
     two, _ = batch(8)
     want = oracle(model, x, y, model(two))
-    opt = natural(model, metric_batch=one)
+    opt = natural(model, output=pb.optim.Outputs(metric_batch=one))
     before = vector(model)
     opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=two)
     assert_close(before - vector(model), want)
@@ -114,7 +114,11 @@ def test_a_line_search_and_an_output_selector() -> None:
     x, y = batch(6)
     other, _ = batch(9)
     want = oracle(model.net, x, y, model(other)["logits"])
-    opt = natural(model, output="logits", step=pb.steps.Backtracking(), metric_batch=other)
+    opt = natural(
+        model,
+        output=pb.optim.Outputs("logits", metric_batch=other),
+        step=pb.steps.Backtracking(),
+    )
     before = vector(model)
     info = opt.step(closure_of(opt, lambda x: model(x)["logits"], x, y, F.cross_entropy))
     assert info.accepted
@@ -126,7 +130,7 @@ def test_dropout_on_the_metric_batch_keeps_one_mask_and_the_random_state(form: s
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4)).to(DOUBLE)
     x, y = batch(6)
     other, _ = batch(9)
-    opt = natural(model, gram=form, metric_batch=other)
+    opt = natural(model, gram=form, output=pb.optim.Outputs(metric_batch=other))
     params = list(model.parameters())
     start = torch.get_rng_state()
     g = gradient(F.cross_entropy(model(x), y), params)
@@ -158,7 +162,9 @@ def test_weights_that_are_a_function_of_the_inputs_see_the_metric_batch() -> Non
     other, _ = data(9)
     metric = pb.metrics.Weighted(pb.metrics.Euclidean(), lambda x: x.square().sum(1))
     solver = pb.solvers.Cholesky(DAMPING)
-    opt = pb.NaturalGradient(model, metric, solver, lr=1.0, metric_batch=other)
+    opt = pb.NaturalGradient(
+        model, metric, solver, lr=1.0, output=pb.optim.Outputs(metric_batch=other)
+    )
     params = list(model.parameters())
     weights = other.square().sum(1)[:, None, None] * torch.eye(2, dtype=DOUBLE) / 9
     g = gradient(F.mse_loss(model(x), y), params)

@@ -72,7 +72,7 @@ def test_forms_of_residuals(name: str, reduction: str, samples_first: bool) -> N
     loss = scale * half_mean_square(r, weight)
     metric = torch.as_tensor(weight, dtype=DOUBLE).expand(6)[:, None, None] * torch.eye(2)
     want = damped(gram(r, params, scale / 6 * metric), gradient(loss, params), DAMPING)
-    opt = natural(model, reduction=reduction)
+    opt = natural(model, output=pb.optim.Outputs(reduction=reduction))
     before = vector(model)
     f = residual(model, x, y)
     info = opt.step(objective=lambda p: pack(f(p)))
@@ -508,7 +508,7 @@ def test_metric_batch_with_quadrature_weights() -> None:
         gram(model(grid), params, metric), gradient(half_mean_square(r, 6.0), params), DAMPING
     )
     before = vector(model)
-    natural(model, reduction="sum").step(
+    natural(model, output=pb.optim.Outputs(reduction="sum")).step(
         objective=residual(model, x, y),
         metric_batch=lambda p: (functional_call(model, p, (grid,)), weights),
     )

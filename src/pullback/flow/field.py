@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient
 from ..optim.checks import loss_of, refuse_metric
+from ..optim.outputs import as_outputs
 from ..solvers import Solution
 
 _LOST = 1e-8  # the probability of the other classes below which p − y has lost half of its digits
@@ -103,9 +104,16 @@ class VectorField:
         self._user, self._loss, self._lost = closure, float("nan"), 0
         self._gradient = torch.zeros_like(self.start)
         self._outputs: list[Tensor] = []
-        self._optimizer = NaturalGradient(model, **options) if kind == "natural" else None
-        metric = None if self._optimizer is None else self._optimizer.metric
-        self._likelihood = metric.likelihood if isinstance(metric, Fisher) else None
+        self._optimizer = None
+        self._likelihood = None
+        if kind == "natural":
+            outputs = as_outputs(options.pop("output", None), None)
+            reduction = options.pop("reduction", outputs.reduction)
+            self._optimizer = NaturalGradient(
+                model, output=replace(outputs, reduction=reduction), **options
+            )
+            if isinstance(self._optimizer.metric, Fisher):
+                self._likelihood = self._optimizer.metric.likelihood
 
     @contextmanager
     def at(self, flat: Tensor) -> Iterator[None]:

@@ -160,7 +160,7 @@ def integrate(
         solver: how G⁺∇L is found; `PseudoInverse()` by default.
         reduction: "mean" or "sum" over the samples of the metric: by default the mean with
             a module, the sum with a function. It is not applied to the loss.
-        options: further ones of `NaturalGradient`, such as output, gram, memory.
+        options: further ones of `NaturalGradient`, such as output or gram.
 
     Returns:
         What was reached and why it ended there. A flow that cannot go on (a step below round-off, a

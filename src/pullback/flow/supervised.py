@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .._core.capture import Selector
 from .._core.errors import PullbackError, refuse_unknown, require
 from .._core.factor import Diagonal, Factor
-from ..grams import RowBlock, assemble
+from ..grams import GramForm, RowBlock, assemble
 from ..likelihoods import Bernoulli, Categorical, Likelihood
 from ..maps import Call, Linearization, ModuleMap
 from ..metrics import Fisher, Metric
@@ -125,7 +125,7 @@ class SupervisedField(VectorField):
         chosen = Fisher(data.likelihood) if metric is None else metric
         if kind == "natural":
             options |= {"reduction": data.reduction, "solver": solver, "metric": chosen}
-            options |= {"output": output, "memory": memory}
+            options |= {"output": output, "gram": GramForm(memory=memory)}
         super().__init__(model, self._total, kind, **options)
         own = isinstance(chosen, Fisher) and type(chosen.likelihood) is type(data.likelihood)
         plain = isinstance(solver, PseudoInverse)

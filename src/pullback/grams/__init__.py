@@ -1,6 +1,7 @@
 """Stage three, *grams*: in which form is G = AᵀA held?"""
 
-from .assembly import FORMS, assemble, assemble_stack, coverage
+from .assembly import FORMS, GramForm, assemble, assemble_stack, coverage
+from .distributed_rows import DistributedRowStack
 from .forms import Dense, FactoredGram, Gram, Kernel, Operator, Rows, Structure
 from .kronecker import Kronecker
 from .row_stack import RowBlock, RowStack
@@ -8,8 +9,10 @@ from .row_stack import RowBlock, RowStack
 __all__ = [
     "FORMS",
     "Dense",
+    "DistributedRowStack",
     "FactoredGram",
     "Gram",
+    "GramForm",
     "Kernel",
     "Kronecker",
     "Operator",

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError, refuse_unknown
-from .._core.processes import Processes
 from ..maps import Covered
+from .distributed_rows import DistributedRowStack
 from .forms import Dense, Gram, Kernel, Operator, Rows
 from .row_stack import RowBlock, RowStack
 
 #: bytes of the rows that are compressed at once on a CPU: about a cache
 _CPU_PANEL_BYTES = 2**27
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
+
+
+@dataclass(frozen=True)
+class GramForm:
+    """In which form a Gram is held, and how large its matrix may be.
+
+    Attributes:
+        form: one of "rows", "kernel", "dense", "matrix_free", or "auto": the map's own closed
+            form where it has one, else what fits the sizes.
+        memory: bytes that one matrix may take.
+    """
+
+    form: str = "auto"
+    memory: int = 2**30
+
+    def __post_init__(self) -> None:
+        refuse_unknown("gram", self.form, FORMS)
 
 
 def assemble(
@@ -25,13 +43,12 @@ def assemble(
 
     Args:
         row_blocks: linearized maps with their factors, over the same parameters.
-        form: one of "rows", "kernel", "dense", "matrix_free", or "auto": the map's own closed
-            form where it has one, else what fits the sizes.
+        form: as of `GramForm`.
         budget: bytes that one matrix may take.
         prefers: what the solver works from best: "rows", "panels" (rows, a few at a time where
             they do not fit), "small" (the smaller of the kernel and the dense Gram) or "products".
     """
-    stack = RowStack(row_blocks, row_blocks[0].linearization.space, Processes())
+    stack = RowStack(row_blocks, row_blocks[0].linearization.space)
     return assemble_stack(stack, None, form, budget, prefers)[0]
 
 
@@ -45,27 +62,20 @@ def assemble_stack(
         white: r of this process's rows; None on all processes or on none.
         form, budget, prefers: as for `assemble`.
     """
-    is_single = stack.processes.is_single
-    if is_single:
-        _refuse_several_coupled_blocks(stack.row_blocks)
-    else:
-        _refuse_empty(stack)
-        _refuse_coupled_processes(stack)
-    if form == "auto" and is_single and len(stack.row_blocks) == 1:
-        block = stack.row_blocks[0]
-        closed_form = block.linearization.closed_form(block.factor)
+    stack.refuse_unusable()
+    if form == "auto":
+        closed_form = stack.closed_form()
         if closed_form is not None:
             return closed_form, white
-    if form == "auto":
         itemsize = torch.finfo(stack.space.dtype).bits // 8
         form = choose_form(stack.count, stack.space.size, itemsize, budget, prefers)
-    if form == "rows" and not is_single and prefers == "panels":
-        form = "panels"
-    if form == "rows" and not is_single and stack.space.size <= stack.count:
+    if form == "rows":
+        form = stack.choose_rows(prefers)
+    if form == "triangle" and isinstance(stack, DistributedRowStack):
         triangle, white = stack.triangle(white)
         return Rows(triangle), white
     if white is not None:
-        white = stack.processes.gather([white])[0]
+        white = stack.gather(white)
     return _make_gram(stack, form, budget), white
 
 
@@ -117,36 +127,7 @@ class StackedPanels(Operator):
     def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
         empty = columns(self._stack.space.zeros(0, self.size))
         panels = map(columns, self._stack.panels(self._panel_bytes))
-        return self._stack.processes.gather([torch.cat([empty, *panels])], "rows")[0]
-
-
-def _refuse_several_coupled_blocks(row_blocks: Sequence[RowBlock]) -> None:
-    """Raise where a metric couples the samples of one of several forward calls."""
-    if len(row_blocks) > 1 and any(block.factor.couples_samples for block in row_blocks):
-        raise PullbackError(
-            "The metric couples the samples of one forward call",
-            f"the closure made {len(row_blocks)} forward calls, whose samples it would not relate",
-            "Pass the whole batch in one call",
-        )
-
-
-def _refuse_empty(stack: RowStack) -> None:
-    """Raise where no process has a sample."""
-    if not stack.count:
-        raise PullbackError(
-            "The batch is empty", "no process has a sample", "Skip batches without samples"
-        )
-
-
-def _refuse_coupled_processes(stack: RowStack) -> None:
-    """Raise where a metric couples samples that are on several processes."""
-    couples_samples = any(block.factor.couples_samples for block in stack.row_blocks)
-    if not stack.processes.all_agree(not couples_samples):
-        raise PullbackError(
-            "The metric couples the samples of a batch",
-            f"they are on {stack.processes.size} processes, and it relates those of one alone",
-            "Train on one process, or use a metric that measures samples one by one",
-        )
+        return self._stack.gather(torch.cat([empty, *panels]))
 
 
 def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
@@ -162,7 +143,8 @@ def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str
             "The Gram does not fit the memory budget",
             f"its smaller side has {min(n, p)} rows and takes {smaller_side_bytes:.2g} bytes of "
             f"{budget:.2g}",
-            "Use solvers.ConjugateGradient, a smaller batch, or raise memory=",
+            "Use solvers.ConjugateGradient, a smaller batch, or gram=grams.GramForm(form, memory) "
+            "with more memory",
         )
     if p <= n:
         return "rows" if rows_fit else "dense"

@@ -1,32 +1,22 @@
-r"""The rows A = SᵀJ that a Gram is made of: blocks of one process, or of several.
+"""The rows A = SᵀJ that a Gram is made of: one block for each linearized map.
 
-Of several processes A = (A_0; A_1; …) is held alike by all of them:
-
-    parameter space   A_k = Q_k R_k on each process: the stacked R_k have the Gram and the
-                      spectrum of A, and Q_kᵀr_k stands for r_k (tall-skinny QR); where rows do
-                      not fit, Σ_k A_kᵀA_k is summed
-    sample space      what A_k is made of (inputs a, cotangents δ) is gathered, tiles A_k A_jᵀ of
-                      the kernel are shared out, and Aᵀc = Σ_k A_kᵀc_k is summed
-
-Everything gathered or summed has the same bits on all processes, so that they solve alike.
+`DistributedRowStack` (`distributed_rows.py`) joins the rows of several processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, reduce
-from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .._core.errors import PullbackError
 from .._core.factor import Factor
-from .._core.processes import Processes
 from .._core.space import ParameterSpace
-from .._core.svd import qr
 from ..maps import Linearization, Pulled, identity_covectors
-from .row_exchange import gather_pulled
 
 
 class RowBlock:
@@ -98,45 +88,64 @@ class RowBlock:
 
 
 class RowStack:
-    """The rows of all processes: those of this one, and where they stand among all.
+    """The rows of all blocks, one after the other: A, (n, p).
 
     Args:
-        row_blocks: this process's, none where it has no samples.
+        row_blocks: linearized maps with the factors of their metric.
         space: the parameters.
-        processes: which all make a stack at once.
-        model: whose layers the rows may refer to; every process has its own.
     """
 
-    def __init__(
-        self,
-        row_blocks: Sequence[RowBlock],
-        space: ParameterSpace,
-        processes: Processes,
-        model: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, row_blocks: Sequence[RowBlock], space: ParameterSpace) -> None:
         self.row_blocks = row_blocks
         self.space = space
-        self.processes = processes
-        self._model = model
         self._block_counts = [block.count for block in row_blocks]
-        counts = [sum(self._block_counts)]
-        if not processes.is_single:
-            counts = processes.gather_objects(counts[0])
-        #: the rows of each process among all n
-        self.process_rows = [slice(*ends) for ends in pairwise(accumulate(counts, initial=0))]
-        self.count = sum(counts)
+        self.count = sum(self._block_counts)
+
+    def refuse_unusable(self) -> None:
+        """Raise where a metric couples the samples of one of several forward calls."""
+        if len(self.row_blocks) < 2:
+            return
+        if any(block.factor.couples_samples for block in self.row_blocks):
+            raise PullbackError(
+                "The metric couples the samples of one forward call",
+                f"the closure made {len(self.row_blocks)} forward calls, whose samples it would "
+                "not relate",
+                "Pass the whole batch in one call",
+            )
+
+    def closed_form(self) -> Any:
+        """The Gram of a single map that knows it in closed form; None elsewhere."""
+        if len(self.row_blocks) != 1:
+            return None
+        block = self.row_blocks[0]
+        return block.linearization.closed_form(block.factor)
+
+    def choose_rows(self, prefers: str) -> str:
+        """How rows are held that fit the memory: as "rows"."""
+        del prefers
+        return "rows"
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all rows, from those of this process's rows."""
+        return values
+
+    def sum(self, tensor: Tensor, purpose: str = "sums") -> Tensor:
+        """The sum over all processes."""
+        del purpose
+        return tensor
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (p,) -> (n,), from the pulled-back blocks."""
-        return self._gather([block.project(v) for block in self.row_blocks])
+        return self.gather(self._join_values([block.project(v) for block in self.row_blocks]))
 
     def push(self, v: Tensor) -> Tensor:
         """A v: (p,) -> (n,), by a forward-mode pass."""
-        return self._gather([block.push(v) for block in self.row_blocks])
+        return self.gather(self._join_values([block.push(v) for block in self.row_blocks]))
 
-    def _gather(self, values: list[Tensor]) -> Tensor:
-        """The values of this process's rows, joined with those of the others."""
-        return self.processes.gather([torch.cat([self.space.zeros(0), *values])])[0]
+    def _join_values(self, values: Sequence[Tensor]) -> Tensor:
+        if len(values) == 1:
+            return values[0]
+        return torch.cat([self.space.zeros(0), *values])
 
     def lift(self, c: Tensor) -> Tensor:
         """Aᵀ c: (..., n) -> (..., p), from the pulled-back blocks."""
@@ -147,50 +156,26 @@ class RowStack:
         return self._lift([block.pull for block in self.row_blocks], c)
 
     def _lift(self, lifts: Sequence[Callable[[Tensor], Tensor]], c: Tensor) -> Tensor:
-        """Σ Aᵀc over all blocks with one function each; one sum over the processes."""
-        own_rows = self.process_rows[self.processes.rank]
+        """Σ Aᵀc over all blocks, with one function each."""
         sums = []
-        for coefficients in c.reshape(-1, self.count)[:, own_rows]:
+        for coefficients in self.own_rows(c.reshape(-1, self.count)):
             if not lifts:  # a process without samples
                 sums.append(self.space.zeros(self.space.size))
                 continue
             pieces = coefficients.split(self._block_counts)
             lifted = [lift(piece) for lift, piece in zip(lifts, pieces, strict=True)]
             sums.append(reduce(torch.add, lifted))
-        total = sums[0] if c.ndim == 1 else torch.stack(sums)
-        return self.processes.sum([total])[0]
+        return self.sum(sums[0] if c.ndim == 1 else torch.stack(sums))
 
-    def triangle(self, white: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The stacked R_k, and the Q_kᵀr_k; rows as they are where a process has few."""
-        with self.processes.raise_together():
-            rows = self._join([block.rows() for block in self.row_blocks])
-            if len(rows) > self.space.size:
-                # in double precision, so that single precision loses no more than R's rounding
-                q, triangle = qr(rows.double())
-                rows = triangle.to(rows.dtype)
-                if white is not None:
-                    white = q.apply_transpose(white.double()).to(white.dtype)
-        if white is None:
-            return self.processes.gather([rows], "rows")[0], None
-        all_rows, all_white = self.processes.gather([rows, white], "rows")
-        return all_rows, all_white
+    def own_rows(self, values: Tensor) -> Tensor:
+        """The columns of (k, n) that belong to this process's rows."""
+        return values
 
     def rows(self) -> Tensor:
-        """A, (n, p); of several processes from what it is made of."""
-        if self.processes.is_single:
-            return self._join([block.rows() for block in self.row_blocks])
-        rows = []
-        for pulled_of_process in self._gather_pulled():
-            rows += [pulled.rows() for pulled in pulled_of_process]
-        return self._join(rows)
+        """A, (n, p)."""
+        return self._join_rows([block.rows() for block in self.row_blocks])
 
-    def _gather_pulled(self) -> list[list[Pulled]]:
-        """What the rows of every process are made of."""
-        with self.processes.raise_together():
-            pulled = [block.pulled for block in self.row_blocks]
-        return gather_pulled(pulled, self.space, self.processes, self._model)
-
-    def _join(self, rows: Sequence[Tensor]) -> Tensor:
+    def _join_rows(self, rows: Sequence[Tensor]) -> Tensor:
         if len(rows) == 1:
             return rows[0]
         return torch.cat([self.space.zeros(0, self.space.size), *rows])
@@ -207,73 +192,31 @@ class RowStack:
                 yield block.rows(start, min(start + panel, block.samples))
 
     def kernel(self, budget: int) -> Tensor:
-        """A Aᵀ, (n, n): every process multiplies its tiles."""
-        if self.processes.is_single and len(self.row_blocks) == 1:
+        """A Aᵀ, (n, n)."""
+        if len(self.row_blocks) == 1:
             return self.row_blocks[0].kernel(budget)
-        if self.processes.is_single:
-            pulled = [block.pulled for block in self.row_blocks]
-            return _multiply_with_itself(pulled, budget)
-        return self._exchange_tiles(self._gather_pulled(), budget)
-
-    def _exchange_tiles(self, pulled: Sequence[list[Pulled]], budget: int) -> Tensor:
-        """The kernel of several processes, each of which multiplies its share of the tiles."""
-        pairs = _share_tiles(self.processes.size)
-        kernel = self.space.zeros(self.count, self.count)
-        tiles = [kernel[self.process_rows[k], self.process_rows[j]] for k, j in pairs]
-        with self.processes.raise_together():
-            for tile, (k, j) in zip(tiles, pairs, strict=True):
-                if k != self.processes.rank or not tile.numel():
-                    continue
-                if k == j:
-                    tile.copy_(_multiply_with_itself(pulled[k], budget))
-                else:
-                    tile.copy_(_multiply(pulled[k], pulled[j], budget))
-        self.processes.exchange(tiles, [owner for owner, _ in pairs], "kernel")
-        for tile, (k, j) in zip(tiles, pairs, strict=True):
-            if k != j:
-                kernel[self.process_rows[j], self.process_rows[k]] = tile.T
-        return kernel
+        return multiply_with_itself([block.pulled for block in self.row_blocks], budget)
 
     def dense(self, budget: int) -> Tensor:
-        """AᵀA = Σ_k A_kᵀA_k, (p, p), over panels of samples whose rows fit the budget."""
+        """AᵀA, (p, p), over panels of samples whose rows fit the budget."""
+        return self.sum(self._own_dense(budget), "gram")
+
+    def _own_dense(self, budget: int) -> Tensor:
         gram = self.space.zeros(self.space.size, self.space.size)
-        with self.processes.raise_together():
-            for rows in self.panels(budget):
-                gram.addmm_(rows.T, rows)
-        return self.processes.sum([gram], "gram")[0]
+        for rows in self.panels(budget):
+            gram.addmm_(rows.T, rows)
+        return gram
 
     def diagonal(self, budget: int) -> Tensor:
         """The diagonal of AᵀA."""
         diagonal = self.space.zeros(self.space.size)
         for rows in self.panels(budget):
             diagonal += rows.norm(dim=0).square()
-        return self.processes.sum([diagonal])[0]
+        return self.sum(diagonal)
 
 
-def _share_tiles(size: int) -> list[tuple[int, int]]:
-    """Tiles (k, j) of a symmetric kernel of `size` processes; process k multiplies (k, j).
-
-    One of (k, j) and (j, k) is in the list, and each process is first in as many as the others.
-    """
-    tiles = []
-    for k in range(size):
-        for distance in range(size // 2 + 1):
-            # at half of an even size both ends would count the pair
-            if 2 * distance < size or k < distance:
-                tiles.append((k, (k + distance) % size))
-    return tiles
-
-
-def _multiply(left: Sequence[Pulled], right: Sequence[Pulled], budget: int) -> Tensor:
-    """A_k A_jᵀ from the blocks of two processes."""
-    rows = []
-    for x in left:
-        rows.append(torch.cat([x.kernel(y, budget=budget) for y in right], 1))
-    return torch.cat(rows)
-
-
-def _multiply_with_itself(pulled: Sequence[Pulled], budget: int) -> Tensor:
-    """A_k A_kᵀ from the blocks of one process; only half of the products are computed."""
+def multiply_with_itself(pulled: Sequence[Pulled], budget: int) -> Tensor:
+    """A Aᵀ from all blocks; of two products A_i A_jᵀ and A_j A_iᵀ one is computed."""
     count = len(pulled)
     tiles: dict[tuple[int, int], Tensor] = {}
     for i in range(count):
@@ -283,4 +226,7 @@ def _multiply_with_itself(pulled: Sequence[Pulled], budget: int) -> Tensor:
             tiles[j, i] = tiles[i, j].T
     if count == 1:
         return tiles[0, 0]
-    return torch.cat([torch.cat([tiles[i, j] for j in range(count)], 1) for i in range(count)])
+    lines = []
+    for i in range(count):
+        lines.append(torch.cat([tiles[i, j] for j in range(count)], 1))
+    return torch.cat(lines)

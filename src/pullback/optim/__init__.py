@@ -3,6 +3,7 @@
 from .kfac import KFAC
 from .natural_gradient import NaturalGradient
 from .objective import EnergyTerm, Objective, Squares, Term
+from .outputs import Outputs
 from .presets import DampedGaussNewton, GaussNewton, HessianFree
 from .problem import StepInfo
 from .roles import RoleRow, RoleTable, parameter_roles
@@ -15,6 +16,7 @@ __all__ = [
     "DampedGaussNewton",
     "NaturalGradient",
     "Objective",
+    "Outputs",
     "RoleRow",
     "RoleTable",
     "Squares",

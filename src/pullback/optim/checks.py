@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,20 @@ from ..likelihoods import MSE, Gaussian, Likelihood
 from ..metrics import Euclidean, Fisher, Metric, as_metric
 
 _WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
+#: steps of a loss above ten times the first before a warning: fewer may be a passing rise
+_GROWTH_STEPS = 20
+#: folders whose frames are not the user's
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
-_GROWTH_STEPS = 20  # of a loss above ten times the first, after which that is said
+
+def find_user_stacklevel() -> int:
+    """The `stacklevel` of the first frame outside this package and torch, seen from the caller."""
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_code.co_filename.startswith(_LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
@@ -35,10 +49,10 @@ def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
             "its layers cannot be watched",
             "Pass the module it was made from, or one behind torch.compile",
         )
-    for kind in type(unwrap_model(model)).__mro__:
-        if kind.__name__ in _WRAPPERS:
+    for base in type(unwrap_model(model)).__mro__:
+        if base.__name__ in _WRAPPERS:
             raise PullbackError(
-                f"The model is wrapped in {kind.__name__}",
+                f"The model is wrapped in {base.__name__}",
                 "it hides the layers' own parameters and samples",
                 "Wrap it in DistributedDataParallel instead, one process per device",
             )
@@ -46,8 +60,8 @@ def refuse_model(model: nn.Module, optimizer: str = "NaturalGradient") -> None:
 
 def refuse_sharded(model: nn.Module, reason: str) -> None:
     """Raise for a model whose parameters are spread over several processes."""
-    whole = type(unwrap_model(model)).__mro__
-    if any(kind.__name__ == "FSDPModule" for kind in whole):
+    base_names = [base.__name__ for base in type(unwrap_model(model)).__mro__]
+    if "FSDPModule" in base_names:
         raise PullbackError(
             "The model is wrapped in FSDPModule",
             f"its parameters are sharded over several processes, and {reason}",
@@ -60,32 +74,29 @@ def refuse_parameter(name: str, p: Tensor, *, sharded: bool = False) -> None:
 
     Those that are `sharded` may be allowed.
     """
+    fault = _find_fault(p, sharded=sharded)
+    if fault is not None:
+        why, remedy = fault
+        raise PullbackError(f"Parameter {name!r} cannot be optimized", why, remedy)
+
+
+def _find_fault(p: Tensor, *, sharded: bool) -> tuple[str, str] | None:
+    """Why a parameter cannot be optimized, and the remedy; None where it can."""
     if isinstance(p, UninitializedParameter | UninitializedBuffer):
-        why, remedy = "it is lazy: its shape is not known yet", "Run one forward pass first"
-    elif p.device.type == "meta":
-        why, remedy = (
-            "it is on the meta device and has no values",
-            "Materialize the model with to_empty",
-        )
-    elif p.is_complex():
-        why, remedy = "it is complex", "Store real and imaginary parts (torch.view_as_real)"
-    elif not p.is_floating_point():
-        why, remedy = (
-            f"its dtype {p.dtype} has no gradient",
-            "Make it a buffer, or use a float dtype",
-        )
-    elif p.layout != torch.strided:
-        why, remedy = f"its layout is {p.layout}", "Use a dense tensor"
-    elif p.is_inference():
-        why, remedy = "it was created in inference mode", "Build the model outside inference_mode"
-    elif is_sharded(p) and not sharded:
-        why, remedy = (
-            "it is sharded over several processes",
-            "Train an unsharded copy on one process",
-        )
-    else:
-        return
-    raise PullbackError(f"Parameter {name!r} cannot be optimized", why, remedy)
+        return "it is lazy: its shape is not known yet", "Run one forward pass first"
+    if p.device.type == "meta":
+        return "it is on the meta device and has no values", "Materialize the model with to_empty"
+    if p.is_complex():
+        return "it is complex", "Store real and imaginary parts (torch.view_as_real)"
+    if not p.is_floating_point():
+        return f"its dtype {p.dtype} has no gradient", "Make it a buffer, or use a float dtype"
+    if p.layout != torch.strided:
+        return f"its layout is {p.layout}", "Use a dense tensor"
+    if p.is_inference():
+        return "it was created in inference mode", "Build the model outside inference_mode"
+    if is_sharded(p) and not sharded:
+        return "it is sharded over several processes", "Train an unsharded copy on one process"
+    return None
 
 
 def loss_of(returned: object) -> float:
@@ -182,8 +193,8 @@ def warn_mismatch(metric: Metric, z: Tensor, cotangent: Tensor, stacklevel: int)
     """Warn where ∂loss/∂z at the outputs z, samples first, is certainly of another loss."""
     reason = metric.mismatch(z, cotangent)
     if reason:
-        said = f"The metric does not fit the loss: {reason}."
-        warnings.warn(said, RuntimeWarning, stacklevel + 1)
+        message = f"The metric does not fit the loss: {reason}."
+        warnings.warn(message, RuntimeWarning, stacklevel + 1)
 
 
 def warn_growth(watch: list[Any], loss: float, remedy: str, stacklevel: int) -> None:
@@ -191,7 +202,8 @@ def warn_growth(watch: list[Any], loss: float, remedy: str, stacklevel: int) -> 
     first, count = watch
     if count == _GROWTH_STEPS:
         return
-    watch[1] = count + 1 if first > 0 and not loss <= 10 * first else 0
+    has_grown = first > 0 and not loss <= 10 * first
+    watch[1] = count + 1 if has_grown else 0
     if watch[1] == _GROWTH_STEPS:
         warnings.warn(
             f"The loss was {first:.3g} at first, and above ten times that for the last "
@@ -221,34 +233,33 @@ def dense_gradients(
         names: of the model's parameters, by their id.
         shapes: that the parameters had when the optimizer was built.
     """
-    out: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
     for group in groups:
         for p in group["params"]:
-            g = p.grad
-            if g is None or not p.requires_grad or not p.numel():
+            if p.grad is None or not p.requires_grad or not p.numel():
                 continue
             name = names[id(p)]
-            refuse_sparse(name, g)
+            refuse_sparse(name, p.grad)
             if p.shape != shapes[name]:
                 raise PullbackError(
                     f"Parameter {name!r} changed its shape",
                     f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
                     "Build the optimizer again after changing the model",
                 )
-            out[name] = g
-    if not out:
+            gradients[name] = p.grad
+    if not gradients:
         raise PullbackError(
             "There is no gradient to follow",
             "every parameter's gradient is None",
             "Call loss.backward() before step()",
         )
-    return out
+    return gradients
 
 
 def own_group(
     param_group: dict[str, Any],
     names: Mapping[int, str],
-    held: Collection[int] = (),
+    taken: Collection[int] = (),
     *,
     sharded: bool = False,
 ) -> dict[str, Any]:
@@ -257,31 +268,37 @@ def own_group(
     Args:
         param_group: what the user gave.
         names: of the model's parameters, by their id.
-        held: those that are in another group already.
+        taken: ids of those that are in another group already.
         sharded: whether parameters may lie on several processes.
     """
-    given = param_group.get("params") if isinstance(param_group, dict) else None
+    params = param_group.get("params") if isinstance(param_group, dict) else None
     remedy = 'Give a dict with "params" and, if you like, options of their own'
-    require(isinstance(given, Iterable), "A param group", param_group, remedy)
-    group = dict(param_group)
-    group["params"] = [given] if isinstance(given, Tensor) else list(given or ())
-    held = {*held}
-    for p in group["params"]:
-        p = p[1] if isinstance(p, tuple) else p
+    require(isinstance(params, Iterable), "A param group", param_group, remedy)
+    if isinstance(params, Tensor):
+        params = [params]
+    params = list(params or ())
+    ids = {*taken}
+    for entry in params:
+        p = entry[1] if isinstance(entry, tuple) else entry
         name = names.get(id(p))
         if name is None:
-            what = f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r}"
-            raise PullbackError(
-                "A parameter does not belong to the model",
-                f"{what} is not among its parameters",
-                "Pass parameters of the module given to the optimizer",
-            )
-        refuse_parameter(name, p, sharded=sharded)
-        if id(p) in held:
+            _refuse_stranger(p)
+        refuse_parameter(str(name), p, sharded=sharded)
+        if id(p) in ids:
             raise PullbackError(
                 f"Parameter {name!r} is given twice",
                 "it is in another param group, or in this one before",
                 "Give each parameter once",
             )
-        held.add(id(p))
-    return group
+        ids.add(id(p))
+    return {**param_group, "params": params}
+
+
+def _refuse_stranger(p: object) -> None:
+    """Raise for a parameter that is not the model's."""
+    what = f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r}"
+    raise PullbackError(
+        "A parameter does not belong to the model",
+        f"{what} is not among its parameters",
+        "Pass parameters of the module given to the optimizer",
+    )

@@ -5,262 +5,333 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._core.capture import Call, Capture, Selector, find_first_input, unwrap_model
+from .._core.capture import Call, Capture, find_first_input, unwrap_model
 from .._core.errors import PullbackError, Status
 from .._core.factor import Scaled
 from .._core.graph import find_leaf_names
-from .._core.processes import Processes
 from .._core.state import RandomState, Snapshot
 from ..grams import RowBlock
 from ..maps import Linearization, ModuleMap
 from ..maps.module import ModuleLinearization
 from ..metrics import Metric
-from .checks import loss_of, refuse_sparse, warn_derivatives, warn_mismatch
-from .problem import Place, StepProblem
+from .checks import (
+    find_user_stacklevel,
+    loss_of,
+    refuse_sparse,
+    warn_derivatives,
+    warn_mismatch,
+)
+from .outputs import Outputs
+from .problem import Displace, StepProblem
+
+
+class ClosureWarning(Enum):
+    """What is said once about a closure."""
+
+    INPUT_DERIVATIVES = auto()
+    UNUSED_PARAMETERS = auto()
+    METRIC_MISMATCH = auto()
+    UNMEASURED_PARAMETERS = auto()
+
+
+@dataclass
+class ClosureMemory:
+    """What the problems of one optimizer's closures keep from step to step."""
+
+    #: structures of the model that were proven, by the signature of a call
+    plans: dict[Any, Any] = field(default_factory=dict)
+    #: parameters that a measured output depends on
+    measured_names: set[str] = field(default_factory=set)
+    #: whether the closure gave the same loss twice
+    is_repeatable: bool = False
+    warned: set[ClosureWarning] = field(default_factory=set)
+
+    def should_warn(self, warning: ClosureWarning) -> bool:
+        """Return True the first time."""
+        is_first = warning not in self.warned
+        self.warned.add(warning)
+        return is_first
+
+
+@dataclass
+class ReplayedCall:
+    """A recorded forward call, replayed with its tangent."""
+
+    call: Call
+    linearization: ModuleLinearization
+    #: ∂L/∂z, samples first; None for inputs that the loss did not see
+    cotangent: Tensor | None
+    #: which entries of z the loss counted, as a mask that broadcasts; None for all
+    is_counted: Tensor | None
+
+    def count_samples(self, metric: Metric) -> float:
+        """How many samples a mean over this call counts."""
+        samples = metric.samples(self.linearization.value)
+        if self.is_counted is None:
+            return float(samples)
+        return samples * float(self.is_counted.double().mean())
 
 
 class ClosureProblem(StepProblem):
-    """An ordinary closure: zero_grad, forward, backward, return the loss."""
+    """An ordinary closure: zero_grad, forward, backward, return the loss.
+
+    Args:
+        params: the parameters that take part, by name.
+        model: whose forward calls are recorded.
+        closure: as `torch.optim.LBFGS` takes it.
+        outputs: what the metric measures.
+        memory: shared by the problems of one optimizer.
+        coupled: whether the outputs of a sample may depend on other samples.
+    """
 
     def __init__(
         self,
         params: dict[str, nn.Parameter],
         model: nn.Module,
         closure: Callable[[], Any],
+        outputs: Outputs,
+        memory: ClosureMemory,
         *,
-        reduction: str,
-        output: Selector,
-        batch_dim: int,
-        memory: dict[str, Any],
-        processes: Processes | None = None,
         coupled: bool = False,
     ) -> None:
-        super().__init__(params, processes)
+        super().__init__(params)
         self.model = unwrap_model(model)
-        self._model, self._closure, self._reduction = model, closure, reduction
-        self._output, self._batch_dim, self._memory = output, batch_dim, memory
-        self._how: Any = {"output": output, "batch_dim": batch_dim, "coupled": coupled}
+        self._wrapped_model = model
+        self._closure = closure
+        self._outputs = outputs
+        self._memory = memory
+        self._coupled = coupled
         self._calls: list[Call] = []
-        self._recorded: list[tuple[Linearization, Tensor]] = []
-        self._pulled: Tensor | None = None
+        self._with_cotangents: list[tuple[Linearization, Tensor]] = []
+        self._pulled_gradient: Tensor | None = None
         self._before = Snapshot(model, self.space.device)
 
+    # --- the loss and its gradient --------------------------------------------------------------
+
     def evaluate(self) -> str:
-        kind = self.space.device.type
+        device = self.space.device
         self._autocast = partial(
-            torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+            torch.autocast,
+            device.type,
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
         )
-        with torch.enable_grad(), Capture(self._model, self._output, self.space.device) as capture:
+        capture = Capture(self._wrapped_model, self._outputs.select, device)
+        with torch.enable_grad(), capture:
             loss = self._run()
         self._calls = capture.calls
-        unseen = self.processes.all_agree(not self._calls)  # a single process may have no samples
-        with self.processes.raise_together():
-            if unseen:
-                self._refuse_unseen(capture)
-            if capture.has_input_derivatives and "derived" not in self._memory:
-                self._memory["derived"] = True
-                warn_derivatives(stacklevel=6)
-            self._refuse_chained()
-            self._after = Snapshot(self._model, self.space.device)
-            gradients = self._collect()
-        self.loss = self._mean([loss])[0]
-        self.gradient = self._synchronized(gradients)
-        return self.broken()
+        self._inspect(capture)
+        self._after = Snapshot(self._wrapped_model, device)
+        self.loss = self._average([loss])[0]
+        self.gradient = self._flatten_gradients()
+        return self.find_fault()
+
+    def _run(self) -> float:
+        return loss_of(self._closure())
+
+    def _average(self, losses: list[float]) -> list[float]:
+        """The means over processes of what their closures returned."""
+        return losses
+
+    def _flatten_gradients(self) -> Tensor:
+        """∇L as one vector."""
+        return self.space.flatten({name: p.grad for name, p in self.params.items()})
+
+    def _inspect(self, capture: Capture) -> None:
+        """Raise or warn where the recorded calls or the gradients cannot be used."""
+        if not self._calls:
+            _refuse_unseen(capture)
+        if capture.has_input_derivatives and self._memory.should_warn(
+            ClosureWarning.INPUT_DERIVATIVES
+        ):
+            warn_derivatives(find_user_stacklevel())
+        self._refuse_chained()
+        self._inspect_gradients()
 
     def _refuse_chained(self) -> None:
         """Raise where a recorded input was itself computed from the optimized parameters."""
-        names = {id(p): n for n, p in self.params.items()}
-        for name in find_leaf_names([t for call in self._calls for t in call.sources], names):
+        sources: list[Tensor] = []
+        for call in self._calls:
+            sources += call.sources
+        if not sources:
+            return
+        names = {id(p): name for name, p in self.params.items()}
+        for name in find_leaf_names(sources, names):
             raise PullbackError(
                 "The model's input depends on the model's own parameters",
                 f"{name!r} reached it through an earlier call, whose share of J would be lost",
                 "Put both calls into one module and give that to the optimizer",
             )
 
-    def _run(self) -> float:
-        return loss_of(self._closure())
-
-    def _mean(self, losses: Sequence[float]) -> list[float]:
-        """The means over processes of what their closures returned."""
-        return [x / self.processes.size for x in self.processes.sum_numbers(losses, "gradients")]
-
-    def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
-        """∇L, the mean over processes, flat; a wrapper has taken it in the closure's backward()."""
-        if not self.processes.is_single and self._wrapper is None:
-            self.processes.average_gradients(self.params.values())
-            gradients = {n: p.grad for n, p in self.params.items()}
-        return self.space.flatten(gradients)
-
-    @property
-    def _wrapper(self) -> nn.parallel.DistributedDataParallel | None:
-        model = getattr(self._model, "_orig_mod", self._model)
-        return model if isinstance(model, nn.parallel.DistributedDataParallel) else None
-
-    def _refuse_unseen(self, capture: Capture) -> None:
-        if capture.call_count == 0:
-            raise PullbackError(
-                "The closure never called the model with gradients enabled",
-                "no forward pass of the module given to the optimizer was seen",
-                "Call that module in the closure (with torch.compile, give the optimizer the "
-                "compiled module)",
-            )
-        if capture.has_input_derivatives:
-            raise PullbackError(
-                "The loss is made of derivatives of the model's output alone",
-                "the metric is that of the output itself, which the loss does not reach",
-                "Use step(objective=...) with a function of the parameters, or pde.solve",
-            )
-        raise PullbackError(
-            "No gradient reached the model's output",
-            "the closure did not call backward(), or its loss does not depend on the output",
-            "Call loss.backward() in the closure",
-        )
-
-    def _collect(self) -> dict[str, Tensor | None]:
-        gradients = {n: p.grad for n, p in self.params.items()}
-        for name, gradient in gradients.items():
-            refuse_sparse(name, gradient)
-        silent = [n for n, g in gradients.items() if g is None]
-        if not self.processes.is_single and not self._calls:
-            return gradients
-        if len(silent) == len(gradients):
+    def _inspect_gradients(self) -> None:
+        """Raise for gradients that are sparse or all missing, and warn of single ones."""
+        unused = []
+        for name, p in self.params.items():
+            if p.grad is None:
+                unused.append(name)
+            elif p.grad.layout != torch.strided:
+                refuse_sparse(name, p.grad)
+        if len(unused) == len(self.params):
             raise PullbackError(
                 "The loss does not depend on any optimized parameter",
                 "every gradient is None after backward()",
                 "Check that the closure uses these parameters",
             )
-        if silent and "silent" not in self._memory:
-            self._memory["silent"] = True
+        if unused and self._memory.should_warn(ClosureWarning.UNUSED_PARAMETERS):
             warnings.warn(
-                f"The loss does not depend on {', '.join(silent)}: their gradient counts as zero. "
+                f"The loss does not depend on {', '.join(unused)}: their gradient counts as zero. "
                 "Freeze them (requires_grad_(False)) to leave them out.",
-                stacklevel=6,
+                stacklevel=find_user_stacklevel(),
             )
-        return gradients
 
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
-        calls = self._calls
-        if batch is not None:
-            call = as_call(batch)
-            calls = [replace(call, random=call.random or RandomState(self.space.device))]
-        if not self.processes.is_single:
-            calls = [c for c in calls if c.output is None or c.output.shape[self._batch_dim]]
-        self._recorded, self._pulled, self.whitening = [], None, Status.OK
-        with self.processes.raise_together():
-            linears, masks, cotangents = self._linearized(calls, metric)
-            shares = [1.0 if mask is None else float(mask.double().mean()) for mask in masks]
-            counts = [metric.samples(x.value) for x in linears]
-            samples = sum(n * share for n, share in zip(counts, shares, strict=True))
-        weight = 1.0
-        if self._reduction == "mean":  # over the samples of all processes
-            weight /= max(self.processes.sum_numbers([samples], "gradients")[0], 1.0)
-        with self.processes.raise_together():
-            parts, whites = self._measured(calls, linears, masks, cotangents, metric, weight)
-        known = all(r is not None for r in whites)
-        if not self.processes.all_agree(known):
-            # where r is missing on one process, none can use it
-            found = map(Status.__getitem__, self.processes.gather_objects(self.whitening.name))
-            self.whitening = next((status for status in found if not status.ok), self.whitening)
-            return parts, None
-        return parts, torch.cat([self.space.zeros(0), *(r.flatten() for r in whites)])
+    # --- the rows of A --------------------------------------------------------------------------
 
-    def _linearized(
-        self, calls: Sequence[Call], metric: Metric
-    ) -> tuple[list[ModuleLinearization], list[Tensor | None], list[Tensor | None]]:
+    def row_blocks(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
+        self._with_cotangents = []
+        self._pulled_gradient = None
+        self.whitening = Status.OK
+        replayed = self._replay(self._select_calls(batch), metric)
+        weight = self._weigh_sample(replayed, metric)
+        row_blocks, whites = self._measure(replayed, metric, weight)
+        return row_blocks, self._join_whites(whites)
+
+    def _select_calls(self, batch: Any) -> list[Call]:
+        """The recorded calls, or one call with other inputs."""
+        if batch is None:
+            return self._calls
+        call = as_call(batch)
+        return [replace(call, random=call.random or RandomState(self.space.device))]
+
+    def _replay(self, calls: Sequence[Call], metric: Metric) -> list[ReplayedCall]:
         """The calls replayed, which of their samples count, and ∂L/∂z at their outputs."""
-        plans = self._memory.setdefault("plans", {})
-        linears, masks, cotangents = [], [], []
+        replayed = []
         for call in calls:
-            source = ModuleMap(self._model, call, **self._how, plans=plans)
-            linear = source.linearize(self.params)
-            linears.append(linear)
-            cotangent = None
-            if call.cotangent is not None:
-                cotangent = source.arranged(call.cotangent).to(linear.value.dtype)
-                if not self.processes.is_single:  # L is the mean over processes
-                    cotangent = cotangent / self.processes.size
-                self._recorded.append((linear, cotangent))
-            cotangents.append(cotangent)
-            masks.append(None if cotangent is None else metric.counted(linear.value, cotangent))
-            if cotangent is not None and "checked" not in self._memory:
-                self._memory["checked"] = True
-                z = linear.value.to(linear.graph.dtype)  # its own precision
-                warn_mismatch(metric, z, cotangent, stacklevel=9)
-        self._warn_unmeasured(linears)
-        return linears, masks, cotangents
-
-    def _measured(
-        self,
-        calls: Sequence[Call],
-        linears: Sequence[ModuleLinearization],
-        masks: Sequence[Tensor | None],
-        cotangents: Sequence[Tensor | None],
-        metric: Metric,
-        weight: float,
-    ) -> tuple[list[RowBlock], list[Any]]:
-        """The rows of each call, and r where it is representable."""
-        parts, whites = [], []
-        for call, linear, mask, cotangent in zip(calls, linears, masks, cotangents, strict=True):
-            z = linear.value
-            factor = metric.factor(
-                z, inputs=find_first_input(call.tensors, len(z), self._batch_dim)
+            source = ModuleMap(
+                self._wrapped_model,
+                call,
+                output=self._outputs.select,
+                batch_dim=self._outputs.batch_dim,
+                coupled=self._coupled,
+                plans=self._memory.plans,
             )
-            scale = weight if mask is None else mask.to(z.dtype) * weight
-            factor = Scaled(factor, scale, tuple(z.shape[1:]))
-            parts.append(RowBlock(linear, factor))
-            if cotangent is not None:
-                whitened = factor.whiten(cotangent, torch.finfo(linear.graph.dtype).eps)
-                whites.append(whitened.value)
-                self.whitening = whitened.status if not whitened.status.ok else self.whitening
-            else:
-                whites.append(None)
-        return parts, whites
+            linearization = source.linearize(self.params)
+            cotangent = None
+            is_counted = None
+            if call.cotangent is not None:
+                cotangent = self._scale_cotangent(
+                    source.arranged(call.cotangent).to(linearization.value.dtype)
+                )
+                is_counted = metric.counted(linearization.value, cotangent)
+                self._with_cotangents.append((linearization, cotangent))
+                self._check_metric(metric, linearization, cotangent)
+            replayed.append(ReplayedCall(call, linearization, cotangent, is_counted))
+        self._warn_unmeasured([each.linearization for each in replayed])
+        return replayed
 
-    def _warn_unmeasured(self, linears: Sequence[ModuleLinearization]) -> None:
+    def _scale_cotangent(self, cotangent: Tensor) -> Tensor:
+        """∂L/∂z of the mean over processes."""
+        return cotangent
+
+    def _check_metric(
+        self, metric: Metric, linearization: ModuleLinearization, cotangent: Tensor
+    ) -> None:
+        """Warn once where the first cotangent is certainly that of another loss."""
+        if self._memory.should_warn(ClosureWarning.METRIC_MISMATCH):
+            z = linearization.value.to(linearization.graph.dtype)  # in its own precision
+            warn_mismatch(metric, z, cotangent, find_user_stacklevel())
+
+    def _weigh_sample(self, replayed: Sequence[ReplayedCall], metric: Metric) -> float:
+        """The weight of one sample in the metric: 1, or 1 over all samples for a mean."""
+        if self._outputs.reduction == "sum":
+            return 1.0
+        samples = self._count_all(sum(each.count_samples(metric) for each in replayed))
+        return 1 / max(samples, 1.0)
+
+    def _count_all(self, samples: float) -> float:
+        """The samples of all processes."""
+        return samples
+
+    def _measure(
+        self, replayed: Sequence[ReplayedCall], metric: Metric, weight: float
+    ) -> tuple[list[RowBlock], list[Tensor | None]]:
+        """The rows of each call, and r where it is representable."""
+        row_blocks = []
+        whites = []
+        for each in replayed:
+            z = each.linearization.value
+            inputs = find_first_input(each.call.tensors, len(z), self._outputs.batch_dim)
+            scale: Tensor | float = weight
+            if each.is_counted is not None:
+                scale = each.is_counted.to(z.dtype) * weight
+            factor = Scaled(metric.factor(z, inputs=inputs), scale, tuple(z.shape[1:]))
+            row_blocks.append(RowBlock(each.linearization, factor))
+            white = None
+            if each.cotangent is not None:
+                eps = torch.finfo(each.linearization.graph.dtype).eps
+                whitened = factor.whiten(each.cotangent, eps)
+                white = whitened.value
+                if not whitened.status.ok:
+                    self.whitening = whitened.status
+            whites.append(white)
+        return row_blocks, whites
+
+    def _join_whites(self, whites: Sequence[Tensor | None]) -> Tensor | None:
+        """r of all calls as one vector, or None where one of them has none."""
+        vectors = [white.flatten() for white in whites if white is not None]
+        if len(vectors) < len(whites):
+            return None
+        return torch.cat([self.space.zeros(0), *vectors])
+
+    def _warn_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> None:
         """Warn once where the loss moves parameters that no measured output depends on."""
-        if not linears:  # a process without samples
+        measured = self._memory.measured_names
+        has_gradient = [name for name, p in self.params.items() if p.grad is not None]
+        unknown = [name for name in has_gradient if name not in measured]
+        if ClosureWarning.UNMEASURED_PARAMETERS in self._memory.warned or not unknown:
             return
-        measured: set[str] = self._memory.setdefault("measured", set())
-        gradients = {n: p.grad for n, p in self.params.items() if n not in measured}
-        if "unmeasured" in self._memory or all(g is None for g in gradients.values()):
+        if not linearizations:  # a process without samples
             return
-        for linear in linears:
-            names = {id(p): n for n, p in linear.leaves.items()}
-            measured |= find_leaf_names([linear.graph], names)
-        moved = [
-            n for n, g in gradients.items() if n not in measured and g is not None and bool(g.any())
-        ]
-        if moved:
-            self._memory["unmeasured"] = True
+        for linearization in linearizations:
+            names = {id(p): name for name, p in linearization.leaves.items()}
+            measured |= find_leaf_names([linearization.graph], names)
+        unmeasured = [name for name in unknown if name not in measured]
+        moved = [name for name in unmeasured if _has_nonzero_gradient(self.params[name])]
+        if moved and self._memory.should_warn(ClosureWarning.UNMEASURED_PARAMETERS):
             warnings.warn(
                 f"The loss depends on {', '.join(moved)}, but the measured output does not: the "
                 "metric is zero there, so they move by their gradient divided by the damping. "
                 "Freeze them (requires_grad_(False)), leave them to another optimizer (params=), "
                 "or let output= return what they compute as well.",
                 RuntimeWarning,
-                stacklevel=9,
+                stacklevel=find_user_stacklevel(),
             )
 
-    def pulled(self) -> Tensor:
-        if self._pulled is None:
-            shares = [linear.vjp(u) for linear, u in self._recorded]
-            first, *others = shares or [self.space.zeros(self.space.size)]
-            self._pulled = self.summed(sum(others, first))[0]
-        return self._pulled
+    def pulled_gradient(self) -> Tensor:
+        if self._pulled_gradient is None:
+            gradients = [linear.vjp(cotangent) for linear, cotangent in self._with_cotangents]
+            if gradients:
+                total = reduce(torch.add, gradients)
+            else:
+                total = self.space.zeros(self.space.size)
+            self._pulled_gradient = self.sum_tensors(total)[0]
+        return self._pulled_gradient
+
+    # --- trial points ---------------------------------------------------------------------------
 
     def refuse_stochastic(self) -> None:
         """Raise where the closure, run again at the same parameters, gives another loss."""
-        if "repeatable" in self._memory:
+        if self._memory.is_repeatable:
             return
         with self._trials() as origin:
-            repeated = self._mean([self._trial(origin)])[0]
+            repeated = self._average([self._try(origin)])[0]
         tolerance = torch.finfo(self.space.dtype).eps ** 0.5
         if abs(repeated - self.loss) > tolerance * max(abs(self.loss), tolerance):
             raise PullbackError(
@@ -269,20 +340,20 @@ class ClosureProblem(StepProblem):
                 "so trial losses cannot be compared",
                 "Fix the batch outside the closure, or use steps.Constant",
             )
-        self._memory["repeatable"] = True
+        self._memory.is_repeatable = True
 
-    def losses(self, moves: Tensor, place: Place) -> Tensor:
+    def losses(self, moves: Tensor, displace: Displace) -> Tensor:
         self.refuse_stochastic()
         with self._trials() as origin:
-            values = self._mean([self._trial(place(origin, move)) for move in moves])
+            values = self._average([self._try(displace(origin, move)) for move in moves])
         # as the closure gave them: a loss in double precision may come from a model in single
         return torch.tensor(values, dtype=torch.float64, device=moves.device)
 
     @contextmanager
     def _trials(self) -> Iterator[dict[str, Tensor]]:
         """Give the parameters as they are; put them, gradients and random state back afterwards."""
-        origin = {n: p.detach().clone() for n, p in self.params.items()}
-        gradients = [(p, p.grad) for p in self._model.parameters()]
+        origin = {name: p.detach().clone() for name, p in self.params.items()}
+        gradients = [(p, p.grad) for p in self._wrapped_model.parameters()]
         for p, _ in gradients:
             p.grad = None  # zeroing gradients in place must not reach those of the step
         try:
@@ -293,13 +364,16 @@ class ClosureProblem(StepProblem):
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def _trial(self, point: Mapping[str, Tensor]) -> float:
+    def _try(self, point: Mapping[str, Tensor]) -> float:
+        """The closure's loss at other parameters."""
         self._write(point)
         self._before.restore()
-        # gradients of a trial are dropped, so that a wrapper need not average them
-        silent = nullcontext() if self._wrapper is None else self._wrapper.no_sync()
-        with torch.enable_grad(), self._autocast(), silent:
+        with torch.enable_grad(), self._autocast(), self._without_averaging():
             return self._run()
+
+    def _without_averaging(self) -> Any:
+        """A context in which a wrapper leaves gradients alone: those of a trial are dropped."""
+        return nullcontext()
 
     def _write(self, point: Mapping[str, Tensor]) -> None:
         for name, p in self.params.items():
@@ -310,10 +384,39 @@ class ClosureProblem(StepProblem):
         self._before.restore()
 
 
+def _has_nonzero_gradient(p: nn.Parameter) -> bool:
+    """Return True if the parameter has a gradient that is not zero."""
+    return p.grad is not None and bool(p.grad.any())
+
+
+def _refuse_unseen(capture: Capture) -> None:
+    """Raise for a closure that recorded no call, with the reason."""
+    if capture.call_count == 0:
+        raise PullbackError(
+            "The closure never called the model with gradients enabled",
+            "no forward pass of the module given to the optimizer was seen",
+            "Call that module in the closure (with torch.compile, give the optimizer the "
+            "compiled module)",
+        )
+    if capture.has_input_derivatives:
+        raise PullbackError(
+            "The loss is made of derivatives of the model's output alone",
+            "the metric is that of the output itself, which the loss does not reach",
+            "Use step(objective=...) with a function of the parameters, or pde.solve",
+        )
+    raise PullbackError(
+        "No gradient reached the model's output",
+        "the closure did not call backward(), or its loss does not depend on the output",
+        "Call loss.backward() in the closure",
+    )
+
+
 def as_call(batch: Any) -> Call:
     """Other inputs for the metric: a tensor, a tuple of arguments, or a dict of keywords."""
     if isinstance(batch, Call):
         return batch
     if isinstance(batch, Mapping):
         return Call.of(**batch)
-    return Call.of(*batch) if isinstance(batch, tuple) else Call.of(batch)
+    if isinstance(batch, tuple):
+        return Call.of(*batch)
+    return Call.of(batch)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._core.capture import Selector, unwrap_model
-from .._core.errors import PullbackError, Status, refuse_unknown, require_type
+from .._core.errors import PullbackError, Status, require_type
 from .._core.groups import find_processes, refuse_unknown_group
 from .._core.processes import Traffic
 from .._core.products import full_precision
-from ..grams import FORMS, RowBlock, RowStack, assemble, assemble_stack, coverage
-from ..likelihoods import Likelihood, reduction_of
+from .._core.space import ParameterSpace
+from ..grams import Gram, GramForm, RowStack, assemble_stack, coverage
+from ..likelihoods import Likelihood
 from ..metrics import Metric
 from ..solvers import Cholesky, Solution, Solver
 from ..steps import Backtracking, Constant, Local, Move, Step, retraction
@@ -31,6 +31,7 @@ from ..steps.memory import (
     store,
 )
 from .checks import (
+    find_user_stacklevel,
     metric_of,
     own_group,
     refuse_context,
@@ -40,12 +41,22 @@ from .checks import (
     refuse_sharded,
     warn_growth,
 )
-from .closure import ClosureProblem
+from .closure import ClosureMemory, ClosureProblem
+from .distributed import DistributedClosureProblem, DistributedObjectiveProblem
 from .objective import Objective, ObjectiveProblem
-from .problem import StepInfo, StepProblem, System, explains
+from .outputs import Outputs, as_outputs
+from .problem import StepInfo, StepProblem, System, agrees_with_autograd
 
 #: caches, torch's hooks on the optimizer, and the function by which a scheduler counts calls
-_UNSAVED = ("_cache", "_names", "_schedule", "_optimizer_", "step")
+_UNSAVED = ("_memory", "_growth", "_checked", "_names", "_schedule", "_optimizer_", "step")
+
+
+@dataclass(frozen=True)
+class PulledSystem:
+    """The damped system of one step, and the rows that it came from."""
+
+    system: System
+    stack: RowStack
 
 
 class NaturalGradient(Optimizer):
@@ -66,16 +77,14 @@ class NaturalGradient(Optimizer):
             itself, such as `nn.CrossEntropyLoss()` or `F.mse_loss` (`likelihoods.from_loss`).
         params: parameters or param groups, by default all that require gradients.
         lr: the learning rate of param groups that name none; by default the step's own.
-        gram: the form of the Gram: "auto", "rows", "kernel", "dense" or "matrix_free".
-        reduction: "mean" or "sum" over samples, for metric and loss alike; by default that of the
-            loss given as `likelihood`, else "mean".
-        output: which tensor of a structured output the metric sees.
-        batch_dim: the output's axis of samples.
-        metric_batch: other inputs to average the metric over (see `step`).
+        gram: the form of the Gram: "auto", "rows", "kernel", "dense" or "matrix_free"; or
+            `grams.GramForm(form, memory)` with the bytes that one matrix may take.
+        output: which tensor of a structured output the metric sees; or `optim.Outputs(select,
+            batch_dim, reduction, metric_batch)` with its axis of samples, the reduction over them,
+            and other inputs to average the metric over.
         retract: brings moved parameters back to where they may be: a function of the parameter
             dict, or a dict of functions by name.
         maximize: ascend instead of descend.
-        memory: bytes that one matrix of the Gram may take.
         group: the processes that train together, each with its own samples; by default those of a
             `DistributedDataParallel` model. The loss is the mean of what their closures return, and
             the metric the mean over all samples.
@@ -91,56 +100,59 @@ class NaturalGradient(Optimizer):
         likelihood: Likelihood | Callable[..., Tensor] | None = None,
         params: Iterable[Any] | None = None,
         lr: float | None = None,
-        gram: str = "auto",
-        reduction: str | None = None,
-        output: Selector = None,
-        batch_dim: int = 0,
-        metric_batch: Any = None,
+        gram: str | GramForm = "auto",
+        output: Selector | Outputs = None,
         retract: Any = None,
         maximize: bool = False,
-        memory: int = 2**30,
         group: Any = None,
     ) -> None:
         refuse_model(model)
         refuse_sharded(model, "the exact Gram couples all of them")
-        self._processes = find_processes(model, group, type(self).__name__)
-        reduction = reduction_of(likelihood) if reduction is None else reduction
-        refuse_unknown("gram", gram, FORMS)
-        refuse_unknown("reduction", reduction, ("mean", "sum"))
         require_type("solver", solver, Solver)
         require_type("step", step, Step)
+        self._processes = find_processes(model, group, type(self).__name__)
         self.model = model
         self.metric = metric_of(likelihood, metric)
-        self.solver = Cholesky() if solver is None else solver
-        default = Backtracking() if lr is None else Constant(lr)
-        self.rule = default if step is None else step
-        self.gram, self.reduction, self.maximize, self.memory = gram, reduction, maximize, memory
-        self.output, self.batch_dim, self.metric_batch = output, batch_dim, metric_batch
+        self.solver = solver or Cholesky()
+        self.rule = step or _default_step(lr)
+        self.gram = gram if isinstance(gram, GramForm) else GramForm(gram)
+        self.outputs = as_outputs(output, likelihood)
+        self.maximize = maximize
         self._retract = retract
         self._register()
         self._retraction()  # refuses unknown names at once
-        if params is None:
-            params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
-            if not params:
-                raise PullbackError(
-                    "There is nothing to optimize",
-                    "no parameter of the model requires a gradient",
-                    "Unfreeze some, or name those to be unfrozen later with params=",
-                )
         self._schedule = self._first_schedule()
+        if params is None:
+            params = _trainable(model)
         super().__init__(params, {"lr": self.rule.initial_lr if lr is None else lr})
-        # all processes have the same options, and begin where the first one is
-        stages = ("metric", "solver", "rule", "gram", "reduction", "batch_dim", "maximize")
-        options = {n: getattr(self, n) for n in stages}
-        self._processes.require_same(
-            "their options", {**options, "parameters": [*self._names.values()]},
-            "Build the optimizer alike on all processes",
-        )  # fmt: skip
-        self._processes.broadcast_first([*unwrap_model(model).parameters()])
+        self._synchronize_processes()
 
     def _register(self) -> None:
-        self._cache: dict[str, Any] = {}
+        """Start the caches anew."""
+        self._memory = ClosureMemory()
+        #: the first loss, and for how many steps the loss was far above it
+        self._growth: list[Any] = []
         self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
+        #: the parameters that were found usable
+        self._checked: list[object] = []
+
+    def _synchronize_processes(self) -> None:
+        """Raise unless all processes have the same options; begin where the first one is."""
+        options = {
+            "metric": self.metric,
+            "solver": self.solver,
+            "rule": self.rule,
+            "gram": self.gram.form,
+            "reduction": self.outputs.reduction,
+            "batch_dim": self.outputs.batch_dim,
+            "maximize": self.maximize,
+            "parameters": [*self._names.values()],
+        }
+        remedy = "Build the optimizer alike on all processes"
+        self._processes.require_same("their options", options, remedy)
+        self._processes.broadcast_first([*unwrap_model(self.model).parameters()])
+
+    # --- state ----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks and caches: a copy or a pickle brings its model along."""
@@ -157,8 +169,8 @@ class NaturalGradient(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Param groups and what the step keeps; a copy, which later steps leave alone."""
         self._complete_state()
-        out = super().state_dict()
-        return {**out, "state": copy.deepcopy(out["state"])}
+        state = super().state_dict()
+        return {**state, "state": copy.deepcopy(state["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume to the same bits; a state that cannot be used changes nothing."""
@@ -168,7 +180,7 @@ class NaturalGradient(Optimizer):
                 "it has no state by parameter, or no param groups",
                 "Load what NaturalGradient.state_dict() gave",
             )
-        if any("schedule" not in own for own in state_dict["state"].values()):
+        if any("schedule" not in of_parameter for of_parameter in state_dict["state"].values()):
             raise PullbackError(
                 "The saved state is not NaturalGradient's",
                 "it has no schedule under its parameters: it is another optimizer's, or older",
@@ -187,20 +199,71 @@ class NaturalGradient(Optimizer):
             device = p.new_empty(0)
             self.state[p] = {"schedule": self._schedule, "device": device, "rule": vectors}
 
+    def _recall(self, problem: StepProblem) -> dict[str, Any]:
+        """What the step kept, as it finds it in `Local.state`."""
+        vectors = [self.state[p]["rule"] for p in problem.params.values()]
+        return recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten)
+
+    def _remember(self, problem: StepProblem, state: dict[str, Any]) -> None:
+        """Save what the step left in its state; frozen parameters have moved by zero."""
+        params = self._parameters()
+
+        def split(flat: Tensor) -> Iterator[Tensor]:
+            pieces = problem.space.split(flat)
+            for p in params:
+                piece = pieces.get(self._names[id(p)])
+                yield torch.zeros_like(p) if piece is None else piece.to(p.dtype, copy=True)
+
+        vectors = [self.state[p]["rule"] for p in params]
+        store(self.rule, state, self._schedule["rule"], vectors, split)
+
+    # --- parameters -----------------------------------------------------------------------------
+
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
+        parameters: list[Tensor] = []
+        for group in self.param_groups:
+            parameters += group["params"]
+        return parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters, with their own lr."""
         group = own_group(param_group, self._names, {id(p) for p in self._parameters()})
-        if not float(group.get("lr", self.defaults["lr"])) >= 0:
+        lr = group.get("lr", self.defaults["lr"])
+        if not float(lr) >= 0:
             raise PullbackError(
                 "The learning rate is not usable",
-                f"got {group.get('lr', self.defaults['lr'])}",
+                f"got {lr}",
                 "Use a number ≥ 0, and maximize=True to ascend",
             )
         super().add_param_group(group)
         self._complete_state()
+
+    def _active(self) -> dict[str, nn.Parameter]:
+        """The parameters that take part, by name, in the order of the groups."""
+        in_model = {id(p) for p in unwrap_model(self.model).parameters()}
+        active: dict[str, Any] = {}
+        for p in self._parameters():
+            if id(p) not in in_model:
+                raise PullbackError(
+                    "The model's parameters were replaced",
+                    "some of those given to the optimizer are no longer in the model",
+                    "Build the optimizer after load_state_dict(assign=True) or a change of "
+                    "parameters",
+                )
+            if p.requires_grad:
+                active[self._names[id(p)]] = p
+        signature = [(id(p), p.dtype, p.device, p.layout) for p in active.values()]
+        if signature != self._checked:
+            for name, p in active.items():
+                refuse_parameter(name, p)
+            self._checked = signature
+        return active
+
+    def _rates(self) -> list[float]:
+        """The learning rates of the param groups."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    # --- one step -------------------------------------------------------------------------------
 
     def step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -225,24 +288,15 @@ class NaturalGradient(Optimizer):
         Returns:
             What was done; a rejected step has changed nothing.
         """
-        refuse_context(closure, objective)
-        if self._processes.group is None:
-            refuse_unknown_group(type(self).__name__, "it was built before they met")
-        batch = self.metric_batch if metric_batch is None else metric_batch
-        problem = self._problem(closure, objective)
-        if objective is not None and batch is None:
-            refuse_metric(self.metric)
+        batch = self.outputs.metric_batch if metric_batch is None else metric_batch
+        problem = self._pose(closure, objective, batch)
         try:
             info = self._take(problem, batch)
         except Exception:
             problem.rollback()
             raise
         if closure is not None and not self.maximize:
-            warn_growth(
-                self._cache.setdefault("growth", [info.loss, 0]), info.loss,
-                "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's "
-                "damping", 3,
-            )  # fmt: skip
+            self._watch_growth(info.loss)
         return info
 
     def direction(
@@ -256,16 +310,15 @@ class NaturalGradient(Optimizer):
 
         The arguments are those of `step`; `x` of the answer is flat, in the order of the groups.
         """
-        refuse_context(closure, objective)
-        problem = self._problem(closure, objective)
-        batch = self.metric_batch if metric_batch is None else metric_batch
+        batch = self.outputs.metric_batch if metric_batch is None else metric_batch
+        problem = self._pose(closure, objective, batch)
         try:
-            reason = problem.evaluate()
-            if reason:
-                raise PullbackError("There is no natural gradient here", reason, "Check the loss")
+            fault = problem.evaluate()
+            if fault:
+                raise PullbackError("There is no natural gradient here", fault, "Check the loss")
             with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
-                _, system = self._system(problem, batch)
-                return self._local(problem, system).direction()
+                pulled = self._pull_back(problem, batch)
+                return self._local(problem, pulled.system).direction()
         finally:
             problem.rollback()
 
@@ -277,176 +330,122 @@ class NaturalGradient(Optimizer):
         stages = f"metric={self.metric!r}, solver={self.solver!r}, step={self.rule!r}"
         return f"{super().__repr__()[:-1]}    {stages}\n)"
 
+    def _pose(self, closure: Any, objective: Any, batch: Any) -> StepProblem:
+        """The problem of this step, from a closure or an objective."""
+        refuse_context(closure, objective)
+        if self._processes.group is None:
+            refuse_unknown_group(type(self).__name__, "it was built before they met")
+        if objective is not None and batch is None:
+            refuse_metric(self.metric)
+        params = self._active()
+        is_single = self._processes.is_single
+        if closure is None:
+            reduction = self.outputs.reduction or "mean"
+            if is_single:
+                return ObjectiveProblem(params, objective, reduction)
+            return DistributedObjectiveProblem(params, objective, reduction, self._processes)
+        arguments = (params, self.model, closure, self.outputs, self._memory)
+        if is_single:
+            return ClosureProblem(*arguments)
+        return DistributedClosureProblem(*arguments, self._processes)
+
     def _take(self, problem: StepProblem, batch: Any) -> StepInfo:
-        reason = problem.evaluate()
-        if not reason and self._idle(problem):
-            reason = "the gradient is zero, and so is the learning rate"
-        if reason:
+        fault = problem.evaluate()
+        if not fault and not any(self._rates()) and not bool(problem.gradient.any()):
+            fault = "the gradient is zero, and so is the learning rate"
+        if fault:
             problem.rollback()
-            return StepInfo(problem.loss, False, reason=reason, parameters=problem.space.size)
+            return StepInfo(problem.loss, False, reason=fault, parameters=problem.space.size)
         with torch.no_grad(), torch.autocast(problem.space.device.type, enabled=False):
-            parts, system = self._system(problem, batch)
-            local = self._local(problem, system)
-            move = self._agreed(self.rule.take(local), local.state)
+            pulled = self._pull_back(problem, batch)
+            local = self._local(problem, pulled.system)
+            move = self.rule.take(local)
+            if not self._processes.is_single:
+                move = self._agree(move, local.state)
             if move.accepted:
                 self._apply(problem, move)
             else:
                 problem.rollback()
             self._remember(problem, local.state)
         self._schedule["steps"] += 1
-        return _record(problem, system, parts, move, self._sign)
+        return self._report(problem, pulled, move)
 
-    def _idle(self, problem: StepProblem) -> bool:
-        """Whether a step without a gradient and a rate asks for nothing."""
-        rates = [float(group["lr"]) for group in self.param_groups]
-        return not any(rates) and not bool(problem.gradient.any())
-
-    def _agreed(self, move: Move, state: dict[str, Any]) -> Move:
-        """The first process's move, to the bit; all have computed the same one to round-off."""
-        processes = self._processes
-        if processes.is_single:
-            return move
-        numbers = {k: v for k, v in state.items() if isinstance(v, (int, float))}
-        rates = [float(group["lr"]) for group in self.param_groups]
-        found = processes.gather_objects((move.size, move.accepted, numbers, rates))
-        if any(own[3] != rates for own in found):
-            raise PullbackError(
-                "The processes differ in their learning rates",
-                f"they are {', '.join(str(own[3]) for own in found)}",
-                "Step a scheduler on every process, or on none",
-            )
-        size, accepted, numbers, _ = found[0]
-        state.update(numbers)
-        processes.broadcast_first([direction := move.direction.clone()], "moves")
-        return replace(move, direction=direction, size=size, accepted=accepted)
-
-    def _system(self, problem: StepProblem, batch: Any) -> tuple[list[RowBlock], System]:
+    def _pull_back(self, problem: StepProblem, batch: Any) -> PulledSystem:
         """Pull the metric back; once more, if the model's structure is not what it was."""
-        parts, system, explained = self._pull(problem, batch)
-        if not problem.proven and not explained:
-            self._cache.pop("plans", None)
-            parts, system, _ = self._pull(problem, batch)
-        return parts, system
+        pulled, is_consistent = self._pull_once(problem, batch)
+        if not is_consistent:
+            self._memory.plans = {}
+            pulled, _ = self._pull_once(problem, batch)
+        return pulled
 
-    def _pull(self, problem: StepProblem, batch: Any) -> tuple[list[RowBlock], System, bool]:
-        """The rows of this process, the system of all, and whether autograd agrees with it."""
+    def _pull_once(self, problem: StepProblem, batch: Any) -> tuple[PulledSystem, bool]:
+        """The system of all processes, and whether autograd agrees with it."""
         # the replayed forward pass keeps the closure's own arithmetic: a last bit may flip a ReLU
-        parts, own = problem.parts(self.metric, batch)
-        space, rows, white = problem.space, sum(part.count for part in parts), own
-        stages = self.gram, self.memory, self.solver.prefers
-        with full_precision(space.device, rows * space.size):
-            if self._processes.is_single:
-                gram = assemble(parts, *stages)
-            else:
-                stack = RowStack(parts, space, self._processes, problem.model)
-                gram, white = assemble_stack(stack, own, *stages)
-                rows = stack.count
-        explained = problem.proven or explains(gram, parts, problem, own)
-        return parts, System.of(gram, problem, white, rows), explained
-
-    def _problem(self, closure: Any, objective: Any) -> StepProblem:
-        active = self._active()
-        if closure is None:
-            return ObjectiveProblem(active, objective, self.reduction, self._processes)
-        return ClosureProblem(
-            active,
-            self.model,
-            closure,
-            reduction=self.reduction,
-            output=self.output,
-            batch_dim=self.batch_dim,
-            memory=self._cache,
-            processes=self._processes,
-        )
-
-    @property
-    def _sign(self) -> float:
-        return -1.0 if self.maximize else 1.0
-
-    def _active(self) -> dict[str, nn.Parameter]:
-        """The parameters that take part, by name, in the order of the groups."""
-        now = {id(p) for p in unwrap_model(self.model).parameters()}
-        if any(id(p) not in now for group in self.param_groups for p in group["params"]):
-            raise PullbackError(
-                "The model's parameters were replaced",
-                "some of those given to the optimizer are no longer in the model",
-                "Build the optimizer after load_state_dict(assign=True) or a change of parameters",
+        row_blocks, white = problem.row_blocks(self.metric, batch)
+        own_entries = sum(block.count for block in row_blocks) * problem.space.size
+        with full_precision(problem.space.device, own_entries):
+            stack = problem.stack_rows(row_blocks)
+            gram, all_white = assemble_stack(
+                stack, white, self.gram.form, self.gram.memory, self.solver.prefers
             )
-        active = {
-            self._names[id(p)]: p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        }
-        for name, p in active.items():
-            refuse_parameter(name, p)
-        return active
+        is_consistent = problem.proven or agrees_with_autograd(gram, stack, problem, white)
+        system = System.of(gram, problem, all_white, stack.count)
+        return PulledSystem(system, stack), is_consistent
 
     def _local(self, problem: StepProblem, system: System) -> Local:
-        """The local picture, with the sign turned where we maximize."""
-        sign = self._sign
-        system = -system if self.maximize else system
-        precise = system.precisely()
+        """The local model of the loss, with the sign turned where we maximize."""
+        sign = 1.0
+        if self.maximize:
+            system = -system
+            sign = -1.0
+        in_full_precision = system.in_full_precision()
         self.solver.seek(self._schedule["steps"])
-        state = precise(self.solver.init)(system.gram)
-        lr, scale = self._rates(problem)
-        place = partial(self._place, problem, scale)
-        vectors = [self.state[p]["rule"] for p in problem.params.values()]
+        state = in_full_precision(self.solver.init)(system.gram)
+        displacement = self._displacement(problem)
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
-            solve=system.solver(self.solver, state),
-            path=precise(lambda: system.path(self.solver, state)),
-            inner_products=precise(system.gram.inner_products),
-            losses=lambda moves: sign * problem.losses(moves, place),
-            lr=lr,
-            scaled=lambda v: scale * v,
-            state=recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten),
+            solve=system.make_solve(self.solver, state),
+            path=in_full_precision(lambda: system.path(self.solver, state)),
+            inner_products=in_full_precision(system.gram.inner_products),
+            losses=lambda moves: sign * problem.losses(moves, displacement.displace),
+            lr=displacement.common_rate,
+            scaled=lambda v: displacement.rate * v,
+            state=self._recall(problem),
         )
 
-    def _remember(self, problem: StepProblem, state: dict[str, Any]) -> None:
-        """Save what the step left in its state; frozen parameters have moved by zero."""
-        params = self._parameters()
-
-        def split(flat: Tensor) -> Iterator[Tensor]:
-            pieces = problem.space.split(flat)
-            for p in params:
-                piece = pieces.get(self._names[id(p)])
-                yield torch.zeros_like(p) if piece is None else piece.to(p.dtype, copy=True)
-
-        vectors = [self.state[p]["rule"] for p in params]
-        store(self.rule, state, self._schedule["rule"], vectors, split)
-
-    def _rates(self, problem: StepProblem) -> tuple[float | None, Tensor | float]:
-        """The learning rate, if all groups agree, and what multiplies a move."""
-        rates = [float(group["lr"]) for group in self.param_groups]
+    def _displacement(self, problem: StepProblem) -> Displacement:
+        """How far a move goes: the learning rates of its entries, and the retraction."""
+        rates = self._rates()
         if len(set(rates)) == 1:
-            return rates[0], rates[0]
-        by_id = {
-            id(p): r for g, r in zip(self.param_groups, rates, strict=True) for p in g["params"]
-        }
-        filled = {n: torch.full_like(p, by_id[id(p)]) for n, p in problem.params.items()}
-        return None, problem.space.flatten(filled)
+            return Displacement(problem.space, rates[0], rates[0], self._retraction())
+        filled = {}
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            for p in group["params"]:
+                filled[self._names[id(p)]] = torch.full_like(p, rate)
+        flat = problem.space.flatten({name: filled[name] for name in problem.params})
+        return Displacement(problem.space, flat, None, self._retraction())
 
-    def _place(
-        self,
-        problem: StepProblem,
-        scale: Tensor | float,
-        origin: Mapping[str, Tensor],
-        move: Tensor,
-    ) -> dict[str, Tensor]:
-        """retract(w − lr·move), by name."""
-        moved = problem.space.split(scale * move)
-        with torch.no_grad():
-            point = {n: w - moved[n].to(w.dtype) for n, w in origin.items()}
-        if self._retract is None:
-            return point
-        return {**point, **self._retraction()(point)}
-
-    def _retraction(self) -> Any:
-        return retraction(self._retract, tuple(self._names.values()))
+    def _agree(self, move: Move, state: dict[str, Any]) -> Move:
+        """The first process's move, to the bit; all have computed the same one to round-off."""
+        numbers = {name: v for name, v in state.items() if isinstance(v, (int, float))}
+        rates = self._rates()
+        rates_by_rank = self._processes.gather_objects(rates)
+        if any(others != rates for others in rates_by_rank):
+            raise PullbackError(
+                "The processes differ in their learning rates",
+                f"they are {', '.join(map(str, rates_by_rank))}",
+                "Step a scheduler on every process, or on none",
+            )
+        chosen = self._processes.broadcast_object((move.size, move.accepted, numbers))
+        size, accepted, numbers = chosen
+        state.update(numbers)
+        direction = move.direction.clone()
+        self._processes.broadcast_first([direction], "moves")
+        return replace(move, direction=direction, size=size, accepted=accepted)
 
     def _apply(self, problem: StepProblem, move: Move) -> None:
+        """Move the parameters."""
         pieces = problem.space.split(move.direction)
         for group in self.param_groups:
             chosen = [p for p in group["params"] if p.requires_grad]
@@ -455,31 +454,95 @@ class NaturalGradient(Optimizer):
             deltas = [pieces[self._names[id(p)]].to(p.dtype) for p in chosen]
             torch._foreach_add_(chosen, deltas, alpha=-float(group["lr"]) * move.size)
         if self._retract is not None:
-            now = {n: p.detach() for n, p in problem.params.items()}
-            for name, value in self._retraction()(now).items():
+            moved = {name: p.detach() for name, p in problem.params.items()}
+            for name, value in self._retraction()(moved).items():
                 problem.params[name].copy_(value)
         torch.clear_autocast_cache()
 
+    def _retraction(self) -> Any:
+        return retraction(self._retract, tuple(self._names.values()))
 
-def _record(
-    problem: StepProblem, system: System, parts: list[RowBlock], move: Move, sign: float
-) -> StepInfo:
-    solution, gram = move.solution, system.gram
-    form = "matrix_free" if gram.structure.holds == "operator" else gram.structure.holds
-    form = "closed form" if gram.structure.closed else form
-    return StepInfo(
-        loss=problem.loss,
-        accepted=move.accepted,
-        step_size=move.size,
-        damping=solution.damping,
-        rank=solution.rank,
-        gram=form,
-        rows=system.rows,
-        parameters=gram.size,
-        whitened=system.white is not None and system.extra is None,
-        status=system.status if solution.status is Status.OK else solution.status,
-        reason=move.reason,
-        new_loss=None if move.loss is None else sign * move.loss,
-        trials=move.trials,
-        coverage=coverage(parts),
-    )
+    def _report(self, problem: StepProblem, pulled: PulledSystem, move: Move) -> StepInfo:
+        """The record of a step."""
+        system = pulled.system
+        solution = move.solution
+        new_loss = move.loss
+        if new_loss is not None and self.maximize:
+            new_loss = -new_loss
+        return StepInfo(
+            loss=problem.loss,
+            accepted=move.accepted,
+            step_size=move.size,
+            damping=solution.damping,
+            rank=solution.rank,
+            gram=_describe_form(system.gram),
+            rows=system.rows,
+            parameters=system.gram.size,
+            whitened=system.white is not None and system.extra is None,
+            status=system.status if solution.status is Status.OK else solution.status,
+            reason=move.reason,
+            new_loss=new_loss,
+            trials=move.trials,
+            coverage=coverage(pulled.stack.row_blocks),
+        )
+
+    def _watch_growth(self, loss: float) -> None:
+        """Warn once of a loss that stays far above the first."""
+        if not self._growth:
+            self._growth = [loss, 0]
+        remedy = (
+            "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's damping"
+        )
+        warn_growth(self._growth, loss, remedy, find_user_stacklevel())
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """w ↦ retract(w − lr·move).
+
+    Attributes:
+        space: the parameters.
+        rate: lr, a number or one for each entry, (p,).
+        common_rate: the number, or None.
+        retract: brings parameters back to where they may be, or None.
+    """
+
+    space: ParameterSpace
+    rate: Tensor | float
+    common_rate: float | None
+    retract: Any
+
+    def displace(self, origin: Mapping[str, Tensor], move: Tensor) -> dict[str, Tensor]:
+        """The parameters after a move, by name."""
+        pieces = self.space.split(self.rate * move)
+        with torch.no_grad():
+            point = {name: w - pieces[name].to(w.dtype) for name, w in origin.items()}
+        if self.retract is None:
+            return point
+        return {**point, **self.retract(point)}
+
+
+def _default_step(lr: float | None) -> Step:
+    """A line search, or a constant step where a learning rate is given."""
+    return Backtracking() if lr is None else Constant(lr)
+
+
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require a gradient; raise where there is none."""
+    params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
+    if not params:
+        raise PullbackError(
+            "There is nothing to optimize",
+            "no parameter of the model requires a gradient",
+            "Unfreeze some, or name those to be unfrozen later with params=",
+        )
+    return params
+
+
+def _describe_form(gram: Gram) -> str:
+    """The form in which a Gram was held, as `StepInfo` names it."""
+    if gram.structure.closed:
+        return "closed form"
+    if gram.structure.holds == "operator":
+        return "matrix_free"
+    return gram.structure.holds

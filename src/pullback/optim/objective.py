@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,34 @@ from torch.func import grad, jvp, vmap
 
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Blocks, Diagonal, Factor
-from .._core.processes import Processes
 from .._core.state import RandomState
 from ..grams import RowBlock
 from ..maps import IntegralMap, ObjectiveMap, OperatorMap
 from ..metrics import Metric
-from .problem import Place, StepProblem
+from .problem import Displace, StepProblem
 
-_TRIAL_BYTES = {"cpu": 2**26, "cuda": 2**33}  # about the cache; about the memory
+
+@dataclass(frozen=True)
+class _TrialLimits:
+    """How many trial points are evaluated in one batch."""
+
+    #: bytes of their activations: about a cache
+    cpu_bytes: int = 2**26
+    #: a share of a GPU's memory that other tensors leave
+    cuda_bytes: int = 2**33
+    #: on other devices
+    other_bytes: int = 2**28
+    #: activations per value of a map that does not know its own number
+    activations_per_value: int = 64
+
+    def bytes_on(self, device: torch.device) -> int:
+        """What trial points may take on a device."""
+        if device.type == "cpu":
+            return self.cpu_bytes
+        return self.cuda_bytes if device.type == "cuda" else self.other_bytes
+
+
+_LIMITS = _TrialLimits()
 
 
 class Term(ABC):
@@ -73,7 +94,8 @@ class EnergyTerm(Term):
         self, map: ObjectiveMap | OperatorMap, density: Callable[[Tensor], Tensor], weights: Tensor
     ) -> None:
         super().__init__(map)
-        self._density, self._weights = density, weights
+        self._density = density
+        self._weights = weights
 
     def loss(self, z: Tensor) -> Tensor:
         return (self._weights * self._density(z)).sum()
@@ -123,125 +145,143 @@ class ObjectiveProblem(StepProblem):
         params: dict[str, nn.Parameter],
         objective: Objective | Callable[..., Any],
         reduction: str,
-        processes: Processes | None = None,
     ) -> None:
-        super().__init__(params, processes)
+        super().__init__(params)
         self._random = RandomState(self.space.device)
         self._reduction = reduction
         if not isinstance(objective, Objective):
-            source = self._averaged(self._repeatable(objective))
-            objective = Objective([Squares(source)] if source.rows else [], shared=True)
-        self._objective, self._terms = objective, objective.terms
+            residuals = self._average_residuals(self._make_repeatable(objective))
+            terms = [Squares(residuals)] if residuals.rows else []
+            objective = Objective(terms, shared=True)
+        self._objective = objective
+        self._terms = objective.terms
 
-    def _repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_repeatable(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same random numbers at every evaluation: loss, Jacobian and trials must agree."""
         random = RandomState(self.space.device)
 
-        def repeated(point: dict[str, Tensor]) -> Any:
+        def repeat(point: dict[str, Tensor]) -> Any:
             random.restore()
             return function(point)
 
-        return repeated
+        return repeat
 
-    def _averaged(self, function: Callable[..., Any]) -> ObjectiveMap:
-        """The residuals of this process; a mean is one over the samples of all processes."""
-        source = ObjectiveMap(function, self._reduction)
-        if not self.processes.is_single:
-            with self.processes.raise_together(), torch.no_grad():
-                own = source.samples(self.params)
-            found: dict[str, int] = {}
-            for counts in self.processes.gather_objects(own):
-                for name, n in counts.items():
-                    found[name] = found.get(name, 0) + n
-            source = ObjectiveMap(function, self._reduction, found, rows=sum(own.values()))
-        return source
+    def _average_residuals(self, function: Callable[..., Any]) -> ObjectiveMap:
+        """The residuals, with the weights of a mean or a sum over samples."""
+        return ObjectiveMap(function, self._reduction)
 
     def evaluate(self) -> str:
-        unmixed = torch.autocast(self.space.device.type, enabled=False)
-        with unmixed, self.processes.raise_together():
-            linears = [term.map.linearize(self.params) for term in self._terms]
-            pairs = list(zip(self._terms, linears, strict=True))
-            # carried forward, one trial is work enough for a core
-            self._apart = self.space.device.type == "cpu" and all(x.structured for x in linears)
-            self._footprint = sum(getattr(x, "footprint", 64 * x.value.numel()) for x in linears)
-            own = _sum([term.loss(x.value) for term, x in pairs], self.space.zeros())
-        self.loss = float(self.summed(own)[0])
-        if not math.isfinite(self.loss):
-            return self.broken()
-        with unmixed, self.processes.raise_together():
-            self._parts = [RowBlock(x, term.factor(x.value)) for term, x in pairs]
-            shares = []
-            for (term, x), part in zip(pairs, self._parts, strict=True):
-                slope = term.slope(x.value)
-                # where rows cost no more than a reverse pass, the gradient comes from them
-                rows = x.structured and term.whitened
-                shares.append(part.lift(slope.flatten()) if rows else x.vjp(slope))
-            zero = self.space.zeros(self.space.size)
-            white = [x for term, x in zip(self._terms, shares, strict=True) if term.whitened]
-            gradient, pulled = _sum(shares, zero), _sum(white, zero)
+        with torch.autocast(self.space.device.type, enabled=False):
+            self.loss = float(self.sum_tensors(self._linearize())[0])
+            if not math.isfinite(self.loss):
+                return self.find_fault()
+            gradient, pulled_gradient = self._differentiate()
         # r is used where a term of any process has one
-        self._whitened = not self.processes.all_agree(not white)
-        self.gradient, self._pulled = self.summed(gradient, pulled)
+        has_white = any(term.whitened for term in self._terms)
+        self._uses_white = not self.all_agree(not has_white)
+        self.gradient, self._pulled_gradient = self.sum_tensors(gradient, pulled_gradient)
         if not bool(self.gradient.any()) and self.loss != 0:
             self._refuse_constant()
-        return self.broken()
+        return self.find_fault()
+
+    def _linearize(self) -> Tensor:
+        """Linearize the maps of all terms; return their loss."""
+        self._linearizations = [term.map.linearize(self.params) for term in self._terms]
+        # on a CPU a trial of maps that are carried forward is work enough for one core
+        is_structured = all(x.structured for x in self._linearizations)
+        self._evaluates_singly = self.space.device.type == "cpu" and is_structured
+        losses = []
+        self._footprint = 0
+        for term, linearization in zip(self._terms, self._linearizations, strict=True):
+            values = linearization.value.numel()
+            default = _LIMITS.activations_per_value * values
+            self._footprint += getattr(linearization, "footprint", default)
+            losses.append(term.loss(linearization.value))
+        return _sum(losses, self.space.zeros())
+
+    def _differentiate(self) -> tuple[Tensor, Tensor]:
+        """∇L, and the share of it that comes from terms with r = z."""
+        self._row_blocks = []
+        gradients = []
+        white_gradients = []
+        for term, linearization in zip(self._terms, self._linearizations, strict=True):
+            z = linearization.value
+            row_block = RowBlock(linearization, term.factor(z))
+            self._row_blocks.append(row_block)
+            if linearization.structured and term.whitened:
+                # rows cost no more than a reverse pass, and the solver needs them anyway
+                gradient = row_block.lift(term.slope(z).flatten())
+            else:
+                gradient = linearization.vjp(term.slope(z))
+            gradients.append(gradient)
+            if term.whitened:
+                white_gradients.append(gradient)
+        zero = self.space.zeros(self.space.size)
+        return _sum(gradients, zero), _sum(white_gradients, zero)
 
     def _refuse_constant(self) -> None:
+        """Raise where no residual moves with the parameters."""
         ones = torch.ones_like(self.gradient)
-        if self.processes.all_agree(
-            not any(bool(part.linearization.jvp(ones).any()) for part in self._parts)
-        ):
+        depends = any(bool(x.jvp(ones).any()) for x in self._linearizations)
+        if self.all_agree(not depends):
             raise PullbackError(
                 "The objective does not depend on the parameters",
                 "its residuals have no gradient",
                 "Use the given parameter dict, for example with torch.func.functional_call",
             )
 
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
+    def row_blocks(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
         if batch is not None:
-            values = self._averaged(self._repeatable(batch))
-            with self.processes.raise_together():
-                linears = [values.linearize(self.params)] if values.rows else []
-                return [RowBlock(x, metric.factor(x.value)) for x in linears], None
-        if not self._whitened:
-            return self._parts, None
-        white = [
-            part.linearization.value.flatten()
-            if term.whitened
-            else torch.zeros(part.count, dtype=self.space.dtype, device=self.space.device)
-            for term, part in zip(self._terms, self._parts, strict=True)
-        ]
-        return self._parts, torch.cat([self.space.zeros(0), *white])
+            return self._measure_batch(batch, metric), None
+        if not self._uses_white:
+            return self._row_blocks, None
+        whites = [self.space.zeros(0)]
+        for term, row_block in zip(self._terms, self._row_blocks, strict=True):
+            if term.whitened:
+                whites.append(row_block.linearization.value.flatten())
+            else:
+                whites.append(self.space.zeros(row_block.count))
+        return self._row_blocks, torch.cat(whites)
 
-    def pulled(self) -> Tensor:
-        return self._pulled
+    def _measure_batch(self, batch: Any, metric: Metric) -> list[RowBlock]:
+        """The rows of the metric at the values of a function of the parameters."""
+        return self._measure_values(self._average_residuals(self._make_repeatable(batch)), metric)
 
-    def losses(self, moves: Tensor, place: Place) -> Tensor:
-        with self.processes.raise_together():
-            own = self._losses(moves, place)
-        return self.summed(own)[0]
+    def _measure_values(self, values: ObjectiveMap, metric: Metric) -> list[RowBlock]:
+        if not values.rows:
+            return []
+        linearization = values.linearize(self.params)
+        return [RowBlock(linearization, metric.factor(linearization.value))]
 
-    def _losses(self, moves: Tensor, place: Place) -> Tensor:
-        def loss(move: Tensor) -> Tensor:
-            return self._objective.loss(place(self.params, move))
+    def pulled_gradient(self) -> Tensor:
+        return self._pulled_gradient
+
+    def losses(self, moves: Tensor, displace: Displace) -> Tensor:
+        return self.sum_tensors(self._own_losses(moves, displace))[0]
+
+    def _own_losses(self, moves: Tensor, displace: Displace) -> Tensor:
+        def evaluate(move: Tensor) -> Tensor:
+            return self._objective.loss(displace(self.params, move))
 
         if not self._terms:
             return moves.new_zeros(len(moves))
-        if self._apart:
-            with torch.no_grad():
-                return torch.stack([loss(move) for move in moves])
-        room = _TRIAL_BYTES.get(moves.device.type, 2**28)
-        chunk = max(1, room // (self._footprint * moves.element_size()))
         with torch.no_grad():
+            if self._evaluates_singly:
+                return torch.stack([evaluate(move) for move in moves])
+            bytes_per_trial = self._footprint * moves.element_size()
+            chunk = max(1, _LIMITS.bytes_on(moves.device) // bytes_per_trial)
             try:
-                return vmap(loss, chunk_size=chunk, randomness="same")(moves)
+                return vmap(evaluate, chunk_size=chunk, randomness="same")(moves)
             except RuntimeError as error:
                 reraise_fatal(error)  # else the objective or retraction branches on its data
-                return torch.stack([loss(move) for move in moves])
+                return torch.stack([evaluate(move) for move in moves])
 
     def rollback(self) -> None:
         self._random.restore()
 
 
 def _sum(tensors: list[Tensor], zero: Tensor) -> Tensor:
-    return torch.stack(tensors).sum(0) if tensors else zero
+    """The sum, or zero of nothing."""
+    if not tensors:
+        return zero
+    return torch.stack(tensors).sum(0)

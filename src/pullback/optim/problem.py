@@ -1,10 +1,10 @@
-"""One step: the loss and its local picture, the damped system, and the record of what was done."""
+"""One step: the loss and its local model, the damped system, and the record of what was done."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from .._core.errors import Status
-from .._core.processes import Processes
 from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
-from ..grams import FactoredGram, Gram, RowBlock
+from ..grams import FactoredGram, Gram, RowBlock, RowStack
 from ..maps import Covered
 from ..metrics import Metric
 from ..solvers import Damping, Path, Solution, Solver
 
-Place = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
+#: (parameters, move) ↦ the parameters after the move
+Displace = Callable[[Mapping[str, Tensor], Tensor], Mapping[str, Tensor]]
 Solve = Callable[[Damping | None, Tensor | None], Solution]
 
 
 class StepProblem(ABC):
-    """L and its local picture at the current parameters.
+    """L and its local model at the current parameters.
 
-    On several processes L, its gradient and Jᵀ∂L/∂z are those of all of them; parts and r are this
-    process's own, and its parts may be none.
+    On several processes (`distributed.py`) L, its gradient and Jᵀ∂L/∂z are those of all of them;
+    row blocks and r are this process's own, and it may have none.
     """
 
     #: whether the rows were checked against autograd elsewhere
@@ -38,9 +38,8 @@ class StepProblem(ABC):
     #: whose layers the rows may refer to
     model: nn.Module | None = None
 
-    def __init__(self, params: dict[str, nn.Parameter], processes: Processes | None = None) -> None:
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
         self.params = params
-        self.processes = Processes() if processes is None else processes
         self.space = ParameterSpace(params)
         self.loss = float("nan")
         self.gradient = self.space.zeros(0)
@@ -52,27 +51,35 @@ class StepProblem(ABC):
         """Fill `loss` and `gradient`; a non-empty answer says why the step must be rejected."""
 
     @abstractmethod
-    def parts(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
+    def row_blocks(self, metric: Metric, batch: Any) -> tuple[list[RowBlock], Tensor | None]:
         """The rows of A, and r where it is representable."""
 
     @abstractmethod
-    def pulled(self) -> Tensor:
+    def pulled_gradient(self) -> Tensor:
         """Jᵀ∂L/∂z: the gradient of what went through the recorded outputs."""
 
     @abstractmethod
-    def losses(self, moves: Tensor, place: Place) -> Tensor:
-        """L at place(w, move) for each row of moves, everything restored afterwards."""
+    def losses(self, moves: Tensor, displace: Displace) -> Tensor:
+        """L at displace(w, move) for each row of moves, everything restored afterwards."""
 
     @abstractmethod
     def rollback(self) -> None:
         """Undo what evaluating the loss disturbed."""
 
-    def summed(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, added up over all processes."""
-        return self.processes.sum(tensors, "gradients")
+    def stack_rows(self, row_blocks: Sequence[RowBlock]) -> RowStack:
+        """The rows of all processes."""
+        return RowStack(row_blocks, self.space)
 
-    def broken(self) -> str:
-        """Why neither loss nor gradient can be used, or nothing."""
+    def sum_tensors(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, added up over all processes."""
+        return list(tensors)
+
+    def all_agree(self, flag: bool) -> bool:
+        """Whether the flag is true on all processes."""
+        return flag
+
+    def find_fault(self) -> str:
+        """Why loss or gradient cannot be used, or nothing."""
         if not math.isfinite(self.loss):
             return f"the loss is not finite ({self.loss})"
         if not bool(torch.isfinite(self.gradient).all()):
@@ -103,10 +110,11 @@ class System:
         gradient = problem.gradient
         if white is None or not isinstance(gram, FactoredGram):
             return cls(gram, gradient, status=problem.whitening, rows=rows)
-        pulled = problem.pulled()
+        pulled = problem.pulled_gradient()
         extra = gradient - pulled
-        limit = 100 * torch.finfo(gradient.dtype).eps * (gradient.norm() + pulled.norm())
-        extra = extra if bool(extra.norm() > limit) else None
+        round_off = 100 * torch.finfo(gradient.dtype).eps * (gradient.norm() + pulled.norm())
+        if bool(extra.norm() <= round_off):
+            extra = None
         return cls(gram, gradient, white, extra, rows=rows)
 
     def __neg__(self) -> System:
@@ -114,77 +122,95 @@ class System:
         extra = None if self.extra is None else -self.extra
         return replace(self, gradient=-self.gradient, white=white, extra=extra)
 
-    def precisely(self) -> Any:
+    def in_full_precision(self) -> Any:
         """A decorator under which products with this system's matrices are exact in float32."""
         return full_precision(self.gram.device, float(self.gram.count) * self.gram.size)
 
-    def solver(self, solver: Solver, state: Any) -> Solve:
-        """(damping, about) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − about‖²."""
+    def make_solve(self, solver: Solver, state: Any) -> Solve:
+        """(damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖²."""
 
-        @self.precisely()
-        def solve(damping: Damping | None, about: Tensor | None) -> Solution:
-            g, r = self.gradient, self.white
-            if about is not None:
-                g = g - self.gram.matvec(about)
-                if r is not None and isinstance(self.gram, FactoredGram):
-                    r = r - self.gram.project(about)
-            if self.extra is not None and not solver.linear:
-                r = None  # what the solver selects must see all of g
-            if r is None or self.extra is None:
-                found = solver.solve(state, g, damping, whitened=r)
-            else:
-                found = solver.solve(state, g - self.extra, damping, whitened=r)
-                beside = solver.solve(state, self.extra, damping)
-                status = found.status if beside.status is Status.OK else beside.status
-                found = replace(found, x=found.x + beside.x, status=status)
-            return found if about is None else replace(found, x=found.x + about)
+        @self.in_full_precision()
+        def solve(damping: Damping | None, center: Tensor | None) -> Solution:
+            if center is None:
+                return self._solve(solver, state, damping)
+            solution = self._shift(center)._solve(solver, state, damping)
+            return replace(solution, x=solution.x + center)
 
         return solve
+
+    def _shift(self, center: Tensor) -> System:
+        """The system of x − center."""
+        white = self.white
+        if white is not None and isinstance(self.gram, FactoredGram):
+            white = white - self.gram.project(center)
+        return replace(self, gradient=self.gradient - self.gram.matvec(center), white=white)
+
+    def _solve(self, solver: Solver, state: Any, damping: Damping | None) -> Solution:
+        """(G + λ)⁺g, from r and e where they are known."""
+        if self.extra is None:
+            return solver.solve(state, self.gradient, damping, whitened=self.white)
+        if self.white is None or not solver.linear:  # what a solver selects must see all of g
+            return solver.solve(state, self.gradient, damping)
+        from_outputs = solver.solve(state, self.gradient - self.extra, damping, whitened=self.white)
+        from_extra = solver.solve(state, self.extra, damping)
+        status = from_outputs.status if from_extra.status is Status.OK else from_extra.status
+        return replace(from_outputs, x=from_outputs.x + from_extra.x, status=status)
 
     def path(self, solver: Solver, state: Any) -> Path | None:
         """All solutions over damping; e joins r in the spectral coordinates."""
         if self.extra is None:
             return solver.path(state, self.gradient, self.white)
-        path = solver.path(state, self.gradient - self.extra, self.white)
-        beside = solver.path(state, self.extra)
-        if path is None or beside is None:
+        from_outputs = solver.path(state, self.gradient - self.extra, self.white)
+        from_extra = solver.path(state, self.extra)
+        if from_outputs is None or from_extra is None:
             return None
-        beyond = [p.beyond for p in (path, beside) if p.beyond is not None]
-        outside = reduce(torch.add, beyond) if beyond else None
-        return replace(path, gamma=path.gamma + beside.gamma, beyond=outside)
+        outside = [p.beyond for p in (from_outputs, from_extra) if p.beyond is not None]
+        return replace(
+            from_outputs,
+            gamma=from_outputs.gamma + from_extra.gamma,
+            beyond=reduce(torch.add, outside) if outside else None,
+        )
 
 
-def explains(
-    gram: Gram, parts: Sequence[RowBlock], problem: StepProblem, white: Tensor | None
+def agrees_with_autograd(
+    gram: Gram, stack: RowStack, problem: StepProblem, white: Tensor | None
 ) -> bool:
-    """Whether cᵀ(AAᵀ)c is ‖Aᵀc‖², with Aᵀc by autograd: the layers' formulas at a glance."""
-    processes, space = problem.processes, problem.space
+    """Return True if cᵀ(AAᵀ)c is ‖Aᵀc‖² for one vector c, with Aᵀc by autograd.
+
+    The left side is by the formulas of the layers, which a changed model may have made wrong. c is
+    r where it is known, since Aᵀr is known too.
+    """
     if gram.structure.holds == "operator":
         return True
-    if not processes.all_agree(all(part.used_structure for part in parts)):
+    row_blocks = stack.row_blocks
+    if not problem.all_agree(all(block.used_structure for block in row_blocks)):
         return True
-    counts = [part.count for part in parts]
     if white is None:
-        c = torch.ones(sum(counts), dtype=gram.dtype, device=gram.device)
+        c = torch.ones(sum(block.count for block in row_blocks), dtype=gram.dtype)
         c[::2] = -1
+        c = c.to(gram.device)
+        pulled = stack.pull(stack.gather(c))
     else:
         c = white
-    pieces = list(zip(parts, c.split(counts) if counts else (), strict=True))
-
-    def summed(vectors: Iterable[Tensor]) -> Tensor:
-        return problem.summed(reduce(torch.add, [*vectors] or [space.zeros(space.size)]))[0]
-
-    pulled = problem.pulled() if white is not None else summed(x.pull(y) for x, y in pieces)
-    every = processes.gather([c])[0]
+        pulled = problem.pulled_gradient()
+    all_c = stack.gather(c)
     if isinstance(gram, FactoredGram) and gram.structure.holds == "kernel":
-        energy, scale = every @ (gram.kernel() @ every), every.square() @ gram.kernel().diagonal()
+        kernel = gram.kernel()
+        energy = all_c @ (kernel @ all_c)
+        scale = all_c.square() @ kernel.diagonal()
     else:
-        lifted = summed(x.lift(y) for x, y in pieces)
-        energy = lifted.square().sum()
-        scale = every.square().sum() * gram.trace() / len(every)
-    own = getattr(parts[0].linearization, "graph", c).dtype if parts else gram.dtype
-    limit = relative_tolerance(own, 10) * (scale + energy)
-    return processes.all_agree(bool((energy - pulled.square().sum()).abs() <= limit))
+        energy = stack.lift(all_c).square().sum()
+        scale = all_c.square().sum() * gram.trace() / len(all_c)
+    limit = relative_tolerance(_forward_dtype(row_blocks, gram), 10) * (scale + energy)
+    return problem.all_agree(bool((energy - pulled.square().sum()).abs() <= limit))
+
+
+def _forward_dtype(row_blocks: Sequence[RowBlock], gram: Gram) -> torch.dtype:
+    """The dtype of the replayed forward pass."""
+    if not row_blocks:
+        return gram.dtype
+    graph = getattr(row_blocks[0].linearization, "graph", None)
+    return gram.dtype if graph is None else graph.dtype
 
 
 @dataclass(frozen=True)

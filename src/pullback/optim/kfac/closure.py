@@ -22,8 +22,10 @@ from ...metrics import Metric
 from ...steps import QuadraticModel
 from ...steps.quadratic_model import best_coefficients
 from ..checks import loss_of, refuse_uncallable
-from ..closure import ClosureProblem
+from ..closure import ClosureMemory
+from ..distributed import DistributedClosureProblem
 from ..objective import Objective, ObjectiveProblem
+from ..outputs import Outputs
 from ..problem import StepProblem
 from .factors.damping import Damping
 from .options import Options
@@ -31,11 +33,8 @@ from .report import KFACInfo
 from .statistics.capture import StatisticsCapture
 from .update import Share, Tensors, move
 
-#: warnings that KFAC gives itself
-_SAID = ("derived", "silent", "checked", "unmeasured")
 
-
-class ControlledClosure(ClosureProblem):
+class ControlledClosure(DistributedClosureProblem):
     """A closure whose gradients `KFAC` averages, and whose trials give no statistics."""
 
     #: what the closure returned
@@ -47,12 +46,12 @@ class ControlledClosure(ClosureProblem):
         self.returned = self._closure()
         return loss_of(self.returned)
 
-    def _trial(self, point: Tensors) -> float:
+    def _try(self, point: Tensors) -> float:
         with self.unwatched():
-            return super()._trial(point)
+            return super()._try(point)
 
-    def _synchronized(self, gradients: dict[str, Tensor | None]) -> Tensor:
-        return self.space.flatten(gradients)
+    def _flatten_gradients(self) -> Tensor:
+        return self.space.flatten({name: p.grad for name, p in self.params.items()})
 
 
 def evaluate(problem: StepProblem | None, closure: Callable[[], Any] | None) -> Any:
@@ -79,7 +78,7 @@ def problem_of(
     params: ModelParameters,
     groups: Groups,
     processes: Processes,
-    memory: dict[str, Any],
+    memory: ClosureMemory,
 ) -> StepProblem | None:
     """Return an objective's problem, or that of a controlled step, which looks at the loss again.
 
@@ -98,11 +97,10 @@ def problem_of(
             "adaptive damping and steps from the quadratic model look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
-    memory.update(dict.fromkeys(_SAID, True))
+    outputs = Outputs(options.output, options.batch_dim, options.reduction)
     problem = ControlledClosure(
-        own, capture.model, closure, reduction=options.reduction, output=options.output,
-        batch_dim=options.batch_dim, coupled=True, memory=memory, processes=processes,
-    )  # fmt: skip
+        own, capture.model, closure, outputs, memory, processes, coupled=True
+    )
     problem.unwatched = capture.watch.pause_all
     return problem
 
@@ -144,10 +142,10 @@ def _products(problem: StepProblem, metric: Metric, span: Sequence[Tensors]) -> 
     space, names = problem.space, problem.params
     flat = [space.flatten({n: x.get(n) for n in names}) for x in span]
     with _unfused_recurrence(problem.model):
-        parts, _ = problem.parts(metric, None)
-        rows = [torch.cat([space.zeros(0), *(part.push(v) for part in parts)]) for v in flat]
+        row_blocks, _ = problem.row_blocks(metric, None)
+        rows = [torch.cat([space.zeros(0), *(block.push(v) for block in row_blocks)]) for v in flat]
     white = torch.stack(rows).double()
-    return problem.summed(white @ white.mT)[0]
+    return problem.sum_tensors(white @ white.mT)[0]
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
+from ..closure import ClosureMemory, ClosureWarning
 from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import options, report, update
@@ -228,7 +229,8 @@ class KFAC(Optimizer):
             me = ref(self)  # hooks hold it
             self._capture.completed = lambda: (own := me()) and own._launch()
         self._verdict: DeferredFlags | None = None
-        self._memory: dict[str, Any] = {}
+        # KFAC gives the warnings itself
+        self._memory = ClosureMemory(warned={*ClosureWarning})
 
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
@@ -540,7 +542,7 @@ class KFAC(Optimizer):
         if isinstance(problem, ObjectiveProblem):
             if not self._due():
                 return {}
-            parts, _ = problem.parts(self.metric, None)
+            parts, _ = problem.row_blocks(self.metric, None)
             generator = capture.generator(parts[0].linearization.value.device)
             return averaged_parts(parts, self._options, generator)
         if not self._warned_plain and not self._measuring:

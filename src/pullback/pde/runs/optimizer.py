@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..._core.processes import Processes
+from ...grams import GramForm
 from ...optim import KFAC, NaturalGradient, Objective, StepInfo
 from ...solvers import PseudoInverse, Sketched, Solver
 from ...steps import TargetRatio
@@ -34,8 +35,7 @@ def make_optimizer(
         trial,
         solver=settings.solver or default_solver(trial, dtype, rows),
         step=settings.step or TargetRatio(),
-        gram=settings.gram,
-        memory=settings.memory,
+        gram=GramForm(settings.gram, settings.memory),
         group=processes.group,
     )
 
