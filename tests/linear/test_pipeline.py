@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback._core.capture import Call
 from pullback.grams import RowBlock, assemble
-from pullback.optim import Outputs
 from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
 from pullback.maps import ModuleMap
 from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weighted
+from pullback.optim import Outputs
 from pullback.testing import check_gram, oracle, relative_error
 from tests.pairs import all_pairs, each_once
 
