@@ -14,6 +14,7 @@ from benchmarks import pde_defaults
 from benchmarks.table.defaults import tuned
 from benchmarks.table.numbers import record
 from pullback import pde
+from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict, exact_level
 from pullback_experiments.problems import SETUPS
 
@@ -34,7 +35,7 @@ def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
                 torch.finfo(torch.float32 if "single" in one["name"] else DOUBLE).eps
             )
             numbers = one["own"], one["fresh"], one["relative"]
-            verdict = PDEVerdict(one["stopped"], False, *numbers, exact=limit)
+            verdict = PDEVerdict(Stop(StopReason.ALL_STEPS), False, *numbers, exact=limit)
             if one["error"] > 100 * best.get(one["name"], math.inf):
                 assert verdict.alarming or one["relative"] <= 1e-8, one["name"]
             if one["relative"] <= 1e-8:

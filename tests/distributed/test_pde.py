@@ -70,7 +70,7 @@ def agree(want: pde.PDESolution, found: pde.PDESolution, tol: float) -> None:
     assert want.verdict.reason == found.verdict.reason
     for name in ("validated", "moved", "restarted"):
         assert getattr(want.history, name) == getattr(found.history, name)
-    fresh = torch.tensor([want.history.fresh, found.history.fresh])
+    fresh = torch.tensor([want.history.fresh_loss, found.history.fresh_loss])
     assert ((fresh[0] - fresh[1]).abs() <= tol * losses[0].abs().max()).all()
     assert abs(want.loss - found.loss) <= tol * max(abs(want.loss), 1e-3)
     assert set(want.unknowns) == set(found.unknowns)
@@ -153,7 +153,7 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
     assert history.restarted
     assert "tries" in found.stopped
     same_everywhere(flat(net), torch.tensor(history.loss), torch.tensor(history.restarted))
-    same_everywhere(torch.tensor([verdict.own, verdict.fresh, verdict.relative]))
+    same_everywhere(torch.tensor([verdict.training_loss, verdict.fresh_loss, verdict.relative]))
     texts = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
     assert any(verdict.text in text for text in texts) == (verdict.alarming and rank == 0)
 
@@ -162,7 +162,7 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
     trial = Trial(net, {}, next(net.parameters()))
     for seed, same in ((3, True), (4, False)):
         alone = Validation(problem, trial, counts, found.weights, seed)
-        near = abs(alone.loss(len(history)) - verdict.fresh) <= 1e-12 * verdict.fresh
+        near = abs(alone.loss(len(history)) - verdict.fresh_loss) <= 1e-12 * verdict.fresh_loss
         assert near == same
         if same:
             assert abs(alone.relative(len(history)) - verdict.relative) <= 1e-12

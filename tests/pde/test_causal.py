@@ -124,10 +124,10 @@ def test_weights_open_and_sharpen_as_losses_fall():
     causal.update(flat, 0)
     want = torch.exp(-320 * torch.arange(16, dtype=torch.float64) / 16).clamp(min=1e-8)
     torch.testing.assert_close(causal.weights, want)
-    assert causal.open
+    assert causal.is_open
     causal.update(flat * 1e-5, 3)
     assert causal.weights[-1] > 0.9
-    assert not causal.open
+    assert not causal.is_open
     causal.update(flat * 1e-5, 6)  # three times as sharp from here on
     torch.testing.assert_close(causal.weights[-1].log(), torch.tensor(-960e-5 * 15 / 16).double())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback.maps.jets import Index
-from pullback.pde.problem.fields import Coordinates, Field, UnknownDerivative, call
+from pullback.pde.problem.fields import Coordinates, Field, UnknownDerivative, call_by_name
 
 N = 4
 NORMALS = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)).double()
@@ -154,13 +154,13 @@ def test_unusable_coordinates(name: str) -> None:
 
 def test_call_by_names() -> None:
     offered = {"u": 1, "x": 2, "k": 3}
-    assert call(lambda x, u: (x, u), offered, "It") == (2, 1)
-    assert call(lambda u, scale=10: u * scale, offered, "It") == 10
-    assert call(lambda **all: sorted(all), offered, "It") == ["k", "u", "x"]
-    assert call(lambda: 4, offered, "It") == 4
+    assert call_by_name(lambda x, u: (x, u), offered, "It") == (2, 1)
+    assert call_by_name(lambda u, scale=10: u * scale, offered, "It") == 10
+    assert call_by_name(lambda **all: sorted(all), offered, "It") == ["k", "u", "x"]
+    assert call_by_name(lambda: 4, offered, "It") == 4
     for wrong in (lambda y: y, lambda *args: args):
         with pytest.raises(PullbackError, match="It asks for"):
-            call(wrong, offered, "It")
+            call_by_name(wrong, offered, "It")
 
 
 def test_call_of_objects_and_their_methods() -> None:
@@ -176,8 +176,8 @@ def test_call_of_objects_and_their_methods() -> None:
             return 3 * y
 
     offered = {"x": 1.0, "y": 10.0}
-    assert call(Scaled(), offered, "It") == 2.0
-    assert call(Scaled().other, offered, "It") == 30.0
+    assert call_by_name(Scaled(), offered, "It") == 2.0
+    assert call_by_name(Scaled().other, offered, "It") == 30.0
     for _ in range(3):
-        assert call(lambda x: x, offered, "It") == 1.0
-        assert call(lambda y: y, offered, "It") == 10.0
+        assert call_by_name(lambda x: x, offered, "It") == 1.0
+        assert call_by_name(lambda y: y, offered, "It") == 10.0

@@ -80,8 +80,8 @@ def test_unusable_refinements(options: dict[str, Any]) -> None:
 def test_draws() -> None:
     still = plan(problem())
     moving = plan(problem(), resample=3)
-    assert [still.at(i) for i in range(4)] == [0] * 4
-    assert [moving.at(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+    assert [still.draw_number(i) for i in range(4)] == [0] * 4
+    assert [moving.draw_number(i) for i in range(7)] == [0, 0, 0, 1, 1, 1, 2]
     assert still.sampler == "grid"
     assert plan(pde.Heat(1)).sampler == "sobol"  # a grid misses layers that move
     assert moving.sampler == "sobol"
@@ -110,12 +110,12 @@ def test_refinement_goes_where_the_residual_is() -> None:
     trial = Trial(network, {}, next(network.parameters()))
     it = plan(bumpy, points=400, refine=Refine(), sampler="uniform")
     before = it.draw(0)
-    after = it.refined(before, trial, 10)
-    again = it.refined(before, trial, 10)
+    after = it.refine_sites(before, trial, 10)
+    again = it.refine_sites(before, trial, 10)
     x = after["equation"][0].x
     assert len(x) == 400
     assert torch.equal(x, again["equation"][0].x)
-    assert not torch.equal(x, it.refined(before, trial, 11)["equation"][0].x)
+    assert not torch.equal(x, it.refine_sites(before, trial, 11)["equation"][0].x)
     kept = (x[:, None] == before["equation"][0].x[None]).all(-1).any(1)
     assert int(kept.sum()) == 200
     assert float((x[~kept][:, 0] < 0.2).double().mean()) > 0.5
@@ -132,7 +132,7 @@ def test_refinement_in_single_precision() -> None:
     network = pde.mlp(2, 3, 1, seed=0, dtype=torch.float32)
     trial = Trial(network, {}, next(network.parameters()))
     it = plan(problem(), points=64, refine=Refine())
-    after = it.refined(it.draw(0), trial, 10)
+    after = it.refine_sites(it.draw(0), trial, 10)
     assert after["equation"][0].x.dtype == torch.float64
 
 

@@ -14,7 +14,7 @@ from pullback._core.processes import Processes
 from pullback.pde.discretization.sites import draw_sites
 from pullback.pde.discretization.term import build_term
 from pullback.pde.discretization.trial import Trial
-from pullback.pde.discretization.weights import evidence
+from pullback.pde.discretization.weights import choose_prior_factor
 
 LINE = pde.Interval(0, 1)
 
@@ -56,7 +56,7 @@ def test_evidence_against_the_density_of_the_data() -> None:
         (c, build_term(problem, c, trial, draw_sites(problem, c, 50, "sobol", 0)))
         for c in problem.conditions
     ]
-    found = evidence(terms, params, Processes())
+    found = choose_prior_factor(terms, params, Processes())
     rows = {c.name: t.map.linearize(params).rows().detach() for c, t in terms}
     values = {c.name: t.map.linearize(params).value.detach().flatten() for c, t in terms}
 

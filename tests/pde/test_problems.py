@@ -12,7 +12,7 @@ from pullback.pde.catalog.ready import Ready
 from pullback.pde.discretization.term import build_term
 from pullback.pde.discretization.trial import Trial
 from pullback.pde.problem.conditions import Energy
-from pullback.pde.problem.fields import call
+from pullback.pde.problem.fields import call_by_name
 
 from .residuals import assert_fits, assert_hard, drawn, residual
 
@@ -59,7 +59,7 @@ class Exact(nn.Module):
     def forward(self, x: Any) -> Any:
         columns = {n: x[:, i : i + 1] for i, n in enumerate(self.problem.domain.names)}
         assert self.problem.exact is not None
-        u = call(self.problem.exact, {"points": x, **columns}, "The exact solution")
+        u = call_by_name(self.problem.exact, {"points": x, **columns}, "The exact solution")
         if isinstance(u, tuple):
             u = torch.cat(list(u), -1)
         else:
@@ -100,7 +100,7 @@ def test_hard_lifts_agree_with_the_exact_solution(make: Callable[[], Ready]) -> 
         value = getattr(condition, "value", None)
         if value is not None:
             if callable(value):
-                want = call(value, {"points": x, **problem.columns(x)}, "v")
+                want = call_by_name(value, {"points": x, **problem.columns(x)}, "v")
             else:
                 want = 0.0
             assert (problem.truth(x)[:, 0] - want).abs().max() < 1e-12

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pullback import pde
-from pullback.pde.runs.restarts import kick
+from pullback.pde.runs.perturbation import kick
 
 
 def with_idle(count: int) -> nn.Sequential:

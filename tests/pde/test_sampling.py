@@ -20,7 +20,7 @@ from pullback.pde.domains.sampling import (
     Sampler,
     Sobol,
     Uniform,
-    sampler,
+    find_sampler,
 )
 
 ALL = [Grid(), Gauss(), Uniform(), LatinHypercube(), Sobol()]
@@ -114,17 +114,17 @@ def test_sobol_is_better_spread_than_uniform() -> None:
 
 
 def test_names() -> None:
-    kinds = [type(sampler(name)) for name in ("sobol", "grid", "gauss", "uniform", "lhs")]
+    kinds = [type(find_sampler(name)) for name in ("sobol", "grid", "gauss", "uniform", "lhs")]
     assert kinds == [Sobol, Grid, Gauss, Uniform, LatinHypercube]
     mine = Grid()
-    assert sampler(mine) is mine
+    assert find_sampler(mine) is mine
     assert set(SAMPLERS) == {"sobol", "grid", "gauss", "uniform", "lhs"}
 
 
 @pytest.mark.parametrize("bad", ["halton", None, 3, Grid])
 def test_unknown_samplers_are_refused(bad: object) -> None:
     with pytest.raises(PullbackError, match=r"Unknown sampler.*'sobol'"):
-        sampler(bad)  # pyright: ignore[reportArgumentType]
+        find_sampler(bad)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("which", [Grid(), Gauss()], ids=repr)

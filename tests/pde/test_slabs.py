@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
+from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict
 from pullback.pde.networks.modules import Slabs
-from pullback.pde.networks.windows import continue_from_slab, rescale_time, restrict_to_window
+from pullback.pde.networks.windows import continue_from, rescale_time, restrict_to_window
 from pullback.pde.runs.slabs import summarize_verdicts
 
 pi = math.pi
@@ -71,7 +72,7 @@ def test_slabs_together_solve_the_whole(problem: Any) -> None:
 def test_a_slab_starts_where_the_last_one_ended() -> None:
     problem = wave()
     for before in (pde.mlp(2, 5, 1, seed=3), pde.mlp(2, 5, 1, seed=3, activation=nn.ELU)):
-        later = continue_from_slab(problem.conditions[2], problem, before)
+        later = continue_from(problem.conditions[2], problem, before)
         assert isinstance(later, pde.Initial)
         x = torch.rand(6, 2).double()
         y = x.clone().requires_grad_()
@@ -83,8 +84,8 @@ def test_a_slab_starts_where_the_last_one_ended() -> None:
         torch.testing.assert_close(value(points=x), before(x)[:, 0].detach())
         torch.testing.assert_close(velocity(points=x), g[:, 1])
         torch.testing.assert_close(velocity(points=x.float()), g[:, 1], rtol=1e-4, atol=1e-5)
-    assert continue_from_slab(problem.conditions[1], problem, before) is problem.conditions[1]
-    assert continue_from_slab(problem.conditions[2], problem, None) is problem.conditions[2]
+    assert continue_from(problem.conditions[1], problem, before) is problem.conditions[1]
+    assert continue_from(problem.conditions[2], problem, None) is problem.conditions[2]
 
 
 def test_fields_go_on_each_by_itself() -> None:
@@ -101,7 +102,7 @@ def test_fields_go_on_each_by_itself() -> None:
     network = pde.mlp(2, 4, 2, seed=0)
     x = torch.rand(3, 2).double()
     for i, condition in enumerate(problem.conditions[1:]):
-        later = continue_from_slab(condition, problem, network)
+        later = continue_from(condition, problem, network)
         assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
         problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-2, progress=False
@@ -255,12 +256,12 @@ def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_worst_slab_is_told_where_budgets_ended_all() -> None:
     """Later slabs inherit the errors of the first, however small their own residuals are."""
-    ended = "the budget of 1 s is spent"
+    ended = Stop(StopReason.BUDGET_SPENT, 1.0)
     verdicts = [PDEVerdict(ended, False, 1e-3, 1e-3, size) for size in (1e-2, 3e-2, 1e-6)]
     found = summarize_verdicts(verdicts, 3, ended=False)
     assert found.name == "unfinished"
     assert found.alarming
-    assert found.reason == f"{ended} in slab 2 of 3"
+    assert found.reason == "the budget of 1 s is spent in slab 2 of 3"
 
 
 def test_a_network_for_later_times_is_the_same_function() -> None:
@@ -269,17 +270,17 @@ def test_a_network_for_later_times_is_the_same_function() -> None:
     plain = nn.Sequential(pde.PeriodicEmbedding(2, 0, 2.0, 2), *pde.mlp(5, 6, 1, seed=0))
     first = pde.Rescaled(pde.Symmetric(plain, 0, 1), pde.SpaceTime(pde.Interval(0, 1), (0, 0.25)))
     part = restrict_to_window(heat(), 0.5, 0.75, first)
-    later = rescale_time(first, part, same=True)
+    later = rescale_time(first, part, keep_function=True)
     x = part.domain.sample(20, "uniform", seed=1).x
     torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)
     assert isinstance(later, pde.Rescaled)
     assert (later.low[1], later.high[1]) == (0.5, 0.75)
-    fresh = rescale_time(first, part, same=False)
+    fresh = rescale_time(first, part, keep_function=False)
     x0 = x - torch.tensor([0, 0.5])
     torch.testing.assert_close(fresh(x), first(x0))
     assert float(first.high[1]) == 0.25
     squared = pde.Rescaled(nn.Sequential(Squared(), *pde.mlp(2, 6, 1, seed=0)), domain)
-    torch.testing.assert_close(rescale_time(squared, part, same=True)(x), squared(x))
+    torch.testing.assert_close(rescale_time(squared, part, keep_function=True)(x), squared(x))
 
 
 class Squared(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pullback import PullbackError, pde
 from pullback.optim import NaturalGradient
 from pullback.pde.judgement.history import History
 from pullback.pde.judgement.yardstick import Yardstick
+from pullback.pde.runs.run_file import RunFile
 
 pi = math.pi
 Case = tuple[pde.Problem, nn.Module, dict[str, Any]]
@@ -390,7 +390,7 @@ def test_history() -> None:
     assert history.seconds_to(1e9) == 0.0
     assert history.seconds_to(0.0) is None
     assert History.from_dict(history.as_dict()) == history
-    twice = history.joined(history)
+    twice = history.join(history)
     assert len(twice) == 24
     assert twice.measured[-1] == 24
     assert twice.seconds == sorted(twice.seconds)
@@ -517,7 +517,7 @@ def test_errors_of_fields() -> None:
 
 
 def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["pullback.pde.runs.run"], "_SAVE_EVERY", 0.0)
+    monkeypatch.setattr(RunFile, "seconds_between", 0.0)
     path = tmp_path / "run.pt"
     seen = []
     run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])

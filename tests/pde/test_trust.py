@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
+from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict, exact_level
 from pullback.pde.runs.progress import Log
 from pullback.steps import TargetRatio
@@ -92,7 +93,7 @@ def test_fresh_points_are_measured_and_overfitting_is_said() -> None:
     with pytest.warns(UserWarning, match="overfitted.*Use more points"):
         bad = run(points=8, steps=40, refine=None)
     assert bad.verdict.name == "overfitted"
-    assert bad.verdict.fresh > 10 * bad.verdict.own
+    assert bad.verdict.fresh_loss > 10 * bad.verdict.training_loss
     assert bad.history.validated == [10, 20, 30, 40]
     assert bad.history.moved == []
     with warnings.catch_warnings():
@@ -116,7 +117,7 @@ def test_an_unfinished_answer_is_warned_of_unless_that_was_asked_for() -> None:
 
 def test_verdicts_say_what_is_missing() -> None:
     """Residuals above 1e-8 of their terms are warned of, unless that was asked for."""
-    ended = PDEVerdict("all 9 steps were taken", False, 1e-9, 2e-9, 1e-5)
+    ended = PDEVerdict(Stop(StopReason.ALL_STEPS, 9), False, 1e-9, 2e-9, 1e-5)
     assert ended.name == "converged"
     assert ended.alarming
     assert "More steps= or budget=, or a wider or deeper network would" in ended.text
@@ -125,9 +126,9 @@ def test_verdicts_say_what_is_missing() -> None:
     assert "would" not in replace(ended, relative=9e-9).text
     early = replace(ended, falling=0.034)
     assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in early.text
-    assert not replace(early, reason="a callback asked for it").alarming
-    assert not replace(early, reason="the tolerance 0.1 was reached").alarming
-    stuck = replace(ended, reason="the loss fell by less than 1 % in 50 steps", stuck=True)
+    assert not replace(early, stop=Stop(StopReason.CALLBACK)).alarming
+    assert not replace(early, stop=Stop(StopReason.TOLERANCE_REACHED, 0.1)).alarming
+    stuck = replace(ended, stop=Stop(StopReason.LOSS_LEVEL, 50), stuck=True)
     assert stuck.alarming
     assert "1e-05 of their terms. A wider or deeper network would" in stuck.text
     single = replace(stuck, exact=exact_level(torch.finfo(torch.float32).eps))

@@ -1,4 +1,4 @@
-"""Saving a run so that it goes on to the same bits."""
+"""Files that runs and solutions are saved to."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import nn
 
 from .._core.errors import PullbackError
 
-_VERSION = 4
+#: of the file format
+_VERSION = 5
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write all or nothing."""
-    part = path.with_name(path.name + ".part")
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state to a file; if that fails, the file is as it was before."""
+    draft = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"version": _VERSION, **state}, part)
-        os.replace(part, path)
+        torch.save({"version": _VERSION, **state}, draft)
+        os.replace(draft, path)
     except (OSError, RuntimeError) as error:  # torch's own of a full disk is the latter
         with suppress(OSError):
-            part.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
         raise PullbackError(
             f"{path} could not be written",
             str(error).splitlines()[0],
@@ -32,8 +33,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
         ) from error
 
 
-def restore(path: Path, module: nn.Module, state: dict[str, Any]) -> None:
-    """Parameters and buffers, which must be those of the same architecture."""
+def load_parameters(path: Path, module: nn.Module, state: dict[str, Any]) -> None:
+    """Load parameters and buffers into a module; raise if it has another architecture."""
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
@@ -44,8 +45,8 @@ def restore(path: Path, module: nn.Module, state: dict[str, Any]) -> None:
         ) from error
 
 
-def load(path: Path, what: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Read, and refuse what belongs to another run."""
+def load_state(path: Path, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of a file; raise if it belongs to another run."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -58,7 +59,7 @@ def load(path: Path, what: dict[str, Any] | None = None) -> dict[str, Any]:
         raise PullbackError(
             f"{path} is not a saved solve", "it lacks this version's mark", "Pass another path"
         )
-    for name, value in (what or {}).items():
+    for name, value in (identity or {}).items():
         if state["run"].get(name) != value:
             raise PullbackError(
                 f"{path} belongs to another run",

@@ -18,10 +18,11 @@ from .arguments import is_integer, is_number, require, require_problem
 from .discretization.plan import Refine
 from .domains.sampling import Sampler
 from .judgement.solution import PDESolution
+from .judgement.verdict import Outcome
 from .networks.modules import Hard
 from .problem.problem import Problem
-from .runs.run import Run, processes
-from .runs.settings import Callback, Settings
+from .runs.run import Run, find_solve_processes
+from .runs.settings import Callback, Limits, MethodOptions, SamplingOptions, Settings
 from .runs.slabs import SlabMarch
 
 
@@ -89,28 +90,50 @@ def solve(
             all; the first process shows progress and reads and writes the checkpoint.
     """
     require_problem(problem, "solve()")
-    made = isinstance(network, nn.Module)
-    require(made, "The network", network, "Pass a module, such as network_for(problem)")
+    usable = isinstance(network, nn.Module)
+    require(usable, "The network", network, "Pass a module, such as network_for(problem)")
     settings = Settings(
-        steps, points, sampler, seed, resample, refine, solver, step, gram, memory, causal, tol,
-        patience, budget, measure, callbacks, device, progress, optimizer, group,
-    )  # fmt: skip
-    times = isinstance(slabs, (list, tuple)) and all(map(is_number, slabs))
-    usable = times or slabs == "auto" or is_integer(slabs, 1)
+        sampling=SamplingOptions(
+            points=points, sampler=sampler, seed=seed, resample=resample, refine=refine
+        ),
+        method=MethodOptions(
+            solver=solver, step=step, gram=gram, memory=memory, optimizer=optimizer
+        ),
+        limits=Limits(steps=steps, tol=tol, patience=patience, budget=budget),
+        causal=causal,
+        measure=measure,
+        callbacks=callbacks,
+        device=device,
+        progress=progress,
+        group=group,
+    )
+    _check_slabs(slabs)
+    _warn_of_soft_network(problem, network)
+    has_slabs = slabs != 1 and (slabs != "auto" or problem.domain.evolves)
+    if has_slabs:
+        solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)
+    else:
+        solution = Run(problem, network, settings, checkpoint).advance()
+    if solution.verdict.name is Outcome.CONVERGED:
+        error, loose = solution.estimate_error()
+        solution.verdict = replace(solution.verdict, estimated=error, loose=loose)
+    if solution.verdict.alarming and find_solve_processes(group).rank == 0:
+        warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
+    return solution
+
+
+def _check_slabs(slabs: object) -> None:
+    """Raise for slabs that are no number, no list of times and not "auto"."""
+    is_list_of_times = isinstance(slabs, (list, tuple)) and all(map(is_number, slabs))
+    usable = is_list_of_times or slabs == "auto" or is_integer(slabs, 1)
     require(usable, "slabs=", slabs, 'Use an integer ≥ 1, a list of times, or "auto"')
-    if problem.hard and not any(isinstance(m, Hard) for m in network.modules()):
+
+
+def _warn_of_soft_network(problem: Problem, network: nn.Module) -> None:
+    """Warn if the problem leaves conditions to the network, which does not build them in."""
+    if problem.hard and not any(isinstance(module, Hard) for module in network.modules()):
         warnings.warn(
             f"{problem.name}: its hard conditions are not in the loss, and the network does not "
             "build them in. Use problem.wrap(network), or hard=False",
-            stacklevel=2,
+            stacklevel=3,
         )
-    if slabs == 1 or (slabs == "auto" and not problem.domain.evolves):
-        solution = Run(problem, network, settings, checkpoint).go()
-    else:
-        solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)
-    if solution.verdict.name == "converged":
-        error, loose = solution.estimated()
-        solution.verdict = replace(solution.verdict, estimated=error, loose=loose)
-    if solution.verdict.alarming and processes(group).rank == 0:
-        warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
-    return solution

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from pullback.pde import Box, Condition, Dirichlet, Ready
+from pullback.pde import Box, Dirichlet, Ready
 from pullback.pde.arguments import check_positive
-from pullback.pde.catalog.ready import bump, distance
+from pullback.pde.catalog.ready import bump, wrap_by_distance
 from pullback.pde.catalog.steady import navier_stokes
 
 from . import references
@@ -34,19 +34,18 @@ def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
     def moving(x: Any, y: Any) -> Any:
         return 16 * x**2 * (1 - x) ** 2 * y**2, 0 * x, 0 * x
 
-    conditions: list[Condition] = [navier_stokes(re)]
-    if not hard:
-        conditions += [
-            Dirichlet(lid, field="u", name="dirichlet u"),
-            Dirichlet(0.0, field="v", name="dirichlet v"),
-        ]
     return Ready(
         box,
-        conditions,
+        [navier_stokes(re)],
+        soft=[
+            Dirichlet(lid, field="u", name="dirichlet u"),
+            Dirichlet(0.0, field="v", name="dirichlet v"),
+        ],
+        hard=hard,
+        wrap=wrap_by_distance(box, walls, moving),
         fields=("u", "v", "p"),
         reference=references.Cavity(re),
         free=("p",),
         name=f"Cavity Re={re:g}",
         equation=f"u·∇u + ∇p = Δu/{re:g}, ∇·u = 0, lid 16x²(1−x)²",
-        hard=distance(box, walls, moving) if hard else None,
     )

@@ -9,7 +9,7 @@ import torch
 
 from pullback.pde import Equation, Initial, Interval, Periodic, Ready, SpaceTime
 from pullback.pde.arguments import check_positive
-from pullback.pde.catalog.ready import check_number, periodic, prefix
+from pullback.pde.catalog.ready import check_number, prefix, wrap_periodically
 
 from . import references
 
@@ -30,11 +30,13 @@ def AllenCahn(diffusion: float = 1e-4, reaction: float = 5.0, *, hard: bool = Fa
     soft = [Periodic("x", 1), Initial(lambda x: x**2 * torch.cos(_PI * x))]
     return Ready(
         domain,
-        [equation] if hard else [equation, *soft],
+        [equation],
+        soft=soft,
+        hard=hard,
+        wrap=wrap_periodically(domain, lambda x, t: smoothed_kink(x, t, d, 2 * rho), 2.0),
         reference=references.AllenCahn(d, rho),
         name=f"Allen–Cahn D={d:g} ρ={rho:g}",
         equation=f"u_t = {d:g} u_xx + {prefix(rho)}(u − u³)",
-        hard=periodic(domain, lambda x, t: smoothed_kink(x, t, d, 2 * rho), 2.0) if hard else None,
     )
 
 
@@ -56,11 +58,13 @@ def KdV(
     first = Initial(start, weight=initial_weight)
     return Ready(
         domain,
-        [equation] if hard else [equation, Periodic("x", 2), first],
+        [equation],
+        soft=[Periodic("x", 2), first],
+        hard=hard,
+        wrap=wrap_periodically(domain, start, 2.0),
         reference=references.KortewegDeVries(eta, mu),
         name=f"KdV η={eta:g} μ={mu:g}",
         equation=f"u_t + {prefix(eta, ' ')}u u_x + {mu:g}² u_xxx = 0",
-        hard=periodic(domain, start, 2.0) if hard else None,
     )
 
 

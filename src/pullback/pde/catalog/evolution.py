@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..arguments import check_positive
 from ..domains import Box, Interval, SpaceTime
 from ..problem.conditions import Condition, Dirichlet, Equation, Initial, Periodic
 from . import references
-from .ready import Ready, bump, check_dim, check_number, distance, periodic, prefix
+from .ready import Ready, bump, check_dim, check_number, prefix, wrap_by_distance, wrap_periodically
 
 _PI = math.pi
 
@@ -27,34 +26,54 @@ def Heat(dim: int = 1, *, boundary_weight: float = 1.0, hard: bool = False) -> R
     values.
     """  # fmt: skip
     check_dim("heat equation", dim)
+    equation = Equation(lambda u: u.t - 0.25 * u.laplacian)
+    if dim == 1:
+        return _heat_on_line(equation, boundary_weight, hard)
     box = Box([(0, 1)] * dim)
     domain = SpaceTime(box, (0, 1))
-    if dim == 1:
 
-        def exact(points: Any) -> Any:
-            return torch.exp(points[:, 1] * (-(_PI**2) / 4)) * torch.sin(_PI * points[:, 0])
-    else:
+    def exact(points: Any) -> Any:
+        return torch.exp(-points[:, -1]) * torch.sin(2 * points[:, :-1]).sum(-1)
 
-        def exact(points: Any) -> Any:
-            return torch.exp(-points[:, -1]) * torch.sin(2 * points[:, :-1]).sum(-1)
+    def start(points: Any) -> Any:
+        return torch.sin(2 * points[:, :-1]).sum(-1)[:, None]
 
-    def initial(points: Any) -> Any:
-        waves = torch.sin(_PI * points[:, :1]) if dim == 1 else torch.sin(2 * points[:, :-1])
-        return waves.sum(-1)[:, None]
-
-    equation = Equation(lambda u: u.t - 0.25 * u.laplacian)
-    boundary = Dirichlet(0.0 if dim == 1 else exact, weight=boundary_weight)
-    soft: Sequence[Condition] = [] if dim == 1 else [boundary]
-    edge = bump(box) if dim == 1 else lambda points: 1.0
     return Ready(
         domain,
-        [equation, *soft] if hard else [equation, boundary, Initial(exact, weight=boundary_weight)],
+        [equation, Dirichlet(exact, weight=boundary_weight)],
+        soft=[Initial(exact, weight=boundary_weight)],
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda points: points[:, -1:], start),
         exact=exact,
         name=f"Heat {dim}+1D",
         equation="u_t = ¼Δu",
-        hard=distance(domain, lambda points: points[:, -1:] * edge(points), initial)
-        if hard
-        else None,
+    )
+
+
+def _heat_on_line(equation: Equation, boundary_weight: float, hard: bool) -> Ready:
+    """Return the heat equation in one dimension."""
+    box = Box([(0, 1)])
+    domain = SpaceTime(box, (0, 1))
+    edge = bump(box)
+
+    def exact(points: Any) -> Any:
+        return torch.exp(points[:, 1] * (-(_PI**2) / 4)) * torch.sin(_PI * points[:, 0])
+
+    def start(points: Any) -> Any:
+        return torch.sin(_PI * points[:, :1])
+
+    return Ready(
+        domain,
+        [equation],
+        soft=[
+            Dirichlet(0.0, weight=boundary_weight),
+            Initial(exact, weight=boundary_weight),
+        ],
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda points: points[:, -1:] * edge(points), start),
+        exact=exact,
+        name="Heat 1+1D",
+        equation="u_t = ¼Δu",
     )
 
 
@@ -66,9 +85,11 @@ def Wave(
     u* = sin πx cos cπt + ½ sin 4πx cos 4cπt. Hard: u = u*(x, 0) + 4x(1 − x)t² · N, which has
     the initial velocity 0. The weight is that of boundary and initial values.
     """
-    c, time = check_positive("The speed", speed), check_positive("The time", time)
+    c = check_positive("The speed", speed)
+    time = check_positive("The time", time)
     space = Interval(0, 1)
-    domain, edge = SpaceTime(space, (0, time)), bump(space)
+    domain = SpaceTime(space, (0, time))
+    edge = bump(space)
 
     def start(x: Any) -> Any:
         return torch.sin(_PI * x) + 0.5 * torch.sin(4 * _PI * x)
@@ -77,18 +98,21 @@ def Wave(
         slow = torch.sin(_PI * x) * torch.cos(c * _PI * t)
         return slow + 0.5 * torch.sin(4 * _PI * x) * torch.cos(4 * c * _PI * t)
 
-    equation = Equation(lambda u: u.tt - c**2 * u.xx)
-    soft: list[Condition] = [
-        Dirichlet(0.0, weight=boundary_weight),
-        Initial(start, velocity=0.0, weight=boundary_weight),
-    ]
+    name = f"Wave c={c:g}"
+    if time != 1:
+        name += f" t ≤ {time:g}"
     return Ready(
         domain,
-        [equation] if hard else [equation, *soft],
+        [Equation(lambda u: u.tt - c**2 * u.xx)],
+        soft=[
+            Dirichlet(0.0, weight=boundary_weight),
+            Initial(start, velocity=0.0, weight=boundary_weight),
+        ],
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda points, t: t**2 * edge(points), start),
         exact=exact,
-        name=f"Wave c={c:g}" + (f" t ≤ {time:g}" if time != 1 else ""),
+        name=name,
         equation=f"u_tt = {prefix(c**2, ' ')}u_xx",
-        hard=distance(domain, lambda points, t: t**2 * edge(points), start) if hard else None,
     )
 
 
@@ -103,14 +127,15 @@ def Convection(beta: float = 40.0, *, hard: bool = False) -> Ready:
     def start(x: Any) -> Any:
         return torch.sin(x)
 
-    equation = Equation(lambda u: u.t + beta * u.x)
     return Ready(
         domain,
-        [equation] if hard else [equation, Periodic("x", 0), Initial(start)],
+        [Equation(lambda u: u.t + beta * u.x)],
+        soft=[Periodic("x", 0), Initial(start)],
+        hard=hard,
+        wrap=wrap_periodically(domain, start, 2 * _PI),
         exact=lambda x, t: torch.sin(x - beta * t),
         name=f"Convection β={beta:g}",
         equation=f"u_t + {prefix(beta, ' ')}u_x = 0",
-        hard=periodic(domain, start, 2 * _PI) if hard else None,
     )
 
 
@@ -126,14 +151,15 @@ def Burgers(viscosity: float = 0.01 / math.pi, *, hard: bool = False) -> Ready:
     def start(x: Any) -> Any:
         return -torch.sin(_PI * x)
 
-    equation = Equation(lambda u: u.t + u * u.x - nu * u.xx)
     return Ready(
         domain,
-        [equation] if hard else [equation, Dirichlet(0.0), Initial(start)],
+        [Equation(lambda u: u.t + u * u.x - nu * u.xx)],
+        soft=[Dirichlet(0.0), Initial(start)],
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda x, t: (1 - x**2) * t, start),
         reference=references.Burgers(nu),
         name=f"Burgers ν={nu:.4g}",
         equation=f"u_t + u u_x = {prefix(nu, ' ')}u_xx",
-        hard=distance(domain, lambda x, t: (1 - x**2) * t, start) if hard else None,
     )
 
 
@@ -148,10 +174,12 @@ def Schroedinger(*, initial_weight: float = 1.0, hard: bool = False) -> Ready:
     h = 2 sech x + h*(5, t) − h*(5, 0) + 4(1 − (x/5)²)t · N.
     """
     space = Interval(-5, 5)
-    domain, edge = SpaceTime(space, (0, _PI / 2)), bump(space)
+    domain = SpaceTime(space, (0, _PI / 2))
+    edge = bump(space)
 
     def exact(x: Any, t: Any) -> Any:
-        far, near = torch.cosh(3 * x), 3 * torch.cosh(x)
+        far = torch.cosh(3 * x)
+        near = 3 * torch.cosh(x)
         scale = 4 / (torch.cosh(4 * x) + 4 * torch.cosh(2 * x) + 3 * torch.cos(4 * t))
         return (
             scale * (far * torch.cos(0.5 * t) + near * torch.cos(4.5 * t)),
@@ -166,21 +194,27 @@ def Schroedinger(*, initial_weight: float = 1.0, hard: bool = False) -> Ready:
         density = u**2 + v**2
         return u.t + 0.5 * v.xx + density * v, v.t - 0.5 * u.xx - density * u
 
-    conditions: list[Condition] = [Equation(residual)]
-    for i, name in enumerate(() if hard else ("u", "v")):
-        value = {"field": name, "weight": initial_weight}
-        conditions += [
-            Dirichlet(lambda x, t, i=i: exact(x, t)[i], **value, name=f"dirichlet {name}"),
-            Initial(lambda x, t, i=i: exact(x, t)[i], **value, name=f"initial {name}"),
+    soft: list[Condition] = []
+    for i, name in enumerate(("u", "v")):
+
+        def component(x: Any, t: Any, i: int = i) -> Any:
+            return exact(x, t)[i]
+
+        options: dict[str, Any] = {"field": name, "weight": initial_weight}
+        soft += [
+            Dirichlet(component, **options, name=f"dirichlet {name}"),
+            Initial(component, **options, name=f"initial {name}"),
         ]
     return Ready(
         domain,
-        conditions,
+        [Equation(residual)],
+        soft=soft,
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda points, t: t * edge(points), lift),
         fields=("u", "v"),
         exact=exact,
         name="Schrödinger 2 sech x",
         equation="i h_t + ½h_xx + |h|²h = 0, h = u + iv",
-        hard=distance(domain, lambda points, t: t * edge(points), lift) if hard else None,
     )
 
 
@@ -208,13 +242,14 @@ def LogFokkerPlanck(dim: int = 9, *, hard: bool = False) -> Ready:
         drift = 0.5 * (points[:, :-1] * gradient).sum(-1)
         return q.t - dim / 2 - drift - q.laplacian - gradient.square().sum(-1)
 
-    conditions: list[Condition] = [Equation(residual), Dirichlet(exact)]
     return Ready(
         domain,
-        conditions if hard else [*conditions, Initial(exact)],
+        [Equation(residual), Dirichlet(exact)],
+        soft=[Initial(exact)],
+        hard=hard,
+        wrap=wrap_by_distance(domain, lambda t: t, start),
         fields=("q",),
         exact=exact,
         name=f"Log Fokker–Planck {dim}+1D",
         equation=f"q_t = {dim}/2 + ½x·∇q + Δq + |∇q|²",
-        hard=distance(domain, lambda t: t, start) if hard else None,
     )

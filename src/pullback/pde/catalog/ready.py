@@ -13,14 +13,20 @@ from ..networks.modules import Hard, PeriodicEmbedding
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
 
+#: builds conditions into a network
+Wrap = Callable[[nn.Module], nn.Module]
+
 
 class Ready(Problem):
     """A problem from the literature.
 
     Args:
-        domain, conditions, options: as for `Problem`.
+        domain, options: as for `Problem`.
+        conditions: those that are always in the loss.
+        soft: those that are in the loss unless the network satisfies them.
+        hard: whether the network is to satisfy the soft conditions.
+        wrap: builds the soft conditions into a network.
         equation: what reports show.
-        hard: builds the conditions that are not in the loss into a network, where there are any.
     """
 
     def __init__(
@@ -28,34 +34,40 @@ class Ready(Problem):
         domain: Domain,
         conditions: Sequence[Condition],
         *,
+        soft: Sequence[Condition] = (),
+        hard: bool = False,
+        wrap: Wrap | None = None,
         equation: str,
-        hard: Callable[[nn.Module], nn.Module] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(domain, conditions, **options)
-        self.equation, self._wrap = equation, hard
-        self.hard = hard is not None
+        in_loss = list(conditions)
+        if not hard:
+            in_loss += soft
+        super().__init__(domain, in_loss, **options)
+        self.equation = equation
+        self.hard = hard
+        self._wrap = wrap
 
     def wrap(self, network: nn.Module) -> nn.Module:
-        """The network with the hard conditions built in; itself where there are none.
+        """Return the network with the hard conditions built in; itself where there are none.
 
         A periodic problem in d coordinates wants a network of d + 1 inputs: the periodic one
         becomes a sine and a cosine, which come first.
         """
-        return network if self._wrap is None else self._wrap(network)
+        if not self.hard or self._wrap is None:
+            return network
+        return self._wrap(network)
 
 
-def distance(
+def wrap_by_distance(
     domain: Domain, factor: Callable[..., Any], lift: Callable[..., Any] | None = None
-) -> Callable[[nn.Module], nn.Module]:
-    """N ↦ lift + factor·N."""
+) -> Wrap:
+    """Return N ↦ lift + factor·N."""
     return lambda network: Hard(network, domain, distance=factor, lift=lift)
 
 
-def periodic(
-    domain: Domain, initial: Callable[..., Any], period: float
-) -> Callable[[nn.Module], nn.Module]:
-    """N ↦ initial + t·N(sin ωx, cos ωx, t), ω = 2π/period."""
+def wrap_periodically(domain: Domain, initial: Callable[..., Any], period: float) -> Wrap:
+    """Return N ↦ initial + t·N(sin ωx, cos ωx, t), ω = 2π/period."""
 
     def wrap(network: nn.Module) -> nn.Module:
         embedded = nn.Sequential(PeriodicEmbedding(2, 0, period), network)
@@ -65,7 +77,10 @@ def periodic(
 
 
 def bump(box: Box) -> Callable[[Any], Any]:
-    """Π 4(xᵢ − aᵢ)(bᵢ − xᵢ)/(bᵢ − aᵢ)²: zero on the faces, 1 in the middle; (N, ≥d) ↦ (N, 1)."""
+    """Return Π 4(xᵢ − aᵢ)(bᵢ − xᵢ)/(bᵢ − aᵢ)², (N, ≥d) ↦ (N, 1).
+
+    It is zero on the faces and 1 in the middle.
+    """
 
     def factor(points: Any) -> Any:
         out: Any = 1.0
@@ -78,23 +93,28 @@ def bump(box: Box) -> Callable[[Any], Any]:
 
 
 def check_dim(what: str, dim: int, high: int | None = None) -> int:
-    """The dimension, if there is such a problem."""
+    """Return the dimension; raise if there is no such problem."""
     usable = is_integer(dim, 1) and (high is None or dim <= high)
-    remedy = "Use dim ≥ 1" if high is None else f"Use dim from 1 to {high}"
+    if high is None:
+        remedy = "Use dim ≥ 1"
+    else:
+        remedy = f"Use dim from 1 to {high}"
     require(usable, f"The dimension of the {what}", dim, remedy)
     return dim
 
 
 def check_number(what: str, value: float) -> float:
-    """The coefficient, if it is a finite number."""
+    """Return the coefficient; raise if it is no finite number."""
     require(is_number(value), f"The {what}", value, "Use a finite number")
     return value
 
 
 def prefix(coefficient: float, space: str = "") -> str:
-    """A coefficient in front of a symbol: nothing for 1.
+    """Return a coefficient in front of a symbol: nothing for 1.
 
     >>> prefix(1.0), prefix(0.25), prefix(40.0, " ")
     ('', '0.25', '40 ')
     """
-    return "" if coefficient == 1 else f"{coefficient:.4g}{space}"
+    if coefficient == 1:
+        return ""
+    return f"{coefficient:.4g}{space}"

@@ -47,28 +47,34 @@ def fully_connected(
     rescaled: bool = False,
     **options: Any,
 ) -> Setup:
-    """A fully connected network of these sizes with the problem's hard conditions built in.
+    """Return a set-up of a fully connected network, with hard conditions built in.
 
     With a parity the solution is even (1) or odd (−1) in x, and so is the network. Rescaled, it
     sees coordinates from −1 to 1.
     """
 
     def network(seed: int) -> nn.Module:
-        plain: nn.Module = mlp(*sizes, seed=seed, activation=activation, dtype=dtype)
-        plain = problem.wrap(Rescaled(plain, problem.domain) if rescaled else plain)
-        return Symmetric(plain, 0, parity) if parity else plain
+        module: nn.Module = mlp(*sizes, seed=seed, activation=activation, dtype=dtype)
+        if rescaled:
+            module = Rescaled(module, problem.domain)
+        module = problem.wrap(module)
+        if parity:
+            module = Symmetric(module, 0, parity)
+        return module
 
     return Setup(problem, network, options)
 
 
 def _points(equation: int, boundary: int, initial: int | None = None) -> dict[str, int]:
-    """Numbers of points by condition."""
-    more = {} if initial is None else {"initial": initial}
-    return {"equation": equation, "dirichlet": boundary, **more}
+    """Return numbers of points by condition."""
+    counts = {"equation": equation, "dirichlet": boundary}
+    if initial is not None:
+        counts["initial"] = initial
+    return counts
 
 
 def _waves(problem: Ready, parameters: int, **options: Any) -> Setup:
-    """The network of `network_for`, which begins with the wave numbers of the data."""
+    """Return a set-up of `network_for`, which begins with the wave numbers of the data."""
     return Setup(
         problem, lambda seed: network_for(problem, parameters=parameters, seed=seed), options
     )

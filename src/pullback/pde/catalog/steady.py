@@ -11,8 +11,8 @@ import torch
 from ..._core.errors import PullbackError
 from ..arguments import check_positive, is_integer, require
 from ..domains import Box, Interval
-from ..problem.conditions import Condition, Dirichlet, Energy, Equation
-from .ready import Ready, bump, check_dim, check_number, distance, prefix
+from ..problem.conditions import Dirichlet, Energy, Equation
+from .ready import Ready, bump, check_dim, check_number, prefix, wrap_by_distance
 
 Function = Callable[[Any], Any]
 _PI = math.pi
@@ -39,17 +39,16 @@ def Poisson(dim: int = 2, *, boundary_weight: float = 1.0, hard: bool = False) -
             "its solution is not zero on the boundary",
             "Use hard=False, or dim ≤ 3",
         )
-    conditions: list[Condition] = [Equation(lambda u, points: u.laplacian + f(points))]
-    if not hard:
-        value = 0.0 if dim <= 3 else exact
-        conditions.append(Dirichlet(value, weight=boundary_weight))
+    boundary_value = 0.0 if dim <= 3 else exact
     return Ready(
         box,
-        conditions,
+        [Equation(lambda u, points: u.laplacian + f(points))],
+        soft=[Dirichlet(boundary_value, weight=boundary_weight)],
+        hard=hard,
+        wrap=wrap_by_distance(box, bump(box)),
         exact=exact,
         name=f"Poisson {dim}D",
         equation=f"−Δu = f, u* = {text}",
-        hard=distance(box, bump(box)) if hard else None,
     )
 
 
@@ -68,7 +67,9 @@ def _poisson(dim: int) -> tuple[Function, Function, str]:
         def pairs(points: Any) -> Any:
             even = dim - dim % 2
             out = (points[:, 0:even:2] * points[:, 1:even:2]).sum(-1)
-            return out + points[:, -1] if dim % 2 else out
+            if dim % 2:
+                return out + points[:, -1]
+            return out
 
         return pairs, lambda points: 0.0, "x₁x₂ + x₃x₄ + …"
     return lambda points: (points**2).sum(-1), lambda points: -2.0 * dim, "‖x‖²"
@@ -89,7 +90,8 @@ def Multiscale(waves: int = 50, amplitude: float = 0.1, *, boundary_weight: floa
     """
     remedy = "Use integers ≥ 1, for which the solution is zero on the boundary"
     require(is_integer(waves, 1), "The number of half waves", waves, remedy)
-    a, fast = check_number("amplitude", amplitude), waves * _PI
+    a = check_number("amplitude", amplitude)
+    fast = waves * _PI
 
     def exact(x: Any) -> Any:
         return torch.sin(2 * _PI * x) + a * torch.sin(fast * x)
@@ -121,18 +123,15 @@ def Helmholtz(a1: int = 1, a2: int = 4, k: float = 1.0, *, hard: bool = False) -
     def exact(x: Any, y: Any) -> Any:
         return torch.sin(a1 * _PI * x) * torch.sin(a2 * _PI * y)
 
-    conditions: list[Condition] = [
-        Equation(lambda u, x, y: u.laplacian + k**2 * u - scale * exact(x, y))
-    ]
-    if not hard:
-        conditions.append(Dirichlet(0.0))
     return Ready(
         box,
-        conditions,
+        [Equation(lambda u, x, y: u.laplacian + k**2 * u - scale * exact(x, y))],
+        soft=[Dirichlet(0.0)],
+        hard=hard,
+        wrap=wrap_by_distance(box, bump(box)),
         exact=exact,
         name=f"Helmholtz a=({a1}, {a2}) k={k:g}",
         equation=f"Δu + {prefix(k**2)}u = q, u* = sin {prefix(a1)}πx sin {prefix(a2)}πy",
-        hard=distance(box, bump(box)) if hard else None,
     )
 
 
@@ -176,7 +175,8 @@ def RitzPoisson(dim: int = 2) -> Ready:
         exact=exact,
         name=f"Ritz Poisson {dim}D",
         equation=f"min ∫ ½|∇u|² − fu, u* = {text}",
-        hard=distance(box, bump(box)),
+        hard=True,
+        wrap=wrap_by_distance(box, bump(box)),
     )
 
 

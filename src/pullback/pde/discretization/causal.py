@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,27 @@ from ..._core.errors import PullbackError
 from ..domains import SpaceTime
 from ..problem.problem import Problem
 
-_BINS = 16
-_FIRST = 320.0  # ε in the beginning: the last time has the weight e^{−ε} then
-_EVERY = 3  # steps between two updates, each of which takes a forward pass
-_LEAST = 1e-8  # the smallest weight
-_SOLVED, _SHARPER = 0.9, 3.0  # the last weight above which ε grows, and by which factor
-_OPEN = 0.5  # the last weight below which losses of different steps do not compare
+
+@dataclass(frozen=True)
+class CausalLevels:
+    """How causal weights change; the values were measured on the Allen–Cahn equation alone."""
+
+    #: bins of time
+    bins: int = 16
+    #: ε in the beginning: the last time then has the weight e^{−ε}
+    first_sharpness: float = 320.0
+    #: ε grows by this factor once the last weight is above `solved_weight`
+    sharpness_growth: float = 3.0
+    solved_weight: float = 0.9
+    #: steps between two updates, each of which takes a forward pass
+    steps_between: int = 3
+    #: the smallest weight, so that no time is forgotten
+    smallest_weight: float = 1e-8
+    #: the last weight below which losses of different steps do not compare
+    open_weight: float = 0.5
+
+
+LEVELS = CausalLevels()
 
 
 class Causal:
@@ -29,7 +45,6 @@ class Causal:
 
     Attributes:
         weights: w in bins of time, (16,).
-        open: whether the end does not count fully yet.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -40,43 +55,55 @@ class Causal:
                 "Use SpaceTime(space, (t0, t1)), or leave causal= out",
             )
         self._start, self._end = problem.domain.time
-        self._sharpness, self._first, self._last = _FIRST, 0.0, -1
-        self.weights = torch.ones(_BINS, dtype=torch.float64)
+        self._sharpness = LEVELS.first_sharpness
+        self._first_loss = 0.0
+        self._last_update = -1
+        self.weights = torch.ones(LEVELS.bins, dtype=torch.float64)
 
     @property
-    def open(self) -> bool:
-        return float(self.weights[-1]) < _OPEN
+    def is_open(self) -> bool:
+        """Return True if the end does not count fully yet."""
+        return float(self.weights[-1]) < LEVELS.open_weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """w at points (N, d)."""
-        return self.weights.to(x)[self._bins(x)]
+        """Return w at points (N, d)."""
+        return self.weights.to(x)[self._find_bins(x)]
 
-    def losses(self, x: Tensor, squares: Tensor) -> Tensor:
-        """Squared residuals (N,) at points (N, d), summed by time: (16,)."""
-        found = torch.zeros(_BINS, dtype=torch.float64, device=x.device)
-        return found.index_add(0, self._bins(x), squares.double())
+    def sum_by_time(self, x: Tensor, squares: Tensor) -> Tensor:
+        """Return squared residuals (N,) at points (N, d), summed by time: (16,)."""
+        sums = torch.zeros(LEVELS.bins, dtype=torch.float64, device=x.device)
+        return sums.index_add(0, self._find_bins(x), squares.double())
 
-    def due(self, step: int) -> bool:
-        """Whether weights change before this step; an interrupted one finds them as they were."""
-        return step % _EVERY == 0 and step != self._last
+    def is_due(self, step: int) -> bool:
+        """Return True if weights change before this step; they do so once, even if it repeats."""
+        return step % LEVELS.steps_between == 0 and step != self._last_update
 
     def update(self, losses: Tensor, step: int) -> None:
-        """The weights for what is left at each time before this step."""
-        losses, self._last = losses.cpu(), step
-        self._first = self._first or float(losses.sum())
-        earlier = (losses.cumsum(0) - losses) / self._first
-        self.weights = torch.exp(-self._sharpness * earlier).clamp(min=_LEAST)
-        if self.weights[-1] > _SOLVED:
-            self._sharpness *= _SHARPER
+        """Choose the weights before a step from the losses (16,) by time."""
+        losses = losses.cpu()
+        self._last_update = step
+        self._first_loss = self._first_loss or float(losses.sum())
+        earlier = (losses.cumsum(0) - losses) / self._first_loss
+        self.weights = torch.exp(-self._sharpness * earlier).clamp(min=LEVELS.smallest_weight)
+        if self.weights[-1] > LEVELS.solved_weight:
+            self._sharpness *= LEVELS.sharpness_growth
 
-    def _bins(self, x: Tensor) -> Tensor:
+    def _find_bins(self, x: Tensor) -> Tensor:
         share = (x[:, -1] - self._start) / (self._end - self._start)
-        return (_BINS * share).long().clamp(0, _BINS - 1)
+        return (LEVELS.bins * share).long().clamp(0, LEVELS.bins - 1)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {k: getattr(self, k) for k in ("weights", "_sharpness", "_first", "_last")}
+        """Return what a checkpoint keeps."""
+        return {
+            "weights": self.weights,
+            "sharpness": self._sharpness,
+            "first_loss": self._first_loss,
+            "last_update": self._last_update,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The weights of a `state`."""
-        vars(self).update(state)
+        """Go back to a `state`."""
+        self.weights = state["weights"]
+        self._sharpness = state["sharpness"]
+        self._first_loss = state["first_loss"]
+        self._last_update = state["last_update"]

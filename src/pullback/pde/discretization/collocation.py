@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..._core.space import ParameterSpace
 from ...maps import OperatorMap
 from ...optim import Objective, Term
 from ..domains.sampling import Points
-from ..problem.conditions import Condition, Data, Energy, Equation, Prior
+from ..problem.conditions import Condition, Prior
 from ..problem.problem import Problem
 from .causal import Causal
 from .plan import SamplingPlan
@@ -22,15 +23,38 @@ from .residual import fingerprint, refuse_coupled, refuse_unused
 from .sites import Sites, take_share
 from .term import build_term, find_nesting_reason
 from .trial import Trial
-from .weights import balanced, evidence
-
-_SPECTRUM = 2**22  # entries of A up to which its singular values are reported
+from .weights import balance_weights, choose_prior_factor
 
 
-_LATER = 1e-4  # of their weight: equations whose coefficients have priors, in the beginning
+@dataclass(frozen=True)
+class CollocationLevels:
+    """Bounds of what a collocation computes and changes."""
+
+    #: entries of the Jacobian up to which its singular values are reported, in a second or so
+    spectrum_entries: int = 2**22
+    #: share of their weight that equations have in the beginning, if data choose a prior's weight:
+    #: an equation alone is solved by coefficients of either sign
+    first_equation_share: float = 1e-4
+    #: a prior's weight that is right up to this factor stays; below it every change costs steps
+    prior_tolerance: float = 1.3
 
 
-_SETTLED = 1.3  # a prior's weight that is right up to this factor stays
+LEVELS = CollocationLevels()
+
+
+@dataclass(frozen=True)
+class ConditionTerm:
+    """A condition at this process's points.
+
+    Attributes:
+        condition: what must hold.
+        sites: the points, in the precision of the objective.
+        term: of the loss.
+    """
+
+    condition: Condition
+    sites: Sites
+    term: Term
 
 
 class Collocation:
@@ -40,7 +64,7 @@ class Collocation:
         sites: the points now, by condition; in float64, rounded ones would lie beside the boundary.
         objective: on the share of these points, None until the first step.
         weights: of the conditions in the loss, by name.
-        count: of residuals at the first points.
+        residual_count: at the first points.
     """
 
     def __init__(
@@ -48,170 +72,208 @@ class Collocation:
         problem: Problem,
         trial: Trial,
         plan: SamplingPlan,
-        like: Tensor,
+        template: Tensor,
         causal: bool,
         processes: Processes,
     ) -> None:
-        self._problem, self._trial, self._plan = problem, trial, plan
+        self._problem = problem
+        self._trial = trial
+        self._plan = plan
         self._processes = processes
-        self._terms: list[tuple[Condition, Sites, Term]] = []
-        self._dtype, self._device = like.dtype, like.device
-        self._built = like.dtype  # the objective's
-        self._like = like.detach().new_empty(0)
-        self.sites: dict[str, Sites] = plan.draw(plan.at(0))
-        self.count = sum(refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions)
-        refuse_unused(problem, self.sites)
-        self.objective: Objective | None = None
-        self._drawn, self._refined = plan.at(0), None
-        self._since = 0  # the step from which on losses compare
+        self._terms: list[ConditionTerm] = []
+        self._dtype = template.dtype
+        self._device = template.device
+        self._objective_dtype = template.dtype
+        self._draw_number = plan.draw_number(0)
+        self._refined_step: int | None = None
+        self._comparable_since = 0
         self._causal = Causal(problem) if causal else None
-        self.weights = processes.broadcast_object(balanced(problem, self.sites))
-        if self._priors:  # data first: an equation alone is solved by coefficients of either sign
-            self.weights |= {c.name: _LATER * c.weight for c in self._equations}
+        self.objective: Objective | None = None
+        self.sites: dict[str, Sites] = plan.draw(self._draw_number)
+        self.residual_count = sum(
+            refuse_coupled(problem, c, self.sites[c.name]) for c in problem.conditions
+        )
+        refuse_unused(problem, self.sites)
+        self.weights = processes.broadcast_object(balance_weights(problem, self.sites))
+        if self._chosen_priors:
+            share = LEVELS.first_equation_share
+            self.weights |= {c.name: share * c.weight for c in self._equations}
 
     def fingerprints(self) -> list[Any]:
-        """What the conditions say on the points."""
+        """Return what tells these conditions from others, at the points."""
         conditions = self._problem.conditions
         return [fingerprint(self._problem, c, self.sites[c.name]) for c in conditions]
 
-    def at(self, step: int, double: bool = False) -> Objective:
-        """The objective at the points and in the precision of this step, or in float64."""
-        drawn, refine = self._plan.at(step), self._plan.refine
-        double = double and self._device.type != "mps"  # which has none
-        dtype = torch.float64 if double else self._dtype
+    def objective_at(self, step: int, *, double: bool = False) -> Objective:
+        """Return the objective at the points of a step, in the precision of the trial.
+
+        Args:
+            step: the number of the step.
+            double: in float64 instead, if the device has it.
+        """
+        dtype = self._dtype
+        if double and self._device.type != "mps":
+            dtype = torch.float64
         self._trial.to(dtype)
-        new = self.objective is None or dtype != self._built
-        if drawn != self._drawn:
-            self.sites, self._drawn, new = self._plan.draw(drawn), drawn, True
-        elif refine is not None and refine.due(step) and self._refined != step:
-            self.sites, new = self._refined_sites(step), True
-            self._refined = step  # an interrupted step finds its points as they were
-        if new:
-            self.objective = self._build(dtype)
-        if self._causal is not None and self._causal.due(step):
+        has_moved = self._move_on_schedule(step)
+        if has_moved or self.objective is None or dtype != self._objective_dtype:
+            self._build_objective(dtype)
+        if self._causal is not None and self._causal.is_due(step):
             self._weigh_times(self._causal, step)
         assert self.objective is not None
         return self.objective
 
-    def _weigh_times(self, causal: Causal, step: int) -> None:
-        """Let times count by what is left before them."""
-        params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        losses = torch.zeros_like(causal.weights, device=self._device)
-        with torch.no_grad():
-            for x, item in self._timed:
-                losses += causal.losses(x, item(params).square().sum(1) / causal(x))
-        causal.update(self._processes.sum([losses])[0], step)
-        self._scale_times(causal)
-        if causal.open:
-            self.unsettle(step)
+    def _move_on_schedule(self, step: int) -> bool:
+        """Draw or refine points if it is time; return True if they moved.
 
-    def _scale_times(self, causal: Causal) -> None:
-        for x, item in self._timed:
-            item.scale(causal(x))
-
-    @property
-    def _timed(self) -> list[tuple[Tensor, OperatorMap]]:
-        """Points and residuals of the equations."""
-        found = [(sites[0].x, t.map) for c, sites, t in self._terms if isinstance(c, Equation)]
-        return [(x, item) for x, item in found if isinstance(item, OperatorMap)]
+        A step that was interrupted and is repeated finds its points as they were.
+        """
+        number = self._plan.draw_number(step)
+        refine = self._plan.refine
+        if number != self._draw_number:
+            self.sites = self._plan.draw(number)
+            self._draw_number = number
+            return True
+        if refine is None or not refine.is_due(step) or self._refined_step == step:
+            return False
+        self._refine(step)
+        return True
 
     def concentrate(self, step: int) -> None:
         """Move points of the equations to where their residuals are large."""
-        self.sites, self._since = self._refined_sites(step), step
-        self._refined, self.objective = step, self._build(next(self._trial.parameters()).dtype)
+        self._refine(step)
+        self.compare_losses_from(step)
+        self._build_objective(next(self._trial.parameters()).dtype)
 
-    def _refined_sites(self, step: int) -> dict[str, Sites]:
-        """The points that the first process moves, on all of them."""
-        first = self._processes.rank == 0
+    def _refine(self, step: int) -> None:
+        """Move points on the first process, and send them to all."""
+        sites = self.sites
         with self._processes.raise_together():
-            moved = self._plan.refined(self.sites, self._trial, step) if first else self.sites
-        return self._processes.broadcast_object(moved)
+            if self._processes.rank == 0:
+                sites = self._plan.refine_sites(sites, self._trial, step)
+        self.sites = self._processes.broadcast_object(sites)
+        self._refined_step = step
+
+    def _weigh_times(self, causal: Causal, step: int) -> None:
+        """Let times count by what is left before them."""
+        params = self._detached_parameters()
+        losses = torch.zeros_like(causal.weights, device=self._device)
+        with torch.no_grad():
+            for x, residual in self._equation_maps():
+                squares = residual(params).square().sum(1)
+                losses += causal.sum_by_time(x, squares / causal(x))
+        causal.update(self._processes.sum([losses])[0], step)
+        self._scale_times(causal)
+        if causal.is_open:
+            self.compare_losses_from(step)
+
+    def _scale_times(self, causal: Causal) -> None:
+        for x, residual in self._equation_maps():
+            residual.scale(causal(x))
+
+    def _equation_maps(self) -> list[tuple[Tensor, OperatorMap]]:
+        """Return the points and the residuals of the equations."""
+        maps = []
+        for item in self._terms:
+            if item.condition.is_equation and isinstance(item.term.map, OperatorMap):
+                maps.append((item.sites[0].x, item.term.map))
+        return maps
 
     def reweigh(self, step: int) -> bool:
-        """Let equations count after the data, then weigh priors; whether any weight changed."""
-        if not self._priors:
+        """Let equations count after the data, then weigh priors; return True if weights changed."""
+        if not self._chosen_priors:
             return False
         before = dict(self.weights)
         self.weights |= {c.name: c.weight for c in self._equations}
         if self.weights == before:
-            terms = [(c, item) for c, _, item in self._terms]
-            with torch.enable_grad():
-                factor = evidence(terms, dict(self._trial.named_parameters()), self._processes)
-            for c in self._priors if not 1 / _SETTLED < factor < _SETTLED else []:
-                # beyond its first value a prior would replace the equation
-                self.weights[c.name] = min(c.weight, self.weights[c.name] * factor)
+            self._weigh_priors()
         if self.weights == before:
             return False
-        self.objective = self._build(next(self._trial.parameters()).dtype)
-        self.unsettle(step)
+        self._build_objective(next(self._trial.parameters()).dtype)
+        self.compare_losses_from(step)
         return True
 
-    @property
-    def _priors(self) -> list[Prior]:
-        """Those whose weights the data choose."""
-        found = [c for c in self._problem.conditions if isinstance(c, Prior) and c.chosen]
-        return found if any(isinstance(c, Data) for c in self._problem.conditions) else []
+    def _weigh_priors(self) -> None:
+        """Choose the weights of priors by the data, at most those that they began with.
+
+        With more weight a prior would replace the equation.
+        """
+        terms = [(item.condition, item.term) for item in self._terms]
+        with torch.enable_grad():
+            parameters = dict(self._trial.named_parameters())
+            factor = choose_prior_factor(terms, parameters, self._processes)
+        if 1 / LEVELS.prior_tolerance < factor < LEVELS.prior_tolerance:
+            return
+        for prior in self._chosen_priors:
+            self.weights[prior.name] = min(prior.weight, self.weights[prior.name] * factor)
 
     @property
-    def _equations(self) -> list[Equation]:
-        return [c for c in self._problem.conditions if isinstance(c, Equation)]
+    def _chosen_priors(self) -> list[Prior]:
+        """Priors whose weights the data choose."""
+        conditions = self._problem.conditions
+        if not any(condition.is_measured for condition in conditions):
+            return []
+        return [c for c in conditions if isinstance(c, Prior) and c.chosen]
 
-    def unsettle(self, step: int) -> None:
-        """Let losses compare from this step on alone: parameters or weights changed."""
-        self._since = step
+    @property
+    def _equations(self) -> list[Condition]:
+        return [c for c in self._problem.conditions if c.is_equation]
 
-    def settled(self, step: int) -> bool:
-        """Whether losses from this step on compare: same points, same precision, squares."""
+    def compare_losses_from(self, step: int) -> None:
+        """Compare no losses before this step with later ones: parameters or weights changed."""
+        self._comparable_since = step
+
+    def can_compare_losses(self, step: int) -> bool:
+        """Return True if losses from this step on are of the same points and weights, and squares.
+
+        An energy does not go to zero: a share of it says nothing about what is left.
+        """
         refine = self._plan.refine
-        still = step >= self._since and (refine is None or refine.over(step))
-        # an energy does not go to zero: a share of it says nothing about what is left
-        return self._plan.resample is None and still and self.squares
+        if refine is not None and not refine.is_over(step):
+            return False
+        is_late_enough = step >= self._comparable_since
+        return is_late_enough and self._plan.resample is None and self.is_least_squares
 
     @property
-    def squares(self) -> bool:
-        """Whether the loss is a sum of squares, which would vanish at a solution."""
-        return not any(isinstance(c, Energy) for c in self._problem.conditions)
+    def is_least_squares(self) -> bool:
+        """Return True if the loss is a sum of squares, which would vanish at a solution."""
+        return not any(condition.is_energy for condition in self._problem.conditions)
 
-    def full(self) -> None:
-        """The trial in its own precision, and the objective with it."""
+    def restore_precision(self) -> None:
+        """Go back to the precision of the trial from the float64 of short steps."""
         self._trial.to(self._dtype)
-        if self.objective is not None and self._built != self._dtype:
-            self.objective = self._build(self._dtype)
+        if self.objective is not None and self._objective_dtype != self._dtype:
+            self._build_objective(self._dtype)
 
-    def nested(self) -> str:
-        """Why derivatives take the slower way, or nothing."""
-        return "" if self.objective is None else find_nesting_reason(self.objective.terms)
+    def nesting_reason(self) -> str:
+        """Return why derivatives take the slower way; nothing if they do not."""
+        if self.objective is None:
+            return ""
+        return find_nesting_reason(self.objective.terms)
 
     @torch.no_grad()
     def loss(self) -> float:
-        """The loss of the network as it is now; all times count alike."""
+        """Return the loss of the network as it is now; all times count alike."""
         if self.objective is None:
             return float("nan")
-        params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        own = 0.0
-        for c, sites, item in self._terms:
-            z = item.map(params)
-            if self._causal is not None and isinstance(c, Equation):
-                z = z / self._causal(sites[0].x).sqrt()[:, None]
-            own += float(item.loss(z))
-        return self._processes.sum_numbers([own])[0]
+        params = self._detached_parameters()
+        loss = 0.0
+        for item in self._terms:
+            z = item.term.map(params)
+            if self._causal is not None and item.condition.is_equation:
+                z = z / self._causal(item.sites[0].x).sqrt()[:, None]
+            loss += float(item.term.loss(z))
+        return self._processes.sum_numbers([loss])[0]
 
-    def refuse_broken(self, reason: str) -> None:
-        """Say which condition is not finite, and where; any process may have found it."""
-        params = {n: p.detach() for n, p in self._trial.named_parameters()}
+    def _detached_parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._trial.named_parameters()}
+
+    def raise_not_finite(self, reason: str) -> None:
+        """Raise with the condition that is not finite, and where; any process may have found it."""
+        params = self._detached_parameters()
         with self._processes.raise_together(), torch.no_grad():
-            for condition, sites, item in self._terms:
-                z = item.map(params)
-                bad = ~torch.isfinite(z).all(1)
-                if not bool(bad.any()):
-                    bad = ~torch.isfinite(item.slope(z)).all(1)
-                if bool(bad.any()):
-                    where = "" if condition.whole else f", such as {sites[0].x[bad][0].tolist()}"
-                    raise PullbackError(
-                        f"The residual of {condition.name!r} is not finite",
-                        f"at {int(bad.sum())} of {len(bad)} points{where}",
-                        "Check the residual there (division, logarithm, root), or move the points",
-                    )
+            for item in self._terms:
+                _refuse_not_finite(item, params)
         raise PullbackError(
             "The loss has no finite gradient",
             f"the residuals are finite, but {reason}",
@@ -219,53 +281,80 @@ class Collocation:
         )
 
     def spectrum(self) -> Tensor | None:
-        """Singular values of the whitened Jacobian, where it is small."""
-        if self.objective is None:
+        """Return the singular values of the whitened Jacobian, None if it is large."""
+        if self.objective is None or not self.is_least_squares:
             return None
         params = dict(self._trial.named_parameters())
-        linears = [item.map.linearize(params) for item in self.objective.terms]
-        size = ParameterSpace(params).size
-        own = torch.tensor([sum(x.value.numel() for x in linears)], device=self._processes.device)
-        entries = int(self._processes.sum([own])[0]) * size
-        if entries > _SPECTRUM or not self.squares:
+        linearizations = [term.map.linearize(params) for term in self.objective.terms]
+        columns = ParameterSpace(params).size
+        count = sum(linearization.value.numel() for linearization in linearizations)
+        counts = torch.tensor([count], device=self._processes.device)
+        if int(self._processes.sum([counts])[0]) * columns > LEVELS.spectrum_entries:
             return None
-        rows = torch.cat([self._like.new_zeros(0, size), *(x.rows() for x in linears)])
+        no_rows = torch.empty(0, columns, dtype=self._dtype, device=self._device)
+        rows = torch.cat([no_rows, *(linearization.rows() for linearization in linearizations)])
         return torch.linalg.svdvals(self._processes.gather([rows])[0].cpu())
 
     def state(self) -> dict[str, Any]:
-        """Where the points are."""
-        sites = {
-            name: [(p.x, p.weights, p.normals) for p in sites] for name, sites in self.sites.items()
-        }
+        """Return where the points are, and their weights."""
+        sites = {name: list(map(_pack_points, sites)) for name, sites in self.sites.items()}
         return {
-            "drawn": self._drawn,
-            "refined": self._refined,
-            "since": self._since,
+            "draw_number": self._draw_number,
+            "refined_step": self._refined_step,
+            "comparable_since": self._comparable_since,
             "sites": sites,
             "weights": self.weights,
             "causal": None if self._causal is None else self._causal.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The points of a `state`."""
-        self._drawn, self._refined = state["drawn"], state["refined"]
-        self._since, self.weights = state["since"], dict(state["weights"])
+        """Go back to the points of a `state`."""
+        self._draw_number = state["draw_number"]
+        self._refined_step = state["refined_step"]
+        self._comparable_since = state["comparable_since"]
+        self.weights = dict(state["weights"])
         if self._causal is not None:
             self._causal.restore(state["causal"])
-        self.sites = {
-            name: tuple(Points(*parts) for parts in sites) for name, sites in state["sites"].items()
-        }
-        self.objective = self._build(self._dtype)
+        self.sites = {}
+        for name, sites in state["sites"].items():
+            self.sites[name] = tuple(Points(*tensors) for tensors in sites)
+        self._build_objective(self._dtype)
 
-    def _build(self, dtype: torch.dtype) -> Objective:
-        processes, self._terms, self._built = self._processes, [], dtype
-        for c in self._problem.conditions:
-            sites = tuple(p.to(dtype, self._device) for p in self.sites[c.name])
+    def _build_objective(self, dtype: torch.dtype) -> None:
+        """Build the terms at this process's points, in a precision."""
+        self._terms = []
+        self._objective_dtype = dtype
+        for condition in self._problem.conditions:
+            sites = tuple(p.to(dtype, self._device) for p in self.sites[condition.name])
             total = sites[0].weights.sum()
-            sites = take_share(c, sites, processes)
+            sites = take_share(condition, sites, self._processes)
             if len(sites[0]):
-                item = build_term(self._problem, c, self._trial, sites, self.weights[c.name], total)
-                self._terms.append((c, sites, item))
+                weight = self.weights[condition.name]
+                term = build_term(self._problem, condition, self._trial, sites, weight, total)
+                self._terms.append(ConditionTerm(condition, sites, term))
         if self._causal is not None:
             self._scale_times(self._causal)
-        return Objective([item for *_, item in self._terms], shared=not processes.is_single)
+        terms = [item.term for item in self._terms]
+        self.objective = Objective(terms, shared=not self._processes.is_single)
+
+
+def _pack_points(points: Points) -> tuple[Tensor, Tensor, Tensor | None]:
+    return points.x, points.weights, points.normals
+
+
+def _refuse_not_finite(item: ConditionTerm, params: dict[str, Tensor]) -> None:
+    """Raise if a residual or its slope is not finite at some point."""
+    z = item.term.map(params)
+    broken = ~torch.isfinite(z).all(1)
+    if not bool(broken.any()):
+        broken = ~torch.isfinite(item.term.slope(z)).all(1)
+    if not bool(broken.any()):
+        return
+    example = ""
+    if not item.condition.is_integral:
+        example = f", such as {item.sites[0].x[broken][0].tolist()}"
+    raise PullbackError(
+        f"The residual of {item.condition.name!r} is not finite",
+        f"at {int(broken.sum())} of {len(broken)} points{example}",
+        "Check the residual there (division, logarithm, root), or move the points",
+    )

@@ -13,7 +13,6 @@ from ..._core.errors import PullbackError
 from ...maps import Scheme
 from ...maps.jets import Index, Jet, Unsupported
 from ...maps.jets import nested as nested_derivatives
-from ..problem import conditions
 from ..problem.conditions import Condition
 from ..problem.fields import Field, View
 from ..problem.problem import Problem
@@ -22,13 +21,9 @@ from .trial import Trial
 
 #: (site, field, derivative), where None stands for the Laplacian
 Key = tuple[int, str, Index | None]
-
-
-Fields = Mapping[Key, Tensor]
-
-
+Derivatives = Mapping[Key, Tensor]
 #: gives the values (N,) of a field's derivative at a site
-Values = Callable[[int, str, Index | None], Tensor]
+DerivativeLookup = Callable[[int, str, Index | None], Tensor]
 
 
 class LocalResidual:
@@ -37,8 +32,9 @@ class LocalResidual:
     Unknown coefficients have their initial values unless others are given.
 
     Attributes:
-        scheme: the derivatives that it needs, which a dry run finds.
-        keys: those that it asks for, by site and field.
+        indices: derivatives that F asks for, as a dry run finds; None is the Laplacian.
+        scheme: the derivatives that a network must carry for these.
+        keys: those that F asks for, by site and field.
     """
 
     def __init__(
@@ -48,144 +44,175 @@ class LocalResidual:
         sites: Sites,
         unknowns: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._problem, self._condition, self._sites = problem, condition, sites
+        self._problem = problem
+        self._condition = condition
+        self._sites = sites
         x = sites[0].x
         self._unknowns = unknowns or {n: x.new_tensor(v) for n, v in problem.unknowns.items()}
         self._columns = problem.columns(x)
-        self._known: dict[int, Tensor] = {}  # values that do not depend on the network
-        self.asked: set[Index | None] = set()
+        self._known_values: dict[int, Tensor] = {}  # those that do not depend on the network
+        self.indices: set[Index | None] = set()
         self.dry_run()
-        self.scheme = problem.coordinates.scheme(self.asked)
-        wanted = sorted(self.asked, key=lambda i: (i is None, len(i or ()), i))  # Laplacian last
-        places = range(len(sites))
-        self.keys: list[Key] = [(s, f, i) for s in places for f in problem.fields for i in wanted]
+        self.scheme = problem.coordinates.scheme(self.indices)
+        self.keys = self._list_keys()
 
-    def evaluate(self, values: Values, unknowns: Mapping[str, Tensor] | None = None) -> Tensor:
-        """F, (N, R), of derivatives that are asked for one by one."""
+    def _list_keys(self) -> list[Key]:
+        """Return the keys in order of sites, fields, and derivatives; the Laplacian is last."""
+        indices = sorted(self.indices, key=lambda i: (i is None, len(i or ()), i))
+        keys: list[Key] = []
+        for site in range(len(self._sites)):
+            for field in self._problem.fields:
+                keys += [(site, field, index) for index in indices]
+        return keys
+
+    def evaluate(
+        self, lookup: DerivativeLookup, unknowns: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Return F, (N, R), of derivatives that are looked up one by one."""
         fields = [
-            {
-                name: Field(partial(values, s, name), self._problem.coordinates, points.normals)
-                for name in self._problem.fields
-            }
-            for s, points in enumerate(self._sites)
+            self._make_fields(partial(lookup, site), points.normals)
+            for site, points in enumerate(self._sites)
         ]
-        unknowns = self._unknowns if unknowns is None else unknowns
-        view = View(fields, self._sites[0], self._columns, unknowns, self._known)
-        return _columns(self._condition, _residual(self._condition, view), len(self._sites[0]))
+        if unknowns is None:
+            unknowns = self._unknowns
+        view = View(fields, self._sites[0], self._columns, unknowns, self._known_values)
+        values = _call_residual(self._condition, view)
+        return _stack_columns(self._condition, values, len(self._sites[0]))
+
+    def _make_fields(
+        self, lookup: Callable[[str, Index | None], Tensor], normals: Tensor | None
+    ) -> dict[str, Field]:
+        """Return the fields of one site."""
+        coordinates = self._problem.coordinates
+        names = self._problem.fields
+        return {name: Field(partial(lookup, name), coordinates, normals) for name in names}
 
     def dry_run(
         self, shift: Tensor | float = 0.0, unknowns: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """F of made-up values; which derivatives it asks for is noted in `asked`."""
+        """Return F of made-up values, and note in `indices` which derivatives it asks for."""
         x = self._sites[0].x
         made_up = torch.linspace(0.3, 0.7, len(x), dtype=x.dtype, device=x.device) + shift
 
-        def values(site: int, field: str, index: Index | None) -> Tensor:
-            self.asked.add(index)
-            each = 7 if index is None else len(index) + 3 * sum(index)  # every derivative its own
-            return made_up + 0.01 * each
+        def look_up(site: int, field: str, index: Index | None) -> Tensor:
+            self.indices.add(index)
+            offset = 7  # every derivative has another one
+            if index is not None:
+                offset = len(index) + 3 * sum(index)
+            return made_up + 0.01 * offset
 
-        found = self.evaluate(values, unknowns)
-        if not self.asked:
+        values = self.evaluate(look_up, unknowns)
+        if not self.indices:
             raise PullbackError(
                 f"The condition {self._condition.name!r} does not depend on the network",
                 "its residual uses no field",
                 f"Use {', '.join(self._problem.fields)} or a derivative of it in the residual",
             )
-        return found
+        return values
 
-    def picker(self, channels: Any) -> Values:
-        """The derivatives out of the channels (T, S, N, m) that a network's jets carry."""
-        scheme, space = self.scheme, self._problem.coordinates.space
-        at = self._problem.fields.index
+    def look_up_in(self, channels: Any) -> DerivativeLookup:
+        """Return a look-up in the channels (T, S, N, m) that a network's jets carry."""
+        scheme = self.scheme
+        space = self._problem.coordinates.space
+        column_of = self._problem.fields.index
 
-        def pick(site: int, field: str, index: Index | None) -> Tensor:
+        def look_up(site: int, field: str, index: Index | None) -> Tensor:
             if index is None and scheme.laplacian:
-                return channels[-1, site, :, at(field)]
+                return channels[-1, site, :, column_of(field)]
             order = space * 2 if index is None else index
-            return channels[scheme.position[order], site, :, at(field)]
+            return channels[scheme.position[order], site, :, column_of(field)]
 
-        return pick
+        return look_up
 
-    def fields(self, trial: Trial) -> Fields:
-        """The derivatives of a network, (N,) each."""
-        found = derivatives(trial, torch.stack([p.x for p in self._sites]), self.scheme)
-        pick = self.picker(found)
-        return {key: pick(*key) for key in self.keys}
+    def differentiate(self, trial: Trial) -> Derivatives:
+        """Return the derivatives of a network that F asks for, (N,) each."""
+        x = torch.stack([points.x for points in self._sites])
+        look_up = self.look_up_in(compute_derivatives(trial, x, self.scheme))
+        return {key: look_up(*key) for key in self.keys}
 
-    def __call__(self, c: Fields) -> Tensor:
-        """F, (N, R)."""
-        return self.evaluate(lambda *key: c[key])
+    def __call__(self, derivatives: Derivatives) -> Tensor:
+        """Return F, (N, R)."""
+        return self.evaluate(lambda *key: derivatives[key])
 
-    def slopes(self, c: Fields) -> tuple[Tensor, dict[Key, Tensor]]:
-        """F and ∂F/∂c, (N, R) by key."""
-        leaves = {k: v.detach().clone().requires_grad_() for k, v in c.items()}
+    def slopes(self, derivatives: Derivatives) -> tuple[Tensor, dict[Key, Tensor]]:
+        """Return F and ∂F/∂c, (N, R) by key."""
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in derivatives.items()}
         with torch.enable_grad():
             values = self(leaves)
-        columns = [_gradients(column, list(leaves.values())) for column in values.unbind(1)]
-        found = {k: torch.stack([x[i] for x in columns], 1) for i, k in enumerate(leaves)}
-        return values.detach(), found
+        inputs = list(leaves.values())
+        gradients = [_differentiate_sum(column, inputs) for column in values.unbind(1)]
+        slopes = {}
+        for i, key in enumerate(leaves):
+            slopes[key] = torch.stack([column[i] for column in gradients], 1)
+        return values.detach(), slopes
 
-    def affine(self, c: Fields) -> bool:
-        """Whether the slopes at c are those at other values."""
-        other = {k: 1.7 * v + 0.3 * v.abs().mean() + 0.1 for k, v in c.items()}
-        here, there = self.slopes(c)[1], self.slopes(other)[1]
-        return all(torch.allclose(here[k], there[k]) for k in c)
+    def is_affine(self, derivatives: Derivatives) -> bool:
+        """Return True if the slopes at these values are those at others."""
+        others = {k: 1.7 * v + 0.3 * v.abs().mean() + 0.1 for k, v in derivatives.items()}
+        slopes = self.slopes(derivatives)[1]
+        other_slopes = self.slopes(others)[1]
+        return all(torch.allclose(slopes[k], other_slopes[k]) for k in derivatives)
 
 
-def _gradients(column: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+def _differentiate_sum(column: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the gradients of a column's sum, zero for inputs that it does not depend on."""
     if not column.requires_grad:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    found = torch.autograd.grad(column.sum(), leaves, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)
-    ]
+        return [torch.zeros_like(x) for x in inputs]
+    gradients = torch.autograd.grad(column.sum(), inputs, retain_graph=True, allow_unused=True)
+    pairs = zip(inputs, gradients, strict=True)
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in pairs]
 
 
 @torch.no_grad()
-def derivatives(network: nn.Module, x: Tensor, scheme: Scheme) -> Tensor:
-    """The network's derivatives at places x (S, N, d), as channels (T, S, N, m)."""
+def compute_derivatives(network: nn.Module, x: Tensor, scheme: Scheme) -> Tensor:
+    """Return the network's derivatives at sites x (S, N, d), as channels (T, S, N, m).
+
+    A network that jets cannot go through is differentiated by nested automatic differentiation.
+    """
     points = x.flatten(0, 1)
     try:
-        found = network(Jet.input(points, scheme)).full().stacked()
+        channels = network(Jet.input(points, scheme)).full().stacked()
     except (Unsupported, TypeError, AttributeError, AssertionError, ValueError, IndexError):
-        found = nested_derivatives(network, points, scheme)
-    return found.unflatten(1, x.shape[:2])
+        channels = nested_derivatives(network, points, scheme)
+    return channels.unflatten(1, x.shape[:2])
 
 
 #: what torch says of values taken out of its transforms: by numpy, or by a graph of their own
 _FOREIGN = ("numpy()", "data pointer", "requires_grad_()", "functorch", "does not require grad")
 
 
-def _residual(condition: Condition, view: View) -> Any:
-    """The condition's residual; refused where it leaves torch, or differentiates by itself."""
+def _call_residual(condition: Condition, view: View) -> Any:
+    """Return the condition's residual; raise if it leaves torch, or differentiates by itself."""
     try:
         return condition.residual(view)
     except RuntimeError as error:
-        said = str(error).split("\n")[0].split(". ")[0]
-        if isinstance(error, PullbackError) or not any(word in said for word in _FOREIGN):
+        message = str(error).split("\n")[0].split(". ")[0]
+        is_foreign = any(word in message for word in _FOREIGN)
+        if isinstance(error, PullbackError) or not is_foreign:
             raise
         raise PullbackError(
             f"The residual of {condition.name!r} cannot be differentiated by the network",
-            f"it uses numpy or autograd on its arguments ({said})",
+            f"it uses numpy or autograd on its arguments ({message})",
             "Give what does not depend on the network by name: Problem(..., sources={'f': "
             "function of the coordinates}), and take f as an argument",
         ) from error
 
 
 def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[Any]:
-    """What tells one condition from another: derivatives, weight, and made-up residuals."""
+    """Return what tells one condition from another.
+
+    These are its derivatives, its weight, its target, and made-up residuals.
+    """
     local = LocalResidual(problem, condition, sites)
-    found = local.dry_run().detach().double()
-    values: list[Any] = [f"{v:.9e}" for v in found.mean(0).tolist()]
-    indices = sorted(list(index) for index in local.asked if index is not None)
+    means = local.dry_run().detach().double().mean(0)
+    indices = sorted(list(index) for index in local.indices if index is not None)
     weight = "balanced" if condition.balanced else condition.weight
-    values += [condition.value] if isinstance(condition, conditions.Integral) else []
-    return [indices, None in local.asked, weight, *values]
+    values = [f"{mean:.9e}" for mean in means.tolist()]
+    return [indices, None in local.indices, weight, *values, *condition.target]
 
 
 def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
-    """What must vanish at a point may depend on the fields at that point alone.
+    """Raise if what must vanish at a point depends on the fields at other points.
 
     Returns:
         How many residuals there are at the points.
@@ -194,63 +221,84 @@ def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:
     shift = torch.zeros_like(sites[0].x[:, 0])
     shift[half:] = 0.1
     local = LocalResidual(problem, condition, sites)
-    one, two = local.dry_run(), local.dry_run(shift)
-    if not torch.equal(one[:half].nan_to_num(), two[:half].nan_to_num()):
+    values = local.dry_run()
+    shifted = local.dry_run(shift)
+    if not torch.equal(values[:half].nan_to_num(), shifted[:half].nan_to_num()):
         raise PullbackError(
             f"The residual of {condition.name!r} at one point depends on other points",
             "it takes a mean, sum or extremum over them",
             "State what holds at a point, and means and integrals by Integral(lambda u: …, value)",
         )
-    return one.shape[1] if condition.whole else one.numel()
+    if condition.is_integral:
+        return values.shape[1]
+    return values.numel()
 
 
 @torch.enable_grad()
 def refuse_unused(problem: Problem, sites: Mapping[str, Sites]) -> None:
-    """An unknown coefficient must be in some residual, or it would stay where it began."""
+    """Raise if an unknown coefficient is in no residual: it would stay where it began."""
     leaves = {n: torch.tensor(v).double().requires_grad_() for n, v in problem.unknowns.items()}
-    idle = set(leaves)
-    for c in problem.conditions:
-        found = LocalResidual(problem, c, sites[c.name]).dry_run(unknowns=leaves)
-        if leaves and found.requires_grad:
-            slopes = torch.autograd.grad(found.sum(), list(leaves.values()), allow_unused=True)
-            idle -= {n for n, g in zip(leaves, slopes, strict=True) if g is not None}
-    if idle:
+    unused = set(leaves)
+    for condition in problem.conditions:
+        local = LocalResidual(problem, condition, sites[condition.name])
+        values = local.dry_run(unknowns=leaves)
+        if leaves and values.requires_grad:
+            inputs = list(leaves.values())
+            slopes = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
+            unused -= {n for n, slope in zip(leaves, slopes, strict=True) if slope is not None}
+    if unused:
+        name = min(unused)
         raise PullbackError(
-            f"The unknown {min(idle)!r} is in no residual",
+            f"The unknown {name!r} is in no residual",
             "it would keep its initial value",
-            f"Name it among an equation's arguments, lambda u, {min(idle)}: …, or leave it out",
+            f"Name it among an equation's arguments, lambda u, {name}: …, or leave it out",
         )
 
 
-def _columns(condition: Condition, found: Any, n: int) -> Tensor:
-    """The residuals as (N, R)."""
-    columns = []
-    for item in found if isinstance(found, (list, tuple)) else [found]:
-        if isinstance(item, Field):
-            item = item.value
-        shape = tuple(item.shape) if isinstance(item, Tensor) else type(item).__name__
-        if isinstance(item, Tensor) and not item.is_floating_point():
-            raise PullbackError(
-                f"The residual of {condition.name!r} is not a real number",
-                f"its dtype is {item.dtype}",
-                "Return what must vanish, not whether it does",
-            )
-        if shape == (n, n) and n > 1:
-            raise PullbackError(
-                f"The residual of {condition.name!r} has one value for every pair of points",
-                f"shape ({n}, {n}), as (N,) with (N, 1) broadcasts to",
-                "Use coordinates by name, (N,) each, or index points[:, i]",
-            )
-        if not isinstance(item, Tensor) or item.ndim not in (1, 2) or len(item) != n:
-            raise PullbackError(
-                f"The residual of {condition.name!r} is not one number per point",
-                f"got {shape} for {n} points",
-                "Return values of shape (N,), or several of these in a tuple; one number for the "
-                "whole domain is what Integral(…) is for",
-            )
-        columns += item.unbind(1) if item.ndim == 2 else [item]
+def _stack_columns(condition: Condition, values: Any, n: int) -> Tensor:
+    """Return the residuals at n points as (N, R)."""
+    items = values if isinstance(values, (list, tuple)) else [values]
+    columns: list[Tensor] = []
+    for item in items:
+        tensor = _check_component(condition, item, n)
+        if tensor.ndim == 2:
+            columns += tensor.unbind(1)
+        else:
+            columns.append(tensor)
     if not columns:
         raise PullbackError(
             f"The residual of {condition.name!r} is empty", "it returned nothing", "Return (N,)"
         )
-    return columns[0][:, None] if len(columns) == 1 else torch.stack(columns, -1)
+    if len(columns) == 1:
+        return columns[0][:, None]
+    return torch.stack(columns, -1)
+
+
+def _check_component(condition: Condition, item: Any, n: int) -> Tensor:
+    """Return what a residual gave as a tensor, (N,) or (N, R); raise if it is none."""
+    if isinstance(item, Field):
+        item = item.value
+    remedy = (
+        "Return values of shape (N,), or several of these in a tuple; one number for the "
+        "whole domain is what Integral(…) is for"
+    )
+    what = f"The residual of {condition.name!r}"
+    if not isinstance(item, Tensor):
+        why = f"got {type(item).__name__} for {n} points"
+        raise PullbackError(f"{what} is not one number per point", why, remedy)
+    if not item.is_floating_point():
+        raise PullbackError(
+            f"{what} is not a real number",
+            f"its dtype is {item.dtype}",
+            "Return what must vanish, not whether it does",
+        )
+    if tuple(item.shape) == (n, n) and n > 1:
+        raise PullbackError(
+            f"{what} has one value for every pair of points",
+            f"shape ({n}, {n}), as (N,) with (N, 1) broadcasts to",
+            "Use coordinates by name, (N,) each, or index points[:, i]",
+        )
+    if item.ndim not in (1, 2) or len(item) != n:
+        why = f"got {tuple(item.shape)} for {n} points"
+        raise PullbackError(f"{what} is not one number per point", why, remedy)
+    return item

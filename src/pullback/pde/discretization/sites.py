@@ -2,50 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
-from ..domains import Region
-from ..domains.sampling import Points
-from ..problem import conditions
+from ..domains import Domain, Region
+from ..domains.sampling import Points, Sampler
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
 
+#: the points of a condition; those of a periodic one are on two faces, in the same order
 Sites = tuple[Points, ...]
 
 
-def draw_sites(problem: Problem, condition: Condition, n: int, sampler: Any, seed: int) -> Sites:
-    """Points of the condition's region, refused where they leave the domain."""
-    domain = problem.domain
-    region = condition.region(domain)
-    if tuple(region.names) != tuple(domain.names):
+def draw_sites(
+    problem: Problem, condition: Condition, n: int, sampler: str | Sampler, seed: int
+) -> Sites:
+    """Return about n points of the condition's region; raise if they leave the domain.
+
+    Those of an integral are the nodes of a quadrature, which has no seed.
+    """
+    region = condition.region(problem.domain)
+    if tuple(region.names) != tuple(problem.domain.names):
         raise PullbackError(
             f"The region of {condition.name!r} does not fit the domain",
-            f"its coordinates are {region.names}, the domain's {domain.names}",
+            f"its coordinates are {region.names}, the domain's {problem.domain.names}",
             "Use a boundary, face or part of the problem's domain",
         )
-    if isinstance(condition, conditions.Integral) and isinstance(region, Region):
-        found = region.quadrature(n)
+    if condition.is_integral and isinstance(region, Region):
+        sites: Sites = (region.quadrature(n),)
     else:
-        found = region.sample(n, sampler, seed=seed)
-    sites = found if isinstance(found, tuple) else (found,)
+        sites = region.sample_sites(n, sampler, seed=seed)
     for points in sites:
-        outside = ~domain.contains(points.x)
-        if bool(outside.any()):
-            raise PullbackError(
-                f"The condition {condition.name!r} lies outside the domain",
-                f"{int(outside.sum())} of {len(points)} points do, such as "
-                f"{points.x[outside][0].tolist()}",
-                "Use a region of the problem's domain",
-            )
+        _refuse_outside(points, condition, problem.domain)
     return sites
 
 
+def _refuse_outside(points: Points, condition: Condition, domain: Domain) -> None:
+    outside = ~domain.contains(points.x)
+    if bool(outside.any()):
+        raise PullbackError(
+            f"The condition {condition.name!r} lies outside the domain",
+            f"{int(outside.sum())} of {len(points)} points do, such as "
+            f"{points.x[outside][0].tolist()}",
+            "Use a region of the problem's domain",
+        )
+
+
 def take_share(condition: Condition, sites: Sites, processes: Processes) -> Sites:
-    """This process's points; those of a sum that is squared are all the first one's."""
+    """Return the points of this process; those of an integral are all the first one's."""
     if processes.is_single:
         return sites
-    if condition.whole:
-        return tuple(p.share(0 if processes.rank == 0 else len(p), 1) for p in sites)
-    return tuple(p.share(processes.rank, processes.size) for p in sites)
+    if not condition.is_integral:
+        return tuple(points.share(processes.rank, processes.size) for points in sites)
+    if processes.rank == 0:
+        return tuple(points.share(0, 1) for points in sites)
+    return tuple(points.share(len(points), 1) for points in sites)

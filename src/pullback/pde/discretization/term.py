@@ -11,8 +11,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...maps import IntegralMap, OperatorMap
 from ...optim import EnergyTerm, Squares, Term
-from ..problem import conditions
-from ..problem.conditions import Condition
+from ..problem.conditions import Condition, Integral
 from ..problem.problem import Problem
 from .residual import LocalResidual
 from .sites import Sites
@@ -27,30 +26,40 @@ def build_term(
     weight: float | None = None,
     total: Tensor | None = None,
 ) -> Term:
-    """The condition at these points; its derivatives are found by a dry run.
+    """Return the condition at these points, as a function of the trial's parameters.
 
-    Without a weight it has the condition's own. `total` is the sum of the points' weights,
-    where these are not all points.
+    Args:
+        problem, condition: what must hold.
+        trial: the network with the unknown coefficients.
+        sites: the points.
+        weight: in the loss; that of the condition by default.
+        total: the sum of the points' weights of all processes, if other processes have points.
     """
     points = sites[0]
     local = LocalResidual(problem, condition, sites)
-    weight = condition.weight if weight is None else weight
-    q = weight * points.weights / (points.weights.sum() if total is None else total)
-    x = torch.stack([p.x for p in sites])
-    if isinstance(condition, conditions.Energy):
-        return _energy(local, trial, x, q)
+    if weight is None:
+        weight = condition.weight
+    if total is None:
+        total = points.weights.sum()
+    point_weights = weight * points.weights / total
+    x = torch.stack([site.x for site in sites])
+    if condition.is_energy:
+        return _build_energy(local, trial, x, point_weights)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        return local.evaluate(local.picker(channels), select_unknowns(params))
+        return local.evaluate(local.look_up_in(channels), select_unknowns(params))
 
-    if isinstance(condition, conditions.Integral):
-        values = OperatorMap(trial.apply_to, x, local.scheme, operator, torch.ones_like(q))
+    if isinstance(condition, Integral):
+        ones = torch.ones_like(point_weights)
+        values = OperatorMap(trial.apply_to, x, local.scheme, operator, ones)
         return Squares(IntegralMap(values, points.weights, condition.value, weight))
-    return Squares(OperatorMap(trial.apply_to, x, local.scheme, operator, q))
+    return Squares(OperatorMap(trial.apply_to, x, local.scheme, operator, point_weights))
 
 
-def _energy(local: LocalResidual, trial: Trial, x: Tensor, q: Tensor) -> EnergyTerm:
-    """z holds just the derivatives that the density depends on."""
+def _build_energy(
+    local: LocalResidual, trial: Trial, x: Tensor, point_weights: Tensor
+) -> EnergyTerm:
+    """Return an energy; its map gives just the derivatives that the density depends on."""
     if trial.unknowns:
         raise PullbackError(
             "An energy cannot have unknown coefficients",
@@ -59,19 +68,20 @@ def _energy(local: LocalResidual, trial: Trial, x: Tensor, q: Tensor) -> EnergyT
         )
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
-        pick = local.picker(channels)
-        return torch.stack([pick(*key) for key in local.keys], -1)
+        look_up = local.look_up_in(channels)
+        return torch.stack([look_up(*key) for key in local.keys], -1)
 
     def density(z: Tensor) -> Tensor:
         return local.evaluate(lambda *key: z[:, local.keys.index(key)])[:, 0]
 
-    map = OperatorMap(trial.apply_to, x, local.scheme, operator, torch.ones_like(q))
-    return EnergyTerm(map, density, q)
+    ones = torch.ones_like(point_weights)
+    derivatives = OperatorMap(trial.apply_to, x, local.scheme, operator, ones)
+    return EnergyTerm(derivatives, density, point_weights)
 
 
 def find_nesting_reason(terms: Sequence[Term]) -> str:
-    """Why derivatives are not carried forward, where they are not."""
-    for item in terms:
-        if isinstance(item.map, (OperatorMap, IntegralMap)) and item.map.nested_because:
-            return item.map.nested_because
+    """Return why derivatives are nested and not carried forward; nothing if they are."""
+    for term in terms:
+        if isinstance(term.map, (OperatorMap, IntegralMap)) and term.map.nested_because:
+            return term.map.nested_because
     return ""

@@ -4,68 +4,98 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..._core.processes import Processes
+from ...maps.jets import Index
 from ...optim import Term
-from ..problem.conditions import Condition, Data, Equation, Prior
+from ..problem.conditions import Condition
 from ..problem.problem import Problem
 from .residual import LocalResidual
 from .sites import Sites
 
-_HEAVIEST = 1e6
+
+@dataclass(frozen=True)
+class WeightLevels:
+    """Bounds of chosen weights."""
+
+    #: the heaviest balanced weight, and one over the lightest: beyond it digits of the other
+    #: conditions are lost
+    heaviest: float = 1e6
+    #: ridge of the prior's precision matrix, as a share of its largest entry: directions that
+    #: neither equation nor prior see
+    ridge_share: float = 1e-12
+    #: factors of a prior's weight that are compared, in powers of 10^(1/4); the linearization
+    #: holds nearby alone
+    smallest_power: int = -8
+    largest_power: int = 4
+
+    @property
+    def prior_factors(self) -> list[float]:
+        """The factors of a prior's weight that are compared."""
+        return [10.0 ** (k / 4) for k in range(self.smallest_power, self.largest_power + 1)]
 
 
-def balanced(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
-    """The weights of conditions; balanced ones by how strongly an error would be seen.
+LEVELS = WeightLevels()
+
+
+def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
+    """Return the weights of conditions; balanced ones by how strongly an error would be seen.
 
     A wave with the domain's own lengths, ∂ᵢ ~ π/Lᵢ, has residuals of some size in the equation and
     of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
     Squared it would count errors of the solution alike, and 1 counts residuals alike.
     """
-    equations = [c for c in problem.conditions if isinstance(c, Equation) and c.on is None]
-    seen = sum(_visibility(problem, c, sites[c.name]) * c.weight for c in equations)
-    out = {}
-    for c in problem.conditions:
-        out[c.name] = c.weight
-        if c.balanced and equations:
-            ratio = seen / _visibility(problem, c, sites[c.name])
-            if math.isfinite(ratio) and ratio > 0:
-                power = math.floor(math.log10(ratio) / 2)
-                out[c.name] = min(max(10.0**power, 1 / _HEAVIEST), _HEAVIEST)
-    return out
+    weights = {condition.name: condition.weight for condition in problem.conditions}
+    equations = [c for c in problem.conditions if c.is_equation and c.on is None]
+    if not equations:
+        return weights
+    equation_size = sum(_measure_wave(problem, c, sites[c.name]) * c.weight for c in equations)
+    for condition in problem.conditions:
+        if condition.balanced:
+            ratio = equation_size / _measure_wave(problem, condition, sites[condition.name])
+            weights[condition.name] = _round_weight(ratio, default=condition.weight)
+    return weights
 
 
-def _visibility(problem: Problem, condition: Condition, sites: Sites) -> float:
-    """Mean square of a condition's terms for a wave with the domain's own lengths."""
+def _round_weight(ratio: float, default: float) -> float:
+    """Return the square root of a ratio, rounded down to a power of ten within bounds."""
+    if not math.isfinite(ratio) or ratio <= 0:
+        return default
+    power = math.floor(math.log10(ratio) / 2)
+    return min(max(10.0**power, 1 / LEVELS.heaviest), LEVELS.heaviest)
+
+
+def _measure_wave(problem: Problem, condition: Condition, sites: Sites) -> float:
+    """Return the mean square of a condition's terms for a wave with the domain's own lengths.
+
+    It is NaN if the terms are not finite, or vanish.
+    """
     local = LocalResidual(problem, condition, sites)
-    waves = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
-    space = problem.coordinates.space
+    wavenumbers = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
 
-    def size(index: Any) -> float:
+    def size_of(index: Index | None) -> float:
         if index is None:
-            return sum(waves[i] ** 2 for i in space)
-        return math.prod(waves[i] for i in index)
+            return sum(wavenumbers[i] ** 2 for i in problem.coordinates.space)
+        return math.prod(wavenumbers[i] for i in index)
 
     ones = torch.ones_like(sites[0].x[:, 0])
-    slopes = local.slopes({key: ones * size(key[2]) for key in local.keys})[1]
-    total = sum(float(s.square().mean(0).sum()) * size(k[2]) ** 2 for k, s in slopes.items())
-    return total if math.isfinite(total) and total > 0 else float("nan")
+    slopes = local.slopes({key: ones * size_of(key[2]) for key in local.keys})[1]
+    total = 0.0
+    for (_, _, index), slope in slopes.items():
+        total += float(slope.square().mean(0).sum()) * size_of(index) ** 2
+    if not math.isfinite(total) or total <= 0:
+        return math.nan
+    return total
 
 
-_RIDGE = 1e-12  # of the largest entry: directions that neither equation nor prior see
-
-
-_FACTORS = [10.0 ** (k / 4) for k in range(-8, 5)]  # what is known here holds nearby alone
-
-
-def evidence(
+def choose_prior_factor(
     terms: Sequence[tuple[Condition, Term]], params: Mapping[str, Tensor], processes: Processes
 ) -> float:
-    r"""The factor by which the prior's weight should change: where the data's evidence is largest.
+    r"""Return the factor by which the prior's weight should change, where evidence is largest.
 
     Let A_e, A_p, A_d be the weighted rows of equations, prior and data, and z their values. Around
     the parameters the first two say that a change δ is normal with mean δ₀ and, up to the noise's
@@ -75,35 +105,54 @@ def evidence(
 
     whose smallest −2 log p over a grid of s is taken.
     """
-    free = {n: p for n, p in params.items() if p.requires_grad}
-    size = sum(p.numel() for p in free.values())
-    like = torch.zeros(0, dtype=torch.float64, device=next(iter(free.values())).device)
-    grams = {kind: like.new_zeros(size, size + 1) for kind in ("equations", "prior")}
-    rows, values = [like.new_zeros(0, size)], [like]
-    for condition, item in terms:
-        linear = item.map.linearize(free)
-        a, z = linear.rows().detach().double(), linear.value.detach().flatten().double()
-        if isinstance(condition, Data):
-            rows.append(a)
-            values.append(z)
+    trained = {n: p for n, p in params.items() if p.requires_grad}
+    size = sum(p.numel() for p in trained.values())
+    empty = torch.zeros(0, dtype=torch.float64, device=next(iter(trained.values())).device)
+    # Gram matrices with Aᵀz as the last column
+    equation_gram = empty.new_zeros(size, size + 1)
+    prior_gram = empty.new_zeros(size, size + 1)
+    data_rows = [empty.new_zeros(0, size)]
+    data_values = [empty]
+    for condition, term in terms:
+        linearization = term.map.linearize(trained)
+        rows = linearization.rows().detach().double()
+        values = linearization.value.detach().flatten().double()
+        if condition.is_measured:
+            data_rows.append(rows)
+            data_values.append(values)
+        elif condition.is_prior:
+            prior_gram += rows.T @ torch.cat([rows, values[:, None]], 1)
         else:
-            kind = "prior" if isinstance(condition, Prior) else "equations"
-            grams[kind] += a.T @ torch.cat([a, z[:, None]], 1)
-    equations, prior = processes.sum([grams["equations"], grams["prior"]])
-    data, misfit = processes.gather([torch.cat(rows), torch.cat(values)])
-    return min(_FACTORS, key=lambda s: _marginal(equations + s * prior, data, misfit))
+            equation_gram += rows.T @ torch.cat([rows, values[:, None]], 1)
+    equation_gram, prior_gram = processes.sum([equation_gram, prior_gram])
+    rows, values = processes.gather([torch.cat(data_rows), torch.cat(data_values)])
+
+    def cost(factor: float) -> float:
+        return _compute_evidence(equation_gram + factor * prior_gram, rows, values)
+
+    return min(LEVELS.prior_factors, key=cost)
 
 
-def _marginal(known: Tensor, a: Tensor, z: Tensor) -> float:
-    """−2 log p, from K with its right-hand side."""
-    k, g = known[:, :-1].clone(), known[:, -1]
-    k.diagonal().add_(_RIDGE * k.diagonal().max())
-    lower = torch.linalg.cholesky_ex(k).L
-    spread = torch.linalg.solve_triangular(lower, a.T, upper=False)  # L⁻¹A_dᵀ
-    start = torch.linalg.solve_triangular(lower, -g[:, None], upper=False)[:, 0]
-    c = spread.T @ spread
-    c.diagonal().add_(1.0)
-    root = torch.linalg.cholesky_ex(c).L
-    off = torch.linalg.solve_triangular(root, (z + spread.T @ start)[:, None], upper=False)
-    cost = len(z) * off.square().sum().log() + 2 * root.diagonal().log().sum()
-    return float(cost) if torch.isfinite(cost) else float("inf")
+def _compute_evidence(gram: Tensor, rows: Tensor, values: Tensor) -> float:
+    """Return −2 log p of the data, up to a constant.
+
+    Args:
+        gram: K with its right-hand side as the last column, (p, p + 1).
+        rows: A_d, (n, p).
+        values: z_d, (n,).
+    """
+    precision = gram[:, :-1].clone()
+    right_side = gram[:, -1]
+    precision.diagonal().add_(LEVELS.ridge_share * precision.diagonal().max())
+    lower = torch.linalg.cholesky_ex(precision).L
+    spread = torch.linalg.solve_triangular(lower, rows.T, upper=False)  # L⁻¹A_dᵀ
+    mean = torch.linalg.solve_triangular(lower, -right_side[:, None], upper=False)[:, 0]
+    covariance = spread.T @ spread
+    covariance.diagonal().add_(1.0)
+    root = torch.linalg.cholesky_ex(covariance).L
+    misfit = (values + spread.T @ mean)[:, None]
+    whitened = torch.linalg.solve_triangular(root, misfit, upper=False)
+    cost = len(values) * whitened.square().sum().log() + 2 * root.diagonal().log().sum()
+    if not torch.isfinite(cost):
+        return math.inf
+    return float(cost)

@@ -41,9 +41,11 @@ class Ball(Domain):
         c = torch.as_tensor(center, dtype=torch.float64).detach().cpu()
         point = c.ndim == 1 and len(c) > 0 and bool(c.isfinite().all())
         require(point, "A ball's center", center, "Pass finite coordinates, such as (0.0, 0.0)")
-        self.center, self.radius = c, check_positive("A ball's radius", radius)
+        self.center = c
+        self.radius = check_positive("A ball's radius", radius)
         self.names = check_names(names, len(c))
-        self.low, self.high = c - self.radius, c + self.radius
+        self.low = c - self.radius
+        self.high = c + self.radius
 
     def build(self) -> Sequence[Patch]:
         d = self.dim
@@ -55,7 +57,9 @@ class Ball(Domain):
             r = self.radius * u[:, :1] ** (1 / d)
             return self.center + r * direction(u[:, 1:]), None
 
-        axes = (Axis(),) if d == 1 else (Axis(power=d), *_angles(d))
+        axes: tuple[Axis, ...] = (Axis(),)
+        if d > 1:
+            axes = (Axis(power=d), *_angles(d))
         return (Patch(axes, size, place),)
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
@@ -68,17 +72,25 @@ class Ball(Domain):
         return PatchRegion(self.names, self._sphere(), self.low, self.high, inside)
 
     def _sphere(self) -> list[Patch]:
-        """The sphere as one patch; in one dimension the two ends."""
-
-        def on(omega: Tensor) -> Placed:
-            return self.center + self.radius * omega, omega
-
+        """Return the sphere as one patch; in one dimension the two ends."""
         if self.dim == 1:
-            ends = (-1.0, 1.0)
-            ones = [lambda u, e=e: on(torch.full((len(u), 1), e, dtype=u.dtype)) for e in ends]
-            return [Patch((), 1.0, place) for place in ones]
+            return [self._end(-1.0), self._end(1.0)]
+
+        def place(u: Tensor) -> Placed:
+            normals = direction(u)
+            return self.center + self.radius * normals, normals
+
         size = self.measure * self.dim / self.radius
-        return [Patch(_angles(self.dim), size, lambda u: on(direction(u)))]
+        return [Patch(_angles(self.dim), size, place)]
+
+    def _end(self, normal: float) -> Patch:
+        """Return an end of an interval, with its outward normal ±1."""
+
+        def place(u: Tensor) -> Placed:
+            normals = torch.full((len(u), 1), normal, dtype=u.dtype)
+            return self.center + self.radius * normals, normals
+
+        return Patch((), 1.0, place)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.center.tolist()}, {self.radius})"
@@ -103,25 +115,27 @@ class Disk(Ball):
 
 
 def direction(u: Tensor) -> Tensor:
-    """Uniform unit vectors ω ∈ S^(d−1), (N, d), from u ∈ [0, 1]^(d−1).
+    """Return uniform unit vectors ω ∈ S^(d−1), (N, d), from u ∈ [0, 1]^(d−1).
 
     Coordinate by coordinate: ω₁ = t has the density ∝ (1 − t²)^((d−3)/2), that is
     (1 + t)/2 ~ Beta(a, a) with a = (d−1)/2, and the others are √(1 − t²) times a point of
     S^(d−2); the last two are a cosine and a sine.
     """
     d = u.shape[1] + 1
-    rest = torch.ones(len(u), dtype=u.dtype)
+    radius = torch.ones(len(u), dtype=u.dtype)  # of the remaining coordinates
     columns = []
     for i in range(d - 2):
-        v, a = u[:, i], (d - 1 - i) / 2
-        half = v if a == 1 else torch.from_numpy(scipy.special.betaincinv(a, a, v.numpy()))
-        columns.append(rest * (2 * half - 1))
-        rest = rest * 2 * (half * (1 - half)).clamp_min(0).sqrt()  # √(1 − t²)
+        half = u[:, i]
+        a = (d - 1 - i) / 2
+        if a != 1:
+            half = torch.from_numpy(scipy.special.betaincinv(a, a, half.numpy()))
+        columns.append(radius * (2 * half - 1))
+        radius = radius * 2 * (half * (1 - half)).clamp_min(0).sqrt()  # √(1 − t²)
     angle = 2 * math.pi * u[:, -1]
-    omega = torch.stack([*columns, rest * angle.cos(), rest * angle.sin()], 1)
+    omega = torch.stack([*columns, radius * angle.cos(), radius * angle.sin()], 1)
     return omega / omega.norm(dim=1, keepdim=True)
 
 
 def _angles(d: int) -> tuple[Axis, ...]:
-    """The axes of S^(d−1), d ≥ 2."""
+    """Return the axes of S^(d−1), d ≥ 2."""
     return (Axis(),) * (d - 2) + (Axis(periodic=True),)

@@ -58,13 +58,15 @@ class Box(Domain):
         return ((x >= self.low - tol) & (x <= self.high + tol)).all(1)
 
     def build_boundary(self) -> Region:
-        faces = [self.face(name, side) for name in self.names for side in _SIDES]
+        patches: list[Patch] = []
+        for name in self.names:
+            for side in _SIDES:
+                patches += self.face(name, side).patches
 
         def inside(x: Tensor, tol: float) -> Tensor:
             gap = torch.minimum((x - self.low).abs(), (x - self.high).abs())
             return self.inside(x, tol) & (gap <= tol).any(1)
 
-        patches = [p for face in faces for p in face.patches]
         return PatchRegion(self.names, patches, self.low, self.high, inside)
 
     def face(self, name: str | int, side: str | None = None) -> Region:
@@ -73,9 +75,11 @@ class Box(Domain):
             raise PullbackError(
                 f"There is no side {side!r}", "a coordinate has two sides", 'Use "low" or "high"'
             )
-        value, sign = self.bounds[i][_SIDES.index(side)], -1.0 if side == "low" else 1.0
+        value = self.bounds[i][_SIDES.index(side)]
+        sign = -1.0 if side == "low" else 1.0
         others = [j for j in range(self.dim) if j != i]
-        low, high = self.low[others], self.high[others]
+        low = self.low[others]
+        high = self.high[others]
 
         def place(u: Tensor) -> Placed:
             x = torch.full((len(u), self.dim), value, dtype=torch.float64)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..arguments import index_of, require
-from .patch import Keep, Patch, cuboid, nonempty
+from .patch import Keep, Patch, cuboid, drop_empty
 from .region import Pairs, PatchRegion, PointSet, Region
 
 _CACHED = ("patches", "boundary", "initial", "final")
-_PROBE = 1e-6  # how far beside a boundary the other shape is asked for, relative to the extent
+#: how far beside a boundary the other shape is asked for, as a share of the extent
+_PROBE_SHARE = 1e-6
 
 
 class Domain(Region):
@@ -67,13 +68,19 @@ class Domain(Region):
         return {k: v for k, v in self.__dict__.items() if k not in _CACHED}
 
     def __or__(self, other: Domain) -> Domain:
-        return Union(self, other) if isinstance(other, Domain) else NotImplemented
+        if isinstance(other, Domain):
+            return Union(self, other)
+        return NotImplemented
 
     def __and__(self, other: Domain) -> Domain:
-        return Intersection(self, other) if isinstance(other, Domain) else NotImplemented
+        if isinstance(other, Domain):
+            return Intersection(self, other)
+        return NotImplemented
 
     def __sub__(self, other: Domain) -> Domain:
-        return Difference(self, other) if isinstance(other, Domain) else NotImplemented
+        if isinstance(other, Domain):
+            return Difference(self, other)
+        return NotImplemented
 
 
 class Composite(Domain):
@@ -102,7 +109,9 @@ class Composite(Domain):
                 f"({', '.join(a.names)}) and ({', '.join(b.names)})",
                 "Give both the same names=",
             )
-        self.a, self.b, self.names = a, b, a.names
+        self.a = a
+        self.b = b
+        self.names = a.names
         self.low, self.high = self._extent()
         _ = self.patches  # an empty result is refused here, not at the first sample
 
@@ -119,7 +128,7 @@ class Composite(Domain):
         """The patches of the result's boundary, some of which may be empty."""
 
     def build(self) -> Sequence[Patch]:
-        return nonempty(self._cut(), f"The {type(self).__name__.lower()}")
+        return drop_empty(self._cut(), f"The {type(self).__name__.lower()}")
 
     def build_boundary(self) -> Region:
         def inside(x: Tensor, tol: float) -> Tensor:
@@ -131,12 +140,12 @@ class Composite(Domain):
             return on & self.inside(x, tol) & open_
 
         what = f"The boundary of the {type(self).__name__.lower()}"
-        return PatchRegion(self.names, nonempty(self._rim(), what), self.low, self.high, inside)
+        return PatchRegion(self.names, drop_empty(self._rim(), what), self.low, self.high, inside)
 
     @property
     def _step(self) -> float:
         extents = [(d.high - d.low).min() for d in (self.a, self.b)]
-        return _PROBE * float(torch.stack(extents).min())
+        return _PROBE_SHARE * float(torch.stack(extents).min())
 
     def _beside(self, shape: Domain, side: float) -> Keep:
         """Whether the point beside a boundary point, outward (+1) or inward (−1), is in `shape`."""
@@ -167,7 +176,8 @@ class Union(Composite):
         return [*self.a.patches, *outside]
 
     def _rim(self) -> list[Patch]:
-        in_a, in_b = self._beside(self.a, 1.0), self._beside(self.b, 1.0)
+        in_a = self._beside(self.a, 1.0)
+        in_b = self._beside(self.b, 1.0)
         under_a = self._beside(self.a, -1.0)
         return [
             *(p.only(lambda x, n: ~in_b(x, n)) for p in self.a.boundary.patches),
@@ -182,7 +192,8 @@ class Intersection(Composite):
         return self.a.inside(x, tol) & self.b.inside(x, tol)
 
     def _extent(self) -> tuple[Tensor, Tensor]:
-        low, high = torch.maximum(self.a.low, self.b.low), torch.minimum(self.a.high, self.b.high)
+        low = torch.maximum(self.a.low, self.b.low)
+        high = torch.minimum(self.a.high, self.b.high)
         if not (low < high).all():
             raise PullbackError(
                 "The intersection is empty",
@@ -197,7 +208,8 @@ class Intersection(Composite):
         return [p.only(lambda x, _: self.inside(x, 0.0)) for p in host]
 
     def _rim(self) -> list[Patch]:
-        over_a, under_a = self._beside(self.a, 1.0), self._beside(self.a, -1.0)
+        over_a = self._beside(self.a, 1.0)
+        under_a = self._beside(self.a, -1.0)
         under_b = self._beside(self.b, -1.0)
         return [
             *(p.only(under_b) for p in self.a.boundary.patches),
@@ -215,7 +227,8 @@ class Difference(Composite):
         return [p.only(lambda x, _: ~self.b.inside(x, 0.0)) for p in self.a.patches]
 
     def _rim(self) -> list[Patch]:
-        over_a, under_a = self._beside(self.a, 1.0), self._beside(self.a, -1.0)
+        over_a = self._beside(self.a, 1.0)
+        under_a = self._beside(self.a, -1.0)
         under_b = self._beside(self.b, -1.0)
         return [
             *(p.only(lambda x, n: ~under_b(x, n)) for p in self.a.boundary.patches),

@@ -14,7 +14,8 @@ from .patch import Patch, Placed
 from .region import PatchRegion, Region
 from .sampling import Axis
 
-_TOUCH = 1e-12  # edges closer than this share of the extent are said to touch
+#: edges closer than this share of the extent touch: some digits above round-off
+_TOUCH_SHARE = 1e-12
 
 
 class Polygon(Domain):
@@ -36,12 +37,14 @@ class Polygon(Domain):
     def __init__(
         self, vertices: Sequence[Sequence[float]] | Tensor, names: Sequence[str] | None = None
     ) -> None:
-        self.vertices = _simple(vertices)
+        self.vertices = _check_vertices(vertices)
         self.names = check_names(names, 2)
-        self.low, self.high = self.vertices.amin(0), self.vertices.amax(0)
+        self.low = self.vertices.amin(0)
+        self.high = self.vertices.amax(0)
 
     @property
     def _ends(self) -> tuple[Tensor, Tensor]:
+        """The first and the last vertex of every edge, (n, 2) each."""
         return self.vertices, self.vertices.roll(-1, 0)
 
     @property
@@ -51,34 +54,33 @@ class Polygon(Domain):
         return float(_cross(a, b).sum().sign())
 
     def build(self) -> Sequence[Patch]:
-        """One patch per triangle: x = a + √u ((b − a) + v (c − b)), which keeps areas."""
-        chain = self.vertices if self._sign > 0 else self.vertices.flip(0)
-
-        def patch(a: Tensor, b: Tensor, c: Tensor) -> Patch:
-            def place(u: Tensor) -> Placed:
-                return a + u[:, :1].sqrt() * ((b - a) + u[:, 1:] * (c - b)), None
-
-            axes = (Axis(power=2), Axis())
-            return Patch(axes, 0.5 * float(_cross(b - a, c - b)), place)
-
-        return [patch(*corners) for corners in triangulate(chain)]
+        """Return one patch per triangle."""
+        chain = self.vertices
+        if self._sign < 0:
+            chain = chain.flip(0)
+        return [_make_triangle(*corners) for corners in triangulate(chain)]
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
         distance, within = self._distance(x)
         return torch.where(within, -distance, distance) <= tol
 
     def build_boundary(self) -> Region:
-        patches = [p for k in range(len(self.vertices)) for p in self.face(k).patches]
+        patches: list[Patch] = []
+        for number in range(len(self.vertices)):
+            patches += self.face(number).patches
         return PatchRegion(
             self.names, patches, self.low, self.high, lambda x, tol: self._distance(x)[0] <= tol
         )
 
     def face(self, name: str | int, side: str | None = None) -> Region:
-        """Edge number `name`, from that vertex to the next."""
+        """Return edge number `name`, from that vertex to the next."""
         count = len(self.vertices)
         if not is_integer(name, 0) or int(name) >= count or side is not None:
+            edge = repr(name)
+            if side is not None:
+                edge += f", {side!r}"
             raise PullbackError(
-                f"There is no edge {name!r}" + ("" if side is None else f", {side!r}"),
+                f"There is no edge {edge}",
                 f"this polygon's edges are numbered from 0 to {count - 1}",
                 "Use .face(k) for the edge from vertex k to vertex k + 1",
             )
@@ -90,17 +92,17 @@ class Polygon(Domain):
             return a + u * (b - a), outward.expand(len(u), 2)
 
         def inside(x: Tensor, tol: float) -> Tensor:
-            return _to_segment(x, a, b) <= tol
+            return _distance_to_segment(x, a, b) <= tol
 
         patch = Patch((Axis(),), float((b - a).norm()), place)
         return PatchRegion(self.names, [patch], torch.minimum(a, b), torch.maximum(a, b), inside)
 
     def _distance(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Distances to the boundary, and whether a ray crosses it an odd number of times."""
+        """Return distances to the boundary, and whether a ray crosses it an odd number of times."""
         distance = torch.full((len(x),), torch.inf, dtype=x.dtype)
         within = torch.zeros(len(x), dtype=torch.bool)
         for a, b in zip(*self._ends, strict=True):
-            distance = torch.minimum(distance, _to_segment(x, a, b))
+            distance = torch.minimum(distance, _distance_to_segment(x, a, b))
             spans = (a[1] > x[:, 1]) != (b[1] > x[:, 1])
             left = (_cross(b - a, x - a) > 0) == (b[1] > a[1])
             within ^= spans & left
@@ -119,14 +121,16 @@ def triangulate(chain: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """
     out = []
     while len(chain) > 2:
-        a, b, c = chain.roll(1, 0), chain, chain.roll(-1, 0)
+        a = chain.roll(1, 0)
+        b = chain
+        c = chain.roll(-1, 0)
         area = _cross(b - a, c - b)
         longest = torch.stack([b - a, c - b, a - c]).square().sum(-1).amax(0)
-        straight = area.abs() <= _TOUCH * longest
+        straight = area.abs() <= _TOUCH_SHARE * longest
         if straight.any():
             chain = chain[~(torch.arange(len(chain)) == straight.nonzero()[0, 0])]
             continue
-        shape = torch.where((area > 0) & ~_occupied(a, b, c), area / longest, -torch.inf)
+        shape = torch.where((area > 0) & ~_has_vertex_inside(a, b, c), area / longest, -torch.inf)
         ear = int(shape.argmax())
         if not shape[ear] > 0:
             raise PullbackError(
@@ -139,19 +143,29 @@ def triangulate(chain: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     return out
 
 
-def _occupied(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Whether the triangle at each corner holds a vertex that is none of its own, (n,)."""
-    n = len(b)
-    sides = [_cross((q - p)[:, None], b[None] - p[:, None]) for p, q in ((a, b), (b, c), (c, a))]
+def _make_triangle(a: Tensor, b: Tensor, c: Tensor) -> Patch:
+    """Return the triangle x = a + √u ((b − a) + v (c − b)), a map that keeps areas."""
+
+    def place(u: Tensor) -> Placed:
+        return a + u[:, :1].sqrt() * ((b - a) + u[:, 1:] * (c - b)), None
+
+    axes = (Axis(power=2), Axis())
+    return Patch(axes, 0.5 * float(_cross(b - a, c - b)), place)
+
+
+def _has_vertex_inside(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return whether the triangle at each corner holds a vertex that is none of its own, (n,)."""
+    edges = ((a, b), (b, c), (c, a))
+    sides = [_cross((end - start)[:, None], b[None] - start[:, None]) for start, end in edges]
     holds = (torch.stack(sides) >= 0).all(0)  # row: triangle, column: vertex
+    rows = torch.arange(len(b))
     for shift in (-1, 0, 1):
-        rows = torch.arange(n)
-        holds[rows, (rows + shift) % n] = False
+        holds[rows, (rows + shift) % len(b)] = False
     return holds.any(1)
 
 
-def _simple(vertices: object) -> Tensor:
-    """The vertices, if they are those of a polygon that does not touch itself."""
+def _check_vertices(vertices: object) -> Tensor:
+    """Return the vertices; raise unless they are those of a polygon that does not touch itself."""
     try:
         v = torch.as_tensor(vertices, dtype=torch.float64).detach().cpu().clone()
     except (TypeError, ValueError, RuntimeError):
@@ -161,21 +175,21 @@ def _simple(vertices: object) -> Tensor:
     require(usable, "The list of vertices", vertices, remedy)
     extent = float((v.amax(0) - v.amin(0)).max())
     following = v.roll(-1, 0)
-    same = (v - following).norm(dim=1) <= _TOUCH * extent
-    if same.any():
-        k = int(same.nonzero()[0, 0])
+    is_repeated = (v - following).norm(dim=1) <= _TOUCH_SHARE * extent
+    if is_repeated.any():
+        k = int(is_repeated.nonzero()[0, 0])
         raise PullbackError(
             "An edge of the polygon has no length",
             f"vertices {k} and {(k + 1) % len(v)} are the same, {tuple(v[k].tolist())}",
             "Leave one out; the last edge leads back to the first vertex by itself",
         )
-    if torch.linalg.svdvals(v - v.mean(0))[1] <= _TOUCH * extent:
+    if torch.linalg.svdvals(v - v.mean(0))[1] <= _TOUCH_SHARE * extent:
         raise PullbackError(
             "The polygon has no area", "all vertices lie on a line", "Move one of them off it"
         )
-    meeting = _meeting(v, following, _TOUCH * extent)
-    if meeting is not None:
-        i, j = meeting
+    edges = _find_meeting_edges(v, following, _TOUCH_SHARE * extent)
+    if edges is not None:
+        i, j = edges
         raise PullbackError(
             "The polygon crosses or touches itself",
             f"edges {i} and {j} meet (edge k goes from vertex k to vertex k + 1)",
@@ -184,21 +198,29 @@ def _simple(vertices: object) -> Tensor:
     return v
 
 
-def _meeting(a: Tensor, b: Tensor, tol: float) -> tuple[int, int] | None:
-    """Two edges a[k] → b[k] that cross, or of which one passes through an end of the other."""
+def _find_meeting_edges(a: Tensor, b: Tensor, tol: float) -> tuple[int, int] | None:
+    """Return two edges a[k] → b[k] that cross or touch, None if there are none.
+
+    They touch if one passes through an end of the other.
+    """
     n = len(a)
     rows = torch.arange(n)
-    start = _cross((b - a)[:, None], a[None] - a[:, None])  # row: edge, column: vertex
-    apart = start * start.roll(-1, 1) < 0  # the two ends of edge j lie on both sides of line i
-    crossing = apart & apart.T
-    touching = torch.stack([_to_segment(a, p, q) <= tol for p, q in zip(a, b, strict=True)])
+    side = _cross((b - a)[:, None], a[None] - a[:, None])  # row: edge, column: vertex
+    is_split = side * side.roll(-1, 1) < 0  # the two ends of edge j lie on both sides of line i
+    crossing = is_split & is_split.T
+    touching = torch.stack(
+        [_distance_to_segment(a, p, q) <= tol for p, q in zip(a, b, strict=True)]
+    )
     touching[rows, rows] = touching[rows, (rows + 1) % n] = False
-    found = (crossing | touching).nonzero()
-    return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+    pairs = (crossing | touching).nonzero().tolist()
+    if not pairs:
+        return None
+    first, second = pairs[0]
+    return first, second
 
 
-def _to_segment(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Distances of points (N, 2) to the segment from a to b."""
+def _distance_to_segment(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return the distances of points (N, 2) to the segment from a to b."""
     along = b - a
     t = ((x - a) @ along / along.square().sum()).clamp(0, 1)
     return (x - a - t[:, None] * along).norm(dim=1)

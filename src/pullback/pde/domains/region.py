@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..arguments import check_count, check_names, check_points, check_seed, require
-from .patch import Patch, draw, nonempty, quadrature
-from .sampling import Points, Sampler
-from .sampling import sampler as named
+from .patch import Patch, draw_points, drop_empty, place_quadrature
+from .sampling import Points, Sampler, find_sampler
 
 Predicate = Callable[[Tensor], Tensor]
 Inside = Callable[[Tensor, float], Tensor]
@@ -42,13 +42,18 @@ class Region(ABC):
 
     @cached_property
     def patches(self) -> tuple[Patch, ...]:
-        """What `build` gave."""
+        """The patches that `build` returned."""
         return tuple(self.build())
 
     @property
     def dim(self) -> int:
         """The number d of coordinates."""
         return len(self.names)
+
+    @property
+    def point_count(self) -> int | None:
+        """The number of points if they are given and cannot be drawn anew, else None."""
+        return None
 
     @property
     def measure(self) -> float:
@@ -67,8 +72,15 @@ class Region(ABC):
         and puts at least one point on each; a part that is a single point (an end of an
         interval) gets just that one.
         """
-        n, which = check_count(n), named(sampler)
-        return draw(self.patches, n, which, torch.Generator().manual_seed(check_seed(seed)))
+        count = check_count(n)
+        generator = torch.Generator().manual_seed(check_seed(seed))
+        return draw_points(self.patches, count, find_sampler(sampler), generator)
+
+    def sample_sites(
+        self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
+    ) -> tuple[Points, ...]:
+        """Return the points of `sample` as the only site of a condition; pairs have two."""
+        return (self.sample(n, sampler, seed=seed),)
 
     def quadrature(self, n: int = 10_000) -> Points:
         """Fixed points for measuring errors: tensor Gauss up to three dimensions, else Sobol.
@@ -76,7 +88,7 @@ class Region(ABC):
         Where a part of a shape is cut off the integrand jumps, so there it is Sobol too, with a
         relative error of about 1e-4 at the default n.
         """
-        return quadrature(self.patches, check_count(n))
+        return place_quadrature(self.patches, check_count(n))
 
     def contains(self, x: Tensor, tol: float | None = None) -> Tensor:
         """Which of the points (N, d) lie in the closed region, (N,) bool.
@@ -99,13 +111,13 @@ class Region(ABC):
         """
         return PatchRegion(
             self.names,
-            nonempty(
-                [p.only(lambda x, _: mask(predicate, x)) for p in self.patches],
+            drop_empty(
+                [p.only(lambda x, _: evaluate_mask(predicate, x)) for p in self.patches],
                 "The part of a region for which the predicate is true",
             ),
             self.low,
             self.high,
-            lambda x, tol: self.inside(x, tol) & mask(predicate, x),
+            lambda x, tol: self.inside(x, tol) & evaluate_mask(predicate, x),
         )
 
 
@@ -120,8 +132,11 @@ class PatchRegion(Region):
         high: Tensor,
         inside: Inside,
     ) -> None:
-        self.names, self.low, self.high = names, low, high
-        self._patches, self._inside = tuple(patches), inside
+        self.names = names
+        self.low = low
+        self.high = high
+        self._patches = tuple(patches)
+        self._inside = inside
 
     def build(self) -> Sequence[Patch]:
         return self._patches
@@ -147,7 +162,10 @@ class PointSet(Region):
     ) -> None:
         if isinstance(x, Tensor) and x.ndim == 1:
             x = x[:, None]
-        dim = x.shape[1] if isinstance(x, Tensor) and x.ndim == 2 else len(names or "x")
+        if isinstance(x, Tensor) and x.ndim == 2:
+            dim = x.shape[1]
+        else:
+            dim = len(names or "x")
         self.x = check_points(x, dim)
         if self.x.numel() == 0 or not self.x.isfinite().all():
             raise PullbackError(
@@ -157,10 +175,15 @@ class PointSet(Region):
             )
         self.names = check_names(names, dim)
         self.weights = _weights(weights, len(self.x))
-        self.low, self.high = self.x.amin(0), self.x.amax(0)
+        self.low = self.x.amin(0)
+        self.high = self.x.amax(0)
 
     def __len__(self) -> int:
         return len(self.x)
+
+    @property
+    def point_count(self) -> int | None:
+        return len(self)
 
     @property
     def measure(self) -> float:
@@ -179,7 +202,7 @@ class PointSet(Region):
         self, n: int | None = None, sampler: str | Sampler = "sobol", *, seed: int = 0
     ) -> Points:
         """All points; n must be their number, or None."""
-        named(sampler)
+        find_sampler(sampler)
         check_seed(seed)
         if n is not None and check_count(n) != len(self):
             raise PullbackError(
@@ -194,14 +217,14 @@ class PointSet(Region):
         return Points(self.x, self.weights)
 
     def where(self, predicate: Predicate) -> PointSet:
-        chosen = mask(predicate, self.x)
+        chosen = evaluate_mask(predicate, self.x)
         if not chosen.any():
             raise PullbackError(
                 "No point of the set is left", "the predicate is false on all", "Change it"
             )
-        part = PointSet(self.x[chosen], self.names)
-        part.weights = self.weights[chosen]  # the measure is the accepted share
-        return part
+        subset = PointSet(self.x[chosen], self.names)
+        subset.weights = self.weights[chosen]  # the measure is the accepted share
+        return subset
 
     def __repr__(self) -> str:
         return f"PointSet({len(self)} points of ({', '.join(self.names)}))"
@@ -235,6 +258,17 @@ class Pairs:
         """The coordinates' names."""
         return self.first.names
 
+    @property
+    def point_count(self) -> int | None:
+        """None: the points are drawn."""
+        return None
+
+    def sample_sites(
+        self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
+    ) -> tuple[Points, ...]:
+        """Return the points of `sample` as the two sites of a condition."""
+        return self.sample(n, sampler, seed=seed)
+
     def sample(
         self, n: int, sampler: str | Sampler = "sobol", *, seed: int = 0
     ) -> tuple[Points, Points]:
@@ -246,15 +280,20 @@ class Pairs:
         return points, Points(x, points.weights, normals)
 
 
-def mask(predicate: Predicate, x: Tensor) -> Tensor:
-    """predicate(x), if it is a mask of the points."""
+def evaluate_mask(predicate: Predicate, x: Tensor) -> Tensor:
+    """Return predicate(x); raise if it is no mask of the points."""
     require(callable(predicate), "The predicate", predicate, "Pass a function (N, d) ↦ (N,) bool")
-    found = predicate(x)
-    if not isinstance(found, Tensor) or found.shape != x.shape[:1] or found.dtype != torch.bool:
-        got = f"shape {tuple(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else found
-        raise PullbackError(
-            "where() needs a mask",
-            f"for {len(x)} points the predicate gave {got!s}",
-            "Return a bool tensor of shape (N,), such as x[:, 0] > 0.5",
-        )
-    return found
+    mask = predicate(x)
+    if not isinstance(mask, Tensor):
+        _refuse_mask(mask, len(x))
+    if mask.shape != x.shape[:1] or mask.dtype != torch.bool:
+        _refuse_mask(f"shape {tuple(mask.shape)} of {mask.dtype}", len(x))
+    return mask
+
+
+def _refuse_mask(description: object, count: int) -> NoReturn:
+    raise PullbackError(
+        "where() needs a mask",
+        f"for {count} points the predicate gave {description!s}",
+        "Return a bool tensor of shape (N,), such as x[:, 0] > 0.5",
+    )

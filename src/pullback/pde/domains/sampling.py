@@ -15,7 +15,8 @@ from torch.quasirandom import SobolEngine
 
 from ..._core.errors import PullbackError, refuse_unknown
 
-_PANEL = 256  # a Gauss rule of more nodes is split into panels: its cost is quadratic
+#: a Gauss rule of more nodes is split into panels, because its cost is quadratic
+_LARGEST_GAUSS_RULE = 256
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,15 @@ class Points:
         x: points, (N, d).
         weights: (N,); they sum to the measure of the region.
         normals: outward unit normals on a boundary, (N, d).
-        part: which these are of `whole` points, where other processes have the rest.
+        selection: which of `total_count` points these are, if other processes have the others.
+        total_count: of all processes; 0 without a selection.
     """
 
     x: Tensor
     weights: Tensor
     normals: Tensor | None = None
-    part: slice | None = None
-    whole: int = 0
+    selection: slice | None = None
+    total_count: int = 0
 
     def __len__(self) -> int:
         return self.x.shape[0]
@@ -41,30 +43,38 @@ class Points:
     def to(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Points:
-        """The same points in another dtype or on another device."""
-        x, w = (t.to(device=device, dtype=dtype) for t in (self.x, self.weights))
-        n = self.normals
-        normals = None if n is None else n.to(device=device, dtype=dtype)
-        return replace(self, x=x, weights=w, normals=normals)
+        """Return the same points in another dtype or on another device."""
+        normals = self.normals
+        if normals is not None:
+            normals = normals.to(device=device, dtype=dtype)
+        x = self.x.to(device=device, dtype=dtype)
+        weights = self.weights.to(device=device, dtype=dtype)
+        return replace(self, x=x, weights=weights, normals=normals)
 
     def share(self, rank: int, size: int) -> Points:
-        """Every `size`-th point from number `rank` on."""
-        part = slice(rank, None, size)
-        normals = None if self.normals is None else self.normals[part]
-        return Points(self.x[part], self.weights[part], normals, part, len(self))
+        """Return every `size`-th point from number `rank` on."""
+        selection = slice(rank, None, size)
+        normals = self.normals
+        if normals is not None:
+            normals = normals[selection]
+        return Points(self.x[selection], self.weights[selection], normals, selection, len(self))
 
-    def own(self, values: Tensor) -> Tensor:
-        """Values at these points, from those at the whole."""
-        given = self.part is not None and values.ndim and len(values) == self.whole
-        return values[self.part] if given else values
+    def take_share_of(self, values: Tensor) -> Tensor:
+        """Return the values at these points, from values at those of all processes.
+
+        Values of another length are those at these points already.
+        """
+        if self.selection is None or not values.ndim or len(values) != self.total_count:
+            return values
+        return values[self.selection]
 
     @staticmethod
     def cat(parts: Sequence[Points]) -> Points:
-        """All points of the parts; normals only where every part has them."""
-        normals = [p.normals for p in parts if p.normals is not None]
+        """Return all points together; they have normals if every part has them."""
+        normals = [points.normals for points in parts if points.normals is not None]
         return Points(
-            torch.cat([p.x for p in parts]),
-            torch.cat([p.weights for p in parts]),
+            torch.cat([points.x for points in parts]),
+            torch.cat([points.weights for points in parts]),
             torch.cat(normals) if len(normals) == len(parts) else None,
         )
 
@@ -87,12 +97,12 @@ class Sampler(ABC):
 
     @abstractmethod
     def unit(self, n: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Points in [0, 1]^dim, (n', dim), and weights (n',) that sum to 1; n' ≤ n."""
+        """Return points in [0, 1]^dim, (n', dim), and weights (n',) that sum to 1; n' ≤ n."""
 
     def draw(
         self, n: int, axes: tuple[Axis, ...], generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """`unit` for a chart with these axes; without axes there is one point."""
+        """Return `unit` points for a chart with these axes; without axes one point."""
         if not axes:
             return torch.zeros(1, 0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         return self.unit(n, len(axes), generator)
@@ -109,7 +119,7 @@ class Product(Sampler):
 
     @abstractmethod
     def rule(self, m: int, axis: Axis) -> tuple[Tensor, Tensor]:
-        """m nodes in [0, 1] and their weights, which sum to 1."""
+        """Return m nodes in [0, 1] and their weights, which sum to 1."""
 
     def unit(self, n: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return self.draw(n, (Axis(),) * dim, generator)
@@ -121,7 +131,7 @@ class Product(Sampler):
             return super().draw(n, axes, generator)
         if 1 < n < 2 ** len(axes):
             self.refuse(n, len(axes), 2 ** len(axes))
-        return self.full(root(n, len(axes)), axes)
+        return self.full(integer_root(n, len(axes)), axes)
 
     def refuse(self, n: int, dim: int, smallest: int) -> None:
         """Raise: n points cannot make a full grid."""
@@ -132,7 +142,7 @@ class Product(Sampler):
         )
 
     def full(self, m: int, axes: tuple[Axis, ...]) -> tuple[Tensor, Tensor]:
-        """The grid of m nodes along each axis, (m^dim, dim), and its weights."""
+        """Return the grid of m nodes along each axis, (m^dim, dim), and its weights."""
         rules = [self.rule(m, axis) for axis in axes]
         nodes = torch.meshgrid(*(nodes for nodes, _ in rules), indexing="ij")
         weights = torch.meshgrid(*(weights for _, weights in rules), indexing="ij")
@@ -146,7 +156,7 @@ class Grid(Product):
     """
 
     def rule(self, m: int, axis: Axis) -> tuple[Tensor, Tensor]:
-        return equal((torch.arange(m, dtype=torch.float64) + 0.5) / m)
+        return with_equal_weights((torch.arange(m, dtype=torch.float64) + 0.5) / m)
 
 
 class Gauss(Product):
@@ -159,18 +169,24 @@ class Gauss(Product):
     def rule(self, m: int, axis: Axis) -> tuple[Tensor, Tensor]:
         if axis.periodic:
             return Grid().rule(m, axis)
-        panels = 1 if axis.power > 1 else -(-m // _PANEL)
-        sizes = [m // panels + (i < m % panels) for i in range(panels)]
-        rules = [jacobi(size, axis.power) for size in sizes]
-        nodes = [(i + r) / panels for i, (r, _) in enumerate(rules)]
-        return torch.cat(nodes) ** axis.power, torch.cat([w / panels for _, w in rules])
+        panels = 1
+        if axis.power == 1:
+            panels = -(-m // _LARGEST_GAUSS_RULE)
+        nodes = []
+        weights = []
+        for i in range(panels):
+            size = m // panels + (i < m % panels)
+            panel_nodes, panel_weights = gauss_jacobi(size, axis.power)
+            nodes.append((i + panel_nodes) / panels)
+            weights.append(panel_weights / panels)
+        return torch.cat(nodes) ** axis.power, torch.cat(weights)
 
 
 class Uniform(Sampler):
     """Independent uniform points."""
 
     def unit(self, n: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return equal(torch.rand(n, dim, generator=generator, dtype=torch.float64))
+        return with_equal_weights(torch.rand(n, dim, generator=generator, dtype=torch.float64))
 
 
 class LatinHypercube(Sampler):
@@ -179,7 +195,7 @@ class LatinHypercube(Sampler):
     def unit(self, n: int, dim: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         cells = torch.rand(n, dim, generator=generator, dtype=torch.float64).argsort(0)
         jitter = torch.rand(n, dim, generator=generator, dtype=torch.float64)
-        return equal((cells + jitter) / n)
+        return with_equal_weights((cells + jitter) / n)
 
 
 class Sobol(Sampler):
@@ -195,7 +211,7 @@ class Sobol(Sampler):
         seed = int(torch.randint(2**31, (), generator=generator))
         points = SobolEngine(dim, scramble=True, seed=seed).draw(n, dtype=torch.float64)
         # the points are multiples of 2⁻³⁰; the centers of these cells never touch a face
-        return equal(points + 2.0**-31)
+        return with_equal_weights(points + 2.0**-31)
 
 
 SAMPLERS: dict[str, type[Sampler]] = {
@@ -207,21 +223,21 @@ SAMPLERS: dict[str, type[Sampler]] = {
 }
 
 
-def sampler(which: str | Sampler) -> Sampler:
-    """The sampler of this name: "sobol", "grid", "gauss", "uniform" or "lhs"."""
-    if isinstance(which, Sampler):
-        return which
-    refuse_unknown("sampler", which, SAMPLERS)
-    return SAMPLERS[which]()
+def find_sampler(sampler: str | Sampler) -> Sampler:
+    """Return the sampler of this name: "sobol", "grid", "gauss", "uniform" or "lhs"."""
+    if isinstance(sampler, Sampler):
+        return sampler
+    refuse_unknown("sampler", sampler, SAMPLERS)
+    return SAMPLERS[sampler]()
 
 
-def equal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Points with the weights 1/n."""
+def with_equal_weights(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return points with the weights 1/n."""
     return x, torch.full((len(x),), 1 / len(x), dtype=x.dtype)
 
 
-def root(n: int, dim: int) -> int:
-    """The largest m with m^dim ≤ n."""
+def integer_root(n: int, dim: int) -> int:
+    """Return the largest m with m^dim ≤ n."""
     m = round(n ** (1 / dim))
     while m**dim > n:
         m -= 1
@@ -229,8 +245,9 @@ def root(n: int, dim: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def jacobi(m: int, power: int) -> tuple[Tensor, Tensor]:
-    """The Gauss rule of ∫₀¹ f(r) power·r^(power−1) dr: m nodes and weights."""
-    found = scipy.special.roots_jacobi(m, 0.0, power - 1.0)
-    nodes, weights = (torch.from_numpy(np.asarray(t, dtype=np.float64)) for t in found[:2])
+def gauss_jacobi(m: int, power: int) -> tuple[Tensor, Tensor]:
+    """Return m nodes and weights of the Gauss rule for ∫₀¹ f(r) power·r^(power−1) dr."""
+    rule = scipy.special.roots_jacobi(m, 0.0, power - 1.0)
+    nodes = torch.from_numpy(np.asarray(rule[0], dtype=np.float64))
+    weights = torch.from_numpy(np.asarray(rule[1], dtype=np.float64))
     return (nodes + 1) / 2, weights / weights.sum()

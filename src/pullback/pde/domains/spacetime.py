@@ -47,7 +47,7 @@ class SpaceTime(Domain):
         return tuple(p.times(*self.time) for p in self.space.patches)
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
-        return self.space.inside(x[:, :-1], tol) & self._during(x, tol)
+        return self.space.inside(x[:, :-1], tol) & self._is_during(x, tol)
 
     def build_boundary(self) -> Region:
         return self._over(self.space.boundary)
@@ -79,7 +79,7 @@ class SpaceTime(Domain):
         """A part of the space, at all times."""
 
         def inside(x: Tensor, tol: float) -> Tensor:
-            return region.inside(x[:, :-1], tol) & self._during(x, tol)
+            return region.inside(x[:, :-1], tol) & self._is_during(x, tol)
 
         patches = [p.times(*self.time) for p in region.patches]
         return PatchRegion(self.names, patches, *self._extent(region, *self.time), inside)
@@ -91,7 +91,7 @@ class SpaceTime(Domain):
         patches = [p.lift(t, normal) for p in self.space.patches]
         return PatchRegion(self.names, patches, *self._extent(self.space, t, t), inside)
 
-    def _during(self, x: Tensor, tol: float) -> Tensor:
+    def _is_during(self, x: Tensor, tol: float) -> Tensor:
         return (x[:, -1] >= self.time[0] - tol) & (x[:, -1] <= self.time[1] + tol)
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 
@@ -10,7 +10,9 @@ from .estimate import Estimate
 from .validation import Residual
 
 #: said of what can take any value
-LOOSE = "not determined by the conditions"
+NOT_DETERMINED = "not determined by the conditions"
+
+_COLUMNS = ("condition", "residual", "largest", "its terms", "relative")
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,10 @@ class Check:
     error: float | None = None
 
     def __str__(self) -> str:
-        head = ("condition", "residual", "largest", "its terms", "relative")
-        rows = [
-            (n, *(f"{v:.1e}" for v in (r.rms, r.largest, r.size, r.relative)))
-            for n, r in self.residuals.items()
-        ]
-        widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = [f"{self.name}: {self.stopped}"]
-        for row in (head, *rows):
-            cells = zip(row[1:], widths[1:], strict=True)
-            lines.append("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in cells)]))
+        lines = [f"{self.name}: {self.stopped}", *self._format_residuals()]
         if self.estimate is not None:
-            kind = "" if self.estimate.affine else " (linearized)"
-            known = f"{self.estimate.error:.1e}" if isfinite(self.estimate.error) else LOOSE
-            lines.append(f"estimated error{kind}: {known}")
-        for name, value in self.unknowns.items():
-            spread = self.estimate.spread.get(name) if self.estimate else None
-            known = "" if spread is None else f" ± {spread:.1g}"
-            lines.append(f"{name} = {value:.6g}{', ' + LOOSE if spread == inf else known}")
+            lines.append(_format_estimate(self.estimate))
+        lines += [self._format_unknown(name) for name in self.unknowns]
         if self.difference is not None:
             lines.append(f"difference to the other solution: {self.difference:.1e}")
         if self.error is not None:
@@ -61,3 +49,39 @@ class Check:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def _format_residuals(self) -> list[str]:
+        rows: list[Sequence[str]] = [_COLUMNS]
+        for name, residual in self.residuals.items():
+            numbers = (residual.rms, residual.largest, residual.size, residual.relative)
+            rows.append([name, *(f"{number:.1e}" for number in numbers)])
+        return _align_columns(rows)
+
+    def _format_unknown(self, name: str) -> str:
+        text = f"{name} = {self.unknowns[name]:.6g}"
+        if self.estimate is None or name not in self.estimate.spread:
+            return text
+        spread = self.estimate.spread[name]
+        if spread == inf:
+            return f"{text}, {NOT_DETERMINED}"
+        return f"{text} ± {spread:.1g}"
+
+
+def _format_estimate(estimate: Estimate) -> str:
+    label = "estimated error"
+    if not estimate.affine:
+        label += " (linearized)"
+    if not isfinite(estimate.error):
+        return f"{label}: {NOT_DETERMINED}"
+    return f"{label}: {estimate.error:.1e}"
+
+
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return lines

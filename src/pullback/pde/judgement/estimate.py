@@ -14,29 +14,36 @@ from torch import Tensor, nn
 from ..._core.space import ParameterSpace
 from ...maps.jets import Unsupported
 from ..discretization.term import build_term
-from ..discretization.trial import Trial
+from ..discretization.trial import UNKNOWNS_PREFIX, Trial
 from ..networks.modules import Slabs
 from ..networks.windows import restrict_to_window
-from ..problem.conditions import Dirichlet, Energy
+from ..problem.conditions import Dirichlet
 from ..problem.problem import Problem
 from .validation import Validation
 
-_LARGEST = 2000  # parameters up to which the error equation is solved
+
+@dataclass(frozen=True)
+class EstimateLevels:
+    """How the error equation is solved."""
+
+    #: parameters up to which it is solved: an SVD of twice as many rows takes seconds
+    most_parameters: int = 2000
+    #: singular values below this share of the largest are left out: no residual sees them
+    unseen_share: float = 1e-10
+    #: share of the tangents, or of an unknown, by which such directions may move the solution
+    loose_share: float = 1e-4
+    #: points of a condition for each parameter, and at least, so that rows outnumber columns
+    points_per_parameter: int = 2
+    fewest_points: int = 500
+    #: seed of these points, a prime that no run uses
+    seed: int = 104_729
+    #: points at which the error is measured
+    error_points: int = 2000
+    #: the least norm of a solution, against a division by zero
+    smallest_norm: float = 1e-300
 
 
-_CUT = 1e-10  # singular values below this share of the largest are left out
-
-
-_LOOSE = 1e-4  # the share of the tangents, or of an unknown, that such directions may move
-
-
-_FEWEST, _SEED = 500, 104_729  # points of a condition, and their seed
-
-
-_ZERO = 1e-300  # the least size of a solution
-
-
-_SAMPLES = 2000  # points at which an error is measured
+LEVELS = EstimateLevels()
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,51 @@ class Estimate:
     affine: bool
 
 
+@dataclass(frozen=True)
+class TangentSystem:
+    """The linearized residuals and fields, at a solution.
+
+    Attributes:
+        rows: A, the derivatives of the weighted residuals by the parameters, (n, p).
+        residuals: r, (n,).
+        tangents: T, the derivatives of the fields over the domain, (N, p).
+        fields: u there, (N,).
+    """
+
+    rows: Tensor
+    residuals: Tensor
+    tangents: Tensor
+    fields: Tensor
+
+
+@dataclass(frozen=True)
+class SeenDirections:
+    """A = u·diag(s)·vᵀ on the directions that residuals see.
+
+    Attributes:
+        u: (n, k).
+        s: (k,).
+        v: (p, k).
+        unseen: directions of the parameters that no residual sees, (p, min(n, p) − k).
+    """
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+    unseen: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> SeenDirections:
+        """Return those of a matrix A, (n, p)."""
+        u, s, vh = torch.linalg.svd(rows, full_matrices=False)
+        is_seen = s > LEVELS.unseen_share * s[0]
+        return cls(u[:, is_seen], s[is_seen], vh[is_seen].T, vh[~is_seen].T)
+
+    def pseudo_inverse_row(self, row: int) -> Tensor:
+        """Return a row of A⁺, (n,)."""
+        return (self.v[row] / self.s) @ self.u.T
+
+
 class ErrorField:
     """The error e from A δ = r at fresh points, e = T δ, where T are the fields' tangents.
 
@@ -65,7 +117,7 @@ class ErrorField:
 
     Attributes:
         explained: the mean square of T δ over the domain, all fields together.
-        rest: that of what the unexplained residual may add; infinite where directions that no
+        unexplained: that of what the other residuals may add; infinite where directions that no
             residual sees move the fields.
         size: that of the solution.
         spread: standard errors of the unknown coefficients, by name.
@@ -73,33 +125,27 @@ class ErrorField:
     """
 
     def __init__(self, problem: Problem, trial: Trial, weights: Mapping[str, float]) -> None:
-        params: dict[str, Tensor] = {n: p for n, p in trial.named_parameters() if p.requires_grad}
-        count = max(2 * sum(p.numel() for p in params.values()), _FEWEST)
-        counts = {c.name: count for c in problem.conditions}
-        validation = Validation(problem, trial, counts, weights, _SEED)
-        with torch.enable_grad():
-            linears = []
-            for c in problem.conditions:
-                sites = validation.points(c, 1, count)
-                found = build_term(problem, c, trial, sites, weights[c.name])
-                linears.append(found.map.linearize(params))
-            a = torch.cat([x.rows() for x in linears]).double()
-            r = torch.cat([x.value.flatten() for x in linears]).double()
-            tangents, values = _tangents(problem, trial, params)
-        u, s, vh = torch.linalg.svd(a, full_matrices=False)
-        kept = s > _CUT * s[0]
-        unseen = vh[~kept].T
-        loose = float(_norm(tangents @ unseen)) > _LOOSE * float(_norm(tangents))
-        u, s, v = u[:, kept], s[kept], vh[kept].T
-        reach = tangents @ v / s  # the field of each singular direction
-        coefficients = u.T @ r
-        stability = inf if loose else _norm(reach)
+        params: dict[str, Tensor] = {
+            name: p for name, p in trial.named_parameters() if p.requires_grad
+        }
+        system = _linearize(problem, trial, params, weights)
+        directions = SeenDirections.of(system.rows)
+        reach = (
+            system.tangents @ directions.v / directions.s
+        )  # the fields of each singular direction
+        coefficients = directions.u.T @ system.residuals
+        stability = _spectral_norm(reach)
+        unseen_move = _spectral_norm(system.tangents @ directions.unseen)
+        if unseen_move > LEVELS.loose_share * _spectral_norm(system.tangents):
+            stability = inf
+        left_over = float((system.residuals - directions.u @ coefficients).norm())
         self.explained = float((reach @ coefficients).square().sum())
-        self.rest = float(stability * (r - u @ coefficients).norm()) ** 2
-        self.size = float(values.square().sum())
-        self.spread = _spread(params, unseen, v, s, u, r)
+        self.unexplained = (stability * left_over) ** 2
+        self.size = float(system.fields.square().sum())
+        self.spread = _standard_errors(params, directions, system.residuals)
         space = ParameterSpace(params)
-        self.corrected = Corrected(trial, space.split((v @ (coefficients / s)).to(space.dtype)))
+        move = space.split((directions.v @ (coefficients / directions.s)).to(space.dtype))
+        self.corrected = Corrected(trial, move)
 
 
 class Corrected(nn.Module):
@@ -107,86 +153,143 @@ class Corrected(nn.Module):
 
     def __init__(self, trial: Trial, move: dict[str, Tensor]) -> None:
         super().__init__()
-        self.trial, self._move = trial, move
+        self.trial = trial
+        self._move = move
 
     def forward(self, x: Any) -> Tensor:
         if not isinstance(x, Tensor):
             raise Unsupported("a tangent")
 
-        def fields(params: dict[str, Tensor]) -> Tensor:
+        def evaluate(params: dict[str, Tensor]) -> Tensor:
             return self.trial.apply_to(params, x)
 
-        named = dict(self.trial.named_parameters())
-        point = {n: named[n].detach() for n in self._move}
-        found = torch.func.jvp(fields, (point,), (self._move,))
-        return found[0] - found[1]
+        parameters = dict(self.trial.named_parameters())
+        point = {name: parameters[name].detach() for name in self._move}
+        value_and_tangent = torch.func.jvp(evaluate, (point,), (self._move,))
+        return value_and_tangent[0] - value_and_tangent[1]
 
 
-def estimate(
+def estimate_error(
     problem: Problem, trial: Trial, weights: Mapping[str, float], affine: bool
 ) -> Estimate | None:
-    """The error by the network's own tangents; None for energies and above 2000 parameters.
+    """Return the error by the network's own tangents.
 
-    With slabs of time each one's error begins with the last one's at its end.
+    It is None for energies and above 2000 parameters, of a slab.
+
+    Args:
+        problem, trial: what was solved, and with what.
+        weights: of the conditions in the loss, by name.
+        affine: whether the problem is linear.
     """
     network = trial.network
     pieces = network.networks if isinstance(network, Slabs) else [network]
-    most = max(sum(p.numel() for p in piece.parameters()) for piece in pieces)
-    if most > _LARGEST or any(isinstance(c, Energy) for c in problem.conditions):
+    if max(map(_count_parameters, pieces)) > LEVELS.most_parameters:
         return None
-    if not isinstance(network, Slabs):
-        found = ErrorField(problem, trial, weights)
-        error = (found.explained**0.5 + found.rest**0.5) / max(found.size**0.5, _ZERO)
-        return Estimate(error, found.spread, affine)
-    unknowns = {n: p.item() for n, p in trial.unknowns.items()}
-    before, carried, total, size, spread = None, 0.0, 0.0, 0.0, {}
-    for piece, (start, end) in zip(network.networks, pairwise(network.edges.tolist()), strict=True):
-        part = restrict_to_window(problem, start, end, before)
-        found = ErrorField(part, Trial(piece, unknowns, next(piece.parameters())), weights)
-        carried += found.rest**0.5
-        total += (end - start) * (found.explained**0.5 + carried) ** 2
-        size += (end - start) * found.size
-        before, spread = found.corrected, found.spread
-    return Estimate((total / max(size, _ZERO)) ** 0.5, spread, affine)
+    if any(condition.is_energy for condition in problem.conditions):
+        return None
+    if isinstance(network, Slabs):
+        return _estimate_slabs(problem, trial, network, weights, affine)
+    field = ErrorField(problem, trial, weights)
+    error = field.explained**0.5 + field.unexplained**0.5
+    relative = error / max(field.size**0.5, LEVELS.smallest_norm)
+    return Estimate(relative, field.spread, affine)
 
 
-def _tangents(problem: Problem, trial: Trial, params: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """∂u/∂w and u of all fields over the domain; constants of free fields are left out."""
-    rows, values = [], []
+def _count_parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def _estimate_slabs(
+    problem: Problem, trial: Trial, network: Slabs, weights: Mapping[str, float], affine: bool
+) -> Estimate:
+    """Return the error slab by slab; each one begins with that of the last one at its end."""
+    unknowns = {name: value.item() for name, value in trial.unknowns.items()}
+    previous = None
+    carried = 0.0
+    squared_error = 0.0
+    squared_size = 0.0
+    spread: Mapping[str, float] = {}
+    windows = pairwise(network.edges.tolist())
+    for piece, (start, end) in zip(network.networks, windows, strict=True):
+        restricted = restrict_to_window(problem, start, end, previous)
+        piece_trial = Trial(piece, unknowns, next(piece.parameters()))
+        field = ErrorField(restricted, piece_trial, weights)
+        carried += field.unexplained**0.5
+        squared_error += (end - start) * (field.explained**0.5 + carried) ** 2
+        squared_size += (end - start) * field.size
+        previous = field.corrected
+        spread = field.spread
+    error = (squared_error / max(squared_size, LEVELS.smallest_norm)) ** 0.5
+    return Estimate(error, spread, affine)
+
+
+def _linearize(
+    problem: Problem, trial: Trial, params: dict[str, Tensor], weights: Mapping[str, float]
+) -> TangentSystem:
+    """Return the residuals at fresh points and the fields, linearized, in float64."""
+    size = sum(p.numel() for p in params.values())
+    count = max(LEVELS.points_per_parameter * size, LEVELS.fewest_points)
+    counts = {condition.name: count for condition in problem.conditions}
+    validation = Validation(problem, trial, counts, weights, LEVELS.seed)
+    rows = []
+    residuals = []
+    with torch.enable_grad():
+        for condition in problem.conditions:
+            sites = validation.draw(condition, 1, count)
+            term = build_term(problem, condition, trial, sites, weights[condition.name])
+            linearization = term.map.linearize(params)
+            rows.append(linearization.rows().double())
+            residuals.append(linearization.value.flatten().double())
+        tangents, fields = _linearize_fields(problem, trial, params)
+    return TangentSystem(torch.cat(rows), torch.cat(residuals), tangents, fields)
+
+
+def _linearize_fields(
+    problem: Problem, trial: Trial, params: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return ∂u/∂w and u of all fields over the domain; constants of free fields are left out."""
+    parameter = next(iter(params.values()))
+    points = problem.domain.sample(LEVELS.error_points, "sobol", seed=3)
+    sites = (points.to(parameter.dtype, parameter.device),)
+    all_tangents = []
+    all_values = []
     for name in problem.fields:
         field = Dirichlet(0.0, field=name, on=problem.domain)
-        x = problem.domain.sample(_SAMPLES, "sobol", seed=3)
-        like = next(iter(params.values()))
-        linear = build_term(
-            problem, field, trial, (x.to(like.dtype, like.device),), 1.0
-        ).map.linearize(params)
-        row, value = linear.rows().double(), linear.value.flatten().double()
+        linearization = build_term(problem, field, trial, sites, 1.0).map.linearize(params)
+        tangents = linearization.rows().double()
+        values = linearization.value.flatten().double()
         if name in problem.free:
-            row, value = row - row.mean(0), value - value.mean()
-        rows.append(row)
-        values.append(value)
-    return torch.cat(rows), torch.cat(values)
+            tangents = tangents - tangents.mean(0)
+            values = values - values.mean()
+        all_tangents.append(tangents)
+        all_values.append(values)
+    return torch.cat(all_tangents), torch.cat(all_values)
 
 
-def _norm(matrix: Tensor) -> Tensor:
-    """The largest singular value; zero where there is none."""
-    return torch.linalg.matrix_norm(matrix, 2) if matrix.numel() else matrix.new_zeros(())
+def _spectral_norm(matrix: Tensor) -> float:
+    """Return the largest singular value; zero for a matrix without entries."""
+    if not matrix.numel():
+        return 0.0
+    return float(torch.linalg.matrix_norm(matrix, 2))
 
 
-def _spread(
-    params: dict[str, Tensor], unseen: Tensor, v: Tensor, s: Tensor, u: Tensor, r: Tensor
+def _standard_errors(
+    params: dict[str, Tensor], directions: SeenDirections, residuals: Tensor
 ) -> dict[str, float]:
-    """Standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², with n/(n − rank) for what was fitted.
+    """Return standard errors of the unknowns: √Σ (A⁺)²ᵢ rᵢ², times √(n/(n − rank)).
 
     That of an unknown which moves in a direction that no residual sees is infinite.
     """
-    at, out = 0, {}
-    share = len(r) / max(1, len(r) - len(s))
-    for name, p in params.items():
-        if name.startswith("unknowns."):
-            row = (v[at] / s) @ u.T
-            error = float(((row * r).square().sum() * share).sqrt())
-            loose = float(unseen[at].norm()) > _LOOSE
-            out[name.removeprefix("unknowns.")] = inf if loose else error
-        at += p.numel()
-    return out
+    errors: dict[str, float] = {}
+    count = len(residuals)
+    fitted = count / max(1, count - len(directions.s))
+    row = 0
+    for name, parameter in params.items():
+        if name.startswith(UNKNOWNS_PREFIX):
+            error = inf
+            if float(directions.unseen[row].norm()) <= LEVELS.loose_share:
+                products = directions.pseudo_inverse_row(row) * residuals
+                error = float((products.square().sum() * fitted).sqrt())
+            errors[name.removeprefix(UNKNOWNS_PREFIX)] = error
+        row += parameter.numel()
+    return errors

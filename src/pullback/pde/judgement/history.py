@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+#: fields that count steps from the beginning of the run
+_STEP_NUMBERS = ("measured", "validated", "moved", "restarted", "settled")
+#: fields that count seconds from the beginning of the run
+_TIMES = ("seconds", "clock")
+
 
 @dataclass
 class History:
@@ -18,8 +23,8 @@ class History:
         error: relative L² error then.
         clock: seconds spent then.
         validated: steps taken when the loss was measured at fresh points.
-        own: the loss then at the run's own points.
-        fresh: the loss then at fresh ones.
+        training_loss: the loss then at the points of the run.
+        fresh_loss: the loss then at fresh points.
         moved: steps before which points were moved because the run overfitted them.
         restarted: steps before which a stuck run went on from other parameters.
         settled: steps from which on a run took short steps, at its end or where it was stuck.
@@ -34,8 +39,8 @@ class History:
     error: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     validated: list[int] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-    fresh: list[float] = field(default_factory=list)
+    training_loss: list[float] = field(default_factory=list)
+    fresh_loss: list[float] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
     restarted: list[int] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
@@ -48,49 +53,63 @@ class History:
         """Seconds in steps."""
         return self.seconds[-1] if self.seconds else 0.0
 
+    @property
+    def short_steps(self) -> int | None:
+        """Short steps since the run settled, None while it takes long ones.
+
+        Moved points and restarts end the short steps.
+        """
+        last_settled = max(self.settled, default=-1)
+        last_change = max([*self.moved, *self.restarted], default=-1)
+        if last_settled <= last_change:
+            return None
+        return len(self) - last_settled
+
     def measure(self, error: float) -> None:
-        """One more measurement, after the steps taken so far."""
-        if not self.measured or self.measured[-1] != len(self):
+        """Add a measured error, after the steps taken so far."""
+        if self.measured[-1:] != [len(self)]:
             self.measured.append(len(self))
             self.error.append(error)
             self.clock.append(self.spent)
 
     def forget(self, step: int) -> None:
-        """Drop an error measured after this step: the parameters are others."""
-        if self.measured and self.measured[-1] == step:
+        """Drop an error measured after this step, because the parameters have changed since."""
+        if self.measured[-1:] == [step]:
             for values in (self.measured, self.error, self.clock):
                 values.pop()
 
-    def validate(self, own: float, fresh: float) -> None:
-        """One more look at fresh points, after the steps taken so far."""
-        if not self.validated or self.validated[-1] != len(self):
+    def validate(self, training_loss: float, fresh_loss: float) -> None:
+        """Add the losses at training and fresh points, after the steps taken so far."""
+        if self.validated[-1:] != [len(self)]:
             self.validated.append(len(self))
-            self.own.append(own)
-            self.fresh.append(fresh)
+            self.training_loss.append(training_loss)
+            self.fresh_loss.append(fresh_loss)
 
     def seconds_to(self, error: float) -> float | None:
-        """Seconds until a measured error was at most this, None where it never was."""
+        """Return the seconds until a measured error was at most this, None if it never was."""
         for value, clock in zip(self.error, self.clock, strict=True):
             if value <= error:
                 return clock
         return None
 
     def as_dict(self) -> dict[str, list[Any]]:
-        """Plain lists, to save."""
+        """Return plain lists, to save."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, state: dict[str, list[Any]]) -> History:
-        """What `as_dict` gave."""
+        """Return the history that `as_dict` described."""
         return cls(**{f.name: list(state[f.name]) for f in fields(cls)})
 
-    def joined(self, other: History) -> History:
-        """This run followed by another."""
-        counted = ("measured", "validated", "moved", "restarted", "settled")
-        later = {**dict.fromkeys(counted, len(self)), "seconds": self.spent, "clock": self.spent}
-
-        def shifted(name: str) -> list[Any]:
-            values = getattr(other, name)
-            return [v + later[name] for v in values] if name in later else values
-
-        return History(**{f.name: getattr(self, f.name) + shifted(f.name) for f in fields(self)})
+    def join(self, later: History) -> History:
+        """Return this run followed by another, whose steps and seconds are counted from here on."""
+        offsets: dict[str, float] = {}
+        offsets |= dict.fromkeys(_STEP_NUMBERS, len(self))
+        offsets |= dict.fromkeys(_TIMES, self.spent)
+        columns: dict[str, list[Any]] = {}
+        for column in fields(self):
+            values = getattr(later, column.name)
+            if column.name in offsets:
+                values = [value + offsets[column.name] for value in values]
+            columns[column.name] = getattr(self, column.name) + values
+        return History(**columns)

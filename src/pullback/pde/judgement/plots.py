@@ -22,13 +22,21 @@ from ..._core.errors import PullbackError
 from ..problem.problem import Problem
 from .history import History
 
-_CELLS = 200  # along each side of a heat map
-_CURVE = 1000  # points of a curve
-_DECADES = 5  # shown of an error, at most
+#: cells along each side of a heat map
+_CELLS = 200
+#: points of a curve
+_CURVE_POINTS = 1000
+#: decades of an error that are shown at most
+_DECADES = 5
+#: inches of the row of curves
+_CURVE_HEIGHT = 2.6
 _SUFFIXES = (".png", ".svg", ".pdf")
 
-_INK, _FAINT, _GRID = "#2B2B33", "#6F6F7A", "#E9E9EE"
-_BLUE, _RED = "#2F6DB5", "#C8452F"
+_INK = "#2B2B33"
+_FAINT = "#6F6F7A"
+_GRID = "#E9E9EE"
+_BLUE = "#2F6DB5"
+_RED = "#C8452F"
 _DEFAULTS: Any = matplotlib.rcParamsDefault  # whatever the user's settings are
 _STYLE: dict[Any, Any] = {
     **{k: v for k, v in _DEFAULTS.items() if not k.startswith("backend")},
@@ -84,57 +92,72 @@ def draw_solution(solution: Drawable, path: str | Path | None = None) -> Figure:
             f"Use {', '.join(_SUFFIXES)}",
         )
     with matplotlib.rc_context(_STYLE):
-        figure = _figure(solution)
+        figure = _draw_figure(solution)
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path)
     return figure
 
 
-def _figure(solution: Drawable) -> Figure:
-    problem, cut = solution.problem, Cut.through(solution.problem)
-    found, truth = _values(solution, cut.points)
-    rows, bottom = len(problem.fields), _convergence(solution)
-    heights = [cut.height * rows] + [2.6] * bool(bottom)
+def _draw_figure(solution: Drawable) -> Figure:
+    """Return a row of panels for every field, and below them a row of curves."""
+    problem = solution.problem
+    cut = Cut.through(problem)
+    values = _evaluate(solution, cut.points)
+    curves = _collect_curves(solution)
+    heights = [cut.height * len(problem.fields)]
+    if curves:
+        heights.append(_CURVE_HEIGHT)
     figure = Figure(figsize=(10, sum(heights) + 0.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    grid = outer[0].subgridspec(rows, 1 if truth is None else 2)
+    rows = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    grid = rows[0].subgridspec(len(problem.fields), 1 if values.truth is None else 2)
     for i, name in enumerate(problem.fields):
-        known = None if truth is None else truth[:, i]
-        cut.show(figure.add_subplot(grid[i, 0]), found[:, i], name, known)
-        if known is not None:
-            cut.show_error(figure.add_subplot(grid[i, 1]), np.abs(found[:, i] - known), name)
-    if bottom:
-        grid = outer[1].subgridspec(1, len(bottom))
-        for k, curve in enumerate(bottom):
-            _show_curve(figure.add_subplot(grid[0, k]), curve)
-    figure.suptitle(_title(solution), x=0.012, ha="left", fontsize=12)
+        panel = figure.add_subplot(grid[i, 0])
+        if values.truth is None:
+            cut.show(panel, values.solution[:, i], name, None)
+            continue
+        cut.show(panel, values.solution[:, i], name, values.truth[:, i])
+        error = np.abs(values.solution[:, i] - values.truth[:, i])
+        cut.show_error(figure.add_subplot(grid[i, 1]), error, name)
+    if curves:
+        grid = rows[1].subgridspec(1, len(curves))
+        for column, curve in enumerate(curves):
+            _show_curve(figure.add_subplot(grid[0, column]), curve)
+    figure.suptitle(_write_title(solution), x=0.012, ha="left", fontsize=12)
     return figure
 
 
-def _title(solution: Drawable) -> str:
+def _write_title(solution: Drawable) -> str:
     parameters = sum(p.numel() for p in solution.network.parameters())
     history = solution.history
-    parts = [f"{parameters:,} parameters", f"{len(history):,} steps", f"{history.spent:.1f} s"]
+    facts = [f"{parameters:,} parameters", f"{len(history):,} steps", f"{history.spent:.1f} s"]
     if history.error:
-        parts.append(f"relative L² error {history.error[-1]:.1e}")
-    parts += [f"{n} = {v:.6g}" for n, v in solution.unknowns.items()]
-    return f"{solution.problem.name}:  " + ",  ".join(parts)
+        facts.append(f"relative L² error {history.error[-1]:.1e}")
+    facts += [f"{name} = {value:.6g}" for name, value in solution.unknowns.items()]
+    return f"{solution.problem.name}:  " + ",  ".join(facts)
 
 
-def _values(solution: Drawable, x: Tensor) -> tuple[Any, Any]:
-    """u and what it should be, (N, m); fields known up to a constant are moved onto the truth."""
+@dataclass(frozen=True)
+class FieldValues:
+    """u at the points of a picture, and what it should be if that is known, (N, m) arrays."""
+
+    solution: Any
+    truth: Any
+
+
+def _evaluate(solution: Drawable, x: Tensor) -> FieldValues:
+    """Return the values; fields known up to a constant are moved onto the truth."""
     problem = solution.problem
-    found = solution(x).detach().cpu().double().numpy()
+    values = solution(x).detach().cpu().double().numpy()
     if not problem.known:
-        return found, None
+        return FieldValues(values, None)
     truth = problem.truth(x).detach().cpu().double().numpy()
     inside = problem.domain.contains(x).numpy() & np.isfinite(truth).all(1)
     for i, name in enumerate(problem.fields):
         if name in problem.free:
-            found[:, i] -= (found[inside, i] - truth[inside, i]).mean()
-    return found, truth
+            values[:, i] -= (values[inside, i] - truth[inside, i]).mean()
+    return FieldValues(values, truth)
 
 
 @dataclass(frozen=True)
@@ -145,7 +168,7 @@ class Cut:
         problem: whose domain is shown.
         axes: the coordinates to the right and upward; one in one dimension.
         points: (N, d), row by row from below.
-        note: where the other coordinates are held.
+        note: where the other coordinates are.
     """
 
     problem: Problem
@@ -155,25 +178,28 @@ class Cut:
 
     @classmethod
     def through(cls, problem: Problem) -> Cut:
-        """All of the domain up to two dimensions, a slice through the center beyond."""
+        """Return all of the domain up to two dimensions, a slice through the center beyond."""
         domain = problem.domain
-        low, high = domain.low.double(), domain.high.double()
+        low = domain.low.double()
+        high = domain.high.double()
         if domain.dim == 1:
-            u = torch.linspace(0, 1, _CURVE, dtype=torch.float64)
+            u = torch.linspace(0, 1, _CURVE_POINTS, dtype=torch.float64)
             return cls(problem, (0,), (low + (high - low) * u)[:, None])
-        axes = (1, 0) if problem.domain.evolves and domain.dim == 2 else (0, 1)
+        axes = (0, 1)
+        if domain.evolves and domain.dim == 2:
+            axes = (1, 0)
         # centers of cells: corners and the initial time may be singular
         unit = (torch.arange(_CELLS, dtype=torch.float64) + 0.5) / _CELLS
         up, right = torch.meshgrid(unit, unit, indexing="ij")
         points = (0.5 * (low + high)).repeat(_CELLS**2, 1)
         for axis, u in zip(axes, (right, up), strict=True):
             points[:, axis] = low[axis] + (high[axis] - low[axis]) * u.reshape(-1)
-        return cls(problem, axes, points, _held(domain.names[2:], points[0, 2:].tolist()))
+        return cls(problem, axes, points, _describe_slice(domain.names[2:], points[0, 2:].tolist()))
 
     def show(self, axes: Axes, u: Any, name: str, truth: Any) -> None:
-        """The field: a curve beside the true one, or a heat map."""
+        """Draw the field: a curve beside the true one, or a heat map."""
         if len(self.axes) == 2:
-            self._map(axes, u, "viridis", None)
+            self._draw_map(axes, u, "viridis", None)
             axes.set_title(f"{name}{self.note}")
             return
         x = self.points[:, 0].numpy()
@@ -186,15 +212,17 @@ class Cut:
         axes.margins(x=0)
 
     def show_error(self, axes: Axes, error: Any, name: str) -> None:
-        """|u − u*| on a logarithmic scale, and its largest value."""
-        inside = self._inside() & np.isfinite(error)
+        """Draw |u − u*| on a logarithmic scale, and write its largest value."""
+        inside = self._find_inside() & np.isfinite(error)
         most = float(error[inside].max(initial=0.0))
         axes.set_title(f"|{name} − exact|, at most {most:.1e}")
         most = most or 1e-300
-        least = float(np.quantile(error[inside], 0.01)) if inside.any() else 0.0
+        least = 0.0
+        if inside.any():
+            least = float(np.quantile(error[inside], 0.01))
         low, high = _decades(max(least, most * 10.0**-_DECADES), most)
         if len(self.axes) == 2:
-            self._map(axes, np.maximum(error, low), "magma", LogNorm(low, max(most, 10 * low)))
+            self._draw_map(axes, np.maximum(error, low), "magma", LogNorm(low, max(most, 10 * low)))
             return
         axes.semilogy(self.points[:, 0].numpy(), error.clip(low), color=_RED, lw=1.5)
         axes.set_xlabel(self.problem.domain.names[0])
@@ -205,27 +233,30 @@ class Cut:
     def height(self) -> float:
         """Inches of a row of panels: equal scales on both axes need room."""
         domain = self.problem.domain
-        if len(self.axes) == 1 or self._timed:
+        if len(self.axes) == 1 or self._shows_time:
             return 3.2
-        width, height = ((domain.high - domain.low)[i].item() for i in self.axes)
-        return min(max(4.0 * height / width, 2.4), 4.0 if len(self.problem.fields) == 1 else 3.4)
+        width, height = (domain.high - domain.low)[list(self.axes)].tolist()
+        tallest = 4.0 if len(self.problem.fields) == 1 else 3.4
+        return min(max(4.0 * height / width, 2.4), tallest)
 
     @property
-    def _timed(self) -> bool:
+    def _shows_time(self) -> bool:
         return any(self.problem.domain.names[i] == "t" for i in self.axes)
 
-    def _inside(self) -> Any:
+    def _find_inside(self) -> Any:
         return self.problem.domain.contains(self.points).numpy()
 
-    def _map(self, axes: Axes, values: Any, colors: str, norm: Any) -> None:
-        domain, (right, up) = self.problem.domain, self.axes
-        low, high = domain.low.tolist(), domain.high.tolist()
-        shown = np.where(self._inside(), values, np.nan).reshape(_CELLS, _CELLS)
+    def _draw_map(self, axes: Axes, values: Any, colors: str, norm: Any) -> None:
+        domain = self.problem.domain
+        right, up = self.axes
+        low = domain.low.tolist()
+        high = domain.high.tolist()
+        shown = np.where(self._find_inside(), values, np.nan).reshape(_CELLS, _CELLS)
         image = axes.imshow(
             shown,
             origin="lower",
             extent=(low[right], high[right], low[up], high[up]),
-            aspect="auto" if self._timed else "equal",
+            aspect="auto" if self._shows_time else "equal",
             cmap=colors,
             norm=norm,
             interpolation="nearest",
@@ -242,43 +273,59 @@ class Cut:
             bar.ax.yaxis.set_minor_locator(NullLocator())
 
 
-#: title, label of x, x, y and color of a curve with positive values
-Curve = tuple[str, str, Sequence[float], Sequence[float], str]
+@dataclass(frozen=True)
+class Curve:
+    """A curve with positive values.
+
+    Attributes:
+        title: of the panel.
+        label: of the horizontal axis.
+        x, y: the points.
+        color: of the line.
+    """
+
+    title: str
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
 
 
 def _show_curve(axes: Axes, curve: Curve) -> None:
-    """The curve on a logarithmic scale."""
-    title, label, x, y, color = curve
-    axes.semilogy(x, y, color=color, lw=1.7, marker="o" if len(x) < 40 else "", ms=3)
-    axes.set(title=title, xlabel=label)
+    """Draw the curve on a logarithmic scale."""
+    marker = "o" if len(curve.x) < 40 else ""
+    axes.semilogy(curve.x, curve.y, color=curve.color, lw=1.7, marker=marker, ms=3)
+    axes.set(title=curve.title, xlabel=curve.label)
     axes.margins(x=0.02)
-    whole = label != "seconds"
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=whole, steps=[1, 2, 5, 10]))
-    shown = [value for value in y if value > 0]  # false for NaN as well
-    _tidy(axes, *_decades(min(shown), max(shown)))
+    has_integers = curve.label != "seconds"
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=has_integers, steps=[1, 2, 5, 10]))
+    positive = [value for value in curve.y if value > 0]  # false for NaN as well
+    _tidy(axes, *_decades(min(positive), max(positive)))
 
 
-def _convergence(solution: Drawable) -> list[Curve]:
-    """What there is to show of the way."""
+def _collect_curves(solution: Drawable) -> list[Curve]:
+    """Return the curves of error, loss and singular values, as far as they are known."""
     history = solution.history
     curves: list[Curve] = []
-    if any(e > 0 for e in history.error):
-        curves.append(("relative L² error", "seconds", history.clock, history.error, _RED))
+    if any(error > 0 for error in history.error):
+        curves.append(Curve("relative L² error", "seconds", history.clock, history.error, _RED))
     if len(history) > 1:
-        loss, title = np.array(history.loss), "loss"
+        loss = np.array(history.loss)
+        title = "loss"
         if (loss <= 0).any():  # an energy
-            loss, title = loss - loss.min(), "loss above its least value"
-        loss = np.where(loss > 0, loss, np.nan)
-        curves.append((title, "step", range(1, len(loss) + 1), loss.tolist(), _BLUE))
+            loss = loss - loss.min()
+            title = "loss above its least value"
+        values = np.where(loss > 0, loss, np.nan).tolist()
+        curves.append(Curve(title, "step", range(1, len(values) + 1), values, _BLUE))
     if solution.spectrum is not None and bool((solution.spectrum > 0).any()):
         values = solution.spectrum.double().tolist()
-        at, title = range(1, len(values) + 1), "singular values of the Jacobian"
-        curves.append((title, "index", at, values, _INK))
+        title = "singular values of the Jacobian"
+        curves.append(Curve(title, "index", range(1, len(values) + 1), values, _INK))
     return curves
 
 
-def _held(names: Sequence[str], values: Sequence[float]) -> str:
-    """Where the coordinates that are not shown are held."""
+def _describe_slice(names: Sequence[str], values: Sequence[float]) -> str:
+    """Return where the coordinates are that are not shown."""
     if not names:
         return ""
     if len(names) <= 3:
@@ -287,13 +334,14 @@ def _held(names: Sequence[str], values: Sequence[float]) -> str:
 
 
 def _decades(low: float, high: float) -> tuple[float, float]:
-    """The whole decades around an interval, so that both ends have a label."""
-    ends = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    return 10.0 ** ends[0], 10.0 ** max(ends[1], ends[0] + 1)
+    """Return the whole decades around an interval, so that both ends have a label."""
+    lowest = math.floor(math.log10(low) + 1e-9)
+    highest = math.ceil(math.log10(high) - 1e-9)
+    return 10.0**lowest, 10.0 ** max(highest, lowest + 1)
 
 
 def _tidy(axes: Axes, low: float, high: float) -> None:
-    """Powers of ten only, with light lines."""
+    """Label powers of ten only, with light lines."""
     axes.set_ylim(low * 0.9, high * 1.1)
     axes.grid(True, which="major")
     axes.yaxis.set_major_locator(LogLocator(numticks=7))

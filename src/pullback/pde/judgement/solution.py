@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,39 @@ from torch import Tensor, nn
 
 from ..._core.errors import PullbackError, import_extra
 from ...maps import Scheme
-from .. import checkpoint
 from ..arguments import check_points
-from ..discretization.residual import derivatives, fingerprint
+from ..checkpoint import load_parameters, load_state, save_state
+from ..discretization.residual import compute_derivatives, fingerprint
 from ..discretization.sites import draw_sites
 from ..discretization.trial import Trial
-from ..domains import PointSet
 from ..networks.modules import Slabs
-from ..problem.conditions import Data, Prior
 from ..problem.problem import Problem
 from .check import Check
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate_error
 from .history import History
+from .stop import Stop
 from .validation import Residual, Validation
 from .verdict import PDEVerdict
 from .yardstick import Yardstick
 
-_FRESH, _SEED = 2000, 104_729  # points that the solution is checked at
-_SAVED = ("unknowns", "weights", "loss", "spectrum", "nested")  # as they are
-_QUICK = 1000  # parameters up to which every small residual is weighed by the error it allows
+
+@dataclass(frozen=True)
+class SolutionLevels:
+    """Where a solution is checked."""
+
+    #: fresh points of a condition, and of the comparison with another solution
+    fresh_points: int = 2000
+    #: seed of these points, a prime that no run uses
+    seed: int = 104_729
+    #: points of a condition that tell one problem from another
+    identity_points: int = 64
+    #: parameters up to which the error is estimated after every solve: that takes about a step
+    estimated_parameters: int = 1000
+
+
+LEVELS = SolutionLevels()
+#: attributes that are saved as they are
+_SAVED = ("unknowns", "weights", "loss", "spectrum", "nested")
 
 
 class PDESolution:
@@ -63,11 +77,15 @@ class PDESolution:
         spectrum: Tensor | None = None,
         nested: str = "",
     ) -> None:
-        self.problem, self.network, self.history = problem, network, history
+        self.problem = problem
+        self.network = network
+        self.history = history
         self.unknowns = dict(unknowns or {})
-        self.verdict = verdict or PDEVerdict("", False, math.nan, math.nan, math.nan)
+        self.verdict = verdict or PDEVerdict(Stop(), False, math.nan, math.nan, math.nan)
         self.weights = dict(weights or {c.name: c.weight for c in problem.conditions})
-        self.spectrum, self.nested, self.loss = spectrum, nested, loss
+        self.spectrum = spectrum
+        self.nested = nested
+        self.loss = loss
 
     @property
     def stopped(self) -> str:
@@ -76,11 +94,11 @@ class PDESolution:
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """u at points (N, d): (N, m)."""
-        return self.network(self._points(x))
+        """Return u at points (N, d): (N, m)."""
+        return self.network(self._check_points(x))
 
     def d(self, *names: str) -> Callable[[Tensor], Tensor]:
-        """A derivative as a function of points (N, d) that returns (N, m).
+        """Return a derivative as a function of points (N, d) that returns (N, m).
 
         `solution.d("xx")(x)` is ∂²u/∂x² at x; `solution.d("x1", "x1")` spells the names out.
         """
@@ -88,12 +106,12 @@ class PDESolution:
         scheme = Scheme.of([index])
 
         def derivative(x: Tensor) -> Tensor:
-            channels = derivatives(self.network, self._points(x)[None], scheme)
+            channels = compute_derivatives(self.network, self._check_points(x)[None], scheme)
             return channels[scheme.position[index], 0]
 
         return derivative
 
-    def _points(self, x: Tensor) -> Tensor:
+    def _check_points(self, x: Tensor) -> Tensor:
         check_points(x, self.problem.domain.dim)
         return x.to(next(self.network.parameters()))
 
@@ -104,56 +122,70 @@ class PDESolution:
 
     @property
     def _validation(self) -> Validation:
-        counts = {c.name: _FRESH for c in self.problem.conditions}
-        return Validation(self.problem, self._trial, counts, self.weights, _SEED)
+        counts = {c.name: LEVELS.fresh_points for c in self.problem.conditions}
+        return Validation(self.problem, self._trial, counts, self.weights, LEVELS.seed)
 
     @property
     def _trial(self) -> Trial:
         return Trial(self.network, self.unknowns, next(self.network.parameters()))
 
     def check(self, against: PDESolution | None = None) -> Check:
-        """A table to judge the solution by without knowing the true one.
+        """Return a table to judge the solution by without knowing the true one.
 
         Args:
             against: another solution of the problem, by another seed or width, to compare with.
         """
         residuals = self.residual
         return Check(
-            self.problem.name,
-            self.stopped,
-            residuals,
-            self._estimate(residuals),
-            self.unknowns,
-            None if against is None else self._difference(against),
-            self.error if self.problem.known else None,
+            name=self.problem.name,
+            stopped=self.stopped,
+            residuals=residuals,
+            estimate=self._estimate(residuals),
+            unknowns=self.unknowns,
+            difference=None if against is None else self._difference(against),
+            error=self.error if self.problem.known else None,
         )
 
-    def estimated(self) -> tuple[float | None, tuple[str, ...]]:
-        """The relative error that the residuals allow, and unknowns that they do not determine.
+    def estimate_error(self) -> tuple[float | None, tuple[str, ...]]:
+        """Return the relative error that the residuals allow, and unknowns they leave open.
 
-        It is asked where it takes about as long as a step: not above 1000 parameters (of a slab),
-        for nested derivatives and energies. Where there are data, their noise is no error.
+        The error is None where an estimate would take longer than a step: above 1000 parameters
+        (of a slab), for nested derivatives and energies. It is None too if there are data, whose
+        noise is no error.
         """
-        noisy = any(isinstance(c, (Data, Prior)) for c in self.problem.conditions)
-        slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
-        count = sum(p.numel() for p in self.network.parameters()) // slabs
-        if (noisy and not self.unknowns) or self.nested or count > _QUICK:
+        has_noise = any(c.is_measured or c.is_prior for c in self.problem.conditions)
+        if has_noise and not self.unknowns:
             return None, ()
+        estimate = self._try_to_estimate()
+        if estimate is None:
+            return None, ()
+        loose = tuple(name for name, spread in estimate.spread.items() if spread == math.inf)
+        if has_noise or math.isnan(estimate.error):
+            return None, loose
+        return estimate.error, loose
+
+    def _try_to_estimate(self) -> Estimate | None:
+        """Return an estimate of the error if it is quick; a solve is not lost for want of it."""
+        if not self._is_quickly_estimated:
+            return None
         try:
-            found = self._estimate(self.residual)
-        except (PullbackError, torch.linalg.LinAlgError):  # a solve is not lost for want of it
-            return None, ()
-        if found is None:
-            return None, ()
-        loose = tuple(n for n, spread in found.spread.items() if spread == math.inf)
-        return None if noisy or math.isnan(found.error) else found.error, loose
+            return self._estimate(self.residual)
+        except (PullbackError, torch.linalg.LinAlgError):
+            return None
+
+    @property
+    def _is_quickly_estimated(self) -> bool:
+        """Return True if an estimate of the error takes about as long as a step."""
+        slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
+        parameters = sum(p.numel() for p in self.network.parameters()) // slabs
+        return not self.nested and parameters <= LEVELS.estimated_parameters
 
     def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
-        affine = all(r.affine for r in residuals.values())
-        return estimate(self.problem, self._trial, self.weights, affine)
+        affine = all(residual.affine for residual in residuals.values())
+        return estimate_error(self.problem, self._trial, self.weights, affine)
 
     def _difference(self, other: PDESolution) -> float:
-        x = self.problem.domain.sample(_FRESH, "sobol", seed=_SEED).x
+        x = self.problem.domain.sample(LEVELS.fresh_points, "sobol", seed=LEVELS.seed).x
         return float((self(x) - other(x)).norm() / self(x).norm())
 
     @property
@@ -167,40 +199,40 @@ class PDESolution:
         return Yardstick(self.problem, next(self.network.parameters())).errors(self.network)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Solution, error, convergence and spectrum; written to `path` where it is given."""
+        """Draw solution, error, convergence and spectrum; write the picture if there is a path."""
         with import_extra("plots"):
             from .plots import draw_solution  # matplotlib is slow to import
 
         return draw_solution(self, path)
 
     def save(self, path: str | Path) -> None:
-        """Parameters, history and spectrum; problem and architecture are code."""
-        checkpoint.save(
-            Path(path),
-            {
-                "run": _identity(self.problem),
-                "network": self.network.state_dict(),
-                "history": self.history.as_dict(),
-                "verdict": asdict(self.verdict),
-                "edges": getattr(self.network, "edges", None),
-                **{name: getattr(self, name) for name in _SAVED},
-            },
-        )
+        """Write parameters, history and spectrum; problem and architecture are code."""
+        state = {
+            "run": _identify(self.problem),
+            "network": self.network.state_dict(),
+            "history": self.history.as_dict(),
+            "verdict": self.verdict.as_dict(),
+            "edges": getattr(self.network, "edges", None),
+        }
+        state |= {name: getattr(self, name) for name in _SAVED}
+        save_state(Path(path), state)
 
     @classmethod
     def load(cls, path: str | Path, problem: Problem, network: nn.Module) -> PDESolution:
-        """What `save` wrote, for the same problem and a network of the same architecture.
+        """Return what `save` wrote, for the same problem and a network of the same architecture.
 
         A solution in slabs of time is given one of their networks, and copies it.
         """
-        state = checkpoint.load(Path(path), _identity(problem))
-        if state["edges"] is not None:
-            count = len(state["edges"]) - 1
-            network = Slabs([copy.deepcopy(network) for _ in range(count)], state["edges"])
-        checkpoint.restore(Path(path), network, state["network"])
-        history, verdict = History.from_dict(state["history"]), PDEVerdict(**state["verdict"])
-        saved = {name: state[name] for name in _SAVED}
-        return cls(problem, network, history, verdict=verdict, **saved)
+        state = load_state(Path(path), _identify(problem))
+        edges = state["edges"]
+        if edges is not None:
+            copies = [copy.deepcopy(network) for _ in range(len(edges) - 1)]
+            network = Slabs(copies, edges)
+        load_parameters(Path(path), network, state["network"])
+        history = History.from_dict(state["history"])
+        verdict = PDEVerdict.from_dict(state["verdict"])
+        attributes = {name: state[name] for name in _SAVED}
+        return cls(problem, network, history, verdict=verdict, **attributes)
 
     def __getstate__(self) -> dict[str, Any]:
         """All, but of a problem with functions that cannot be pickled only what it is called."""
@@ -211,20 +243,21 @@ class PDESolution:
         return dict(vars(self))
 
     def __repr__(self) -> str:
-        known = f", error {self.history.error[-1]:.2e}" if self.history.error else ""
-        found = "".join(f", {n} = {v:.6g}" for n, v in self.unknowns.items())
-        return (
-            f"PDESolution({self.problem.name}: {len(self.history)} steps in "
-            f"{self.history.spent:.1f} s, loss {self.loss:.2e}{known}{found}; {self.stopped})"
-        )
+        facts = [
+            f"{len(self.history)} steps in {self.history.spent:.1f} s",
+            f"loss {self.loss:.2e}",
+        ]
+        if self.history.error:
+            facts.append(f"error {self.history.error[-1]:.2e}")
+        facts += [f"{name} = {value:.6g}" for name, value in self.unknowns.items()]
+        return f"PDESolution({self.problem.name}: {', '.join(facts)}; {self.stopped})"
 
 
-def _identity(problem: Problem) -> dict[str, Any]:
-    """What tells one problem from another: its name and what its conditions say at some points."""
-    found = {}
-    for c in problem.conditions:
-        region = c.region(problem.domain)
-        count = len(region) if isinstance(region, PointSet) else 64
-        sites = draw_sites(problem, c, count, "sobol", 0)
-        found[c.name] = fingerprint(problem, c, sites)
-    return {"problem": problem.name, "domain": repr(problem.domain), "conditions": found}
+def _identify(problem: Problem) -> dict[str, Any]:
+    """Return what tells one problem from another: what its conditions say at some points."""
+    conditions = {}
+    for condition in problem.conditions:
+        count = condition.region(problem.domain).point_count or LEVELS.identity_points
+        sites = draw_sites(problem, condition, count, "sobol", 0)
+        conditions[condition.name] = fingerprint(problem, condition, sites)
+    return {"problem": problem.name, "domain": repr(problem.domain), "conditions": conditions}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,30 +12,34 @@ from torch import Tensor
 from ..._core.processes import Processes
 from ...maps import Scheme
 from ...maps.jets import Index
-from ..discretization.residual import LocalResidual, derivatives
+from ..discretization.residual import LocalResidual, compute_derivatives
 from ..discretization.sites import Sites, draw_sites, take_share
 from ..discretization.term import build_term
 from ..discretization.trial import Trial, select_unknowns
-from ..domains import PointSet
-from ..problem.conditions import Condition, Data, Energy, Integral, Prior
+from ..problem.conditions import Condition, Integral
 from ..problem.problem import Problem
 
-_FEWEST, _MOST = 500, 4000  # fresh points of a condition
+
+@dataclass(frozen=True)
+class ValidationLevels:
+    """Where residuals are measured, and what their terms are compared with."""
+
+    #: bounds of the number of fresh points of a condition
+    fewest_points: int = 500
+    most_points: int = 4000
+    #: points at which the sizes of derivatives are measured
+    size_points: int = 500
+    #: axes of a Laplacian whose second derivatives are measured; the others are alike
+    laplacian_axes: int = 8
+    #: a field counts at least as this share of the largest mean square
+    smallest_field: float = 1e-4
+    #: a derivative counts at least as this share of that of a wave with the domain's own lengths
+    smallest_derivative: float = 1e-4
+    #: between the seeds of a run's own points and those of fresh ones, a prime
+    seed_stride: int = 15_485_863
 
 
-_SIZED = 500  # points at which the fields' derivatives are sized
-
-
-_AXES = 8  # of a Laplacian, whose second derivatives are sized
-
-
-_SMALL = 1e-4  # a field counts at least this share of the largest mean square
-
-
-_FLAT = 1e-4  # so do derivatives, of the mean square of a wave with the domain's own lengths
-
-
-_OFFSET = 15_485_863  # between the seeds of a run's own points and those of fresh ones
+LEVELS = ValidationLevels()
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Residual:
         return self.rms / self.size if self.size else 0.0
 
 
+#: mean squares of derivatives over the domain, by field and index; None is the Laplacian
+DerivativeSizes = dict[tuple[str, Index | None], float]
+
+
 class Validation:
     """Fresh Sobol points for every condition; measured points are taken as they are.
 
@@ -79,116 +87,155 @@ class Validation:
         processes: Processes | None = None,
     ) -> None:
         self._processes = processes or Processes()
-        self._problem, self._trial, self._seed = problem, trial, seed
-        self._counts = {n: min(max(count, _FEWEST), _MOST) for n, count in counts.items()}
-        # a quadrature has no seed: one with twice the points is another
-        integrals = [c.name for c in problem.conditions if isinstance(c, Integral)]
-        self._counts |= {n: 2 * counts[n] for n in integrals}
+        self._problem = problem
+        self._trial = trial
+        self._seed = seed
+        self._counts: dict[str, int] = {}
+        for condition in problem.conditions:
+            count = counts[condition.name]
+            if condition.is_integral:  # a quadrature has no seed: one of twice the points is fresh
+                self._counts[condition.name] = 2 * count
+            else:
+                bounded = min(max(count, LEVELS.fewest_points), LEVELS.most_points)
+                self._counts[condition.name] = bounded
         self.weights = dict(weights)
 
-    def points(self, condition: Condition, number: int, count: int | None = None) -> Sites:
-        """The fresh points of this number, in the trial's precision."""
-        region = condition.region(self._problem.domain)
-        count = self._counts[condition.name] if count is None else count
-        count = len(region) if isinstance(region, PointSet) else count
-        seed = self._seed + _OFFSET * (number + 1) + self._problem.conditions.index(condition)
-        found = draw_sites(self._problem, condition, count, "sobol", seed)
-        like = next(self._trial.parameters())
-        return tuple(p.to(like.dtype, like.device) for p in found)
+    def draw(self, condition: Condition, number: int, count: int | None = None) -> Sites:
+        """Return the fresh points of this number, in the precision of the trial."""
+        if count is None:
+            count = self._counts[condition.name]
+        measured_count = condition.region(self._problem.domain).point_count
+        if measured_count is not None:
+            count = measured_count
+        offset = self._problem.conditions.index(condition)
+        seed = self._seed + LEVELS.seed_stride * (number + 1) + offset
+        sites = draw_sites(self._problem, condition, count, "sobol", seed)
+        parameter = next(self._trial.parameters())
+        return tuple(points.to(parameter.dtype, parameter.device) for points in sites)
 
     @torch.no_grad()
     def loss(self, number: int) -> float:
-        """The loss at the fresh points of this number."""
-        params = {n: p.detach() for n, p in self._trial.named_parameters()}
-        processes, own = self._processes, 0.0
-        with processes.raise_together():
-            for c in self._problem.conditions:
-                sites = self.points(c, number)
-                total, weight = sites[0].weights.sum(), self.weights[c.name]
-                sites = take_share(c, sites, processes)
+        """Return the loss at the fresh points of this number."""
+        params = {name: p.detach() for name, p in self._trial.named_parameters()}
+        loss = 0.0
+        with self._processes.raise_together():
+            for condition in self._problem.conditions:
+                sites = self.draw(condition, number)
+                total = sites[0].weights.sum()
+                sites = take_share(condition, sites, self._processes)
                 if len(sites[0]):
-                    item = build_term(self._problem, c, self._trial, sites, weight, total)
-                    own += float(item.loss(item.map(params)))
-        return processes.sum_numbers([own])[0]
+                    weight = self.weights[condition.name]
+                    term = build_term(self._problem, condition, self._trial, sites, weight, total)
+                    loss += float(term.loss(term.map(params)))
+        return self._processes.sum_numbers([loss])[0]
 
     def residuals(self, number: int = 0) -> dict[str, Residual]:
-        """Every condition that should vanish, by name; an energy and a prior should not."""
-        unknowns = select_unknowns({n: p.detach() for n, p in self._trial.named_parameters()})
-        found = {
-            c.name: LocalResidual(self._problem, c, self.points(c, number), unknowns)
-            for c in self._problem.conditions
-            if not isinstance(c, (Energy, Prior))
+        """Return every condition that should vanish, by name; energies and priors should not."""
+        params = {name: p.detach() for name, p in self._trial.named_parameters()}
+        unknowns = select_unknowns(params)
+        conditions = [c for c in self._problem.conditions if c.vanishes]
+        sites = {c.name: self.draw(c, number) for c in conditions}
+        locals_by_name = {
+            c.name: LocalResidual(self._problem, c, sites[c.name], unknowns) for c in conditions
         }
-        sizes = self._sizes({index for x in found.values() for _, _, index in x.keys})
-        out = {}
-        for c in self._problem.conditions:
-            if isinstance(c, Integral):
-                q = self.points(c, number)[0].weights
-                out[c.name] = _integral_residual(found[c.name], self._trial, q, c.value)
-            elif c.name in found:
-                out[c.name] = _local_residual(found[c.name], self._trial, sizes)
-        return out
+        sizes = self._measure_derivatives(locals_by_name.values())
+        residuals: dict[str, Residual] = {}
+        for condition in conditions:
+            local = locals_by_name[condition.name]
+            if isinstance(condition, Integral):
+                weights = sites[condition.name][0].weights
+                residual = _measure_integral(local, self._trial, weights, condition.value)
+            else:
+                residual = _measure_residual(local, self._trial, sizes)
+            residuals[condition.name] = residual
+        return residuals
 
     def relative(self, number: int = 0) -> float:
-        """The largest relative residual; measurements have noise, and are left out."""
-        noisy = {c.name for c in self._problem.conditions if isinstance(c, Data)}
-        found = {}
+        """Return the largest relative residual; measurements have noise, and are left out."""
+        residuals = {}
         with self._processes.raise_together():
             if self._processes.rank == 0:
-                found = self.residuals(number)
-        relative = [r.relative for n, r in found.items() if n not in noisy]
-        return self._processes.broadcast_object(max(relative, default=float("nan")))
+                residuals = self.residuals(number)
+        measured = {c.name for c in self._problem.conditions if c.is_measured}
+        relative = [r.relative for name, r in residuals.items() if name not in measured]
+        return self._processes.broadcast_object(max(relative, default=math.nan))
 
-    def _sizes(self, wanted: set[Index | None]) -> dict[tuple[str, Index | None], float]:
-        """Mean squares over the domain of derivatives, by field; the Laplacian's is that of its
-        terms, which may cancel. Where these vanish, the field's own variation is their scale.
+    def _measure_derivatives(self, locals_: Iterable[LocalResidual]) -> DerivativeSizes:
+        """Return the mean squares over the domain of the derivatives that residuals ask for.
+
+        That of the Laplacian is that of its terms, which may cancel. Where derivatives vanish, the
+        field's own variation is their scale.
         """
-        space = self._problem.coordinates.space
-        pairs = [(i, i) for i in space[:_AXES]] if None in wanted else []
-        scheme = Scheme.of({index for index in wanted if index is not None} | set(pairs))
-        like = next(self._trial.parameters())
-        x = self._problem.domain.sample(_SIZED, "sobol", seed=self._seed).x.to(like)
-        found = derivatives(self._trial, x[None], scheme).double()  # (T, 1, N, m)
-        squares, varied = found.square().mean((1, 2)), found[scheme.position[()], 0].var(0)
-        waves = (math.pi / (self._problem.domain.high - self._problem.domain.low)).tolist()
-
-        def square(index: Index) -> Tensor:
-            flat = _FLAT * math.prod(waves[i] ** 2 for i in index) * varied
-            return torch.maximum(squares[scheme.position[index]], flat)
-
-        def mean(index: Index | None) -> Tensor:
-            if index is not None:
-                return square(index)
-            return len(space) / len(pairs) * torch.stack([square(i) for i in pairs]).sum(0)
-
-        out = {}
-        for index in wanted:
-            each = mean(index)
-            floored = each.clamp(min=_SMALL * float(each.max()))
-            out |= {
-                (n, index): float(v) for n, v in zip(self._problem.fields, floored, strict=True)
-            }
-        return out
+        indices: set[Index | None] = set()
+        for local in locals_:
+            indices |= local.indices
+        derivatives = _MeasuredDerivatives(self._problem, self._trial, indices, self._seed)
+        sizes: DerivativeSizes = {}
+        for index in indices:
+            mean_squares = derivatives.mean_squares(index)
+            floor = LEVELS.smallest_field * float(mean_squares.max())
+            values = mean_squares.clamp(min=floor).tolist()
+            for name, value in zip(self._problem.fields, values, strict=True):
+                sizes[name, index] = value
+        return sizes
 
 
-def _integral_residual(local: LocalResidual, trial: Trial, q: Tensor, value: float) -> Residual:
-    """∫f − value, beside ∫|f| and the value."""
-    c = local.fields(trial)
-    f = local(c)
-    off = abs(float((q @ f).sum()) - value)
-    size = float((q @ f.abs()).sum().square() + value**2) ** 0.5
-    return Residual(off, off, size, local.affine(c))
+class _MeasuredDerivatives:
+    """Derivatives of a network at points of the domain."""
+
+    def __init__(
+        self, problem: Problem, trial: Trial, indices: set[Index | None], seed: int
+    ) -> None:
+        self._space = problem.coordinates.space
+        self._pairs: list[Index] = []
+        if None in indices:
+            self._pairs = [(axis, axis) for axis in self._space[: LEVELS.laplacian_axes]]
+        plain_indices = {index for index in indices if index is not None}
+        self._scheme = Scheme.of(plain_indices | set(self._pairs))
+        parameter = next(trial.parameters())
+        points = problem.domain.sample(LEVELS.size_points, "sobol", seed=seed)
+        channels = compute_derivatives(trial, points.x.to(parameter)[None], self._scheme)
+        channels = channels.double()  # (T, 1, N, m)
+        self._mean_squares = channels.square().mean((1, 2))
+        self._variances = channels[self._scheme.position[()], 0].var(0)
+        self._wavenumbers = (math.pi / (problem.domain.high - problem.domain.low)).tolist()
+
+    def mean_squares(self, index: Index | None) -> Tensor:
+        """Return the mean square of a derivative of each field, (m,)."""
+        if index is not None:
+            return self._bound_below(index)
+        total = torch.stack([self._bound_below(pair) for pair in self._pairs]).sum(0)
+        return len(self._space) / len(self._pairs) * total
+
+    def _bound_below(self, index: Index) -> Tensor:
+        """Return a mean square, at least a share of that of a wave as large as the field."""
+        wave = math.prod(self._wavenumbers[axis] ** 2 for axis in index)
+        least = LEVELS.smallest_derivative * wave * self._variances
+        return torch.maximum(self._mean_squares[self._scheme.position[index]], least)
 
 
-def _local_residual(
-    local: LocalResidual, trial: Trial, sizes: Mapping[tuple[str, Index | None], float]
+def _measure_integral(
+    local: LocalResidual, trial: Trial, weights: Tensor, value: float
 ) -> Residual:
-    c = local.fields(trial)
-    values, slopes = local.slopes(c)
-    source, size = values.clone(), 0.0
+    """Return ∫f − value, beside ∫|f| and the value."""
+    derivatives = local.differentiate(trial)
+    integrand = local(derivatives)
+    difference = abs(float((weights @ integrand).sum()) - value)
+    size = float((weights @ integrand.abs()).sum().square() + value**2) ** 0.5
+    return Residual(difference, difference, size, local.is_affine(derivatives))
+
+
+def _measure_residual(local: LocalResidual, trial: Trial, sizes: DerivativeSizes) -> Residual:
+    """Return the residual beside the terms of its linearization, Σ ∂F/∂c · c and the source."""
+    derivatives = local.differentiate(trial)
+    values, slopes = local.slopes(derivatives)
+    source = values.clone()
+    squared_size = 0.0
     for key, slope in slopes.items():
-        source -= slope * c[key][:, None]
-        size += float(slope.square().mean(0).sum()) * sizes[key[1:]]
-    size += float(source.square().mean(0).sum())
+        _, field, index = key
+        source -= slope * derivatives[key][:, None]
+        squared_size += float(slope.square().mean(0).sum()) * sizes[field, index]
+    squared_size += float(source.square().mean(0).sum())
     rms = float(values.square().mean(0).sum().sqrt())
-    return Residual(rms, float(values.abs().max()), size**0.5, local.affine(c))
+    largest = float(values.abs().max())
+    return Residual(rms, largest, squared_size**0.5, local.is_affine(derivatives))

@@ -3,25 +3,59 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from enum import StrEnum
+from math import inf, isnan
+from typing import Any
 
-_GAP = 10.0  # of losses at fresh and own points beyond which a run has overfitted
-_SOLVED = 1e-4  # of their terms: residuals that count as solved
-_TINY = 1e-6  # residuals whose gap does not matter any more
-_EXACT = 1e-8  # residuals that leave nothing to be wished for in float64
-_ROUNDING = 16  # times a lower precision's ε: its own such residuals
-_DOUBT = 1e-2  # estimated relative errors that small residuals do not outweigh
+from .stop import Stop
+
+
+class Outcome(StrEnum):
+    """A verdict in a word, from good to bad; `docs/pdes.md` explains them."""
+
+    UNJUDGED = ""  # an energy has no residuals to judge it by
+    CONVERGED = "converged"
+    DOUBTFUL = "doubtful"
+    UNFINISHED = "unfinished"
+    STALLED = "stalled"
+    OVERFITTED = "overfitted"
+
+
+@dataclass(frozen=True)
+class VerdictLevels:
+    """Where one verdict ends and the next begins; relative residuals are shares of their terms."""
+
+    #: loss at fresh points over that at training points, beyond which a run has overfitted; fresh
+    #: points alone scatter by less than 2
+    overfitting_ratio: float = 10.0
+    #: relative residuals that count as solved: four digits
+    solved: float = 1e-4
+    #: relative residuals below which the two losses may differ: their digits are those of round-off
+    negligible: float = 1e-6
+    #: relative residuals in float64 that no further step improves much
+    exact: float = 1e-8
+    #: the same in lower precisions, in units of the machine epsilon
+    exact_in_epsilons: float = 16.0
+    #: estimated relative errors that small residuals do not outweigh: two digits
+    doubtful_error: float = 1e-2
+    #: fall of the loss in a step that is worth telling: 1 %, as in `patience`
+    reported_fall: float = 0.01
+
+
+LEVELS = VerdictLevels()
+
 _REMEDIES = {
-    "overfitted": "Use more points=, sampler='sobol' or a smaller network",
-    "doubtful": "Compare another seed or width by check(against=), or lower the residuals",
-    "stalled": "Try another seed, a wider or deeper network, slabs= or another weight= first",
-    "unfinished": "Give more steps= or a larger budget=",
+    Outcome.OVERFITTED: "Use more points=, sampler='sobol' or a smaller network",
+    Outcome.DOUBTFUL: "Compare another seed or width by check(against=), or lower the residuals",
+    Outcome.STALLED: (
+        "Try another seed, a wider or deeper network, slabs= or another weight= first"
+    ),
+    Outcome.UNFINISHED: "Give more steps= or a larger budget=",
 }
-_MISSING = (
+_MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer"
 )
-_FALLING = 0.01  # of the loss in a step: what is worth telling
 
 
 @dataclass(frozen=True)
@@ -29,102 +63,137 @@ class PDEVerdict:
     """What a run came to.
 
     Attributes:
-        reason: why it ended.
+        stop: why it ended.
         stuck: whether it ended because the loss fell no further.
-        own, fresh: the loss at its own points, and at fresh ones.
+        training_loss, fresh_loss: the loss at the points of the run, and at fresh ones.
         relative: the largest residual at fresh points, as a share of its terms; NaN for energies.
         estimated: the relative error that such residuals allow, where it was estimated; infinite
             where the conditions do not determine the solution.
-        loose: unknowns that the conditions do not determine.
         falling: the share by which the loss fell in each of the last steps.
-        exact: residuals of the solve's precision that leave nothing to be wished for.
+        exact: relative residuals that no step improves much in the precision of the solve.
+        loose: unknowns that the conditions do not determine.
     """
 
-    reason: str
+    stop: Stop
     stuck: bool
-    own: float
-    fresh: float
+    training_loss: float
+    fresh_loss: float
     relative: float
     estimated: float | None = None
     falling: float = 0.0
-    exact: float = _EXACT
+    exact: float = LEVELS.exact
     loose: tuple[str, ...] = ()
 
     @property
-    def name(self) -> str:
-        """The verdict in a word, empty for energies; `docs/pdes.md` explains them."""
-        if self.relative != self.relative:  # NaN
-            return ""
-        if self.relative > _TINY and overfitted(self.own, self.fresh):
-            return "overfitted"
-        if self.relative <= _SOLVED:
-            doubtful = self.estimated is not None and self.estimated > _DOUBT
-            return "doubtful" if doubtful or self.loose else "converged"
-        return "stalled" if self.stuck else "unfinished"
+    def reason(self) -> str:
+        """Why the run ended, in words."""
+        return self.stop.sentence
+
+    @property
+    def name(self) -> Outcome:
+        """The verdict in a word."""
+        if isnan(self.relative):
+            return Outcome.UNJUDGED
+        if self.relative > LEVELS.negligible and is_overfitted(self.training_loss, self.fresh_loss):
+            return Outcome.OVERFITTED
+        if self.relative <= LEVELS.solved:
+            if self._has_large_error or self.loose:
+                return Outcome.DOUBTFUL
+            return Outcome.CONVERGED
+        if self.stuck:
+            return Outcome.STALLED
+        return Outcome.UNFINISHED
+
+    @property
+    def _has_large_error(self) -> bool:
+        return self.estimated is not None and self.estimated > LEVELS.doubtful_error
 
     @property
     def text(self) -> str:
         """The verdict in a sentence or two."""
-        if not self.name:
-            said = f"{self.reason}; no residual says how good it is"
-            return f"{said}. Compare two solutions by check(against=)" if self.reason else ""
-        numbers = f"residuals at fresh points are {self.relative:.1g} of their terms"
-        if self.name == "converged" and self.estimated is not None:
-            numbers += f" (the error is estimated as {self.estimated:.1g})"
-        elif self.name == "overfitted":
-            numbers = f"the loss is {self.own:.1e} at its points and {self.fresh:.1e} at fresh ones"
-        elif self._undetermined:
-            numbers += f", but the conditions do not determine {self._undetermined}"
-        elif self.name == "doubtful":
-            numbers += f", and the error that these allow is estimated as {self.estimated:.1g}"
-        elif self.name == "stalled":
-            numbers = f"at a loss of {self.fresh:.1e} {numbers}"
-        pace = f" while the loss fell by {self.falling:.0%} a step" if self.early else ""
-        return f"{self.name}: {self.reason}{pace}; {numbers}{self._remedy}"
+        if self.name is Outcome.UNJUDGED:
+            if not self.reason:
+                return ""
+            advice = "Compare two solutions by check(against=)"
+            return f"{self.reason}; no residual says how good it is. {advice}"
+        pace = ""
+        if self.ended_early:
+            pace = f" while the loss fell by {self.falling:.0%} a step"
+        return f"{self.name}: {self.reason}{pace}; {self._numbers}{self._remedy}"
+
+    @property
+    def _numbers(self) -> str:
+        """The numbers that the verdict rests on."""
+        residuals = f"residuals at fresh points are {self.relative:.1g} of their terms"
+        name = self.name
+        if name is Outcome.OVERFITTED:
+            losses = f"{self.training_loss:.1e} at its points and {self.fresh_loss:.1e}"
+            return f"the loss is {losses} at fresh ones"
+        if name is Outcome.CONVERGED and self.estimated is not None:
+            return f"{residuals} (the error is estimated as {self.estimated:.1g})"
+        if self._undetermined:
+            return f"{residuals}, but the conditions do not determine {self._undetermined}"
+        if name is Outcome.DOUBTFUL:
+            error = f"the error that these allow is estimated as {self.estimated:.1g}"
+            return f"{residuals}, and {error}"
+        if name is Outcome.STALLED:
+            return f"at a loss of {self.fresh_loss:.1e} {residuals}"
+        return residuals
 
     @property
     def _undetermined(self) -> str:
-        """What can take other values at the same residuals."""
-        return "the solution" if self.estimated == inf else " and ".join(self.loose)
+        """What can take other values at the same residuals, or nothing."""
+        if self.estimated == inf:
+            return "the solution"
+        return " and ".join(self.loose)
 
     @property
     def _remedy(self) -> str:
-        if self.name == "doubtful" and self._undetermined:
-            return f". {_MISSING}"
+        if self.name is Outcome.DOUBTFUL and self._undetermined:
+            return f". {_MISSING_CONDITION}"
         if self.relative <= self.exact:
             return ""
-        if self.name != "converged":
+        if self.name is not Outcome.CONVERGED:
             return f". {_REMEDIES[self.name]}"
-        more = "A wider" if self.stuck else "More steps= or budget=, or a wider"
-        double = " in float64" if self.exact > _EXACT else ""
-        return f". {more} or deeper network{double} would lower them"
+        change = "More steps= or budget=, or a wider"
+        if self.stuck:
+            change = "A wider"
+        precision = ""
+        if self.exact > LEVELS.exact:
+            precision = " in float64"
+        return f". {change} or deeper network{precision} would lower them"
 
     @property
-    def early(self) -> bool:
-        """Whether steps or budget ended a run that was still getting better."""
-        return self.falling > _FALLING and not self.stuck and not self.wanted
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the answer is as good as was asked for, or the caller ended the run."""
-        return self.reason.startswith(("the tolerance", "a callback"))
+    def ended_early(self) -> bool:
+        """Return True if steps or budget ended a run that was still getting better."""
+        is_falling = self.falling > LEVELS.reported_fall
+        return is_falling and not self.stuck and not self.stop.is_requested
 
     @property
     def alarming(self) -> bool:
-        """Whether the answer must not be used without a look, or could be much better.
+        """Return True if the answer must not be used without a look, or could be much better.
 
         A run that stalls, or that steps or budget end, says so unless its residuals are exact.
         """
-        if self.name in ("overfitted", "stalled", "doubtful"):
+        if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL}:
             return True
-        return self.relative > self.exact and not self.wanted
+        return self.relative > self.exact and not self.stop.is_requested
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, to save."""
+        return {**vars(self), "stop": self.stop.as_dict()}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> PDEVerdict:
+        """Return the verdict that `as_dict` described."""
+        return cls(**{**state, "stop": Stop.from_dict(state["stop"])})
 
 
-def overfitted(own: float, fresh: float) -> bool:
-    """Whether the loss at fresh points is ten times that at the run's own."""
-    return fresh > _GAP * own
+def is_overfitted(training_loss: float, fresh_loss: float) -> bool:
+    """Return True if the loss at fresh points is more than ten times that at training points."""
+    return fresh_loss > LEVELS.overfitting_ratio * training_loss
 
 
-def exact_level(eps: float) -> float:
-    """Relative residuals that leave nothing to be wished for, in a precision of this ε."""
-    return max(_EXACT, _ROUNDING * eps)
+def exact_level(epsilon: float) -> float:
+    """Return the relative residuals that no step improves much, in a precision of this epsilon."""
+    return max(LEVELS.exact, LEVELS.exact_in_epsilons * epsilon)

@@ -4,36 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..arguments import check_seed, is_integer, is_number, require, require_problem
 from ..domains import Region
-from ..problem.conditions import Periodic
-from .wavenumbers import SMOOTH, is_linear, oscillation
-
-if TYPE_CHECKING:
-    from ..problem.problem import Problem
+from ..problem.problem import Problem
 from .modules import PeriodicEmbedding, Rescaled, Sine, mlp
-
-_FEW = 3  # dimensions up to which a network has two or three hidden layers
-
-
-_LARGEST = 1000  # parameters beyond these dimensions: a step takes about a second on two cores
+from .wavenumbers import LEVELS as WAVES
+from .wavenumbers import is_linear, oscillation
 
 
-_MANY = 8.0  # half waves that are too many for two layers of tanh
+@dataclass(frozen=True)
+class ChoiceLevels:
+    """Sizes of networks by default."""
+
+    #: dimensions up to which a network has two or three hidden layers
+    few_dimensions: int = 3
+    #: beyond these: the width, and parameters with which a step takes about a second on two cores
+    width_of_many_dimensions: int = 64
+    parameters_of_many_dimensions: int = 1000
+    #: half waves that are too many for layers of tanh
+    many_half_waves: float = 8.0
+    #: bounds of the neurons in a layer of sines
+    fewest_sines: int = 64
+    most_sines: int = 256
+    #: the most harmonics of a periodic coordinate
+    most_harmonics: int = 4
+    #: wave numbers that a layer of sines begins with, in units of the estimated ones
+    beyond_estimate: float = 1.25
 
 
-_WAVES = 64, 256  # the fewest and the most neurons in a layer of sines
-
-
-_HARMONICS = 4  # the most of a periodic coordinate
-
-
-_BEYOND = 1.25  # of the estimated wave numbers, that a layer of sines begins with
+LEVELS = ChoiceLevels()
 
 
 def network_for(
@@ -80,72 +85,141 @@ def network_for(
     require_problem(problem, "network_for()")
     usable = parameters is None or is_integer(parameters, 1)
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
-    domain, fields = problem.domain, len(problem.fields)
-    if domain.dim > _FEW and frequency is None:
-        narrow = _width(_LARGEST if parameters is None else parameters, domain.dim, fields, 1)
-        width = min(64, narrow) if parameters is None else narrow
-        return Rescaled(mlp(domain.dim, width, fields, seed=seed), domain)
-    if frequency is None:
-        found = oscillation(problem)
-        turns, waves = found.half_waves, found.waves
+    if problem.domain.dim > LEVELS.few_dimensions and frequency is None:
+        network = _network_of_many_dimensions(problem, parameters, seed)
+        return Rescaled(network, problem.domain)
+    waves = _find_waves(problem, frequency)
+    if waves.are_waves and is_linear(problem):
+        network = _network_of_sines(problem, waves.half_waves, parameters, seed)
     else:
-        turns = _checked_frequency(frequency, domain) * (domain.high - domain.low) / math.pi
-        waves = float(turns.max()) > SMOOTH
-    if waves and is_linear(problem):
-        width = min(max(int(2 * (turns + 2).prod()), _WAVES[0]), _WAVES[1])
-        width = width if parameters is None else _width(parameters, domain.dim, fields, 1)
-        network = mlp(domain.dim, width, fields, activation="sin", seed=seed)
-        _begin_with_waves(network, turns, seed)
-        return Rescaled(network, domain)
+        network = _network_of_layers(problem, waves, parameters, seed)
+    return Rescaled(network, problem.domain)
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Half waves across the domain along each axis, (d,), and whether they are waves."""
+
+    half_waves: Tensor
+    are_waves: bool
+
+
+def _find_waves(problem: Problem, frequency: Any) -> Waves:
+    """Return the waves of a frequency, or those that the problem lets expect."""
+    if frequency is None:
+        estimate = oscillation(problem)
+        return Waves(estimate.half_waves, estimate.waves)
+    domain = problem.domain
+    wavenumbers = _check_frequency(frequency, domain)
+    half_waves = wavenumbers * (domain.high - domain.low) / math.pi
+    return Waves(half_waves, float(half_waves.max()) > WAVES.smooth_half_waves)
+
+
+def _network_of_many_dimensions(
+    problem: Problem, parameters: int | None, seed: int
+) -> nn.Sequential:
+    """Return a network of one hidden layer."""
+    dim = problem.domain.dim
+    fields = len(problem.fields)
+    if parameters is None:
+        width = _find_width(LEVELS.parameters_of_many_dimensions, dim, fields, layers=1)
+        width = min(LEVELS.width_of_many_dimensions, width)
+    else:
+        width = _find_width(parameters, dim, fields, layers=1)
+    return mlp(dim, width, fields, seed=seed)
+
+
+def _network_of_sines(
+    problem: Problem, half_waves: Tensor, parameters: int | None, seed: int
+) -> nn.Sequential:
+    """Return a network of one layer of sines, which begins with the wave numbers."""
+    dim = problem.domain.dim
+    fields = len(problem.fields)
+    if parameters is None:
+        width = int(2 * (half_waves + 2).prod())
+        width = min(max(width, LEVELS.fewest_sines), LEVELS.most_sines)
+    else:
+        width = _find_width(parameters, dim, fields, layers=1)
+    network = mlp(dim, width, fields, activation="sin", seed=seed)
+    _begin_with_waves(network, half_waves, seed)
+    return network
+
+
+def _network_of_layers(
+    problem: Problem, waves: Waves, parameters: int | None, seed: int
+) -> nn.Sequential:
+    """Return a network of two or three layers; periodic coordinates are embedded."""
+    half_waves = waves.half_waves
     embeddings: list[nn.Module] = []
-    for axis in _periodic_axes(problem):
-        dim, at = len(turns), axis + len(turns) - domain.dim
-        harmonics = min(max(1, math.ceil(float(turns[at]) / 2)), _HARMONICS)
-        embeddings.append(PeriodicEmbedding(dim, at, 2.0, harmonics))
-        turns = torch.cat([turns.new_zeros(2 * harmonics), turns[:at], turns[at + 1 :]])
-    layers, width = (2, 20) if is_linear(problem) else (3, 16)
-    width = width if parameters is None else _width(parameters, len(turns), fields, layers)
-    network = mlp(len(turns), *[width] * layers, fields, seed=seed)
-    if waves and float(turns.max()) > _MANY:
+    for axis in _find_periodic_axes(problem):
+        inputs = len(half_waves)
+        column = axis + inputs - problem.domain.dim  # embedded coordinates come first
+        harmonics = max(1, math.ceil(float(half_waves[column]) / 2))
+        harmonics = min(harmonics, LEVELS.most_harmonics)
+        embeddings.append(PeriodicEmbedding(inputs, column, 2.0, harmonics))
+        embedded = half_waves.new_zeros(2 * harmonics)
+        half_waves = torch.cat([embedded, half_waves[:column], half_waves[column + 1 :]])
+    inputs = len(half_waves)
+    fields = len(problem.fields)
+    layers = 2 if is_linear(problem) else 3
+    if parameters is None:
+        width = {2: 20, 3: 16}[layers]
+    else:
+        width = _find_width(parameters, inputs, fields, layers)
+    network = mlp(inputs, *[width] * layers, fields, seed=seed)
+    if waves.are_waves and float(half_waves.max()) > LEVELS.many_half_waves:
         network[1] = Sine()
-        _begin_with_waves(network, turns, seed)
-    return Rescaled(nn.Sequential(*embeddings, *network) if embeddings else network, domain)
+        _begin_with_waves(network, half_waves, seed)
+    if not embeddings:
+        return network
+    return nn.Sequential(*embeddings, *network)
 
 
-def _begin_with_waves(network: nn.Sequential, turns: Tensor, seed: int) -> None:
-    """Let the first layer have up to so many half waves across [−1, 1]^d."""
+def _begin_with_waves(network: nn.Sequential, half_waves: Tensor, seed: int) -> None:
+    """Give the first layer weights of up to so many half waves across [−1, 1]^d."""
     first = network[0]
     assert isinstance(first, nn.Linear)
     generator = torch.Generator().manual_seed(check_seed(seed))
-    shape = first.out_features, first.in_features + 1
+    shape = (first.out_features, first.in_features + 1)
     uniform = 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
+    largest = LEVELS.beyond_estimate * half_waves.clamp(min=1) * math.pi / 2
     with torch.no_grad():
-        first.weight.copy_(uniform[:, :-1] * (_BEYOND * turns.clamp(min=1) * math.pi / 2))
+        first.weight.copy_(uniform[:, :-1] * largest)
         first.bias.copy_(uniform[:, -1] * math.pi)
 
 
-def _width(parameters: int, inputs: int, fields: int, layers: int) -> int:
-    """The width w of hidden layers with (L − 1)w² + (inputs + fields + L)w + fields parameters."""
-    linear, rest, square = inputs + fields + layers, fields - parameters, layers - 1
+def _find_width(parameters: int, inputs: int, fields: int, layers: int) -> int:
+    """Return the width w of L hidden layers for about so many parameters.
+
+    They have (L − 1)w² + (inputs + fields + L)w + fields of them.
+    """
+    square = layers - 1
+    linear = inputs + fields + layers
+    constant = fields - parameters
     if not square:
-        return max(1, round(-rest / linear))
-    root = math.sqrt(max(linear**2 - 4 * square * rest, 0))
+        return max(1, round(-constant / linear))
+    root = math.sqrt(max(linear**2 - 4 * square * constant, 0))
     return max(1, round((root - linear) / (2 * square)))
 
 
-def _checked_frequency(frequency: Any, domain: Region) -> Tensor:
-    listed = list(frequency) if isinstance(frequency, Sequence) else [frequency] * domain.dim
-    usable = len(listed) == domain.dim and all(is_number(k) and k >= 0 for k in listed)
+def _check_frequency(frequency: Any, domain: Region) -> Tensor:
+    """Return wave numbers (d,), one for each axis; raise if they are not usable."""
+    if isinstance(frequency, Sequence):
+        wavenumbers = list(frequency)
+    else:
+        wavenumbers = [frequency] * domain.dim
+    usable = len(wavenumbers) == domain.dim and all(is_number(k) and k >= 0 for k in wavenumbers)
     remedy = "Use a number ≥ 0 in radians a length, or one for each coordinate"
     require(usable, "The frequency", frequency, remedy)
-    return torch.tensor(listed, dtype=torch.float64)
+    return torch.tensor(wavenumbers, dtype=torch.float64)
 
 
-def _periodic_axes(problem: Problem) -> list[int]:
-    """Coordinates in which all fields are periodic."""
-    found: dict[str, set[str]] = {}
-    for c in problem.conditions:
-        if isinstance(c, Periodic) and c.on is None:
-            found.setdefault(c.axis, set()).update([c.field] if c.field else problem.fields)
+def _find_periodic_axes(problem: Problem) -> list[int]:
+    """Return the coordinates in which all fields are periodic."""
+    periodic_fields: dict[str, set[str]] = {name: set() for name in problem.domain.names}
+    for condition in problem.conditions:
+        if condition.periodic_axis in periodic_fields:
+            periodic_fields[condition.periodic_axis] |= condition.fields_among(problem.fields)
+    fields = set(problem.fields)
     names = problem.domain.names
-    return [i for i, n in enumerate(names) if found.get(n) == set(problem.fields)]
+    return [axis for axis, name in enumerate(names) if periodic_fields[name] == fields]

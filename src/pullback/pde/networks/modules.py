@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._core.errors import PullbackError, refuse_unknown
 from ..arguments import check_seed, is_integer, is_number, require
 from ..domains import Region
-from ..problem.fields import call
+from ..problem.fields import call_by_name
 
 if TYPE_CHECKING:
     pass
@@ -36,7 +36,9 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-_ACTIVATE = "Use a name, or what makes a module when called without arguments, such as nn.Tanh"
+_ACTIVATION_REMEDY = (
+    "Use a name, or what makes a module when called without arguments, such as nn.Tanh"
+)
 
 
 def mlp(
@@ -45,35 +47,38 @@ def mlp(
     seed: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> nn.Sequential:
-    """A fully connected network, in float64 unless said otherwise.
+    """Return a fully connected network, in float64 unless said otherwise.
 
     >>> sum(p.numel() for p in mlp(2, 32, 1, seed=0).parameters())
     129
     """
     usable = len(sizes) >= 2 and all(isinstance(s, int) and s > 0 for s in sizes)
     require(usable, "The list of sizes", sizes, "Pass inputs, widths, outputs: mlp(2, 32, 1)")
+    make: Any = activation
     if isinstance(activation, str):
         refuse_unknown("activation", activation, ACTIVATIONS)
-    make = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    require(callable(make), "The activation", make, _ACTIVATE)
+        make = ACTIVATIONS[activation]
+    require(callable(make), "The activation", make, _ACTIVATION_REMEDY)
     _check_dtype(dtype)
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(check_seed(seed))
         layers: list[nn.Module] = []
-        for i, (a, b) in enumerate(pairwise(sizes)):
-            layers += [_make_activation(make)] if i else []
-            layers.append(nn.Linear(a, b, dtype=dtype))
+        for inputs, outputs in pairwise(sizes):
+            if layers:
+                layers.append(_make_activation(make))
+            layers.append(nn.Linear(inputs, outputs, dtype=dtype))
     return nn.Sequential(*layers)
 
 
 def _make_activation(make: Callable[[], nn.Module]) -> nn.Module:
     try:
-        found = make()
+        activation = make()
     except TypeError as error:  # a function of x, or a module instead of its class
-        raise PullbackError("The activation is not usable", str(error), _ACTIVATE) from error
-    require(isinstance(found, nn.Module), "The activation", found, _ACTIVATE)
-    return found
+        what = "The activation is not usable"
+        raise PullbackError(what, str(error), _ACTIVATION_REMEDY) from error
+    require(isinstance(activation, nn.Module), "The activation", activation, _ACTIVATION_REMEDY)
+    return activation
 
 
 def _check_dtype(dtype: object) -> None:
@@ -96,10 +101,11 @@ class Rescaled(nn.Module):
         super().__init__()
         _check_wrapped(network, region)
         self.network = network
-        like = next(network.parameters(), torch.empty(0, dtype=torch.float64))
-        require(bool((region.high > region.low).all()), "The region", region, "Use one with volume")
-        self.register_buffer("low", region.low.to(like))
-        self.register_buffer("high", region.high.to(like))
+        template = next(network.parameters(), torch.empty(0, dtype=torch.float64))
+        has_volume = bool((region.high > region.low).all())
+        require(has_volume, "The region", region, "Use one with volume")
+        self.register_buffer("low", region.low.to(template))
+        self.register_buffer("high", region.high.to(template))
 
     def forward(self, x: Any) -> Any:
         return self.network((x - 0.5 * (self.low + self.high)) * (2 / (self.high - self.low)))
@@ -121,8 +127,8 @@ class FourierFeatures(nn.Module):
     ) -> None:
         super().__init__()
         usable = is_integer(dim, 1) and is_integer(features, 1) and is_number(scale)
-        got = {"dim": dim, "features": features, "scale": scale}
-        require(usable, "The Fourier embedding", got, "Use integers ≥ 1 and a finite scale")
+        arguments = {"dim": dim, "features": features, "scale": scale}
+        require(usable, "The Fourier embedding", arguments, "Use integers ≥ 1 and a finite scale")
         _check_dtype(dtype)
         generator = torch.Generator().manual_seed(check_seed(seed))
         b = torch.randn(features, dim, generator=generator, dtype=torch.float64) * scale
@@ -148,13 +154,18 @@ class PeriodicEmbedding(nn.Module):
             {"dim": dim, "axis": axis, "period": period, "harmonics": harmonics},
             "Use an axis of the input, a positive period and at least one harmonic",
         )
-        self.axis, self.omega, self.harmonics = axis, 2 * math.pi / period, harmonics
+        self.axis = axis
+        self.omega = 2 * math.pi / period
+        self.harmonics = harmonics
         self.others = [i for i in range(dim) if i != axis]
 
     def forward(self, x: Any) -> Any:
         angle = self.omega * x[:, self.axis : self.axis + 1]
-        waves = [f(k * angle) for k in range(1, self.harmonics + 1) for f in (torch.sin, torch.cos)]
-        return torch.cat([*waves, *(x[:, i : i + 1] for i in self.others)], -1)
+        columns = []
+        for k in range(1, self.harmonics + 1):
+            columns += [torch.sin(k * angle), torch.cos(k * angle)]
+        columns += [x[:, i : i + 1] for i in self.others]
+        return torch.cat(columns, -1)
 
 
 class Symmetric(nn.Module):
@@ -168,7 +179,9 @@ class Symmetric(nn.Module):
         require(sign in (1, -1), "The sign", sign, "Use 1 or −1")
         require(isinstance(network, nn.Module), "The network", network, "Pass a module")
         require(is_integer(axis, 0), "The axis", axis, "Use the index of a coordinate: 0, 1, …")
-        self.network, self.axis, self.sign = network, axis, sign
+        self.network = network
+        self.axis = axis
+        self.sign = sign
 
     def forward(self, x: Any) -> Any:
         i = self.axis
@@ -193,12 +206,12 @@ class Slabs(nn.Module):
         self.register_buffer("edges", edges)
 
     def forward(self, x: Tensor) -> Tensor:
-        which = torch.bucketize(x[:, -1].contiguous(), self.edges[1:-1].to(x.dtype))
-        out = self.networks[0](x)
-        for i, network in enumerate(self.networks):
-            if i:
-                out = torch.where((which == i)[:, None], network(x), out)
-        return out
+        slab = torch.bucketize(x[:, -1].contiguous(), self.edges[1:-1].to(x.dtype))
+        first, *later = self.networks
+        values = first(x)
+        for number, network in enumerate(later, start=1):
+            values = torch.where((slab == number)[:, None], network(x), values)
+        return values
 
 
 class Hard(nn.Module):
@@ -229,17 +242,23 @@ class Hard(nn.Module):
         require(callable(distance), "The distance", distance, "Pass a function of coordinates")
         usable = lift is None or callable(lift)
         require(usable, "The lift", lift, "Pass a function of coordinates, or None")
-        self.network, self.names = network, tuple(region.names)
-        self.distance, self.lift = distance, lift
+        self.network = network
+        self.names = tuple(region.names)
+        self.distance = distance
+        self.lift = lift
 
     def forward(self, x: Any) -> Any:
         columns = {n: x[:, i : i + 1] for i, n in enumerate(self.names)}
         offered = {**columns, "points": x}
-        out = _joined(call(self.distance, offered, "The distance")) * self.network(x)
+        distance = _join_fields(call_by_name(self.distance, offered, "The distance"))
+        values = distance * self.network(x)
         if self.lift is None:
-            return out
-        return out + _joined(call(self.lift, offered, "The lift"))
+            return values
+        return values + _join_fields(call_by_name(self.lift, offered, "The lift"))
 
 
-def _joined(values: Any) -> Any:
-    return torch.cat(list(values), -1) if isinstance(values, Sequence) else values
+def _join_fields(values: Any) -> Any:
+    """Return the values of several fields side by side; those of one field as they are."""
+    if isinstance(values, Sequence):
+        return torch.cat(list(values), -1)
+    return values

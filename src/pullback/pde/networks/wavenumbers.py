@@ -9,20 +9,42 @@ import torch
 from torch import Tensor
 
 from ..discretization.residual import LocalResidual
-from ..domains import PointSet, Region
+from ..domains import Region
 from ..domains.sampling import Points
-from ..problem.conditions import Condition, Dirichlet, Equation, Initial, Robin
+from ..problem.conditions import Condition
 from ..problem.problem import Problem
 
-SMOOTH = 3.0  #: half waves across a domain that are not called oscillation
-_LINES, _ALONG = 8, 1024  # lines along an axis, and points on each
-_FAINT = 0.05  # of the largest amplitude, below which a wave number is not counted
-_PADDED = 4  # times as many points in a Fourier transform, for a finer spectrum
-_LOBE = 1.85  # periods by which a Hann window widens a line of the spectrum, at this level
-_SHORT = 0.25  # of the domain's extent: lines within a region are at least this long
-_PLACES = 16  # at which the equations are linearized
-_SINGULAR = 0.05  # share of their terms left when a wave solves the equations
-_TURNS = torch.linspace(0.5, 256, 2**10, dtype=torch.float64)  # half waves that are tried
+
+@dataclass(frozen=True)
+class WaveLevels:
+    """How waves are looked for."""
+
+    #: half waves across a domain that are not called oscillation: an arch and its neighbours
+    smooth_half_waves: float = 3.0
+    #: lines along an axis on which data are evaluated, and points on each
+    lines: int = 8
+    points_on_line: int = 1024
+    #: share of the domain's extent that a line within a region must have
+    shortest_line: float = 0.25
+    #: share of the largest amplitude below which a wave number is not counted
+    faint_amplitude: float = 0.05
+    #: share of the data below which a whole spectrum is round-off
+    roundoff_amplitude: float = 1e-6
+    #: times as many points in a Fourier transform, for a finer spectrum
+    padding: int = 4
+    #: periods by which a Hann window widens a line of the spectrum, at the level of faint ones
+    window_lobe: float = 1.85
+    #: places at which the equations are linearized
+    places: int = 16
+    #: share of their terms that is left when a plane wave solves the equations
+    singular_share: float = 0.05
+    #: half waves that are tried: from the first to the last, so many of them
+    fewest_half_waves: float = 0.5
+    most_half_waves: float = 256.0
+    tried_half_waves: int = 2**10
+
+
+LEVELS = WaveLevels()
 
 
 @dataclass(frozen=True)
@@ -40,6 +62,24 @@ class Oscillation:
     waves: bool
 
 
+@dataclass(frozen=True)
+class DataSpectrum:
+    """The wave numbers of data.
+
+    Attributes:
+        band: the largest along each axis, (d,).
+        has_peak: whether there is a peak beyond what is smooth.
+    """
+
+    band: Tensor
+    has_peak: bool
+
+    def join(self, other: DataSpectrum) -> DataSpectrum:
+        """Return the spectrum of both data."""
+        band = torch.maximum(self.band, other.band)
+        return DataSpectrum(band, self.has_peak or other.has_peak)
+
+
 def oscillation(problem: Problem) -> Oscillation:
     """Estimate the wave numbers of a problem's solution.
 
@@ -52,133 +92,190 @@ def oscillation(problem: Problem) -> Oscillation:
 
     What oscillates for another reason, as a nonlinear wave may, is not seen.
     """
-    found, peaked = torch.zeros(problem.domain.dim, dtype=torch.float64), False
+    data = _no_spectrum(problem)
     for condition in problem.conditions:
-        if isinstance(condition, (Equation, Dirichlet, Robin, Initial)):
-            band, peak = _data(problem, condition)
-            found, peaked = torch.maximum(found, band), peaked or peak
-    free = _waves(problem, found)
-    extent = (problem.domain.high - problem.domain.low) / math.pi
-    half_waves = torch.maximum(found, free) * extent
-    peaked = peaked and float(half_waves.max()) > SMOOTH
-    waves = peaked or float((free * extent).max()) > SMOOTH
-    return Oscillation(half_waves / extent, half_waves, waves)
+        if condition.prescribes_values:
+            data = data.join(_analyze_data(problem, condition))
+    free_waves = _find_free_waves(problem, data.band)
+    lengths = (problem.domain.high - problem.domain.low) / math.pi  # of half a wave
+    half_waves = torch.maximum(data.band, free_waves) * lengths
+    has_data_waves = data.has_peak and float(half_waves.max()) > LEVELS.smooth_half_waves
+    has_free_waves = float((free_waves * lengths).max()) > LEVELS.smooth_half_waves
+    return Oscillation(half_waves / lengths, half_waves, has_data_waves or has_free_waves)
 
 
 def is_linear(problem: Problem) -> bool:
-    """Whether all equations are linear in the fields; unknown coefficients are held."""
-    points = problem.domain.sample(_PLACES, "sobol")
-    equations = [c for c in problem.conditions if isinstance(c, Equation)]
-    residuals = [LocalResidual(problem, c, (points,)) for c in equations]
+    """Return True if all equations are linear in the fields, with unknown coefficients fixed."""
+    points = problem.domain.sample(LEVELS.places, "sobol")
     zero = torch.zeros_like(points.x[:, 0])
-    return all(x.affine(dict.fromkeys(x.keys, zero)) for x in residuals)
+    for condition in problem.conditions:
+        if condition.is_equation:
+            local = LocalResidual(problem, condition, (points,))
+            if not local.is_affine(dict.fromkeys(local.keys, zero)):
+                return False
+    return True
 
 
-def _data(problem: Problem, condition: Condition) -> tuple[Tensor, bool]:
-    """The wave numbers of what is left of a residual where all fields are zero.
+def _no_spectrum(problem: Problem) -> DataSpectrum:
+    return DataSpectrum(torch.zeros(problem.domain.dim, dtype=torch.float64), False)
 
-    Returns:
-        The largest along each axis, and whether there is a peak beyond what is smooth.
-    """
+
+def _analyze_data(problem: Problem, condition: Condition) -> DataSpectrum:
+    """Return the wave numbers of what is left of a residual where all fields are zero."""
+    spectrum = _no_spectrum(problem)
     region = condition.region(problem.domain)
-    out, peaked = torch.zeros(problem.domain.dim, dtype=torch.float64), False
-    if not isinstance(region, Region) or isinstance(region, PointSet):
-        return out, peaked
-    starts = region.sample(_LINES, "sobol")
-    extent = problem.domain.high - problem.domain.low
+    if not isinstance(region, Region) or region.point_count is not None:
+        return spectrum
+    starts = region.sample(LEVELS.lines, "sobol")
     for axis in range(problem.domain.dim):
-        found = [_line(problem, region, starts, i, axis) for i in range(len(starts))]
-        lines = [x for x in found if x is not None]
-        lengths = [float(x.x[-1, axis] - x.x[0, axis]) for x in lines]
-        if lines and max(lengths) >= _SHORT * float(extent[axis]):
-            values = _residual(problem, condition, Points.cat(lines)).split(_ALONG)
-            for v, n in zip(values, lengths, strict=True):
-                if n >= _SHORT * float(extent[axis]):
-                    band, peak = (2 * math.pi * x / n for x in _periods(v))
-                    out[axis] = max(float(out[axis]), band)
-                    peaked = peaked or peak * float(extent[axis]) > SMOOTH * math.pi
-    return out, peaked
+        lines = _draw_lines(problem, region, starts, axis)
+        if lines:
+            spectrum = spectrum.join(_analyze_lines(problem, condition, lines, axis))
+    return spectrum
 
 
-def _line(problem: Problem, region: Region, starts: Points, i: int, axis: int) -> Points | None:
-    """Equidistant points along an axis through a point, as far as the region goes."""
-    low, high = problem.domain.low[axis], problem.domain.high[axis]
+def _analyze_lines(
+    problem: Problem, condition: Condition, lines: list[Points], axis: int
+) -> DataSpectrum:
+    """Return the wave numbers along an axis of the residual at zero fields, on lines."""
+    extent = float(problem.domain.high[axis] - problem.domain.low[axis])
+    band = torch.zeros(problem.domain.dim, dtype=torch.float64)
+    has_peak = False
+    values = _evaluate_at_zero(problem, condition, Points.cat(lines))
+    for line, line_values in zip(lines, values.split(LEVELS.points_on_line), strict=True):
+        length = _measure_length(line, axis)
+        if length < LEVELS.shortest_line * extent:
+            continue
+        band_periods, peak_periods = _count_periods(line_values)
+        wavenumber = 2 * math.pi * band_periods / length
+        peak = 2 * math.pi * peak_periods / length
+        band[axis] = max(float(band[axis]), wavenumber)
+        has_peak = has_peak or peak * extent > LEVELS.smooth_half_waves * math.pi
+    return DataSpectrum(band, has_peak)
 
-    def along(a: Tensor, b: Tensor) -> Tensor:
-        x = starts.x[i].repeat(_ALONG, 1)
-        x[:, axis] = a + (b - a) * torch.linspace(0, 1, _ALONG, dtype=x.dtype)
+
+def _measure_length(line: Points, axis: int) -> float:
+    return float(line.x[-1, axis] - line.x[0, axis])
+
+
+def _draw_lines(problem: Problem, region: Region, starts: Points, axis: int) -> list[Points]:
+    """Return lines along an axis through points of a region; none if all are short."""
+    lines = []
+    for number in range(len(starts)):
+        line = _draw_line(problem, region, starts, number, axis)
+        if line is not None:
+            lines.append(line)
+    extent = float(problem.domain.high[axis] - problem.domain.low[axis])
+    if all(_measure_length(line, axis) < LEVELS.shortest_line * extent for line in lines):
+        return []
+    return lines
+
+
+def _draw_line(
+    problem: Problem, region: Region, starts: Points, number: int, axis: int
+) -> Points | None:
+    """Return equidistant points along an axis through a point, as far as the region goes.
+
+    It is None if the point of the line that is next to it is outside.
+    """
+    count = LEVELS.points_on_line
+    start = starts.x[number]
+
+    def place(low: Tensor, high: Tensor) -> Tensor:
+        x = start.repeat(count, 1)
+        x[:, axis] = low + (high - low) * torch.linspace(0, 1, count, dtype=x.dtype)
         return x
 
-    whole = along(low, high)
-    inside = region.contains(whole)
-    at = int((whole[:, axis] - starts.x[i, axis]).abs().argmin())
-    if not bool(inside[at]):
+    across = place(problem.domain.low[axis], problem.domain.high[axis])
+    is_inside = region.contains(across)
+    nearest = int((across[:, axis] - start[axis]).abs().argmin())
+    if not bool(is_inside[nearest]):
         return None
-    outside = (~inside).nonzero().flatten()
-    first = int(outside[outside < at].amax()) + 1 if bool((outside < at).any()) else 0
-    last = int(outside[outside > at].amin()) - 1 if bool((outside > at).any()) else _ALONG - 1
-    x = along(whole[first, axis], whole[last, axis])
-    normals = None if starts.normals is None else starts.normals[i].expand(_ALONG, -1)
+    outside = (~is_inside).nonzero().flatten().tolist()
+    first = max((i + 1 for i in outside if i < nearest), default=0)
+    last = min((i - 1 for i in outside if i > nearest), default=count - 1)
+    x = place(across[first, axis], across[last, axis])
+    normals = starts.normals
+    if normals is not None:
+        normals = normals[number].expand(count, -1)
     return Points(x, torch.ones_like(x[:, 0]), normals)
 
 
-def _residual(problem: Problem, condition: Condition, points: Points) -> Tensor:
-    """The residual where all fields are zero, (N, R)."""
+def _evaluate_at_zero(problem: Problem, condition: Condition, points: Points) -> Tensor:
+    """Return the residual where all fields are zero, (N, R)."""
     local = LocalResidual(problem, condition, (points,))
-    return local({key: torch.zeros_like(points.x[:, 0]) for key in local.keys}).nan_to_num(0, 0, 0)
+    zero = torch.zeros_like(points.x[:, 0])
+    return local(dict.fromkeys(local.keys, zero)).nan_to_num(0, 0, 0)
 
 
-def _periods(values: Tensor) -> tuple[float, float]:
-    """Periods of values (N, R) at equidistant points: the band they fill, and the last peak."""
+def _count_periods(values: Tensor) -> tuple[float, float]:
+    """Return periods of values (N, R) on a line: of the band they fill, and of the last peak."""
     window = torch.hann_window(len(values)).to(values)[:, None]
-    band = _loud(_spectrum((values - values.mean(0)) * window), float(values.abs().max()))
-    full = _spectrum(values * window)
-    inner = full[1:-1]
-    full[1:-1] = torch.where((inner > full[:-2]) & (inner > full[2:]), inner, 0 * inner)
-    peak = _loud(full, 0.0)
-    return max(band - _LOBE, 0.0), peak
+    varying = _compute_spectrum((values - values.mean(0)) * window)
+    band = _find_last_loud(varying, float(values.abs().max()))
+    peaks = _compute_spectrum(values * window)
+    inner = peaks[1:-1]
+    is_peak = (inner > peaks[:-2]) & (inner > peaks[2:])
+    peaks[1:-1] = torch.where(is_peak, inner, 0 * inner)
+    return max(band - LEVELS.window_lobe, 0.0), _find_last_loud(peaks, 0.0)
 
 
-def _spectrum(values: Tensor) -> Tensor:
-    found = torch.fft.rfft(values, n=_PADDED * len(values), dim=0)
-    return found.abs().square().sum(1).sqrt()
+def _compute_spectrum(values: Tensor) -> Tensor:
+    """Return the amplitudes of values (N, R), all components together."""
+    transform = torch.fft.rfft(values, n=LEVELS.padding * len(values), dim=0)
+    return transform.abs().square().sum(1).sqrt()
 
 
-def _loud(amplitudes: Tensor, size: float) -> float:
-    """The last periods with an amplitude that counts."""
-    top = float(amplitudes.max())
-    if top <= 1e-6 * size * _ALONG or not top:
+def _find_last_loud(amplitudes: Tensor, size: float) -> float:
+    """Return the last periods with an amplitude that counts, 0 if all are round-off."""
+    largest = float(amplitudes.max())
+    roundoff = LEVELS.roundoff_amplitude * size * LEVELS.points_on_line
+    if not largest or largest <= roundoff:
         return 0.0
-    return int((amplitudes >= _FAINT * top).nonzero().max()) / _PADDED
+    loud = (amplitudes >= LEVELS.faint_amplitude * largest).nonzero()
+    return int(loud.max()) / LEVELS.padding
 
 
-def _waves(problem: Problem, known: Tensor) -> Tensor:
-    """Wave numbers at which the linear part of the equations is singular."""
-    equations = [c for c in problem.conditions if isinstance(c, Equation) and c.on is None]
-    out = torch.zeros_like(known)
+def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
+    """Return the wave numbers (d,) at which the linear part of the equations is singular."""
+    wavenumbers = torch.zeros_like(data_band)
+    equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
-        return out
-    points = problem.domain.sample(_PLACES, "sobol")
-    symbols = [_Symbol(problem, c, points) for c in equations]
-    extent = problem.domain.high - problem.domain.low
-    time = [i for i in range(len(known)) if i not in problem.coordinates.space]
-    for axis in time or range(len(known)):
-        tried = torch.cat([-_TURNS, _TURNS]) * math.pi / extent[axis]
-        k = torch.zeros(len(tried), len(known), dtype=torch.float64)
-        if time:
-            k[:] = known
-        k[:, axis] = tried
-        largest = (tried.abs()[:, None] * _singular(symbols, k)).amax(0)  # by place
-        out[axis] = largest.median()
-    return out
+        return wavenumbers
+    points = problem.domain.sample(LEVELS.places, "sobol")
+    symbols = [_Symbol(problem, condition, points) for condition in equations]
+    dim = len(data_band)
+    time_axes = [axis for axis in range(dim) if axis not in problem.coordinates.space]
+    for axis in time_axes or range(dim):
+        k = _list_wave_vectors(problem, axis)
+        if time_axes:
+            others = [i for i in range(dim) if i != axis]
+            k[:, others] = data_band[others]
+        largest = (k[:, axis].abs()[:, None] * _is_singular(symbols, k)).amax(0)  # by place
+        wavenumbers[axis] = largest.median()
+    return wavenumbers
 
 
-def _singular(symbols: list[_Symbol], k: Tensor) -> Tensor:
-    """For which wave vectors (K, d), and where, a plane wave solves the equations: (K, N)."""
-    rows = torch.cat([s(k) for s in symbols], -2)  # (K, N, R, m)
+def _list_wave_vectors(problem: Problem, axis: int) -> Tensor:
+    """Return wave vectors (K, d) along an axis, of both signs, that may solve the equations."""
+    half_waves = torch.linspace(
+        LEVELS.fewest_half_waves,
+        LEVELS.most_half_waves,
+        LEVELS.tried_half_waves,
+        dtype=torch.float64,
+    )
+    extent = problem.domain.high[axis] - problem.domain.low[axis]
+    k = torch.zeros(2 * len(half_waves), problem.domain.dim, dtype=torch.float64)
+    k[:, axis] = torch.cat([-half_waves, half_waves]) * math.pi / extent
+    return k
+
+
+def _is_singular(symbols: list[_Symbol], k: Tensor) -> Tensor:
+    """Return for which wave vectors (K, d), and where, plane waves solve the equations: (K, N)."""
+    rows = torch.cat([symbol(k) for symbol in symbols], -2)  # (K, N, R, m)
     if rows.shape[-2] < rows.shape[-1]:
         return torch.zeros(rows.shape[:2], dtype=torch.bool)
-    return torch.linalg.svdvals(rows)[..., -1] < _SINGULAR
+    return torch.linalg.svdvals(rows)[..., -1] < LEVELS.singular_share
 
 
 class _Symbol:
@@ -187,16 +284,15 @@ class _Symbol:
     def __init__(self, problem: Problem, condition: Condition, points: Points) -> None:
         local = LocalResidual(problem, condition, (points,))
         zero = torch.zeros_like(points.x[:, 0])
-        self._fields, self._space = problem.fields, problem.coordinates.space
-        self._slopes = {
-            key: slope.nan_to_num(0, 0, 0)
-            for key, slope in local.slopes(dict.fromkeys(local.keys, zero))[1].items()
-        }
+        self._fields = problem.fields
+        self._space = problem.coordinates.space
+        slopes = local.slopes(dict.fromkeys(local.keys, zero))[1]
+        self._slopes = {key: slope.nan_to_num(0, 0, 0) for key, slope in slopes.items()}
 
     def __call__(self, k: Tensor) -> Tensor:
-        """(K, N, R, m) for wave vectors (K, d); ones where the equation has no terms."""
+        """Return (K, N, R, m) for wave vectors (K, d); ones where the equation has no terms."""
         count, components = next(iter(self._slopes.values())).shape
-        shape = len(k), count, components, len(self._fields)
+        shape = (len(k), count, components, len(self._fields))
         total = torch.zeros(shape, dtype=torch.complex128)
         size = torch.zeros(shape[:-1], dtype=torch.float64)
         for (_, field, index), slope in self._slopes.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -12,9 +13,11 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ..arguments import is_integer, is_number, require
 from ..domains import Domain, Pairs, PointSet, Region, SpaceTime
-from .fields import Value, View, call
+from .fields import Value, View, call_by_name
 
 Where = Region | Pairs | Callable[[Domain], Region | Pairs] | None
+#: gives a field (order 0) or its time derivative (order 1) at points (N, d): (N,)
+FieldAtTime = Callable[[Tensor, int], Tensor]
 
 
 class Condition(ABC):
@@ -29,11 +32,23 @@ class Condition(ABC):
 
     Attributes:
         paired: whether the points come in pairs, on opposite faces.
-        whole: whether one process must have all points, as a sum over them is squared.
+        is_equation: whether it is a differential equation inside the domain.
+        is_energy: whether its mean is minimized itself, and not its square.
+        is_integral: whether a sum over all points is squared, so that one process has them all.
+        is_initial: whether it holds at the initial time.
+        is_prior: whether it says what a field is likely to be; its residual does not vanish.
+        is_measured: whether its values are measured, and have noise.
+        prescribes_values: whether its residual at u = 0 shows a source or prescribed values.
     """
 
     paired: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
+    is_equation: ClassVar[bool] = False
+    is_energy: ClassVar[bool] = False
+    is_integral: ClassVar[bool] = False
+    is_initial: ClassVar[bool] = False
+    is_prior: ClassVar[bool] = False
+    is_measured: ClassVar[bool] = False
+    prescribes_values: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -48,9 +63,12 @@ class Condition(ABC):
         require(usable, "The weight of a condition", weight, 'Use a number > 0 or "balanced"')
         usable = name is None or isinstance(name, str)
         require(usable, "The name of a condition", name, "Use a string")
-        self.on, self.points = on, points
+        self.on = on
+        self.points = points
         self.balanced = weight == "balanced"
-        self.weight = 1.0 if weight in (None, "balanced") else float(number)
+        self.weight = 1.0
+        if weight not in (None, "balanced"):
+            self.weight = float(number)
         self.name = name or type(self).__name__.lower()
 
     @abstractmethod
@@ -65,14 +83,53 @@ class Condition(ABC):
         """Where it holds."""
         if self.on is None:
             return self.default(domain)
-        found = self.on(domain) if callable(self.on) else self.on
-        if not isinstance(found, Pairs if self.paired else Region):
+        region = self.on(domain) if callable(self.on) else self.on
+        if not isinstance(region, Pairs if self.paired else Region):
+            needed = "pairs" if self.paired else "single points"
             raise PullbackError(
                 f"The region of {self.name!r} is not usable",
-                f"{'pairs' if self.paired else 'single points'} are needed, got {found!r}",
+                f"{needed} are needed, got {region!r}",
                 "Use domain.pairs(axis) for Periodic, and a boundary, face or part for the others",
             )
-        return found
+        return region
+
+    @property
+    def states_problem(self) -> bool:
+        """Return True if it is what is solved in the domain: an equation or an energy."""
+        return self.is_equation or self.is_energy
+
+    @property
+    def vanishes(self) -> bool:
+        """Return True if its residual is zero at the solution."""
+        return not self.is_energy and not self.is_prior
+
+    @property
+    def target(self) -> list[float]:
+        """The numbers that it prescribes for the whole region, none for most."""
+        return []
+
+    @property
+    def periodic_axis(self) -> str | None:
+        """The coordinate in which the domain is closed to a ring, None for most."""
+        return None
+
+    def fields_among(self, names: Sequence[str]) -> set[str]:
+        """Return the fields that it is for: the one it names, or all."""
+        field = getattr(self, "field", None)
+        if field is None:
+            return set(names)
+        return {field}
+
+    def with_initial_values(self, values: FieldAtTime, fields: Sequence[str]) -> Condition:
+        """Return the condition for a later time, at which a solution has these values.
+
+        Only initial conditions change.
+
+        Args:
+            values: gives each field at the new initial time.
+            fields: names of the problem's fields.
+        """
+        return self
 
 
 class Interior(Condition):
@@ -89,6 +146,9 @@ class Equation(Interior):
     'equation'
     """
 
+    is_equation = True
+    prescribes_values = True
+
     def __init__(self, *residuals: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
         usable = bool(residuals) and all(map(callable, residuals))
@@ -97,19 +157,25 @@ class Equation(Interior):
         self.residuals = residuals
 
     def residual(self, view: View) -> list[Tensor]:
-        found = []
+        components = []
         for function in self.residuals:
-            out = call(function, view.offered, f"The residual of {self.name!r}")
-            found += out if isinstance(out, (list, tuple)) else [out]
-        return found
+            values = call_by_name(function, view.offered, f"The residual of {self.name!r}")
+            if isinstance(values, (list, tuple)):
+                components += values
+            else:
+                components.append(values)
+        return components
 
 
 class Dirichlet(Condition):
     """u = value on the boundary."""
 
+    prescribes_values = True
+
     def __init__(self, value: Value = 0.0, *, field: str | None = None, **options: Any) -> None:
         super().__init__(**options)
-        self.value, self.field = value, field
+        self.value = value
+        self.field = field
 
     def residual(self, view: View) -> Tensor:
         return view.field(self.field).value - view.value(self.value, f"The value of {self.name!r}")
@@ -117,6 +183,8 @@ class Dirichlet(Condition):
 
 class Robin(Condition):
     """a·u + b·∂u/∂n = value on the boundary."""
+
+    prescribes_values = True
 
     def __init__(
         self,
@@ -130,12 +198,17 @@ class Robin(Condition):
         super().__init__(**options)
         usable = is_number(a) and is_number(b) and (a != 0 or b != 0)
         require(usable, "a·u + b·∂u/∂n", (a, b), "Use numbers a and b, not both 0")
-        self.a, self.b, self.value, self.field = a, b, value, field
+        self.a = a
+        self.b = b
+        self.value = value
+        self.field = field
 
     def residual(self, view: View) -> Tensor:
         u = view.field(self.field)
-        left = self.b * u.normal + (self.a * u.value if self.a else 0.0)
-        return left - view.value(self.value, f"The value of {self.name!r}")
+        left_side = self.b * u.normal
+        if self.a:
+            left_side = left_side + self.a * u.value
+        return left_side - view.value(self.value, f"The value of {self.name!r}")
 
 
 class Neumann(Robin):
@@ -153,19 +226,31 @@ class Periodic(Condition):
     def __init__(self, axis: str, order: int = 1, *, field: str | None = None, **options: Any):
         super().__init__(**options)
         require(is_integer(order, 0), "The order of a periodic condition", order, "Use 0, 1, …")
-        self.axis, self.order, self.field = axis, order, field
+        self.axis = axis
+        self.order = order
+        self.field = field
+
+    @property
+    def periodic_axis(self) -> str | None:
+        if self.on is not None:
+            return None
+        return self.axis
 
     def default(self, domain: Domain) -> Pairs:
         return domain.pairs(self.axis)
 
     def residual(self, view: View) -> list[Tensor]:
-        one, two = view.field(self.field, 0), view.field(self.field, 1)
+        low_face = view.field(self.field, 0)
+        high_face = view.field(self.field, 1)
         names = [[self.axis] * k for k in range(self.order + 1)]
-        return [one.d(*n) - two.d(*n) for n in names]
+        return [low_face.d(*n) - high_face.d(*n) for n in names]
 
 
 class Initial(Condition):
     """u = value, and u.t = velocity where it is given, at the initial time."""
+
+    is_initial = True
+    prescribes_values = True
 
     def __init__(
         self,
@@ -176,7 +261,9 @@ class Initial(Condition):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.value, self.velocity, self.field = value, velocity, field
+        self.value = value
+        self.velocity = velocity
+        self.field = field
 
     def default(self, domain: Domain) -> Region:
         if not isinstance(domain, SpaceTime):
@@ -190,14 +277,24 @@ class Initial(Condition):
     def residual(self, view: View) -> list[Tensor]:
         u = view.field(self.field)
         what = f"The value of {self.name!r}"
-        out = [u.value - view.value(self.value, what)]
+        components = [u.value - view.value(self.value, what)]
         if self.velocity is not None:
-            out.append(u.d("t") - view.value(self.velocity, what))
-        return out
+            components.append(u.d("t") - view.value(self.velocity, what))
+        return components
+
+    def with_initial_values(self, values: FieldAtTime, fields: Sequence[str]) -> Condition:
+        column = fields.index(self.field) if self.field else 0
+        later = copy.copy(self)
+        later.value = lambda points: values(points, 0)[:, column]
+        if self.velocity is not None:
+            later.velocity = lambda points: values(points, 1)[:, column]
+        return later
 
 
 class Data(Condition):
     """u = values at measured points (N, d)."""
+
+    is_measured = True
 
     def __init__(
         self, points: Tensor, values: Tensor, *, field: str | None = None, **options: Any
@@ -206,9 +303,10 @@ class Data(Condition):
             raise PullbackError(
                 "Data takes no on=", "its points are its region", "Leave on= out, or use Dirichlet"
             )
-        x = _measured(points, "points")
-        x = x[:, None] if x.ndim == 1 else x
-        self._values = _measured(values, "values").reshape(-1)
+        x = _as_real_tensor(points, "points")
+        if x.ndim == 1:
+            x = x[:, None]
+        self._values = _as_real_tensor(values, "values").reshape(-1)
         if len(x) != len(self._values):
             raise PullbackError(
                 "Measured points and values do not match",
@@ -222,13 +320,15 @@ class Data(Condition):
                 "Leave those points out",
             )
         super().__init__(points=len(x), **options)
-        self._x, self.field = x, field
+        self._x = x
+        self.field = field
 
     def default(self, domain: Domain) -> Region:
         return PointSet(self._x, names=domain.names)
 
     def residual(self, view: View) -> Tensor:
-        return view.field(self.field).value - view.points.own(self._values).to(view.points.x)
+        values = view.points.take_share_of(self._values)
+        return view.field(self.field).value - values.to(view.points.x)
 
 
 class Integral(Interior):
@@ -241,7 +341,7 @@ class Integral(Interior):
     'integral'
     """
 
-    whole = True
+    is_integral = True
 
     def __init__(self, integrand: Callable[..., Any], value: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
@@ -250,12 +350,16 @@ class Integral(Interior):
         remedy = "Use a number; what depends on unknowns belongs to the integrand"
         require(is_number(value), "The value of an integral", value, remedy)
         require(not self.balanced, "The weight of an integral", "balanced", "Use a number > 0")
-        self.integrand, self.value = integrand, float(value)
+        self.integrand = integrand
+        self.value = float(value)
+
+    @property
+    def target(self) -> list[float]:
+        return [self.value]
 
     def residual(self, view: View) -> Tensor:
         """The integrand at the points, (N,)."""
-        what = f"The integrand of {self.name!r}"
-        return view.value(call(self.integrand, view.offered, what), what).expand(len(view.points))
+        return view.evaluate(self.integrand, f"The integrand of {self.name!r}")
 
 
 class Prior(Interior):
@@ -263,11 +367,16 @@ class Prior(Interior):
 
     The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
     weight begins at 1, and falls while the run goes on to what the noise in the data asks for,
-    which is estimated with it (`evidence`).
+    which is estimated with it (`choose_prior_factor`).
+
+    Attributes:
+        chosen: whether the data choose its weight.
 
     >>> Prior("k").name
     'prior'
     """
+
+    is_prior = True
 
     def __init__(self, field: str, mean: float = 0.0, length: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
@@ -277,7 +386,9 @@ class Prior(Interior):
         usable = is_number(length) and length > 0
         require(usable, "The length of a prior", length, "Use a number > 0")
         require(not self.balanced, "The weight of a prior", "balanced", "Use a number > 0 or None")
-        self.field, self.mean, self.length = field, mean, length
+        self.field = field
+        self.mean = mean
+        self.length = length
         self.chosen = options.get("weight") is None
 
     def residual(self, view: View) -> list[Tensor]:
@@ -292,6 +403,8 @@ class Energy(Interior):
     metric. The loss is the mean over the region: the integral divided by its measure.
     """
 
+    is_energy = True
+
     def __init__(self, density: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
         remedy = "Pass a function such as lambda u: 0.5 * u.x**2 - u"
@@ -300,18 +413,16 @@ class Energy(Interior):
 
     def residual(self, view: View) -> Tensor:
         """The density at the points, (N,)."""
-        what = f"The density of {self.name!r}"
-        return view.value(call(self.density, view.offered, what), what).expand(len(view.points))
+        return view.evaluate(self.density, f"The density of {self.name!r}")
 
 
-def _measured(values: object, what: str) -> Tensor:
-    """Real numbers of shape (N, ...) in float64."""
+def _as_real_tensor(values: object, what: str) -> Tensor:
+    """Return real numbers of shape (N, ...) in float64; raise for anything else."""
     try:
-        usable = not torch.as_tensor(values).is_complex()
-        found = torch.as_tensor(values, dtype=torch.float64) if usable else torch.zeros(())
+        tensor = torch.as_tensor(values)
+        usable = tensor.ndim > 0 and not tensor.is_complex()
     except (TypeError, ValueError, RuntimeError):
-        found = torch.zeros(())
-    require(
-        bool(found.ndim), f"The tensor of measured {what}", values, "Pass a tensor of real numbers"
-    )
-    return found
+        usable = False
+    remedy = "Pass a tensor of real numbers"
+    require(usable, f"The tensor of measured {what}", values, remedy)
+    return torch.as_tensor(values, dtype=torch.float64)

@@ -45,26 +45,26 @@ class Coordinates:
         return tuple(i for i, n in enumerate(self.names) if n != "t")
 
     def parse(self, *texts: str) -> Index:
-        """The derivative that names stand for together.
+        """Return the derivative that names stand for together.
 
         >>> Coordinates(("x", "t")).parse("xt", "x")
         (0, 0, 1)
         """
-        axes: list[int] = []
+        index: list[int] = []
         for text in texts:
-            found = _tokens(text, self.names)
-            if found is None:
+            axes = _split_names(text, self.names)
+            if axes is None:
                 raise UnknownDerivative(
                     f"There is no derivative {text!r}",
                     f"the coordinates are {', '.join(self.names)}",
                     "Write coordinates one after the other, as in u.xx or u.xt; or u.laplacian, "
                     "u.grad, u.normal",
                 )
-            axes += found
-        return tuple(sorted(axes))
+            index += axes
+        return tuple(sorted(index))
 
     def scheme(self, asked: set[Index | None]) -> Scheme:
-        """The channels to carry; None is the Laplacian, which in one axis is a derivative."""
+        """Return the channels to carry; None is the Laplacian, in one dimension a derivative."""
         indices = {index for index in asked if index is not None}
         if None not in asked:
             return Scheme.of(indices)
@@ -74,15 +74,18 @@ class Coordinates:
 
 
 @lru_cache(maxsize=4096)
-def _tokens(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The axes whose names make up the text; longer names are tried first (x1 before x10's x1)."""
+def _split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Return the axes whose names make up the text, None if there are none.
+
+    Longer names are tried first: x10 before x1.
+    """
     if not text:
         return ()
-    for i in sorted(range(len(names)), key=lambda i: -len(names[i])):
-        if text.startswith(names[i]):
-            rest = _tokens(text[len(names[i]) :], names)
-            if rest is not None:
-                return (i, *rest)
+    for axis in sorted(range(len(names)), key=lambda i: -len(names[i])):
+        if text.startswith(names[axis]):
+            later_axes = _split_names(text[len(names[axis]) :], names)
+            if later_axes is not None:
+                return (axis, *later_axes)
     return None
 
 
@@ -101,7 +104,9 @@ class Field:
     def __init__(
         self, channel: Channel, coordinates: Coordinates, normals: Tensor | None = None
     ) -> None:
-        self._channel, self._coordinates, self._normals = channel, coordinates, normals
+        self._channel = channel
+        self._coordinates = coordinates
+        self._normals = normals
 
     @property
     def value(self) -> Tensor:
@@ -111,16 +116,16 @@ class Field:
     @property
     def laplacian(self) -> Tensor:
         """Σ over space of the second derivatives."""
-        self._axes("u.laplacian")
+        self._space_axes("u.laplacian")
         return self._channel(None)
 
     @property
     def grad(self) -> Tensor:
         """The first derivatives in space, (N, d)."""
-        return torch.stack([self._channel((i,)) for i in self._axes("u.grad")], -1)
+        return torch.stack([self._channel((i,)) for i in self._space_axes("u.grad")], -1)
 
-    def _axes(self, what: str) -> tuple[int, ...]:
-        """The axes of space, if there are any."""
+    def _space_axes(self, what: str) -> tuple[int, ...]:
+        """Return the axes of space; raise if there are none."""
         axes = self._coordinates.space
         if not axes:
             raise PullbackError(
@@ -139,7 +144,7 @@ class Field:
                 "the condition's region is no boundary",
                 "Use u.normal on a boundary, or name the derivative you mean",
             )
-        axes = self._axes("u.normal")
+        axes = self._space_axes("u.normal")
         others = [i for i in range(len(self._coordinates.names)) if i not in axes]
         if others and bool(self._normals[:, others].any()):
             raise PullbackError(
@@ -162,37 +167,54 @@ class Field:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        plain = tree_map(lambda a: a.value if isinstance(a, Field) else a, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
+        plain_args, plain_kwargs = tree_map(_as_tensor, (args, kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
 
 
-def _forward(name: str) -> None:
+def _as_tensor(value: Any) -> Any:
+    """Return the value of a field; anything else as it is."""
+    if isinstance(value, Field):
+        return value.value
+    return value
+
+
+def _forward_method(name: str) -> None:
+    """Give `Field` an operator of its value."""
+
     def method(self: Field, *args: Any) -> Any:
-        plain = [a.value if isinstance(a, Field) else a for a in args]
-        return getattr(self.value, name)(*plain)
+        return getattr(self.value, name)(*map(_as_tensor, args))
 
     setattr(Field, name, method)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow"):
-    _forward(f"__{_name}__")
-    _forward(f"__r{_name}__")
-for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
-    _forward(f"__{_name}__")
+for _operator in ("add", "sub", "mul", "truediv", "pow"):
+    _forward_method(f"__{_operator}__")
+    _forward_method(f"__r{_operator}__")
+for _operator in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
+    _forward_method(f"__{_operator}__")
 Field.__hash__ = object.__hash__
 
+#: what `parameter_names` has for a function that takes any keyword
+ANY_NAME = "**"
 
-def names(function: Callable[..., Any]) -> set[str]:
-    """The names of its parameters, with "**" where it takes any."""
+
+def parameter_names(function: Callable[..., Any]) -> set[str]:
+    """Return the names of a function's parameters, with "**" if it takes any keyword."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # `call` refuses it
+    except (TypeError, ValueError):  # `call_by_name` refuses it
         return set()
-    return {"**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
+    return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name for p in parameters}
 
 
-def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
-    """The function of those offered things that its parameters name."""
+def call_by_name(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
+    """Call a function with those of the offered things that its parameters name.
+
+    Args:
+        function: of fields, coordinates, unknowns or sources.
+        offered: all that it may name.
+        what: the function is, for errors.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -201,26 +223,32 @@ def call(function: Callable[..., Any], offered: Mapping[str, Any], what: str) ->
             f"{function!r} is built in",
             "Wrap it: lambda x: torch.sin(x)",
         ) from None
-    kinds = inspect.Parameter
-    given = {}
+    arguments = {}
     for parameter in parameters:
-        if parameter.kind is kinds.VAR_KEYWORD:
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             return function(**offered)
-        if parameter.kind is kinds.POSITIONAL_ONLY:
-            raise PullbackError(
-                f"{what} takes {parameter.name!r} by position only",
-                "arguments are found by their names",
-                "Leave out the / in its signature",
-            )
+        _refuse_parameter(parameter, offered, what)
         if parameter.name in offered:
-            given[parameter.name] = offered[parameter.name]
-        elif parameter.default is kinds.empty or parameter.kind is kinds.VAR_POSITIONAL:
-            raise PullbackError(
-                f"{what} asks for {parameter.name!r}",
-                f"there are {', '.join(offered)}",
-                "Name its arguments after fields, coordinates or unknowns",
-            )
-    return function(**given)
+            arguments[parameter.name] = offered[parameter.name]
+    return function(**arguments)
+
+
+def _refuse_parameter(parameter: inspect.Parameter, offered: Mapping[str, Any], what: str) -> None:
+    """Raise for a parameter that has no name, or names something that is not offered."""
+    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        raise PullbackError(
+            f"{what} takes {parameter.name!r} by position only",
+            "arguments are found by their names",
+            "Leave out the / in its signature",
+        )
+    is_required = parameter.default is inspect.Parameter.empty
+    is_variadic = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+    if parameter.name not in offered and (is_required or is_variadic):
+        raise PullbackError(
+            f"{what} asks for {parameter.name!r}",
+            f"there are {', '.join(offered)}",
+            "Name its arguments after fields, coordinates or unknowns",
+        )
 
 
 Value = float | Tensor | Callable[..., Any]
@@ -230,68 +258,82 @@ Value = float | Tensor | Callable[..., Any]
 class View:
     """What a condition sees: fields (per site), coordinates, normals, unknown coefficients.
 
-    Values that depend on none of the fields and unknowns are evaluated once per set of points, in
-    `known`: a spline of scipy or a gradient by autograd cannot be differentiated through.
+    Attributes:
+        fields: by name, for each site.
+        points: of the first site.
+        coordinates: and sources, by name, (N,) each.
+        unknowns: coefficients by name.
+        known_values: of functions that depend on no field and no unknown, by the id of the
+            function. They are evaluated once per set of points: a spline of scipy or a gradient by
+            autograd cannot be differentiated through.
     """
 
     fields: Sequence[Mapping[str, Field]]
     points: Points
     coordinates: Mapping[str, Tensor]
     unknowns: Mapping[str, Tensor]
-    known: dict[int, Tensor]
+    known_values: dict[int, Tensor]
 
     def field(self, name: str | None, site: int = 0) -> Field:
-        """The named field, or the only one."""
-        here = self.fields[site]
-        if name is None and len(here) == 1:
-            return next(iter(here.values()))
-        if name is None or name not in here:
+        """Return the named field, or the only one."""
+        fields = self.fields[site]
+        if name is None and len(fields) == 1:
+            return next(iter(fields.values()))
+        if name is None or name not in fields:
+            what = f"There is no field {name!r}"
+            if name is None:
+                what = "The condition must say which field it is for"
             raise PullbackError(
-                "The condition must say which field it is for"
-                if name is None
-                else f"There is no field {name!r}",
-                f"the problem's fields are {', '.join(here)}",
-                "Pass field=",
+                what, f"the problem's fields are {', '.join(fields)}", "Pass field="
             )
-        return here[name]
+        return fields[name]
 
     @property
     def offered(self) -> dict[str, Any]:
         """All that a function may name."""
-        return {
-            **self.fields[0],
-            **self.coordinates,
-            **self.unknowns,
-            "points": self.points.x,
-            **({} if self.points.normals is None else {"normals": self.points.normals}),
-        }
+        offered = {**self.fields[0], **self.coordinates, **self.unknowns, "points": self.points.x}
+        if self.points.normals is not None:
+            offered["normals"] = self.points.normals
+        return offered
 
     def value(self, value: Value, what: str) -> Tensor:
-        """A number, values at the points, or a function of what is offered."""
-        if not callable(value) or names(value) & {"**", *self.fields[0], *self.unknowns}:
-            return self._evaluated(value, what)
-        if id(value) not in self.known:
+        """Return a number, values at the points, or those of a function of what is offered."""
+        if not callable(value) or self._depends_on_solution(value):
+            return self._compute(value, what)
+        if id(value) not in self.known_values:
             with torch.enable_grad():
-                self.known[id(value)] = self._evaluated(value, what).detach()
-        return self.known[id(value)]
+                self.known_values[id(value)] = self._compute(value, what).detach()
+        return self.known_values[id(value)]
 
-    def _evaluated(self, value: Value, what: str) -> Tensor:
-        found = call(value, self.offered, what) if callable(value) else value
-        if isinstance(found, Field):
-            found = found.value
+    def evaluate(self, function: Callable[..., Any], what: str) -> Tensor:
+        """Return the values of a function of what is offered, (N,)."""
+        values = self.value(call_by_name(function, self.offered, what), what)
+        return values.expand(len(self.points))
+
+    def _depends_on_solution(self, function: Callable[..., Any]) -> bool:
+        """Return True if a function names a field or an unknown, or takes all."""
+        changing = {ANY_NAME, *self.fields[0], *self.unknowns}
+        return bool(parameter_names(function) & changing)
+
+    def _compute(self, value: Value, what: str) -> Tensor:
+        """Return the value as a tensor: () or (N,)."""
+        if callable(value):
+            value = call_by_name(value, self.offered, what)
+        value = _as_tensor(value)
         x = self.points.x
         try:
-            found = torch.as_tensor(found, dtype=x.dtype, device=x.device)
+            values = torch.as_tensor(value, dtype=x.dtype, device=x.device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise PullbackError(
-                f"{what} is no number", f"got {found!r}", "Return a tensor"
+                f"{what} is no number", f"got {value!r}", "Return a tensor"
             ) from error
-        found = found[:, 0] if found.ndim == 2 and found.shape[1] == 1 else found
-        found = self.points.own(found)
-        if found.ndim and found.shape != (len(self.points),):
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        values = self.points.take_share_of(values)
+        if values.ndim and values.shape != (len(self.points),):
             raise PullbackError(
                 f"{what} is not one number per point",
-                f"got shape {tuple(found.shape)} for {len(self.points)} points",
+                f"got shape {tuple(values.shape)} for {len(self.points)} points",
                 "Give a number, or a function of the coordinates that returns (N,)",
             )
-        return found
+        return values

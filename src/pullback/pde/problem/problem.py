@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ..._core.errors import PullbackError
 from ..arguments import is_number, require
 from ..domains import Domain
-from .conditions import Condition, Equation
-from .conditions import Energy as EnergyCondition
-from .fields import Coordinates, call
+from .conditions import Condition
+from .fields import Coordinates, call_by_name
 
+#: attributes that a pickled outline of a problem keeps
 _OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
 
 
@@ -53,150 +53,194 @@ class Problem:
         free: Sequence[str] = (),
         name: str = "PDE",
     ) -> None:
-        _check_given(domain, conditions, fields, free)
-        self.domain, self.fields = domain, tuple(fields)
-        # copies: names are made unique here
-        self.conditions = tuple(map(copy.copy, conditions))
-        self.unknowns = _checked_unknowns({} if unknowns is None else unknowns)
-        self.sources = {} if sources is None else dict(sources)
-        for called, source in self.sources.items():
-            usable = _is_name(called) and callable(source)
-            require(usable, f"The source {called!r}", source, "Pass a function: sources={'f': f}")
-        for what, known in {"exact": exact, "reference": reference}.items():
-            usable = known is None or callable(known)
-            require(usable, f"The solution {what}=", known, "Pass a function, or None")
-        self.exact, self.reference = exact, reference
-        self.free, self.name = tuple(free), name
-        self._check()
+        _check_types(domain, conditions, fields, free)
+        self.domain = domain
+        self.fields = tuple(fields)
+        self.conditions = _name_uniquely(conditions)
+        self.unknowns = _check_unknowns({} if unknowns is None else unknowns)
+        self.sources = _check_sources({} if sources is None else sources)
+        for what, solution in {"exact": exact, "reference": reference}.items():
+            usable = solution is None or callable(solution)
+            require(usable, f"The solution {what}=", solution, "Pass a function, or None")
+        self.exact = exact
+        self.reference = reference
+        self.free = tuple(free)
+        self.name = name
+        self._check_conditions()
+        self._check_names()
         self.coordinates = Coordinates(tuple(domain.names))
 
-    def _check(self) -> None:
-        named = {"fields": self.fields, "free": self.free}
-        usable = bool(self.fields) and set(self.free) <= set(self.fields)
-        require(usable, "The choice of fields", named, "Name a field, and in free= only fields")
+    def _check_conditions(self) -> None:
+        """Raise unless there is an equation or an energy."""
         if not self.conditions:
             raise PullbackError(
                 "The problem has no conditions",
                 "there is nothing to solve",
                 "Pass at least one, such as Equation(lambda u: u.laplacian + 1)",
             )
-        if not any(isinstance(c, (Equation, EnergyCondition)) for c in self.conditions):
+        if not any(condition.states_problem for condition in self.conditions):
             raise PullbackError(
                 "The problem has no equation",
                 f"its conditions are {', '.join(c.name for c in self.conditions)}",
                 "Add an Equation(...) or an Energy(...)",
             )
+
+    def _check_names(self) -> None:
+        """Raise if a name stands for two things."""
+        choice = {"fields": self.fields, "free": self.free}
+        usable = bool(self.fields) and set(self.free) <= set(self.fields)
+        require(usable, "The choice of fields", choice, "Name a field, and in free= only fields")
         names = [*self.fields, *self.domain.names, *self.unknowns, *self.sources]
         names += ["points", "normals"]
-        twice = {n for n in names if names.count(n) > 1}
-        if twice:
+        ambiguous = {name for name in names if names.count(name) > 1}
+        if ambiguous:
             raise PullbackError(
-                f"The name {min(twice)!r} stands for two things",
+                f"The name {min(ambiguous)!r} stands for two things",
                 "fields, coordinates and unknowns share the arguments of residuals",
                 "Rename one of them",
             )
-        seen: set[str] = set()
-        for condition in self.conditions:  # points and reports go by names
-            plain, count = condition.name, 1
-            while condition.name in seen:
-                count += 1
-                condition.name = f"{plain} {count}"
-            seen.add(condition.name)
 
     @property
     def known(self) -> bool:
-        """Whether the solution can be compared with something."""
+        """Return True if the solution can be compared with something."""
         return self.exact is not None or self.reference is not None
 
     def truth(self, x: Tensor) -> Tensor:
-        """The known solution at points (N, d): (N, m)."""
-        if self.exact is not None:
-            offered = {"points": x, **self._coordinates(x)}
-            found = call(self.exact, offered, "The exact solution")
-            if isinstance(found, (tuple, list)):
-                each = [torch.as_tensor(f, dtype=x.dtype, device=x.device) for f in found]
-                found = torch.stack([f.expand(len(x)) for f in each], -1)
-        elif self.reference is not None:
-            found = self.reference(x)
-        else:
+        """Return the known solution at points (N, d): (N, m)."""
+        values = torch.as_tensor(self._evaluate_truth(x), dtype=x.dtype, device=x.device)
+        if not values.ndim:
+            values = values.expand(len(x))
+        if values.ndim == 1:
+            values = values[:, None]
+        if values.shape != (len(x), len(self.fields)):
+            raise PullbackError(
+                f"The known solution of {self.name} has the wrong shape",
+                f"got {tuple(values.shape)} for {len(x)} points and {len(self.fields)} fields",
+                "Return (N,) for one field, a tuple of these for several",
+            )
+        return values
+
+    def _evaluate_truth(self, x: Tensor) -> Any:
+        """Return what the function of the known solution gives; several fields are stacked."""
+        if self.exact is None and self.reference is None:
             raise PullbackError(
                 f"No solution of {self.name} is known",
                 "the problem has neither an exact solution nor a reference",
                 "Pass exact= or reference=",
             )
-        found = torch.as_tensor(found, dtype=x.dtype, device=x.device)
-        found = found.expand(len(x)) if not found.ndim else found
-        found = found[:, None] if found.ndim == 1 else found
-        if found.shape != (len(x), len(self.fields)):
-            raise PullbackError(
-                f"The known solution of {self.name} has the wrong shape",
-                f"got {tuple(found.shape)} for {len(x)} points and {len(self.fields)} fields",
-                "Return (N,) for one field, a tuple of these for several",
-            )
-        return found
+        if self.exact is None:
+            assert self.reference is not None
+            return self.reference(x)
+        values = call_by_name(self.exact, self._offer_coordinates(x), "The exact solution")
+        if not isinstance(values, (tuple, list)):
+            return values
+        columns = [torch.as_tensor(value, dtype=x.dtype, device=x.device) for value in values]
+        return torch.stack([column.expand(len(x)) for column in columns], -1)
 
     def columns(self, x: Tensor) -> dict[str, Tensor]:
-        """Coordinates and sources by name, (N,) each."""
-        return {**self._coordinates(x), **{n: self._source(n, x) for n in self.sources}}
+        """Return coordinates and sources by name, (N,) each."""
+        columns = self._coordinates(x)
+        columns |= {name: self._evaluate_source(name, x) for name in self.sources}
+        return columns
 
     def _coordinates(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.domain.names, x.unbind(-1), strict=True))
 
-    def _source(self, name: str, x: Tensor) -> Tensor:
-        """A source at points (N, d): (N,)."""
+    def _offer_coordinates(self, x: Tensor) -> dict[str, Tensor]:
+        """Return all that a function of coordinates may name."""
+        return {"points": x, **self._coordinates(x)}
+
+    def _evaluate_source(self, name: str, x: Tensor) -> Tensor:
+        """Return a source at points (N, d): (N,)."""
+        what = f"The source {name!r}"
         with torch.enable_grad():
-            x = x.detach()
-            offered = {"points": x, **self._coordinates(x)}
-            found = call(self.sources[name], offered, f"The source {name!r}")
-        found = torch.as_tensor(found, dtype=x.dtype, device=x.device).detach()
-        if found.ndim and found.shape != (len(x),):
+            source = call_by_name(self.sources[name], self._offer_coordinates(x.detach()), what)
+        values = torch.as_tensor(source, dtype=x.dtype, device=x.device).detach()
+        if values.ndim and values.shape != (len(x),):
             raise PullbackError(
-                f"The source {name!r} is not one number per point",
-                f"got shape {tuple(found.shape)} for {len(x)} points",
+                f"{what} is not one number per point",
+                f"got shape {tuple(values.shape)} for {len(x)} points",
                 "Return values of shape (N,)",
             )
-        return found.expand(len(x))
+        return values.expand(len(x))
 
     def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
-        """The same problem on a part of the domain, with other conditions."""
-        kept = ("fields", "unknowns", "sources", "exact", "reference", "free", "name")
-        return Problem(domain, conditions, **{k: getattr(self, k) for k in kept})
+        """Return the same problem on a part of the domain, with other conditions."""
+        return Problem(
+            domain,
+            conditions,
+            fields=self.fields,
+            unknowns=self.unknowns,
+            sources=self.sources,
+            exact=self.exact,
+            reference=self.reference,
+            free=self.free,
+            name=self.name,
+        )
 
     def outline(self) -> Problem:
-        """Domain, fields and names, without the functions that make up the problem."""
-        out = Problem.__new__(Problem)
-        vars(out).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
-        out.conditions, out.exact, out.reference, out.sources = (), None, None, {}
-        return out
+        """Return domain, fields and names, without the functions that make up the problem."""
+        outline = Problem.__new__(Problem)
+        vars(outline).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
+        outline.conditions = ()
+        outline.exact = None
+        outline.reference = None
+        outline.sources = {}
+        return outline
 
     def __repr__(self) -> str:
         return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"
 
 
-def _check_given(domain: object, conditions: object, fields: object, free: object) -> None:
-    """Refuse what is no domain, no list of conditions, no list of names."""
+def _check_types(domain: object, conditions: object, fields: object, free: object) -> None:
+    """Raise for what is no domain, no list of conditions, no list of names."""
     require(isinstance(domain, Domain), "The domain", domain, "Pass a Box, Disk, SpaceTime…")
     listed = isinstance(conditions, (list, tuple))
     require(listed, "conditions", conditions, "Pass a list: [Equation(…), Dirichlet(…)]")
-    for c in conditions:  # pyright: ignore[reportGeneralTypeIssues]
-        require(isinstance(c, Condition), "A condition that is none", c, "Use Equation(…)")
+    for condition in conditions:  # pyright: ignore[reportGeneralTypeIssues]
+        usable = isinstance(condition, Condition)
+        require(usable, "A condition that is none", condition, "Use Equation(…)")
     for what, names in {"fields": fields, "free": free}.items():
         usable = isinstance(names, (list, tuple)) and all(map(_is_name, names))
         require(usable, what, names, f'Pass names that residuals can have: {what}=("u", "p")')
 
 
-def _checked_unknowns(unknowns: object) -> dict[str, float]:
-    """Numbers by names that residuals can have; they become entries of a ParameterDict."""
+def _name_uniquely(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Return copies whose names differ, because points and reports go by names."""
+    names: set[str] = set()
+    copies = tuple(copy.copy(condition) for condition in conditions)
+    for condition in copies:
+        plain_name = condition.name
+        count = 1
+        while condition.name in names:
+            count += 1
+            condition.name = f"{plain_name} {count}"
+        names.add(condition.name)
+    return copies
+
+
+def _check_unknowns(unknowns: object) -> dict[str, float]:
+    """Return numbers by names that residuals can have; they become entries of a ParameterDict."""
     remedy = 'Pass finite numbers by name: unknowns={"k": 1.0}'
     if not isinstance(unknowns, Mapping):
         raise PullbackError("unknowns is not usable", f"got {unknowns!r}", remedy)
-    taken = nn.ParameterDict()
+    reserved = nn.ParameterDict()
     for name, value in unknowns.items():
-        usable = _is_name(name) and not hasattr(taken, name)
+        usable = _is_name(name) and not hasattr(reserved, name)
         require(usable, "The name of an unknown", name, "Use another identifier, such as 'k'")
         require(is_number(value), f"The initial value of {name!r}", value, remedy)
     return dict(unknowns)
 
 
+def _check_sources(sources: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Return functions by names that residuals can have."""
+    checked = dict(sources)
+    for name, source in checked.items():
+        usable = _is_name(name) and callable(source)
+        require(usable, f"The source {name!r}", source, "Pass a function: sources={'f': f}")
+    return checked
+
+
 def _is_name(name: object) -> bool:
+    """Return True for a string that can name an argument."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)

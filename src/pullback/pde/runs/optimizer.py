@@ -3,115 +3,166 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..._core.processes import Processes
 from ...grams import GramForm
 from ...optim import KFAC, NaturalGradient, Objective, StepInfo
 from ...solvers import PseudoInverse, Sketched, Solver
-from ...steps import TargetRatio
+from ...steps import Step, TargetRatio
 from ..discretization.trial import Trial
 from .progress import duration
-from .settings import Settings
+from .settings import MethodOptions
 
-_CUT = 5e-14  # singular values below this share of the largest are noise, in float64
-_LARGE = 2500  # parameters above which a step moves in a random subspace
-_SUBSPACE = 1000  # its dimension
+
+@dataclass(frozen=True)
+class SolverLevels:
+    """How the linear system of a step is solved by default."""
+
+    #: singular values below this share of the largest are noise in float64; with the usual cut at
+    #: max(n, p)·ε some seeds stall at errors of 1e-9 (`benchmarks/trust.py`)
+    noise_share: float = 5e-14
+    #: residuals and parameters above which a step moves in a random subspace: beyond it a full
+    #: factorization dominates the step
+    dense_size: int = 2500
+    #: dimension of that subspace
+    subspace_size: int = 1000
+    #: side of the matrices with which the speed of a device is measured
+    probe_size: int = 512
+
+
+LEVELS = SolverLevels()
 #: steps whose reduction of the loss is nearly what was predicted, from tiny ones on
-SHORT = TargetRatio(0.9, radii=48, window=1e3)
-_PROBE = 512  # the side of the matrices that a device's speed is measured with
+SHORT_STEP = TargetRatio(0.9, radii=48, window=1e3)
 
 
 def make_optimizer(
-    trial: Trial, settings: Settings, dtype: torch.dtype, processes: Processes, rows: int
+    trial: Trial,
+    method: MethodOptions,
+    *,
+    dtype: torch.dtype,
+    processes: Processes,
+    residual_count: int,
+    is_short: bool,
 ) -> Optimizer:
-    """The settings' optimizer, or a natural gradient of their stages, for so many residuals."""
-    if settings.optimizer is not None:
-        return settings.optimizer(trial)
+    """Return the caller's optimizer, or a natural gradient of the given and default stages.
+
+    Args:
+        trial: the module whose parameters are solved for.
+        method: the options of the caller.
+        dtype: the precision of the solve.
+        processes: those that solve together.
+        residual_count: rows of the Jacobian.
+        is_short: whether steps are short ones, which go down to the floor of a valley.
+    """
+    if method.optimizer is not None:
+        return method.optimizer(trial)
     return NaturalGradient(
         trial,
-        solver=settings.solver or default_solver(trial, dtype, rows),
-        step=settings.step or TargetRatio(),
-        gram=GramForm(settings.gram, settings.memory),
+        solver=method.solver or default_solver(trial, dtype, residual_count),
+        step=_choose_step(method, is_short=is_short),
+        gram=GramForm(method.gram, method.memory),
         group=processes.group,
     )
 
 
-def default_solver(trial: Trial, dtype: torch.dtype, rows: int) -> Solver:
-    """All dampings from one factorization, of singular values down to the noise.
+def _choose_step(method: MethodOptions, *, is_short: bool) -> Step:
+    if is_short:
+        return SHORT_STEP
+    return method.step or TargetRatio()
 
-    The usual cut at max(n, p)·ε leaves directions out that the last digits need: the loss then
-    stalls, for some seeds at errors of 1e-9 (`benchmarks/trust.py`). Where both residuals and
-    parameters are many, a step moves in a random subspace, which is drawn anew every time.
+
+def default_solver(trial: Trial, dtype: torch.dtype, residual_count: int) -> Solver:
+    """Return a solver of all dampings from one factorization, down to singular values of noise.
+
+    If residuals and parameters are both many, every step moves in another random subspace.
     """
-    cut = _CUT if dtype == torch.float64 else None
-    if min(rows, size(trial)) > _LARGE:
-        return Sketched(columns=_SUBSPACE, rcond=cut, double=True)
-    return PseudoInverse(rcond=cut, double=True)
+    noise_share = LEVELS.noise_share if dtype == torch.float64 else None
+    if _is_sketched(trial, residual_count):
+        return Sketched(columns=LEVELS.subspace_size, rcond=noise_share, double=True)
+    return PseudoInverse(rcond=noise_share, double=True)
 
 
-def size(trial: Trial) -> int:
-    """The number of parameters that are solved for."""
+def _is_sketched(trial: Trial, residual_count: int) -> bool:
+    return min(residual_count, count_parameters(trial)) > LEVELS.dense_size
+
+
+def count_parameters(trial: Trial) -> int:
+    """Return the number of parameters that are solved for."""
     return sum(p.numel() for p in trial.parameters() if p.requires_grad)
 
 
-def costs(trial: Trial, settings: Settings, rows: int) -> str:
-    """What a step of the default method will take, where there are many parameters; else nothing.
+def describe_cost(trial: Trial, method: MethodOptions, residual_count: int) -> str:
+    """Return what a step takes if it moves in a random subspace by default, else nothing.
 
     The operations are those of A, its cosine transform, QR and SVD, in products of matrices; the
-    device's speed at these is measured.
+    speed of the device at these is measured.
     """
-    p, like = size(trial), next(trial.parameters())
-    chosen = settings.solver is None and settings.optimizer is None
-    if not chosen or min(rows, p) <= _LARGE:
+    is_default = method.solver is None and method.optimizer is None
+    if not is_default or not _is_sketched(trial, residual_count):
         return ""
-    k = _SUBSPACE
-    operations = 400 * rows * p + 3 * rows * k**2 + 20 * k**3
-    exact = 3 * rows * p * min(rows, p) + 20 * min(rows, p) ** 3
-    seconds = 1 / _speed(like.device)
-    held = min(rows * p * like.element_size(), settings.memory) + 3 * rows * k * 8
+    n = residual_count
+    p = count_parameters(trial)
+    k = LEVELS.subspace_size
+    parameter = next(trial.parameters())
+    seconds_per_operation = 1 / _measure_speed(parameter.device)
+    sketched = 400 * n * p + 3 * n * k**2 + 20 * k**3
+    dense = 3 * n * p * min(n, p) + 20 * min(n, p) ** 3
+    step_bytes = min(n * p * parameter.element_size(), method.memory) + 3 * n * k * 8
     return (
-        f"{p:,} parameters and {rows:,} residuals: every step moves in a random subspace of {k:,} "
-        f"directions, about {duration(operations * seconds)} and {held / 2**30:.2g} GiB a step. "
-        f"solver=PseudoInverse() would use all, at about {duration(exact * seconds)} a step"
+        f"{p:,} parameters and {n:,} residuals: every step moves in a random subspace of {k:,} "
+        f"directions, about {duration(sketched * seconds_per_operation)} and "
+        f"{step_bytes / 2**30:.2g} GiB a step. solver=PseudoInverse() would use all, at about "
+        f"{duration(dense * seconds_per_operation)} a step"
     )
 
 
-def _speed(device: torch.device) -> float:
-    """Operations a second in products of float64 matrices."""
-    a = torch.ones(_PROBE, _PROBE, dtype=torch.float64, device=device)
+def _measure_speed(device: torch.device) -> float:
+    """Return the operations a second in products of float64 matrices, the best of three."""
+    size = LEVELS.probe_size
+    matrix = torch.ones(size, size, dtype=torch.float64, device=device)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        float((a @ a)[0, 0])  # waits for the device
+        float((matrix @ matrix)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
-    return 2 * _PROBE**3 / best
+    return 2 * size**3 / best
 
 
 def take_step(
     optimizer: Optimizer, objective: Objective, trial: Trial, processes: Processes
 ) -> StepInfo:
-    """One step, whatever the optimizer wants to be given."""
+    """Take one step with any optimizer; ours get the objective, those of torch a closure."""
     if isinstance(optimizer, NaturalGradient):
         return optimizer.step(objective=objective)
     if isinstance(optimizer, KFAC):
         loss = optimizer.step(objective=objective)
-        done = optimizer.info
-        return StepInfo(loss, done.accepted, damping=done.damping, reason=done.reason)
+        report = optimizer.info
+        return StepInfo(loss, report.accepted, damping=report.damping, reason=report.reason)
 
     def closure() -> Any:  # torch's closures return a float
         optimizer.zero_grad()
-        params = dict(trial.named_parameters())
-        value = objective.loss(params) if objective.terms else next(iter(params.values())).sum() * 0
-        value.backward()
-        found = [p for p in params.values() if p.requires_grad]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in found]
-        value, *grads = processes.sum([value.detach(), *grads], "gradients")
-        for p, g in zip(found, grads, strict=True):
-            p.grad = g
-        return value
+        return _compute_gradients(objective, trial, processes)
 
     return StepInfo(float(optimizer.step(closure)), accepted=True)
+
+
+def _compute_gradients(objective: Objective, trial: Trial, processes: Processes) -> Tensor:
+    """Return the loss of all processes, and leave its gradients in the parameters."""
+    parameters = dict(trial.named_parameters())
+    if objective.terms:
+        loss = objective.loss(parameters)
+    else:  # this process has no points
+        loss = next(iter(parameters.values())).sum() * 0
+    loss.backward()
+    trained = [p for p in parameters.values() if p.requires_grad]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    loss, *gradients = processes.sum([loss.detach(), *gradients], "gradients")
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
+    return loss

@@ -15,18 +15,20 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-_EVERY = 10.0  # seconds between two plain lines
-_LONG = 30.0  # seconds of a run that is worth a forecast
+#: seconds between two plain lines
+_SECONDS_BETWEEN_LINES = 10.0
+#: seconds of a run that is worth a forecast
+_FORECAST_SECONDS = 30.0
 
 
 class ProgressLine:
     """Updated after every step; this one shows nothing."""
 
     def __call__(self, step: int, **numbers: float) -> None:
-        """One more step, with what is known by name."""
+        """Show one more step, with numbers by name."""
 
     def say(self, text: str) -> None:
-        """One sentence."""
+        """Show one sentence."""
 
     def forecast(self, steps: int, seconds: float, budget: float, jacobian: int) -> None:
         """Say after the first step what so many more will take, where that is long.
@@ -36,13 +38,15 @@ class ProgressLine:
             budget: seconds that are left.
             jacobian: its bytes.
         """
-        whole = steps * seconds
-        if whole >= _LONG:
-            size = f", {jacobian / 2**30:.2g} GiB for the Jacobian" if jacobian else ""
-            said = f"{steps} steps of {seconds:.2g} s: about {duration(whole)}"
-            if budget < whole:
-                said += f", of which the budget allows about {int(budget / seconds)}"
-            self.say(said + size)
+        total = steps * seconds
+        if total < _FORECAST_SECONDS:
+            return
+        sentence = f"{steps} steps of {seconds:.2g} s: about {duration(total)}"
+        if budget < total:
+            sentence += f", of which the budget allows about {int(budget / seconds)}"
+        if jacobian:
+            sentence += f", {jacobian / 2**30:.2g} GiB for the Jacobian"
+        self.say(sentence)
 
 
 class Bar(ProgressLine):
@@ -53,7 +57,7 @@ class Bar(ProgressLine):
         self._task = progress.add_task(title, total=steps, state="")
 
     def __call__(self, step: int, **numbers: float) -> None:
-        self._progress.update(self._task, completed=step, state=_written(numbers))  # pyright: ignore[reportArgumentType]
+        self._progress.update(self._task, completed=step, state=_format_numbers(numbers))  # pyright: ignore[reportArgumentType]
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False)
@@ -63,15 +67,17 @@ class Log(ProgressLine):
     """A plain line every ten seconds."""
 
     def __init__(self, file: IO[str], title: str, steps: int) -> None:
-        self._file, self._title, self._steps = file, title, steps
+        self._file = file
+        self._title = title
+        self._steps = steps
         self._start = self._last = time.monotonic()
 
     def __call__(self, step: int, **numbers: float) -> None:
-        now = time.monotonic()
-        if now - self._last >= _EVERY:
-            self._last = now
-            spent = duration(now - self._start)
-            self.say(f"step {step}/{self._steps}  {_written(numbers)}  after {spent}")
+        seconds = time.monotonic()
+        if seconds - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = seconds
+            spent = duration(seconds - self._start)
+            self.say(f"step {step}/{self._steps}  {_format_numbers(numbers)}  after {spent}")
 
     def say(self, text: str) -> None:
         print(f"{self._title}: {text}", file=self._file, flush=True)
@@ -105,7 +111,7 @@ def show_progress(title: str, steps: int, *, enabled: bool) -> Iterator[Progress
         yield Bar(progress, title, steps)
 
 
-def _written(numbers: dict[str, float]) -> str:
+def _format_numbers(numbers: dict[str, float]) -> str:
     return "  ".join(f"{n} {v:.1e}" for n, v in numbers.items() if not math.isnan(v))
 
 
@@ -119,4 +125,6 @@ def duration(seconds: float) -> str:
         return f"{seconds:.2g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

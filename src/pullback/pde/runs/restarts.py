@@ -1,78 +1,132 @@
-"""Parameters from which a stuck run goes on."""
+"""Stuck runs go on from other parameters, and the best ones are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_IDLE = 1e-3  # of the largest part that a neuron of the layer has in the next one
-_NOISE = 0.01  # of the parameters' size
-
-
-@torch.no_grad()
-def kick(network: nn.Module, x: Tensor, generator: torch.Generator) -> None:
-    """Copy live neurons onto idle ones; where none is idle, add one per cent of noise."""
-    pairs = [_split(network, *layers, x, generator) for layers in _hidden(network)]
-    if any(pairs):
-        return
-    for p in network.parameters():
-        if p.requires_grad:
-            p += _NOISE * p.square().mean().sqrt() * _normal(p, generator)
+from .context import Losses, RunContext
+from .perturbation import kick, shuffle_parameters
 
 
-def _split(
-    network: nn.Module, first: nn.Linear, second: nn.Linear, x: Tensor, generator: torch.Generator
-) -> bool:
-    """Give idle neurons h of a hidden layer the work of live ones; whether there were any.
+@dataclass(frozen=True)
+class RestartLevels:
+    """When parameters are kicked or start anew."""
 
-    Neuron i is idle where std(h_i)‖w_i‖, w_i its weights in the next layer, is below a thousandth
-    of the largest: the network is smaller than it seems. It becomes a copy of a live neuron, and
-    they share that one's w, so that the function hardly changes (Net2Net, arXiv:1511.05641). Noise
-    on the copies' incoming weights lets them part.
+    #: steps that must be left for a kick: a kicked run needs about as many to get better
+    steps_after_kick: int = 40
+    #: a kick must have halved the best fresh loss, or the next one is not worth its steps
+    useful_fall: float = 0.5
+    #: relative residuals above which a stuck run starts anew: it is far from any solution
+    hopeless_residual: float = 1e-3
+    #: points at which the activity of neurons is measured
+    activity_points: int = 500
+    #: between the seeds of two restarts, a prime
+    seed_stride: int = 7919
+
+
+LEVELS = RestartLevels()
+
+
+@dataclass(frozen=True)
+class BestTry:
+    """The best parameters of earlier tries.
+
+    Attributes:
+        fresh_loss: their loss at fresh points.
+        parameters: by name.
+        points: the state of the run's points.
     """
-    inputs: list[Tensor] = []
-    hook = second.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    network(x)
-    hook.remove()
-    h, w = torch.cat(inputs), second.weight
-    sizes, order = (h.std(0) * w.norm(dim=0)).sort(descending=True)
-    count = int((sizes > _IDLE * sizes[0]).sum())
-    live, idle = order[:count], order[count:]
-    if not len(live) or not len(idle):
-        return False
-    second.bias.add_(w[:, idle] @ h.mean(0)[idle])
-    source = live[torch.arange(len(idle), device=live.device) % count]
-    w /= 1 + source.bincount(minlength=len(order))
-    w[:, idle] = w[:, source]
-    for p in (first.weight, first.bias):
-        size = p[live].square().mean().sqrt()
-        p[idle] = p[source] + _NOISE * size * _normal(p[source], generator)
-    return True
+
+    fresh_loss: float
+    parameters: Mapping[str, Tensor]
+    points: Mapping[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, to save."""
+        return vars(self).copy()
 
 
-def _hidden(network: nn.Module) -> Iterator[tuple[nn.Linear, nn.Linear]]:
-    """The linear layers before and after every hidden layer whose parameters are solved for."""
-    for chain in network.modules():
-        if isinstance(chain, nn.Sequential):
-            layers = [m for m in chain if isinstance(m, nn.Linear) and m.bias is not None]
-            for first, second in pairwise(layers):
-                if all(p.requires_grad for m in (first, second) for p in m.parameters()):
-                    yield first, second
+class Restarts:
+    """Kicks the parameters out of a narrow valley, or starts anew far from a solution.
 
+    Attributes:
+        initial: the parameters that the run began with.
+        best: the best ones before the last restart, None before the first.
+    """
 
-def shuffled(
-    first: Mapping[str, Tensor], network: nn.Module, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """The first parameters, shuffled within each tensor that is solved for."""
-    return {
-        n: first[n].flatten()[torch.randperm(p.numel(), generator=generator)].view_as(p).to(p)
-        for n, p in network.named_parameters()
-        if p.requires_grad
-    }
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.initial = self._copy_parameters()
+        self.best: BestTry | None = None
 
+    @property
+    def _best_loss(self) -> float:
+        if self.best is None:
+            return math.inf
+        return self.best.fresh_loss
 
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+    @property
+    def _steps_since_restart(self) -> int:
+        history = self._context.history
+        return len(history) - max(history.restarted, default=0)
+
+    def should_kick(self, losses: Losses) -> bool:
+        """Return True if enough steps are left, and the last kick paid."""
+        steps_needed = max(LEVELS.steps_after_kick, self._steps_since_restart / 2)
+        has_improved = losses.fresh < LEVELS.useful_fall * self._best_loss
+        return self._context.steps_left >= steps_needed and has_improved
+
+    def should_start_anew(self) -> bool:
+        """Return True if as many steps are left as were taken, and no solution is near."""
+        if self._context.steps_left < self._steps_since_restart:
+            return False
+        residual = self._context.validation.relative(len(self._context.history))
+        return not residual <= LEVELS.hopeless_residual
+
+    def begin(self, losses: Losses) -> bool:
+        """Change the parameters if that may help; return True if they changed."""
+        context = self._context
+        is_kick = self.should_kick(losses)
+        if not is_kick and not self.should_start_anew():
+            return False
+        if losses.fresh < self._best_loss:
+            self.best = BestTry(losses.fresh, self._copy_parameters(), context.points.state())
+        number = len(context.history)
+        seed = context.settings.sampling.seed
+        generator = torch.Generator().manual_seed(seed + LEVELS.seed_stride * number)
+        if is_kick:
+            points = context.problem.domain.sample(LEVELS.activity_points, "sobol", seed=seed)
+            kick(context.trial, points.x.to(next(context.trial.parameters())), generator)
+        else:
+            self._set_parameters(shuffle_parameters(self.initial, context.trial, generator))
+        context.processes.broadcast_first([*context.trial.parameters()])
+        context.points.compare_losses_from(number)
+        context.history.restarted.append(number)
+        return True
+
+    def return_to_best(self) -> bool:
+        """Go back to the best of several tries; return True if that was not the last one."""
+        context = self._context
+        if self.best is None:
+            return False
+        if context.validation.loss(len(context.history)) <= self.best.fresh_loss:
+            return False
+        self._set_parameters(self.best.parameters)
+        context.points.restore(self.best.points)
+        return True
+
+    def _copy_parameters(self) -> dict[str, Tensor]:
+        trial = self._context.trial
+        return {name: p.detach().clone() for name, p in trial.named_parameters()}
+
+    @torch.no_grad()
+    def _set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        parameters = dict(self._context.trial.named_parameters())
+        for name, value in values.items():
+            parameters[name].copy_(value)

@@ -10,12 +10,12 @@ from typing import NoReturn
 
 
 class Interruption:
-    """Which signal has come, 0 before one has."""
+    """The number of the signal that has come, 0 before one has."""
 
     number: int = 0
 
     def end(self) -> NoReturn:
-        """End this process as the signal would have, which may have come to another one."""
+        """End this process as the signal would have; it may have come to another process."""
         if self.number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.number)
@@ -27,30 +27,38 @@ class Interruption:
 
 
 @contextmanager
-def interruptible(alone: bool, saved: bool) -> Iterator[Interruption]:
+def interruptible(*, is_single: bool, is_saved: bool) -> Iterator[Interruption]:
     """Let a run end in order at a signal.
 
-    One process that saves its run ends at SIGTERM as at an exception, unless somebody else handles
-    it. Several note Ctrl-C and SIGTERM, and stop after a step that all take part in. Only the main
-    thread can; elsewhere signals act as ever.
+    A single process that saves its run ends at SIGTERM as at an exception, unless somebody else
+    handles it. Several processes note Ctrl-C and SIGTERM, and stop after a step that all take part
+    in. Python handles signals in the main thread only; elsewhere they act as ever.
     """
-    came = Interruption()
+    interruption = Interruption()
 
     def note(number: int, frame: object) -> None:
-        came.number = number
+        interruption.number = number
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if alone:
-        numbers = [signal.SIGTERM] if saved and usual else []
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    before = {number: signal.signal(number, leave if alone else note) for number in numbers}
+    handler = leave if is_single else note
+    signals = _choose_signals(is_single=is_single, is_saved=is_saved)
+    previous = {number: signal.signal(number, handler) for number in signals}
     try:
-        yield came
+        yield interruption
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
+
+
+def _choose_signals(*, is_single: bool, is_saved: bool) -> list[signal.Signals]:
+    """Return the signals that a run handles itself."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    if not is_single:
+        return [signal.SIGINT, signal.SIGTERM]
+    is_unhandled = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_saved and is_unhandled:
+        return [signal.SIGTERM]
+    return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,22 +15,38 @@ from ..._core.errors import PullbackError
 from ..domains import SpaceTime
 from ..judgement.history import History
 from ..judgement.solution import PDESolution
-from ..judgement.verdict import PDEVerdict
+from ..judgement.stop import StopReason
+from ..judgement.verdict import Outcome, PDEVerdict
 from ..networks.modules import Slabs
 from ..networks.windows import rescale_time, restrict_to_window
-from ..problem.conditions import Equation, Initial
 from ..problem.problem import Problem
 from .run import Run
 from .settings import Settings
 
-_SHORTEST = 1 / 16  # of the whole time: slabs that are not halved any more
-_LOOK = 0.25  # of its steps and its budget, after which a slab is looked at
-_HOPELESS = 1e-2  # of their terms: residuals at which it is given up then
-_COLD = 2.0  # times the budget of a later slab: the first begins with random parameters
+
+@dataclass(frozen=True)
+class SlabLevels:
+    """How the lengths of slabs are controlled."""
+
+    #: share of the whole time below which slabs are not halved any more
+    shortest_share: float = 1 / 16
+    #: share of its steps and its budget after which a slab is looked at
+    look_share: float = 0.25
+    #: relative residuals at which it is given up then: 1 % after a quarter of the steps
+    hopeless_residual: float = 1e-2
+    #: two halvings of a slab must divide its residuals by this, or shorter ones are no easier
+    useful_fall: float = 2.0
+    #: share of its steps below which a slab was easy, and the next is twice as long
+    easy_share: float = 0.5
+    #: budget of the first slab in units of a later one's: it begins with random parameters
+    first_slab_budget: float = 2.0
+
+
+LEVELS = SlabLevels()
 
 
 class SlabMarch:
-    """Slab after slab; each network starts from the last one.
+    """Solves slab after slab; each network starts from the last one.
 
     A number of slabs are equally long, and inner times say where others end. "auto" controls their
     lengths as integrators of ordinary differential equations do theirs. The first slab is the whole
@@ -51,117 +67,171 @@ class SlabMarch:
         checkpoint: str | Path | None,
         settings: Settings,
     ) -> None:
-        self.domain = _checked(problem)
-        self._problem, self._network = problem, network
-        self._checkpoint, self._settings = checkpoint, settings
+        self.domain = _check_slabs_possible(problem)
+        self._problem = problem
+        self._network = network
+        self._checkpoint = checkpoint
+        self._settings = settings
         self._edges = [self.domain.time[0]]
         self._networks: list[nn.Module] = []
         self._verdicts: list[PDEVerdict] = []
         self._last: PDESolution | None = None
-        self._count = 0
-        self._history, self._spent, self._attempts = History(), 0.0, 0
+        self._planned_count: int | None = None
+        self._history = History()
+        self._spent = 0.0
+        self._attempts = 0
 
     def solve(self, slabs: int | str | Sequence[float]) -> PDESolution:
         """Solve so many slabs, those that end at given times, or "auto"."""
         if isinstance(slabs, str):
-            self._adapt()
+            self._solve_adaptively()
         else:
-            edges = _edges(slabs, *self.domain.time)
-            self._count = len(edges)
-            for i, end in enumerate(edges):
-                run = self._begin(end, len(edges) - 1 - i)
-                if self._keep(run, run.go(), end):
-                    break
-        return self._joined()
+            self._solve_up_to(_place_edges(slabs, *self.domain.time))
+        return self._join_slabs()
 
-    def _adapt(self) -> None:
-        """Slabs as long as they converge."""
+    def _solve_up_to(self, edges: list[float]) -> None:
+        """Solve slabs that end at these times."""
+        self._planned_count = len(edges)
+        for i, end in enumerate(edges):
+            run = self._begin_slab(end, slabs_later=len(edges) - 1 - i)
+            if self._keep(run, run.advance(), end):
+                break
+
+    def _solve_adaptively(self) -> None:
+        """Solve slabs that are as long as they converge."""
         start, end = self.domain.time
-        length, shortest = end - start, _SHORTEST * (end - start)
-        looks: list[float] = []  # residuals of the attempts at this slab
-        while (left := end - self._edges[-1]) > 0:
-            length = min(length, left)
-            until = end if length == left else self._edges[-1] + length
-            run = self._begin(until, left / length - 1)
-            solved = run.go(_LOOK)
-            looks.append(solved.verdict.relative if run.looked is None else run.looked)
-            if len(looks) > 2 and looks[-1] > looks[-3] / 2:  # a shorter one is no easier
+        length = end - start
+        shortest = LEVELS.shortest_share * length
+        residuals: list[float] = []  # of the attempts at this slab
+        while (time_left := end - self._edges[-1]) > 0:
+            length = min(length, time_left)
+            until = end if length == time_left else self._edges[-1] + length
+            run = self._begin_slab(until, slabs_later=time_left / length - 1)
+            solution = run.advance(LEVELS.look_share)
+            residuals.append(_early_residual(run, solution))
+            if _is_halving_useless(residuals):
                 shortest = length
-            short = length <= 1.001 * shortest
-            if short or not looks[-1] > _HOPELESS:
-                solved = run.go()
-            if not short and not self._good_enough(run, solved):
-                self._spent += run.history.spent - run.begun
+            is_shortest = length <= 1.001 * shortest
+            if is_shortest or not residuals[-1] > LEVELS.hopeless_residual:
+                solution = run.advance()
+            if not is_shortest and not self._is_good_enough(run, solution):
+                self._spent += run.seconds_spent
                 length /= 2
                 continue
-            looks.clear()
-            if self._keep(run, solved, until):
+            residuals.clear()
+            if self._keep(run, solution, until):
                 break
-            length *= 2 if len(run.history) < self._settings.steps / 2 else 1
+            if len(run.history) < LEVELS.easy_share * self._settings.limits.steps:
+                length *= 2
 
-    def _good_enough(self, run: Run, solved: PDESolution) -> bool:
-        """Whether a slab is kept: it converged, or nothing is left to do it better with."""
-        verdict, budget = solved.verdict, self._settings.budget
-        spent = self._spent + run.history.spent - run.begun
-        # a checkpoint's run goes on when called again, and decides as if never interrupted
-        poor = budget is not None and self._checkpoint is None and spent >= budget
-        ended = poor or bool(_ended(solved, self._checkpoint))
-        return ended or verdict.name in ("converged", "") or verdict.reason.startswith("the tol")
+    def _is_good_enough(self, run: Run, solution: PDESolution) -> bool:
+        """Return True if a slab converged, or nothing is left to do it better with."""
+        verdict = solution.verdict
+        if self._ends_march(solution) or self._exhausts_budget(run):
+            return True
+        is_within_tolerance = verdict.stop.reason is StopReason.TOLERANCE_REACHED
+        return verdict.name in {Outcome.CONVERGED, Outcome.UNJUDGED} or is_within_tolerance
 
-    def _begin(self, end: float, later: float) -> Run:
-        """A run over the next slab, which shares what is left of the budget with so many later."""
-        start, before = self._edges[-1], self._networks[-1] if self._networks else None
-        part = restrict_to_window(self._problem, start, end, before)
-        network = rescale_time(before or self._network, part, same=before is not None)
-        path = None if self._checkpoint is None else Path(f"{self._checkpoint}.{self._attempts}")
-        self._attempts += 1
-        settings, budget = self._settings, self._settings.budget
-        if budget is not None:
-            own = _COLD if before is None else 1
-            # a checkpoint's run goes on when called again; another must get to the end now
-            share = own / (own + later) if path is None else 1
-            settings = replace(settings, budget=max(0.0, budget - self._spent) * share)
-        return Run(part, network, settings, path)
+    def _exhausts_budget(self, run: Run) -> bool:
+        """Return True if the budget of all slabs is spent.
 
-    def _keep(self, run: Run, solved: PDESolution, end: float) -> bool:
-        """Add a slab; whether the march ends here."""
-        self._networks.append(run.network)
-        self._verdicts.append(solved.verdict)
-        self._edges.append(end)
-        self._spent += run.history.spent - run.begun
-        self._history, self._last = self._history.joined(solved.history), solved
-        why = _ended(solved, self._checkpoint)
-        if not why or end >= self.domain.time[1]:
+        A run with a checkpoint goes on when called again, and decides as if never interrupted.
+        """
+        budget = self._settings.limits.budget
+        if budget is None or self._checkpoint is not None:
             return False
-        said = f"{self._problem.name} is solved up to t = {end:.4g} alone"
-        if why == "budget":
-            said += ", and extrapolated beyond. Call again to go on from the checkpoint"
-        if run.first:
-            warnings.warn(said, stacklevel=5)
+        return self._spent + run.seconds_spent >= budget
+
+    def _begin_slab(self, end: float, slabs_later: float) -> Run:
+        """Return a run over the next slab, which shares the budget that is left with later ones."""
+        previous = self._networks[-1] if self._networks else None
+        restricted = restrict_to_window(self._problem, self._edges[-1], end, previous)
+        network = rescale_time(
+            previous or self._network, restricted, keep_function=previous is not None
+        )
+        path = None
+        if self._checkpoint is not None:
+            path = Path(f"{self._checkpoint}.{self._attempts}")
+        self._attempts += 1
+        return Run(restricted, network, self._share_budget(slabs_later), path)
+
+    def _share_budget(self, slabs_later: float) -> Settings:
+        """Return the settings of the next slab.
+
+        With a checkpoint it may use all that is left, since the run goes on when called again;
+        otherwise all slabs must get to their ends now.
+        """
+        budget = self._settings.limits.budget
+        if budget is None:
+            return self._settings
+        left = max(0.0, budget - self._spent)
+        if self._checkpoint is not None:
+            return self._settings.with_budget(left)
+        weight = 1.0 if self._networks else LEVELS.first_slab_budget
+        return self._settings.with_budget(left * weight / (weight + slabs_later))
+
+    def _keep(self, run: Run, solution: PDESolution, end: float) -> bool:
+        """Add a slab that ends at a time; return True if the march ends with it, too early."""
+        self._networks.append(run.network)
+        self._verdicts.append(solution.verdict)
+        self._edges.append(end)
+        self._spent += run.seconds_spent
+        self._history = self._history.join(solution.history)
+        self._last = solution
+        if not self._ends_march(solution) or end >= self.domain.time[1]:
+            return False
+        message = f"{self._problem.name} is solved up to t = {end:.4g} alone"
+        if solution.verdict.stop.reason is StopReason.BUDGET_SPENT:
+            message += ", and extrapolated beyond. Call again to go on from the checkpoint"
+        if run.is_main_process:
+            warnings.warn(message, stacklevel=5)
         self._edges[-1] = self.domain.time[1]
         return True
 
-    def _joined(self) -> PDESolution:
-        """The slabs together."""
-        solved, networks = self._last, self._networks
-        assert solved is not None
+    def _ends_march(self, solution: PDESolution) -> bool:
+        """Return True if a callback ends all slabs, or a budget from which another call goes on."""
+        reason = solution.verdict.stop.reason
+        if reason is StopReason.CALLBACK:
+            return True
+        return reason is StopReason.BUDGET_SPENT and self._checkpoint is not None
+
+    def _join_slabs(self) -> PDESolution:
+        """Return the slabs as one solution."""
+        last = self._last
+        networks = self._networks
+        assert last is not None
         edges = torch.tensor(self._edges, dtype=torch.float64)
+        verdict = summarize_verdicts(
+            self._verdicts,
+            self._planned_count or len(networks),
+            ended=self._ends_march(last),
+        )
         return PDESolution(
             self._problem,
             Slabs(networks, edges.to(next(networks[0].parameters()))),
             self._history,
-            unknowns=solved.unknowns,
-            verdict=summarize_verdicts(
-                self._verdicts, self._count or len(networks), bool(_ended(solved, self._checkpoint))
-            ),
-            weights=solved.weights,
-            loss=solved.loss,
-            nested=solved.nested,
+            unknowns=last.unknowns,
+            verdict=verdict,
+            weights=last.weights,
+            loss=last.loss,
+            nested=last.nested,
         )
 
 
-def _edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:
-    """The times at which slabs end."""
+def _early_residual(run: Run, solution: PDESolution) -> float:
+    """Return the relative residuals of a slab when it was first looked at."""
+    if run.early_residual is None:
+        return solution.verdict.relative
+    return run.early_residual
+
+
+def _is_halving_useless(residuals: list[float]) -> bool:
+    """Return True if two halvings of a slab did not halve its residuals."""
+    return len(residuals) > 2 and residuals[-1] > residuals[-3] / LEVELS.useful_fall
+
+
+def _place_edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:
+    """Return the times at which slabs end."""
     if isinstance(slabs, int):
         return torch.linspace(start, end, slabs + 1, dtype=torch.float64).tolist()[1:]
     edges = [*map(float, slabs), end]
@@ -174,65 +244,60 @@ def _edges(slabs: int | Sequence[float], start: float, end: float) -> list[float
     return edges
 
 
-def _ended(solved: PDESolution, checkpoint: str | Path | None) -> str:
-    """Whether a callback or a budget that another call goes on from ends all slabs, or nothing."""
-    reason = solved.verdict.reason
-    if reason.startswith("a callback"):
-        return "callback"
-    return "budget" if checkpoint is not None and reason.startswith("the budget") else ""
-
-
-def _checked(problem: Problem) -> SpaceTime:
-    """The domain of a problem that can be cut in time."""
+def _check_slabs_possible(problem: Problem) -> SpaceTime:
+    """Return the domain; raise if the problem cannot be cut in time."""
     domain = problem.domain
     if not isinstance(domain, SpaceTime):
         raise PullbackError(
             "Time slabs need time", f"the domain is {domain!r}", "Use SpaceTime(space, (t0, t1))"
         )
-    explicit = [c.name for c in problem.conditions if c.on is not None and not callable(c.on)]
-    if explicit:
-        raise PullbackError(
-            f"The condition {explicit[0]!r} names a region of the whole domain",
-            "every slab has a domain of its own",
-            "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
-        )
-    whole = [c.name for c in problem.conditions if c.whole and c.on is None]
-    if whole:
-        raise PullbackError(
-            f"The condition {whole[0]!r} is an integral over all time",
-            "every slab has a domain of its own",
-            "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
-        )
+    for condition in problem.conditions:
+        if condition.on is not None and not callable(condition.on):
+            raise PullbackError(
+                f"The condition {condition.name!r} names a region of the whole domain",
+                "every slab has a domain of its own",
+                "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
+            )
+    for condition in problem.conditions:
+        if condition.is_integral and condition.on is None:
+            raise PullbackError(
+                f"The condition {condition.name!r} is an integral over all time",
+                "every slab has a domain of its own",
+                "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
+            )
     _refuse_repeated(problem, domain)
     return domain
 
 
-def summarize_verdicts(verdicts: list[PDEVerdict], count: int, ended: bool) -> PDEVerdict:
-    """The verdict on the slab that went worst, or on the last one where the march ended early."""
-    order = ["", "converged", "unfinished", "stalled", "overfitted"]
-    at = len(verdicts) - 1
-    if len(verdicts) == count and not ended:
-        at = max(range(count), key=lambda i: (order.index(verdicts[i].name), verdicts[i].relative))
-    found = verdicts[at]
-    return replace(found, reason=f"{found.reason} in slab {at + 1} of {count}")
-
-
 def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
-    """What holds at the first time must be an `Initial`: only that is handed on."""
-    if not any(isinstance(c, Initial) for c in problem.conditions):
+    """Raise if something else than an `Initial` holds at the first time: only that is handed on."""
+    if not any(condition.is_initial for condition in problem.conditions):
         raise PullbackError(
             "Time slabs need an initial condition",
             "without one the slabs do not know of each other",
             "State the initial value by Initial(...), not by the network or another condition",
         )
-    for c in problem.conditions:
-        if isinstance(c, (Initial, Equation)):
+    for condition in problem.conditions:
+        if condition.is_initial or condition.is_equation:
             continue
-        found = c.region(domain).sample(4)
-        points = found[0] if isinstance(found, tuple) else found
+        points = condition.region(domain).sample_sites(4)[0]
         if bool((points.x[:, -1] == domain.time[0]).all()):
             raise PullbackError(
-                f"The condition {c.name!r} holds at the first time",
+                f"The condition {condition.name!r} holds at the first time",
                 "every slab would repeat it at its own beginning",
                 "State it by Initial(...), whose values are handed on from slab to slab",
             )
+
+
+def summarize_verdicts(verdicts: list[PDEVerdict], count: int, *, ended: bool) -> PDEVerdict:
+    """Return the verdict on the slab that went worst.
+
+    It is that on the last slab if the march ended before all `count` slabs were solved.
+    """
+    severity = list(Outcome)
+    chosen = len(verdicts) - 1
+    if len(verdicts) == count and not ended:
+        ranks = [(severity.index(verdict.name), verdict.relative) for verdict in verdicts]
+        chosen = ranks.index(max(ranks))
+    verdict = verdicts[chosen]
+    return replace(verdict, stop=replace(verdict.stop, slab=chosen + 1, slabs=count))

@@ -1,0 +1,123 @@
+"""Which phase comes next: go on, weigh priors, settle, move points, or restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .context import RunContext
+from .descent import Descent
+from .point_moves import PointMoves
+from .restarts import Restarts
+from .settling import Settling
+
+
+@dataclass(frozen=True)
+class CourseLevels:
+    """When the course of a run changes; falls are shares of the loss."""
+
+    #: steps, and the fall in them, below which the weight of a prior is chosen again
+    prior_steps: int = 10
+    prior_fall: float = 0.05
+    #: the fall in half of `patience` below which a run is stuck, far from a solution
+    far_fall: float = 0.01
+    #: the same near a solution, where a step should at least halve the loss
+    near_fall: float = 0.5
+    #: share of the first loss below which a solution is near
+    near_share: float = 1e-8
+
+
+LEVELS = CourseLevels()
+
+
+class Course:
+    """Changes the phase of a run between two steps.
+
+    Every phase is an object of its own. To add one, ask it in `change`, in its place.
+
+    Attributes:
+        restarts: the parameters that were tried.
+        state_before_settling: of the run, from which it goes on when it is given more steps.
+    """
+
+    def __init__(
+        self, context: RunContext, descent: Descent, take_state: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._context = context
+        self._descent = descent
+        self._take_state = take_state
+        self._point_moves = PointMoves(context)
+        self.settling = Settling(context)
+        self.restarts = Restarts(context)
+        self.state_before_settling: dict[str, Any] | None = None
+
+    def change(self) -> bool:
+        """Begin another phase if it is time; return True if the run goes on in any case."""
+        if self._weigh_priors() or self.settling.is_in_progress:
+            return True
+        is_stuck = self._is_stuck()
+        if (is_stuck or self.settling.is_at_end) and self._settle():
+            return True
+        has_patience = self._context.settings.limits.patience is not None
+        if has_patience and (is_stuck or self.settling.is_complete):
+            return self._leave_plateau()
+        return False
+
+    def _is_stuck(self) -> bool:
+        """Return True if the loss hardly fell in half of the patience."""
+        context = self._context
+        patience = context.settings.limits.patience
+        if patience is None:
+            return False
+        loss = context.history.loss
+        fall = LEVELS.far_fall
+        if loss and loss[-1] < LEVELS.near_share * loss[0]:
+            fall = LEVELS.near_fall
+        return context.is_stagnant(max(1, patience // 2), fall)
+
+    def _weigh_priors(self) -> bool:
+        """Choose the weights of priors again once the loss is level; return True if they changed.
+
+        Losses before and after do not compare, so the best try is forgotten.
+        """
+        context = self._context
+        if not context.is_stagnant(LEVELS.prior_steps, LEVELS.prior_fall):
+            return False
+        if not context.points.reweigh(len(context.history)):
+            return False
+        context.validation.weights = context.points.weights
+        context.rejected_steps = 0
+        self.restarts.best = None
+        return True
+
+    def _settle(self) -> bool:
+        """Take short steps from now on, if the run can; return True if it does."""
+        if not self.settling.can_begin():
+            return False
+        if self._context.is_resumable and self.settling.is_at_end:
+            self.state_before_settling = self._take_state()
+        self.settling.begin()
+        self._descent.renew_optimizer()
+        return True
+
+    def _leave_plateau(self) -> bool:
+        """Go on with other points or parameters if that may help; return True if it may.
+
+        Points move if they are overfitted. Otherwise the parameters are kicked out of a narrow
+        valley, as long as that lowers the loss at fresh points. A run that is far from a solution
+        starts anew.
+        """
+        context = self._context
+        if not context.can_adapt or not context.points.is_least_squares:
+            return False
+        losses = context.measure_losses()
+        if not context.exceeds_roundoff(losses.fresh):
+            return False
+        if self._point_moves.are_needed(losses):
+            self._descent.move_points()
+            return True
+        if not self.restarts.begin(losses):
+            return False
+        self._descent.renew_optimizer()
+        return True

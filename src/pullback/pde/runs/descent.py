@@ -1,0 +1,105 @@
+"""The steps of a run, and the points and optimizer they are taken with."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.optim import Optimizer
+
+from ...optim import StepInfo
+from .context import RunContext
+from .optimizer import make_optimizer, take_step
+from .point_moves import PointMoves
+
+
+class Descent:
+    """Takes the steps of a run; they are short ones in float64 after it has settled.
+
+    Attributes:
+        optimizer: of the steps to come.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._dtype = next(context.trial.parameters()).dtype
+        self._point_moves = PointMoves(context)
+        self.optimizer: Optimizer
+        self.renew_optimizer()
+
+    @property
+    def is_short(self) -> bool:
+        """Return True if the run takes short steps now."""
+        return self._context.history.short_steps is not None
+
+    def renew_optimizer(self) -> None:
+        """Begin with an optimizer that knows nothing of the steps before."""
+        context = self._context
+        context.rejected_steps = 0
+        self.optimizer = make_optimizer(
+            context.trial,
+            context.settings.method,
+            dtype=self._dtype,
+            processes=context.processes,
+            residual_count=context.points.residual_count,
+            is_short=self.is_short,
+        )
+
+    def step(self) -> StepInfo:
+        """Take one step and note it in the history."""
+        start = time.perf_counter()
+        context = self._context
+        number = len(context.history)
+        self._validate(number)
+        objective = context.points.objective_at(number, double=self.is_short)
+        info = take_step(self.optimizer, objective, context.trial, context.processes)
+        device = next(context.trial.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = self._longest(time.perf_counter() - start)
+        if not info.accepted and "not finite" in info.reason:
+            context.points.raise_not_finite(info.reason)
+        self._record(info, seconds)
+        return info
+
+    def move_points(self) -> None:
+        """Gather points where residuals are large, and go on from there by long steps."""
+        was_short = self.is_short
+        self._point_moves.move()
+        self._context.rejected_steps = 0
+        if was_short:
+            self.renew_optimizer()
+
+    def _validate(self, number: int) -> None:
+        """Measure the loss at fresh points now and then; move the points if they are overfitted."""
+        context = self._context
+        history = context.history
+        is_due = number > 0 and number % context.settings.measure == 0
+        is_done = history.validated[-1:] == [number]
+        if not is_due or is_done or not context.points.is_least_squares:
+            return
+        losses = context.measure_losses()
+        history.validate(losses.training, losses.fresh)
+        if context.can_adapt and self._point_moves.are_needed(losses):
+            self.move_points()
+
+    def _record(self, info: StepInfo, seconds: float) -> None:
+        context = self._context
+        history = context.history
+        if info.accepted:
+            context.rejected_steps = 0
+        else:
+            context.rejected_steps += 1
+        history.seconds.append(history.spent + seconds)
+        history.loss.append(info.loss)
+        history.damping.append(info.damping)
+        history.trials.append(info.trials)
+        history.accepted.append(info.accepted)
+
+    def _longest(self, seconds: float) -> float:
+        """Return the longest time that a process took, so that all stop by the same clock."""
+        processes = self._context.processes
+        if processes.is_single:
+            return seconds
+        duration = torch.tensor([seconds], dtype=torch.float64, device=processes.device)
+        return float(processes.gather([duration], "decisions")[0].max())
