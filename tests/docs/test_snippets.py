@@ -15,7 +15,7 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 SLOW = {
     ROOT / f"docs/tutorials/{name}.md"
     for name in ("deep-linear", "energy-natural-gradient", "kfac-invariance")
-}
+} | {ROOT / "docs/notebooks/your-own-pde.md"}
 
 
 @pytest.mark.parametrize(
