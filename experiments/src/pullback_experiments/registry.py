@@ -38,6 +38,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
     "races": ("race-text", "race-text-large", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
+    "curvature": ("influence-mnist", "laplace-uci", "laplace-rotation"),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }
 

@@ -181,9 +181,12 @@ class RowsPass(DataPass):
     def blocks(self, samples: float) -> list[SpectralBlock]:
         """Return G of the mean over this many samples, in its eigenbasis."""
         if self._is_dense:
-            values, vectors = torch.linalg.eigh(self._matrices[0] / samples)
-            rotated = EigenBlock(None, vectors[None], values.clamp(min=0)[None, None])
-            return [KroneckerBlock(self.form, rotated)]
+            # in float64: in float32 many equal eigenvalues may keep the decomposition from ending
+            values, vectors = torch.linalg.eigh(self._matrices[0].double() / samples)
+            dtype = self._matrices[0].dtype
+            values = values.clamp(min=0).to(dtype)
+            basis = EigenBlock(None, vectors[None].to(dtype), values[None, None])
+            return [KroneckerBlock(self.form, basis)]
         rows = torch.cat(self._matrices) / samples**0.5
         decomposition = svd(rows)
         eye = torch.eye(len(decomposition.sigma), dtype=rows.dtype, device=rows.device)

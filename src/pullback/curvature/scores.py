@@ -28,8 +28,10 @@ from .fitted import Curvature, Damping, damping_of, invert
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 
-#: the damping where none is given, a multiple of each block's mean eigenvalue
-DEFAULT_DAMPING = Relative(0.1)
+#: the damping where none is given, a multiple of each block's mean eigenvalue. Of 0.1, 1, 3 and 10
+#: on three trainings of an MLP on MNIST, 3 and 10 predicted retraining best, within 0.005 of each
+#: other; 0.1 was 0.05 to 0.07 behind. The weight decay of training is as good where it is known.
+DEFAULT_DAMPING = Relative(3.0)
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def influence(
         queries: (inputs, targets), or a loader of such pairs.
         training: the same for the training samples. A loader is read once per block of queries.
         damping: λ, a number or `Relative(r)` for r times each block's mean eigenvalue; by default
-            Relative(0.1).
+            Relative(3.0).
         measure: f(outputs, targets) with one number per query, such as `margin`; by default the
             loss.
         dtype: in which preconditioned gradients are held and multiplied; by default that of the

@@ -62,8 +62,14 @@ class KroneckerBlock(SpectralBlock):
 
     @classmethod
     def of_pair(cls, form: BlockForm, pair: Pair) -> KroneckerBlock:
-        """Return R ⊗ C in the eigenbases of R and C."""
-        return cls(form, pair.eigen_block())
+        """Return R ⊗ C in the eigenbases of R and C, which are found in float64.
+
+        In float32 the decomposition of a factor with many equal eigenvalues may not converge.
+        """
+        dtype = pair.output_factor.dtype
+        double = Pair(pair.output_factor.double(), pair.input_factor.double())
+        fields = vars(double.eigen_block())
+        return cls(form, EigenBlock(**{name: _cast(t, dtype) for name, t in fields.items()}))
 
     def with_values(self, values: Tensor) -> KroneckerBlock:
         """Return the same bases with other eigenvalues."""
@@ -100,6 +106,12 @@ class KroneckerBlock(SpectralBlock):
     def tensors(self) -> dict[str, Tensor]:
         tensors = vars(self.gram)
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.to(dtype)
 
 
 def _side(length: int, basis: Tensor | None) -> str:

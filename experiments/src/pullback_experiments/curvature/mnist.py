@@ -1,0 +1,303 @@
+"""Linear datamodeling scores by real retraining, and wrong labels, on MNIST."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.curvature import Relative, margin
+
+from ..attribution.retraining import Schedule, TrainedNetworks, draw_subsets, train_networks
+from ..attribution.scores import datamodeling_score, trak
+from ..framework import plots
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..learning import data
+from ..learning.networks import mlp
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTHS = (784, 128, 64, 10)
+_MEAN = 0.1307
+_DEVIATION = 0.3081
+#: names of the methods whose scores need one network
+ONE_MODEL = ("EK-FAC", "K-FAC", "EK-FAC, default damping", "gradient dot product", "TRAK, 1 model")
+
+
+def make_network() -> nn.Module:
+    """Return the network that is retrained."""
+    return mlp(*WIDTHS)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images as vectors of mean 0 and variance 1, and their labels."""
+
+    x: Tensor
+    y: Tensor
+    query_x: Tensor
+    query_y: Tensor
+
+    @classmethod
+    def load(cls, samples: int, queries: int, device: torch.device) -> Digits:
+        """Return the first images of each part."""
+        images = data.mnist().first(samples, queries).flat().to(device)
+        x = (images.x - _MEAN) / _DEVIATION
+        query_x = (images.test_x - _MEAN) / _DEVIATION
+        return cls(x, images.y, query_x, images.test_y)
+
+    @property
+    def training(self) -> tuple[Tensor, Tensor]:
+        """Images and labels that networks are trained on."""
+        return self.x, self.y
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor]:
+        """Images and labels whose margin is explained."""
+        return self.query_x, self.query_y
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfluenceMNIST(Experiment):
+    """Half-size subsets of MNIST, each with a network trained on it alone.
+
+    Attributes:
+        samples, queries: images.
+        subsets: networks per seed.
+        schedule: of all trainings.
+        trak_models, trak_dimension: of TRAK.
+        wrong_share: of labels that are replaced by another class.
+    """
+
+    samples: int = 5000
+    queries: int = 200
+    subsets: int = 50
+    schedule: Schedule = field(default_factory=lambda: Schedule(rate=0.02, decay=3e-3))
+    trak_models: int = 10
+    trak_dimension: int = 512
+    wrong_share: float = 0.1
+    seeds: Sequence[int] = (7,)
+    quick_seeds: Sequence[int] = (0,)
+
+    def smoke(self) -> Self:
+        few = replace(self.schedule, epochs=1, batch=20)
+        return replace(
+            self, judged=False, samples=100, queries=5, subsets=3, schedule=few, trak_models=2,
+            trak_dimension=16,
+        )  # fmt: skip
+
+    def _sized(self, quick: bool) -> Self:
+        if not quick:
+            return self
+        return replace(self, samples=min(1000, self.samples), queries=min(50, self.queries),
+                       subsets=min(20, self.subsets), trak_models=2)  # fmt: skip
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        sized = self._sized(quick)
+        return {
+            "network": list(WIDTHS),
+            "samples": sized.samples,
+            "queries": sized.queries,
+            "subsets": sized.subsets,
+            "schedule": vars(sized.schedule),
+            "TRAK": {"models": sized.trak_models, "dimension": sized.trak_dimension},
+            "wrong labels": sized.wrong_share,
+            "damping": "the weight decay of training, and the default",
+        }
+
+    def items(self, quick: bool) -> list[Item]:
+        sized = self._sized(quick)
+        return [
+            Item(("datamodeling",), partial(measure_datamodeling, sized)),
+            Item(("wrong labels",), partial(find_wrong_labels, sized)),
+        ]
+
+    def ready(self, quick: bool) -> None:
+        data.file("mnist.npz")
+
+    def judge(self, results: Results) -> list[Check]:
+        if results.quick:
+            return []
+        scores = results.of("datamodeling")[0]["scores"]
+        shares = results.of("wrong labels")[0]["EK-FAC"]
+        one = scores["EK-FAC"]
+        others = [scores[name] for name in ("gradient dot product", "TRAK, 1 model")]
+        return [
+            Check("one model reaches 0.45", one >= 0.45, f"{one:.3f}", of_paper=False),
+            Check("EK-FAC is ahead of one-model scores", one > max(others),
+                  f"{one:.3f}, {max(others):.3f}", of_paper=False),
+            Check("80 % of wrong labels are in the top tenth", shares[0] >= 0.8,
+                  f"{shares[0]:.3f}", of_paper=False),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> list[Table]:
+        tables = []
+        for record in results.of("datamodeling"):
+            rows = [[name, score, record["seconds"].get(name)]
+                    for name, score in record["scores"].items()]  # fmt: skip
+            tables.append(Table(["method", "score", "seconds"], rows, "Linear datamodeling score"))
+        for record in results.of("wrong labels"):
+            rows = [[name, *shares] for name, shares in record.items() if isinstance(shares, list)]
+            columns = ["method", "found in the top 10 %", "found in the top 20 %"]
+            tables.append(Table(columns, rows, "Wrong labels"))
+        return tables
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        scores = results.of("datamodeling")[0]["scores"]
+        figure = plots.new(6, 3.2, "Linear datamodeling score, MLP on MNIST")
+        axes = figure.subplots()
+        names = sorted(scores, key=lambda name: scores[name])
+        axes.barh(names, [scores[name] for name in names], color=plots.PALETTE[0])
+        axes.set_xlabel("rank correlation with retraining")
+        return {"": figure}
+
+
+def train_full(digits: Digits, seed: int, schedule: Schedule, count: int = 1) -> TrainedNetworks:
+    """Return networks trained on all samples."""
+    everything = torch.arange(len(digits.x)).expand(count, -1)
+    seeds = list(range(seed, seed + count))
+    return train_networks(make_network, *digits.training, everything, seeds, schedule)
+
+
+def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
+    """Retrain on halves, and return how well every method's scores predict it."""
+    digits = Digits.load(setting.samples, setting.queries, context.device)
+    first_seed = 10_000 * (context.seed + 1)
+    subsets = draw_subsets(setting.samples, setting.subsets, seed=first_seed)
+    seeds = list(range(first_seed + 100, first_seed + 100 + setting.subsets))
+    context.watch(0.05, "retraining")
+    networks = train_networks(make_network, *digits.training, subsets, seeds, setting.schedule)
+    measured = torch.stack([margin(z, digits.query_y) for z in networks.outputs(digits.query_x)])
+    full = train_full(digits, first_seed, setting.schedule, setting.trak_models)
+    context.watch(0.5, "scores")
+    methods = list_methods(setting, digits, full)
+    scores = {}
+    seconds = {}
+    for name, method in methods.items():
+        begun = time.monotonic()
+        found = datamodeling_score(method(), subsets, measured)
+        seconds[name] = time.monotonic() - begun
+        scores[name] = float(found.mean())
+        context.watch(0.5, f"{name} {scores[name]:.3f}")
+    outputs = copy_network(full, 0)(digits.query_x)
+    accuracy = float((outputs.argmax(1) == digits.query_y).float().mean())
+    return {"scores": scores, "seconds": seconds, "accuracy": accuracy}
+
+
+def copy_network(networks: TrainedNetworks, number: int) -> nn.Module:
+    """Return one network with parameters of its own."""
+    network = make_network()
+    network.load_state_dict(networks.network(number).state_dict())
+    return network.to(next(iter(networks.parameters.values())).device)
+
+
+def list_methods(
+    setting: InfluenceMNIST, digits: Digits, full: TrainedNetworks
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the methods by name; each gives scores (queries, samples)."""
+    model = copy_network(full, 0)
+    decay = setting.schedule.decay
+
+    def score(structure: str, damping: float | Relative) -> Tensor:
+        curvature = pb.curvature.fit(
+            model, digits.training, likelihood=pb.likelihoods.Categorical(), structure=structure
+        )
+        return -pb.curvature.influence(
+            curvature, digits.queries, digits.training, damping=damping, measure=margin
+        )
+
+    def attribute(count: int) -> Tensor:
+        models = [copy_network(full, number) for number in range(count)]
+        return trak(models, digits.queries, digits.training, setting.trak_dimension, seed=0)
+
+    methods: dict[str, Callable[[], Tensor]] = {
+        "EK-FAC": partial(score, "ekfac", decay),
+        "EK-FAC, default damping": partial(score, "ekfac", pb.curvature.scores.DEFAULT_DAMPING),
+        "K-FAC": partial(score, "kfac", decay),
+        "diagonal": partial(score, "diagonal", decay),
+        "gradient dot product": partial(score, "diagonal", 1e12),
+        "TRAK, 1 model": partial(attribute, 1),
+        f"TRAK, {setting.trak_models} models": partial(attribute, setting.trak_models),
+    }
+    if find_spec("kronfluence") is not None:
+        methods["kronfluence"] = partial(score_by_kronfluence, model, digits, None)
+        methods["kronfluence, weight decay"] = partial(score_by_kronfluence, model, digits, decay)
+    return methods
+
+
+def score_by_kronfluence(model: nn.Module, digits: Digits, damping: float | None) -> Tensor:
+    """Return the scores of kronfluence's EK-FAC; None is its own damping, 0.1 of the mean."""
+    from kronfluence.analyzer import Analyzer, prepare_model  # pyright: ignore
+    from kronfluence.arguments import ScoreArguments  # pyright: ignore
+    from kronfluence.task import Task  # pyright: ignore
+    from torch.utils.data import TensorDataset
+
+    class Margins(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            x, y = batch
+            z = model(x)
+            if sample:
+                y = torch.multinomial(torch.softmax(z.detach(), -1), 1).flatten()
+            return nn.functional.cross_entropy(z, y, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return margin(model(batch[0]), batch[1]).sum()
+
+    task = Margins()
+    copied = make_network()
+    copied.load_state_dict(model.state_dict())
+    prepared = prepare_model(copied, task)
+    with tempfile.TemporaryDirectory() as folder:
+        analyzer = Analyzer("mnist", prepared, task, cpu=True, output_dir=folder)
+        training = TensorDataset(*digits.training)
+        analyzer.fit_all_factors(
+            "ekfac", training, per_device_batch_size=500, overwrite_output_dir=True
+        )
+        analyzer.compute_pairwise_scores(
+            "scores", "ekfac", TensorDataset(*digits.queries), training,
+            per_device_query_batch_size=100, per_device_train_batch_size=500,
+            score_args=ScoreArguments(damping_factor=damping), overwrite_output_dir=True,
+        )  # fmt: skip
+        return -analyzer.load_pairwise_scores("scores")["all_modules"]
+
+
+def find_wrong_labels(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
+    """Train on labels of which some are wrong, and return where the wrong ones are ranked."""
+    digits = Digits.load(setting.samples, setting.queries, context.device)
+    generator = torch.Generator().manual_seed(context.seed)
+    count = int(setting.wrong_share * setting.samples)
+    wrong = torch.randperm(setting.samples, generator=generator)[:count]
+    shifts = torch.randint(1, 10, (count,), generator=generator)
+    y = digits.y.clone()
+    y[wrong] = (y[wrong] + shifts.to(y.device)) % 10
+    spoiled = replace(digits, y=y)
+    model = copy_network(train_full(spoiled, context.seed, setting.schedule), 0)
+    curvature = pb.curvature.fit(model, spoiled.training, likelihood=pb.likelihoods.Categorical())
+    is_wrong = torch.zeros(setting.samples, dtype=torch.bool)
+    is_wrong[wrong] = True
+    losses = nn.functional.cross_entropy(model(spoiled.x), y, reduction="none").detach()
+    decay = setting.schedule.decay
+    ranked = {
+        "EK-FAC": pb.curvature.self_influence(curvature, spoiled.training, damping=decay),
+        "EK-FAC, default damping": pb.curvature.self_influence(curvature, spoiled.training),
+        "squared gradient": pb.curvature.self_influence(curvature, spoiled.training, damping=1e12),
+        "loss": losses,
+    }
+    shares: dict[str, Any] = {}
+    for name, values in ranked.items():
+        order = values.cpu().argsort(descending=True)
+        tops = [int(setting.samples * part) for part in (0.1, 0.2)]
+        shares[name] = [float(is_wrong[order[:top]].sum()) / count for top in tops]
+    return shares
