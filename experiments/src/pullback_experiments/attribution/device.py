@@ -119,8 +119,7 @@ class RecordFile:
         #: what a part leaves for a later one
         self.cache: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {
-            "device": name,
-            "torch": torch.__version__,
+            "environment": {"device": name, "torch": torch.__version__},
             "sizes": asdict(sizes),
         }
 
