@@ -240,6 +240,8 @@ class Minimization:
                 origin.append(outputs.detach())
                 return 0.0
             change = (outputs.detach() - origin[0]).double()
+            if change.ndim == 2:  # phases count modulo 2π
+                change[:, 1] = torch.remainder(change[:, 1] + math.pi, 2 * math.pi) - math.pi
             centered_change = change - change.mean(0)
             squared_length = centered_change.square().sum() / len(change)
             return float((weights * change).sum() + squared_length / (2 * rate))
