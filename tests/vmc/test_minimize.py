@@ -322,7 +322,8 @@ def evidence(
     for energy in energies:
         history.append(
             energy=energy, error=0.01, variance=1e-4, acceptance=0.5, rhat=math.nan, lr=0.1,
-            damping=1e-3, momentum=0.0, seconds=1.0,
+            damping=1e-3, momentum=0.0, seconds=1.0, sampling_seconds=0.0, energy_seconds=0.0,
+            solving_seconds=0.0,
         )  # fmt: skip
     numbers = {"error": 0.005, "variance": 1e-4, "rhat": 1.0, "spin_rhat": 1.0, **changes}
     statistics = EnergyStatistics(final, autocorrelation=0.0, samples=1000, **numbers)  # pyright: ignore[reportArgumentType]

@@ -54,7 +54,7 @@ def make_run(
 ) -> Minimization:
     settings = Settings(
         steps=1, samples=40, seed=0, sampler=vmc.Metropolis(), lr=0.1,
-        solver=pb.solvers.Cholesky(1e-2), step=step, gram=gram, memory=2**30,
+        solver=pb.solvers.Cholesky(1e-2), step=step, gram=gram,
         evaluation=EvaluationOptions(), measure=40, tol=None, patience=None, budget=None,
         callbacks=(), progress=False,
     )  # fmt: skip

@@ -18,6 +18,8 @@ class History:
         damping: of the solve.
         momentum: μ of SPRING; 0 where the step has none.
         seconds: spent so far, without the final measurement.
+        sampling_seconds, energy_seconds, solving_seconds: of the step's chains, of its local
+            energies, and of its natural gradient.
     """
 
     energy: list[float] = field(default_factory=list)
@@ -29,6 +31,9 @@ class History:
     damping: list[float] = field(default_factory=list)
     momentum: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    sampling_seconds: list[float] = field(default_factory=list)
+    energy_seconds: list[float] = field(default_factory=list)
+    solving_seconds: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.energy)

@@ -14,6 +14,7 @@ from torch import nn
 
 from .._core.errors import PullbackError, require, require_type
 from .._core.processes import Processes
+from ..grams import GramForm
 from ..solvers import Solver
 from ..steps import Step
 from .amplitude import EvaluationOptions
@@ -34,8 +35,7 @@ def minimize(
     lr: LearningRate = 0.05,
     solver: Solver | None = None,
     step: Step | None = None,
-    gram: str = "auto",
-    memory: int = 2**32,
+    gram: str | GramForm = "auto",
     evaluation: EvaluationOptions | None = None,
     measure: int | None = None,
     tol: float | None = None,
@@ -69,7 +69,7 @@ def minimize(
         step: by default `adaptive_step()`, SPRING with a momentum and a damping that need no
             tuning. `steps.Spring(0.9)` and `steps.Constant()` use the solver's damping, which is
             1e-3 by default.
-        gram, memory: form of the Gram and bytes that one matrix may take, as of `NaturalGradient`.
+        gram: form of the Gram, or `grams.GramForm` with the bytes that one matrix may take.
         evaluation: chunk size and precision of forward passes without gradients.
         measure: samples of the final energy, by default sixteen times `samples`.
         tol: stop when sites·variance/energy² of a step's samples is at most this.
@@ -112,7 +112,6 @@ def minimize(
         solver=solver,
         step=step,
         gram=gram,
-        memory=memory,
         evaluation=EvaluationOptions() if evaluation is None else evaluation,
         measure=measure,
         tol=tol,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._core.errors import PullbackError
 from .._core.processes import Processes
+from ..grams import GramForm
 from ..metrics import FubiniStudy
 from ..optim import NaturalGradient, StepInfo
 from ..solvers import Cholesky, Solver
@@ -61,8 +62,7 @@ class Settings:
     lr: LearningRate
     solver: Solver | None
     step: Step | None
-    gram: str
-    memory: int
+    gram: str | GramForm
     evaluation: EvaluationOptions
     measure: int
     tol: float | None
@@ -80,6 +80,15 @@ class Batch:
     samples: Tensor
     local_energies: Tensor
     statistics: EnergyStatistics
+
+
+@dataclass
+class StageSeconds:
+    """Where the seconds of the last step went."""
+
+    sampling: float = 0.0
+    energies: float = 0.0
+    solving: float = 0.0
 
 
 class Minimization:
@@ -121,9 +130,9 @@ class Minimization:
             self._rule,
             lr=1.0,
             gram=settings.gram,
-            memory=settings.memory,
             group=_group_of_one(processes),
         )
+        self._stage_seconds = StageSeconds()
         #: steps in a row that were rejected
         self._rejected = 0
         #: seconds of steps before this call, by a run that it goes on with
@@ -190,21 +199,33 @@ class Minimization:
         return reason
 
     def _step(self) -> None:
-        start = time.perf_counter()
+        start = self._clock()
         rate = self._learning_rate(len(self.history))
         batch = self._draw_batch(self.chains)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        before_solve = self._clock()
         info = self.optimizer.step(self._closure(batch, rate))
+        self._stage_seconds.solving = self._clock() - before_solve
         self._rejected = 0 if info.accepted else self._rejected + 1
         self._processes.broadcast_first([*self.network.parameters()])
-        self._record(batch.statistics, info, rate, time.perf_counter() - start)
+        self._record(batch.statistics, info, rate, self._clock() - start)
+
+    def _clock(self) -> float:
+        """Seconds, after everything that was launched on the device is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _draw_batch(self, chains: MarkovChains) -> Batch:
         """Samples of |ψ|² and their local energies, joined over the processes."""
+        start = self._clock()
         drawn = chains.draw(self._evaluator)
+        after_sampling = self._clock()
         flat = drawn.flatten(0, 1)
         energies = compute_local_energies(self.hamiltonian, self._evaluator, flat)
+        self._stage_seconds.sampling = after_sampling - start
+        self._stage_seconds.energies = self._clock() - after_sampling
         by_chain = energies.values.view(drawn.shape[:2])
         real_energies = torch.view_as_real(by_chain)
         drawn, real_energies = self._processes.gather([drawn, real_energies], "samples")
@@ -266,6 +287,9 @@ class Minimization:
             damping=info.damping,
             momentum=momentum,
             seconds=self.history.spent + seconds,
+            sampling_seconds=self._stage_seconds.sampling,
+            energy_seconds=self._stage_seconds.energies,
+            solving_seconds=self._stage_seconds.solving,
         )
 
     def _find_stop_reason(self) -> StopReason | None:

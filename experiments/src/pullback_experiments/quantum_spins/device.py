@@ -1,0 +1,385 @@
+"""J1–J2 on one GPU: `python -m pullback_experiments.quantum_spins.device FOLDER --minutes 14`.
+
+It needs torch alone. A vision transformer with factored attention (155,620 parameters on 10 × 10)
+is trained on the square-lattice J1–J2 model with Marshall's sign rule, 4,096 samples a step. Two
+parts write to FOLDER/j1j2.json as they go:
+
+    compare   one natural-gradient step against the same step with a stored `torch.func` Jacobian:
+              seconds, memory, and the difference of the directions
+    train     energies per site and where the seconds of a step go
+
+The training is saved to FOLDER/j1j2.pt and goes on from there when the command is repeated, until
+all of its calls together have taken `--minutes`. `--call-minutes` ends one call earlier. Energies
+are in spins S = σ/2 per site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+
+from pullback import vmc
+from pullback.grams import GramForm
+from pullback.metrics import FubiniStudy
+from pullback.optim import NaturalGradient
+from pullback.solvers import Cholesky
+from pullback.steps import Constant, Spring, Step
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes and rates of the run.
+
+    Attributes:
+        side: of the square lattice.
+        j2: coupling of next-nearest neighbours.
+        width, heads, blocks: of the transformer.
+        samples: of a step, one for every chain.
+        moves: proposals between two steps.
+        lr: learning rate for H in Pauli matrices; that of NetKet's tutorial is 0.0075.
+        damping: λ of the quantum geometric tensor, theirs is 1e-4.
+        momentum: of SPRING; 0 for plain steps, negative for `vmc.adaptive_step`.
+        decay: share of the time after which the rate falls along a cosine to a tenth.
+        measure: samples of the final energy.
+        chunk: configurations of one forward pass.
+        memory: bytes of one panel of rows.
+        seed: of network and chains.
+    """
+
+    side: int = 10
+    j2: float = 0.5
+    width: int = 60
+    heads: int = 10
+    blocks: int = 4
+    samples: int = 4096
+    moves: int = 100
+    lr: float = 0.0075
+    damping: float = 1e-4
+    momentum: float = 0.9
+    decay: float = 0.5
+    measure: int = 65_536
+    chunk: int = 2**15
+    memory: int = 2**29
+    seed: int = 0
+
+
+class JsonRecord:
+    """A dict that is written to a file whenever a part of it changes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.parts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def update(self, **parts: Any) -> None:
+        """Replace parts and write the file, all or nothing."""
+        self.parts.update(parts)
+        partial_path = self._path.with_suffix(".part")
+        partial_path.write_text(json.dumps(self.parts, indent=1))
+        partial_path.replace(self._path)
+
+
+def build_network(options: Options, device: torch.device) -> vmc.FactoredTransformer:
+    """Return the transformer of this seed."""
+    torch.manual_seed(options.seed)
+    lattice = vmc.Square(options.side)
+    network = vmc.FactoredTransformer(lattice, options.width, options.heads, options.blocks)
+    return network.to(device)
+
+
+def build_step(options: Options) -> Step:
+    """Return SPRING, plain steps or adaptive ones, as the momentum says."""
+    if options.momentum < 0:
+        return vmc.adaptive_step(options.damping)
+    if options.momentum == 0:
+        return Constant()
+    return Spring(options.momentum)
+
+
+def schedule_rate(options: Options, elapsed_share: float, step: int) -> float:
+    """The learning rate: ten steps of warm-up, constant, then a cosine down to a tenth."""
+    warm_up = min(1.0, (step + 1) / 10)
+    share = max(0.0, elapsed_share - options.decay) / (1 - options.decay)
+    fall = 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, share))) / 2
+    return options.lr * warm_up * fall
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+class Training:
+    """The run of `vmc.minimize` with its schedule in time, its lines and its record."""
+
+    def __init__(
+        self, options: Options, minutes: float, folder: Path, device: torch.device
+    ) -> None:
+        self._options = options
+        self._seconds = 60 * minutes
+        self._path = folder / "j1j2.pt"
+        self._record = JsonRecord(folder / "j1j2.json")
+        self._device = device
+        self._run: vmc.Minimization | None = None
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step, from the seconds that all calls have spent so far."""
+        share = 0.0 if self._run is None else self._run.history.spent / self._seconds
+        return schedule_rate(self._options, share, step)
+
+    def _report(self, run: vmc.Minimization) -> bool:
+        """Print and record every ten steps; ask to stop when the time is over."""
+        self._run = run
+        history = run.history
+        if len(history) % 10 == 0:
+            spins = 4 * run.hamiltonian.sites
+            stages = summarize_stages(history)
+            print(
+                f"step {len(history)}  E/site {history.energy[-1] / spins:.6f} ± "
+                f"{history.error[-1] / spins:.6f}  variance {history.variance[-1]:.3g}  lr "
+                f"{history.lr[-1]:.4f}  accepted {history.acceptance[-1]:.2f}  "
+                f"{stages['step']:.3f} s/step  after {history.spent:.0f} s",
+                flush=True,
+            )
+            self._write(run, stages)
+        return history.spent >= self._seconds
+
+    def _write(self, run: vmc.Minimization, stages: dict[str, float]) -> None:
+        spins = 4 * run.hamiltonian.sites
+        history = run.history
+        self._record.update(
+            options=asdict(self._options),
+            device=describe(self._device),
+            parameters=sum(p.numel() for p in run.network.parameters()),
+            stages=stages,
+            steps=len(history),
+            seconds=history.spent,
+            energy_per_site=[round(energy / spins, 7) for energy in history.energy],
+            error_per_site=[round(error / spins, 7) for error in history.error],
+        )
+
+    def run(self, call_minutes: float, steps: int) -> vmc.Result:
+        """Train until the call's minutes, all minutes or the steps are over, and measure."""
+        options = self._options
+        hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
+        network = build_network(options, self._device)
+        sampler = vmc.Metropolis(chains=options.samples, moves=options.moves)
+        already = float(self._record.parts.get("seconds", 0.0)) if self._path.exists() else 0.0
+        result = vmc.minimize(
+            hamiltonian,
+            network,
+            steps=steps,
+            samples=options.samples,
+            seed=options.seed,
+            sampler=sampler,
+            lr=self._resumed_rate(already),
+            solver=Cholesky(options.damping),
+            step=build_step(options),
+            gram=GramForm("kernel", options.memory),
+            evaluation=vmc.EvaluationOptions(chunk=options.chunk, tf32=True),
+            measure=options.measure,
+            budget=60 * call_minutes,
+            checkpoint=self._path,
+            callbacks=[self._report],
+            progress=False,
+        )
+        if self._run is not None:
+            self._write(self._run, summarize_stages(result.history))
+        spins = 4 * hamiltonian.sites
+        final = {
+            "energy_per_site": result.energy / spins,
+            "error_per_site": result.error / spins,
+            "variance": result.variance,
+            "rhat": result.statistics.rhat,
+            "autocorrelation": result.statistics.autocorrelation,
+            "samples": result.statistics.samples,
+            "verdict": result.stopped,
+        }
+        self._record.update(final=final)
+        print(json.dumps(final, indent=1), flush=True)
+        return result
+
+    def _resumed_rate(self, already: float) -> Callable[[int], float]:
+        """The rate of the first step of a call, before the run is known, is that of the last."""
+
+        def rate(step: int) -> float:
+            if self._run is None:
+                return schedule_rate(self._options, already / self._seconds, step)
+            return self._rate(step)
+
+        return rate
+
+
+def summarize_stages(history: vmc.History) -> dict[str, float]:
+    """Median seconds of the last steps by stage."""
+    last = slice(-20, None)
+    stages = {
+        "sampling": statistics.median(history.sampling_seconds[last]),
+        "local energies": statistics.median(history.energy_seconds[last]),
+        "natural gradient": statistics.median(history.solving_seconds[last]),
+    }
+    if len(history) > 1:
+        ends = history.seconds[-21:]
+        stages["step"] = (ends[-1] - ends[0]) / (len(ends) - 1)
+    else:
+        stages["step"] = history.spent
+    return stages
+
+
+# --- one step against a stored Jacobian ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds and bytes of a calculation, with the direction that it gave."""
+
+    seconds: float
+    bytes: int
+    direction: Tensor
+
+
+def measure(calculate: Callable[[], Tensor], device: torch.device, repeats: int = 3) -> Measured:
+    """The fastest of some repetitions after an uncounted one, and the peak above the start."""
+    direction = calculate()
+    seconds = []
+    peak = 0
+    for _ in range(repeats):
+        del direction
+        start_bytes = 0
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            start_bytes = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        direction = calculate()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - start_bytes
+        seconds.append(time.perf_counter() - start)
+    return Measured(min(seconds), peak, direction)
+
+
+def stored_direction(
+    network: vmc.FactoredTransformer, samples: Tensor, cotangents: Tensor, damping: float
+) -> Tensor:
+    """x = Aᵀ(AAᵀ + λ)⁻¹r with A stored: centered rows of torch.func, divided by √N."""
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+
+    def rows_of_sample(sample: Tensor) -> Tensor:
+        def evaluate(values: dict[str, Tensor]) -> Tensor:
+            return functional_call(network, values, (sample[None],))[0]
+
+        pull = vjp(evaluate, parameters)[1]
+        basis = torch.eye(2, dtype=samples.dtype, device=samples.device)
+        pulled = vmap(lambda covector: pull(covector)[0])(basis)
+        return torch.cat([rows.flatten(1) for rows in pulled.values()], 1)
+
+    rows = vmap(rows_of_sample, chunk_size=512)(samples)
+    rows -= rows.mean(0)
+    matrix = rows.flatten(0, 1).div_(math.sqrt(len(samples)))
+    whitened = cotangents.flatten() * math.sqrt(len(samples))
+    kernel = matrix @ matrix.T
+    kernel.diagonal().add_(damping)
+    lower = torch.linalg.cholesky(kernel)
+    return matrix.T @ torch.cholesky_solve(whitened[:, None], lower)[:, 0]
+
+
+def structured_direction(
+    optimizer: NaturalGradient, model: torch.nn.Module, samples: Tensor, cotangents: Tensor
+) -> Tensor:
+    """The same by the library: the kernel from the layers' inputs and cotangents."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        (model(samples) * cotangents).sum().backward()
+        return 0.0
+
+    return optimizer.direction(closure).x
+
+
+def compare_steps(options: Options, device: torch.device) -> dict[str, float]:
+    """Both directions from the same samples and random local energies."""
+    network = build_network(options, device)
+    generator = torch.Generator().manual_seed(1)
+    sites = options.side**2
+    noise = torch.rand(options.samples, sites, generator=generator)
+    ranks = noise.argsort(1).argsort(1)
+    samples = torch.where(ranks < sites // 2, 1.0, -1.0).to(device)
+    energies = torch.randn(options.samples, 2, generator=generator, dtype=torch.float64)
+    centered = energies - energies.mean(0)
+    cotangents = (2 * centered / options.samples).float().to(device)
+    optimizer = NaturalGradient(
+        network,
+        FubiniStudy(),
+        Cholesky(options.damping),
+        Constant(),
+        gram=GramForm("kernel", options.memory),
+    )
+    ours = measure(lambda: structured_direction(optimizer, network, samples, cotangents), device)
+    stored = measure(
+        lambda: stored_direction(network, samples, cotangents, options.damping), device
+    )
+    gap = (ours.direction - stored.direction).norm() / stored.direction.norm()
+    numbers = {
+        "structured_seconds": ours.seconds,
+        "structured_bytes": ours.bytes,
+        "stored_seconds": stored.seconds,
+        "stored_bytes": stored.bytes,
+        "times_faster": stored.seconds / ours.seconds,
+        "share_of_memory": ours.bytes / max(1, stored.bytes),
+        "relative_difference": float(gap),
+    }
+    print(json.dumps(numbers, indent=1), flush=True)
+    return numbers
+
+
+def describe(device: torch.device) -> str:
+    """Return the names of the device and of torch's version."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"CPU, torch {torch.__version__}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the arguments of the command line."""
+    summary = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=14.0, help="of training, over all calls")
+    parser.add_argument("--call-minutes", type=float, default=8.5, help="of training in this call")
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--parts", default="compare,train")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, value in asdict(Options()).items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Compare, train and record."""
+    arguments = parse_arguments()
+    options = Options(**{name: getattr(arguments, name) for name in asdict(Options())})
+    device = torch.device(arguments.device)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    parts = arguments.parts.split(",")
+    record = JsonRecord(arguments.folder / "j1j2.json")
+    if "compare" in parts and "compare" not in record.parts:
+        try:
+            record.update(compare=compare_steps(options, device))
+        except torch.OutOfMemoryError as error:
+            record.update(compare={"failed": str(error).splitlines()[0]})
+    if "train" in parts:
+        training = Training(options, arguments.minutes, arguments.folder, device)
+        training.run(arguments.call_minutes, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
