@@ -177,7 +177,7 @@ def test_rows_are_compressed_without_being_held(form: str) -> None:
         gram = assemble([one, one], form, 2**30)
         assert isinstance(gram, FactoredGram)
         omega = torch.linspace(-1, 1, 3 * a.shape[1], dtype=a.dtype).view(-1, 3).sin()
-        assert_close(gram.compressed(lambda x: x @ omega), torch.cat([a, a]) @ omega, 1e-12, "A Ω")
+        assert_close(gram.compress(lambda x: x @ omega), torch.cat([a, a]) @ omega, 1e-12, "A Ω")
         if form == "panels":
             check_gram(gram, tol=1e-11)
 

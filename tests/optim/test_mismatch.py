@@ -74,6 +74,52 @@ def test_a_squared_error_is_noticed_once(make: Any, loss: Any) -> None:
     assert sum("squared error" in str(w.message) for w in said) == 1
 
 
+def make_regression(name: str, likelihood: pb.likelihoods.Likelihood) -> Any:
+    """A maker of the named optimizer for a squared error."""
+    if name == "natural":
+        return lambda model: pb.NaturalGradient(model, likelihood=likelihood, lr=1e-4)
+    return lambda model: pb.KFAC(
+        model, 1e-4, rule="natural", likelihood=likelihood, statistics_every=1
+    )
+
+
+IGNORED = torch.where(torch.arange(12) % 4 == 0, -100, Y)
+CROSS_ENTROPIES = {
+    "mean": lambda z: F.cross_entropy(z, Y),
+    "sum": lambda z: F.cross_entropy(z, Y, reduction="sum"),
+    "ignored targets": lambda z: F.cross_entropy(z, IGNORED),
+    "binary": lambda z: F.binary_cross_entropy_with_logits(z, HOT),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["natural", "kfac"])
+@pytest.mark.parametrize(
+    "likelihood", [pb.likelihoods.Gaussian(), pb.likelihoods.MSE()], ids=["Gaussian", "MSE"]
+)
+@pytest.mark.parametrize("loss", CROSS_ENTROPIES.values(), ids=CROSS_ENTROPIES)
+def test_a_cross_entropy_is_noticed_once(optimizer: str, likelihood: Any, loss: Any) -> None:
+    with pytest.warns(RuntimeWarning, match=r"cross entropy.*likelihood=nn\.") as messages:
+        train(make_regression(optimizer, likelihood), network(), loss)
+    assert sum("cross entropy" in str(each.message) for each in messages) == 1
+
+
+TARGETS = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+REGRESSIONS = {
+    "random targets": lambda z: F.mse_loss(z, TARGETS),
+    "labels": lambda z: F.mse_loss(z, HOT),
+    "absolute": lambda z: F.l1_loss(z, TARGETS),
+    "probabilities": lambda z: F.mse_loss(z.softmax(1), HOT),
+    "soft labels": lambda z: F.cross_entropy(z, TARGETS.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("loss", REGRESSIONS.values(), ids=REGRESSIONS)
+def test_other_losses_of_a_regression_are_not_warned_of(loss: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        train(make_regression("natural", pb.likelihoods.MSE()), network(), loss)
+
+
 def focal(nll: Tensor) -> Tensor:
     return ((1 - (-nll).exp()) ** 2 * nll).mean()
 

@@ -124,7 +124,7 @@ class StackedPanels(Operator):
         if space.device.type != "cpu":  # enough to keep a GPU busy
             self._panel_bytes = max(_CPU_PANEL_BYTES, budget // 4)
 
-    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+    def compress(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
         empty = columns(self._stack.space.zeros(0, self.size))
         panels = map(columns, self._stack.panels(self._panel_bytes))
         return self._stack.gather(torch.cat([empty, *panels]))

@@ -116,7 +116,7 @@ class FactoredGram(Gram):
         eye = torch.eye(self.count, dtype=self.dtype, device=self.device)
         return torch.stack([self.lift(e) for e in eye])
 
-    def compressed(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
+    def compress(self, columns: Callable[[Tensor], Tensor]) -> Tensor:
         """A Ω, (n, k), for Ω as a function of rows: (..., p) -> (..., k)."""
         rows = self.rows()
         return torch.cat(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from .._core.checks import refuse_number
 from .._core.errors import PullbackError, require
 from .._core.factor import Diagonal, Factor
+from .._core.space import compute_dtype
 from .base import Likelihood, bounded_exp
 
 
@@ -114,6 +117,10 @@ class Gaussian(Likelihood):
     def samples(self, z: Tensor) -> int:
         return z.numel() // z.shape[-1]
 
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        """Recognize cross entropies by their gradient."""
+        return _recognize_cross_entropy(z, cotangent, "Gaussian")
+
 
 class MSE(Likelihood):
     """`F.mse_loss`: the squared error averaged over every entry, so M = 2/m per sample of m."""
@@ -127,3 +134,60 @@ class MSE(Likelihood):
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
         return z + 0.5**0.5 * noise
+
+    def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
+        """Recognize cross entropies by their gradient."""
+        return _recognize_cross_entropy(z, cotangent, "MSE")
+
+
+@dataclass(frozen=True)
+class _CrossEntropyTest:
+    """When a gradient cannot be that of a squared error by accident."""
+
+    #: entries of z that must agree: with as many targets a squared error does not meet p − y
+    least_entries: int = 8
+    #: entries that are looked at, of the first samples
+    most_samples: int = 64
+    #: round-off of p − y, in units of that of the largest logit
+    round_off: float = 64.0
+    #: the largest share of round-off in p − y: below it a confident network tells nothing
+    largest_noise: float = 0.05
+
+
+_TEST = _CrossEntropyTest()
+
+
+def _recognize_cross_entropy(z: Tensor, cotangent: Tensor, likelihood: str) -> str:
+    """Why ∂loss/∂z is certainly that of a cross entropy, (p − y)/s, and the remedy; or ""."""
+    dtype = compute_dtype(z.dtype)
+    logits = z[: _TEST.most_samples].to(dtype)
+    slopes = cotangent[: _TEST.most_samples].to(dtype)
+    if not bool(slopes.any()) or not bool(torch.isfinite(logits).all()):
+        return ""
+    noise = _TEST.round_off * torch.finfo(z.dtype).eps * (1 + float(logits.abs().amax()))
+    loss = ""
+    if _is_multiple(slopes, logits.sigmoid() - (slopes < 0).to(dtype), noise):
+        loss = "nn.BCEWithLogitsLoss()"
+    for axis in {1, logits.ndim - 1}:
+        if logits.shape[axis] > 1:
+            label = F.one_hot(slopes.argmin(axis), logits.shape[axis]).movedim(-1, axis)
+            residual = logits.softmax(axis) - label
+            counts = slopes.abs().amax(axis, keepdim=True) > 0  # others are ignored targets
+            if _is_multiple(slopes, residual * counts, noise):
+                loss = "nn.CrossEntropyLoss()"
+    if not loss:
+        return ""
+    return (
+        f"its gradient is that of a cross entropy, and {likelihood} is the metric of a squared "
+        f"error. Use likelihood={loss}"
+    )
+
+
+def _is_multiple(slopes: Tensor, residual: Tensor, noise: float) -> bool:
+    """Return True if residual = s·slopes for some s > 0, up to the noise."""
+    if slopes.numel() < _TEST.least_entries:
+        return False
+    scale = (slopes * residual).sum() / slopes.square().sum()
+    largest = float(residual.abs().amax())
+    error = float((residual - scale * slopes).abs().amax())
+    return bool(scale > 0) and noise <= _TEST.largest_noise * largest and error <= noise

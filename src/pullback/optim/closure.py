@@ -292,27 +292,32 @@ class ClosureProblem(StepProblem):
 
     def _warn_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> None:
         """Warn once where the loss moves parameters that no measured output depends on."""
+        if ClosureWarning.UNMEASURED_PARAMETERS in self._memory.warned or not linearizations:
+            return
+        moved = self._find_unmeasured(linearizations)
+        if not moved:
+            return
+        self._memory.warned.add(ClosureWarning.UNMEASURED_PARAMETERS)
+        warnings.warn(
+            f"The loss depends on {', '.join(moved)}, but the measured output does not: the "
+            "metric is zero there, so they move by their gradient divided by the damping. "
+            "Freeze them (requires_grad_(False)), leave them to another optimizer (params=), "
+            "or let output= return what they compute as well.",
+            RuntimeWarning,
+            stacklevel=find_user_stacklevel(),
+        )
+
+    def _find_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> list[str]:
+        """The parameters with a gradient on which none of these outputs depends."""
         measured = self._memory.measured_names
-        has_gradient = [name for name, p in self.params.items() if p.grad is not None]
-        unknown = [name for name in has_gradient if name not in measured]
-        if ClosureWarning.UNMEASURED_PARAMETERS in self._memory.warned or not unknown:
-            return
-        if not linearizations:  # a process without samples
-            return
+        unknown = [name for name in self.params if name not in measured]
+        if all(self.params[name].grad is None for name in unknown):
+            return []
         for linearization in linearizations:
             names = {id(p): name for name, p in linearization.leaves.items()}
             measured |= find_leaf_names([linearization.graph], names)
         unmeasured = [name for name in unknown if name not in measured]
-        moved = [name for name in unmeasured if _has_nonzero_gradient(self.params[name])]
-        if moved and self._memory.should_warn(ClosureWarning.UNMEASURED_PARAMETERS):
-            warnings.warn(
-                f"The loss depends on {', '.join(moved)}, but the measured output does not: the "
-                "metric is zero there, so they move by their gradient divided by the damping. "
-                "Freeze them (requires_grad_(False)), leave them to another optimizer (params=), "
-                "or let output= return what they compute as well.",
-                RuntimeWarning,
-                stacklevel=find_user_stacklevel(),
-            )
+        return [name for name in unmeasured if _has_nonzero_gradient(self.params[name])]
 
     def pulled_gradient(self) -> Tensor:
         if self._pulled_gradient is None:

@@ -48,7 +48,16 @@ from .outputs import Outputs, as_outputs
 from .problem import StepInfo, StepProblem, System, agrees_with_autograd
 
 #: caches, torch's hooks on the optimizer, and the function by which a scheduler counts calls
-_UNSAVED = ("_memory", "_growth", "_checked", "_names", "_schedule", "_optimizer_", "step")
+_UNSAVED = (
+    "_memory",
+    "_growth",
+    "_checked",
+    "_retraction",
+    "_names",
+    "_schedule",
+    "_optimizer_",
+    "step",
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,6 @@ class NaturalGradient(Optimizer):
         self.maximize = maximize
         self._retract = retract
         self._register()
-        self._retraction()  # refuses unknown names at once
         self._schedule = self._first_schedule()
         if params is None:
             params = _trainable(model)
@@ -133,6 +141,11 @@ class NaturalGradient(Optimizer):
         #: the first loss, and for how many steps the loss was far above it
         self._growth: list[Any] = []
         self._names = {id(p): n for n, p in unwrap_model(self.model).named_parameters()}
+        self._retraction = retraction(self._retract, tuple(self._names.values()))
+        #: whether the step has numbers or vectors to save
+        self._keeps_state = self.rule.inner is not None or bool(
+            self.rule.numbers or self.rule.vectors
+        )
         #: the parameters that were found usable
         self._checked: list[object] = []
 
@@ -201,11 +214,15 @@ class NaturalGradient(Optimizer):
 
     def _recall(self, problem: StepProblem) -> dict[str, Any]:
         """What the step kept, as it finds it in `Local.state`."""
+        if not self._keeps_state:
+            return {}
         vectors = [self.state[p]["rule"] for p in problem.params.values()]
         return recall(self.rule, self._schedule["rule"], vectors, problem.space.flatten)
 
     def _remember(self, problem: StepProblem, state: dict[str, Any]) -> None:
         """Save what the step left in its state; frozen parameters have moved by zero."""
+        if not self._keeps_state and not state:
+            return
         params = self._parameters()
 
         def split(flat: Tensor) -> Iterator[Tensor]:
@@ -418,13 +435,13 @@ class NaturalGradient(Optimizer):
         """How far a move goes: the learning rates of its entries, and the retraction."""
         rates = self._rates()
         if len(set(rates)) == 1:
-            return Displacement(problem.space, rates[0], rates[0], self._retraction())
+            return Displacement(problem.space, rates[0], rates[0], self._retraction)
         filled = {}
         for group, rate in zip(self.param_groups, rates, strict=True):
             for p in group["params"]:
                 filled[self._names[id(p)]] = torch.full_like(p, rate)
         flat = problem.space.flatten({name: filled[name] for name in problem.params})
-        return Displacement(problem.space, flat, None, self._retraction())
+        return Displacement(problem.space, flat, None, self._retraction)
 
     def _agree(self, move: Move, state: dict[str, Any]) -> Move:
         """The first process's move, to the bit; all have computed the same one to round-off."""
@@ -453,14 +470,11 @@ class NaturalGradient(Optimizer):
                 continue
             deltas = [pieces[self._names[id(p)]].to(p.dtype) for p in chosen]
             torch._foreach_add_(chosen, deltas, alpha=-float(group["lr"]) * move.size)
-        if self._retract is not None:
+        if self._retraction is not None:
             moved = {name: p.detach() for name, p in problem.params.items()}
-            for name, value in self._retraction()(moved).items():
+            for name, value in self._retraction(moved).items():
                 problem.params[name].copy_(value)
         torch.clear_autocast_cache()
-
-    def _retraction(self) -> Any:
-        return retraction(self._retract, tuple(self._names.values()))
 
     def _report(self, problem: StepProblem, pulled: PulledSystem, move: Move) -> StepInfo:
         """The record of a step."""
@@ -490,10 +504,13 @@ class NaturalGradient(Optimizer):
         """Warn once of a loss that stays far above the first."""
         if not self._growth:
             self._growth = [loss, 0]
-        remedy = (
-            "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's damping"
-        )
-        warn_growth(self._growth, loss, remedy, find_user_stacklevel())
+        has_risen = not loss <= self._growth[0]
+        if has_risen or self._growth[1]:
+            remedy = (
+                "Leave step= and lr= out, use steps.LevenbergMarquardt(), or raise the solver's "
+                "damping"
+            )
+            warn_growth(self._growth, loss, remedy, find_user_stacklevel())
 
 
 @dataclass(frozen=True)

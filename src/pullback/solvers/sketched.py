@@ -155,7 +155,7 @@ class Sketched(Solver):
             row = RowSketch.draw(gram.count, self.rows, like, generator)
         if self.columns is not None and self.columns < gram.size:
             column = ColumnSketch.draw(gram.size, self.columns, like, generator)
-        a = gram.rows() if column is None else gram.compressed(column.compress)
+        a = gram.rows() if column is None else gram.compress(column.compress)
         sketch = Rows(a if row is None else row(a))
         return Compressed(gram, sketch, self._inner.init(sketch), row, column)
 

@@ -106,14 +106,14 @@ class Local:
         """mᵀG m for the displacement m = lr·move, a scalar tensor."""
         return self.inner_products(self.scaled(move)[None])[0, 0]
 
-    def predicted(self, move: Tensor) -> float:
+    def predict_reduction(self, move: Tensor) -> float:
         """The model's reduction gᵀm − ½mᵀG m for the displacement m = lr·move."""
         slope = self.gradient @ self.scaled(move)
         return float(slope - 0.5 * self.squared_length(move))
 
     def reduction_ratio(self, move: Tensor, loss: float) -> float:
         """ρ = actual/predicted reduction of a move to this loss; NaN where none is predicted."""
-        predicted = self.predicted(move)
+        predicted = self.predict_reduction(move)
         if not predicted > 0:
             return float("nan")
         return (self.loss - loss) / predicted
