@@ -74,7 +74,7 @@ def test_the_command_knows_what_the_experiments_add() -> None:
 
 def test_slabs_of_time_are_described_as_such() -> None:
     part = pde.mlp(2, 5, 1, seed=0)
-    assert record.described(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
+    assert record.describe_network(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
 
 
 def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
@@ -251,7 +251,11 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: torch.device) -> float:
         raise ValueError("[oh] no")
 
-    checks = (("a", lambda device: 0.1, 1e-3), ("b", broken, 1.0), ("c", lambda d: math.nan, 1.0))
+    checks = (
+        doctor.Check("a", lambda device: 0.1, 1e-3),
+        doctor.Check("b", broken, 1.0),
+        doctor.Check("c", lambda device: math.nan, 1.0),
+    )
     monkeypatch.setattr(doctor, "CHECKS", checks)
     done = run.invoke(app, ["doctor"])
     assert done.exit_code == 1

@@ -56,7 +56,7 @@ def of_two_batches(rank: int, size: int) -> None:
 @CHECKS.add
 def work_is_shared(rank: int, size: int) -> None:
     """Every process multiplies about as many tiles as the others."""
-    rows = [pb.kernels.tiles.owner(i, size) for i in range(4 * size)]
+    rows = [pb.kernels.tiles.find_owner(i, size) for i in range(4 * size)]
     counts = [sum(i + 1 for i, k in enumerate(rows) if k == r) for r in range(size)]
     assert max(counts) == min(counts)
 

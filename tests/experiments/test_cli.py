@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from pullback import pde
 from pullback.cli.app import app
-from pullback.cli.solving import setups
+from pullback.cli.setups import list_setups
 from pullback_experiments import registry
 from pullback_experiments.commands import bench, listing
 from pullback_experiments.framework import executor
@@ -38,7 +38,7 @@ def test_list_shows_every_setup() -> None:
 @pytest.mark.parametrize("width", [40, 80, 119, 120])
 def test_list_is_whole_at_any_width(width: int, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=width)
-    console.print(setups(), listing.experiments(tmp_path, width))
+    console.print(list_setups(), listing.experiments(tmp_path, width))
     lines = said(console).splitlines()
     assert max(map(len, lines)) <= width
     first = [line.split()[0] for line in lines if line[:1].strip()]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pullback._core.errors import PullbackError
 from pullback.kernels import Tangent, ntk
-from pullback.kernels.tiles import MEMORY, room
+from pullback.kernels.tiles import MEMORY, choose_memory
 from pullback.testing import assert_close
 from tests.kernels.nets import blocks, build, dense, draw, inputs
 
@@ -95,14 +95,14 @@ def test_what_was_seen_of_cotangents_is_proved_anew(equal_first: bool) -> None:
 
 
 def test_memory_is_fixed_where_nothing_can_be_asked() -> None:
-    assert room(torch.device("cpu"), 2**50) == MEMORY
+    assert choose_memory(torch.device("cpu"), 2**50) == MEMORY
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_of_a_gpu_follows_the_jacobian() -> None:
     device = torch.device("cuda")
-    assert room(device, 2**20) == MEMORY
+    assert choose_memory(device, 2**20) == MEMORY
     free = torch.cuda.mem_get_info(device)[1]
-    assert MEMORY <= room(device, 2**50) <= max(MEMORY, free // 4)
-    assert room(device, 4 * MEMORY + 4) <= MEMORY + 1
+    assert MEMORY <= choose_memory(device, 2**50) <= max(MEMORY, free // 4)
+    assert choose_memory(device, 4 * MEMORY + 4) <= MEMORY + 1

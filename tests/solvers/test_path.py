@@ -42,7 +42,7 @@ def test_the_path_is_every_damped_solution(form: str, white: bool, outside: bool
     for scale in (1.0, 0.3):
         m = scale * want
         reduction = m @ g - 0.5 * (m @ (a.T @ a) * m).sum(1)
-        assert_close(path.predicted(dampings, scale), reduction, 1e-6, "gᵀm − ½mᵀGm")
+        assert_close(path.predict_reduction(dampings, scale), reduction, 1e-6, "gᵀm − ½mᵀGm")
 
 
 def test_the_secular_equation_is_solved_for_many_radii() -> None:

@@ -153,7 +153,8 @@ def test_the_route_of_cuda_has_the_same_path(
     dampings = torch.logspace(-17, 1, 19, dtype=torch.float64)
     tol = 1e-6  # ε/√λ where the smallest directions lead
     assert_close(other.norm(dampings), plain.norm(dampings), tol, "‖x(λ)‖")
-    assert_close(other.predicted(dampings), plain.predicted(dampings), 1e-8, "predicted")
+    reductions = [path.predict_reduction(dampings) for path in (other, plain)]
+    assert_close(*reductions, 1e-8, "predicted")
     assert_close(other.at(dampings[4:]), plain.at(dampings[4:]), tol, "x(λ)")
     radii = plain.norm(dampings)
     found = other.damping_for(radii)
@@ -181,12 +182,12 @@ def test_the_spectrum_of_a_broken_matrix_keeps_shape_and_device() -> None:
 def test_only_what_is_not_finite_is_broken() -> None:
     """The sum of finite entries may overflow."""
     huge = torch.full((3, 2), 1e308, dtype=torch.float64)
-    assert pinv.finite(huge)
+    assert pinv.is_finite(huge)
     for bad in (torch.nan, torch.inf, -torch.inf):
         broken = huge.clone()
         broken[1, 1] = bad
-        assert not pinv.finite(broken)
-    assert not pinv.finite(torch.tensor([torch.inf, -torch.inf]))
+        assert not pinv.is_finite(broken)
+    assert not pinv.is_finite(torch.tensor([torch.inf, -torch.inf]))
 
 
 def test_a_path_is_that_of_its_own_right_hand_side() -> None:

@@ -8,7 +8,7 @@ import scipy.fft
 import torch
 
 import pullback as pb
-from pullback.solvers import Sketched
+from pullback.solvers import Sketched, sketched
 from pullback.solvers.sketched import ColumnSketch, RowSketch, dct, idct
 from pullback.testing import assert_close
 from tests.pairs import all_pairs
@@ -128,7 +128,8 @@ def test_rows_are_compressed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     sketch = ColumnSketch.draw(10, 4, random(1, 1), torch.Generator().manual_seed(0))
     x = random(7, 10)
     whole = sketch.compress(x)
-    monkeypatch.setattr("pullback.solvers.sketched._AT_ONCE", 25)  # two rows
+    limits = sketched.TransformLimits(most_entries=25)  # two rows
+    monkeypatch.setattr(sketched, "_LIMITS", limits)
     assert_close(sketch.compress(x), whole, 1e-14, "x Ω")
     assert sketch.compress(x[0]).shape == (4,)
     assert sketch.compress(x[:0]).shape == (0, 4)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pullback.cli import SETUP_MODULES
-from pullback.cli.terminal import RESULTS, Device, Out, console, refusing
+from pullback.cli.terminal import RESULTS, Device, Out, exit_on_refusal, make_console
 
 from . import registry
 
@@ -16,12 +16,12 @@ SETUP_MODULES.append("pullback_experiments.problems")
 
 def list_all(out: Out = RESULTS) -> None:
     """Show the set-ups that `solve` knows and the experiments of `run`, with times found here."""
-    from pullback.cli.solving import setups
+    from pullback.cli.setups import list_setups
 
     from .commands.listing import experiments
 
-    shown = console()
-    shown.print(setups())
+    shown = make_console()
+    shown.print(list_setups())
     shown.print()
     shown.print(experiments(out, shown.width))
 
@@ -44,7 +44,7 @@ def run(
     from .framework import executor
     from .framework.progress import seed_range
 
-    with refusing():
+    with exit_on_refusal():
         found = registry.find(name)
         if seeds is None:
             asked = None
@@ -52,7 +52,7 @@ def run(
             asked = seed_range(seeds)
         try:
             done = executor.run(
-                found, quick, asked, out, console(),
+                found, quick, asked, out, make_console(),
                 device=device, seconds=seconds, workers=workers,
             )  # fmt: skip
         except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def run(
             else:
                 where = "Nothing was finished"
             words = f"Interrupted. {where}; the same command goes on."
-            console().print(words, highlight=False, markup=False, soft_wrap=True)
+            make_console().print(words, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
     raise typer.Exit(done.status)
 
@@ -71,21 +71,21 @@ def report(out: Out = RESULTS) -> None:
     """Build FOLDER/report.html, one page on all results under the folder."""
     from .commands.report import write
 
-    with refusing():
+    with exit_on_refusal():
         path, left_out = write(out)
     for line in [*(f"Left out: {line}" for line in left_out), f"Written: {path}"]:
-        console().print(line, highlight=False, markup=False, soft_wrap=True)
+        make_console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def bench(device: Device = "cpu") -> None:
     """Time one step of each method on this machine."""
-    from pullback.cli.environment import usable
+    from pullback.cli.environment import require_device
 
     from .commands.bench import table
 
-    with refusing():
-        where = usable(device)
-        shown = console()
+    with exit_on_refusal():
+        where = require_device(device)
+        shown = make_console()
         with shown.status("timing"):
             found = table(where)
         shown.print(found)

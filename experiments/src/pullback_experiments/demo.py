@@ -14,8 +14,8 @@ import torch
 import typer
 from rich.console import Console
 
-from pullback.cli.files import folder
-from pullback.cli.terminal import forgiving
+from pullback.cli.files import make_folder
+from pullback.cli.terminal import replace_unknown_characters
 
 from .commands import report
 from .framework import executor
@@ -51,7 +51,7 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
-    store = demonstration.opened(quick, folder(out))
+    store = demonstration.opened(quick, make_folder(out))
     here = environment()
     for problem, curves in races:
         for curve in curves:
@@ -68,7 +68,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of results, figures and page.")] = Path("demo"),
 ) -> None:
     """Train three small problems with torch's optimizers and with the natural gradient."""
-    forgiving()
+    replace_unknown_characters()
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
     races = []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pullback import PullbackError
-from pullback.cli.files import folder
+from pullback.cli.files import make_folder
 
 from . import registry
 from .framework import store
@@ -25,7 +25,7 @@ def merge(
     experiment: Experiment, sources: Sequence[Path], out: Path, *, quick: bool = False
 ) -> list[int]:
     """Copy finished items into `out`; those already there stay. The seeds that it now knows of."""
-    held = experiment.opened(quick, folder(out))
+    held = experiment.opened(quick, make_folder(out))
     seeds: set[int] = set()
     for source in sources:
         path = source / held.path.name

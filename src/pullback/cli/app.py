@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .terminal import RESULTS, Device, Out, console, forgiving, refusing
+from .terminal import (
+    RESULTS,
+    Device,
+    Out,
+    exit_on_refusal,
+    make_console,
+    replace_unknown_characters,
+)
 
 app = typer.Typer(
     help="Natural gradients for PyTorch.",
@@ -18,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"pullback {__version__}")
         raise typer.Exit
 
@@ -28,11 +35,11 @@ def _version(wanted: bool) -> None:
 def _group(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Natural gradients for PyTorch."""
-    forgiving()
+    replace_unknown_characters()
 
 
 @app.command()
@@ -52,26 +59,34 @@ def solve(
     A file defines `problem` and, where it wants, `network` (of a seed) and `options`.
     Called again, the run goes on from its checkpoint.
     """
-    from .solving import setups, solved
+    from .setups import SolveRequest, list_setups, solve_setup
 
     if name is None:
-        console().print(setups())
+        make_console().print(list_setups())
         return
 
-    given = {"steps": steps, "budget": seconds}
-    with refusing():
-        interrupted = solved(name, seed, given, device, out, fresh, console())
-    if interrupted:
+    options = {"steps": steps, "budget": seconds}
+    request = SolveRequest(
+        name=name,
+        seed=seed,
+        options={key: value for key, value in options.items() if value is not None},
+        device=device,
+        out=out,
+        fresh=fresh,
+    )
+    with exit_on_refusal():
+        is_finished = solve_setup(request, make_console())
+    if not is_finished:
         raise typer.Exit(130)
 
 
 @app.command()
 def doctor() -> None:
     """Show versions and devices, and check the numerics in a few seconds."""
-    from .doctor import examined
+    from .doctor import examine
 
-    healthy = examined(console())
-    raise typer.Exit(0 if healthy else 1)
+    is_healthy = examine(make_console())
+    raise typer.Exit(0 if is_healthy else 1)
 
 
 for command in entry_points(group="pullback.commands"):

@@ -1,4 +1,4 @@
-"""Where a result came from: versions, device, threads; and whether a device works."""
+"""Versions, device and threads of this process; and whether a device works."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pullback
 from .._core.errors import PullbackError
 
 
-def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """What a reader needs to judge times and to repeat a run."""
-    kind = torch.device(device)
-    cuda = kind.type == "cuda" and torch.cuda.is_available()
+def describe_environment(device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Return what a reader needs to judge times and to repeat a run."""
+    device = torch.device(device)
+    device_name = str(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        device_name = torch.cuda.get_device_name(device)
     return {
         "pullback": pullback.__version__,
         "python": platform.python_version(),
@@ -25,13 +27,13 @@ def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
         "numpy": numpy.__version__,
         "scipy": scipy.__version__,
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(kind) if cuda else str(kind),
+        "device": device_name,
         "threads": torch.get_num_threads(),
     }
 
 
-def usable(device: str | torch.device) -> torch.device:
-    """The device, or a refusal."""
+def require_device(device: str | torch.device) -> torch.device:
+    """Return the device; raise if it does not work here."""
     try:
         torch.zeros(1, device=device).item()  # meta has tensors and no values
     except (RuntimeError, AssertionError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside, then put in place."""
+"""Files that are complete or absent: each is written under another name, then renamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 
 
 def write(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:
-    """Write a file in one piece: what was there stays until the new one is complete."""
+    """Write a file by `fill`; an existing one stays until the new one is complete."""
     draft = path.with_name(f"{path.name}.draft-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +35,12 @@ def write(path: Path, fill: Callable[[IO[bytes]], object]) -> Path:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """The same for words."""
+    """Write text to a file; an existing one stays until the new one is complete."""
     return write(path, lambda file: file.write(text.encode()))
 
 
-def folder(out: Path) -> Path:
-    """Make the folder, or refuse what cannot be one."""
+def make_folder(out: Path) -> Path:
+    """Make the folder and return it; raise if nothing can be written there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not os.access(out, os.W_OK):

@@ -1,4 +1,4 @@
-"""What a solve leaves behind: a table for people, a record for programs."""
+"""The result of a solve: a table for people, a record for programs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import nn
 from ..pde import PDESolution, Setup
 from ..pde.networks.modules import Slabs
 from . import files
-from .environment import environment
-from .terminal import facts
+from .environment import describe_environment
+from .terminal import make_fact_table
 
 FORMAT = "pullback solution 1"
 
 
-def summary(solution: PDESolution) -> Table:
-    """What was solved, with what, how long it took and how well it went."""
+def summarize(solution: PDESolution) -> Table:
+    """Return a table: what was solved, by which network, how long it took, how large errors are."""
     history = solution.history
+    network = solution.network
     rows = {
         "problem": solution.problem.name,
-        "network": f"{described(solution.network)}, {parameters(solution.network):,} parameters",
+        "network": f"{describe_network(network)}, {count_parameters(network):,} parameters",
         "steps": f"{len(history):,}",
         "seconds": f"{history.spent:.1f}",
         "loss": f"{solution.loss:.2e}",
@@ -34,75 +35,83 @@ def summary(solution: PDESolution) -> Table:
         if len(solution.problem.fields) > 1:
             rows["of each field"] = ", ".join(f"{k} {v:.1e}" for k, v in solution.errors.items())
     rows |= {n: f"{v:.8g}" for n, v in solution.unknowns.items()}
-    return facts({**rows, "stopped": solution.stopped})
+    return make_fact_table({**rows, "stopped": solution.stopped})
 
 
-def report(
-    name: str, found: Setup, seed: int, device: str, options: dict[str, Any], solution: PDESolution
+def make_report(
+    name: str, setup: Setup, seed: int, device: str, options: dict[str, Any], solution: PDESolution
 ) -> dict[str, Any]:
-    """All of a run but its parameters: configuration, result, history, environment."""
+    """Return all of a run but its parameters: configuration, result, history, environment."""
     history = solution.history
+    error = history.error[-1] if history.error else None
     return {
         "format": FORMAT,
         "config": {
             "name": name,
-            "problem": found.problem.name,
-            "equation": getattr(found.problem, "equation", ""),
-            "conditions": [c.name for c in found.problem.conditions],
-            "network": described(solution.network),
-            "parameters": parameters(solution.network),
+            "problem": setup.problem.name,
+            "equation": getattr(setup.problem, "equation", ""),
+            "conditions": [c.name for c in setup.problem.conditions],
+            "network": describe_network(solution.network),
+            "parameters": count_parameters(solution.network),
             "dtype": str(next(solution.network.parameters()).dtype),
             "seed": seed,
-            "options": {k: _plain(v) for k, v in options.items()},
+            "options": {key: _to_json(value) for key, value in options.items()},
         },
         "result": {
             "steps": len(history),
             "seconds": history.spent,
             "loss": solution.loss,
-            "error": history.error[-1] if history.error else None,
+            "error": error,
             "unknowns": solution.unknowns,
             "stopped": solution.stopped,
         },
         "history": history.as_dict(),
-        "environment": environment(device),
+        "environment": describe_environment(device),
     }
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """As JSON; numbers that are not finite become null, which JSON can hold."""
-    files.write_text(path, json.dumps(_finite(content), indent=1, ensure_ascii=False) + "\n")
+    """Write content as JSON, in which numbers that are not finite become null."""
+    text = json.dumps(_replace_infinite(content), indent=1, ensure_ascii=False)
+    files.write_text(path, text + "\n")
 
 
-def described(network: nn.Module) -> str:
-    """The widths of its linear layers, behind the number of slabs of time.
+def describe_network(network: nn.Module) -> str:
+    """Return the widths of the linear layers, after the number of slabs of time.
 
     >>> from pullback.pde import mlp
-    >>> described(mlp(2, 32, 1))
+    >>> describe_network(mlp(2, 32, 1))
     '2-32-1'
     """
     if isinstance(network, Slabs):
-        return f"{len(network.networks)} × {described(network.networks[0])}"
+        return f"{len(network.networks)} × {describe_network(network.networks[0])}"
     layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
     if not layers:
         return type(network).__name__
-    return "-".join(str(n) for n in [layers[0].in_features, *(m.out_features for m in layers)])
+    widths = [layers[0].in_features] + [layer.out_features for layer in layers]
+    return "-".join(map(str, widths))
 
 
-def parameters(network: nn.Module) -> int:
-    """How many there are."""
+def count_parameters(network: nn.Module) -> int:
+    """Return the number of a network's parameters."""
     return sum(p.numel() for p in network.parameters())
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold; objects by their text."""
+def _to_json(value: Any) -> Any:
+    """Return a value of JSON; objects become their text."""
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+        return {str(key): _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    return repr(value)
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinite(value: Any) -> Any:
+    """Return the value with None in place of numbers that are not finite."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {key: _replace_infinite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_replace_infinite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

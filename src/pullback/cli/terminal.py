@@ -1,4 +1,4 @@
-"""What commands share: their options, the terminal, refusals, plain tables."""
+"""Options that commands share, the terminal, error messages, and tables without rules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ Out = Annotated[Path, typer.Option(help="Folder of results.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
 
 
-def console() -> Console:
-    """Rich's; wide enough for a table where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 140)
+def make_console() -> Console:
+    """Return rich's console, wide enough for a table where the output is no terminal."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(width=140)
 
 
-def forgiving() -> None:
+def replace_unknown_characters() -> None:
     """Write "?" for a character that the output's encoding lacks, instead of breaking off."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -33,8 +35,8 @@ def forgiving() -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """A request that cannot be met ends with its message and status 1, without a traceback."""
+def exit_on_refusal() -> Iterator[None]:
+    """Exit with the error's message and status 1, without a traceback, if the body refuses."""
     try:
         yield
     except (PullbackError, OSError) as error:
@@ -42,8 +44,8 @@ def refusing() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def facts(rows: Mapping[str, str]) -> Table:
-    """Names and what is known of them, one below the other."""
+def make_fact_table(rows: Mapping[str, str]) -> Table:
+    """Return a table of names and values, one below the other."""
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -52,10 +54,11 @@ def facts(rows: Mapping[str, str]) -> Table:
     return table
 
 
-def columns(first: str, *others: str, heading: str = "") -> Table:
-    """An empty table without rules; the first column names the row."""
+def make_table(first: str, *others: str, heading: str = "") -> Table:
+    """Return an empty table without rules; the first column names the row."""
     table = Table(box=None, header_style="bold", padding=(0, 3, 0, 0), title=heading or None)
-    table.title_justify, table.title_style = "left", "bold underline"
+    table.title_justify = "left"
+    table.title_style = "bold underline"
     table.add_column(first, style="bold", no_wrap=True)
     for column in others:
         table.add_column(column, no_wrap=True)

@@ -22,16 +22,20 @@ from .tiles import MEMORY
 
 
 def as_basis(basis: Any, space: ParameterSpace) -> FactoredGram:
-    """C Cᵀ from a matrix C (p, k), dense or sparse; from tangent vectors, each a dict of tensors by
-    parameter name or a flat (p,) tensor; or from an object with `matvec` and `rmatvec`.
+    """Return C Cᵀ of a basis of parameter directions.
+
+    Args:
+        basis: a matrix C (p, k), dense or sparse; tangent vectors, each a dict of tensors by
+            parameter name or a flat (p,) tensor; or an object with `matvec` and `rmatvec`.
+        space: the parameters.
     """
     if isinstance(basis, Tensor):
         return Rows(_matrix(basis, space).mT)
     if callable(getattr(basis, "matvec", None)) and callable(getattr(basis, "rmatvec", None)):
         return _implicit(basis.matvec, basis.rmatvec, space)
-    listed = isinstance(basis, Sequence) and not isinstance(basis, str) and bool(basis)
+    is_list = isinstance(basis, Sequence) and not isinstance(basis, str) and bool(basis)
     remedy = "Pass a matrix (p, k), a list of tangent vectors, or an object with matvec and rmatvec"
-    require(listed, "The basis", basis, remedy)
+    require(is_list, "The basis", basis, remedy)
     return Rows(torch.stack([_flat(v, space) for v in basis]))
 
 
@@ -44,16 +48,22 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
         )
     if matrix.layout not in (torch.strided, torch.sparse_coo):
         matrix = matrix.to_sparse_csr()
-    values = matrix.coalesce().values() if matrix.layout == torch.sparse_coo else matrix
-    refuse_values("The basis", values.values() if values.layout == torch.sparse_csr else values)
+    values = matrix
+    if matrix.layout == torch.sparse_coo:
+        values = matrix.coalesce().values()
+    elif matrix.layout == torch.sparse_csr:
+        values = matrix.values()
+    refuse_values("The basis", values)
     return matrix.detach().to(space.device, space.dtype)
 
 
 def _flat(vector: Any, space: ParameterSpace) -> Tensor:
     if isinstance(vector, Mapping):
         shapes = dict(zip(space.names, space.shapes, strict=True))
-        fits = {n: isinstance(v, Tensor) and v.shape == shapes.get(n) for n, v in vector.items()}
-        wrong = [n for n, fit in fits.items() if not fit]
+        wrong = []
+        for name, value in vector.items():
+            if not isinstance(value, Tensor) or value.shape != shapes.get(name):
+                wrong.append(name)
         if wrong:
             raise PullbackError(
                 "A tangent vector does not fit the parameters",
@@ -68,7 +78,10 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
 def _implicit(
     matvec: Callable[[Tensor], Tensor], rmatvec: Callable[[Tensor], Tensor], space: ParameterSpace
 ) -> Operator:
-    """Sizes from one product each, and whether the two are transposes of each other."""
+    """Return C Cᵀ of a basis known by products; raise unless the two are transposes.
+
+    One product with each of them shows the sizes.
+    """
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(space.size, generator=generator, dtype=torch.float64)
     v = v.to(space.device, space.dtype)
@@ -76,7 +89,8 @@ def _implicit(
         pulled = rmatvec(v)
         c = torch.randn(pulled.shape, generator=generator, dtype=torch.float64).to(v)
         pushed = matvec(c)
-        left, right = (pushed * v).sum(), (pulled * c).sum()
+        left = (pushed * v).sum()
+        right = (pulled * c).sum()
     except (RuntimeError, IndexError, ValueError) as error:
         raise PullbackError(
             "The basis does not fit the parameters",
@@ -105,7 +119,7 @@ class GTK(FeatureKernel):
         super().__init__(tangent)
         self.basis = as_basis(basis, tangent.space)
 
-    def raised(self, v: Tensor) -> Tensor:
+    def to_direction(self, v: Tensor) -> Tensor:
         return self.basis.matvec(v)
 
     @property
@@ -113,9 +127,11 @@ class GTK(FeatureKernel):
         return self.basis.count + self.tangent.space.size
 
     def features(self, linear: Linearization) -> Tensor:
-        """J C: k forward passes, or rows of J where those are fewer."""
-        n, event = len(linear.value), linear.value.shape[1:]
-        m, k = event.numel(), self.basis.count
+        """Return J C, by k forward passes, or from rows of J where that is cheaper."""
+        n = len(linear.value)
+        event = linear.value.shape[1:]
+        m = event.numel()
+        k = self.basis.count
         if 6 * k < m * (k + 3):  # a pass costs about 6 multiply-adds per sample and parameter
             units = torch.eye(k, dtype=linear.space.dtype, device=linear.space.device)
             columns = (linear.jvp(self.basis.lift(unit)) for unit in units)

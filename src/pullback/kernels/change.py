@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
-from .tangent import Tangent, arguments, parts
+from .tangent import Tangent, as_arguments, split_samples
 
-_SAMPLES = 1024  # of x* at a time
+#: samples that are evaluated at a time
+_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,22 @@ class FunctionChange:
     direction: Tensor
 
     def __call__(self, x: Any) -> Tensor:
-        """J(x) v."""
+        """Return J(x) v."""
         return self._by_chunks(x, lambda args: self.tangent.at(args).jvp(self.direction))
 
     def actual(self, x: Any) -> Tensor:
-        """φ(w + v)(x) − φ(w)(x), to compare the prediction with."""
-        here = self.tangent
-        there = Tangent(here.model, here.moved(self.direction), output=here.output)
-        return self._by_chunks(x, lambda args: there.at(args).value - here.at(args).value)
+        """Return φ(w + v)(x) − φ(w)(x), to compare the prediction with."""
+        tangent = self.tangent
+        moved_parameters = tangent.move_parameters(self.direction)
+        moved = Tangent(tangent.model, moved_parameters, output=tangent.output)
+        return self._by_chunks(x, lambda args: moved.at(args).value - tangent.at(args).value)
 
     def _by_chunks(self, x: Any, function: Callable[[Any], Tensor]) -> Tensor:
         with torch.no_grad():
-            return torch.cat([function(args) for args in parts(arguments(x), _SAMPLES)])
+            return torch.cat([function(args) for args in split_samples(as_arguments(x), _CHUNK)])
 
     def parameters(self) -> dict[str, Tensor]:
-        """v by the parameters' names."""
+        """Return v by the parameters' names."""
         return self.tangent.space.split(self.direction)
 
     def __mul__(self, scale: float) -> FunctionChange:
@@ -63,22 +65,22 @@ class Expansion:
     coefficients: Tensor
 
     def __call__(self, x: Any) -> Tensor:
-        """f(x), (N', *event)."""
+        """Return f(x), (N', *event)."""
         event = self.coefficients.shape[1:]
         return _apply_kernel(self.kernel(x, self.points), self.coefficients).unflatten(1, event)
 
     def inner(self, other: Expansion) -> Tensor:
-        """⟨f, f'⟩, a number."""
+        """Return ⟨f, f'⟩, a number."""
         c = self.coefficients.flatten(1)
         return (c * _apply_kernel(self.kernel(self.points, other.points), other.coefficients)).sum()
 
     def norm(self) -> Tensor:
-        """‖f‖."""
+        """Return ‖f‖."""
         return self.inner(self).clamp(min=0).sqrt()
 
 
 def _apply_kernel(kernel: Tensor, c: Tensor) -> Tensor:
-    """Σ_j K_ij c_j, (N, m)."""
+    """Return Σ_j K_ij c_j, (N, m)."""
     flat = c.flatten(1)
     if kernel.ndim not in (2, 4) or kernel.shape[1] != len(c):
         raise PullbackError(
@@ -87,4 +89,6 @@ def _apply_kernel(kernel: Tensor, c: Tensor) -> Tensor:
             "Let it return (N, N') or (N, N', m, m), and give one coefficient per point",
         )
     flat = flat.to(kernel.dtype)
-    return kernel @ flat if kernel.ndim == 2 else torch.einsum("ijab,jb->ia", kernel, flat)
+    if kernel.ndim == 2:
+        return kernel @ flat
+    return torch.einsum("ijab,jb->ia", kernel, flat)

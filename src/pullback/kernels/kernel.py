@@ -23,8 +23,15 @@ from .._core.processes import Processes
 from ..maps import Linearization
 from .change import FunctionChange
 from .layouts import KernelLayout, as_layout
-from .tangent import Tangent, arguments, as_tangent, parts, samples
-from .tiles import MEMORY, check_events, check_sizes, gather_tiles, refuse_others, tiles
+from .tangent import Tangent, as_arguments, as_tangent, count_samples, split_samples
+from .tiles import (
+    MEMORY,
+    check_events,
+    check_sizes,
+    compute_tiles,
+    gather_tiles,
+    refuse_different_arguments,
+)
 
 
 class TangentKernel(ABC):
@@ -34,14 +41,14 @@ class TangentKernel(ABC):
         self.tangent = tangent
 
     @abstractmethod
-    def raised(self, v: Tensor) -> Tensor:
-        """B v, (p,): the gradient that belongs to the differential v."""
+    def to_direction(self, v: Tensor) -> Tensor:
+        """Return B v, (p,): the direction of parameters that belongs to the differential v."""
 
     @abstractmethod
     def matrix(
         self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        """K(x, x2) in a layout, K(x, x) where x2 is None."""
+        """Return K(x, x2) in a layout, K(x, x) where x2 is None."""
 
     def __call__(
         self,
@@ -52,17 +59,19 @@ class TangentKernel(ABC):
         chunk: int | None = None,
         memory: int | None = None,
     ) -> Tensor:
-        """K(x, x2), or K(x, x); not divided by the number of samples."""
-        return self.matrix(x, None if x2 is x else x2, as_layout(layout), chunk, memory)
+        """Return K(x, x2), or K(x, x); not divided by the number of samples."""
+        if x2 is x:
+            x2 = None
+        return self.matrix(x, x2, as_layout(layout), chunk, memory)
 
     def expand(self, x: Any, cotangents: Tensor) -> FunctionChange:
-        """Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
+        """Return Σ_i K(·, x_i) c_i for cotangents c (N, *event): the tangent vector dφ·B Jᵀc."""
         linear = self.tangent.at(x)
         c = check_cotangents(cotangents, linear)
-        return FunctionChange(self.tangent, self.raised(linear.vjp(c)))
+        return FunctionChange(self.tangent, self.to_direction(linear.vjp(c)))
 
     def operator(self, x: Any, x2: Any = None, *, chunk: int = 1024) -> KernelOperator:
-        """K(x, x2) by its products alone."""
+        """Return K(x, x2) as an operator, which is never formed."""
         return KernelOperator(self, x, x2, chunk)
 
 
@@ -73,29 +82,31 @@ class NTK(TangentKernel):
         super().__init__(tangent)
         self._processes = Processes() if processes is None else processes
 
-    def raised(self, v: Tensor) -> Tensor:
+    def to_direction(self, v: Tensor) -> Tensor:
         return v
 
     def matrix(
         self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        n = samples(arguments(x))
-        n2 = n if x2 is None else samples(arguments(x2))
-        found = tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
+        n = count_samples(as_arguments(x))
+        n2 = n if x2 is None else count_samples(as_arguments(x2))
+        tiles = compute_tiles(self.tangent, x, x2, layout, chunk, memory, self._processes)
         if not self._processes.is_single:
-            refuse_others(self.tangent, x, x2, self._processes)
-            found = gather_tiles(found, self.tangent.space.zeros(0), self._processes)
-        out: Tensor | None = None
-        for rows, some, tile in found:
-            if rows == slice(0, n) and some == slice(0, n2):
-                return tile  # the only one, which need not be copied
-            if out is None:
-                out = tile.new_empty(n, n2, *tile.shape[2:])
-            out[rows, some] = tile
-            if x2 is None and some != rows:
-                out[some, rows] = layout.flip(tile)
-        assert out is not None
-        return out
+            refuse_different_arguments(self.tangent, x, x2, self._processes)
+            tiles = gather_tiles(tiles, self.tangent.space.zeros(0), self._processes)
+        kernel: Tensor | None = None
+        for tile in tiles:
+            rows = tile.rows
+            columns = tile.columns
+            if rows == slice(0, n) and columns == slice(0, n2):
+                return tile.values  # the only one, which need not be copied
+            if kernel is None:
+                kernel = tile.values.new_empty(n, n2, *tile.values.shape[2:])
+            kernel[rows, columns] = tile.values
+            if x2 is None and columns != rows:
+                kernel[columns, rows] = layout.flip(tile.values)
+        assert kernel is not None
+        return kernel
 
 
 class FeatureKernel(TangentKernel):
@@ -103,36 +114,41 @@ class FeatureKernel(TangentKernel):
 
     @abstractmethod
     def features(self, linear: Linearization) -> Tensor:
-        """H(x), (N, m, k), of a batch."""
+        """Return H(x), (N, m, k), of a batch."""
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Entries that the features of one output need, J's row included where it is formed."""
+        """The entries that the features of one output need, with J's row where it is formed."""
 
     def matrix(
         self, x: Any, x2: Any, layout: KernelLayout, chunk: int | None, memory: int | None
     ) -> Tensor:
-        memory = MEMORY if memory is None else memory
+        if memory is None:
+            memory = MEMORY
         h = self.features_at(x, chunk, memory)
         h2 = h if x2 is None else self.features_at(x2, chunk, memory)
         check_events(h.shape[1:], h2.shape[1:])
         return torch.einsum(layout.of_features, h, h2)
 
     def features_at(self, x: Any, chunk: int | None = None, memory: int = MEMORY) -> Tensor:
-        """H(x), in chunks of samples that fit the memory."""
+        """Return H(x), computed in chunks of samples that fit the memory."""
         check_sizes(chunk, memory)
-        args = arguments(x)
-        n = samples(args)
+        args = as_arguments(x)
+        n = count_samples(args)
         probe = self.tangent.probe(args)
-        held = probe.event.numel() * self.width * torch.finfo(self.tangent.space.dtype).bits // 8
-        step = max(1, min(n, memory // held)) if chunk is None else chunk
+        if chunk is None:
+            itemsize = self.tangent.space.dtype.itemsize
+            bytes_per_sample = probe.event.numel() * self.width * itemsize
+            chunk = max(1, min(n, memory // bytes_per_sample))
+        pieces = []
         with torch.no_grad():
-            pieces = [
-                self.features(self.tangent.chunk(args, a, min(a + step, n), probe))
-                for a in range(0, n, step)
-            ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for start in range(0, n, chunk):
+                linear = self.tangent.chunk(args, start, min(start + chunk, n), probe)
+                pieces.append(self.features(linear))
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces)
 
 
 def ntk(
@@ -147,9 +163,10 @@ def ntk(
     memory: int | None = None,
     group: Any = None,
 ) -> Tensor:
-    r"""The empirical neural tangent kernel Θ = J(x) J(x2)ᵀ, without J where layers have structure.
+    r"""Return the empirical neural tangent kernel Θ = J(x) J(x2)ᵀ.
 
-    For a linear layer with inputs ā and output cotangents δ the share is (ā ā'ᵀ) ∘ (δ δ'ᵀ).
+    J is not formed where layers have structure. For a linear layer with inputs ā and output
+    cotangents δ the share is (ā ā'ᵀ) ∘ (δ δ'ᵀ).
 
     Args:
         model: a module with one output per sample, of any shape (m entries).
@@ -184,12 +201,12 @@ def ntk_operator(
     params: Mapping[str, Tensor] | None = None,
     chunk: int = 1024,
 ) -> KernelOperator:
-    """Θ(x, x2) by products: `matvec(u)` is one reverse and one forward pass."""
+    """Return Θ(x, x2) as an operator: `matvec(u)` is one reverse and one forward pass."""
     return NTK(as_tangent(model, params)).operator(x, x2, chunk=chunk)
 
 
 def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
-    """One cotangent per entry of the output, in its shape."""
+    """Return the cotangents in the output's shape; raise unless there is one per entry."""
     shape = linear.value.shape
     refuse_values("The batch of cotangents", cotangents)
     if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
@@ -210,30 +227,41 @@ class KernelOperator:
     def __init__(self, kernel: TangentKernel, x: Any, x2: Any = None, chunk: int = 1024) -> None:
         check_sizes(chunk)
         self._kernel = kernel
-        self._one = parts(arguments(x), chunk)
-        self._two = self._one if x2 is None or x2 is x else parts(arguments(x2), chunk)
-        first, tangent = self._one[0], kernel.tangent
+        self._row_chunks = split_samples(as_arguments(x), chunk)
+        self._column_chunks = self._row_chunks
+        if x2 is not None and x2 is not x:
+            self._column_chunks = split_samples(as_arguments(x2), chunk)
+        first = self._row_chunks[0]
+        tangent = kernel.tangent
         probe = tangent.probe(first)
-        tangent.chunk(first, 0, min(samples(first), 2 * len(probe.value)), probe)
-        self.event, space = tuple(probe.event), tangent.space
+        tangent.chunk(first, 0, min(count_samples(first), 2 * len(probe.value)), probe)
+        self.event = tuple(probe.event)
+        space = tangent.space
         m = probe.event.numel()
-        self.shape = tuple(m * sum(samples(a) for a in side) for side in (self._one, self._two))
-        self.dtype, self.device = space.dtype, space.device
+        rows = sum(map(count_samples, self._row_chunks))
+        columns = sum(map(count_samples, self._column_chunks))
+        self.shape = (m * rows, m * columns)
+        self.dtype = space.dtype
+        self.device = space.device
 
     def matvec(self, u: Tensor) -> Tensor:
-        """K u."""
+        """Return K u."""
         if u.numel() != self.shape[1]:
             raise PullbackError(
                 "The vector does not fit the kernel",
                 f"{tuple(u.shape)} for a kernel of shape {self.shape}",
                 f"Pass {self.shape[1]} entries",
             )
-        tangent, flat = self._kernel.tangent, u.ndim == 1 and self.event != ()
-        pieces = u.reshape(-1, *self.event).to(self.dtype).split([samples(a) for a in self._two])
+        tangent = self._kernel.tangent
+        is_flat = u.ndim == 1 and self.event != ()
+        counts = [count_samples(args) for args in self._column_chunks]
+        pieces = u.reshape(-1, *self.event).to(self.dtype).split(counts)
         with torch.no_grad():
             v = tangent.space.zeros(tangent.space.size)
-            for args, piece in zip(self._two, pieces, strict=True):
+            for args, piece in zip(self._column_chunks, pieces, strict=True):
                 v += tangent.at(args).vjp(piece)
-            v = self._kernel.raised(v)
-            out = torch.cat([tangent.at(args).jvp(v) for args in self._one])
-        return out.flatten() if flat else out
+            v = self._kernel.to_direction(v)
+            product = torch.cat([tangent.at(args).jvp(v) for args in self._row_chunks])
+        if is_flat:
+            return product.flatten()
+        return product

@@ -1,4 +1,4 @@
-r"""What of the m×m block K(x_i, x'_j) is kept: all of it, its diagonal, or its trace.
+r"""Layouts of a kernel: the m×m blocks K(x_i, x'_j) are stored whole, or their diagonals or traces.
 
     full        (N, N', m, m)   K_ij = J_i J'_jᵀ
     diagonal    (N, N', m)      the entries (o, o) of each block
@@ -20,21 +20,21 @@ from ..maps import Linearization, Pulled, identity_covectors
 
 
 class KernelLayout(ABC):
-    """One way to keep a kernel; J never is."""
+    """One way to store a kernel; J is never stored."""
 
     #: the kernel H H'ᵀ of features (N, m, k) and (N', m, k), for einsum
     of_features: str
 
     @abstractmethod
     def pull(self, linear: Linearization) -> list[Pulled]:
-        """What a batch contributes to its tiles."""
+        """Return the pulled-back covectors of a batch, from which its tiles are multiplied."""
 
     @abstractmethod
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
-        """The kernel of two batches; the symmetry is used where they are one."""
+        """Return the kernel of two batches; the symmetry is used where they are the same."""
 
     def flip(self, tile: Tensor) -> Tensor:
-        """K(x', x) from K(x, x')."""
+        """Return K(x', x) from K(x, x')."""
         return tile.transpose(0, 1)
 
 
@@ -83,16 +83,18 @@ LAYOUTS: dict[str, KernelLayout] = {"full": Full(), "trace": Trace(), "diagonal"
 
 
 def as_layout(layout: str) -> KernelLayout:
-    """The layout of this name."""
+    """Return the layout of this name."""
     refuse_unknown("layout", layout, LAYOUTS)
     return LAYOUTS[layout]
 
 
 def as_matrix(kernel: Tensor, outputs: int) -> Tensor:
-    """A kernel as a matrix (N·m, N'·m): a scalar one, (N, N'), acts on each output alone."""
+    """Return a kernel as a matrix (N·m, N'·m): a scalar one, (N, N'), acts on each output alone."""
     if kernel.ndim == 2:
         eye = torch.eye(outputs, dtype=kernel.dtype, device=kernel.device)
-        return kernel if outputs == 1 else torch.kron(kernel, eye)
+        if outputs == 1:
+            return kernel
+        return torch.kron(kernel, eye)
     if kernel.ndim == 3:
         kernel = torch.diag_embed(kernel)
     if kernel.ndim != 4 or kernel.shape[2:] != (outputs, outputs):

@@ -63,7 +63,7 @@ def predict(
     prior: Kernel | None = None,
     reduction: str = "mean",
 ) -> Prediction:
-    """f_t at new points.
+    """Return f_t at new points.
 
     Args:
         kernel: K, such as `NTK(Tangent(model))`, or any function of two batches; (N, N') acts on
@@ -76,7 +76,7 @@ def predict(
         f0: the initial function, for one network (the model itself); None for zero, the mean of an
             ensemble.
         diag_reg: λ added to the diagonal, absolute; `Relative(c)` is c times the mean diagonal.
-        covariance: whether the covariance is wanted.
+        covariance: whether to compute the covariance too.
         prior: K₀, by default K.
         reduction: of the loss: "mean" over all numbers, or "sum".
 
@@ -85,31 +85,49 @@ def predict(
     >>> predict(linear, x, y, torch.tensor([[2.0]])).mean
     tensor([[5.0000]])
     """
-    targets, event = _targets(y)
+    targets, event = _flatten_targets(y)
     m = targets.shape[1]
-    k, across = as_matrix(kernel(x, x), m), as_matrix(kernel(x_test, x), m)
-    _refuse_broken(k, across, targets)
+    k = as_matrix(kernel(x, x), m)
+    across = as_matrix(kernel(x_test, x), m)
+    _check_fit(k, across, targets)
     targets = targets.to(k)
-    relative = isinstance(diag_reg, Relative)
-    reg = diag_reg.value * float(k.diagonal().mean()) if relative else diag_reg
-    refuse_number("diag_reg", reg)
+    reg = _choose_regularization(diag_reg, k)
+    time = _choose_time(t, lr, reduction, targets.numel())
+    response = _response(k, across, reg, time)
+    if f0 is None:
+        mean = (response @ targets.flatten()).view(-1, m)
+    else:
+        initial = _evaluate_initial(f0, x, k, m)
+        mean = (response @ (targets - initial).flatten()).view(-1, m)
+        mean = mean + _evaluate_initial(f0, x_test, across, m)
+    mean = mean.unflatten(1, event)
+    if not covariance:
+        return Prediction(mean)
+    return Prediction(mean, _covariance(prior or kernel, x, x_test, m, response, reg))
+
+
+def _choose_regularization(diag_reg: float | Relative, k: Tensor) -> float:
+    """Return the absolute λ of a kernel matrix."""
+    if isinstance(diag_reg, Relative):
+        diag_reg = diag_reg.value * float(k.diagonal().mean())
+    refuse_number("diag_reg", diag_reg)
+    return float(diag_reg)
+
+
+def _choose_time(t: float | None, lr: float, reduction: str, count: int) -> float | None:
+    """Return η t/n, by which eigenvalues are multiplied; None for the end of training."""
     refuse_unknown("reduction", reduction, ("mean", "sum"))
     refuse_number("lr", lr, positive=True)
-    t = None if t == inf else t
-    refuse_number("t", 0 if t is None else t)
-    rate = lr / (targets.numel() if reduction == "mean" else 1)
-    response = _response(k, across, reg, None if t is None else rate * t)
-    start, ahead = targets * 0, None
-    if f0 is not None:
-        start, ahead = (_start(f0, points, side, m) for points, side in ((x, k), (x_test, across)))
-    mean = (response @ (targets - start).flatten()).view(-1, m)
-    mean = (mean if ahead is None else mean + ahead).unflatten(1, event)
-    spread = _covariance(prior or kernel, x, x_test, m, response, reg) if covariance else None
-    return Prediction(mean, spread)
+    if t is None or t == inf:
+        return None
+    refuse_number("t", t)
+    if reduction == "mean":
+        return lr / count * t
+    return lr * t
 
 
-def _start(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> Tensor:
-    """f₀ at the points that the rows of a kernel belong to, (N, m)."""
+def _evaluate_initial(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> Tensor:
+    """Return f₀ at the points that the rows of a kernel belong to, (N, m)."""
     with torch.no_grad():
         values = f0(points).detach().to(kernel)
     if values.numel() != len(kernel):
@@ -122,34 +140,40 @@ def _start(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> 
 
 
 def _response(k: Tensor, across: Tensor, reg: float, time: float | None) -> Tensor:
-    """T, from one eigendecomposition; the kernel of K does not move."""
+    """Return T, from one eigendecomposition; targets in the null space of K have no effect."""
     values, u = torch.linalg.eigh((k + k.T) / 2)
     values = values.clamp(min=0) + reg
-    known = values > len(values) * torch.finfo(k.dtype).eps * values.max()
+    is_nonzero = values > len(values) * torch.finfo(k.dtype).eps * values.max()
     if time is None:
-        gain = torch.where(known, 1 / values, 0.0)
+        gain = torch.where(is_nonzero, 1 / values, 0.0)
     else:  # (1 − e^(−τλ))/λ → τ as λ → 0
-        gain = torch.where(known, -torch.expm1(-time * values) / values, time)
+        gain = torch.where(is_nonzero, -torch.expm1(-time * values) / values, time)
     return ((across @ u) * gain) @ u.T
 
 
 def _covariance(prior: Kernel, x: Any, x_test: Any, m: int, response: Tensor, reg: float) -> Tensor:
-    k, across = as_matrix(prior(x, x), m), as_matrix(prior(x_test, x), m)
-    out = as_matrix(prior(x_test, x_test), m)
+    """Return Σ_t, (N*, N*, m, m)."""
+    k = as_matrix(prior(x, x), m)
+    across = as_matrix(prior(x_test, x), m)
+    at_test = as_matrix(prior(x_test, x_test), m)
     mixed = response @ across.T
-    inside = response @ k @ response.T + reg * (response @ response.T)
-    out = out - mixed - mixed.T + inside
-    n = len(out) // m
-    return ((out + out.T) / 2).view(n, m, n, m).transpose(1, 2)
+    explained = response @ k @ response.T + reg * (response @ response.T)
+    sigma = at_test - mixed - mixed.T + explained
+    n = len(sigma) // m
+    return ((sigma + sigma.T) / 2).view(n, m, n, m).transpose(1, 2)
 
 
-def _targets(y: Tensor) -> tuple[Tensor, torch.Size]:
+def _flatten_targets(y: Tensor) -> tuple[Tensor, torch.Size]:
+    """Return the targets as (N, m), and the shape of one of them."""
     refuse_values("The batch of targets", y)
     y = y.detach()
-    return (y[:, None], torch.Size((1,))) if y.ndim == 1 else (y.flatten(1), y.shape[1:])
+    if y.ndim == 1:
+        return y[:, None], torch.Size((1,))
+    return y.flatten(1), y.shape[1:]
 
 
-def _refuse_broken(k: Tensor, across: Tensor, y: Tensor) -> None:
+def _check_fit(k: Tensor, across: Tensor, y: Tensor) -> None:
+    """Raise unless the kernels are finite and have one row per target."""
     if k.shape[0] != y.numel() or across.shape[1] != len(k):
         raise PullbackError(
             "The targets do not fit the kernel",
@@ -174,14 +198,14 @@ class Linearized(nn.Module):
         tangent = Tangent(model, params)
         refuse_coupled(unwrap_model(model))
         self.weights = copy.deepcopy(unwrap_model(model))
-        own = dict(self.weights.named_parameters())
+        parameters = dict(self.weights.named_parameters())
         self._names = tuple(tangent.params)
         self._output = output
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name in self._names)
         for i, name in enumerate(self._names):
             origin = tangent.params[name]
-            own[name].data.copy_(origin)
+            parameters[name].data.copy_(origin)
             self.register_buffer(f"origin_{i}", origin)
 
     def train(self, mode: bool = True) -> Linearized:
@@ -190,19 +214,22 @@ class Linearized(nn.Module):
         return self
 
     def origin(self) -> dict[str, Tensor]:
-        """w₀ by name."""
+        """Return w₀ by name."""
         return {name: getattr(self, f"origin_{i}") for i, name in enumerate(self._names)}
 
     def forward(self, *args: Any, params: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The value at w, or at `params`; those not given stay at w₀."""
-        own = dict(self.weights.named_parameters())
-        w = {n: own[n] for n in self._names} if params is None else {**self.origin(), **params}
-        fixed = {n: p.detach() for n, p in own.items() if n not in self._names}
-        move = {n: w[n] - o for n, o in self.origin().items()}
+        """Return the value at w, or at `params`, where parameters without a value stay at w₀."""
+        parameters = dict(self.weights.named_parameters())
+        if params is None:
+            w = {name: parameters[name] for name in self._names}
+        else:
+            w = {**self.origin(), **params}
+        fixed = {n: p.detach() for n, p in parameters.items() if n not in self._names}
+        move = {name: w[name] - origin for name, origin in self.origin().items()}
 
         def function(p: dict[str, Tensor]) -> Tensor:
-            out = functional_call(self.weights, {**fixed, **p}, args)
-            return select_output(out, self._output)
+            output = functional_call(self.weights, {**fixed, **p}, args)
+            return select_output(output, self._output)
 
         with disable_fused_attention():  # the fused one has no forward mode
             at = FunctionLinearization(function, self.origin())
@@ -212,7 +239,7 @@ class Linearized(nn.Module):
 def linearize(
     model: nn.Module, params: Mapping[str, Tensor] | None = None, *, output: Selector = None
 ) -> Linearized:
-    """The first-order model of a network at its present parameters, or at `params`.
+    """Return the first-order model of a network at its present parameters, or at `params`.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))

@@ -24,7 +24,7 @@ from ..metrics import Euclidean, Fisher, Metric, as_metric
 from ..solvers import PseudoInverse
 from .change import Expansion, FunctionChange
 from .kernel import FeatureKernel, check_cotangents
-from .tangent import Tangent, arguments, as_tangent
+from .tangent import Tangent, as_arguments, as_tangent
 from .tiles import MEMORY
 
 AnyMetric = Metric | Callable[[Tensor], Tensor]
@@ -51,14 +51,13 @@ class Projected(FeatureKernel):
         memory: int = MEMORY,
     ) -> None:
         super().__init__(tangent)
-        chosen = Euclidean() if metric is None else as_metric(metric)
-        args = arguments(support)
+        args = as_arguments(support)
         self.linear = tangent.at(args)
-        factor = chosen.factor(self.linear.value, inputs=args.tensors[0])
-        self.part, self._solver = RowBlock(self.linear, factor), PseudoInverse(rcond)
+        factor = _choose_metric(metric).factor(self.linear.value, inputs=args.tensors[0])
+        self.part = RowBlock(self.linear, factor)
+        self._solver = PseudoInverse(rcond)
         space = tangent.space
-        bits = torch.finfo(space.dtype).bits // 8
-        form = choose_form(self.part.count, space.size, bits, memory, "rows")
+        form = choose_form(self.part.count, space.size, space.dtype.itemsize, memory, "rows")
         with torch.no_grad(), full_precision(space.device):
             gram = assemble([self.part], form, memory, "rows")
             self._spectrum = self._solver.init(gram)
@@ -68,22 +67,26 @@ class Projected(FeatureKernel):
                 "J or the metric overflows on the support",
                 "Check the model's outputs there",
             )
-        self.rank, self._sigma = self._spectrum.rank, self._spectrum.sigma.to(space.dtype)
-        self._v: Tensor | None = None  # V, (p, k), where A or G was held
+        self.rank = self._spectrum.rank
+        self._sigma = self._spectrum.sigma.to(space.dtype)
+        #: V, (p, k), unless A Aᵀ was formed
+        self._v: Tensor | None = None
         if form != "kernel":
             eye = torch.eye(self.rank, dtype=self._spectrum.sigma.dtype, device=space.device)
             self._v = self._spectrum.combine(eye).T.to(space.dtype)
 
     @property
     def width(self) -> int:
-        return self.rank + (0 if self._v is None else self.tangent.space.size)
+        if self._v is None:
+            return self.rank
+        return self.rank + self.tangent.space.size
 
-    def raised(self, v: Tensor) -> Tensor:
-        """G⁺v."""
+    def to_direction(self, v: Tensor) -> Tensor:
+        """Return G⁺v."""
         return self._solver.solve(self._spectrum, v).x
 
     def features(self, linear: Linearization) -> Tensor:
-        """H = J V Σ⁻¹, (N, m, k), so that K_f = H H'ᵀ."""
+        """Return H = J V Σ⁻¹, (N, m, k), so that K_f = H H'ᵀ."""
         shape = len(linear.value), linear.value[0].numel(), self.rank
         if self._v is not None:
             return (linear.rows() @ self._v).view(shape) / self._sigma
@@ -95,17 +98,24 @@ class Projected(FeatureKernel):
         return (self._spectrum.left(across.T) / self._sigma[:, None] ** 2).T.reshape(shape)
 
     def coefficients(self, cotangents: Tensor) -> Tensor:
-        """⟨∇ℓ, h_i⟩ = Σ_n c_n·h_i(x_n), (k,), for cotangents c on the support."""
+        """Return ⟨∇ℓ, h_i⟩ = Σ_n c_n·h_i(x_n), (k,), for cotangents c on the support."""
         c = check_cotangents(cotangents, self.linear)
         return torch.einsum("nmk,nm->k", self.features(self.linear), c.flatten(1))
 
     def direction(self, cotangents: Tensor) -> Tensor:
-        """G⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
+        """Return G⁺Jᵀc, (p,): from r with S r = c where there is one, which keeps the digits."""
         c = check_cotangents(cotangents, self.linear)
-        white = self.part.factor.whiten(c).value
+        whitened = self.part.factor.whiten(c).value
+        if whitened is not None:
+            whitened = whitened.flatten()
         gradient = self.linear.vjp(c)
-        flat = None if white is None else white.flatten()
-        return self._solver.solve(self._spectrum, gradient, whitened=flat).x
+        return self._solver.solve(self._spectrum, gradient, whitened=whitened).x
+
+
+def _choose_metric(metric: AnyMetric | None) -> Metric:
+    if metric is None:
+        return Euclidean()
+    return as_metric(metric)
 
 
 def projected_kernel(
@@ -120,7 +130,7 @@ def projected_kernel(
     rcond: float | None = None,
     memory: int = MEMORY,
 ) -> Tensor:
-    """K_f = J (JᵀMJ)⁺ J'ᵀ of any metric, in the layouts of `ntk`.
+    """Return K_f = J (JᵀMJ)⁺ J'ᵀ of any metric, in the layouts of `ntk`.
 
     With `Sobolev` and J of full row rank on the support it is the Sobolev kernel itself there. M is
     the metric of the function space only as far as the support shows it: the norm that it gives is
@@ -133,8 +143,9 @@ def projected_kernel(
         rcond: the cut-off on singular values of A.
         memory: bytes that A may take.
     """
-    given = x if support is None else support
-    kernel = Projected(as_tangent(model, params), given, metric, rcond=rcond, memory=memory)
+    if support is None:
+        support = x
+    kernel = Projected(as_tangent(model, params), support, metric, rcond=rcond, memory=memory)
     return kernel(x, x2, layout=layout, memory=memory)
 
 
@@ -146,11 +157,11 @@ def natural_ntk(
     likelihood: Likelihood | None = None,
     **options: Any,
 ) -> Tensor:
-    """The natural NTK J F⁺ J'ᵀ, F the Fisher matrix of a likelihood: how natural gradients move f.
+    """Return the natural NTK J F⁺ J'ᵀ with the Fisher matrix F of a likelihood.
 
-    Without a likelihood F = JᵀJ, the Fisher matrix of a unit Gaussian: where J has full row rank on
-    the support, the natural NTK there is the identity whatever the parametrization. Further options
-    are those of `projected_kernel`.
+    Natural gradients move f by it. Without a likelihood F = JᵀJ, the Fisher matrix of a unit
+    Gaussian: where J has full row rank on the support, the natural NTK there is the identity
+    whatever the parametrization. Further options are those of `projected_kernel`.
     """
     metric: Metric = Euclidean() if likelihood is None else Fisher(likelihood)
     return projected_kernel(model, x, x2, metric=metric, **options)
@@ -167,12 +178,12 @@ class Combination:
     coefficients: Tensor
 
     def __call__(self, x: Any) -> Tensor:
-        """(N, *event)."""
+        """Return the function's values, (N, *event)."""
         event = self.kernel.linear.value.shape[1:]
         return (self.kernel.features_at(x) @ self.coefficients).unflatten(1, event)
 
     def norm(self) -> Tensor:
-        """‖Σ c_l h_l‖ in the metric: that of the coefficients."""
+        """Return ‖Σ c_l h_l‖ in the metric, which is the norm of the coefficients."""
         return self.coefficients.norm()
 
 
@@ -186,7 +197,9 @@ def project(
     form: str = "pushforward",
     rcond: float | None = None,
 ) -> FunctionChange | Combination | Expansion:
-    """P∇ℓ from the loss's differential, or P h from the values of a function h; callable anywhere.
+    """Return P∇ℓ from the loss's differential, or P h from the values of a function h.
+
+    The result is a function, which can be called at any points.
 
     Args:
         model: as for `ntk`.
@@ -206,8 +219,9 @@ def project(
     """
     refuse_unknown("form", form, FORMS)
     kernel = Projected(as_tangent(model), x, metric, rcond=rcond)
-    given = check_cotangents(_one_of(gradient, values), kernel.linear)
-    c = given if values is None else kernel.part.factor.matvec(given)
+    c = check_cotangents(_require_one(gradient, values), kernel.linear)
+    if values is not None:
+        c = kernel.part.factor.matvec(c)
     if form == "orthonormal":
         return Combination(kernel, kernel.coefficients(c))
     if form == "kernel":
@@ -223,25 +237,27 @@ def surject(
     values: Tensor | None = None,
     metric: AnyMetric | None = None,
 ) -> FunctionChange:
-    """S∇ℓ = Σ_i ⟨∇ℓ, ∂_iφ⟩ ∂_iφ = J Jᵀc: the standard gradient, seen among functions.
+    """Return S∇ℓ = Σ_i ⟨∇ℓ, ∂_iφ⟩ ∂_iφ = J Jᵀc: the standard gradient, seen among functions.
 
     S vanishes on the complement of T_fΦ as P does, but it is no projection: on T_fΦ it is J JᵀM.
     """
     tangent = as_tangent(model)
     linear = tangent.at(x)
-    c = check_cotangents(_one_of(gradient, values), linear)
+    c = check_cotangents(_require_one(gradient, values), linear)
     if values is not None:
-        chosen = Euclidean() if metric is None else as_metric(metric)
-        c = chosen.factor(linear.value, inputs=arguments(x).tensors[0]).matvec(c)
+        factor = _choose_metric(metric).factor(linear.value, inputs=as_arguments(x).tensors[0])
+        c = factor.matvec(c)
     return FunctionChange(tangent, linear.vjp(c))
 
 
-def _one_of(gradient: Tensor | None, values: Tensor | None) -> Tensor:
-    given = gradient if values is None else values
-    if given is None or (gradient is not None and values is not None):
-        raise PullbackError(
-            "There is no one thing to project",
-            "gradient= and values= were given both or not at all",
-            "Pass the loss's differential as gradient=, or a function's values as values=",
-        )
-    return given
+def _require_one(gradient: Tensor | None, values: Tensor | None) -> Tensor:
+    """Return the gradient or the values; raise unless exactly one of them was passed."""
+    if values is None and gradient is not None:
+        return gradient
+    if gradient is None and values is not None:
+        return values
+    raise PullbackError(
+        "There is no one thing to project",
+        "gradient= and values= were given both or not at all",
+        "Pass the loss's differential as gradient=, or a function's values as values=",
+    )

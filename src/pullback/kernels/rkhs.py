@@ -17,6 +17,7 @@ loss is ∇ℓ = Σ_i K(·, x_i) ∇L(f(x_i), y_i) in every such space:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .._core.errors import PullbackError, require
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
 from .layouts import as_matrix
-from .tangent import arguments, samples
+from .tangent import as_arguments, count_samples
 
 
 def rkhs_inner(
@@ -38,7 +39,9 @@ def rkhs_inner(
     basis: Tensor | None = None,
     rcond: float | None = None,
 ) -> Tensor:
-    """⟨f, g⟩ of functions given by their values; for batches (k, n) and (k', n) their Gram (k, k').
+    """Return ⟨f, g⟩ of functions given by their values.
+
+    For batches (k, n) and (k', n) it is their Gram matrix (k, k').
 
     Args:
         f: values (n,), or (k, n) for k functions; n = N·m with the outputs of one point together.
@@ -53,33 +56,48 @@ def rkhs_inner(
     >>> torch.allclose(rkhs_inner(b.T, basis=b), torch.eye(2), atol=1e-5)
     True
     """
-    whitener = _whitener(kernel, basis, rcond)
-    n = whitener.shape[1]
-    one, left = _coordinates(f, whitener, n)
-    two, right = (one, left) if g is None else _coordinates(g, whitener, n)
-    out = left @ right.T
-    out = out[0] if one else out
-    return out[..., 0] if two else out
-
-
-def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) -> Tensor:
-    """W, (rank, n), with fᵀK⁺g = (W f)·(W g)."""
-    if (kernel is None) == (basis is None):
+    if kernel is not None and basis is None:
+        whitener = _whiten_kernel(kernel, rcond)
+    elif basis is not None and kernel is None:
+        whitener = _whiten_basis(basis, rcond)
+    else:
         raise PullbackError(
             "The function space is not determined",
             "it takes one of kernel= and basis=",
             "Pass the kernel's matrix on the points, or the basis' values there",
         )
-    given = kernel if basis is None else basis
-    refuse_values("The kernel or basis", given)
-    assert given is not None
-    eps = torch.finfo(given.dtype).eps
-    if basis is not None:
-        u, sigma, _ = torch.linalg.svd(basis, full_matrices=False)
-        keep = sigma > (max(basis.shape) * eps if rcond is None else rcond) * sigma.max()
-        return u[:, keep].T / sigma[keep, None]
-    k = given if given.ndim == 2 else as_matrix(given, given.shape[-1])
-    if k.shape[0] != k.shape[1] or not bool((k - k.T).norm() <= 1e-3 * k.norm()):
+    left = _find_coordinates(f, whitener)
+    right = left if g is None else _find_coordinates(g, whitener)
+    inner = left.vectors @ right.vectors.T
+    if left.is_single:
+        inner = inner[0]
+    if right.is_single:
+        return inner[..., 0]
+    return inner
+
+
+#: |K − Kᵀ| relative to |K| from which on a kernel is not symmetric, which round-off never reaches
+_ASYMMETRY = 1e-3
+
+
+def _whiten_basis(basis: Tensor, rcond: float | None) -> Tensor:
+    """Return W, (rank, n), with fᵀK⁺g = (W f)·(W g) for K = B Bᵀ."""
+    refuse_values("The kernel or basis", basis)
+    if rcond is None:
+        rcond = max(basis.shape) * torch.finfo(basis.dtype).eps
+    u, sigma, _ = torch.linalg.svd(basis, full_matrices=False)
+    is_nonzero = sigma > rcond * sigma.max()
+    return u[:, is_nonzero].T / sigma[is_nonzero, None]
+
+
+def _whiten_kernel(kernel: Tensor, rcond: float | None) -> Tensor:
+    """Return W, (rank, n), with fᵀK⁺g = (W f)·(W g)."""
+    refuse_values("The kernel or basis", kernel)
+    eps = torch.finfo(kernel.dtype).eps
+    k = kernel
+    if kernel.ndim != 2:
+        k = as_matrix(kernel, kernel.shape[-1])
+    if k.shape[0] != k.shape[1] or not bool((k - k.T).norm() <= _ASYMMETRY * k.norm()):
         raise PullbackError(
             "The kernel is not symmetric",
             f"its matrix has shape {tuple(k.shape)}, or differs from its transpose",
@@ -92,14 +110,26 @@ def _whitener(kernel: Tensor | None, basis: Tensor | None, rcond: float | None) 
             f"its matrix has an eigenvalue {float(values.min()):.2g}",
             "Pass a reproducing kernel",
         )
-    keep = values > (len(k) * eps if rcond is None else rcond) * values.max()
-    return u[:, keep].T / values[keep].sqrt()[:, None]
+    if rcond is None:
+        rcond = len(k) * eps
+    is_nonzero = values > rcond * values.max()
+    return u[:, is_nonzero].T / values[is_nonzero].sqrt()[:, None]
 
 
-def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
-    """Whether f is one function, and W f as (k, rank); f must lie in the range."""
-    single = f.ndim == 1 or (f.ndim > 1 and f.shape[-1] != n and f.numel() == n)
-    flat = f.reshape(1, -1) if single else f.reshape(-1, f.shape[-1])
+@dataclass(frozen=True)
+class _Coordinates:
+    """W f of k functions, (k, rank), and whether f was given as one function."""
+
+    vectors: Tensor
+    is_single: bool
+
+
+def _find_coordinates(f: Tensor, whitener: Tensor) -> _Coordinates:
+    """Return W f; raise unless f lies in the range of the kernel."""
+    n = whitener.shape[1]
+    is_single = f.ndim == 1 or (f.shape[-1] != n and f.numel() == n)
+    width = f.numel() if is_single else f.shape[-1]
+    flat = f.reshape(-1, width)
     if flat.shape[1] != n:
         raise PullbackError(
             "The function does not fit the points",
@@ -108,17 +138,17 @@ def _coordinates(f: Tensor, whitener: Tensor, n: int) -> tuple[bool, Tensor]:
         )
     flat = flat.to(whitener)
     refuse_values("A function", flat)
-    w = flat @ whitener.T
+    vectors = flat @ whitener.T
     # W⁺ = Wᵀ(W Wᵀ)⁻¹, and W's rows are orthogonal
-    back = (w / whitener.square().sum(1)) @ whitener
+    projected = (vectors / whitener.square().sum(1)) @ whitener
     limit = torch.finfo(flat.dtype).eps ** 0.5 * flat.norm(dim=1)
-    if not bool(((back - flat).norm(dim=1) <= limit).all()):
+    if not bool(((projected - flat).norm(dim=1) <= limit).all()):
         raise PullbackError(
             "A function lies outside the space",
             "its values are not in the range of the kernel, where its norm would be infinite",
             "Project it first (kernels.project), or lower rcond",
         )
-    return single, w
+    return _Coordinates(vectors, is_single)
 
 
 InputKernel = Callable[[Any, Any], Tensor]
@@ -127,7 +157,7 @@ InputKernel = Callable[[Any, Any], Tensor]
 def functional_gradient(
     kernel: TangentKernel | InputKernel, x: Any, cotangents: Tensor
 ) -> FunctionChange | Expansion:
-    """The function Σ_i K(·, x_i) c_i, to be called at any points.
+    """Return the function Σ_i K(·, x_i) c_i, which can be called at any points.
 
     Args:
         kernel: a tangent kernel, which gives a `FunctionChange` with its parameter direction; or a
@@ -145,7 +175,7 @@ def functional_gradient(
         return kernel.expand(x, cotangents)
     remedy = "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs"
     require(callable(kernel), "The kernel", kernel, remedy)
-    points = samples(arguments(x))
+    points = count_samples(as_arguments(x))
     refuse_values("The batch of cotangents", cotangents)
     if len(cotangents) != points:
         raise PullbackError(
@@ -154,4 +184,6 @@ def functional_gradient(
             "Pass one cotangent per point",
         )
     c = cotangents.detach()
-    return Expansion(kernel, x, c[:, None] if c.ndim == 1 else c)
+    if c.ndim == 1:
+        c = c[:, None]
+    return Expansion(kernel, x, c)

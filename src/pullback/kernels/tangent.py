@@ -19,16 +19,17 @@ from ..maps.module import ModuleLinearization
 from ..optim.checks import refuse_inference
 from ..optim.closure import as_call
 
-_PROBE = 4  # samples of a batch that are also run by themselves
+#: samples of a batch that are also run by themselves, to see whether the model couples samples
+_PROBE_SAMPLES = 4
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a few samples show that are run by themselves.
+    """The output of a few samples, run by themselves, and the cost of a covector.
 
     Attributes:
         value: (few, *event).
-        entries: numbers that are held to pull one covector of one sample back.
+        entries: the numbers that are stored to pull one covector of one sample back.
         widest: multiply-adds of the largest layer for it.
     """
 
@@ -65,17 +66,19 @@ class Tangent:
     ) -> None:
         require(isinstance(model, nn.Module), "The model", model, "Pass an nn.Module")
         self.model = unwrap_model(model)
-        self.params = _parameters(self.model, params, copy)
-        self._unchecked = [] if copy else list(self.params.values())  # seen with the first values
+        self.params = _select_parameters(self.model, params, copy)
+        #: parameters that are checked with the first values; copies were checked already
+        self._unchecked: list[Tensor] = [] if copy else list(self.params.values())
         self.space = ParameterSpace(self.params)
-        self.output, self._plans = output, {}
+        self.output = output
+        self._plans = {}
 
     def at(self, x: Any) -> Linearization:
-        """J at inputs x: one tensor, a tuple or a dict of the model's arguments, samples first."""
-        return self._at(arguments(x), None)
+        """Return J at inputs x, samples first: a tensor, or a tuple or dict of arguments."""
+        return self._at(as_arguments(x), None)
 
-    def _at(self, args: Call, alone: Tensor | None) -> ModuleLinearization:
-        """The same, whose first values must be `alone`, (few, *event)."""
+    def _at(self, args: Call, separate: Tensor | None) -> ModuleLinearization:
+        """Return J at the arguments, whose first values must be `separate`, (few, *event)."""
         refuse_inference("it records no graph, so there are no derivatives", "The model")
         random = RandomState(self.space.device)
         try:
@@ -83,30 +86,30 @@ class Tangent:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reraise_fatal(error)
             shapes = [tuple(a.shape) for a in args.tensors]
-            first = (str(error).splitlines() or [type(error).__name__])[0]
+            message = (str(error).splitlines() or [type(error).__name__])[0]
             raise PullbackError(
                 "The model cannot be run on these inputs",
-                f"for shapes {shapes} it says: {first}",
+                f"for shapes {shapes} it says: {message}",
                 "Pass what the model takes, samples first, in its own dtype and on its device",
             ) from error
         if not random.is_unchanged():
-            again = self._linearize(args)  # with other numbers
+            repeated = self._linearize(args)  # with other random numbers
             random.restore()
-            if not torch.equal(linear.value, again.value):
+            if not torch.equal(linear.value, repeated.value):
                 raise PullbackError(
                     "The model draws random numbers",
                     "every call is another function, so that two batches have no common tangent "
                     "space",
                     "Call .eval() on it",
                 )
-        self._refuse_broken(linear, args.tensors[0], alone)
+        self._check_values(linear, args.tensors[0], separate)
         return linear
 
-    def _refuse_broken(self, linear: Linearization, x: Tensor, alone: Tensor | None) -> None:
-        """Raise where values cannot be a function of each sample and of the parameters.
+    def _check_values(self, linear: Linearization, x: Tensor, separate: Tensor | None) -> None:
+        """Raise if the values cannot be a function of each sample and of the parameters.
 
         An activation may hide an infinity of the inputs or parameters from the output, but not
-        from J. The first values are `alone` where these samples were run by themselves.
+        from J. `separate` are the first values of these samples, run by themselves.
         """
         z = linear.value
         if len(z) != len(x):
@@ -118,11 +121,11 @@ class Tangent:
         refuse_infinite("The parameters are", *self._unchecked)
         self._unchecked = []
         refuse_infinite("The model's inputs or outputs are", x, z)
-        if alone is None:
+        if separate is None:
             return
-        limit = relative_tolerance(getattr(linear, "graph", z).dtype, 10) * alone.norm()
-        few = z[: len(alone)]
-        if few.shape != alone.shape or not bool((few - alone).norm() <= limit):
+        limit = relative_tolerance(getattr(linear, "graph", z).dtype, 10) * separate.norm()
+        in_batch = z[: len(separate)]
+        if in_batch.shape != separate.shape or not bool((in_batch - separate).norm() <= limit):
             raise PullbackError(
                 "The model couples the samples of a batch",
                 "its output for a sample depends on the others, so there is no kernel of two "
@@ -138,27 +141,31 @@ class Tangent:
         return linear
 
     def probe(self, x: Any) -> Probe:
-        """What a few samples show when they are run by themselves."""
-        args = arguments(x)
-        count = max(1, min(_PROBE, samples(args) // 2))
-        linear = self._at(part(args, 0, count), None)
+        """Run a few samples by themselves, and return their values and the cost of a covector."""
+        args = as_arguments(x)
+        count = max(1, min(_PROBE_SAMPLES, count_samples(args) // 2))
+        linear = self._at(take_samples(args, 0, count), None)
         entries = linear.footprint // count or self.space.size
         return Probe(linear.value, entries, linear.widest / count)
 
     def chunk(self, args: Call, start: int, stop: int, probe: Probe) -> Linearization:
-        """J at the samples in [start, stop); the first chunk must have the values of the probe.
+        """Return J at the samples in [start, stop).
 
-        Where they differ the model couples the samples of a batch.
+        The first chunk is compared with the probe: where values differ, the model couples the
+        samples of a batch, which is an error.
         """
-        few = len(probe.value)
-        compared = start == 0 and samples(args) > few
-        if compared and stop <= few:
-            self._at(part(args, 0, min(samples(args), 2 * _PROBE)), probe.value)
-            compared = False
-        return self._at(part(args, start, stop), probe.value if compared else None)
+        count = count_samples(args)
+        probed = len(probe.value)
+        chunk = take_samples(args, start, stop)
+        if start > 0 or count <= probed:
+            return self._at(chunk, None)
+        if stop > probed:
+            return self._at(chunk, probe.value)
+        self._at(take_samples(args, 0, min(count, 2 * _PROBE_SAMPLES)), probe.value)
+        return self._at(chunk, None)
 
-    def moved(self, v: Tensor) -> dict[str, Tensor]:
-        """The parameters w + v for a flat v, (p,)."""
+    def move_parameters(self, v: Tensor) -> dict[str, Tensor]:
+        """Return the parameters w + v for a flat v, (p,)."""
         pieces = self.space.split(v)
         return {n: p.detach() + pieces[n].to(p.dtype) for n, p in self.params.items()}
 
@@ -170,33 +177,42 @@ def as_tangent(
     copy: bool = True,
     output: Selector = None,
 ) -> Tangent:
-    """The tangent space itself, or that of a model."""
+    """Return the tangent space itself, or that of a model."""
     if isinstance(model, Tangent):
         return model
     return Tangent(model, params, copy=copy, output=output)
 
 
-def arguments(x: Any) -> Call:
-    """The model's arguments, each tensor with one entry per sample on its first axis.
+def as_arguments(x: Any) -> Call:
+    """Return the model's arguments, each tensor with one entry per sample on its first axis.
 
-    A dict gives them by name; what is no tensor is a constant.
+    A dict gives them by name; a value that is no tensor is a constant.
     """
-    call = as_call(tuple(x) if isinstance(x, list) else x)
+    if isinstance(x, list):
+        x = tuple(x)
+    call = as_call(x)
     tensors = call.tensors
-    if not tensors or not all(a.ndim for a in tensors):
+    if not tensors or not all(tensor.ndim for tensor in tensors):
+        types = [type(argument).__name__ for argument in (*call.args, *call.kwargs.values())]
         raise PullbackError(
             "The inputs are not usable",
-            f"got {[type(a).__name__ for a in (*call.args, *call.kwargs.values())]}",
+            f"got {types}",
             "Pass a tensor with one entry per sample on its first axis, or a tuple of such tensors",
         )
-    if len({len(a) for a in tensors}) > 1 or not len(tensors[0]):
+    lengths = [len(tensor) for tensor in tensors]
+    if len(set(lengths)) > 1 or lengths[0] == 0:
         raise PullbackError(
             "The inputs have no common samples",
-            f"their first axes have sizes {[len(a) for a in tensors]}",
+            f"their first axes have sizes {lengths}",
             "Pass at least one sample, and as many in every argument",
         )
-    # a tensor made in inference mode cannot be part of a graph
-    return _map_tensors(call, lambda a: a.clone() if a.is_inference() else a.detach())
+    return _map_tensors(call, _detach)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    if tensor.is_inference():  # such a tensor cannot be part of a graph
+        return tensor.clone()
+    return tensor.detach()
 
 
 def _map_tensors(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
@@ -204,49 +220,57 @@ def _map_tensors(call: Call, function: Callable[[Tensor], Tensor]) -> Call:
     return Call.of(*args, **kwargs)
 
 
-def samples(call: Call) -> int:
-    """How many there are."""
+def count_samples(call: Call) -> int:
+    """Return the number of samples in a call's arguments."""
     return len(call.tensors[0])
 
 
-def part(call: Call, start: int, stop: int) -> Call:
-    """The samples in [start, stop)."""
+def take_samples(call: Call, start: int, stop: int) -> Call:
+    """Return the call with the samples in [start, stop) alone."""
     return _map_tensors(call, lambda a: a[start:stop])
 
 
-def parts(call: Call, size: int) -> list[Call]:
-    """All samples, at most this many at a time."""
-    return [part(call, a, a + size) for a in range(0, samples(call), size)]
+def split_samples(call: Call, size: int) -> list[Call]:
+    """Return calls with all samples, at most `size` in each."""
+    return [take_samples(call, a, a + size) for a in range(0, count_samples(call), size)]
 
 
-def _parameters(
+def _select_parameters(
     model: nn.Module, params: Mapping[str, Tensor] | None, copy: bool
 ) -> dict[str, Tensor]:
-    own = dict(model.named_parameters())
+    """Return the parameters to differentiate by, copied if asked for; raise if unusable."""
+    of_model = dict(model.named_parameters())
     if params is None:
-        params = {n: p for n, p in own.items() if p.requires_grad}
-    unknown = [n for n in params if n not in own or params[n].shape != own[n].shape]
+        params = {name: p for name, p in of_model.items() if p.requires_grad}
+    _check_parameters(params, of_model)
+    if not copy:
+        return {name: p.detach() for name, p in params.items()}
+    copies = {name: p.detach().clone() for name, p in params.items()}
+    refuse_infinite("The parameters are", *copies.values())
+    return copies
+
+
+def _check_parameters(params: Mapping[str, Tensor], of_model: Mapping[str, Tensor]) -> None:
+    """Raise unless there are parameters, all of them the model's and of a float type."""
+    shapes = {name: p.shape for name, p in of_model.items()}
+    unknown = [name for name, p in params.items() if shapes.get(name) != p.shape]
     if unknown or not params:
         raise PullbackError(
             "The model has no tangent space over these parameters",
             f"unknown or of another shape: {unknown}" if unknown else "there is none to move",
             "Unfreeze a parameter of the module, or name its own in params=",
         )
-    wrong = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
-    if wrong:
+    not_float = [n for n, p in params.items() if not p.is_floating_point() or p.is_meta]
+    if not_float:
         raise PullbackError(
             "The parameters are not usable",
-            f"{wrong} hold no floating-point numbers",
+            f"{not_float} hold no floating-point numbers",
             "Pass float tensors on a device that holds their values",
         )
-    kept = {n: p.detach().clone() if copy else p.detach() for n, p in params.items()}
-    if copy and kept:
-        refuse_infinite("The parameters are", *kept.values())
-    return kept
 
 
 def refuse_infinite(what: str, *tensors: Tensor) -> None:
-    """Raise where one of these is not finite, with one synchronization."""
+    """Raise if one of the tensors is not finite, with one synchronization."""
     if tensors and not bool(torch.stack([torch.isfinite(t).all() for t in tensors]).all()):
         raise PullbackError(
             f"{what} not finite",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,80 +16,112 @@ from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
 from ..maps import Pulled
 from .layouts import KernelLayout
-from .tangent import Tangent, arguments, samples
+from .tangent import Tangent, as_arguments, count_samples
 
-MEMORY = 2**30  # bytes for what is pulled back and for temporaries; the kernel itself is beside it
+#: bytes for pulled-back covectors and for temporaries by default, beside the kernel itself
+MEMORY = 2**30
 
 
-#: rows, columns, and the kernel of these samples
-Tile = tuple[slice, slice, Tensor]
+@dataclass(frozen=True)
+class TileLimits:
+    """How memory is divided between chunks."""
+
+    #: a chunk takes this fraction of the memory: two chunks are pulled back at a time, each with
+    #: temporaries of its own size
+    chunk_fraction: float = 1 / 4
+    #: all chunks are kept if together they take this fraction of the memory
+    kept_fraction: float = 1 / 2
+    #: on a GPU, temporaries take this fraction of J's size or of the free memory
+    gpu_fraction: float = 1 / 4
+    #: chunks per process at least, so that long and short rows of tiles even out
+    chunks_per_process: int = 2
+
+
+_LIMITS = TileLimits()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The kernel of the samples of x in `rows` and the samples of x' in `columns`."""
+
+    rows: slice
+    columns: slice
+    values: Tensor
 
 
 class Batch:
     """One argument of the kernel, in chunks whose pulled-back covectors fit the memory."""
 
     def __init__(self, tangent: Tangent, x: Any, layout: KernelLayout) -> None:
-        self.args = arguments(x)
-        self.count = samples(self.args)
-        self._tangent, self._layout = tangent, layout
+        self.args = as_arguments(x)
+        self.count = count_samples(self.args)
+        self._tangent = tangent
+        self._layout = layout
         self._probe = tangent.probe(self.args)
         self.event = self._probe.event
-        self._kept: dict[int, list[Pulled]] = {}
-        self._keep, self._step = False, self.count
+        self._cache: dict[int, list[Pulled]] = {}
+        self._is_cached = False
+        self._step = self.count
 
     @property
     def jacobian(self) -> int:
-        """Bytes that J would take."""
+        """The bytes that J would take."""
         space = self._tangent.space
         return self.count * self.event.numel() * space.size * space.dtype.itemsize
 
     def fit(self, chunk: int | None, memory: int, least: int) -> None:
-        """Choose the chunks, at least so many, and whether they are kept."""
-        held = self._probe.entries * self.event.numel() * self._tangent.space.dtype.itemsize
-        self._keep = 2 * self.count * held <= memory
-        # two chunks at a time
-        step = max(1, min(self.count, memory // (4 * held))) if chunk is None else chunk
+        """Choose the chunks, at least so many, and whether all of them are cached."""
+        itemsize = self._tangent.space.dtype.itemsize
+        bytes_per_sample = self._probe.entries * self.event.numel() * itemsize
+        self._is_cached = self.count * bytes_per_sample <= _LIMITS.kept_fraction * memory
+        step = chunk
+        if step is None:
+            fitting = int(_LIMITS.chunk_fraction * memory) // bytes_per_sample
+            step = max(1, min(self.count, fitting))
         self._step = min(step, -(-self.count // least))
 
-    def large(self) -> bool:
-        """Whether pulling a chunk back has products that pay to be split."""
+    def has_large_products(self) -> bool:
+        """Return True if pulling a chunk back has products so large that splitting them pays."""
         return 2 * self._probe.widest * self._step * self.event.numel() >= SPLIT_ABOVE
 
     def slices(self) -> list[slice]:
-        """The chunks."""
-        step = self._step
-        return [slice(a, min(a + step, self.count)) for a in range(0, self.count, step)]
+        """Return the samples of every chunk."""
+        starts = range(0, self.count, self._step)
+        return [slice(start, min(start + self._step, self.count)) for start in starts]
 
-    def pull(self, some: slice) -> list[Pulled]:
-        """A chunk's covectors, pulled back; all chunks are kept if they fit the memory."""
-        if some.start in self._kept:
-            return self._kept[some.start]
-        linear = self._tangent.chunk(self.args, some.start, some.stop, self._probe)
+    def pull(self, chunk: slice) -> list[Pulled]:
+        """Return a chunk's covectors, pulled back; all chunks are cached if they fit the memory."""
+        if chunk.start in self._cache:
+            return self._cache[chunk.start]
+        linear = self._tangent.chunk(self.args, chunk.start, chunk.stop, self._probe)
         pulled = self._layout.pull(linear)
-        if self._keep:
-            self._kept[some.start] = pulled
+        if self._is_cached:
+            self._cache[chunk.start] = pulled
         return pulled
 
 
-def room(device: torch.device, jacobian: int) -> int:
-    """Bytes for temporaries by default: less than J takes, as far as the device has them.
+def choose_memory(device: torch.device, jacobian: int) -> int:
+    """Return the bytes for temporaries: on a GPU more than `MEMORY`, but less than J takes.
 
-    Few large products keep a GPU busy, many small ones do not; a CPU's cache is small anyway.
+    Few large products keep a GPU busy, many small ones do not. A CPU gains nothing from more.
+
+    Args:
+        device: that of the parameters.
+        jacobian: the bytes that J would take.
     """
-    if device.type != "cuda" or jacobian <= 4 * MEMORY:
+    if device.type != "cuda":
         return MEMORY
+    unused = 0
     stats: Any = torch.cuda.memory_stats_as_nested_dict(device)
-    cached = (
-        stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
-        if stats
-        else 0
-    )
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    return max(MEMORY, min(jacobian // 4, free // 4))
+    if stats:
+        reserved = stats["reserved_bytes"]["all"]["current"]
+        unused = reserved - stats["allocated_bytes"]["all"]["current"]
+    free = torch.cuda.mem_get_info(device)[0] + unused
+    return max(MEMORY, int(_LIMITS.gpu_fraction * min(jacobian, free)))
 
 
 def check_sizes(chunk: int | None, memory: int | None = None) -> None:
-    """Raise where there is no number of samples to take at a time."""
+    """Raise unless `chunk` counts samples and `memory` counts bytes, or they are None."""
     if chunk is not None:
         refuse_number("chunk, a number of samples,", chunk, least=1, whole=True)
     if memory is not None:
@@ -96,7 +129,7 @@ def check_sizes(chunk: int | None, memory: int | None = None) -> None:
 
 
 def check_events(one: torch.Size, two: torch.Size) -> None:
-    """Raise where outputs of different shapes would be paired."""
+    """Raise if outputs of different shapes would be paired."""
     if one != two:
         raise PullbackError(
             "x and x2 give outputs of different shapes",
@@ -105,7 +138,7 @@ def check_events(one: torch.Size, two: torch.Size) -> None:
         )
 
 
-def tiles(
+def compute_tiles(
     tangent: Tangent,
     x: Any,
     x2: Any,
@@ -114,65 +147,84 @@ def tiles(
     memory: int | None,
     processes: Processes,
 ) -> Iterator[Tile]:
-    """The tiles in this process's rows; with x2 = None only those on and below the diagonal."""
+    """Yield the tiles in this process's rows; with x2 = None those on and below the diagonal."""
     check_sizes(chunk, memory)
     device = tangent.space.device
     with full_precision(device, watched=False):
-        one = Batch(tangent, x, layout)
-        two = one if x2 is None else Batch(tangent, x2, layout)
-    check_events(one.event, two.event)
-    memory = room(device, max(one.jacobian, two.jacobian)) if memory is None else memory
-    for batch in (one, two):
-        batch.fit(chunk, memory, 2 * processes.size if processes.size > 1 else 1)
-    watched = one.large() or two.large()
+        batch = Batch(tangent, x, layout)
+        other = batch if x2 is None else Batch(tangent, x2, layout)
+    check_events(batch.event, other.event)
+    if memory is None:
+        memory = choose_memory(device, max(batch.jacobian, other.jacobian))
+    least = 1
+    if not processes.is_single:
+        least = _LIMITS.chunks_per_process * processes.size
+    for argument in (batch, other):
+        argument.fit(chunk, memory, least)
+    watched = batch.has_large_products() or other.has_large_products()
     with torch.no_grad(), full_precision(device, watched=watched):
-        for i, rows in enumerate(one.slices()):
-            if owner(i, processes.size) != processes.rank:
-                continue
-            left = one.pull(rows)
-            for some in two.slices():
-                if two is one and some.start > rows.start:
-                    break
-                right = left if two is one and some == rows else two.pull(some)
-                yield rows, some, layout.tile(left, right, memory)
+        for i, rows in enumerate(batch.slices()):
+            if find_owner(i, processes.size) == processes.rank:
+                yield from _compute_row(batch, other, rows, layout, memory)
 
 
-def owner(row: int, processes: int) -> int:
-    """The process of a row of tiles: to and fro, since rows below the diagonal grow longer.
+def _compute_row(
+    batch: Batch, other: Batch, rows: slice, layout: KernelLayout, memory: int
+) -> Iterator[Tile]:
+    """Yield the tiles of one chunk of rows, up to the diagonal where both batches are one."""
+    pulled = batch.pull(rows)
+    for columns in other.slices():
+        if other is not batch:
+            yield Tile(rows, columns, layout.tile(pulled, other.pull(columns), memory))
+        elif columns == rows:
+            yield Tile(rows, columns, layout.tile(pulled, pulled, memory))
+        elif columns.start < rows.start:
+            yield Tile(rows, columns, layout.tile(pulled, batch.pull(columns), memory))
 
-    >>> [owner(i, 3) for i in range(8)]
+
+def find_owner(row: int, processes: int) -> int:
+    """Return the process of a row of tiles: forth and back, since later rows are longer.
+
+    >>> [find_owner(i, 3) for i in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
     """
     turn = row % (2 * processes)
     return min(turn, 2 * processes - 1 - turn)
 
 
-def gather_tiles(own: Iterable[Tile], empty: Tensor, processes: Processes) -> Iterator[Tile]:
-    """All tiles, each from the process that multiplied it."""
+def gather_tiles(tiles: Iterable[Tile], empty: Tensor, processes: Processes) -> Iterator[Tile]:
+    """Yield the tiles of all processes.
+
+    Args:
+        tiles: those that this process multiplies.
+        empty: a tensor without entries, in the kernel's dtype and on its device.
+        processes: the processes that share the work.
+    """
     with processes.raise_together():
-        own = list(own)
-        places = [(a.start, a.stop, b.start, b.stop, tuple(tile.shape)) for a, b, tile in own]
-        flat = torch.cat([empty, *(tile.reshape(-1) for *_, tile in own)])
-    found = processes.gather_parts([flat], "kernel")[0]
-    for several, values in zip(processes.gather_objects(places), found, strict=True):
-        at = 0
-        for a, b, c, d, shape in several:
-            size = torch.Size(shape).numel()
-            yield slice(a, b), slice(c, d), values[at : at + size].view(shape)
-            at += size
+        tiles = list(tiles)
+        flat = torch.cat([empty, *(tile.values.reshape(-1) for tile in tiles)])
+    headers = [(tile.rows, tile.columns, tile.values.shape) for tile in tiles]
+    buffers = processes.gather_parts([flat], "kernel")[0]
+    for headers_of_rank, buffer in zip(processes.gather_objects(headers), buffers, strict=True):
+        start = 0
+        for rows, columns, shape in headers_of_rank:
+            stop = start + shape.numel()
+            yield Tile(rows, columns, buffer[start:stop].view(shape))
+            start = stop
 
 
-def refuse_others(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
-    """Raise where processes have other inputs or parameters."""
-    batches = arguments(x).tensors, [] if x2 is None else arguments(x2).tensors
-    named = {f"x{i or ''}[{j}]": a for i, args in enumerate(batches) for j, a in enumerate(args)}
-    named |= tangent.params
-    seen = {name: (tuple(t.shape), _digest(t)) for name, t in named.items()}
+def refuse_different_arguments(tangent: Tangent, x: Any, x2: Any, processes: Processes) -> None:
+    """Raise if the processes have different inputs or parameters."""
+    tensors = {f"x[{i}]": t for i, t in enumerate(as_arguments(x).tensors)}
+    if x2 is not None:
+        tensors |= {f"x2[{i}]": t for i, t in enumerate(as_arguments(x2).tensors)}
+    tensors |= tangent.params
+    digests = {name: (tuple(t.shape), _digest(t)) for name, t in tensors.items()}
     remedy = "Pass the same inputs on all processes, and broadcast the model's parameters"
-    processes.require_same("the kernel's inputs or parameters (shape, digest)", seen, remedy)
+    processes.require_same("the kernel's inputs or parameters (shape, digest)", digests, remedy)
 
 
 def _digest(t: Tensor) -> str:
-    """A hash of its bytes."""
+    """Return a hash of the tensor's bytes."""
     flat = t.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()

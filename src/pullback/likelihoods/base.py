@@ -23,40 +23,41 @@ class Likelihood(ABC):
 
     @abstractmethod
     def factor(self, z: Tensor) -> Factor:
-        """S with S Sᵀ = Fisher information in z, per sample."""
+        """Return S with S Sᵀ = Fisher information in z, per sample."""
 
     @abstractmethod
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
-        """−log p(y | z) up to a constant in z, one value per sample."""
+        """Return −log p(y | z) up to a constant in z, one value per sample."""
 
     @abstractmethod
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """y drawn from p(· | z)."""
+        """Return y drawn from p(· | z)."""
 
     def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """−∂ log p(y|z)/∂z for a y drawn from p(·|z)."""
+        """Return −∂ log p(y|z)/∂z for a y drawn from p(·|z)."""
         with torch.enable_grad():
             z = z.detach().requires_grad_()
             y = self.sample(z.detach(), generator)
             return torch.autograd.grad(self.nll(z, y).sum(), z)[0]
 
     def samples(self, z: Tensor) -> int:
-        """How many samples a mean over z counts."""
+        """Return the number of samples that a mean over z counts."""
         return z.numel()
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
+        """Return a broadcasting mask of the entries of z that the loss counted; None for all."""
         return None
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """A flag on the device that is False where `counted` would return None, without waiting.
+        """Return a flag on the device that is False where `counted` returns None.
 
-        Who gives it draws without harm from values that are not finite.
+        The host does not wait for it. A likelihood that returns a flag must be able to `sample`
+        from values that are not finite.
         """
         return None
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
-        """Why the first ∂loss/∂z is certainly not of this loss, and the remedy; or ""."""
+        """Return why the first ∂loss/∂z is not that of this loss, and a remedy; or ""."""
         return ""
 
     def __repr__(self) -> str:
@@ -65,7 +66,7 @@ class Likelihood(ABC):
 
 
 def bounded_exp(x: Tensor, power: float = 0.5) -> Tensor:
-    """exp(x), held below max**power of the dtype so that products with it stay finite.
+    """Return exp(x), bounded by max**power of the dtype so that products with it stay finite.
 
     A factor S wants power 1/4: then M = S² stays below √max, and M v is finite.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,15 +13,44 @@ from .._core.factor import Factor, Whitened
 from .._core.space import compute_dtype
 from .base import Likelihood
 
-_RUN = 256  # classes whose probabilities are added up first
+
+@dataclass(frozen=True)
+class CategoricalLimits:
+    """How classes are drawn, and when a gradient shows a mistake."""
+
+    #: classes of a run, whose probabilities are added up first
+    run: int = 256
+    #: units of round-off, per class, that a g in the range of S may sum to
+    range_round_off: float = 10.0
+    #: samples that are enough to judge a gradient, and positions of them
+    judged_samples: int = 8
+    judged_positions: int = 64
+    fewest_positions: int = 4
+    #: units of round-off by which probabilities may miss the sum one, and at most this number
+    sum_round_off: float = 32.0
+    largest_sum_error: float = 2**-6
+    #: units of round-off by which a target may miss one-hot, and at most this number
+    one_hot_round_off: float = 64.0
+    largest_one_hot_error: float = 0.05
+    #: units of round-off by which sums over classes may miss zero, at most 0.005: random signs
+    #: leave 1/√T along T positions, which must be more
+    zero_round_off: float = 100.0
+    largest_zero_error: float = 0.005
+    #: a sum of this many times the limit is certainly not zero
+    certainly_nonzero: float = 5.0
+
+
+_LIMITS = CategoricalLimits()
 
 
 class SoftmaxFactor(Factor):
     """S = diag(√p) − p √pᵀ, so that S Sᵀ = diag(p) − p pᵀ, from log-probabilities."""
 
     def __init__(self, log_p: Tensor, dim: int) -> None:
-        self._log_p, self._dim = log_p, dim
-        self._p, self._root = log_p.exp(), (0.5 * log_p).exp()
+        self._log_p = log_p
+        self._dim = dim
+        self._p = log_p.exp()
+        self._root = (0.5 * log_p).exp()
         self.white = tuple(log_p.shape[1:])
 
     def apply(self, r: Tensor) -> Tensor:
@@ -34,31 +65,36 @@ class SoftmaxFactor(Factor):
         """r = g/√p; g is in the range of S exactly when it sums to zero over the classes."""
         r = torch.where(g == 0, 0.0, g * (-0.5 * self._log_p).exp())
         excess = g.sum(self._dim).abs().max()
-        limit = 10 * (eps or torch.finfo(g.dtype).eps) * g.shape[self._dim] * g.abs().max()
+        round_off = _LIMITS.range_round_off * (eps or torch.finfo(g.dtype).eps)
+        limit = round_off * g.shape[self._dim] * g.abs().max()
         return Whitened.if_valid(r, excess <= limit)
 
 
-def chosen(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One class per row of probabilities (R, C), never one of probability 0: (R,).
+def draw_classes(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Return one class per row of probabilities (R, C), never one of probability 0: (R,).
 
-    Of many classes first a run is chosen, then one of its classes: one pass over p is made, and
-    nothing of its size is written.
+    Of many classes first a run is drawn, then one of its classes: p is read once, and nothing of
+    its size is written. Rows with NaN give some class.
     """
-    classes, dtype = p.shape[1], compute_dtype(p.dtype)
-    if classes <= 2 * _RUN:
-        return _raced(p.to(dtype), generator)
-    whole = classes // _RUN * _RUN
-    runs = p[:, :whole].unflatten(1, (-1, _RUN)).sum(2, dtype=dtype)
+    classes = p.shape[1]
+    dtype = compute_dtype(p.dtype)
+    run = _LIMITS.run
+    if classes <= 2 * run:
+        return _draw_by_race(p.to(dtype), generator)
+    whole = classes // run * run
+    run_sums = p[:, :whole].unflatten(1, (-1, run)).sum(2, dtype=dtype)
     if whole < classes:
-        runs = torch.cat([runs, p[:, whole:].sum(1, keepdim=True, dtype=dtype)], 1)
-    start = _RUN * _raced(runs, generator)[:, None]
-    index = start + torch.arange(_RUN, device=p.device)
-    some = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
-    return start[:, 0] + _raced(some.where(index < classes, 0.0), generator)  # NaN stays inside
+        last_sum = p[:, whole:].sum(1, keepdim=True, dtype=dtype)
+        run_sums = torch.cat([run_sums, last_sum], 1)
+    start = run * _draw_by_race(run_sums, generator)[:, None]
+    index = start + torch.arange(run, device=p.device)
+    in_run = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
+    in_run = in_run.where(index < classes, 0.0)
+    return start[:, 0] + _draw_by_race(in_run, generator)
 
 
-def _raced(p: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The class whose exponential clock of rate p rings first, which is c in a share p_c of all."""
+def _draw_by_race(p: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return the class whose exponential clock of rate p rings first: c with probability p_c."""
     clocks = torch.empty_like(p).exponential_(generator=generator)
     return (p / clocks.clamp_(min=torch.finfo(p.dtype).tiny)).argmax(1)
 
@@ -79,15 +115,18 @@ class Categorical(Likelihood):
     """
 
     halves = True  # torch's softmax adds up in float32
-    _checked = False  # whether a gradient has shown that the axis is not the wrong one
-    _shown = 1  # the axis where `dim` is None
+    #: whether a gradient has shown that the axis is not the wrong one
+    _is_axis_checked = False
+    #: the axis where `dim` is None
+    _inferred_dim = 1
 
     def __init__(self, dim: int | None = -1, ignore_index: int = -100) -> None:
-        self.dim, self.ignore_index = dim, ignore_index
+        self.dim = dim
+        self.ignore_index = ignore_index
 
     def _axis(self, z: Tensor) -> int:
-        """The class axis, counted from the end; axis 0 holds the samples."""
-        dim = self._shown if self.dim is None else self.dim
+        """Return the class axis, counted from the end; axis 0 is that of samples."""
+        dim = self._inferred_dim if self.dim is None else self.dim
         axis = dim if dim < 0 else dim - z.ndim
         if z.ndim < 2 or not -z.ndim < axis < 0 or z.shape[axis] < 2:
             raise PullbackError(
@@ -107,101 +146,123 @@ class Categorical(Likelihood):
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         p = torch.softmax(z.movedim(self._axis(z), -1), -1)
-        return chosen(p.flatten(0, -2), generator).view(p.shape[:-1])
+        return draw_classes(p.flatten(0, -2), generator).view(p.shape[:-1])
 
     def score(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """p − e_y, from one softmax, in the precision of z."""
         axis = self._axis(z)
         p = torch.softmax(z.detach(), axis)
         rows = p.movedim(axis, -1)
-        y = chosen(rows.flatten(0, -2), generator).view(rows.shape[:-1]).unsqueeze(axis)
+        y = draw_classes(rows.flatten(0, -2), generator).view(rows.shape[:-1]).unsqueeze(axis)
         return p.scatter_add_(axis, y, p.new_full((), -1.0).expand(y.shape))
 
     def samples(self, z: Tensor) -> int:
         return z.numel() // z.shape[self._axis(z)]
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        axis = self._checked_axis(z, cotangent)
-        silent = _silent(cotangent, axis)
-        if not bool(silent.any()):
+        axis = self._check_axis(z, cotangent)
+        is_silent = _is_silent(cotangent, axis)
+        if not bool(is_silent.any()):
             return None
-        certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
-        counts = ~silent | certain
-        return None if bool(counts.all()) else counts
+        is_certain = torch.softmax(z, axis).amax(axis, keepdim=True) == 1
+        is_counted = ~is_silent | is_certain
+        if bool(is_counted.all()):
+            return None
+        return is_counted
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        return _silent(cotangent, self._checked_axis(z, cotangent)).any()
+        return _is_silent(cotangent, self._check_axis(z, cotangent)).any()
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Recognize outputs of a softmax, and squared errors to one-hot targets.
 
-        Other terms in a loss make its gradient any vector, so only what cannot be an accident is
-        said: rows z ≥ 0 that all add up to one, or a number s for which all rows of
-        z − ∂loss/∂z / s are one-hot. Later gradients cannot tell: logits that are equal at first
-        keep the sum they have, as cross-entropy does not change it.
+        Other terms in a loss make its gradient any vector, so that only what cannot be an accident
+        is reported: rows z ≥ 0 that all add up to one, or a number s for which all rows of
+        z − ∂loss/∂z / s are one-hot. Later gradients show nothing: logits that are equal at first
+        keep their sum, as cross-entropy does not change it.
         """
-        axis, eps = self._checked_axis(z, cotangent), torch.finfo(z.dtype).eps
-        dtype = compute_dtype(z.dtype)
-        z, c = (t[:8].movedim(axis, -1).flatten(0, -2)[:64].to(dtype) for t in (z, cotangent))
-        if len(z) < 4 or bool((z == z[0]).all()):
+        axis = self._check_axis(z, cotangent)
+        eps = torch.finfo(z.dtype).eps
+        z = _take_positions(z, axis)
+        c = _take_positions(cotangent, axis).to(z.dtype)
+        if len(z) < _LIMITS.fewest_positions or bool((z == z[0]).all()):
             return ""
         excess = z.sum(1) - 1
-        if bool((z >= 0).all() & (excess.abs() <= min(32 * eps, 2**-6)).all()):
+        sum_error = min(_LIMITS.sum_round_off * eps, _LIMITS.largest_sum_error)
+        if bool((z >= 0).all() & (excess.abs() <= sum_error).all()):
             return (
                 "the outputs are probabilities, and Categorical takes logits. Leave the softmax "
                 "out of the model: F.cross_entropy applies it"
             )
         s = (c.sum(1) @ excess) / excess.square().sum()
         y = z - c / s
-        near = 64 * eps * (1 + z.abs().amax())
-        one_hot = ((y - F.one_hot(y.argmax(1), y.shape[1])).abs() <= near).all()
-        if bool((s > 0) & (near < 0.05) & one_hot):
+        one_hot_error = _LIMITS.one_hot_round_off * eps * (1 + z.abs().amax())
+        is_one_hot = ((y - F.one_hot(y.argmax(1), y.shape[1])).abs() <= one_hot_error).all()
+        is_exact = one_hot_error < _LIMITS.largest_one_hot_error
+        if bool((s > 0) & is_exact & is_one_hot):
             return (
                 "its gradient is that of a squared error, and Categorical is the metric of "
                 "F.cross_entropy. Use likelihood=nn.MSELoss()"
             )
         return ""
 
-    def _checked_axis(self, z: Tensor, cotangent: Tensor) -> int:
-        """The class axis, held against the first gradients of the loss until one tells."""
-        if z.ndim > 2 and not self._checked:
-            self._checked = self._check_axis(cotangent[:8], self._axis(z))
+    def _check_axis(self, z: Tensor, cotangent: Tensor) -> int:
+        """Return the class axis, compared with the first gradients until one is conclusive."""
+        if z.ndim > 2 and not self._is_axis_checked:
+            first = cotangent[: _LIMITS.judged_samples]
+            self._is_axis_checked = self._compare_axis(first, self._axis(z))
         return self._axis(z)
 
-    def _check_axis(self, cotangent: Tensor, axis: int) -> bool:
-        """Hold the axis against a gradient; False where that is zero or not finite.
+    def _compare_axis(self, cotangent: Tensor, axis: int) -> bool:
+        """Compare the axis with a gradient; return False if that is zero or not finite.
 
-        Where it adds up to zero along another axis, not along ours, that one is taken if `dim` is
-        None and there is but one; else it is an error. So is an axis None that nothing shows.
+        If the gradient adds up to zero along another axis and not along ours, that one is taken,
+        provided that `dim` is None and there is but one; otherwise it is an error. With `dim` None
+        it is an error too if the gradient adds up to zero along no axis.
         """
-        c = cotangent.to(compute_dtype(cotangent.dtype))
-        axes = [a for a in range(1 - c.ndim, 0) if c.shape[a] > 1]
-        total = torch.linalg.vector_norm(c, 1)
-        shares = torch.stack([torch.linalg.vector_norm(c.sum(a), 1) for a in axes]) / total
-        left = dict(zip(axes, shares.tolist(), strict=True))  # NaN where the loss ignored all
-        # half precision leaves an ε; random signs leave 1/√T along T places, which must be more
-        limit = min(100 * torch.finfo(cotangent.dtype).eps, 0.005)
-        zero = [a + c.ndim for a in axes if left[a] <= limit]
-        wrong = bool(zero) and left[axis] > 5 * limit
-        if wrong and self.dim is None and len(zero) == 1:
-            self._shown = zero[0] - c.ndim
-        elif wrong:
+        sums = _sum_along_axes(cotangent)
+        round_off = _LIMITS.zero_round_off * torch.finfo(cotangent.dtype).eps
+        zero = min(round_off, _LIMITS.largest_zero_error)
+        nonzero = _LIMITS.certainly_nonzero * zero
+        zero_axes = [a + cotangent.ndim for a, total in sums.items() if total <= zero]
+        if zero_axes and sums[axis] > nonzero:
+            if self.dim is None and len(zero_axes) == 1:
+                self._inferred_dim = zero_axes[0] - cotangent.ndim
+                return True
             raise PullbackError(
                 "Categorical does not fit the loss",
-                f"the loss's gradient adds up to zero along axis {zero[0]} of the output, samples "
-                f"first, as over classes, but not along axis {axis + c.ndim}",
-                f"Set Categorical(dim={zero[0]})",
+                f"the loss's gradient adds up to zero along axis {zero_axes[0]} of the output, "
+                f"samples first, as over classes, but not along axis {axis + cotangent.ndim}",
+                f"Set Categorical(dim={zero_axes[0]})",
             )
-        elif self.dim is None and min(left.values()) > 5 * limit:
+        if self.dim is None and min(sums.values()) > nonzero:
             raise PullbackError(
                 "The loss does not show which axis has the classes",
                 "its gradient adds up to zero along no axis of the output, so that it has other "
                 "terms beside a cross entropy",
                 "Set likelihood=Categorical(dim=...): 1 for (N, classes, ...), -1 for classes last",
             )
-        return left[axis] >= 0
+        return sums[axis] >= 0
 
 
-def _silent(cotangent: Tensor, axis: int) -> Tensor:
-    """The positions that received no gradient."""
+def _sum_along_axes(cotangent: Tensor) -> dict[int, float]:
+    """Return |Σ cotangent| along each axis but the first, relative to Σ |cotangent|.
+
+    The numbers are NaN where the loss ignored all positions. Axes are counted from the end.
+    """
+    c = cotangent.to(compute_dtype(cotangent.dtype))
+    axes = [a for a in range(1 - c.ndim, 0) if c.shape[a] > 1]
+    total = torch.linalg.vector_norm(c, 1)
+    sums = [torch.linalg.vector_norm(c.sum(a), 1) for a in axes]
+    return dict(zip(axes, (torch.stack(sums) / total).tolist(), strict=True))
+
+
+def _take_positions(t: Tensor, axis: int) -> Tensor:
+    """Return a few positions of the first samples, classes last: (positions, C)."""
+    rows = t[: _LIMITS.judged_samples].movedim(axis, -1).flatten(0, -2)
+    return rows[: _LIMITS.judged_positions].to(compute_dtype(t.dtype))
+
+
+def _is_silent(cotangent: Tensor, axis: int) -> Tensor:
+    """Return a mask of the positions that received no gradient."""
     return torch.linalg.vector_norm(cotangent, torch.inf, axis, keepdim=True) == 0

@@ -1,4 +1,4 @@
-"""Families in which every output entry stands for itself, so that the metric is diagonal."""
+"""Families whose output entries are independent, so that the metric is diagonal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ class IndependentEntries(Likelihood):
     """Every entry is a sample, as torch's means over all entries have it.
 
     Args:
-        event: how many trailing axes the loss adds up instead, so that one sample is what they
-            hold: a loss that is summed over the pixels and averaged over images has event=1.
+        event: the number of trailing axes over which the loss adds up, so that they make one
+            sample: a loss that is summed over the pixels and averaged over images has event=1.
     """
 
     def __init__(self, event: int = 0) -> None:
         refuse_number("The number of event axes", event, whole=True)
         self.event = event
 
-    def _summed(self, nll: Tensor) -> Tensor:
-        return nll.flatten(nll.ndim - self.event).sum(-1) if self.event else nll
+    def _sum_event(self, nll: Tensor) -> Tensor:
+        if self.event:
+            return nll.flatten(nll.ndim - self.event).sum(-1)
+        return nll
 
     def samples(self, z: Tensor) -> int:
         return z.shape[: z.ndim - self.event].numel()
@@ -42,7 +44,7 @@ class Bernoulli(IndependentEntries):
         return Diagonal((0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))).exp())
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
-        return self._summed(F.binary_cross_entropy_with_logits(z, y, reduction="none"))
+        return self._sum_event(F.binary_cross_entropy_with_logits(z, y, reduction="none"))
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         uniform = torch.rand(z.shape, generator=generator, dtype=z.dtype, device=z.device)
@@ -63,7 +65,7 @@ class Poisson(IndependentEntries):
         return Diagonal(bounded_exp(z / 2, 0.25))
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
-        return self._summed(F.poisson_nll_loss(z, y, reduction="none"))
+        return self._sum_event(F.poisson_nll_loss(z, y, reduction="none"))
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return torch.poisson(z.exp(), generator=generator)
@@ -82,7 +84,7 @@ class Gaussian(Likelihood):
         require(usable, "Gaussian's variance", variance, remedy)
         self.variance = variance
 
-    def _halves(self, z: Tensor) -> tuple[Tensor, Tensor]:
+    def _split_mean_and_log_variance(self, z: Tensor) -> tuple[Tensor, Tensor]:
         if z.shape[-1] % 2:
             raise PullbackError(
                 'Gaussian(variance="learned") does not fit the model\'s output',
@@ -94,23 +96,24 @@ class Gaussian(Likelihood):
 
     def factor(self, z: Tensor) -> Factor:
         if isinstance(self.variance, str):
-            _, log_variance = self._halves(z)
+            _, log_variance = self._split_mean_and_log_variance(z)
             half = torch.full_like(log_variance, 0.5**0.5)
             return Diagonal(torch.cat([bounded_exp(-0.5 * log_variance, 0.25), half], -1))
         return Diagonal(torch.full_like(z, self.variance**-0.5))
 
     def nll(self, z: Tensor, y: Tensor) -> Tensor:
         if isinstance(self.variance, str):
-            mean, log_variance = self._halves(z)
+            mean, log_variance = self._split_mean_and_log_variance(z)
             return 0.5 * ((y - mean) ** 2 * bounded_exp(-log_variance) + log_variance).sum(-1)
         return 0.5 * ((y - z) ** 2).sum(-1) / self.variance
 
     def sample(self, z: Tensor, generator: torch.Generator | None = None) -> Tensor:
         if isinstance(self.variance, str):
-            mean, log_variance = self._halves(z)
+            mean, log_variance = self._split_mean_and_log_variance(z)
             spread = bounded_exp(0.5 * log_variance)
         else:
-            mean, spread = z, self.variance**0.5
+            mean = z
+            spread = self.variance**0.5
         noise = torch.randn(mean.shape, generator=generator, dtype=z.dtype, device=z.device)
         return mean + spread * noise
 

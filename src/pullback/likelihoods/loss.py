@@ -88,22 +88,29 @@ def from_loss(loss: Likelihood | Loss) -> Likelihood:
         return Bernoulli()
     if function is F.poisson_nll_loss and options.get("log_input", True):
         return Poisson()
-    why, remedy = _REFUSED.get(function, _OTHER) if callable(function) else _OTHER
+    why, remedy = _OTHER
+    if callable(function):
+        why, remedy = _REFUSED.get(function, _OTHER)
     raise PullbackError("The loss has no likelihood", f"got {loss!r}; {why}", remedy)
 
 
 def reduction_of(loss: Likelihood | Loss | None) -> str:
     """Return "sum" for a loss that adds up over samples, else "mean"."""
-    return "sum" if _resolve(loss)[1].get("reduction") == "sum" else "mean"
+    _, options = _resolve(loss)
+    if options.get("reduction") == "sum":
+        return "sum"
+    return "mean"
 
 
 def _resolve(loss: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return torch's function for a loss, or what was given, and its options by name."""
+    """Return torch's function for a loss, or the loss itself, and its options by name."""
     if isinstance(loss, partial):
         return loss.func, loss.keywords
     if not isinstance(loss, nn.Module):
         return loss, {}
-    # a subclass with a forward of its own is another loss
-    kinds = [kind for kind in (*_FUNCTIONS, *_REFUSED) if isinstance(kind, type)]
-    kind = next((k for k in kinds if type(loss).forward is k.forward), None)
-    return _FUNCTIONS.get(kind, kind) if kind else loss, vars(loss) | dict(loss.named_buffers())
+    options = vars(loss) | dict(loss.named_buffers())
+    classes = [key for key in (*_FUNCTIONS, *_REFUSED) if isinstance(key, type)]
+    for cls in classes:
+        if type(loss).forward is cls.forward:  # a subclass with a forward of its own is another
+            return _FUNCTIONS.get(cls, cls), options
+    return loss, options

@@ -22,7 +22,7 @@ class Metric(ABC):
 
     @abstractmethod
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        """S at z; `inputs` are the model's inputs, for metrics that depend on them."""
+        """Return S at z; `inputs` are the model's inputs, for metrics that depend on them."""
 
     @property
     def counter(self) -> Likelihood | Metric | None:
@@ -30,20 +30,28 @@ class Metric(ABC):
         return None
 
     def samples(self, z: Tensor) -> int:
-        """How many samples a mean over z counts."""
-        return z.shape[0] if self.counter is None else self.counter.samples(z)
+        """Return the number of samples that a mean over z counts."""
+        if self.counter is None:
+            return z.shape[0]
+        return self.counter.samples(z)
 
     def counted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """Which entries of z the loss counted, as a mask that broadcasts; None for all."""
-        return None if self.counter is None else self.counter.counted(z, cotangent)
+        """Return a mask of the entries of z that the loss counted; None for all."""
+        if self.counter is None:
+            return None
+        return self.counter.counted(z, cotangent)
 
     def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """A flag that is False where `counted` would return None, see `Likelihood.uncounted`."""
-        return None if self.counter is None else self.counter.uncounted(z, cotangent)
+        """Return a flag that is False where `counted` returns None; see `Likelihood.uncounted`."""
+        if self.counter is None:
+            return None
+        return self.counter.uncounted(z, cotangent)
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
-        """Why the first ∂loss/∂z is certainly not of the metric's loss, and the remedy; or ""."""
-        return "" if self.counter is None else self.counter.mismatch(z, cotangent)
+        """Return why the first ∂loss/∂z is not that of the metric's loss, and a remedy; or ""."""
+        if self.counter is None:
+            return ""
+        return self.counter.mismatch(z, cotangent)
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
@@ -69,7 +77,7 @@ class MetricFunction(Metric):
 
 
 def as_metric(metric: Metric | Callable[[Tensor], Tensor]) -> Metric:
-    """The metric itself, or a function of z wrapped as one."""
+    """Return the metric itself, or a function of z wrapped as one."""
     if isinstance(metric, Metric):
         return metric
     if callable(metric) and not isinstance(metric, type):
@@ -97,11 +105,12 @@ class Weighted(Metric):
     """
 
     def __init__(self, metric: Metric, weight: float | Tensor | Callable[[Tensor], Tensor]) -> None:
-        self.metric, self.weight = metric, weight
+        self.metric = metric
+        self.weight = weight
 
     @property
     def couples_samples(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the weighted metric does."""
+        """Return True if the weighted metric couples samples."""
         return self.metric.couples_samples
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
@@ -165,7 +174,8 @@ class Bregman(Metric):
         self.potential = potential
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        size, shape = z[0].numel(), self.potential(z[0]).shape
+        size = z[0].numel()
+        shape = self.potential(z[0]).shape
         if shape.numel() != 1:
             raise PullbackError(
                 "The potential is not one number per sample",

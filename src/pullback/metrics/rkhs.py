@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import factorial, inf
 from numbers import Real
@@ -14,9 +15,25 @@ from torch import Tensor
 from .._core.errors import PullbackError, require
 from .._core.products import cross_gram
 
-_POINTS = 2048  # whose pairs tell the median distance
-_WIDE, _PRODUCTS = 64, 2**20  # from where on inner products are faster than differences
-_CANCELS = 1e-4  # squared distances, of the points' squared lengths, that lose too many digits
+
+@dataclass(frozen=True)
+class DistanceLimits:
+    """How distances between points are computed."""
+
+    #: samples whose pairs give the median distance: 2 million pairs take milliseconds
+    median_points: int = 2048
+    #: coordinates and flops from which on inner products are faster than differences
+    fewest_coordinates: int = 64
+    fewest_flops: int = 2**20
+    #: squared distances below this fraction of the points' squared lengths lose too many digits
+    near: float = 1e-4
+    #: the fraction of near pairs from which on differences are taken for all pairs
+    most_near: float = 1 / 8
+    #: the largest order ν of a Matérn kernel: beyond it the factorials lose digits
+    largest_order: float = 20.0
+
+
+_LIMITS = DistanceLimits()
 
 
 class ReproducingKernel(ABC):
@@ -24,7 +41,7 @@ class ReproducingKernel(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """The matrix K(x_i, y_j)."""
+        """Return the matrix K(x_i, y_j)."""
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
@@ -53,17 +70,19 @@ class Matern(ReproducingKernel):
     """
 
     def __init__(self, order: float = 1.5, scale: float = 1.0) -> None:
-        half = isinstance(order, (int, float)) and order > 0 and float(order - 0.5).is_integer()
-        if not half or order > 20:
+        is_positive = isinstance(order, (int, float)) and order > 0
+        is_half_integer = is_positive and float(order - 0.5).is_integer()
+        if not is_half_integer or order > _LIMITS.largest_order:
             raise PullbackError(
                 "The Matérn kernel's order is not usable",
                 f"got {order!r}, and it is a polynomial times e^(−d) for half-integers alone",
                 "Use 0.5, 1.5, 2.5, ... (at most 19.5), or pass a function of your own as kernel=",
             )
-        length = isinstance(scale, Real) and not isinstance(scale, bool) and 0 < scale < inf
+        is_length = isinstance(scale, Real) and not isinstance(scale, bool) and 0 < scale < inf
         remedy = "Use a positive number, such as metrics.median_distance(x)"
-        require(length, "The kernel's scale", scale, remedy)
-        self.order, self.scale = float(order), float(scale)
+        require(is_length, "The kernel's scale", scale, remedy)
+        self.order = float(order)
+        self.scale = float(scale)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         d = distances(x, y) / self.scale
@@ -73,76 +92,85 @@ class Matern(ReproducingKernel):
         return torch.exp(-d) * polynomial
 
     def smoothness(self, n: int) -> float:
-        """The s of H^s(Rⁿ): ν + n/2, which is (n + 3)/2 for ν = 3/2."""
+        """Return the s of H^s(Rⁿ): ν + n/2, which is (n + 3)/2 for ν = 3/2."""
         return self.order + n / 2
 
 
 @lru_cache
 def _coefficients(p: int) -> tuple[float, ...]:
-    """Of d^p, ..., d⁰ in the polynomial of ν = p + 1/2."""
-    return tuple(
-        factorial(p) / factorial(2 * p) * factorial(p + k) / (factorial(k) * factorial(p - k))
-        * 2 ** (p - k)
-        for k in range(p + 1)
-    )  # fmt: skip
+    """Return the coefficients of d^p, ..., d⁰ in the polynomial of ν = p + 1/2."""
+    coefficients = []
+    for k in range(p + 1):
+        binomial = factorial(p + k) / (factorial(k) * factorial(p - k))
+        coefficients.append(factorial(p) / factorial(2 * p) * binomial * 2 ** (p - k))
+    return tuple(coefficients)
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """‖x_i − y_j‖ of samples (N, ...) and (M, ...), without cancellation between near points."""
-    same = x is y
-    x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
-    large = x.shape[1] >= _WIDE and len(x) * len(y) * x.shape[1] >= _PRODUCTS
-    if large and not (x.requires_grad or y.requires_grad) and x.device.type != "mps":
-        return _expanded(x, x if same else y)
-    return _direct(x, y)
+    """Return ‖x_i − y_j‖ of samples (N, ...) and (M, ...), accurate between near points too."""
+    points = x.reshape(len(x), -1)
+    others = points if y is x else y.reshape(len(y), -1)
+    coordinates = points.shape[1]
+    flops = len(points) * len(others) * coordinates
+    is_large = coordinates >= _LIMITS.fewest_coordinates and flops >= _LIMITS.fewest_flops
+    has_graph = points.requires_grad or others.requires_grad
+    if is_large and not has_graph and points.device.type != "mps":
+        return _distances_by_products(points, others)
+    return _distances_by_differences(points, others)
 
 
-def _direct(x: Tensor, y: Tensor) -> Tensor:
+def _distances_by_differences(x: Tensor, y: Tensor) -> Tensor:
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _expanded(x: Tensor, y: Tensor) -> Tensor:
-    """√(|x|² + |y|² − 2x·y) in float64, a tenth of the time; near pairs are subtracted first."""
+def _distances_by_products(x: Tensor, y: Tensor) -> Tensor:
+    """Return √(|x|² + |y|² − 2x·y), in float64, which takes a tenth of the time of differences.
+
+    Pairs that are near each other, where digits cancel, are computed from differences.
+    """
     center = x.mean(0, dtype=torch.float64)
-    one = x - center
-    two = one if y is x else y - center
-    sizes = one.square().sum(1)[:, None] + two.square().sum(1)
-    squares = torch.addcmul(sizes, cross_gram(one, two), sizes.new_tensor(-2.0))
-    near = squares <= _CANCELS * sizes
-    i, j = near.nonzero(as_tuple=True)
-    if len(i) > near.numel() // 8:
-        return _direct(x, y)
-    out = squares.clamp_(min=0).sqrt_()
-    out[i, j] = (one[i] - two[j]).norm(dim=1)
-    return out.to(x.dtype)
+    points = x - center
+    others = points if y is x else y - center
+    sizes = points.square().sum(1)[:, None] + others.square().sum(1)
+    squares = torch.addcmul(sizes, cross_gram(points, others), sizes.new_tensor(-2.0))
+    is_near = squares <= _LIMITS.near * sizes
+    i, j = is_near.nonzero(as_tuple=True)
+    if len(i) > _LIMITS.most_near * is_near.numel():
+        return _distances_by_differences(x, y)
+    lengths = squares.clamp_(min=0).sqrt_()
+    lengths[i, j] = (points[i] - others[j]).norm(dim=1)
+    return lengths.to(x.dtype)
 
 
 def median_distance(x: Tensor) -> float:
-    """The median of ‖x_i − x_j‖ over pairs i < j: a scale at which K is neither I nor all-ones.
+    """Return the median of ‖x_i − x_j‖ over pairs i < j.
 
-    Of more than 2048 samples, 2048 evenly spaced ones are taken.
+    It is a scale at which K is neither I nor all-ones. Of more than 2048 samples, 2048 evenly
+    spaced ones are taken.
 
     >>> median_distance(torch.tensor([[0.0], [1.0], [3.0]]))
     2.0
     """
-    usable = isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()
-    if not usable or len(x) < 2:
-        got = f"shape {tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+    is_float = isinstance(x, Tensor) and x.ndim > 0 and x.is_floating_point()
+    if not is_float or len(x) < 2:
+        description = type(x).__name__
+        if isinstance(x, Tensor):
+            description = f"shape {tuple(x.shape)} of {x.dtype}"
         raise PullbackError(
             "There is no distance between these inputs",
-            f"got {got}",
+            f"got {description}",
             "Give two or more samples of a float tensor, samples first",
         )
-    x = x.detach()[:: -(-len(x) // _POINTS)]
+    x = x.detach()[:: -(-len(x) // _LIMITS.median_points)]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    found = float(torch.pdist(x.to(dtype).reshape(len(x), -1)).median())
-    if not 0 < found < inf:
+    median = float(torch.pdist(x.to(dtype).reshape(len(x), -1)).median())
+    if not 0 < median < inf:
         raise PullbackError(
             "The median distance is no scale",
-            f"it is {found}: the inputs coincide or are not finite",
+            f"it is {median}: the inputs coincide or are not finite",
             "Leave equal inputs out",
         )
-    return found
+    return median
 
 
 #: what `Sobolev(kernel=...)` takes

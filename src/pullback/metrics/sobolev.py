@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 from weakref import WeakSet
@@ -16,8 +17,23 @@ from .._core.space import compute_dtype
 from .base import Euclidean, Fisher, Metric
 from .rkhs import KernelLike, Matern, ReproducingKernel, median_distance
 
-_JITTER = {torch.float64: 1e-10, torch.float32: 1e-5}
-_NEAR = 1e-6  # of correlations to 0 or 1
+
+@dataclass(frozen=True)
+class SobolevThresholds:
+    """Default jitter, and when a kernel matrix is refused or warned of."""
+
+    #: added to K's unit diagonal in float64 and in float32: a few times the round-off of K's
+    #: largest eigenvalue, which is the batch size where inputs coincide
+    jitter_float64: float = 1e-10
+    jitter_float32: float = 1e-5
+    #: correlations this near to 0 or 1 count as such
+    correlation: float = 1e-6
+    #: |K − Kᵀ| relative to |K| from which on a kernel is not symmetric
+    asymmetry: float = 1e-4
+
+
+_THRESHOLDS = SobolevThresholds()
+#: metrics that have warned: each warns once
 _WARNED: WeakSet[Any] = WeakSet()
 
 
@@ -69,72 +85,80 @@ class Sobolev(Metric):
                 "compared between samples",
                 "Pass inner=Fisher(likelihood), or leave it out",
             )
-        self.kernel_of = Matern(order, scale) if kernel is None else kernel
-        self.jitter, self.inner = jitter, inner
+        self.kernel_of: KernelLike = Matern(order, scale) if kernel is None else kernel
+        self.jitter = jitter
+        self.inner = inner
 
     @property
     def scale(self) -> float | None:
         """The kernel's length, where it has one."""
         return getattr(self.kernel_of, "scale", None)
 
-    def kernel(self, inputs: Tensor, dtype: torch.dtype, wide: torch.dtype | None = None) -> Tensor:
-        """K + jitter·I on the batch: values and jitter of a dtype, held in a wider one."""
-        x, wide = inputs.detach().to(dtype), dtype if wide is None else wide
+    def kernel(
+        self, inputs: Tensor, dtype: torch.dtype, result_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return K + jitter·I on the batch.
+
+        Args:
+            inputs: (N, ...).
+            dtype: in which the kernel is evaluated, and which decides the default jitter.
+            result_dtype: that of the matrix; None is the same.
+        """
+        x = inputs.detach().to(dtype)
+        if result_dtype is None:
+            result_dtype = dtype
         k = self.kernel_of(x, x)
         if not isinstance(k, Tensor) or k.shape != (len(x), len(x)):
-            got = tuple(k.shape) if isinstance(k, Tensor) else type(k).__name__
+            description = tuple(k.shape) if isinstance(k, Tensor) else type(k).__name__
             raise PullbackError(
                 "The kernel does not fit the batch",
-                f"it gave {got} for {len(x)} samples",
+                f"it gave {description} for {len(x)} samples",
                 f"Return the matrix K(x_i, x_j): {(len(x), len(x))}",
             )
-        k = k.detach().to(x.device, wide)
-        eye = torch.eye(len(k), dtype=wide, device=k.device)
-        return k + self._jitter(dtype) * k.diagonal().mean() * eye
+        k = k.detach().to(x.device, result_dtype)
+        eye = torch.eye(len(k), dtype=result_dtype, device=k.device)
+        return k + self._choose_jitter(dtype) * k.diagonal().mean() * eye
 
-    def _jitter(self, dtype: torch.dtype) -> float:
-        return _JITTER.get(dtype, 1e-5) if self.jitter is None else self.jitter
+    def _choose_jitter(self, dtype: torch.dtype) -> float:
+        if self.jitter is not None:
+            return self.jitter
+        if dtype == torch.float64:
+            return _THRESHOLDS.jitter_float64
+        return _THRESHOLDS.jitter_float32
 
     def cholesky(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """L with L Lᵀ = K + jitter·I; warns once where K relates nothing, or everything alike.
+        """Return L with L Lᵀ = K + jitter·I; warn once if K is near the identity or all-ones.
 
-        It is found in double precision: in single, a jitter of 1e-5 drowns in the round-off of K's
-        largest eigenvalue, which is the batch size where inputs coincide.
+        L is computed in double precision: in single, a jitter of 1e-5 is below the round-off of
+        K's largest eigenvalue, which is the batch size where inputs coincide.
         """
-        k = self.kernel(inputs, dtype, dtype if inputs.device.type == "mps" else torch.float64)
-        if not isinstance(self.kernel_of, ReproducingKernel) and bool(
-            (k - k.mT).abs().max() > 1e-4 * k.abs().max()
-        ):
+        computed_in = dtype if inputs.device.type == "mps" else torch.float64
+        k = self.kernel(inputs, dtype, computed_in)
+        if not isinstance(self.kernel_of, ReproducingKernel) and not _is_symmetric(k):
             raise PullbackError(
                 "The kernel is not symmetric", "K(x, x') ≠ K(x', x)", "Use a reproducing kernel"
             )
         lower, info = torch.linalg.cholesky_ex((k + k.mT) / 2)
         if not bool(torch.isfinite(lower).all() & (info == 0)):
-            if not bool(torch.isfinite(k).all()):
-                raise PullbackError(
-                    "The Sobolev kernel is not finite",
-                    "some inputs, or values of the kernel, are NaN or infinite",
-                    "Check the batch",
-                )
-            raise PullbackError(
-                "The Sobolev kernel is singular on this batch",
-                "some inputs coincide or lie within round-off of each other, or a kernel of your "
-                "own is not positive",
-                "Raise jitter, or lower scale",
-            )
+            raise _singular_kernel_error(k)
         if self not in _WARNED:
-            self._judge(k, inputs, self._jitter(dtype))
+            self._warn_of_trivial_kernel(k, inputs, self._choose_jitter(dtype))
         return lower.to(dtype)
 
-    def _judge(self, k: Tensor, inputs: Tensor, jitter: float) -> None:
-        """Warn where all correlations between samples are 0, or 1."""
+    def _warn_of_trivial_kernel(self, k: Tensor, inputs: Tensor, jitter: float) -> None:
+        """Warn if all correlations between samples are 0, or all are 1."""
+        if len(k) < 2:
+            return
         root = k.diagonal().sqrt()
-        related = k * (1 + jitter) / (root[:, None] * root)
-        eye = torch.eye(len(k), dtype=torch.bool, device=k.device)
-        if len(k) > 1 and bool((related.abs() < _NEAR)[~eye].all()):
-            found, meaning = "the identity", "it relates no two samples, as if there were no kernel"
-        elif len(k) > 1 and bool((related > 1 - _NEAR)[~eye].all()):
-            found, meaning = "all-ones", "no two samples are told apart, and K is nearly singular"
+        correlations = k * (1 + jitter) / (root[:, None] * root)
+        is_diagonal = torch.eye(len(k), dtype=torch.bool, device=k.device)
+        between = correlations[~is_diagonal]
+        if bool((between.abs() < _THRESHOLDS.correlation).all()):
+            matrix = "the identity"
+            meaning = "it relates no two samples, as if there were no kernel"
+        elif bool((between > 1 - _THRESHOLDS.correlation).all()):
+            matrix = "all-ones"
+            meaning = "no two samples are told apart, and K is nearly singular"
         else:
             return
         _WARNED.add(self)
@@ -143,26 +167,17 @@ class Sobolev(Metric):
         except PullbackError:
             hint = "here all inputs coincide"
         warnings.warn(
-            f"The Sobolev kernel {self.kernel_of!r} is numerically {found} on this batch: "
+            f"The Sobolev kernel {self.kernel_of!r} is numerically {matrix} on this batch: "
             f"{meaning}. Set scale near metrics.median_distance(inputs); {hint}.",
             stacklevel=2,
         )
 
     def factor(self, z: Tensor, *, inputs: Tensor | None = None) -> Factor:
-        if (
-            not isinstance(inputs, Tensor)
-            or not inputs.is_floating_point()
-            or inputs.ndim == 0
-            or not len(inputs)
-            or inputs.shape[0] != z.shape[0]
-        ):
-            shown = isinstance(inputs, Tensor)
-            got = f"{tuple(inputs.shape)} of {inputs.dtype}" if shown else "none"
-            raise PullbackError(
-                "Sobolev needs the model's inputs as points of a vector space",
-                f"got {got} for {z.shape[0]} samples",
-                "Give the model a float tensor with one entry per sample as its first argument",
-            )
+        if not isinstance(inputs, Tensor):
+            raise _unusable_inputs_error("none", z)
+        has_samples = inputs.ndim > 0 and len(inputs) > 0 and len(inputs) == len(z)
+        if not has_samples or not inputs.is_floating_point():
+            raise _unusable_inputs_error(f"{tuple(inputs.shape)} of {inputs.dtype}", z)
         lower = self.cholesky(inputs.to(z.device), compute_dtype(z.dtype))
         return Mixed(lower, (self.inner or Euclidean()).factor(z))
 
@@ -172,3 +187,32 @@ class Sobolev(Metric):
     def __repr__(self) -> str:
         fields = f"kernel={self.kernel_of!r}, jitter={self.jitter!r}, inner={self.inner!r}"
         return f"Sobolev({fields})"
+
+
+def _is_symmetric(k: Tensor) -> bool:
+    asymmetry = (k - k.mT).abs().max()
+    return not bool(asymmetry > _THRESHOLDS.asymmetry * k.abs().max())
+
+
+def _singular_kernel_error(k: Tensor) -> PullbackError:
+    """Return why K has no Cholesky factor."""
+    if not bool(torch.isfinite(k).all()):
+        return PullbackError(
+            "The Sobolev kernel is not finite",
+            "some inputs, or values of the kernel, are NaN or infinite",
+            "Check the batch",
+        )
+    return PullbackError(
+        "The Sobolev kernel is singular on this batch",
+        "some inputs coincide or lie within round-off of each other, or a kernel of your "
+        "own is not positive",
+        "Raise jitter, or lower scale",
+    )
+
+
+def _unusable_inputs_error(description: str, z: Tensor) -> PullbackError:
+    return PullbackError(
+        "Sobolev needs the model's inputs as points of a vector space",
+        f"got {description} for {z.shape[0]} samples",
+        "Give the model a float tensor with one entry per sample as its first argument",
+    )

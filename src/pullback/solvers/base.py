@@ -14,12 +14,29 @@ from .._core.checks import refuse_number
 from .._core.errors import Status
 from ..grams import Gram
 
-_NEWTON_STEPS = 100
+
+@dataclass(frozen=True)
+class NewtonLimits:
+    """How `Path.damping_for` iterates."""
+
+    #: steps at most; brackets are halved where Newton fails, so that 60 would exhaust float64
+    most_steps: int = 100
+    #: relative error of λ or of the norm, in units of ε, that counts as exact
+    exact: float = 8.0
+    #: a Newton step is taken if it is at most this fraction of the one before
+    contraction: float = 0.5
+    #: a step of at most this many √ε is the last: the next would be its square
+    last_step: float = 0.1
+    #: steps between two looks at a flag on a GPU, since each look waits for the device
+    steps_per_look_on_gpu: int = 8
+
+
+_NEWTON = NewtonLimits()
 
 
 @dataclass(frozen=True)
 class Solution:
-    """x with (G + damping) x = g, and how it was found.
+    """x with (G + damping) x = g, and how it was computed.
 
     `rank` is the number of directions used where the solver knows it; `residual` is
     ‖(G + damping) x − g‖/‖g‖ where the solver measured it.
@@ -36,7 +53,7 @@ class Relative:
     """Damping as a multiple of the mean eigenvalue tr(G)/p."""
 
     def __init__(self, value: float) -> None:
-        self.value = _checked(value)
+        self.value = _check_damping(value)
 
     def __repr__(self) -> str:
         return f"Relative({self.value!r})"
@@ -45,35 +62,36 @@ class Relative:
 Damping = float | Relative
 
 
-def _checked(damping: float) -> float:
+def _check_damping(damping: float) -> float:
     refuse_number("The damping", float(damping))
     return float(damping)
 
 
 def resolve(damping: Damping, gram: Gram) -> float:
-    """The absolute damping for this Gram."""
+    """Return the absolute damping for this Gram."""
     if isinstance(damping, Relative):
         return damping.value * float(gram.trace()) / gram.size
-    return _checked(damping)
+    return _check_damping(damping)
 
 
 def measure_residual(solution: Solution, gram: Gram, rhs: Tensor) -> Solution:
-    """The solution with its residual, and a status that says so where it is large."""
-    left = gram.matvec(solution.x) + solution.damping * solution.x - rhs
-    residual = float(left.norm() / rhs.norm().clamp(min=torch.finfo(rhs.dtype).tiny))
-    good = residual <= torch.finfo(rhs.dtype).eps ** 0.5
-    loses = not good and solution.status is Status.OK
-    status = Status.INACCURATE if loses else solution.status
+    """Return the solution with its residual; the status is INACCURATE if that is above √ε."""
+    error = gram.matvec(solution.x) + solution.damping * solution.x - rhs
+    residual = float(error.norm() / rhs.norm().clamp(min=torch.finfo(rhs.dtype).tiny))
+    status = solution.status
+    is_accurate = residual <= torch.finfo(rhs.dtype).eps ** 0.5
+    if status is Status.OK and not is_accurate:
+        status = Status.INACCURATE
     return replace(solution, residual=residual, status=status)
 
 
-def delicate(damping: float, top: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a division by the damping may lose the digits of a Gram with this eigenvalue."""
-    return damping <= torch.finfo(dtype).eps ** 0.5 * float(top)
+def loses_digits(damping: float, eigenvalue: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a division by the damping may lose the digits of a Gram of this eigenvalue."""
+    return damping <= torch.finfo(dtype).eps ** 0.5 * float(eigenvalue)
 
 
 class Solver(ABC):
-    """How G⁺g is found."""
+    """A way to compute G⁺g."""
 
     #: what the solver works from best: "rows", "panels", "small" or "products"
     prefers: str = "small"
@@ -82,7 +100,7 @@ class Solver(ABC):
 
     @abstractmethod
     def init(self, gram: Gram) -> Any:
-        """Factorize; the state serves many right-hand sides and dampings."""
+        """Return a factorization that serves many right-hand sides and dampings."""
 
     @abstractmethod
     def solve(
@@ -93,18 +111,18 @@ class Solver(ABC):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        """(G + damping)⁺ rhs.
+        """Return (G + damping)⁺ rhs.
 
         Args:
             state: what `init` returned.
             rhs: g, of shape (p,).
-            damping: replaces the solver's own where given.
+            damping: replaces the solver's own, unless it is None.
             whitened: r with Aᵀr = g, where it is known: it is used in place of g, since forming
                 g loses half of the digits.
         """
 
     def path(self, state: Any, rhs: Tensor, whitened: Tensor | None = None) -> Path | None:
-        """All solutions over damping from one factorization, where the solver has a spectrum."""
+        """Return all solutions over damping, or None for a solver that has no spectrum."""
         return None
 
     def seek(self, draw: int) -> None:
@@ -114,6 +132,18 @@ class Solver(ABC):
     def __repr__(self) -> str:
         fields = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
         return f"{type(self).__name__}({fields})"
+
+
+@dataclass(frozen=True)
+class _NormAtDamping:
+    """‖x(λ)‖ and what Newton's iteration takes from it, one number for each damping."""
+
+    #: ‖x‖/radius
+    excess: Tensor
+    #: −d log‖x‖/dλ
+    rate: Tensor
+    #: where the tangent of 1/‖x‖ crosses 1/radius
+    crossing: Tensor
 
 
 @dataclass(frozen=True)
@@ -129,31 +159,31 @@ class Path:
     beyond: Tensor | None = None
 
     def norm(self, damping: Tensor) -> Tensor:
-        """‖x(λ)‖ for dampings of any shape."""
+        """Return ‖x(λ)‖ for dampings of any shape."""
         eigenvalues, gamma = self._shares()
         return _length(gamma / (eigenvalues + damping[..., None]))
 
-    def predicted(self, damping: Tensor, scale: float = 1.0) -> Tensor:
-        """The model's reduction scale·gᵀx − ½scale²·xᵀGx for the move scale·x(λ)."""
+    def predict_reduction(self, damping: Tensor, scale: float = 1.0) -> Tensor:
+        """Return the model's reduction scale·gᵀx − ½scale²·xᵀGx for the move scale·x(λ)."""
         eigenvalues, gamma = self._shares()
         c = gamma / (eigenvalues + damping[..., None])
         return scale * (c * (gamma - 0.5 * scale * eigenvalues * c)).sum(-1)
 
     def at(self, damping: Tensor) -> Tensor:
-        """x(λ), one row per damping."""
+        """Return x(λ), one row per damping."""
         x = self.combine(self.gamma / (self.eigenvalues + damping[..., None]))
         if self.beyond is not None:
             x = x + self.beyond / damping[..., None]
         return x
 
     def solution(self, damping: float) -> Tensor:
-        """x at one damping; without any, the shortest on the range."""
+        """Return x at one damping; at 0, the shortest solution on the range."""
         if damping == 0:
             return self.combine(self.gamma / self.eigenvalues)
         return self.at(torch.full_like(self.gamma.sum(), damping))
 
     def damping_for(self, radius: Tensor) -> Tensor:
-        r"""The λ ≥ 0 with ‖x(λ)‖ = radius, for many radii at once; 0 where x(0) is shorter.
+        r"""Return the λ ≥ 0 with ‖x(λ)‖ = radius, for many radii at once; 0 where x(0) is shorter.
 
         Newton's iteration on log‖x‖ as a function of log λ, which is exact where the norm follows a
         power of λ, within a bracket that is halved (in log λ) where the steps do not shrink. The
@@ -161,51 +191,59 @@ class Path:
         they raise the lower end of the bracket.
         """
         eigenvalues, gamma = self._shares()
-        eps, every = torch.finfo(radius.dtype).eps, 8 if radius.is_cuda else 1
+        eps = torch.finfo(radius.dtype).eps
+        steps_per_look = _NEWTON.steps_per_look_on_gpu if radius.is_cuda else 1
 
-        def measure(damping: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """‖x‖/radius, −d log‖x‖/dλ and the crossing of the tangent."""
+        def measure(damping: Tensor) -> _NormAtDamping:
             shifted = eigenvalues + damping[..., None]
             c = gamma / shifted
             norm = _length(c)
             rate = ((c / norm[..., None]).square() / shifted).sum(-1)
             excess = norm / radius
-            return excess, rate, damping + (excess - 1) / rate
+            return _NormAtDamping(excess, rate, damping + (excess - 1) / rate)
 
         # |γ_i|/(λ_i + λ) ≤ ‖x(λ)‖ ≤ ‖g‖/λ
         low = (gamma.abs() / radius[..., None] - eigenvalues).amax(-1).clamp(min=0)
         high = _length(gamma) / radius
-        short = ~(self.norm(torch.zeros_like(low)) > radius)
-        damping = torch.maximum(low, measure(low)[2]).clamp(max=high)
-        last, settled = torch.full_like(low, torch.inf), short
-        for i in range(1, _NEWTON_STEPS + 1):
-            excess, rate, crossing = measure(damping)
-            low = torch.maximum(torch.where(excess > 1, damping, low), crossing)
-            high = torch.where(excess > 1, high, damping)
-            newton = torch.maximum(damping * (excess.log() / (rate * damping)).exp(), low)
+        is_short = ~(self.norm(torch.zeros_like(low)) > radius)
+        damping = torch.maximum(low, measure(low).crossing).clamp(max=high)
+        previous_step = torch.full_like(low, torch.inf)
+        is_settled = is_short
+        for i in range(1, _NEWTON.most_steps + 1):
+            current = measure(damping)
+            is_long = current.excess > 1
+            low = torch.maximum(torch.where(is_long, damping, low), current.crossing)
+            high = torch.where(is_long, high, damping)
+            log_step = current.excess.log() / (current.rate * damping)
+            newton = torch.maximum(damping * log_step.exp(), low)
             step = (newton / damping).log().abs()
-            settled = settled | (torch.minimum((excess - 1).abs(), step) <= 8 * eps)
-            good = (newton <= high) & (step <= 0.5 * last)
-            trial = torch.where(good, newton, low.clamp(max=high).sqrt() * high.sqrt())
-            damping = torch.where(settled, damping, trial)
-            settled = settled | (good & (step <= 0.1 * eps**0.5))  # the next would be its square
-            last = torch.where(good, step, torch.inf)
-            if i % every == 0 and bool(settled.all()):  # asking waits for the device
+            error = torch.minimum((current.excess - 1).abs(), step)
+            is_settled = is_settled | (error <= _NEWTON.exact * eps)
+            contracts = (newton <= high) & (step <= _NEWTON.contraction * previous_step)
+            middle = low.clamp(max=high).sqrt() * high.sqrt()
+            trial = torch.where(contracts, newton, middle)
+            damping = torch.where(is_settled, damping, trial)
+            is_settled = is_settled | (contracts & (step <= _NEWTON.last_step * eps**0.5))
+            previous_step = torch.where(contracts, step, torch.inf)
+            if i % steps_per_look == 0 and bool(is_settled.all()):
                 break
-        return torch.where(short, torch.zeros_like(damping), damping)
+        return torch.where(is_short, torch.zeros_like(damping), damping)
 
     def _shares(self) -> tuple[Tensor, Tensor]:
-        """Λ and γ, with ‖g⊥‖ as one more coordinate of eigenvalue zero."""
+        """Return Λ and γ, with ‖g⊥‖ as one more coordinate of eigenvalue zero."""
         if self.beyond is None and len(self.gamma):
             return self.eigenvalues, self.gamma
-        outside = self.gamma.new_zeros(1) if self.beyond is None else _length(self.beyond)[None]
+        if self.beyond is None:
+            outside = self.gamma.new_zeros(1)
+        else:
+            outside = _length(self.beyond)[None]
         unused = (outside == 0).to(outside)  # 0/(1 + λ) where there is no such part
         return torch.cat([self.eigenvalues, unused]), torch.cat([self.gamma, outside])
 
 
 def _length(c: Tensor) -> Tensor:
-    """‖c‖ along the last axis, where squares could overflow or vanish."""
+    """Return ‖c‖ along the last axis, also where squares overflow or vanish."""
     limits = torch.finfo(c.dtype)
-    top = torch.linalg.vector_norm(c, torch.inf, -1, keepdim=True)
-    unit = top.clamp(limits.tiny, limits.max)
+    largest = torch.linalg.vector_norm(c, torch.inf, -1, keepdim=True)
+    unit = largest.clamp(limits.tiny, limits.max)
     return torch.linalg.vector_norm(c / unit, dim=-1) * unit[..., 0]

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .._core.errors import Status
 from ..grams import FactoredGram, Gram
-from .base import Damping, Solution, Solver, delicate, resolve
+from .base import Damping, Solution, Solver, loses_digits, resolve
 
-_WINDOW = 10
-_DRIFT = 1e3  # true residuals over the tolerance, at most
-_SHARE = 0.1  # of x that may be wrong
+
+@dataclass(frozen=True)
+class IterationLimits:
+    """When an iteration stops, and when its answer is doubted."""
+
+    #: steps over which progress is measured (the rule of Hessian-free optimization)
+    window: int = 10
+    #: the true residual may exceed the tolerance by this factor: the iteration's own drifts
+    drift: float = 1e3
+    #: the fraction of ‖x‖ by which x may be wrong
+    wrong_fraction: float = 0.1
+    #: no residual is seen below this many units of round-off
+    round_off: float = 4.0
+
+
+_LIMITS = IterationLimits()
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Where an iteration ended: x, its relative residual, and whether a stopping rule held."""
+
+    x: Tensor
+    residual: float
+    has_converged: bool
 
 
 class ConjugateGradient(Solver):
@@ -45,8 +68,11 @@ class ConjugateGradient(Solver):
         max_iterations: int | None = None,
         preconditioner: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.damping, self.tol, self.progress = damping, tol, progress
-        self.max_iterations, self.preconditioner = max_iterations, preconditioner
+        self.damping = damping
+        self.tol = tol
+        self.progress = progress
+        self.max_iterations = max_iterations
+        self.preconditioner = preconditioner
 
     def init(self, gram: Gram) -> Gram:
         return gram
@@ -59,64 +85,87 @@ class ConjugateGradient(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        value = resolve(self.damping if damping is None else damping, state)
-        x, residual, done = self._in_samples(state, rhs, value, whitened)
-        if x is None:
-            x, residual, done = self._iterate(lambda v: state.matvec(v) + value * v, rhs)
-            if done and not self.progress:  # the iteration's own residual drifts from the true one
-                residual = _relative(state.matvec(x) + value * x - rhs, rhs)
-        status = Status.OK if done else Status.MAX_ITERATIONS
-        if done and not self.progress and self._uncertain(x, residual, rhs, value):
-            status = Status.INACCURATE
-        if not bool(torch.isfinite(x).all()) or not (done or bool(x.any())):
-            return Solution(torch.zeros_like(rhs), value, None, residual, Status.SINGULAR)
-        return Solution(x, value, None, residual, status)
+        if damping is None:
+            damping = self.damping
+        value = resolve(damping, state)
+        iterate = self._solve_in_sample_space(state, rhs, value, whitened)
+        if iterate is None:
+            iterate = self._solve_in_parameter_space(state, rhs, value)
+        x = iterate.x
+        is_zero = not iterate.has_converged and not bool(x.any())
+        if is_zero or not bool(torch.isfinite(x).all()):
+            zero = torch.zeros_like(rhs)
+            return Solution(zero, value, None, iterate.residual, Status.SINGULAR)
+        status = self._judge(iterate, rhs, value)
+        return Solution(x, value, None, iterate.residual, status)
 
-    def _uncertain(self, x: Tensor, residual: float, g: Tensor, damping: float) -> bool:
-        """Whether x may be wrong by a tenth of its length: by ‖residual‖/λ at most."""
-        if residual > _DRIFT * self._least(g):
-            return True
-        typical = g.norm() / x.norm()  # between the eigenvalues of G + λ
-        small = damping > 0 and delicate(damping, typical, g.dtype)
-        return small and residual * float(typical) > _SHARE * damping
+    def _judge(self, iterate: Iterate, g: Tensor, damping: float) -> Status:
+        """Return INACCURATE if x may be wrong by a tenth of its length: by ‖residual‖/λ at most."""
+        if not iterate.has_converged:
+            return Status.MAX_ITERATIONS
+        if self.progress:
+            return Status.OK
+        if iterate.residual > _LIMITS.drift * self._tolerance(g):
+            return Status.INACCURATE
+        typical = g.norm() / iterate.x.norm()  # between the eigenvalues of G + λ
+        is_small = damping > 0 and loses_digits(damping, typical, g.dtype)
+        if is_small and iterate.residual * float(typical) > _LIMITS.wrong_fraction * damping:
+            return Status.INACCURATE
+        return Status.OK
 
-    def _least(self, b: Tensor) -> float:
-        """The tolerance; no residual can be seen below round-off."""
-        return max(self.tol, 4 * torch.finfo(b.dtype).eps)
+    def _tolerance(self, b: Tensor) -> float:
+        """Return the relative residual to reach; none is seen below round-off."""
+        return max(self.tol, _LIMITS.round_off * torch.finfo(b.dtype).eps)
 
-    def _in_samples(
+    def _solve_in_parameter_space(self, gram: Gram, g: Tensor, damping: float) -> Iterate:
+        iterate = self._iterate(lambda v: gram.matvec(v) + damping * v, g)
+        if not iterate.has_converged or self.progress:
+            return iterate
+        # the iteration's own residual drifts from the true one
+        true_residual = gram.matvec(iterate.x) + damping * iterate.x - g
+        return replace(iterate, residual=_relative_norm(true_residual, g))
+
+    def _solve_in_sample_space(
         self, gram: Gram, g: Tensor, damping: float, r: Tensor | None
-    ) -> tuple[Tensor | None, float, bool]:
-        """x = Aᵀy from (AAᵀ + λ)y = r, unless its residual in parameter space is not small.
+    ) -> Iterate | None:
+        """Return x = Aᵀy from (AAᵀ + λ)y = r; None if this is no option, or x is not accurate.
 
         Where r is huge on tiny rows, a y that is accurate relative to r is not accurate enough.
         """
-        elsewhere = self.preconditioner is not None or self.progress > 0 or gram.count >= gram.size
-        if r is None or not isinstance(gram, FactoredGram) or elsewhere:
-            return None, 0.0, False
+        if r is None or not isinstance(gram, FactoredGram) or gram.count >= gram.size:
+            return None
+        if self.preconditioner is not None or self.progress > 0:
+            return None
         kernel = gram.kernel() if gram.structure.holds == "kernel" else None
 
         def product(c: Tensor) -> Tensor:
-            """(AAᵀ + λ)c, from the matrix where it is held."""
-            image = gram.project(gram.lift(c)) if kernel is None else kernel @ c
+            """Return (AAᵀ + λ)c, from the matrix if the Gram has it."""
+            if kernel is None:
+                image = gram.project(gram.lift(c))
+            else:
+                image = kernel @ c
             return image + damping * c
 
-        y, _, done = self._iterate(product, r)
-        x = gram.lift(y)
-        relative = _relative(gram.matvec(x) + damping * x - g, g)
-        accurate = relative <= _DRIFT * self._least(g)
-        return (x, relative, done) if accurate or not done else (None, relative, done)
+        in_samples = self._iterate(product, r)
+        x = gram.lift(in_samples.x)
+        residual = _relative_norm(gram.matvec(x) + damping * x - g, g)
+        is_accurate = residual <= _LIMITS.drift * self._tolerance(g)
+        if in_samples.has_converged and not is_accurate:
+            return None
+        return Iterate(x, residual, in_samples.has_converged)
 
-    def _iterate(
-        self, product: Callable[[Tensor], Tensor], b: Tensor
-    ) -> tuple[Tensor, float, bool]:
+    def _iterate(self, product: Callable[[Tensor], Tensor], b: Tensor) -> Iterate:
+        """Return the solution of `product`(x) = b by preconditioned conjugate gradients."""
         apply = self.preconditioner or (lambda v: v)
-        x, residual = torch.zeros_like(b), b.clone()
+        x = torch.zeros_like(b)
+        residual = b.clone()
         z = apply(residual)
-        direction, inner = z.clone(), residual @ z
-        size, tol = float(b.norm()), self._least(b)
+        direction = z.clone()
+        inner = residual @ z
+        size = float(b.norm())
+        tolerance = self._tolerance(b)
         if size == 0:
-            return x, 0.0, True
+            return Iterate(x, 0.0, True)
         models: list[float] = []
         for _ in range(self.max_iterations or 2 * len(b)):
             image = product(direction)
@@ -129,21 +178,24 @@ class ConjugateGradient(Solver):
             relative = float(residual.norm()) / size
             if self.progress:
                 models.append(-0.5 * float(x @ (residual + b)))
-            if relative <= tol or self._stalled(models):
-                return x, relative, True
+            if relative <= tolerance or self._has_stalled(models):
+                return Iterate(x, relative, True)
             z = apply(residual)
-            inner, before = residual @ z, inner
-            direction = z + (inner / before) * direction
+            previous_inner = inner
+            inner = residual @ z
+            direction = z + (inner / previous_inner) * direction
         relative = float(residual.norm()) / size
-        return x, relative, relative <= tol
+        return Iterate(x, relative, relative <= tolerance)
 
-    def _stalled(self, models: list[float]) -> bool:
-        if len(models) <= _WINDOW:
+    def _has_stalled(self, models: list[float]) -> bool:
+        """Return True if the quadratic model gained too little over the last steps."""
+        window = _LIMITS.window
+        if len(models) <= window:
             return False
-        gained = models[-1 - _WINDOW] - models[-1]
-        return gained < _WINDOW * self.progress * abs(models[-1])
+        gain = models[-1 - window] - models[-1]
+        return gain < window * self.progress * abs(models[-1])
 
 
-def _relative(left: Tensor, b: Tensor) -> float:
-    """‖left‖/‖b‖."""
-    return float(left.norm()) / max(float(b.norm()), torch.finfo(b.dtype).tiny)
+def _relative_norm(error: Tensor, b: Tensor) -> float:
+    """Return ‖error‖/‖b‖."""
+    return float(error.norm()) / max(float(b.norm()), torch.finfo(b.dtype).tiny)

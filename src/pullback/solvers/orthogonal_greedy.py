@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from math import isfinite
 
 import torch
@@ -17,11 +18,17 @@ from .tangents import Columns, Pivots, SelectedTangents
 
 RULES = ("correlation", "decrease")
 
-CAPTURED = "nothing but round-off is left of the gradient"
-DEPENDENT = "the tangent vectors that are left depend on those taken"
-FADED = "the largest score fell to tol of the first"
-SMALL_GAIN = "the last pass added less than tol of the energy"
-BROKEN = "the Gram is zero, or it or the gradient is not finite"
+
+class GreedyStop(Enum):
+    """Why no more vectors were taken; the value is the sentence a user reads."""
+
+    ALL_TAKEN = "all k = {k} tangent vectors were taken"
+    ALL_DIRECTIONS = "{k} tangent vectors span all directions there are"
+    CAPTURED = "nothing but round-off is left of the gradient"
+    DEPENDENT = "the tangent vectors that are left depend on those taken"
+    FADED = "the largest score fell to tol of the first"
+    SMALL_GAIN = "the last pass added less than tol of the energy"
+    BROKEN = "the Gram is zero, or it or the gradient is not finite"
 
 
 @dataclass(frozen=True)
@@ -100,11 +107,15 @@ class OrthogonalGreedy(Solver):
             if share is not None:
                 refuse_number(f"OrthogonalGreedy({name}=...)", share, below=1)
         refuse_unknown("rule", rule, RULES)
-        self.k, self.rule, self.tol = k, rule, tol
-        self.damping, self.block, self.rcond = damping, block, rcond
+        self.k = k
+        self.rule = rule
+        self.tol = tol
+        self.damping = damping
+        self.block = block
+        self.rcond = rcond
 
     def init(self, gram: Gram) -> tuple[Gram, Tensor]:
-        """The Gram, and the squared lengths G_ii of its tangent vectors."""
+        """Return the Gram, and the squared lengths G_ii of its tangent vectors."""
         return gram, gram.diagonal()
 
     def solve(
@@ -115,26 +126,34 @@ class OrthogonalGreedy(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> GreedySolution:
-        value = resolve(self.damping if damping is None else damping, state[0])
+        if damping is None:
+            damping = self.damping
+        value = resolve(damping, state[0])
         basis = self._basis(*state, rhs, value, whitened)
-        usable = torch.isfinite(basis.diagonal).all() & basis.open.any()
-        stopped = self._grow(basis) if bool(usable & torch.isfinite(rhs).all()) else BROKEN
+        stop = GreedyStop.BROKEN
+        is_usable = torch.isfinite(basis.diagonal).all() & basis.open.any()
+        if bool(is_usable & torch.isfinite(rhs).all()):
+            stop = self._grow(basis)
         x = basis.solution()
-        if stopped == BROKEN or not bool((torch.isfinite(x) & torch.isfinite(basis.rho)).all()):
+        is_finite = bool((torch.isfinite(x) & torch.isfinite(basis.rho)).all())
+        if stop is GreedyStop.BROKEN or not is_finite:
             zero = torch.zeros_like(rhs)
-            return GreedySolution(zero, value, 0, status=Status.SINGULAR, stopped=BROKEN)
+            sentence = GreedyStop.BROKEN.value
+            return GreedySolution(zero, value, 0, status=Status.SINGULAR, stopped=sentence)
+        sentence = stop.value.format(k=len(basis.y))
         chosen = torch.tensor(basis.selected, dtype=torch.long, device=rhs.device)
         left = basis.rho.index_fill(0, chosen, 0.0).norm() / rhs.norm()
         residual = float(left.nan_to_num(0.0))
         energy = basis.y[: basis.count].square().cumsum(0)
         return GreedySolution(
-            x, value, basis.count, residual, selected=chosen, energy=energy, stopped=stopped
+            x, value, basis.count, residual, selected=chosen, energy=energy, stopped=sentence
         )
 
     def _basis(
         self, gram: Gram, diagonal: Tensor, g: Tensor, damping: float, r: Tensor | None
     ) -> SelectedTangents:
-        k, follow = min(self.k, gram.size), self.rule == "decrease"
+        k = min(self.k, gram.size)
+        follow = self.rule == "decrease"
         eps = torch.finfo(g.dtype).eps
         if not isinstance(gram, FactoredGram):
             rcond = self.rcond or 0.0  # Pivots has a floor of its own
@@ -145,49 +164,68 @@ class OrthogonalGreedy(Solver):
             r = None
         rcond = self.rcond
         if rcond is None:
-            relative = max(gram.count, gram.size) * eps
-            rcond = relative**0.5 if r is None else min(relative, eps**0.5)
+            round_off = max(gram.count, gram.size) * eps
+            if r is None:
+                rcond = round_off**0.5
+            else:
+                rcond = min(round_off, eps**0.5)
         return Columns(gram, diagonal, g, damping, k, rcond, follow, r)
 
-    def _grow(self, basis: SelectedTangents) -> str:
-        """Select until there is a reason to stop; that reason."""
-        first, rejected, limit = 0.0, 0, len(basis.y)
+    def _grow(self, basis: SelectedTangents) -> GreedyStop:
+        """Select vectors until there is a reason to stop, and return it."""
+        first_score = 0.0
+        rejected = 0
+        limit = len(basis.y)
         while basis.count < limit:
             width = min(self.block, limit - basis.count)
-            tops, indices = _best(basis.scores(), width)
-            first = first or tops[0]
-            if not isfinite(tops[0]):
-                return BROKEN
-            if tops[0] == 0:
-                return CAPTURED
-            if tops[0] < 0 or rejected > limit:
-                return DEPENDENT
-            if self.tol is not None and tops[0] <= self.tol * first and basis.count:
-                return FADED
+            scores, indices = _find_best(basis.scores(), width)
+            first_score = first_score or scores[0]
+            stop = _judge_score(scores[0], has_room=rejected <= limit)
+            if stop is not None:
+                return stop
+            if basis.count and self._has_faded(scores[0], first_score):
+                return GreedyStop.FADED
             since = basis.count
-            for top, i in zip(tops, indices, strict=True):
-                rejected += top > 0 and not basis.add(i)
+            candidates = [i for score, i in zip(scores, indices, strict=True) if score > 0]
+            rejected += sum(not basis.add(i) for i in candidates)
             if basis.count == since:
                 continue
             basis.refresh(since)
             if self.tol is not None and _gain(basis, since) <= self.tol:
-                return SMALL_GAIN
+                return GreedyStop.SMALL_GAIN
         if limit == self.k:
-            return f"all k = {self.k} tangent vectors were taken"
-        return f"{limit} tangent vectors span all directions there are"
+            return GreedyStop.ALL_TAKEN
+        return GreedyStop.ALL_DIRECTIONS
+
+    def _has_faded(self, score: float, first_score: float) -> bool:
+        return self.tol is not None and score <= self.tol * first_score
 
 
-def _best(scores: Tensor, width: int) -> tuple[list[float], list[int]]:
-    """The largest scores and where they are, with one wait for the device."""
+def _judge_score(best_score: float, *, has_room: bool) -> GreedyStop | None:
+    """Return why no vector can be added, or None.
+
+    Closed coordinates have the score −1; there is no room after too many rejections.
+    """
+    if not isfinite(best_score):
+        return GreedyStop.BROKEN
+    if best_score == 0:
+        return GreedyStop.CAPTURED
+    if best_score < 0 or not has_room:
+        return GreedyStop.DEPENDENT
+    return None
+
+
+def _find_best(scores: Tensor, width: int) -> tuple[list[float], list[int]]:
+    """Return the largest scores and their indices, with one wait for the device."""
     if width == 1:
-        top, index = scores.max(0, keepdim=True)
+        best, index = scores.max(0, keepdim=True)
     else:
-        top, index = scores.topk(width)
-    packed = torch.cat([top.double(), index.double()]).tolist()
-    return packed[:width], [int(i) for i in packed[width:]]
+        best, index = scores.topk(width)
+    numbers = torch.cat([best.double(), index.double()]).tolist()
+    return numbers[:width], [int(i) for i in numbers[width:]]
 
 
 def _gain(basis: SelectedTangents, since: int) -> float:
-    """The largest share of ∇Lᵀh that one of the last vectors brought."""
+    """Return the largest fraction of ∇Lᵀh that one of the last vectors added."""
     gains = basis.y[: basis.count].square()
     return float(gains[since:].max() / gains.sum())

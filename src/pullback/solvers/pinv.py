@@ -12,7 +12,20 @@ from torch import Tensor
 from .._core.errors import Status, require
 from .._core.svd import svd
 from ..grams import FactoredGram, Gram
-from .base import Damping, Path, Solution, Solver, delicate, measure_residual, resolve
+from .base import Damping, Path, Solution, Solver, loses_digits, measure_residual, resolve
+
+
+@dataclass(frozen=True)
+class RoundOff:
+    """Sizes, in units of ε, below which a quantity is taken for round-off."""
+
+    #: of g⊥ relative to g: what the singular vectors miss is otherwise a direction
+    outside_range: float = 1e3
+    #: of Uᵀr relative to r: where it exceeds the weighted r, its digits are lost
+    whitened: float = 1e4
+
+
+_ROUND_OFF = RoundOff()
 
 
 @dataclass(frozen=True)
@@ -28,16 +41,18 @@ class Spectrum:
     @property
     def top(self) -> Tensor:
         """The largest singular value, zero where there is none."""
-        return self.sigma.max() if len(self.sigma) else self.sigma.new_zeros(())
+        if len(self.sigma):
+            return self.sigma.max()
+        return self.sigma.new_zeros(())
 
     @property
     def rank(self) -> int:
-        """How many singular values were kept."""
+        """The number of singular values above the cut-off."""
         return len(self.sigma)
 
     @property
     def finite(self) -> bool:
-        """Whether the matrix could be factorized at all."""
+        """Return True if the matrix was finite, so that it could be factorized."""
         return bool(torch.isfinite(self.sigma).all())
 
 
@@ -66,13 +81,15 @@ class PseudoInverse(Solver):
     def __init__(self, rcond: float | None = None, *, double: bool = False) -> None:
         usable = rcond is None or 0 <= rcond < 1
         require(usable, "The cut-off rcond", rcond, "Use 0 ≤ rcond < 1, or None")
-        self.rcond, self.double = rcond, double
+        self.rcond = rcond
+        self.double = double
 
     def init(self, gram: Gram) -> Spectrum:
         holds = gram.structure.holds
         if isinstance(gram, FactoredGram) and holds != "dense":
-            if (known := gram.spectrum()) is not None or holds == "rows":
-                return self._from_rows(gram, known)
+            triples = gram.spectrum()
+            if triples is not None or holds == "rows":
+                return self._from_rows(gram, triples)
             if gram.count <= gram.size:
                 return self._from_kernel(gram)
         return self._from_dense(gram)
@@ -85,66 +102,78 @@ class PseudoInverse(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        value = 0.0 if damping is None else resolve(damping, state.gram)
+        value = 0.0
+        if damping is not None:
+            value = resolve(damping, state.gram)
         if not state.finite or (state.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)
         x = self.path(state, rhs, whitened).solution(value)
-        found = Solution(x.to(rhs.dtype), value, state.rank)
-        blind = state.gram.structure.holds in ("kernel", "operator") and whitened is None
-        if blind and value > 0 and delicate(value, state.top.square(), rhs.dtype):
-            return measure_residual(found, state.gram, rhs)
-        return found
+        solution = Solution(x.to(rhs.dtype), value, state.rank)
+        has_rows = state.gram.structure.holds not in ("kernel", "operator")
+        if has_rows or whitened is not None or value == 0:
+            return solution
+        if loses_digits(value, state.top.square(), rhs.dtype):
+            return measure_residual(solution, state.gram, rhs)
+        return solution
 
     def path(self, state: Spectrum, rhs: Tensor, whitened: Tensor | None = None) -> Path:
-        """γ from r where that keeps the digits, else from g; g⊥ is what the directions miss."""
-        eps, top = torch.finfo(rhs.dtype).eps, state.top
-        if (
-            whitened is not None
-            and state.left is not None
-            and keeps_digits(state.gram, state.top, whitened)
-        ):
-            gamma, noise = state.sigma * state.left(whitened), 1e3 * eps * top * whitened.norm()
-        else:
-            gamma, noise = state.right(rhs), 1e3 * eps * rhs.norm()
+        """Return all solutions over damping.
+
+        γ comes from r where that keeps its digits, else from g; g⊥ is what the singular vectors
+        miss, unless it is round-off, which a division by λ would turn into a direction.
+        """
+        noise = _ROUND_OFF.outside_range * torch.finfo(rhs.dtype).eps
+        gamma, scale = _find_coordinates(state, rhs, whitened)
         beyond = rhs - state.combine(gamma)
-        outside = bool(beyond.norm() > noise)  # round-off over λ would pass for a direction
-        return Path(state.sigma.square(), gamma, state.combine, beyond if outside else None)
+        if bool(beyond.norm() > noise * scale):
+            return Path(state.sigma.square(), gamma, state.combine, beyond)
+        return Path(state.sigma.square(), gamma, state.combine)
 
     def _keep(self, sigma: Tensor, floor: float, *, squared: bool) -> Tensor:
-        """Which singular values count; after squaring none below the floor can be trusted."""
-        rcond = floor if self.rcond is None else max(self.rcond, floor * squared)
-        return sigma > rcond * sigma.max() if len(sigma) else sigma > 0
+        """Return a mask of the singular values that count.
 
-    def _from_rows(self, gram: FactoredGram, whole: Any = None) -> Spectrum:
-        """From the triples that the Gram knows, else by the SVD of A."""
+        Those of a squared matrix are not trusted below the floor, whatever `rcond` says.
+        """
+        rcond = floor
+        if self.rcond is not None:
+            rcond = max(self.rcond, floor * squared)
+        if len(sigma):
+            return sigma > rcond * sigma.max()
+        return sigma > 0
+
+    def _from_rows(self, gram: FactoredGram, triples: Any = None) -> Spectrum:
+        """Return the spectrum from the singular triples that the Gram knows, or by the SVD of A."""
         eps = torch.finfo(gram.dtype).eps
         floor = min(max(gram.count, gram.size) * eps, eps**0.5)
-        if whole is None:
+        if triples is None:
             a = gram.rows()
-            if not finite(a):
-                return _broken(gram)
+            if not is_finite(a):
+                return _broken_spectrum(gram)
             if self.double and a.dtype != torch.float64:
-                a, floor = a.double(), eps
-            whole = svd(a)
-        part = whole.select(self._keep(whole.sigma, floor, squared=False))
-        dtype = part.sigma.dtype
+                a = a.double()
+                floor = eps
+            triples = svd(a)
+        triples = triples.select(self._keep(triples.sigma, floor, squared=False))
+        dtype = triples.sigma.dtype
         return Spectrum(
             gram,
-            part.sigma,
-            lambda r: part.left(r.to(dtype)),
-            lambda g: part.right(g.to(dtype)),
-            part.combine,
+            triples.sigma,
+            lambda r: triples.left(r.to(dtype)),
+            lambda g: triples.right(g.to(dtype)),
+            triples.combine,
         )
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
         kernel = gram.kernel()
-        if not finite(kernel):
-            return _broken(gram)
+        if not is_finite(kernel):
+            return _broken_spectrum(gram)
         sigma, u = self._eigen(kernel)
 
         def combine(c: Tensor) -> Tensor:
             y = (c / sigma) @ u.T
-            return gram.lift(y) if y.ndim == 1 else gram.lift_rows(y)
+            if y.ndim == 1:
+                return gram.lift(y)
+            return gram.lift_rows(y)
 
         return Spectrum(
             gram, sigma, lambda r: u.T @ r, lambda g: (u.T @ gram.project(g)) / sigma, combine
@@ -152,13 +181,13 @@ class PseudoInverse(Solver):
 
     def _from_dense(self, gram: Gram) -> Spectrum:
         dense = gram.dense()
-        if not finite(dense):
-            return _broken(gram)
+        if not is_finite(dense):
+            return _broken_spectrum(gram)
         sigma, v = self._eigen(dense)
         return Spectrum(gram, sigma, None, lambda g: v.T @ g, lambda c: c @ v.T)
 
     def _eigen(self, square: Tensor) -> tuple[Tensor, Tensor]:
-        """σ and singular vectors of A that count, from AᵀA or AAᵀ."""
+        """Return the σ that count and their singular vectors, from AᵀA or AAᵀ."""
         values, vectors = torch.linalg.eigh(square)
         sigma = values.clamp(min=0).sqrt()
         floor = (len(square) * torch.finfo(square.dtype).eps) ** 0.5
@@ -166,13 +195,23 @@ class PseudoInverse(Solver):
         return sigma[keep], vectors[:, keep]
 
 
-def finite(a: Tensor) -> bool:
-    """Whether all entries are; their sum says so at a fraction of the cost, unless it overflows."""
+def _find_coordinates(state: Spectrum, g: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return γ = Vᵀg, from r where that keeps its digits, and the scale of its round-off."""
+    if r is None or state.left is None or not keeps_digits(state.gram, state.top, r):
+        return state.right(g), g.norm()
+    return state.sigma * state.left(r), state.top * r.norm()
+
+
+def is_finite(a: Tensor) -> bool:
+    """Return True if all entries are finite.
+
+    A finite sum proves it at a fraction of the cost; the sum may overflow where no entry does.
+    """
     return bool(torch.isfinite(a.sum())) or bool(torch.isfinite(a).all())
 
 
-def _broken(gram: Gram) -> Spectrum:
-    """The spectrum of a matrix that is not finite: every solve reports it as singular."""
+def _broken_spectrum(gram: Gram) -> Spectrum:
+    """Return the spectrum of a matrix that is not finite: every solve reports it as singular."""
     nan = torch.full((1,), torch.nan, dtype=gram.dtype, device=gram.device)
     return Spectrum(
         gram, nan, None, lambda g: nan * g[:1], lambda c: nan.expand(*c.shape[:-1], gram.size)
@@ -180,13 +219,15 @@ def _broken(gram: Gram) -> Spectrum:
 
 
 def keeps_digits(gram: Gram, top: Tensor, r: Tensor) -> bool:
-    """Whether Uᵀr keeps r's digits: not if r is huge just where the rows of A are tiny.
+    """Return True if Uᵀr keeps r's digits: not if r is huge just where the rows of A are tiny.
 
-    A sample classified wrongly with certainty has such a row: r_i‖row_i‖ is moderate, but r_i alone
-    times the round-off of U drowns the rest.
+    A sample that is classified wrongly with certainty has such a row: r_i‖row_i‖ is moderate, but
+    r_i alone times the round-off of U exceeds all other terms.
     """
-    norms = gram.row_norms() if isinstance(gram, FactoredGram) else None
+    if not isinstance(gram, FactoredGram):
+        return True
+    norms = gram.row_norms()
     if norms is None:
         return True
-    noise = 1e4 * torch.finfo(r.dtype).eps * top * r.norm()
+    noise = _ROUND_OFF.whitened * torch.finfo(r.dtype).eps * top * r.norm()
     return bool(noise <= (r * norms).norm())

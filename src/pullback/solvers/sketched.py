@@ -14,7 +14,16 @@ from ..grams import FactoredGram, Gram, Rows
 from .base import Damping, Path, Solution, Solver, resolve
 from .pinv import PseudoInverse, Spectrum
 
-_AT_ONCE = 2**26  # entries that are transformed at once: what is in between takes several of them
+
+@dataclass(frozen=True)
+class TransformLimits:
+    """Sizes in `ColumnSketch`."""
+
+    #: entries that are transformed at once: intermediate results take several times as many
+    most_entries: int = 2**26
+
+
+_LIMITS = TransformLimits()
 
 
 @dataclass(frozen=True)
@@ -26,14 +35,14 @@ class RowSketch:
     count: int
 
     @classmethod
-    def draw(cls, n: int, count: int, like: Tensor, generator: torch.Generator) -> RowSketch:
-        """A random count sketch of n rows."""
+    def draw(cls, n: int, count: int, template: Tensor, generator: torch.Generator) -> RowSketch:
+        """Return a random count sketch of n rows, on the template's device and in its dtype."""
         bucket = torch.randint(0, count, (n,), generator=generator)
         sign = torch.randint(0, 2, (n,), generator=generator) * 2 - 1
-        return cls(bucket.to(like.device), sign.to(like), count)
+        return cls(bucket.to(template.device), sign.to(template), count)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Π x for x of shape (n,) or (n, k)."""
+        """Return Π x for x of shape (n,) or (n, k)."""
         signed = self.sign.view(-1, *[1] * (x.ndim - 1)) * x
         return add_at(x.new_zeros(self.count, *x.shape[1:]), self.bucket, signed)
 
@@ -46,32 +55,33 @@ class ColumnSketch:
     chosen: Tensor
 
     @classmethod
-    def draw(cls, p: int, count: int, like: Tensor, generator: torch.Generator) -> ColumnSketch:
-        """A random subsampled transform of p columns."""
+    def draw(cls, p: int, count: int, template: Tensor, generator: torch.Generator) -> ColumnSketch:
+        """Return a random subsampled transform of p columns, like the template."""
         sign = torch.randint(0, 2, (p,), generator=generator) * 2 - 1
         chosen = torch.randperm(p, generator=generator)[:count].sort().values
-        return cls(sign.to(like), chosen.to(like.device))
+        return cls(sign.to(template), chosen.to(template.device))
 
     def compress(self, x: Tensor) -> Tensor:
-        """x Ω for x of shape (..., p), some rows at a time."""
-        rows = max(1, _AT_ONCE // len(self.sign))
-        parts = x.reshape(-1, len(self.sign)).split(rows)
-        # there is no transform of nothing on a GPU
-        found = [dct(part * self.sign)[:, self.chosen] for part in parts if len(part)]
-        none = x.new_zeros(0, len(self.chosen))
-        return torch.cat([none, *found]).view(*x.shape[:-1], len(self.chosen))
+        """Return x Ω for x of shape (..., p); a chunk of rows is transformed at a time."""
+        rows = max(1, _LIMITS.most_entries // len(self.sign))
+        chunks = x.reshape(-1, len(self.sign)).split(rows)
+        pieces = [x.new_zeros(0, len(self.chosen))]
+        for chunk in chunks:
+            if len(chunk):  # a GPU has no transform of an empty tensor
+                pieces.append(dct(chunk * self.sign)[:, self.chosen])
+        return torch.cat(pieces).view(*x.shape[:-1], len(self.chosen))
 
     def expand(self, y: Tensor) -> Tensor:
-        """Ω y for y of shape (..., count)."""
+        """Return Ω y for y of shape (..., count)."""
         full = y.new_zeros(*y.shape[:-1], len(self.sign))
         full[..., self.chosen] = y
         return idct(full) * self.sign
 
 
 def dct(x: Tensor) -> Tensor:
-    """The orthonormal cosine transform (type II) along the last axis, by one real FFT.
+    """Return the orthonormal cosine transform (type II) along the last axis, by one real FFT.
 
-    Frequency n − k is −Im of what frequency k is Re of.
+    The real part of a shifted wave is frequency k, and its negative imaginary part n − k.
     """
     n = x.shape[-1]
     reordered = torch.cat([x[..., ::2], x[..., 1::2].flip(-1)], -1)
@@ -83,7 +93,7 @@ def dct(x: Tensor) -> Tensor:
 
 
 def idct(x: Tensor) -> Tensor:
-    """The inverse (and transpose) of `dct`."""
+    """Return the inverse (and transpose) of `dct`."""
     n = x.shape[-1]
     k = torch.arange(n, dtype=x.dtype, device=x.device)
     scaled = torch.cat([x[..., :1] * 2**0.5, x[..., 1:]], -1) * (n / 2) ** 0.5
@@ -137,8 +147,11 @@ class Sketched(Solver):
                 raise PullbackError(
                     f"Sketched(...) got {name}={value}", "it must be positive", "Use None for all"
                 )
-        self.rows, self.columns, self.damping = rows, columns, damping
-        self.seed, self._draw = seed, 0
+        self.rows = rows
+        self.columns = columns
+        self.damping = damping
+        self.seed = seed
+        self._draw = 0
         self._inner = PseudoInverse(rcond, double=double)
 
     def init(self, gram: Gram) -> Compressed:
@@ -148,19 +161,27 @@ class Sketched(Solver):
                 f"this Gram holds {gram.structure.holds} only",
                 'Use gram="rows", "kernel" or "matrix_free"',
             )
-        row = column = None
+        rows = None
+        columns = None
         generator = self._next_generator()
-        like = torch.empty(0, dtype=gram.dtype, device=gram.device)
+        template = torch.empty(0, dtype=gram.dtype, device=gram.device)
         if self.rows is not None and self.rows < gram.count:
-            row = RowSketch.draw(gram.count, self.rows, like, generator)
+            rows = RowSketch.draw(gram.count, self.rows, template, generator)
         if self.columns is not None and self.columns < gram.size:
-            column = ColumnSketch.draw(gram.size, self.columns, like, generator)
-        a = gram.rows() if column is None else gram.compress(column.compress)
-        sketch = Rows(a if row is None else row(a))
-        return Compressed(gram, sketch, self._inner.init(sketch), row, column)
+            columns = ColumnSketch.draw(gram.size, self.columns, template, generator)
+        if columns is None:
+            a = gram.rows()
+        else:
+            a = gram.compress(columns.compress)
+        if rows is not None:
+            a = rows(a)
+        sketch = Rows(a)
+        return Compressed(gram, sketch, self._inner.init(sketch), rows, columns)
 
     def path(self, state: Compressed, rhs: Tensor, whitened: Tensor | None = None) -> Path:
-        g = rhs if state.columns is None else state.columns.compress(rhs)
+        g = rhs
+        if state.columns is not None:
+            g = state.columns.compress(rhs)
         r = whitened
         if r is not None and state.rows is not None:
             r = state.rows(r)
@@ -169,7 +190,9 @@ class Sketched(Solver):
         columns = state.columns
         if columns is None:
             return inner
-        beyond = None if inner.beyond is None else columns.expand(inner.beyond)
+        beyond = None
+        if inner.beyond is not None:
+            beyond = columns.expand(inner.beyond)
         return Path(
             inner.eigenvalues, inner.gamma, lambda c: columns.expand(inner.combine(c)), beyond
         )
@@ -182,7 +205,9 @@ class Sketched(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        value = resolve(self.damping if damping is None else damping, state.gram)
+        if damping is None:
+            damping = self.damping
+        value = resolve(damping, state.gram)
         spectrum = state.spectrum
         if not spectrum.finite or (spectrum.rank == 0 and value == 0):
             return Solution(torch.zeros_like(rhs), value, 0, status=Status.SINGULAR)

@@ -18,13 +18,13 @@ from ..grams import FactoredGram, Gram
 
 @dataclass(eq=False)
 class SelectedTangents(ABC):
-    """What is selected, and what is left of the gradient.
+    """The selected tangent vectors, and the remainder ρ of the gradient.
 
     Attributes:
         diagonal: G_ii as given, and G_ii + λ from then on, (p,).
-        k: how many vectors there is room for.
-        rcond: the share of its length that a new vector must have beside the selected ones.
-        follow: whether to follow the Schur complements.
+        k: the number of vectors there is room for.
+        rcond: a new vector's component beside the selected ones, relative to its length, at least.
+        follow: whether to update the Schur complements.
         white: r with Aᵀr = g, where it is known and used.
         rho: ρ = g − G_λ h, (p,), at the coordinates that are not selected.
         schur: G_ii + λ − G_iI G_λ[I, I]⁻¹ G_Ii, (p,), where it is followed.
@@ -46,48 +46,56 @@ class SelectedTangents(ABC):
         self.selected: list[int] = []
         self.y: Tensor = self.g.new_zeros(self.k)
         self.rho: Tensor = self.g.clone()
-        self.schur = self.diagonal.clone() if self.follow else None
+        self.schur: Tensor | None = None
+        if self.follow:
+            self.schur = self.diagonal.clone()
         # max G_ii/pivot: round-off in g and G is amplified by its root and by itself
         self.growth = self.g.new_ones(())
-        self._size = None if self.white is None else self.white.norm()
+        self._white_norm = None
+        if self.white is not None:
+            self._white_norm = self.white.norm()
 
     @property
     def count(self) -> int:
-        """How many tangent vectors are selected."""
+        """The number of selected tangent vectors."""
         return len(self.selected)
 
     @property
     def scale(self) -> Tensor:
         """√(gᵀh), or ‖r‖ where it is known: round-off in ρ_i/√G_ii is ε times this."""
-        return self.y.norm() if self._size is None else self._size
+        if self._white_norm is None:
+            return self.y.norm()
+        return self._white_norm
 
     def scores(self) -> Tensor:
-        """|ρ_i|/√(Schur complement), or /√G_ii where it is not followed.
+        """Return |ρ_i|/√(Schur complement), or |ρ_i|/√G_ii where the complements are not updated.
 
-        It is 0 where ρ_i is round-off, and −1 where i is closed; what is not a number stays one.
+        It is 0 where ρ_i is round-off, −1 where i is closed, and NaN where ρ_i is.
         """
-        eps, p = torch.finfo(self.rho.dtype).eps, len(self.rho)
+        eps = torch.finfo(self.rho.dtype).eps
+        p = len(self.rho)
         noise = 4 * (p + self.gram.count) ** 0.5 * eps * self.growth.sqrt()
-        size, divisor = self.rho.abs(), self.diagonal
+        size = self.rho.abs()
+        divisor = self.diagonal
         size = torch.where(size <= noise * self.scale * divisor.sqrt(), 0.0, size)
-        if self.schur is not None:  # known to round-off: what lies below counts as that
+        if self.schur is not None:  # known to round-off, which is its lower bound
             divisor = self.schur.maximum(p * eps * divisor)
         return torch.where(self.open, size / divisor.sqrt(), -1.0)
 
     @abstractmethod
     def add(self, i: int) -> bool:
-        """Select i, unless its tangent vector depends on those selected; either way close it."""
+        """Close i; select it and return True unless its vector depends on those selected."""
 
     @abstractmethod
     def refresh(self, since: int) -> None:
-        """Bring ρ and the Schur complements up to the vectors selected after the first `since`."""
+        """Update ρ and the Schur complements by the vectors selected after the first `since`."""
 
     @abstractmethod
     def triangle(self) -> Tensor:
-        """R, upper triangular."""
+        """Return R, upper triangular."""
 
     def solution(self) -> Tensor:
-        """h, (p,)."""
+        """Return h, (p,)."""
         h = torch.zeros_like(self.rho)
         if self.count:
             y = self.y[: self.count, None]
@@ -108,40 +116,46 @@ class Columns(SelectedTangents):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.gram, FactoredGram)
-        self.factored, n = self.gram, self.gram.count
-        g, k = self.g, self.k
+        self.factored = self.gram
+        n = self.gram.count
+        g = self.g
+        k = self.k
         width = n + (k if self.damping > 0 else 0)
-        self.q, self.r = g.new_zeros(k, width), g.new_zeros(k, k)
-        # ρ = offset + Aᵀ·rest: (0, r) where r is known, else (g, 0)
-        self.offset = g if self.white is None else torch.zeros_like(g)
-        self.rest = g.new_zeros(width)
+        self.q = g.new_zeros(k, width)
+        self.r = g.new_zeros(k, k)
+        # ρ = offset + Aᵀ·remainder: (0, r) where r is known, else (g, 0)
+        self.offset = g
+        self.remainder = g.new_zeros(width)
         if self.white is not None:
-            self.rest[:n] = self.white
+            self.offset = torch.zeros_like(g)
+            self.remainder[:n] = self.white
 
     def add(self, i: int) -> bool:
-        j, n = self.count, self.factored.count
+        j = self.count
+        n = self.factored.count
         self.open[i] = False
-        a = torch.zeros_like(self.rest)
+        a = torch.zeros_like(self.remainder)
         a[:n] = self._column(i)
         if self.damping > 0:
             a[n + j] = self.damping**0.5
         before = self.q[:j]
         along = before @ a
         v = a - along @ before
-        again = before @ v  # what round-off left of the selected directions
-        v -= again @ before
+        correction = before @ v  # what round-off left of the selected directions
+        v -= correction @ before
         pivot = v.norm()
         if not bool(pivot > self.rcond * self.diagonal[i].sqrt()):
             return False
-        self.r[:j, j], self.r[j, j] = along + again, pivot
+        self.r[:j, j] = along + correction
+        self.r[j, j] = pivot
         self.q[j] = v / pivot
         if self.white is not None:
-            y = self.q[j] @ self.rest
+            y = self.q[j] @ self.remainder
         else:
-            y = (self.offset[i] + a @ self.rest) / pivot
+            y = (self.offset[i] + a @ self.remainder) / pivot
             self.growth = self.growth.maximum(self.diagonal[i] / pivot.square())
         self.y[j] = y
-        self.rest -= y * self.q[j]
+        self.remainder -= y * self.q[j]
         self.selected.append(i)
         return True
 
@@ -153,9 +167,10 @@ class Columns(SelectedTangents):
         return self.factored.project(unit)
 
     def refresh(self, since: int) -> None:
-        n, new = self.factored.count, slice(since, self.count)
+        n = self.factored.count
+        new = slice(since, self.count)
         if self.schur is None:  # one product, however many vectors were added
-            self.rho = self.offset + self.factored.lift(self.rest[:n])
+            self.rho = self.offset + self.factored.lift(self.remainder[:n])
             return
         images = self.factored.lift_rows(self.q[new, :n])
         self.schur -= images.square().sum(0)
@@ -174,7 +189,10 @@ class Pivots(SelectedTangents):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.complement = self.diagonal.clone() if self.schur is None else self.schur
+        if self.schur is None:
+            self.complement = self.diagonal.clone()
+        else:
+            self.complement = self.schur
         self.panel = self.g.new_zeros(self.k, self.gram.size)
 
     def add(self, i: int) -> bool:
@@ -183,7 +201,7 @@ class Pivots(SelectedTangents):
         before = self.panel[:j]
         line = self._column(i) - before[:, i] @ before
         pivot = line[i] + self.damping
-        if not bool(pivot > self._least() * self.diagonal[i]):
+        if not bool(pivot > self._smallest_pivot() * self.diagonal[i]):
             return False
         self.growth = self.growth.maximum(self.diagonal[i] / pivot)
         row = line / pivot.sqrt()
@@ -203,10 +221,10 @@ class Pivots(SelectedTangents):
         return self.gram.matvec(unit)
 
     def refresh(self, since: int) -> None:
-        self.open &= ~(self.complement <= self._least() * self.diagonal)
+        self.open &= ~(self.complement <= self._smallest_pivot() * self.diagonal)
 
-    def _least(self) -> Tensor:
-        """The smallest share of G_ii that a pivot may have."""
+    def _smallest_pivot(self) -> Tensor:
+        """Return the smallest fraction of G_ii that a pivot may have."""
         noise = self.gram.size * torch.finfo(self.rho.dtype).eps * self.growth
         return noise.clamp(min=self.rcond**2)
 

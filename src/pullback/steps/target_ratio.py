@@ -76,7 +76,7 @@ class TargetRatio(Step):
         )
         radii = radius * self.window**exponents
         dampings = path.damping_for(radii)
-        predicted = path.predicted(dampings, local.lr).tolist()
+        predicted = path.predict_reduction(dampings, local.lr).tolist()
         if dampings.is_cuda:  # waiting for a device costs more than trials
             search = self._try_all(local, path, dampings, predicted)
         else:

@@ -13,31 +13,41 @@ from ..metrics import Factor, Metric
 from ..solvers import Relative, Solution, Solver
 
 
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """‖got − want‖/‖want‖, or ‖got‖ where want vanishes.
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    """Return ‖value − expected‖/‖expected‖, or ‖value‖ where `expected` vanishes.
 
     >>> import torch
     >>> relative_error(torch.tensor([1.5]), torch.tensor([1.0]))
     0.5
     """
-    if got.shape != want.shape:
-        raise AssertionError(f"shapes differ: {tuple(got.shape)} and {tuple(want.shape)}")
-    size = float(want.detach().double().norm())
-    error = float((got.detach().double() - want.detach().double()).norm())
-    return error / size if size > 0 else error
+    if value.shape != expected.shape:
+        raise AssertionError(f"shapes differ: {tuple(value.shape)} and {tuple(expected.shape)}")
+    size = float(expected.detach().double().norm())
+    error = float((value.detach().double() - expected.detach().double()).norm())
+    if size > 0:
+        return error / size
+    return error
 
 
-def assert_close(got: Tensor, want: Tensor, tol: float, law: str) -> None:
+def assert_close(value: Tensor, expected: Tensor, tol: float, law: str) -> None:
     """Raise unless the relative error is at most `tol`; NaN never passes."""
-    error = relative_error(got, want)
+    error = relative_error(value, expected)
     if not error <= tol:
         raise AssertionError(f"{law}: relative error {error:.3e}, allowed {tol:.1e}")
 
 
-def _noise(like: Tensor) -> Callable[..., Tensor]:
-    """(*shape) ↦ random numbers, the same in every run."""
+def _make_draw(template: Tensor) -> Callable[..., Tensor]:
+    """Return a function (*shape) ↦ random numbers like the template, the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(template)
+
+    return draw
+
+
+#: relative tolerance of laws in units of ε: sums of a thousand terms lose three digits
+_TOLERANCE_IN_EPS = 1000
 
 
 def check_gram(gram: Gram, *, tol: float | None = None) -> None:
@@ -47,9 +57,11 @@ def check_gram(gram: Gram, *, tol: float | None = None) -> None:
     >>> from pullback.grams import Rows
     >>> check_gram(Rows(torch.randn(3, 5)))
     """
-    tol = 1000 * torch.finfo(gram.dtype).eps if tol is None else tol
-    draw = _noise(torch.empty(0, dtype=gram.dtype, device=gram.device))
-    u, v = draw(gram.size), draw(gram.size)
+    if tol is None:
+        tol = _TOLERANCE_IN_EPS * torch.finfo(gram.dtype).eps
+    draw = _make_draw(torch.empty(0, dtype=gram.dtype, device=gram.device))
+    u = draw(gram.size)
+    v = draw(gram.size)
     g = gram.dense()
     if g.shape != (gram.size, gram.size):
         raise AssertionError(f"dense() is p × p: got {tuple(g.shape)} for p = {gram.size}")
@@ -108,45 +120,50 @@ def check_factor(factor: Factor, z: Tensor, *, tol: float | None = None) -> None
     """Sᵀ is the transpose of S, M v = S Sᵀv is symmetric and ≥ 0, batches agree with loops,
     `covectors` are S's columns, samples stay apart unless declared, and S(whiten(S r)) = S r.
     """
-    tol = 1000 * torch.finfo(z.dtype).eps if tol is None else tol
-    draw = _noise(z)
-    n, white = z.shape[0], factor.white
-    u, v, r = draw(*z.shape), draw(*z.shape), draw(n, *white)
-    _finite(factor, v, r)
-    _equal_products("⟨S r, v⟩ = ⟨r, Sᵀv⟩", factor.apply(r), v, r, factor.transpose(v), tol)
-    _symmetric(factor, u, v, tol)
-    _batched(factor, draw(3, n, *white), draw(3, *z.shape), tol)
+    if tol is None:
+        tol = _TOLERANCE_IN_EPS * torch.finfo(z.dtype).eps
+    draw = _make_draw(z)
+    n = z.shape[0]
+    white = factor.white
+    u = draw(*z.shape)
+    v = draw(*z.shape)
+    r = draw(n, *white)
+    _check_finite(factor, v, r)
+    _check_equal_products("⟨S r, v⟩ = ⟨r, Sᵀv⟩", factor.apply(r), v, r, factor.transpose(v), tol)
+    _check_symmetric(factor, u, v, tol)
+    _check_batches(factor, draw(3, n, *white), draw(3, *z.shape), tol)
     if not factor.couples_samples:
-        _separate(factor, v, r)
-        _columns(factor, z, r, tol)
-    _inverse(factor, r, max(tol, torch.finfo(z.dtype).eps ** 0.5))
+        _check_separate(factor, v, r)
+        _check_columns(factor, z, r, tol)
+    _check_whitening(factor, r, max(tol, torch.finfo(z.dtype).eps ** 0.5))
 
 
-def _finite(factor: Factor, v: Tensor, r: Tensor) -> None:
+def _check_finite(factor: Factor, v: Tensor, r: Tensor) -> None:
     named = {"S r": factor.apply(r), "Sᵀv": factor.transpose(v), "M v": factor.matvec(v)}
     for name, value in named.items():
         if not bool(torch.isfinite(value).all()):
             raise AssertionError(f"{name} is not finite: {value}")
 
 
-def _equal_products(law: str, x: Tensor, v: Tensor, r: Tensor, y: Tensor, tol: float) -> None:
-    """⟨x, v⟩ = ⟨r, y⟩, to `tol` of their lengths."""
+def _check_equal_products(law: str, x: Tensor, v: Tensor, r: Tensor, y: Tensor, tol: float) -> None:
+    """Check ⟨x, v⟩ = ⟨r, y⟩, to `tol` of their lengths."""
     scale = float(x.norm() * v.norm() + r.norm() * y.norm())
     gap = abs(float((x * v).sum() - (r * y).sum()))
     if not gap <= tol * scale:
         raise AssertionError(f"{law}: the two sides differ by {gap:.3e} of {scale:.3e}")
 
 
-def _symmetric(factor: Factor, u: Tensor, v: Tensor, tol: float) -> None:
-    mu, mv = factor.matvec(u), factor.matvec(v)
-    _equal_products("M is symmetric", mu, v, u, mv, tol)
+def _check_symmetric(factor: Factor, u: Tensor, v: Tensor, tol: float) -> None:
+    mu = factor.matvec(u)
+    mv = factor.matvec(v)
+    _check_equal_products("M is symmetric", mu, v, u, mv, tol)
     energy = float((v * mv).sum())
     if not energy >= -tol * float(v.norm() * mv.norm()):
         raise AssertionError(f"M is positive semidefinite: ⟨v, M v⟩ = {energy:.3e}")
     assert_close(mv, factor.apply(factor.transpose(v)), tol, "M v = S (Sᵀ v)")
 
 
-def _batched(factor: Factor, r: Tensor, v: Tensor, tol: float) -> None:
+def _check_batches(factor: Factor, r: Tensor, v: Tensor, tol: float) -> None:
     assert_close(
         factor.apply(r), torch.stack([factor.apply(x) for x in r]), tol, "S takes leading axes"
     )
@@ -154,30 +171,32 @@ def _batched(factor: Factor, r: Tensor, v: Tensor, tol: float) -> None:
     assert_close(factor.transpose(v), one_by_one, tol, "Sᵀ takes leading axes")
 
 
-def _columns(factor: Factor, z: Tensor, r: Tensor, tol: float) -> None:
+def _check_columns(factor: Factor, z: Tensor, r: Tensor, tol: float) -> None:
     covectors = factor.covectors(z)
     combined = torch.einsum("rn...,nr->n...", covectors, r.flatten(1))
     assert_close(combined, factor.apply(r), tol, "Σ r_k covector_k = S r")
 
 
-def _separate(factor: Factor, v: Tensor, r: Tensor) -> None:
-    """A change in sample 0 is felt in sample 0 alone."""
-    other_r, other_v = r.clone(), v.clone()
-    other_r[0], other_v[0] = 0, 0
+def _check_separate(factor: Factor, v: Tensor, r: Tensor) -> None:
+    """Check that a change in sample 0 changes the result for sample 0 alone."""
+    other_r = r.clone()
+    other_v = v.clone()
+    other_r[0] = 0
+    other_v[0] = 0
     pairs = ((factor.apply, r, other_r), (factor.transpose, v, other_v))
     for product, one, two in pairs:
         if not torch.equal(product(one)[1:], product(two)[1:]):
             raise AssertionError("S couples samples, and does not declare couples_samples")
 
 
-def _inverse(factor: Factor, r: Tensor, tol: float) -> None:
+def _check_whitening(factor: Factor, r: Tensor, tol: float) -> None:
     g = factor.apply(r)
-    found = factor.whiten(g)
-    if found.value is None:
-        if found.status is not Status.NOT_REPRESENTABLE:
-            raise AssertionError(f"whiten failed with status {found.status.name}")
+    whitened = factor.whiten(g)
+    if whitened.value is None:
+        if whitened.status is not Status.NOT_REPRESENTABLE:
+            raise AssertionError(f"whiten failed with status {whitened.status.name}")
         return
-    assert_close(factor.apply(found.value), g, tol, "S whiten(g) = g for g in the range of S")
+    assert_close(factor.apply(whitened.value), g, tol, "S whiten(g) = g for g in the range of S")
 
 
 def check_solver(
@@ -196,42 +215,47 @@ def check_solver(
     >>> check_solver(Cholesky(), Rows(torch.randn(3, 5, dtype=torch.float64)))
     """
     generator = torch.Generator().manual_seed(0)
-    factored = isinstance(gram, FactoredGram)
-    noise = torch.randn(gram.count if factored else gram.size, generator=generator)
-    c = noise.to(gram.device, gram.dtype)
-    g, r = (gram.lift(c), c) if isinstance(gram, FactoredGram) else (gram.matvec(c), None)
+    size = gram.count if isinstance(gram, FactoredGram) else gram.size
+    c = torch.randn(size, generator=generator).to(gram.device, gram.dtype)
+    right_sides: dict[str, Tensor | None] = {"g": None}
+    if isinstance(gram, FactoredGram):
+        g = gram.lift(c)
+        right_sides["r"] = c
+    else:
+        g = gram.matvec(c)
     state = solver.init(gram)
-    first = _solved(solver, state, g, None, dampings[0])
+    first = _solve(solver, state, g, None, dampings[0])
     for damping in dampings:
-        want = _dense(gram, g, damping)
-        for white in (None, r) if factored else (None,):
-            found = _solved(solver, state, g, white, damping)
-            origin = "g" if white is None else "r"
-            assert_close(found.x, want, tol, f"(G + {damping:g})⁻¹g from {origin}")
-            if found.damping != damping:
-                raise AssertionError(f"the damping used was {found.damping}, not {damping}")
-    again = _solved(solver, state, g, None, dampings[0])
-    assert_close(again.x, first.x, 0.0, "solving does not change the state")
+        expected = _solve_densely(gram, g, damping)
+        for origin, whitened in right_sides.items():
+            solution = _solve(solver, state, g, whitened, damping)
+            assert_close(solution.x, expected, tol, f"(G + {damping:g})⁻¹g from {origin}")
+            if solution.damping != damping:
+                raise AssertionError(f"the damping used was {solution.damping}, not {damping}")
+    repeated = _solve(solver, state, g, None, dampings[0])
+    assert_close(repeated.x, first.x, 0.0, "solving does not change the state")
     _check_relative(solver, state, gram, g, tol)
 
 
-def _solved(
-    solver: Solver, state: object, g: Tensor, white: Tensor | None, damping: float
+def _solve(
+    solver: Solver, state: object, g: Tensor, whitened: Tensor | None, damping: float
 ) -> Solution:
-    found = solver.solve(state, g, damping, whitened=white)
-    if not found.status.ok:
-        raise AssertionError(f"the solve failed: {found.status.value}")
-    return found
+    solution = solver.solve(state, g, damping, whitened=whitened)
+    if not solution.status.ok:
+        raise AssertionError(f"the solve failed: {solution.status.value}")
+    return solution
 
 
-def _dense(gram: Gram, g: Tensor, damping: float) -> Tensor:
+def _solve_densely(gram: Gram, g: Tensor, damping: float) -> Tensor:
     eye = torch.eye(gram.size, dtype=gram.dtype, device=gram.device)
     return torch.linalg.solve(gram.dense() + damping * eye, g)
 
 
 def _check_relative(solver: Solver, state: object, gram: Gram, g: Tensor, tol: float) -> None:
-    """Relative(c) is c·tr(G)/p."""
+    """Check that Relative(c) is c·tr(G)/p."""
     absolute = 0.1 * float(gram.trace()) / gram.size
     if absolute > 0:
-        found = solver.solve(state, g, Relative(0.1))
-        assert_close(found.x, _dense(gram, g, absolute), tol, "Relative(c) means c·tr(G)/p")
+        solution = solver.solve(state, g, Relative(0.1))
+        assert_close(
+            solution.x, _solve_densely(gram, g, absolute), tol, "Relative(c) means c·tr(G)/p"
+        )

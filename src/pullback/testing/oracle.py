@@ -41,7 +41,7 @@ class Oracle:
         return (vectors * root) @ vectors.T @ self.jacobian
 
     def solve(self, damping: float = 0.0, rhs: Tensor | None = None, rcond: float = 1e-9) -> Tensor:
-        """(G + damping)⁻¹g; undamped G⁺g, with the cut-off on singular values of A."""
+        """Return (G + damping)⁻¹g; undamped G⁺g, with the cut-off on singular values of A."""
         g = self.gradient if rhs is None else rhs
         if g is None:
             raise ValueError("the oracle was built without a loss: pass rhs")
@@ -53,14 +53,8 @@ class Oracle:
 
 
 def jacobian(z: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """dz/dparams as a matrix (z.numel(), p), by one reverse pass per entry."""
-    rows = []
-    for entry in z.flatten():
-        pieces = torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True)
-        filled = [
-            torch.zeros_like(p) if g is None else g for g, p in zip(pieces, params, strict=True)
-        ]
-        rows.append(torch.cat([g.flatten() for g in filled]))
+    """Return dz/dparams as a matrix (z.numel(), p), by one reverse pass per entry."""
+    rows = [_flat_gradient(entry, params, retain_graph=True) for entry in z.flatten()]
     return torch.stack(rows)
 
 
@@ -76,7 +70,7 @@ def oracle(
     batch_dim: int = 0,
     count: int | None = None,
 ) -> Oracle:
-    """The dense answer for one batch; use it in float64.
+    """Return the dense answer for one batch; use it in float64.
 
     Args:
         model: any module.
@@ -98,30 +92,59 @@ def oracle(
     tensor([[0.5000, 0.0000],
             [0.0000, 2.0000]], dtype=torch.float64)
     """
-    chosen = [p for p in model.parameters() if p.requires_grad] if params is None else list(params)
-    args = x if isinstance(x, tuple) else (x,)
+    if params is None:
+        params = [p for p in model.parameters() if p.requires_grad]
+    args = _as_tuple(x)
     with torch.enable_grad():
-        out = model(*args, **dict(kwargs or {}))
-        z = (out if output is None else output(out)).movedim(batch_dim, 0)
-        z = z.unsqueeze(-1) if z.ndim == 1 else z
-        j = jacobian(z, chosen)
+        z = _select(model(*args, **dict(kwargs or {})), output, batch_dim)
+        j = jacobian(z, params)
         gradient = None
         if loss is not None:
-            pieces = torch.autograd.grad(loss(z), chosen, allow_unused=True)
-            pairs = zip(pieces, chosen, strict=True)
-            gradient = torch.cat([(p * 0 if g is None else g).detach().flatten() for g, p in pairs])
-    inputs = next((a.movedim(batch_dim, 0) for a in args if isinstance(a, Tensor)), None)
+            gradient = _flat_gradient(loss(z), params)
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    inputs = tensors[0].movedim(batch_dim, 0) if tensors else None
     m = _matrix(metric, z.detach(), inputs)
-    samples = metric.samples(z) if isinstance(metric, Metric) else z.shape[0]
-    return Oracle(z.detach(), j, m / (samples if count is None else count), gradient)
+    samples = z.shape[0]
+    if count is not None:
+        samples = count
+    elif isinstance(metric, Metric):
+        samples = metric.samples(z)
+    return Oracle(z.detach(), j, m / samples, gradient)
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, tuple):
+        return x
+    return (x,)
+
+
+def _select(output: Any, selector: Callable[[Any], Tensor] | None, batch_dim: int) -> Tensor:
+    """Return z from the model's output: samples first, at least one event axis."""
+    if selector is not None:
+        output = selector(output)
+    z = output.movedim(batch_dim, 0)
+    if z.ndim == 1:
+        return z.unsqueeze(-1)
+    return z
+
+
+def _flat_gradient(y: Tensor, params: Sequence[Tensor], *, retain_graph: bool = False) -> Tensor:
+    """Return dy/dparams of one number as a vector (p,), zero where y does not depend on p."""
+    pieces = torch.autograd.grad(y, list(params), retain_graph=retain_graph, allow_unused=True)
+    flat = []
+    for piece, p in zip(pieces, params, strict=True):
+        flat.append(torch.zeros_like(p).flatten() if piece is None else piece.flatten())
+    return torch.cat(flat).detach()
 
 
 def _matrix(metric: Metric | Matrices, z: Tensor, inputs: Tensor | None) -> Tensor:
-    """M as one (n, n) matrix."""
+    """Return M as one (n, n) matrix."""
     n = z.numel()
     if isinstance(metric, Metric):
         factor = metric.factor(z, inputs=inputs)
         eye = torch.eye(n, dtype=z.dtype, device=z.device)
         return torch.stack([factor.matvec(e.view(z.shape)).flatten() for e in eye], 1)
     m = metric(z).detach()
-    return m if m.ndim == 2 else torch.block_diag(*m)
+    if m.ndim == 2:
+        return m
+    return torch.block_diag(*m)

@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import nn
 
 from pullback import PullbackError
-from pullback.cli.terminal import columns
+from pullback.cli.terminal import make_table
 
 from .. import registry
 from ..framework import store
@@ -35,7 +35,7 @@ def experiments(out: Path, width: int) -> RenderableType:
         rows += [(experiment.name, of, experiment.claim, *known(experiment, out))]
     if width < WIDE:
         return paragraphs(heading, ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
-    table = columns("name", heading=heading)
+    table = make_table("name", heading=heading)
     table.add_column("of", max_width=38)
     table.add_column("claim")
     table.add_column("time", justify="right", no_wrap=True)

@@ -14,7 +14,7 @@ from pullback.cli import environment as library
 
 def environment(device: str | torch.device = "cpu") -> dict[str, Any]:
     """What a reader needs to judge times and to repeat a run."""
-    return {**library.environment(device), "commit": commit()}
+    return {**library.describe_environment(device), "commit": commit()}
 
 
 def commit() -> str | None:

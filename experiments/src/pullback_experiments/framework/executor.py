@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 from pullback import PullbackError
-from pullback.cli.environment import usable
-from pullback.cli.files import folder
+from pullback.cli.environment import require_device
+from pullback.cli.files import make_folder
 
 from . import parallel, plots
 from .check import Outcome, tell
@@ -50,7 +50,7 @@ def run(
     console = console or Console(quiet=True)
     if workers > 1:
         parallel.named(experiment)  # before anything is done
-    store = experiment.opened(quick, folder(out))
+    store = experiment.opened(quick, make_folder(out))
     asked = experiment.chosen(seeds, quick)
     plan = RunPlan(experiment, quick, asked, store, where)
     plan.do(console, seconds, workers)
@@ -59,7 +59,7 @@ def run(
 
 def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
     """The device; refused where the items would not use it and the record would say they did."""
-    where = usable(device)
+    where = require_device(device)
     if where.type != "cpu" and not experiment.anywhere:
         raise PullbackError(
             f"{experiment.name} does not run on {str(device)!r}",

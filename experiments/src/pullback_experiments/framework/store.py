@@ -205,7 +205,7 @@ class Store:
 
     def save(self) -> None:
         """Write the file in one piece; one line per item."""
-        files.folder(self.path.parent)
+        files.make_folder(self.path.parent)
         with alone(self.path.parent):
             self._save()
 
@@ -374,7 +374,7 @@ def checkpoints(store: Store) -> Iterator[Path]:
     """
     place = store.path.with_suffix(".work")
     _check(place, store)
-    with inside(files.folder(place)) as last:
+    with inside(files.make_folder(place)) as last:
         files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
         try:
             yield place
