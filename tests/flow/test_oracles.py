@@ -183,7 +183,7 @@ def test_the_velocity_far_out_is_the_weighted_least_squares_solution(shift: floa
     y = torch.ones(12, dtype=DTYPE)
     model = nn.Linear(3, 1, bias=False).double()
     data = flow.Supervised(x, (1 + y) / 2, Bernoulli())
-    field = SupervisedField(model, data, "natural", solver=pb.solvers.PseudoInverse())
+    field = SupervisedField(model, data, True, solver=pb.solvers.PseudoInverse())
     local = field.local(beta)
     assert not local.reason
     u = x @ beta
@@ -305,7 +305,7 @@ def test_weights_beyond_the_digits_end_the_flow_with_a_reason(scale: float) -> N
     y = (x @ beta).sign()
     data = flow.Supervised(x, (1 + y) / 2, Bernoulli())
     model = pb.linear.LinearModel(3, beta)
-    local = SupervisedField(model, data, "natural", solver=pb.solvers.PseudoInverse()).local(beta)
+    local = SupervisedField(model, data, True, solver=pb.solvers.PseudoInverse()).local(beta)
     if local.reason:
         assert "round to zero" in local.reason
         assert scale > 100

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pullback import PullbackError
 from pullback.linear import DeepMatrix, split_obstacle
-from pullback.linear.deep import _tangent
+from pullback.linear.deep import _make_tangent
 from pullback.linear.minimum_norm import solve_iteratively
 from pullback.linear.tangents import MatrixTangent
 from pullback.testing import relative_error
@@ -166,7 +166,7 @@ def test_split_is_refused_where_it_is_no_solution() -> None:
 def test_iteration_for_large_matrices(dims: list[int]) -> None:
     model = net(dims)
     grad = draw(dims[0] * dims[-1])
-    tangent = _tangent(model.values(), list(range(model.depth)), ())
+    tangent = _make_tangent(model.values(), list(range(model.depth)), ())
     assert isinstance(tangent, MatrixTangent)
     j = jacobian(product, list(model.factors))
     assert error(solve_iteratively(tangent, grad), torch.linalg.pinv(j) @ grad) < 1e-10

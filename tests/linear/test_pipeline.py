@@ -14,6 +14,7 @@ import pullback as pb
 from pullback._core.capture import Call
 from pullback.grams import RowBlock, assemble
 from pullback.linear import DeepMatrix, DiagonalNetwork, LinearModel
+from pullback.linear.grams import CoreLimits
 from pullback.maps import ModuleMap
 from pullback.metrics import Bregman, Euclidean, Fisher, Metric, Sobolev, Weighted
 from pullback.optim import Outputs
@@ -142,7 +143,8 @@ def test_laws_of_the_grams(name: str, metric: str) -> None:
 
 
 def test_large_tangents_are_held_by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pullback.linear.grams.tangent_gram.__defaults__", (2, 4))
+    limits = CoreLimits(side=2, entries=4)
+    monkeypatch.setattr("pullback.linear.grams.make_tangent_gram.__defaults__", (limits,))
     for name in ("three", "three on x", "entries"):
         build, args = MODELS[name]
         for make, damping in SOLVERS.values():

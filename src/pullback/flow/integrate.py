@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
@@ -34,20 +35,24 @@ class FunctionModule(nn.Module):
     Entries of z that a matrix may couple are one sample, (1, n).
     """
 
-    def __init__(self, phi: Callable[..., Any], start: Start, whole: bool) -> None:
+    def __init__(self, phi: Callable[..., Any], start: Start, is_one_sample: bool) -> None:
         super().__init__()
         named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
             refuse_values(f"The start {name!r}", value)
         self.names = tuple(named)
-        self.single, self.whole, self.phi = isinstance(start, Tensor), whole, phi
+        self.has_one_argument = isinstance(start, Tensor)
+        self.is_one_sample = is_one_sample
+        self.phi = phi
         self.shape = torch.Size()
         self.coordinates = nn.ParameterList([v.detach().clone() for v in named.values()])
 
     def argument(self, tensors: Iterable[Tensor]) -> Any:
-        """What φ is called with."""
+        """Return the argument that φ is called with."""
         named = dict(zip(self.names, tensors, strict=True))
-        return named["xi"] if self.single else named
+        if self.has_one_argument:
+            return named["xi"]
+        return named
 
     def forward(self) -> Tensor:
         """z as the metric sees it."""
@@ -66,7 +71,11 @@ class FunctionModule(nn.Module):
                 "Keep the dtype of the coordinates in φ",
             )
         self.shape = z.shape
-        return z.reshape(1, -1) if self.whole else z.reshape(-1, 1) if z.ndim < 2 else z
+        if self.is_one_sample:
+            return z.reshape(1, -1)
+        if z.ndim < 2:
+            return z.reshape(-1, 1)
+        return z
 
     def restore(self, z: Tensor) -> Tensor:
         """Back to φ's own shape."""
@@ -81,31 +90,34 @@ class FunctionField(VectorField):
         phi: Callable[..., Any],
         loss: Callable[..., Any],
         start: Start,
-        kind: str,
+        is_natural: bool,
         *,
         metric: Any = None,
         **options: Any,
     ) -> None:
-        module = FunctionModule(phi, start, whole=not isinstance(metric, Metric))
-        self._restored = lambda: module.restore(module())
-        if kind == "natural":
-            options["metric"] = _metric(metric, module)
-        super().__init__(module, lambda: loss(self._restored()), kind, **options)
+        module = FunctionModule(phi, start, is_one_sample=not isinstance(metric, Metric))
+        self._evaluate_phi = lambda: module.restore(module())
+        if is_natural:
+            options["metric"] = _read_metric(metric, module)
+        super().__init__(module, lambda: loss(self._evaluate_phi()), is_natural, **options)
         self.model = None  # φ has no other inputs
 
     def values(self, flat: Tensor) -> Tensor:
         """φ(ξ), in its own shape."""
         with self.at(flat), torch.no_grad():
-            return self._restored().clone()  # φ may return ξ itself
+            return self._evaluate_phi().clone()  # φ may return ξ itself
 
-    def like(self, flat: Tensor) -> Any:
+    def unflatten(self, flat: Tensor) -> Any:
         assert isinstance(self.module, FunctionModule)
         return self.module.argument(self.space.split(flat).values())
 
 
-def _metric(metric: Any, module: FunctionModule) -> Metric:
-    if metric is None or isinstance(metric, Metric):
-        return Euclidean() if metric is None else metric
+def _read_metric(metric: Any, module: FunctionModule) -> Metric:
+    """Return a user's metric on the values of φ as a metric object."""
+    if metric is None:
+        return Euclidean()
+    if isinstance(metric, Metric):
+        return metric
     if isinstance(metric, Tensor):
         return MetricFunction(lambda z: metric.to(z)[None])
     remedy = "Pass a matrix over the entries of z, a function z -> matrix, or a metric object"
@@ -169,68 +181,112 @@ def integrate(
     """
     refuse_unknown("kind", kind, ("natural", "euclidean"))
     refuse_unknown("method", method, METHODS)
-    times = _times(t, at)
+    span = _read_span(t)
+    times = None if at is None else _read_times(at, span)
     refuse_number("rtol", rtol, positive=True)
     refuse_number("atol", atol)
     refuse_number("max_evaluations", max_evaluations, least=1, whole=True)
     if kind == "natural":
         options["solver"] = PseudoInverse() if solver is None else solver
-    elif options or solver is not None or metric is not None:
-        given = sorted([*options, *["metric"] * (metric is not None)])
-        raise PullbackError(
-            "The Euclidean flow has no metric",
-            f"it is −∇L, and {given or ['solver']} would not count",
-            'Leave it out, or use kind="natural"',
-        )
+    else:
+        _refuse_natural_options(metric, solver, options)
     if isinstance(events, Event):
         events = [events]
-    field = _field(model, closure_or_objective, metric, kind, start, reduction, options)
-    march = March(field, [*events, blow_up()], at=times[2], budget=max_evaluations)
+    choices = _FieldChoices(kind == "natural", metric, reduction, options)
+    if isinstance(model, nn.Module):
+        field = _make_module_field(model, closure_or_objective, start, choices)
+    else:
+        field = _make_function_field(model, closure_or_objective, start, choices)
+    march = March(field, [*events, blow_up()], at=times, budget=max_evaluations)
     scheme = getattr(scipy.integrate, method)
-    return march.run(scheme, times[0], times[1], rtol=rtol, atol=atol, max_step=max_step)
+    return march.run(scheme, *span, rtol=rtol, atol=atol, max_step=max_step)
 
 
-def _field(
-    model: Any,
-    target: Any,
-    metric: Any,
-    kind: str,
-    start: Start | None,
-    reduction: str | None,
-    options: dict[str, Any],
-) -> VectorField:
-    module = isinstance(model, nn.Module)
-    if (start is None) != module:
+def _refuse_natural_options(metric: Any, solver: Any, options: dict[str, Any]) -> None:
+    """Raise where options of the natural flow were given to the Euclidean one."""
+    if not options and solver is None and metric is None:
+        return
+    names = list(options)
+    if metric is not None:
+        names.append("metric")
+    raise PullbackError(
+        "The Euclidean flow has no metric",
+        f"it is −∇L, and {sorted(names) or ['solver']} would not count",
+        'Leave it out, or use kind="natural"',
+    )
+
+
+@dataclass(frozen=True)
+class _FieldChoices:
+    """A user's choices of a field.
+
+    Attributes:
+        is_natural: for −G⁺∇L, else −∇L.
+        metric: on function values.
+        reduction: over the samples of the metric.
+        options: of `NaturalGradient`.
+    """
+
+    is_natural: bool
+    metric: Any
+    reduction: str | None
+    options: dict[str, Any]
+
+
+def _make_function_field(
+    phi: Any, loss: Any, start: Start | None, choices: _FieldChoices
+) -> FunctionField:
+    """Return the field of a function φ and a loss on its values."""
+    if start is None:
         raise PullbackError(
             "The start does not fit the model",
-            "a module starts at its own parameters"
-            if module
-            else "a function has no parameters of its own",
-            "Leave start= out" if module else "Pass start=, a tensor or a dict of tensors",
+            "a function has no parameters of its own",
+            "Pass start=, a tensor or a dict of tensors",
         )
-    options["reduction"] = reduction or ("mean" if module else "sum")
-    if not module:
-        both = callable(model) and callable(target)
-        require(both, "The map or its loss", (model, target), "Pass φ and a function of its values")
-        assert start is not None
-        return FunctionField(model, target, start, kind, metric=metric, **options)
-    if kind == "natural" and not isinstance(target, Supervised):
-        options["metric"] = metric
+    are_callable = callable(phi) and callable(loss)
+    remedy = "Pass φ and a function of its values"
+    require(are_callable, "The map or its loss", (phi, loss), remedy)
+    reduction = choices.reduction or "sum"
+    return FunctionField(
+        phi,
+        loss,
+        start,
+        choices.is_natural,
+        metric=choices.metric,
+        reduction=reduction,
+        **choices.options,
+    )
+
+
+def _make_module_field(
+    model: nn.Module, target: Any, start: Start | None, choices: _FieldChoices
+) -> VectorField:
+    """Return the field of a module and a closure, an objective or data."""
+    if start is not None:
+        raise PullbackError(
+            "The start does not fit the model",
+            "a module starts at its own parameters",
+            "Leave start= out",
+        )
+    options = {**choices.options, "reduction": choices.reduction or "mean"}
     if isinstance(target, Supervised):
-        if reduction not in (None, target.reduction):
+        if choices.reduction not in (None, target.reduction):
             raise PullbackError(
                 "Two reductions were given",
-                f"{reduction!r} here and {target.reduction!r} in Supervised",
+                f"{choices.reduction!r} here and {target.reduction!r} in Supervised",
                 "Give it to Supervised, which uses it for loss and metric alike",
             )
-        return SupervisedField(model, target, kind, metric=metric, **options)
-    if _wants_parameters(target):
-        return ObjectiveField(model, target, kind, **options)
-    return VectorField(model, target, kind, **options)
+        options["metric"] = choices.metric
+        return SupervisedField(model, target, choices.is_natural, **options)
+    if choices.is_natural:
+        options["metric"] = choices.metric
+    if _takes_parameters(target):
+        return ObjectiveField(model, target, choices.is_natural, **options)
+    return VectorField(model, target, choices.is_natural, **options)
 
 
-def _wants_parameters(target: Any) -> bool:
-    """Whether it is a function of the parameter dict, and not a closure."""
+def _takes_parameters(target: Any) -> bool:
+    """Return True for a function of the parameter dict, False for a closure."""
     remedy = "Pass a closure, a function of the parameter dict, or Supervised(...)"
     require(callable(target), "The loss", target, remedy)
     try:
@@ -242,21 +298,26 @@ def _wants_parameters(target: Any) -> bool:
     return False
 
 
-def _times(t: Any, at: Any) -> tuple[float, float, Tensor | None]:
+def _read_span(t: Any) -> tuple[float, float]:
+    """Return the first and the last time."""
     try:
         first, last = (float(x) for x in t)
     except (TypeError, ValueError):
         first = last = nan
-    usable = isfinite(first) and isfinite(last) and first < last
-    require(usable, "The time span", t, "Pass (from, to) with from < to, finite")
-    if at is None:
-        return first, last, None
+    is_usable = isfinite(first) and isfinite(last) and first < last
+    require(is_usable, "The time span", t, "Pass (from, to) with from < to, finite")
+    return first, last
+
+
+def _read_times(at: Any, span: tuple[float, float]) -> Tensor:
+    """Return the times to keep."""
+    first, last = span
     times = torch.as_tensor(at, dtype=torch.float64, device="cpu").reshape(-1)
-    inside = bool(((times >= first) & (times <= last)).all())
-    if not len(times) or not inside or not bool((times.diff() > 0).all()):
+    are_inside = bool(((times >= first) & (times <= last)).all())
+    if not len(times) or not are_inside or not bool((times.diff() > 0).all()):
         raise PullbackError(
             "The times of at= are not usable",
             f"got {times.tolist()[:5]}",
             f"Use increasing times between {first:g} and {last:g}",
         )
-    return first, last, times
+    return times

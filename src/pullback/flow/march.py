@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,49 @@ from torch import Tensor
 
 from .._core.errors import PullbackError, require
 from .field import FieldValue, VectorField
-from .trajectory import Event, State, Trajectory
+from .trajectory import Event, FlowStatus, State, Trajectory
 
-_EXPLICIT = ("DOP853", "RK45")
-_STIFF = "the flow may be stiff there (try method='LSODA') or not smooth (kinks, a loss of rank)"
+_EXPLICIT_METHODS = ("DOP853", "RK45")
+_STIFFNESS_HINT = (
+    "the flow may be stiff there (try method='LSODA') or not smooth (kinks, a loss of rank)"
+)
 
 
-class _Stop(Exception):
+@dataclass(frozen=True)
+class MarchThresholds:
+    """Numbers of the search for events and of the test for random losses.
+
+    Attributes:
+        event_tolerance: of the time of an event, relative to it.
+        repeatability: of the velocity at the same parameters, relative. Sums in another order
+            differ by 1e-15, dropout by 1.
+    """
+
+    event_tolerance: float = 1e-12
+    repeatability: float = 1e-8
+
+
+THRESHOLDS = MarchThresholds()
+
+
+class _NoVelocityError(Exception):
     """Raised through an integrator that cannot step back from a point without velocity."""
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Parameters at a time."""
+
+    t: float
+    y: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """An event that ends the flow."""
+
+    name: str
+    point: _Point
 
 
 class March:
@@ -38,164 +74,208 @@ class March:
     ) -> None:
         for event in events:
             require(isinstance(event, Event), "An event", event, "Pass flow.Event(function)")
-        self._field, self._events, self._at, self._budget = field, list(events), at, budget
+        self._field = field
+        self._events = list(events)
+        self._at = at
+        self._budget = budget
         self._evaluations = 0
         self._times: dict[str, list[float]] = defaultdict(list)
         self._pieces: list[Any] = []
-        self._kept: list[tuple[float, np.ndarray]] = []
-        self._last: tuple[np.ndarray, FieldValue] | None = None
+        self._points: list[_Point] = []
+        self._last_evaluation: tuple[np.ndarray, FieldValue] | None = None
+        #: why the field had no velocity at the last trial
         self._trouble = ""
-        self._explicit = True
+        self._is_explicit = True
+        self._margins: list[float] = []
 
     def run(self, scheme: Any, first: float, last: float, **settings: Any) -> Trajectory:
         """March from first to last."""
         y = self._field.start.cpu().numpy().astype(np.float64)
         start = self._field.local(self._field.start)  # what the user got wrong is raised here
         self._evaluations += 1
-        self._last = (y.copy(), start)
-        self._explicit = scheme.__name__ in _EXPLICIT
+        point = _Point(first, y)
+        self._last_evaluation = (y.copy(), start)
+        self._is_explicit = scheme.__name__ in _EXPLICIT_METHODS
         if start.reason:
-            return self._ended("failed", f"{start.reason} at the start", (first, y), 0)
+            return self._finish(FlowStatus.FAILED, f"{start.reason} at the start", point, 0)
         self._refuse_stochastic(start)
-        self._keep(None, first, y)
-        self._margins = [event(self._state(first, y, start)) for event in self._events]
+        self._keep(None, point)
+        state = self._make_state(point, start)
+        self._margins = [event(state) for event in self._events]
         for event, margin in zip(self._events, self._margins, strict=True):
             if margin >= 0:
                 self._times[event.name].append(first)
                 if event.stop:
-                    return self._ended("event", f"{event.name} at the start", (first, y), 0)
-        return self._steps(scheme, first, last, y, settings)
+                    return self._finish(FlowStatus.EVENT, f"{event.name} at the start", point, 0)
+        return self._take_steps(scheme, point, last, settings)
 
-    def _steps(
-        self, scheme: Any, first: float, last: float, y: np.ndarray, settings: dict[str, Any]
+    def _take_steps(
+        self, scheme: Any, point: _Point, last: float, settings: dict[str, Any]
     ) -> Trajectory:
-        now, steps, message = (first, y), 0, None
+        """Step from a point to the last time, or to whatever ends the flow before."""
+        steps = 0
+        message = None
         try:
-            solver = scheme(self._velocity, first, y, last, **settings)
+            solver = scheme(self._velocity, point.t, point.y, last, **settings)
             while solver.status == "running":
                 if self._evaluations >= self._budget:
-                    reason = f"{self._evaluations} evaluations were used up at t = {now[0]:.6g}"
-                    reason += f" (raise max_evaluations or rtol; {_STIFF})"
-                    return self._ended("budget", reason, now, steps)
+                    return self._finish(
+                        FlowStatus.BUDGET, self._describe_budget(point.t), point, steps
+                    )
                 message = solver.step()
-                if solver.status == "failed" or not np.isfinite(solver.y).all():
+                if not self._accept(solver):
                     break
-                local = self._cached(solver.y)
-                if local.reason:
-                    self._trouble = local.reason
-                    break
-                steps, self._trouble = steps + 1, ""
+                steps += 1
                 piece = solver.dense_output()
-                hit = self._look(piece, now[0], solver.t, solver.y)
-                now = (solver.t, solver.y.copy()) if hit is None else hit[1]
-                self._keep(piece, *now)
-                if hit is not None:
-                    return self._ended("event", f"{hit[0]} at t = {now[0]:.6g}", now, steps)
+                stop = self._find_stop(piece, point.t, _Point(solver.t, solver.y))
+                if stop is not None:
+                    self._keep(piece, stop.point)
+                    reason = f"{stop.name} at t = {stop.point.t:.6g}"
+                    return self._finish(FlowStatus.EVENT, reason, stop.point, steps)
+                point = _Point(solver.t, solver.y.copy())
+                self._keep(piece, point)
             else:
-                return self._ended("finished", f"t = {last:g} was reached", now, steps)
-        except _Stop:
-            pass  # the reason is kept
-        trouble = self._trouble or f"{message or 'the step failed'} ({_STIFF})"
-        return self._ended("failed", f"{trouble}, after t = {now[0]:.6g}", now, steps)
+                reason = f"t = {last:g} was reached"
+                return self._finish(FlowStatus.FINISHED, reason, point, steps)
+        except _NoVelocityError:
+            pass  # the reason is in self._trouble
+        trouble = self._trouble or f"{message or 'the step failed'} ({_STIFFNESS_HINT})"
+        reason = f"{trouble}, after t = {point.t:.6g}"
+        return self._finish(FlowStatus.FAILED, reason, point, steps)
+
+    def _accept(self, solver: Any) -> bool:
+        """Return True if the integrator's step succeeded, and the field has a velocity there."""
+        if solver.status == "failed" or not np.isfinite(solver.y).all():
+            return False
+        self._trouble = self._evaluate(solver.y).reason
+        return not self._trouble
+
+    def _describe_budget(self, t: float) -> str:
+        return (
+            f"{self._evaluations} evaluations were used up at t = {t:.6g} "
+            f"(raise max_evaluations or rtol; {_STIFFNESS_HINT})"
+        )
 
     def _velocity(self, t: float, y: np.ndarray) -> np.ndarray:
-        local = self._cached(y)
+        """Return the velocity for the integrator; NaN where there is none."""
+        local = self._evaluate(y)
         if not local.reason:
             return local.velocity.cpu().numpy()
         if np.isfinite(y).all() or not self._trouble:
             self._trouble = local.reason
-        if self._explicit:  # a trial beyond the domain: the integrator takes a shorter step
+        if self._is_explicit:  # a trial beyond the domain: the integrator takes a shorter step
             return np.full_like(y, np.nan)
-        raise _Stop
+        raise _NoVelocityError
 
-    def _cached(self, y: np.ndarray) -> FieldValue:
-        """The field at y; the last one is kept, since an accepted step was just evaluated."""
-        if self._last is not None and np.array_equal(self._last[0], y):
-            return self._last[1]
+    def _evaluate(self, y: np.ndarray) -> FieldValue:
+        """Return the field at y; the last value is kept, since an accepted step was evaluated."""
+        if self._last_evaluation is not None and np.array_equal(self._last_evaluation[0], y):
+            return self._last_evaluation[1]
         if not np.isfinite(y).all():
-            return FieldValue.broken(self._field.start, "the parameters are not finite")
+            reason = "the parameters are not finite"
+            return FieldValue.without_velocity(self._field.start, reason)
         self._evaluations += 1
-        flat = self._tensor(y)
+        flat = self._to_tensor(y)
         try:
             local = self._field.local(flat)
         except PullbackError as error:  # it was fine at the start: the flow led out of the domain
-            local = FieldValue.broken(flat, f"{error.what}: {error.why}")
-        self._last = (y.copy(), local)
+            local = FieldValue.without_velocity(flat, f"{error.what}: {error.why}")
+        self._last_evaluation = (y.copy(), local)
         return local
 
-    def _look(
-        self, piece: Any, before: float, t: float, y: np.ndarray
-    ) -> tuple[str, tuple[float, np.ndarray]] | None:
-        """Events within the step, in the order of time; the one that ends it, if any."""
-        state = self._state(t, y, self._cached(y))
-        now = [event(state) for event in self._events]
-        found = []
-        for event, was, value in zip(self._events, self._margins, now, strict=True):
-            if was < 0 <= value:
-                found.append((self._crossing(event, piece, before, t, value), event))
-        self._margins = now
-        for time, event in sorted(found, key=lambda x: x[0]):
+    def _find_stop(self, piece: Any, before: float, end: _Point) -> _Stop | None:
+        """Note the events within a step, in the order of time; return the one that ends the flow.
+
+        Args:
+            piece: the interpolant of the step.
+            before: the time at its beginning.
+            end: the point at its end.
+        """
+        state = self._make_state(end, self._evaluate(end.y))
+        margins = [event(state) for event in self._events]
+        crossings: list[tuple[float, Event]] = []
+        for event, earlier, margin in zip(self._events, self._margins, margins, strict=True):
+            if earlier < 0 <= margin:
+                crossings.append((self._find_crossing(event, piece, before, end.t, margin), event))
+        self._margins = margins
+        for time, event in sorted(crossings, key=lambda crossing: crossing[0]):
             self._times[event.name].append(time)
             if event.stop:
-                return event.name, (time, y.copy() if time == t else np.array(piece(time)))
+                return _Stop(event.name, self._interpolate(piece, time, end))
         return None
 
-    def _crossing(self, event: Event, piece: Any, before: float, t: float, value: float) -> float:
-        if value == 0:
+    def _find_crossing(
+        self, event: Event, piece: Any, before: float, t: float, end_margin: float
+    ) -> float:
+        """Return the time within a step at which an event's function becomes zero."""
+        if end_margin == 0:
             return t
 
         def margin(time: float) -> float:
-            y = np.array(piece(time))
-            local = self._cached(y)
-            return value if local.reason else event(self._state(time, y, local))
+            point = _Point(time, np.array(piece(time)))
+            local = self._evaluate(point.y)
+            if local.reason:
+                return end_margin
+            return event(self._make_state(point, local))
 
         if margin(before) >= 0:
             return before
-        root: Any = scipy.optimize.brentq(margin, before, t, xtol=1e-12 * max(1.0, abs(t)))
+        tolerance = THRESHOLDS.event_tolerance * max(1.0, abs(t))
+        root: Any = scipy.optimize.brentq(margin, before, t, xtol=tolerance)
         return float(root)
 
-    def _keep(self, piece: Any, t: float, y: np.ndarray) -> None:
+    def _interpolate(self, piece: Any, time: float, end: _Point) -> _Point:
+        """Return the point at a time within a step, which ends at `end`."""
+        if piece is None or time == end.t:
+            return _Point(time, end.y.copy())
+        return _Point(time, np.array(piece(time)))
+
+    def _keep(self, piece: Any, end: _Point) -> None:
+        """Keep the end of a step with its interpolant, or the times that were asked for."""
         if self._at is None:
-            self._kept.append((t, y.copy()))
+            self._points.append(_Point(end.t, end.y.copy()))
             if piece is not None:
                 self._pieces.append(piece)
             return
-        done = len(self._kept)
-        for time in self._at[done:].tolist():
-            if time > t:
+        remaining_times = self._at[len(self._points) :].tolist()
+        for time in remaining_times:
+            if time > end.t:
                 break
-            here = y.copy() if piece is None or time == t else np.array(piece(time))
-            self._kept.append((time, here))
+            self._points.append(self._interpolate(piece, time, end))
 
-    def _state(self, t: float, y: np.ndarray, local: FieldValue) -> State:
-        flat = self._tensor(y)
-        return State(t, flat, local.loss, local.gradient, local.velocity, self._field)
+    def _make_state(self, point: _Point, local: FieldValue) -> State:
+        flat = self._to_tensor(point.y)
+        return State(point.t, flat, local.loss, local.gradient, local.velocity, self._field)
 
-    def _tensor(self, y: np.ndarray) -> Tensor:
+    def _to_tensor(self, y: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(y)).to(self._field.start)
 
     def _refuse_stochastic(self, start: FieldValue) -> None:
-        where = self._field.start
-        with torch.random.fork_rng([where.device] if where.is_cuda else []):
+        """Raise if the field has another value in a second evaluation at the start."""
+        flat = self._field.start
+        with torch.random.fork_rng([flat.device] if flat.is_cuda else []):
             torch.manual_seed(torch.initial_seed() + 1)  # dropout would draw another mask
-            again = self._field.local(where)
+            second = self._field.local(flat)
         self._evaluations += 1
-        gap = (again.velocity - start.velocity).norm()
-        if bool(gap > 1e-8 * start.velocity.norm()) or again.loss != start.loss:
+        gap = (second.velocity - start.velocity).norm()
+        is_far = bool(gap > THRESHOLDS.repeatability * start.velocity.norm())
+        if is_far or second.loss != start.loss:
             raise PullbackError(
                 "The loss is stochastic",
-                f"evaluated twice at the same parameters it gave {start.loss!r} and {again.loss!r}",
+                f"evaluated twice at the same parameters it gave {start.loss!r} and "
+                f"{second.loss!r}",
                 "Fix the batch outside the closure, and turn dropout off (model.eval())",
             )
 
-    def _ended(
-        self, status: str, reason: str, end: tuple[float, np.ndarray], steps: int
-    ) -> Trajectory:
-        like = self._field.start
-        points = [self._tensor(y) for _, y in self._kept]
+    def _finish(self, status: FlowStatus, reason: str, end: _Point, steps: int) -> Trajectory:
+        """Return what was reached, and why it ended there."""
+        start = self._field.start
+        points = start.new_zeros(len(self._points), len(start))
+        for row, point in zip(points, self._points, strict=True):
+            row.copy_(self._to_tensor(point.y))
         return Trajectory(
-            torch.tensor([t for t, _ in self._kept], dtype=torch.float64),
-            torch.stack(points) if points else like.new_zeros(0, len(like)),
+            torch.tensor([point.t for point in self._points], dtype=torch.float64),
+            points,
             status,
             reason,
             {name: tuple(times) for name, times in self._times.items()},
@@ -203,5 +283,5 @@ class March:
             steps,
             self._field,
             tuple(self._pieces),
-            (end[0], self._tensor(end[1])),
+            (end.t, self._to_tensor(end.y)),
         )

@@ -28,7 +28,14 @@ from .field import FieldValue, VectorField
 
 @dataclass(frozen=True)
 class Score:
-    """What the flow needs of one batch of logits: g, v, and the diagonals S̃ and r̃."""
+    """Derivatives at one batch of logits.
+
+    Attributes:
+        slope: g.
+        velocity: v = M⁻¹g.
+        root: the diagonal S̃.
+        white: r̃.
+    """
 
     slope: Tensor
     velocity: Tensor
@@ -36,12 +43,12 @@ class Score:
     white: Tensor
 
 
-def bernoulli(z: Tensor, y: Tensor) -> Score:
-    """Σ softplus(z) − y z, for labels y in [0, 1] shaped like z.
+def score_bernoulli(z: Tensor, y: Tensor) -> Score:
+    """Return the derivatives of Σ softplus(z) − y z, for labels y in [0, 1] shaped like z.
 
     v = (1 − y)/σ(−z) − y/σ(z), and r = v √(σ(z)σ(−z)) = (1 − y)e^(z/2) − y e^(−z/2).
     """
-    y = _labels_like(y, z)
+    y = _read_labels(y, z)
     half = 0.5 * (F.logsigmoid(z) + F.logsigmoid(-z))
     c = half.max()
     slope = (1 - y) * z.sigmoid() - y * (-z).sigmoid()
@@ -55,7 +62,8 @@ def _masked_product(y: Tensor, x: Tensor) -> Tensor:
     return torch.where(y == 0, 0.0, y * x)
 
 
-def _labels_like(y: Tensor, z: Tensor) -> Tensor:
+def _read_labels(y: Tensor, z: Tensor) -> Tensor:
+    """Return labels in [0, 1] in the shape of the logits."""
     if y.numel() != z.numel() or not bool(((y >= 0) & (y <= 1)).all()):
         raise PullbackError(
             "The labels do not fit the logits",
@@ -66,11 +74,26 @@ def _labels_like(y: Tensor, z: Tensor) -> Tensor:
     return y.to(z).reshape(z.shape)
 
 
-_CLEAR = 1e-6
-_HIDDEN = (
-    "the weights of samples differ so much that {} directions round to zero beside others (there "
-    "are more samples than parameters, and some logits are tens ahead of others)"
-)
+@dataclass(frozen=True)
+class SupervisedThresholds:
+    """Numbers of the weighted least-squares problem.
+
+    Attributes:
+        clear: singular values of J above this share of the largest clearly move the logits, so
+            that their absence in S̃J is a loss of digits and not of rank.
+    """
+
+    clear: float = 1e-6
+
+
+THRESHOLDS = SupervisedThresholds()
+
+
+def _describe_hidden(count: int) -> str:
+    return (
+        f"the weights of samples differ so much that {count} directions round to zero beside "
+        "others (there are more samples than parameters, and some logits are tens ahead of others)"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,9 @@ class Supervised:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The model's arguments."""
-        return self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+        if isinstance(self.inputs, tuple):
+            return self.inputs
+        return (self.inputs,)
 
 
 class SupervisedField(VectorField):
@@ -107,7 +132,7 @@ class SupervisedField(VectorField):
         self,
         model: nn.Module,
         data: Supervised,
-        kind: str,
+        is_natural: bool,
         *,
         metric: Metric | None = None,
         solver: Solver | None = None,
@@ -115,38 +140,48 @@ class SupervisedField(VectorField):
         memory: int = 2**30,
         **options: Any,
     ) -> None:
-        usable = isinstance(data.likelihood, Likelihood)
-        require(usable, "The likelihood", data.likelihood, "Pass one of pullback.likelihoods")
+        is_likelihood = isinstance(data.likelihood, Likelihood)
+        remedy = "Pass one of pullback.likelihoods"
+        require(is_likelihood, "The likelihood", data.likelihood, remedy)
         refuse_unknown("reduction", data.reduction, ("mean", "sum"))
-        got = type(data.targets).__name__
-        require(isinstance(data.targets, Tensor), "The data's targets", got, "Pass a tensor")
-        self._data, self._output, self._memory = data, output, memory
+        target_type = type(data.targets).__name__
+        is_tensor = isinstance(data.targets, Tensor)
+        require(is_tensor, "The data's targets", target_type, "Pass a tensor")
+        self._data = data
+        self._output = output
+        self._memory = memory
         self._plans: dict[Any, Any] = {}
-        chosen = Fisher(data.likelihood) if metric is None else metric
-        if kind == "natural":
-            options |= {"reduction": data.reduction, "solver": solver, "metric": chosen}
+        if metric is None:
+            metric = Fisher(data.likelihood)
+        if is_natural:
+            options |= {"reduction": data.reduction, "solver": solver, "metric": metric}
             options |= {"output": output, "gram": GramForm(memory=memory)}
-        super().__init__(model, self._total, kind, **options)
-        own = isinstance(chosen, Fisher) and type(chosen.likelihood) is type(data.likelihood)
-        plain = isinstance(solver, PseudoInverse)
-        log = isinstance(data.likelihood, Bernoulli) and kind == "natural"
-        self._solver = solver if log and own and plain else None
+        super().__init__(model, self._evaluate_loss, is_natural, **options)
+        #: solves in log domain; None where there is no closed form
+        self._solver: PseudoInverse | None = None
+        is_fisher = isinstance(metric, Fisher) and type(metric.likelihood) is type(data.likelihood)
+        has_closed_form = isinstance(data.likelihood, Bernoulli) and is_natural and is_fisher
+        if has_closed_form and isinstance(solver, PseudoInverse):
+            self._solver = solver
 
-    def _total(self) -> Tensor:
-        z = self._map().value(self.module(*self._data.arguments))
-        return self._reduced(z)
+    def _evaluate_loss(self) -> Tensor:
+        return self._reduce_loss(self._make_map().value(self.module(*self._data.arguments)))
 
-    def _reduced(self, z: Tensor) -> Tensor:
+    def _reduce_loss(self, z: Tensor) -> Tensor:
+        """Return the sum or mean of −log p(y | z)."""
         data = self._data
         y = data.targets
         if isinstance(data.likelihood, Categorical):
-            y = y if y.is_floating_point() else y.long()
+            if not y.is_floating_point():
+                y = y.long()
         elif y.numel() == z.numel():
             y = y.to(z).reshape(z.shape)
         nll = data.likelihood.nll(z, y)
-        return nll.sum() if data.reduction == "sum" else nll.sum() / data.likelihood.samples(z)
+        if data.reduction == "sum":
+            return nll.sum()
+        return nll.sum() / data.likelihood.samples(z)
 
-    def _map(self) -> ModuleMap:
+    def _make_map(self) -> ModuleMap:
         call = Call.of(*self._data.arguments)
         return ModuleMap(self.module, call, output=self._output, plans=self._plans)
 
@@ -154,40 +189,59 @@ class SupervisedField(VectorField):
         if self._solver is None:
             return super().local(flat)
         with self.at(flat):
-            linear = self._map().linearize(self.space.split(flat))
-            score = bernoulli(linear.value, self._data.targets.to(linear.value.device))
-            loss = float(self._reduced(linear.value))
-            count = self._data.likelihood.samples(linear.value)
-            mean = 1 / count if self._data.reduction == "mean" else 1.0
+            linear = self._make_map().linearize(self.space.split(flat))
+            score = score_bernoulli(linear.value, self._data.targets.to(linear.value.device))
+            loss = float(self._reduce_loss(linear.value))
+            weight = 1.0
+            if self._data.reduction == "mean":
+                weight = 1 / self._data.likelihood.samples(linear.value)
             with torch.no_grad():
-                gradient = mean * linear.vjp(score.slope)
-                x, hidden = self._natural(linear, score)
-                if hidden:
-                    return FieldValue.broken(flat, _HIDDEN.format(hidden))
-                return FieldValue.checked(loss, gradient, -x)
+                gradient = weight * linear.vjp(score.slope)
+                x, hidden_count = self._find_natural_gradient(linear, score)
+                if hidden_count:
+                    return FieldValue.without_velocity(flat, _describe_hidden(hidden_count))
+                return FieldValue.check(loss, gradient, -x)
 
-    def _natural(self, linear: Linearization, score: Score) -> tuple[Tensor, int]:
-        """J⁺v if its rows are independent, else (S̃J)⁺r̃.
+    def _find_natural_gradient(self, linear: Linearization, score: Score) -> tuple[Tensor, int]:
+        """Return J⁺v if its rows are independent, else (S̃J)⁺r̃.
 
-        And how many directions that clearly move the logits are lost in S̃J, whose weights may
-        differ by more than the digits of the numbers.
+        Also return how many directions that clearly move the logits are lost in S̃J, whose weights
+        may differ by more than the digits of the numbers.
         """
         v = score.velocity
-        finite, one = torch.isfinite(v), Diagonal(torch.ones_like(v))
-        x, rank, clear = self._least_squares(linear, one, torch.where(finite, v, 0.0))
-        if rank == v.numel() and bool(finite.all()):
-            return x, 0
-        x, seen, _ = self._least_squares(linear, Diagonal(score.root), score.white)
-        return x, max(0, clear - seen)
+        is_finite = torch.isfinite(v)
+        identity = Diagonal(torch.ones_like(v))
+        unweighted = self._solve_least_squares(linear, identity, torch.where(is_finite, v, 0.0))
+        if unweighted.rank == v.numel() and bool(is_finite.all()):
+            return unweighted.x, 0
+        weighted = self._solve_least_squares(linear, Diagonal(score.root), score.white)
+        return weighted.x, max(0, unweighted.clear_count - weighted.rank)
 
-    def _least_squares(
+    def _solve_least_squares(
         self, linear: Linearization, factor: Factor, r: Tensor
-    ) -> tuple[Tensor, int, int]:
-        """A⁺r, the rank of A, and how many of its singular values are above _CLEAR·σ_max."""
+    ) -> _LeastSquares:
+        """Return A⁺r for A = SᵀJ."""
         assert self._solver is not None
-        part = RowBlock(linear, factor)
-        gram = assemble([part], "auto", self._memory, self._solver.prefers)
+        block = RowBlock(linear, factor)
+        gram = assemble([block], "auto", self._memory, self._solver.prefers)
         state = self._solver.init(gram)
-        found = self._solver.solve(state, part.pull(r.flatten()), whitened=r.flatten())
-        clear = int((state.sigma > _CLEAR * state.sigma.max()).sum()) if len(state.sigma) else 0
-        return found.x, found.rank or 0, clear
+        solution = self._solver.solve(state, block.pull(r.flatten()), whitened=r.flatten())
+        clear_count = 0
+        if len(state.sigma):
+            clear_count = int((state.sigma > THRESHOLDS.clear * state.sigma.max()).sum())
+        return _LeastSquares(solution.x, solution.rank or 0, clear_count)
+
+
+@dataclass(frozen=True)
+class _LeastSquares:
+    """A solution of a least-squares problem.
+
+    Attributes:
+        x: A⁺r.
+        rank: of A.
+        clear_count: how many singular values of A are far from zero.
+    """
+
+    x: Tensor
+    rank: int
+    clear_count: int

@@ -1,10 +1,11 @@
-"""What a flow returns: times, states, and the events that ended it."""
+"""The result of a flow: times, states, and the events that ended it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from enum import StrEnum
+from math import isnan, log
 from sys import float_info
 from typing import Any
 
@@ -37,7 +38,7 @@ class State:
     @property
     def parameters(self) -> Any:
         """The parameters, as the user holds them."""
-        return self._field.like(self.flat)
+        return self._field.unflatten(self.flat)
 
 
 class Event:
@@ -53,19 +54,21 @@ class Event:
         self, function: Callable[[State], float], name: str = "event", stop: bool = True
     ) -> None:
         require(callable(function), "The event", function, "Pass a function of the state")
-        self.function, self.name, self.stop = function, name, stop
+        self.function = function
+        self.name = name
+        self.stop = stop
 
     def __call__(self, state: State) -> float:
         """Negative before, zero or more after."""
-        found = self.function(state)
-        if isinstance(found, Tensor) and found.numel() != 1:
+        value = self.function(state)
+        if isinstance(value, Tensor) and value.numel() != 1:
             raise PullbackError(
                 f"The event {self.name!r} is not one number",
-                f"its shape is {tuple(found.shape)}",
+                f"its shape is {tuple(value.shape)}",
                 "Reduce it to one",
             )
-        value = float(found)
-        if value != value:
+        value = float(value)
+        if isnan(value):
             raise PullbackError(
                 f"The event {self.name!r} is NaN", f"at t = {state.t:.6g}", "Return a number"
             )
@@ -79,6 +82,15 @@ def blow_up(limit: float = 1e12) -> Event:
         return log(max(float(state.flat.abs().max()), float_info.min)) - log(limit)
 
     return Event(margin, "blow-up")
+
+
+class FlowStatus(StrEnum):
+    """How a flow ended."""
+
+    FINISHED = "finished"
+    EVENT = "event"
+    FAILED = "failed"
+    BUDGET = "budget"
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ class Trajectory:
 
     t: Tensor
     points: Tensor
-    status: str
+    status: FlowStatus
     reason: str
     events: Mapping[str, tuple[float, ...]]
     evaluations: int
@@ -109,7 +121,12 @@ class Trajectory:
     @property
     def ok(self) -> bool:
         """Whether it ran to the end of its time, or to an event that was asked for."""
-        return self.status in ("finished", "event")
+        return self.status in (FlowStatus.FINISHED, FlowStatus.EVENT)
+
+    @property
+    def start(self) -> float:
+        """The first time that was kept."""
+        return float(self.t[0]) if len(self.t) else self.end
 
     @property
     def end(self) -> float:
@@ -129,17 +146,16 @@ class Trajectory:
         hits = (self.t == t).nonzero()
         if len(hits):
             return self.points[int(hits[0])].clone()
-        first = float(self.t[0]) if len(self.t) else self.end
         if not self._pieces:
             raise PullbackError(
                 f"θ({t:.6g}) was not kept",
                 "with at= only those times are",
                 "Ask for one of trajectory.t, or integrate without at=",
             )
-        if not first <= t <= self.end:
+        if not self.start <= t <= self.end:
             raise PullbackError(
                 f"t = {t:.6g} is outside the trajectory",
-                f"it covers {first:.6g} to {self.end:.6g}; it ended because {self.reason}",
+                f"it covers {self.start:.6g} to {self.end:.6g}; it ended because {self.reason}",
                 "Ask within, or integrate further",
             )
         ends = [piece.t for piece in self._pieces]
@@ -148,7 +164,7 @@ class Trajectory:
 
     def parameters(self, t: float | None = None) -> Any:
         """θ(t) by name (or in the form of start=); at the end by default."""
-        return self._field.like(self.flat(t))
+        return self._field.unflatten(self.flat(t))
 
     def loss(self, t: float | Tensor | None = None) -> Tensor:
         """L(θ(t)), one number per time."""
@@ -189,6 +205,6 @@ class Trajectory:
 
     def __repr__(self) -> str:
         return (
-            f"Trajectory(t={float(self.t[0]) if len(self.t) else self.end:.6g} to {self.end:.6g}, "
+            f"Trajectory(t={self.start:.6g} to {self.end:.6g}, "
             f"{self.status}: {self.reason}, steps={self.steps}, evaluations={self.evaluations})"
         )

@@ -11,10 +11,17 @@ from torch import Tensor
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError, require
 from ..grams import FactoredGram
-from .grams import FlatFactor, tangent_gram
+from .grams import FlatFactor, make_tangent_gram
 from .minimum_norm import minimum_norm, split_obstacle
-from .parameters import FactoredModule, RandomSource, whole_numbers
-from .tangents import EntryTangent, FactorTangent, FactorTerm, MatrixTangent, around, level_factors
+from .parameters import FactoredModule, RandomSource, read_whole_numbers
+from .tangents import (
+    EntryTangent,
+    FactorTangent,
+    FactorTerm,
+    MatrixTangent,
+    level_factors,
+    products_around,
+)
 
 
 class DeepMatrix(FactoredModule):
@@ -46,7 +53,7 @@ class DeepMatrix(FactoredModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.dims = whole_numbers("dims", dims)
+        self.dims = read_whole_numbers("dims", dims)
         if len(self.dims) < 2:
             raise PullbackError(
                 "dims names no factor", f"got {self.dims}", "Pass d₀, …, d_L with L ≥ 1"
@@ -54,17 +61,22 @@ class DeepMatrix(FactoredModule):
         source = RandomSource(generator, seed, dtype, device)
         shapes = list(zip(self.dims, self.dims[1:], strict=False))
         if isinstance(init, (int, float)):
-            drawn = source.draw(shapes)
-            self._hold([float(init) * w / s[0] ** 0.5 for w, s in zip(drawn, shapes, strict=True)])
+            factors = []
+            for normal, shape in zip(source.draw(shapes), shapes, strict=True):
+                factors.append(float(init) * normal / shape[0] ** 0.5)
+            self._set_factors(factors)
         else:
-            self._hold(source.given(init, shapes))
+            self._set_factors(source.copy_factors(init, shapes))
 
     @classmethod
     def of(cls, factors: Sequence[Tensor], **options: Any) -> DeepMatrix:
         """The network with these factors (copied)."""
         factors = [torch.as_tensor(w) for w in factors]
         for i, w in enumerate(factors):
-            before = factors[i - 1].shape[-1] if i else "d"
+            if i:
+                before = factors[i - 1].shape[-1]
+            else:
+                before = "d"
             refuse_values(f"Factor {i}", w, (before, "d"))
         dims = [w.shape[0] for w in factors] + [w.shape[1] for w in factors[-1:]]
         return cls(dims, factors, **options)
@@ -91,17 +103,17 @@ class DeepMatrix(FactoredModule):
         for w in list(self.factors)[1:]:
             beta = beta @ w
         if columns is None:
-            return beta.clone() if self.depth == 1 else beta
-        return beta[self._entries(x, columns)]
+            if self.depth == 1:
+                return beta.clone()
+            return beta
+        return beta[self._read_entries(x, columns)]
 
-    def _entries(self, rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
-        """Rows and columns as indices, checked."""
+    def _read_entries(self, rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
+        """Return rows and columns as indices; raise where they are none, or out of range."""
         sizes = self.dims[0], self.dims[-1]
         for name, index, size in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
-            kind = isinstance(index, Tensor) and not index.is_floating_point()
-            usable = kind and index.ndim == 1 and index.dtype != torch.bool
             remedy = "Pass two integer tensors of shape (n,), such as those of mask.nonzero().T"
-            require(usable, f"The tensor of the entries' {name}", index, remedy)
+            require(_is_index(index), f"The tensor of the entries' {name}", index, remedy)
             if len(index) and not 0 <= int(index.min()) <= int(index.max()) < size:
                 raise PullbackError(
                     f"The {name} of the entries are out of range",
@@ -136,25 +148,27 @@ class DeepMatrix(FactoredModule):
             damping: λ ≥ 0.
             rcond: singular values of J below rcond·σ_max count as zero.
         """
+        shape: tuple[int, ...] = (self.dims[0], self.dims[-1])
         if entries is not None:
-            entries = self._entries(*entries)
+            entries = self._read_entries(*entries)
+            shape = entries[0].shape
             if not len(entries[0]):
                 raise PullbackError("There are no entries", "rows are empty", "Observe some")
-        shape = (self.dims[0], self.dims[-1]) if entries is None else entries[0].shape
         refuse_values("The gradient", grad, shape)
         if rcond is not None:
             refuse_number("rcond", rcond, below=1.0)
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        factors, unit = self.values(dtype), 1.0
+        factors = self.values(dtype)
+        unit = 1.0
         for w in factors:
             refuse_values("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
-        tangent = _tangent(factors, range(self.depth), entries or ())
+        tangent = _make_tangent(factors, range(self.depth), entries or ())
         r = grad.detach().to(dtype).flatten() * unit
-        found = minimum_norm(tangent, r, damping=damping, rcond=rcond)
-        refuse_values("The natural gradient", found)
-        return self.like_factors(tangent.split(found))
+        move = minimum_norm(tangent, r, damping=damping, rcond=rcond)
+        refuse_values("The natural gradient", move)
+        return self.like_factors(tangent.split(move))
 
     def split_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
         r"""(1/L) A_i⁺ ∇_β B_i⁺ per factor: each factor moves β by ∇_β/L.
@@ -168,7 +182,8 @@ class DeepMatrix(FactoredModule):
         """
         refuse_values("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
-        factors, target = self.values(dtype), grad.detach().to(dtype) / self.depth
+        factors = self.values(dtype)
+        target = grad.detach().to(dtype) / self.depth
         if reason := split_obstacle(factors):
             raise PullbackError(
                 "The split natural gradient does not exist here",
@@ -176,22 +191,35 @@ class DeepMatrix(FactoredModule):
                 "Use natural_gradient, which is the shortest solution at any rank, or make every "
                 "inner dimension at least max(d₀, d_L)",
             )
-        pinv = torch.linalg.pinv
-        sides = zip(*around(factors), strict=True)
-        return self.like_factors([pinv(a) @ target @ pinv(b) for a, b in sides])
+        moves = []
+        for before, after in zip(*products_around(factors), strict=True):
+            moves.append(torch.linalg.pinv(before) @ target @ torch.linalg.pinv(after))
+        return self.like_factors(moves)
 
     def closed_gram(
         self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
     ) -> FactoredGram:
         """By the tangent of β, of xβ or of entries."""
-        return tangent_gram(_tangent(factors, chosen, args), factor)
+        return make_tangent_gram(_make_tangent(factors, chosen, args), factor)
 
 
-def _tangent(
+def _is_index(index: Any) -> bool:
+    """Return True if this is a vector of whole numbers."""
+    if not isinstance(index, Tensor) or index.ndim != 1:
+        return False
+    return not index.is_floating_point() and index.dtype != torch.bool
+
+
+def _make_tangent(
     factors: Sequence[Tensor], chosen: Sequence[int], args: Sequence[Tensor]
 ) -> FactorTangent:
-    """The tangent of β, of xβ for args (x,), or of entries for args (rows, columns)."""
-    before, after = around(factors)
-    lefts = [args[0].to(a.dtype) @ a for a in before] if len(args) == 1 else before
+    """Return the tangent of β, of xβ for args (x,), or of entries for args (rows, columns)."""
+    before, after = products_around(factors)
+    if len(args) == 1:
+        lefts = [args[0].to(a.dtype) @ a for a in before]
+    else:
+        lefts = before
     terms = [FactorTerm.of(lefts[i], after[i]) for i in chosen]
-    return EntryTangent(terms, *args) if len(args) == 2 else MatrixTangent(terms)
+    if len(args) == 2:
+        return EntryTangent(terms, *args)
+    return MatrixTangent(terms)

@@ -11,7 +11,7 @@ from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from ..grams import FactoredGram
 from .grams import CoreGram, FlatFactor
-from .parameters import FactoredModule, RandomSource, refuse_zero_tangent, whole_numbers
+from .parameters import FactoredModule, RandomSource, read_whole_numbers, refuse_zero_tangent
 from .population import natural_logit_move, population_fisher
 
 
@@ -50,18 +50,19 @@ class DiagonalNetwork(FactoredModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        (self.dim, depth) = (dim, depth) = whole_numbers("dim or depth", [dim, depth])
-        source, shapes = RandomSource(generator, seed, dtype, device), [(dim,)] * depth
+        dim, depth = read_whole_numbers("dim or depth", [dim, depth])
+        self.dim = dim
+        source = RandomSource(generator, seed, dtype, device)
+        shapes = [(dim,)] * depth
         if init is None:
-            # the sign and the distribution function of a normal number are independent
-            self._hold(
-                [w.sign() * (0.5 + torch.erf(w.abs() / 2**0.5)) for w in source.draw(shapes)]
-            )
+            # The sign and the distribution function of a normal number are independent.
+            normals = source.draw(shapes)
+            self._set_factors([w.sign() * (0.5 + torch.erf(w.abs() / 2**0.5)) for w in normals])
         elif isinstance(init, (int, float)):
             full = torch.full((dim,), float(init), dtype=torch.float64)
-            self._hold([source.place(full.clone()) for _ in shapes])
+            self._set_factors([source.convert(full.clone()) for _ in shapes])
         else:
-            self._hold(source.given(init, shapes))
+            self._set_factors(source.copy_factors(init, shapes))
 
     @property
     def beta(self) -> Tensor:
@@ -74,7 +75,9 @@ class DiagonalNetwork(FactoredModule):
         for w in list(self.factors)[1:]:
             beta = beta * w
         if x is None:
-            return beta.clone() if self.depth == 1 else beta
+            if self.depth == 1:
+                return beta.clone()
+            return beta
         if x.ndim == 0 or x.shape[-1] != self.dim:
             raise PullbackError(
                 "The input does not fit the model",
@@ -88,7 +91,7 @@ class DiagonalNetwork(FactoredModule):
 
         Coordinates at which two factors vanish do not move (h = 0).
         """
-        c, h = self._checked(grad)
+        c, h = self._find_tangent(grad)
         refuse_number("The damping", damping)
         lengths = h.square() + damping
         along = torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0)
@@ -103,7 +106,7 @@ class DiagonalNetwork(FactoredModule):
         """
         refuse_values("The data matrix x", x, ("N", self.dim))
         factors = self.values(torch.promote_types(self.compute_dtype, x.dtype))
-        c, h = tangent(factors)
+        c, h = find_tangent(factors)
         refuse_zero_tangent(h.max())
         x = x.detach().to(h.dtype)
         logits = x @ torch.stack(factors).prod(0)
@@ -116,16 +119,17 @@ class DiagonalNetwork(FactoredModule):
         `grad` is ∇_β of a loss averaged over samples. Where h vanishes so does β, and F has no
         entry that ties the coordinate to the others: it is left out.
         """
-        c, h = self._checked(grad)
+        c, h = self._find_tangent(grad)
         fisher = population_fisher(torch.stack(self.values(h.dtype)).prod(0))
         d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
         along = torch.where(h > 0, d / h.square(), 0.0)
         refuse_values("The natural gradient", along)
         return self.like_factors(list(c * along))
 
-    def _checked(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_tangent(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c (L, D) and h (D,) in the dtype of factors and gradient."""
         refuse_values("The gradient", grad, (self.dim,))
-        c, h = tangent(self.values(torch.promote_types(self.compute_dtype, grad.dtype)))
+        c, h = find_tangent(self.values(torch.promote_types(self.compute_dtype, grad.dtype)))
         refuse_values("A product of factors", h)
         refuse_zero_tangent(h.max())
         return c, h
@@ -134,8 +138,11 @@ class DiagonalNetwork(FactoredModule):
         self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
     ) -> FactoredGram:
         """G = Eᵀdiag(h)XᵀMX diag(h)E."""
-        c, h = tangent(factors, chosen)
-        j = args[0].to(h.dtype) * h if args else torch.diag(h)
+        c, h = find_tangent(factors, chosen)
+        if args:
+            j = args[0].to(h.dtype) * h
+        else:
+            j = torch.diag(h)
         unit = torch.where(h > 0, c / h, 0.0)
         return CoreGram(
             factor.transpose(j.T).T.contiguous(),
@@ -160,20 +167,25 @@ class LinearModel(DiagonalNetwork):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        factors = init[None] if isinstance(init, Tensor) else init
+        if isinstance(init, Tensor):
+            factors = init[None]
+        else:
+            factors = init
         super().__init__(dim, 1, factors, dtype=dtype, device=device)
 
 
-def tangent(
+def find_tangent(
     factors: Sequence[Tensor], chosen: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """c_l = ∏_{m≠l} w_m for the chosen factors, (·, D), and h = √Σ c_l²; zeros are no obstacle."""
-    one = torch.ones_like(factors[0])
-    before, after = [one], [one]
+    before = [torch.ones_like(factors[0])]
+    after = [torch.ones_like(factors[0])]
     for w in factors[:-1]:
         before.append(before[-1] * w)
     for w in reversed(factors[1:]):
         after.append(after[-1] * w)
     products = [a * b for a, b in zip(before, reversed(after), strict=True)]
-    c = torch.stack(products if chosen is None else [products[i] for i in chosen])
+    if chosen is not None:
+        products = [products[i] for i in chosen]
+    c = torch.stack(products)
     return c, torch.linalg.vector_norm(c, dim=0)

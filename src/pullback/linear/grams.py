@@ -1,4 +1,4 @@
-"""Grams of linear networks."""
+"""Grams of linear networks: with a small matrix, or by products with the factors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,25 @@ from .._core.svd import svd
 from ..grams import FactoredGram, Operator, Structure
 from .tangents import FactorTangent, Isometric
 
-_CORE_SIDE = 1024  # the smaller side of C up to which its SVD costs less than a few seconds
-_CORE_ENTRIES = 2**25
+
+@dataclass(frozen=True)
+class CoreLimits:
+    """Sizes of a matrix C up to which it is formed and decomposed.
+
+    Attributes:
+        side: its smaller side, up to which the SVD costs less than a few seconds.
+        entries: of C: 256 MiB in float64.
+    """
+
+    side: int = 1024
+    entries: int = 2**25
+
+    def can_hold(self, rows: int, columns: int) -> bool:
+        """Return True if a matrix of this shape may be formed."""
+        return min(rows, columns) <= self.side and rows * columns <= self.entries
+
+
+LIMITS = CoreLimits()
 
 
 class CoreGram(FactoredGram):
@@ -28,16 +45,20 @@ class CoreGram(FactoredGram):
         reduce: Callable[[Tensor], Tensor],
         expand: Callable[[Tensor], Tensor],
     ) -> None:
-        self._core, self._reduce, self._expand = core, reduce, expand
-        self.count, self.size = core.shape[0], size
-        self.dtype, self.device = core.dtype, core.device
-        few = core.shape[0] <= core.shape[1]
+        self._core = core
+        self._reduce = reduce
+        self._expand = expand
+        self.count = core.shape[0]
+        self.size = size
+        self.dtype = core.dtype
+        self.device = core.device
+        has_few_rows = core.shape[0] <= core.shape[1]
         self.structure = Structure(
-            "kernel" if few else "operator",
+            "kernel" if has_few_rows else "operator",
             factored=True,
             low_rank=self.count < self.size,
             closed=True,
-            spectral=not few,
+            spectral=not has_few_rows,
         )
 
     def project(self, v: Tensor) -> Tensor:
@@ -92,14 +113,15 @@ class TangentGram(Operator):
     """G = JᵀMJ by products with the factors; JJᵀ = Σ LLᵀ ⊗ RᵀR where a matrix is asked for."""
 
     def __init__(self, tangent: FactorTangent, factor: FlatFactor) -> None:
-        self._tangent, self._factor = tangent, factor
-        like = tangent.terms[0].left
+        self._tangent = tangent
+        self._factor = factor
+        first = tangent.terms[0].left
         super().__init__(
             lambda v: factor.transpose(tangent.push(tangent.split(v))),
-            lambda c: tangent.pulled(factor.apply(c)),
+            lambda c: tangent.pull_flat(factor.apply(c)),
             (factor.count, tangent.size),
-            like.dtype,
-            like.device,
+            first.dtype,
+            first.device,
         )
         self.structure = replace(self.structure, closed=True)
 
@@ -110,12 +132,11 @@ class TangentGram(Operator):
         return self.kernel().diagonal().sum()
 
 
-def tangent_gram(
-    tangent: FactorTangent, factor: FlatFactor, side: int = _CORE_SIDE, entries: int = _CORE_ENTRIES
+def make_tangent_gram(
+    tangent: FactorTangent, factor: FlatFactor, limits: CoreLimits = LIMITS
 ) -> FactoredGram:
-    """With C kept where its SVD is cheap (its smaller side and its entries), else by products."""
-    shape = tangent.count, tangent.width
-    if min(shape) > side or shape[0] * shape[1] > entries:
+    """Return the Gram with C formed where its SVD is cheap, else by products."""
+    if not limits.can_hold(tangent.count, tangent.width):
         return TangentGram(tangent, factor)
     core = factor.transpose(tangent.core().T).T
     return CoreGram(core.contiguous(), tangent.size, tangent.reduce, tangent.expand)

@@ -14,6 +14,7 @@ other sides; since vec(A X B) = (Bᵀ ⊗ A) vec X, A_i X B_i = ∇_β/L has the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +24,9 @@ from .._core.errors import PullbackError
 from .._core.factor import Diagonal
 from ..grams import Operator
 from ..solvers import ConjugateGradient, PseudoInverse
-from .grams import FlatFactor, tangent_gram
+from .grams import CoreLimits, FlatFactor, make_tangent_gram
 from .parameters import refuse_zero_tangent
-from .tangents import FactorTangent, MatrixTangent, around
+from .tangents import FactorTangent, MatrixTangent, products_around
 
 
 def solve_iteratively(
@@ -36,62 +37,102 @@ def solve_iteratively(
     Raises:
         PullbackError: where the iteration does not reach √ε of the right-hand side.
     """
-    lefts, rights = [t.left for t in tangent.terms], [t.right.T for t in tangent.terms]
-    u, inside_u, l2 = _adapt_basis(lefts, rcond)
-    h, inside_h, r2 = _adapt_basis(rights, rcond)
-    inside = (inside_u.T.to(r.dtype) @ inside_h.to(r.dtype)) > 0
-    diagonal = torch.where(inside, l2.T @ r2 + damping, 1.0)
+    left = _adapt_basis([term.left for term in tangent.terms], rcond)
+    right = _adapt_basis([term.right.T for term in tangent.terms], rcond)
+    is_inside = (left.is_inside.T.to(r.dtype) @ right.is_inside.to(r.dtype)) > 0
+    diagonal = torch.where(is_inside, left.squares.T @ right.squares + damping, 1.0)
 
-    def scaled(v: Tensor) -> Tensor:
-        z = u.T @ v.view(tangent.shape) @ h
-        return (u @ torch.where(inside, z / diagonal, 0.0) @ h.T).flatten()
+    def to_coordinates(v: Tensor) -> Tensor:
+        return left.vectors.T @ v.view(tangent.shape) @ right.vectors
 
-    z = torch.where(inside, u.T @ r.view(tangent.shape) @ h, 0.0)
-    solver = ConjugateGradient(damping, tol=1e-13, preconditioner=scaled)
+    def from_coordinates(z: Tensor) -> Tensor:
+        return (left.vectors @ torch.where(is_inside, z, 0.0) @ right.vectors.T).flatten()
+
+    solver = ConjugateGradient(
+        damping,
+        tol=1e-13,
+        preconditioner=lambda v: from_coordinates(to_coordinates(v) / diagonal),
+    )
     kernel = Operator(  # JJᵀ
-        tangent.pulled, lambda v: tangent.push(tangent.split(v)),
-        (tangent.size, tangent.count), r.dtype, r.device,
-    )  # fmt: skip
-    found = solver.solve(kernel, (u @ z @ h.T).flatten())
+        tangent.pull_flat,
+        lambda v: tangent.push(tangent.split(v)),
+        (tangent.size, tangent.count),
+        r.dtype,
+        r.device,
+    )
+    solution = solver.solve(kernel, from_coordinates(to_coordinates(r)))
     limit = 10 * torch.finfo(r.dtype).eps ** 0.5
-    if not found.status.ok or not (found.residual or 0.0) <= limit:
+    if not solution.status.ok or not (solution.residual or 0.0) <= limit:
         raise PullbackError(
             "The minimum-norm natural gradient was not found",
-            f"conjugate gradients stopped at a residual of {found.residual:.2g}: the products of "
-            "the factors are nearly rank-deficient",
+            f"conjugate gradients stopped at a residual of {solution.residual:.2g}: the products "
+            "of the factors are nearly rank-deficient",
             "Add damping, or use split_natural_gradient where it exists",
         )
-    return tangent.pulled(found.x)
+    return tangent.pull_flat(solution.x)
 
 
-def _adapt_basis(sides: Sequence[Tensor], rcond: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """An orthonormal basis u adapted to nested ranges of the sides M_i.
+@dataclass(frozen=True)
+class _AdaptedBasis:
+    """An orthonormal basis u adapted to nested ranges of matrices M_i.
 
-    Also whether u_a is in the range of M_i, (i, a), and ‖M_iᵀu_a‖², (i, a).
+    Attributes:
+        vectors: u, by columns.
+        is_inside: whether u_a is in the range of M_i, (i, a).
+        squares: ‖M_iᵀu_a‖², (i, a).
     """
-    ranges = [torch.linalg.svd(m, full_matrices=False) for m in sides]
-    eps = torch.finfo(sides[0].dtype).eps
-    spans, sizes = [], []
-    for m, (basis, sigma, _) in zip(sides, ranges, strict=True):
-        kept = sigma > (max(m.shape) * eps if rcond is None else rcond) * sigma.max()
-        spans.append(basis[:, kept])
-        # of ranges with the same dimension that of the side furthest from an isometry
-        sizes.append((int(kept.sum()), float(sigma[kept].min() / sigma.max()) if kept.any() else 0))
-    smallest = min(range(len(sides)), key=sizes.__getitem__)
-    total = torch.stack([s @ s.T for s in spans]).sum(0)
-    # within the smallest range its own singular vectors, so that balanced factors commute
-    first = spans[smallest]
-    rest = total - first @ (first.T @ total)
-    rest = rest - (rest @ first) @ first.T
-    values, vectors = torch.linalg.eigh((rest + rest.T) / 2)
-    other = vectors[:, values.abs().argsort(descending=True)][:, : len(total) - first.shape[1]]
-    u = torch.cat([first, other - first @ (first.T @ other)], 1)
-    u = torch.linalg.qr(u).Q
-    inside = torch.stack([(s.T @ u).square().sum(0) > 0.5 for s in spans])
-    return u, inside, torch.stack([(m.T @ u).square().sum(0) for m in sides])
+
+    vectors: Tensor
+    is_inside: Tensor
+    squares: Tensor
 
 
-_LARGEST = 2**27  # entries of the tangent that may be decomposed where the iteration fails
+def _adapt_basis(matrices: Sequence[Tensor], rcond: float | None) -> _AdaptedBasis:
+    """Return a basis adapted to the ranges of the matrices."""
+    ranges = [_Range.find(matrix, rcond) for matrix in matrices]
+    projections = torch.stack([r.basis @ r.basis.T for r in ranges]).sum(0)
+    # Within the smallest range the basis consists of its singular vectors, so that balanced factors
+    # commute.
+    first = min(ranges, key=lambda r: (r.basis.shape[1], r.conditioning)).basis
+    remainder = projections - first @ (first.T @ projections)
+    remainder = remainder - (remainder @ first) @ first.T
+    values, vectors = torch.linalg.eigh((remainder + remainder.T) / 2)
+    by_size = values.abs().argsort(descending=True)
+    other = vectors[:, by_size][:, : len(projections) - first.shape[1]]
+    u = torch.linalg.qr(torch.cat([first, other - first @ (first.T @ other)], 1)).Q
+    return _AdaptedBasis(
+        u,
+        torch.stack([(r.basis.T @ u).square().sum(0) > 0.5 for r in ranges]),
+        torch.stack([(matrix.T @ u).square().sum(0) for matrix in matrices]),
+    )
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The range of a matrix.
+
+    Attributes:
+        basis: left singular vectors, by columns.
+        conditioning: the smallest singular value over the largest; 1 for an isometry, 0 for zeros.
+    """
+
+    basis: Tensor
+    conditioning: float
+
+    @classmethod
+    def find(cls, matrix: Tensor, rcond: float | None) -> _Range:
+        """Find the range, for singular values above rcond·σ_max."""
+        if rcond is None:
+            rcond = max(matrix.shape) * torch.finfo(matrix.dtype).eps
+        vectors, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
+        is_kept = sigma > rcond * sigma.max()
+        if not bool(is_kept.any()):
+            return cls(vectors[:, is_kept], 0.0)
+        return cls(vectors[:, is_kept], float(sigma[is_kept].min() / sigma.max()))
+
+
+#: entries of the tangent that may be decomposed where the iteration fails: 1 GiB in float64
+LARGEST_CORE = CoreLimits(side=2**27, entries=2**27)
 
 
 def minimum_norm(
@@ -111,14 +152,14 @@ def minimum_norm(
     moves = torch.randn(tangent.size, generator=generator, dtype=r.dtype, device=r.device)
     refuse_zero_tangent(tangent.push(tangent.split(moves)).abs().max())
     ones = FlatFactor(Diagonal(r.new_ones(tangent.count, 1)), (tangent.count, 1))
-    gram = tangent_gram(tangent, ones)
+    gram = make_tangent_gram(tangent, ones)
     if gram.structure.holds == "operator" and isinstance(tangent, MatrixTangent):
         try:
             return solve_iteratively(tangent, r, damping, rcond)
         except PullbackError:
-            if tangent.count * tangent.width > _LARGEST:
+            if not LARGEST_CORE.can_hold(tangent.count, tangent.width):
                 raise
-        gram = tangent_gram(tangent, ones, side=tangent.count, entries=_LARGEST)
+        gram = make_tangent_gram(tangent, ones, LARGEST_CORE)
     solver = PseudoInverse(rcond)
     return solver.solve(solver.init(gram), gram.lift(r), damping or None, whitened=r).x
 
@@ -133,14 +174,17 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
         raise PullbackError("There are no factors", "the list is empty", "Pass at least one matrix")
     for i, w in enumerate(factors):
         refuse_values(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
-    before, after = around(factors)
-    for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        rows, columns = (int(torch.linalg.matrix_rank(side)) for side in (a, b))
-        if rows < a.shape[0]:
-            return f"the {i} factors before factor {i} multiply to rank {rows} of {a.shape[0]} rows"
-        if columns < b.shape[1]:
+    for i, (before, after) in enumerate(zip(*products_around(factors), strict=True)):
+        row_rank = int(torch.linalg.matrix_rank(before))
+        if row_rank < before.shape[0]:
             return (
-                f"the {len(factors) - 1 - i} factors after factor {i} multiply to rank {columns} "
-                f"of {b.shape[1]} columns"
+                f"the {i} factors before factor {i} multiply to rank {row_rank} of "
+                f"{before.shape[0]} rows"
+            )
+        column_rank = int(torch.linalg.matrix_rank(after))
+        if column_rank < after.shape[1]:
+            return (
+                f"the {len(factors) - 1 - i} factors after factor {i} multiply to rank "
+                f"{column_rank} of {after.shape[1]} columns"
             )
     return ""

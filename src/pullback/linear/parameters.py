@@ -1,4 +1,4 @@
-"""Parameters of linear networks, and what the closed forms ask of their inputs."""
+"""Parameters of linear networks, and checks of the inputs of closed forms."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refuse_data(x: Tensor, y: Tensor) -> None:
     refuse_values("The labels y", y.double(), (len(x),))
 
 
-def signs(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Labels as ±1 in the given dtype; labels of any other kind are refused."""
+def read_signs(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return labels ±1 in a dtype; raise where they have other values."""
     if not bool((y.to(dtype).abs() == 1).all()):
         raise PullbackError(
             "The labels are not signs",
@@ -69,18 +69,19 @@ class RandomSource:
         generator = self.generator
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed)
-        where = "cpu" if generator is None else generator.device
-        drawn = [
-            torch.randn(s, generator=generator, dtype=torch.float64, device=where) for s in shapes
-        ]
-        return [self.place(w) for w in drawn]
+        device = "cpu" if generator is None else generator.device
+        factors = []
+        for shape in shapes:
+            normal = torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+            factors.append(self.convert(normal))
+        return factors
 
-    def place(self, w: Tensor) -> Tensor:
-        """A tensor in this dtype on this device, the default ones where none were named."""
+    def convert(self, w: Tensor) -> Tensor:
+        """Return a tensor in this dtype on this device, by default torch's default ones."""
         return w.to(device=self.device, dtype=self.dtype or torch.get_default_dtype())
 
-    def given(self, factors: Any, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Copies of given factors, each of its shape; they keep their own dtype and device."""
+    def copy_factors(self, factors: Any, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return copies of a user's factors, each of its shape; they keep dtype and device."""
         factors = list(factors)
         if len(factors) != len(shapes):
             raise PullbackError(
@@ -94,12 +95,14 @@ class RandomSource:
         return [w.to(device=self.device, dtype=self.dtype, copy=True) for w in tensors]
 
 
-def whole_numbers(name: str, given: Any) -> tuple[int, ...]:
-    """The given values as integers ≥ 1."""
-    values: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    for value in values:
-        refuse_number(name, value, least=1, whole=True)
-    return tuple(int(v) for v in values)
+def read_whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return a user's values as integers ≥ 1; raise where they are none."""
+    numbers: list[Any] = [None]
+    if isinstance(values, Iterable):
+        numbers = list(values)
+    for number in numbers:
+        refuse_number(name, number, least=1, whole=True)
+    return tuple(int(number) for number in numbers)
 
 
 class FactoredModule(nn.Module):
@@ -107,7 +110,7 @@ class FactoredModule(nn.Module):
 
     factors: nn.ParameterList
 
-    def _hold(self, factors: Sequence[Tensor]) -> None:
+    def _set_factors(self, factors: Sequence[Tensor]) -> None:
         self.factors = nn.ParameterList([nn.Parameter(w) for w in factors])
 
     @property
@@ -137,32 +140,50 @@ class FactoredModule(nn.Module):
 
         Hooks and ties may change a model, so Aᵀc must be what autograd says for a random c.
         """
-        source, leaves = getattr(linear, "map", None), getattr(linear, "leaves", None)
+        source = getattr(linear, "map", None)
+        leaves = getattr(linear, "leaves", None)
         if source is None or leaves is None or source.output is not None or source.batch_dim != 0:
             return None  # the metric does not see simply this module's output
-        names = {f"factors.{i}": i for i in range(self.depth)}
-        if len({id(w) for w in self.factors}) < self.depth or not names.keys() >= leaves.keys():
+        numbers = {f"factors.{i}": i for i in range(self.depth)}
+        if self._has_ties() or not numbers.keys() >= leaves.keys():
             return None
         factors = self.values(linear.space.dtype)
         for name, leaf in leaves.items():
-            factors[names[name]] = leaf.detach().to(linear.space.dtype)
-        chosen = [names[name] for name in linear.space.names]
-        value, call = linear.value, source.call
-        named = dict(zip(("x", "columns"), call.args, strict=False)) | call.kwargs
-        args = [named[n] for n in ("x", "columns") if named.get(n) is not None]
+            factors[numbers[name]] = leaf.detach().to(linear.space.dtype)
+        args = _read_arguments(source.call)
         if len(args) == 1 and args[0].ndim != 2:
             return None
-        flat = FlatFactor(factor, tuple(value.shape))
+        chosen = [numbers[name] for name in linear.space.names]
+        flat = FlatFactor(factor, tuple(linear.value.shape))
         gram = self.closed_gram(factors, chosen, args, flat)
-        generator = torch.Generator().manual_seed(0)
-        shape = (len(value), *factor.white)
-        c = torch.randn(shape, generator=generator, dtype=torch.float64).to(value)
-        want, got = linear.vjp(factor.apply(c)), gram.lift(c.flatten())
-        limit = relative_tolerance(getattr(linear, "graph", value).dtype, 10) * want.norm()
-        return gram if bool((want - got).norm() <= limit) else None
+        if not _agrees_with_autograd(gram, linear, factor):
+            return None
+        return gram
+
+    def _has_ties(self) -> bool:
+        """Return True if one parameter is several factors."""
+        return len({id(w) for w in self.factors}) < self.depth
 
     def closed_gram(
         self, factors: list[Tensor], chosen: list[int], args: list[Tensor], factor: FlatFactor
     ) -> FactoredGram:
         """G over the chosen factors for `forward(*args)`."""
         raise NotImplementedError
+
+
+def _read_arguments(call: Any) -> list[Tensor]:
+    """Return the arguments x and columns of a call of `forward`, those that are not None."""
+    named = dict(zip(("x", "columns"), call.args, strict=False)) | call.kwargs
+    return [named[name] for name in ("x", "columns") if named.get(name) is not None]
+
+
+def _agrees_with_autograd(gram: FactoredGram, linear: Linearization, factor: Factor) -> bool:
+    """Return True if the Gram's Aᵀc is JᵀS c by autograd, for a random c."""
+    value = linear.value
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(value), *factor.white)
+    c = torch.randn(shape, generator=generator, dtype=torch.float64).to(value)
+    by_autograd = linear.vjp(factor.apply(c))
+    difference = by_autograd - gram.lift(c.flatten())
+    dtype = getattr(linear, "graph", value).dtype
+    return bool(difference.norm() <= relative_tolerance(dtype, 10) * by_autograd.norm())

@@ -31,9 +31,25 @@ from torch import Tensor
 from .._core.checks import refuse_number, refuse_values
 from .._core.errors import PullbackError
 from .._core.space import compute_dtype
-from .parameters import refuse_data, signs
+from .parameters import read_signs, refuse_data
 
-_STEP, _RANGE = 0.25, 45.0  # the trapezoidal error is e^{−2π²/_STEP}, the tail's e^{−_RANGE}
+
+@dataclass(frozen=True)
+class LogisticThresholds:
+    """Numbers of the quadrature and of the weighted problem.
+
+    Attributes:
+        step: of the trapezoidal rule, whose error is e^{−2π²/step} = 5e-35.
+        range: of the trapezoidal rule, whose tail is e^{−range} = 3e-20.
+        moderate: samples are wrong by a logit of so much at most where 1/φ(u) < 150 is moderate.
+    """
+
+    step: float = 0.25
+    range: float = 45.0
+    moderate: float = 5.0
+
+
+THRESHOLDS = LogisticThresholds()
 
 
 @dataclass(frozen=True)
@@ -82,17 +98,17 @@ def curvatures(size: Tensor) -> tuple[Tensor, Tensor]:
     t = ρz beyond, where φ' is the narrower of the two bells.
     """
     rho = size.double()
-    wide = rho.clamp(min=1.0)
-    count = int(_RANGE / _STEP)
-    t = _STEP * torch.arange(-count, count + 1, dtype=torch.float64, device=size.device)
-    z, slope = t / wide, t * (rho / wide)
+    stretch = rho.clamp(min=1.0)
+    count = int(THRESHOLDS.range / THRESHOLDS.step)
+    indices = torch.arange(-count, count + 1, dtype=torch.float64, device=size.device)
+    t = THRESHOLDS.step * indices
+    z = t / stretch
+    slope = t * (rho / stretch)
     bell = (F.logsigmoid(slope) + F.logsigmoid(-slope) - 0.5 * z.square()).exp()
-    unit = _STEP / (wide * sqrt(2 * pi))
-    a, c = unit * bell.sum(), unit * (z.square() * bell).sum()
+    unit = THRESHOLDS.step / (stretch * sqrt(2 * pi))
+    a = unit * bell.sum()
+    c = unit * (z.square() * bell).sum()
     return a.to(size.dtype), c.to(size.dtype)
-
-
-_MODERATE = 5.0  # wrong by so much at most: 1/φ(u) < 150
 
 
 def logistic_natural_gradient(
@@ -115,10 +131,11 @@ def logistic_natural_gradient(
     """
     refuse_data(x, y)
     refuse_values("β", beta, (x.shape[-1],))
-    given = torch.promote_types(x.dtype, beta.dtype)
-    dtype = compute_dtype(given)
-    x, beta = x.detach().to(dtype), beta.detach().to(dtype)
-    return natural_logit_move(x, y, x @ beta, rcond=rcond).to(given)
+    result_dtype = torch.promote_types(x.dtype, beta.dtype)
+    dtype = compute_dtype(result_dtype)
+    x = x.detach().to(dtype)
+    beta = beta.detach().to(dtype)
+    return natural_logit_move(x, y, x @ beta, rcond=rcond).to(result_dtype)
 
 
 def natural_logit_move(
@@ -127,21 +144,22 @@ def natural_logit_move(
     """F⁺∇ for any J given as rows (N, q) of d(logits): −(S J)⁺(S y/φ(y·logits)), S² = φφ(−·)."""
     refuse_data(rows, y)
     refuse_values("The logits", logits, (len(rows),))
-    y = signs(y, rows.dtype)
+    y = read_signs(y, rows.dtype)
     u = y * logits
-    if rcond is not None:
+    if rcond is None:
+        rcond = max(rows.shape) * torch.finfo(rows.dtype).eps
+    else:
         refuse_number("rcond", rcond, below=1.0)
-    floor = max(rows.shape) * torch.finfo(rows.dtype).eps if rcond is None else rcond
     left, sigma, vt = torch.linalg.svd(rows, full_matrices=False)
-    kept = sigma > floor * sigma.max()
-    if not bool(kept.any()):
+    is_kept = sigma > rcond * sigma.max()
+    if not bool(is_kept.any()):
         return torch.zeros_like(rows[0])
-    basis = left[:, kept]
+    basis = left[:, is_kept]
     if basis.shape[1] == len(rows):
         coordinates = basis.T @ (y * (1 + (-u).exp()))
     else:
         coordinates = _solve_weighted(y[:, None] * basis, u)
-    move = -(coordinates / sigma[kept]) @ vt[kept]
+    move = -(coordinates / sigma[is_kept]) @ vt[is_kept]
     if not bool(torch.isfinite(move).all()):
         raise PullbackError(
             "The natural gradient overflows",
@@ -152,17 +170,19 @@ def natural_logit_move(
     return move
 
 
-def _weights(u: Tensor) -> tuple[Tensor, Tensor]:
+def _find_weights(u: Tensor) -> tuple[Tensor, Tensor]:
     """√(φ(u)φ(−u)) and that over φ(u), relative to the largest weight.
 
     Where 1/φ(u) is moderate everywhere, a sample whose root is below √ε of the next larger one only
     decides, to round-off, what those before leave open. Such gaps are shortened to √ε e⁻²: it takes
     dozens of them to leave the range of the numbers.
     """
-    far = 2 - 0.5 * log(torch.finfo(u.dtype).eps) if bool(u.min() > -_MODERATE) else torch.inf
+    longest_gap = torch.inf
+    if bool(u.min() > -THRESHOLDS.moderate):
+        longest_gap = 2 - 0.5 * log(torch.finfo(u.dtype).eps)
     log_root = (F.logsigmoid(u) + F.logsigmoid(-u)) / 2
-    down, order = log_root.sort(descending=True)
-    gaps = (down[:-1] - down[1:]).clamp(max=far)
+    descending, order = log_root.sort(descending=True)
+    gaps = (descending[:-1] - descending[1:]).clamp(max=longest_gap)
     log_root = torch.zeros_like(u).index_copy(0, order[1:], -gaps.cumsum(0))
     return log_root.exp(), (log_root - F.logsigmoid(u)).exp()
 
@@ -173,12 +193,14 @@ def _solve_weighted(basis: Tensor, u: Tensor) -> Tensor:
     Rows are sorted by weight before a QR that takes the largest remaining column first (LAPACK's,
     on the CPU): it is then accurate row by row.
     """
-    root, target = _weights(u)
+    root, target = _find_weights(u)
     order = root.argsort(descending=True)
-    root, target = root[order], target[order]
+    root = root[order]
+    target = target[order]
     rows = root[:, None] * basis[order]
-    found: Any = scipy.linalg.qr(rows.cpu().numpy(), mode="economic", pivoting=True)
-    rank = int((abs(found[1].diagonal()) > 0).sum())
+    factorization: Any = scipy.linalg.qr(rows.cpu().numpy(), mode="economic", pivoting=True)
+    q, r, columns = (torch.as_tensor(array, device=basis.device) for array in factorization)
+    rank = int((r.diagonal() != 0).sum())
     if rank < basis.shape[1]:
         raise PullbackError(
             "The weights of the samples are out of range",
@@ -186,9 +208,7 @@ def _solve_weighted(basis: Tensor, u: Tensor) -> Tensor:
             "directions have weights that round to zero",
             "Use float64, smaller logits, or drop samples that are far ahead of the others",
         )
-    q, r, columns = (torch.as_tensor(part, device=basis.device) for part in found)
-    out = torch.zeros_like(basis[0])
-    out[columns.long()] = torch.linalg.solve_triangular(r, (q.T @ target)[:, None], upper=True)[
-        :, 0
-    ]
-    return out
+    permuted = torch.linalg.solve_triangular(r, (q.T @ target)[:, None], upper=True)[:, 0]
+    solution = torch.zeros_like(basis[0])
+    solution[columns.long()] = permuted
+    return solution

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf, log2
+from math import inf, log2, prod
 
 import torch
 from torch import Tensor
@@ -47,9 +47,10 @@ class Isometric:
         return replace(self, core=self.core.select(keep))
 
 
-def around(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def products_around(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """All A_i, (d₀, d_{i−1}), and B_i, (d_i, d_L); A₁ and B_L are identities."""
-    first, last = factors[0], factors[-1]
+    first = factors[0]
+    last = factors[-1]
     before = [torch.eye(first.shape[-2], dtype=first.dtype, device=first.device)]
     for w in factors[:-1]:
         before.append(before[-1] @ w)
@@ -68,8 +69,9 @@ def level_factors(factors: Sequence[Tensor]) -> tuple[list[Tensor], float]:
     if not sizes or sizes[0] == 0:
         return list(factors), 1.0
     power = -max(-1000, min(1000, round(sum(map(log2, sizes)) / len(sizes))))
-    total = power * len(sizes)
-    return [w * 2.0**power for w in factors], 2.0**total if total < 1024 else inf
+    total_power = power * len(sizes)
+    change = 2.0**total_power if total_power < 1024 else inf
+    return [w * 2.0**power for w in factors], change
 
 
 def kron(a: Tensor, b: Tensor) -> Tensor:
@@ -81,51 +83,74 @@ def kron(a: Tensor, b: Tensor) -> Tensor:
 class FactorTerm:
     """One factor's share L dW R of the tangent.
 
-    `narrow` and `wide` are orthonormal bases Q (d_in, a) and K (d_out, b) outside of which L and R
-    vanish, so that only the coordinates QᵀdW K of a move count; None stands for the identity.
+    Attributes:
+        left: L.
+        right: R.
+        row_basis: an orthonormal basis Q (d_in, a) outside of which L vanishes; None stands for the
+            identity.
+        column_basis: the same for R, K (d_out, b): only the coordinates QᵀdW K of a move count.
     """
 
     left: Tensor
     right: Tensor
-    narrow: Tensor | None = None
-    wide: Tensor | None = None
+    row_basis: Tensor | None = None
+    column_basis: Tensor | None = None
 
     @classmethod
     def of(cls, left: Tensor, right: Tensor) -> FactorTerm:
         """With bases of the row space of L and the column space of R, where they are smaller."""
-        narrow = torch.linalg.qr(left.T).Q if left.shape[0] < left.shape[1] else None
-        wide = torch.linalg.qr(right).Q if right.shape[1] < right.shape[0] else None
-        return cls(left, right, narrow, wide)
+        row_basis = None
+        if left.shape[0] < left.shape[1]:
+            row_basis = torch.linalg.qr(left.T).Q
+        column_basis = None
+        if right.shape[1] < right.shape[0]:
+            column_basis = torch.linalg.qr(right).Q
+        return cls(left, right, row_basis, column_basis)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of dW."""
+        """The shape of dW."""
         return self.left.shape[1], self.right.shape[0]
 
     @property
-    def small(self) -> tuple[int, int]:
-        """Of QᵀdW K."""
+    def reduced_shape(self) -> tuple[int, int]:
+        """The shape of QᵀdW K."""
         rows, columns = self.shape
-        return (
-            rows if self.narrow is None else self.narrow.shape[1],
-            columns if self.wide is None else self.wide.shape[1],
-        )
+        if self.row_basis is not None:
+            rows = self.row_basis.shape[1]
+        if self.column_basis is not None:
+            columns = self.column_basis.shape[1]
+        return rows, columns
 
     @cached_property
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """L Q and KᵀR."""
-        left = self.left if self.narrow is None else self.left @ self.narrow
-        return left, self.right if self.wide is None else self.wide.T @ self.right
+    def reduced_left(self) -> Tensor:
+        """L Q."""
+        if self.row_basis is None:
+            return self.left
+        return self.left @ self.row_basis
+
+    @cached_property
+    def reduced_right(self) -> Tensor:
+        """KᵀR."""
+        if self.column_basis is None:
+            return self.right
+        return self.column_basis.T @ self.right
 
     def reduce(self, move: Tensor) -> Tensor:
         """QᵀdW K."""
-        move = move if self.narrow is None else self.narrow.T @ move
-        return move if self.wide is None else move @ self.wide
+        if self.row_basis is not None:
+            move = self.row_basis.T @ move
+        if self.column_basis is not None:
+            move = move @ self.column_basis
+        return move
 
-    def expand(self, small: Tensor) -> Tensor:
-        """Q Y Kᵀ over leading axes."""
-        small = small if self.narrow is None else self.narrow @ small
-        return small if self.wide is None else small @ self.wide.T
+    def expand(self, coordinates: Tensor) -> Tensor:
+        """Q Y Kᵀ for coordinates Y, over leading axes."""
+        if self.row_basis is not None:
+            coordinates = self.row_basis @ coordinates
+        if self.column_basis is not None:
+            coordinates = coordinates @ self.column_basis.T
+        return coordinates
 
 
 class FactorTangent(ABC):
@@ -133,8 +158,12 @@ class FactorTangent(ABC):
 
     def __init__(self, terms: Sequence[FactorTerm]) -> None:
         self.terms = tuple(terms)
-        self.size = sum(a * b for a, b in (t.shape for t in terms))
-        self.width = sum(a * b for a, b in (t.small for t in terms))
+        self._sizes = [prod(term.shape) for term in terms]
+        self._reduced_sizes = [prod(term.reduced_shape) for term in terms]
+        #: p, the number of parameters
+        self.size = sum(self._sizes)
+        #: q, the number of coordinates that count
+        self.width = sum(self._reduced_sizes)
 
     #: number of rows of J
     count: int
@@ -155,14 +184,16 @@ class FactorTangent(ABC):
     def core(self) -> Tensor:
         """J in the coordinates QᵀdW K of all terms, (n, q)."""
 
-    def pulled(self, u: Tensor) -> Tensor:
+    def pull_flat(self, u: Tensor) -> Tensor:
         """Jᵀu, (p,)."""
         return torch.cat([m.flatten() for m in self.pull(u)])
 
     def split(self, v: Tensor) -> list[Tensor]:
         """A flat (..., p) vector as one tensor per term."""
-        pieces = v.split([a * b for a, b in (t.shape for t in self.terms)], -1)
-        return [m.reshape(*v.shape[:-1], *t.shape) for m, t in zip(pieces, self.terms, strict=True)]
+        moves = []
+        for term, piece in zip(self.terms, v.split(self._sizes, -1), strict=True):
+            moves.append(piece.reshape(*v.shape[:-1], *term.shape))
+        return moves
 
     def reduce(self, v: Tensor) -> Tensor:
         """E v: (p,) -> (q,)."""
@@ -171,12 +202,11 @@ class FactorTangent(ABC):
 
     def expand(self, c: Tensor) -> Tensor:
         """Eᵀc: (..., q) -> (..., p)."""
-        pieces = c.split([a * b for a, b in (t.small for t in self.terms)], -1)
-        shaped = [
-            m.reshape(*c.shape[:-1], *t.small) for m, t in zip(pieces, self.terms, strict=True)
-        ]
-        moves = [t.expand(m) for t, m in zip(self.terms, shaped, strict=True)]
-        return torch.cat([m.flatten(-2) for m in moves], -1)
+        moves = []
+        for term, piece in zip(self.terms, c.split(self._reduced_sizes, -1), strict=True):
+            coordinates = piece.reshape(*c.shape[:-1], *term.reduced_shape)
+            moves.append(term.expand(coordinates).flatten(-2))
+        return torch.cat(moves, -1)
 
 
 class MatrixTangent(FactorTangent):
@@ -196,22 +226,25 @@ class MatrixTangent(FactorTangent):
         return [t.left.T @ u @ t.right.T for t in self.terms]
 
     def kernel(self) -> Tensor:
-        out = self.terms[0].left.new_zeros(self.count, self.count)
+        kernel = self.terms[0].left.new_zeros(self.count, self.count)
         for t in self.terms:
-            out += kron(t.left @ t.left.T, t.right.T @ t.right)
-        return out
+            kernel += kron(t.left @ t.left.T, t.right.T @ t.right)
+        return kernel
 
     def core(self) -> Tensor:
-        return torch.cat([kron(t.sides[0], t.sides[1].T) for t in self.terms], 1)
+        return torch.cat([kron(t.reduced_left, t.reduced_right.T) for t in self.terms], 1)
 
 
 class EntryTangent(FactorTangent):
     """Of the entries β[rows, columns], (n,): rows of L and columns of R, one pair for each."""
 
     def __init__(self, terms: Sequence[FactorTerm], rows: Tensor, columns: Tensor) -> None:
-        super().__init__(
-            [FactorTerm(t.left[rows], t.right[:, columns], t.narrow, t.wide) for t in terms]
-        )
+        entry_terms = []
+        for term in terms:
+            left = term.left[rows]
+            right = term.right[:, columns]
+            entry_terms.append(FactorTerm(left, right, term.row_basis, term.column_basis))
+        super().__init__(entry_terms)
         self.count = len(rows)
 
     def push(self, moves: Sequence[Tensor]) -> Tensor:
@@ -228,5 +261,8 @@ class EntryTangent(FactorTangent):
         return out
 
     def core(self) -> Tensor:
-        sides = [t.sides for t in self.terms]
-        return torch.cat([(a[:, :, None] * b.T[:, None, :]).flatten(1) for a, b in sides], 1)
+        blocks = []
+        for term in self.terms:
+            products = term.reduced_left[:, :, None] * term.reduced_right.T[:, None, :]
+            blocks.append(products.flatten(1))
+        return torch.cat(blocks, 1)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback.linear import DeepMatrix
-from pullback.linear.tangents import around
+from pullback.linear.tangents import products_around
 
 from ..framework.experiment import Context
 from ..framework.records import Record
@@ -86,7 +86,7 @@ def descend(
     """Factors (B, d, d) after so many steps, or when every training error is below tol."""
     norms = [Norm() for _ in factors] + [Norm()]
     for step in range(steps):
-        before, after = around(factors)
+        before, after = products_around(factors)
         gap = (product(factors) - data.truth).masked_fill(~data.mask, 0.0)
         if step % 20 == 0:
             watch(step)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 from pullback._core.checks import refuse_values
-from pullback.linear.parameters import refuse_data, signs, whole_numbers
+from pullback.linear.parameters import read_signs, read_whole_numbers, refuse_data
 
 __all__ = [
     # classifiers
@@ -143,14 +143,14 @@ def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int
 def separates(x: Tensor, y: Tensor) -> bool:
     """Whether some β has y_n x_nᵀβ > 0 for all n."""
     refuse_data(x, y)
-    z = (signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
+    z = (read_signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
     return _largest_margin(z) > 0
 
 
 def _signed(x: Tensor, y: Tensor) -> np.ndarray:
     """Z = y∘X; refused where no β separates."""
     refuse_data(x, y)
-    z = (signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
+    z = (read_signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
     if not _largest_margin(z) > 0:
         raise PullbackError(
             "The data is not separable",
@@ -351,7 +351,7 @@ def nuclear_norm_completion(
 
 
 def _sides(shape: tuple[int, int]) -> tuple[int, int]:
-    rows, *columns = whole_numbers("shape", shape) or (0,)
+    rows, *columns = read_whole_numbers("shape", shape) or (0,)
     if len(columns) != 1:
         raise PullbackError("shape is not that of a matrix", f"got {shape}", "Pass (m, n)")
     return rows, columns[0]
