@@ -109,6 +109,46 @@ def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer(form: s
     assert not found.rejected
 
 
+AFFINE_FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w, b: x @ w + b,
+    "einsum": lambda x, w, b: torch.einsum("...i,ij->...j", x, w) + b,
+    "linear": lambda x, w, b: F.linear(x, w.T, b),
+    "bmm": lambda x, w, b: torch.bmm(x[None], w[None])[0] + b,
+    "addmm": lambda x, w, b: torch.addmm(b, x, w),
+    "addmm, bias expanded": lambda x, w, b: torch.addmm(b.expand(len(x), 5), x, w),
+    "baddbmm": lambda x, w, b: torch.baddbmm(b, x[None], w[None])[0],
+    "baddbmm, bias expanded": lambda x, w, b: torch.baddbmm(
+        b.expand(len(x), 1, 5), x[:, None], w.expand(len(x), 5, 5)
+    )[:, 0],
+    "convolution": lambda x, w, b: F.conv1d(x[..., None], w.T[..., None], b)[..., 0],
+}
+
+
+class TwoProducts(nn.Module):
+    """Two affine maps with parameters, between which any invertible matrix fits."""
+
+    def __init__(self, form: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        for name, shape in (("w1", (5, 5)), ("b1", (5,)), ("w2", (5, 5)), ("b2", (5,))):
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.form(self.form(x, self.w1, self.b1), self.w2, self.b2)
+
+
+@pytest.mark.parametrize("form", AFFINE_FORMS)
+def test_affine_maps_have_all_generators_of_the_jacobian(form: str) -> None:
+    symmetry = pb.symmetry.find(TwoProducts(AFFINE_FORMS[form]), torch.randn(11, 5))
+    rank = symmetry.rank()
+    assert (symmetry.dimension, rank.nullity, rank.unexplained) == (
+        30,
+        30,
+        0,
+    )  # 5 × 5, and 5 shifts
+    assert not symmetry.rejected
+
+
 class Experts(nn.Module):
     """Two layers of three matrices each, as (E, in, out) or (in, E, out)."""
 

@@ -286,9 +286,29 @@ def _convolve_with_parameter(
         columns.reshape(*columns.shape, *options.unit_axes),
     )
     scale = options.expand_channels(atoms)
-    if groups > 1 or options.is_transposed or not weight.is_whole:
+    units = _read_by_kernel(walk, x, weight, atoms, options)
+    if units is None:
         walk.mark_nonlinear(x)
         return Activation.expand(scale, options.shape)
+    return Activation.expand(scale, options.shape, options.expand_channels(units))
+
+
+def _read_by_kernel(
+    walk: Walk, x: Activation, weight: ParameterEntries, atoms: Tensor, options: _Convolution
+) -> Tensor | None:
+    """Record that a convolution reads its input's channels; return its own units, (C,).
+
+    None for groups and transposed convolutions, which no matrix can pass, and for kernels that are
+    views of a parameter, unless they have one position and are a matrix.
+    """
+    if options.groups > 1 or options.is_transposed:
+        return None
+    input_units = x.unit.movedim(1, -1)
+    if not weight.is_whole:
+        if weight.shape[2:].numel() > 1 or options.is_padded:
+            return None
+        matrix = weight.rearrange(lambda t: t.flatten(1).mT)  # (in, out)
+        return _read_by_matrix(walk, input_units, matrix, atoms)
     layer = Producer(
         Operation.CONVOLUTION,
         weight.name,
@@ -296,9 +316,7 @@ def _convolve_with_parameter(
         atoms,
         module=module_name(weight.name),
     )
-    columns_read = range(x.shape[1])
-    units = _read_by_layer(walk, x.unit.movedim(1, -1), layer, columns_read, options.is_padded)
-    return Activation.expand(scale, options.shape, options.expand_channels(units))
+    return _read_by_layer(walk, input_units, layer, range(x.shape[1]), options.is_padded)
 
 
 # --- tables ---------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def _read_table(walk: Walk, x: Activation, y: ParameterEntries) -> Value:
     Such are learned positions, which are added to the outputs x of a layer. Other parameters are
     returned as they are.
     """
-    varying_axes = [axis for axis, size in enumerate(y.view) if size > 1]
+    # Axes along which a bias was expanded do not make it a table.
+    varying_axes = [axis for axis, size in enumerate(y.positions().shape) if size > 1]
     units = collapse(x.unit)
     if len(varying_axes) < 2 or units.numel() != max(units.shape) or bool((units == NO_UNIT).any()):
         return y
