@@ -431,7 +431,7 @@ def test_points_of_a_run_are_not_rounded() -> None:
     )
 
     def note(run: Any, info: Any) -> None:
-        started.append(run._points.objective.terms[1].map.x.double().flatten().tolist())
+        started.append(run._collocation.objective.terms[1].map.x.double().flatten().tolist())
 
     run(small(dtype=torch.float32), problem=third, steps=10, callbacks=[note])
     assert started[0] != [0.1, 1 / 3]

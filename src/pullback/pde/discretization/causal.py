@@ -14,7 +14,7 @@ from ..problem.problem import Problem
 
 
 @dataclass(frozen=True)
-class CausalLevels:
+class CausalThresholds:
     """How causal weights change; the values were measured on the Allen–Cahn equation alone."""
 
     #: bins of time
@@ -32,7 +32,7 @@ class CausalLevels:
     open_weight: float = 0.5
 
 
-LEVELS = CausalLevels()
+THRESHOLDS = CausalThresholds()
 
 
 class Causal:
@@ -55,15 +55,15 @@ class Causal:
                 "Use SpaceTime(space, (t0, t1)), or leave causal= out",
             )
         self._start, self._end = problem.domain.time
-        self._sharpness = LEVELS.first_sharpness
+        self._sharpness = THRESHOLDS.first_sharpness
         self._first_loss = 0.0
         self._last_update = -1
-        self.weights = torch.ones(LEVELS.bins, dtype=torch.float64)
+        self.weights = torch.ones(THRESHOLDS.bins, dtype=torch.float64)
 
     @property
     def is_open(self) -> bool:
         """Return True if the end does not count fully yet."""
-        return float(self.weights[-1]) < LEVELS.open_weight
+        return float(self.weights[-1]) < THRESHOLDS.open_weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return w at points (N, d)."""
@@ -71,12 +71,12 @@ class Causal:
 
     def sum_by_time(self, x: Tensor, squares: Tensor) -> Tensor:
         """Return squared residuals (N,) at points (N, d), summed by time: (16,)."""
-        sums = torch.zeros(LEVELS.bins, dtype=torch.float64, device=x.device)
+        sums = torch.zeros(THRESHOLDS.bins, dtype=torch.float64, device=x.device)
         return sums.index_add(0, self._find_bins(x), squares.double())
 
     def is_due(self, step: int) -> bool:
         """Return True if weights change before this step; they do so once, even if it repeats."""
-        return step % LEVELS.steps_between == 0 and step != self._last_update
+        return step % THRESHOLDS.steps_between == 0 and step != self._last_update
 
     def update(self, losses: Tensor, step: int) -> None:
         """Choose the weights before a step from the losses (16,) by time."""
@@ -84,13 +84,13 @@ class Causal:
         self._last_update = step
         self._first_loss = self._first_loss or float(losses.sum())
         earlier = (losses.cumsum(0) - losses) / self._first_loss
-        self.weights = torch.exp(-self._sharpness * earlier).clamp(min=LEVELS.smallest_weight)
-        if self.weights[-1] > LEVELS.solved_weight:
-            self._sharpness *= LEVELS.sharpness_growth
+        self.weights = torch.exp(-self._sharpness * earlier).clamp(min=THRESHOLDS.smallest_weight)
+        if self.weights[-1] > THRESHOLDS.solved_weight:
+            self._sharpness *= THRESHOLDS.sharpness_growth
 
     def _find_bins(self, x: Tensor) -> Tensor:
         share = (x[:, -1] - self._start) / (self._end - self._start)
-        return (LEVELS.bins * share).long().clamp(0, LEVELS.bins - 1)
+        return (THRESHOLDS.bins * share).long().clamp(0, THRESHOLDS.bins - 1)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""

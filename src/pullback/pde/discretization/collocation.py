@@ -15,7 +15,7 @@ from ..._core.space import ParameterSpace
 from ...maps import OperatorMap
 from ...optim import Objective, Term
 from ..domains.sampling import Points
-from ..problem.conditions import Condition, Prior
+from ..problem.conditions import Condition
 from ..problem.problem import Problem
 from .causal import Causal
 from .plan import SamplingPlan
@@ -27,19 +27,19 @@ from .weights import balance_weights, choose_prior_factor
 
 
 @dataclass(frozen=True)
-class CollocationLevels:
+class CollocationThresholds:
     """Bounds of what a collocation computes and changes."""
 
-    #: entries of the Jacobian up to which its singular values are reported, in a second or so
+    #: entries of the Jacobian up to which its singular values are computed for the report
     spectrum_entries: int = 2**22
     #: share of their weight that equations have in the beginning, if data choose a prior's weight:
     #: an equation alone is solved by coefficients of either sign
     first_equation_share: float = 1e-4
-    #: a prior's weight that is right up to this factor stays; below it every change costs steps
+    #: a prior's weight that is right up to this factor stays: after a change losses do not compare
     prior_tolerance: float = 1.3
 
 
-LEVELS = CollocationLevels()
+THRESHOLDS = CollocationThresholds()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Collocation:
         refuse_unused(problem, self.sites)
         self.weights = processes.broadcast_object(balance_weights(problem, self.sites))
         if self._chosen_priors:
-            share = LEVELS.first_equation_share
+            share = THRESHOLDS.first_equation_share
             self.weights |= {c.name: share * c.weight for c in self._equations}
 
     def fingerprints(self) -> list[Any]:
@@ -202,18 +202,18 @@ class Collocation:
         with torch.enable_grad():
             parameters = dict(self._trial.named_parameters())
             factor = choose_prior_factor(terms, parameters, self._processes)
-        if 1 / LEVELS.prior_tolerance < factor < LEVELS.prior_tolerance:
+        if 1 / THRESHOLDS.prior_tolerance < factor < THRESHOLDS.prior_tolerance:
             return
         for prior in self._chosen_priors:
             self.weights[prior.name] = min(prior.weight, self.weights[prior.name] * factor)
 
     @property
-    def _chosen_priors(self) -> list[Prior]:
+    def _chosen_priors(self) -> list[Condition]:
         """Priors whose weights the data choose."""
         conditions = self._problem.conditions
         if not any(condition.is_measured for condition in conditions):
             return []
-        return [c for c in conditions if isinstance(c, Prior) and c.chosen]
+        return [condition for condition in conditions if condition.has_chosen_weight]
 
     @property
     def _equations(self) -> list[Condition]:
@@ -289,7 +289,7 @@ class Collocation:
         columns = ParameterSpace(params).size
         count = sum(linearization.value.numel() for linearization in linearizations)
         counts = torch.tensor([count], device=self._processes.device)
-        if int(self._processes.sum([counts])[0]) * columns > LEVELS.spectrum_entries:
+        if int(self._processes.sum([counts])[0]) * columns > THRESHOLDS.spectrum_entries:
             return None
         no_rows = torch.empty(0, columns, dtype=self._dtype, device=self._device)
         rows = torch.cat([no_rows, *(linearization.rows() for linearization in linearizations)])

@@ -207,8 +207,10 @@ def fingerprint(problem: Problem, condition: Condition, sites: Sites) -> list[An
     means = local.dry_run().detach().double().mean(0)
     indices = sorted(list(index) for index in local.indices if index is not None)
     weight = "balanced" if condition.balanced else condition.weight
-    values = [f"{mean:.9e}" for mean in means.tolist()]
-    return [indices, None in local.indices, weight, *values, *condition.target]
+    values: list[Any] = [f"{mean:.9e}" for mean in means.tolist()]
+    if condition.target is not None:
+        values.append(condition.target)
+    return [indices, None in local.indices, weight, *values]
 
 
 def refuse_coupled(problem: Problem, condition: Condition, sites: Sites) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ...maps import IntegralMap, OperatorMap
 from ...optim import EnergyTerm, Squares, Term
-from ..problem.conditions import Condition, Integral
+from ..problem.conditions import Condition
 from ..problem.problem import Problem
 from .residual import LocalResidual
 from .sites import Sites
@@ -49,10 +49,10 @@ def build_term(
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         return local.evaluate(local.look_up_in(channels), select_unknowns(params))
 
-    if isinstance(condition, Integral):
+    if condition.target is not None:
         ones = torch.ones_like(point_weights)
         values = OperatorMap(trial.apply_to, x, local.scheme, operator, ones)
-        return Squares(IntegralMap(values, points.weights, condition.value, weight))
+        return Squares(IntegralMap(values, points.weights, condition.target, weight))
     return Squares(OperatorMap(trial.apply_to, x, local.scheme, operator, point_weights))
 
 

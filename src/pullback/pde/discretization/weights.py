@@ -19,7 +19,7 @@ from .sites import Sites
 
 
 @dataclass(frozen=True)
-class WeightLevels:
+class WeightThresholds:
     """Bounds of chosen weights."""
 
     #: the heaviest balanced weight, and one over the lightest: beyond it digits of the other
@@ -39,7 +39,7 @@ class WeightLevels:
         return [10.0 ** (k / 4) for k in range(self.smallest_power, self.largest_power + 1)]
 
 
-LEVELS = WeightLevels()
+THRESHOLDS = WeightThresholds()
 
 
 def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
@@ -66,7 +66,7 @@ def _round_weight(ratio: float, default: float) -> float:
     if not math.isfinite(ratio) or ratio <= 0:
         return default
     power = math.floor(math.log10(ratio) / 2)
-    return min(max(10.0**power, 1 / LEVELS.heaviest), LEVELS.heaviest)
+    return min(max(10.0**power, 1 / THRESHOLDS.heaviest), THRESHOLDS.heaviest)
 
 
 def _measure_wave(problem: Problem, condition: Condition, sites: Sites) -> float:
@@ -130,7 +130,7 @@ def choose_prior_factor(
     def cost(factor: float) -> float:
         return _compute_evidence(equation_gram + factor * prior_gram, rows, values)
 
-    return min(LEVELS.prior_factors, key=cost)
+    return min(THRESHOLDS.prior_factors, key=cost)
 
 
 def _compute_evidence(gram: Tensor, rows: Tensor, values: Tensor) -> float:
@@ -143,7 +143,7 @@ def _compute_evidence(gram: Tensor, rows: Tensor, values: Tensor) -> float:
     """
     precision = gram[:, :-1].clone()
     right_side = gram[:, -1]
-    precision.diagonal().add_(LEVELS.ridge_share * precision.diagonal().max())
+    precision.diagonal().add_(THRESHOLDS.ridge_share * precision.diagonal().max())
     lower = torch.linalg.cholesky_ex(precision).L
     spread = torch.linalg.solve_triangular(lower, rows.T, upper=False)  # L⁻¹A_dᵀ
     mean = torch.linalg.solve_triangular(lower, -right_side[:, None], upper=False)[:, 0]

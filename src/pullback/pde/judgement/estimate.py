@@ -23,10 +23,10 @@ from .validation import Validation
 
 
 @dataclass(frozen=True)
-class EstimateLevels:
+class EstimateThresholds:
     """How the error equation is solved."""
 
-    #: parameters up to which it is solved: an SVD of twice as many rows takes seconds
+    #: parameters up to which it is solved: the SVD is cubic in them
     most_parameters: int = 2000
     #: singular values below this share of the largest are left out: no residual sees them
     unseen_share: float = 1e-10
@@ -35,15 +35,15 @@ class EstimateLevels:
     #: points of a condition for each parameter, and at least, so that rows outnumber columns
     points_per_parameter: int = 2
     fewest_points: int = 500
-    #: seed of these points, a prime that no run uses
-    seed: int = 104_729
     #: points at which the error is measured
     error_points: int = 2000
     #: the least norm of a solution, against a division by zero
     smallest_norm: float = 1e-300
 
 
-LEVELS = EstimateLevels()
+THRESHOLDS = EstimateThresholds()
+#: seed of fresh points, a prime that no run uses
+_SEED = 104_729
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class SeenDirections:
     def of(cls, rows: Tensor) -> SeenDirections:
         """Return those of a matrix A, (n, p)."""
         u, s, vh = torch.linalg.svd(rows, full_matrices=False)
-        is_seen = s > LEVELS.unseen_share * s[0]
+        is_seen = s > THRESHOLDS.unseen_share * s[0]
         return cls(u[:, is_seen], s[is_seen], vh[is_seen].T, vh[~is_seen].T)
 
     def pseudo_inverse_row(self, row: int) -> Tensor:
@@ -136,7 +136,7 @@ class ErrorField:
         coefficients = directions.u.T @ system.residuals
         stability = _spectral_norm(reach)
         unseen_move = _spectral_norm(system.tangents @ directions.unseen)
-        if unseen_move > LEVELS.loose_share * _spectral_norm(system.tangents):
+        if unseen_move > THRESHOLDS.loose_share * _spectral_norm(system.tangents):
             stability = inf
         left_over = float((system.residuals - directions.u @ coefficients).norm())
         self.explained = float((reach @ coefficients).square().sum())
@@ -183,7 +183,7 @@ def estimate_error(
     """
     network = trial.network
     pieces = network.networks if isinstance(network, Slabs) else [network]
-    if max(map(_count_parameters, pieces)) > LEVELS.most_parameters:
+    if max(map(_count_parameters, pieces)) > THRESHOLDS.most_parameters:
         return None
     if any(condition.is_energy for condition in problem.conditions):
         return None
@@ -191,7 +191,7 @@ def estimate_error(
         return _estimate_slabs(problem, trial, network, weights, affine)
     field = ErrorField(problem, trial, weights)
     error = field.explained**0.5 + field.unexplained**0.5
-    relative = error / max(field.size**0.5, LEVELS.smallest_norm)
+    relative = error / max(field.size**0.5, THRESHOLDS.smallest_norm)
     return Estimate(relative, field.spread, affine)
 
 
@@ -219,7 +219,7 @@ def _estimate_slabs(
         squared_size += (end - start) * field.size
         previous = field.corrected
         spread = field.spread
-    error = (squared_error / max(squared_size, LEVELS.smallest_norm)) ** 0.5
+    error = (squared_error / max(squared_size, THRESHOLDS.smallest_norm)) ** 0.5
     return Estimate(error, spread, affine)
 
 
@@ -228,9 +228,9 @@ def _linearize(
 ) -> TangentSystem:
     """Return the residuals at fresh points and the fields, linearized, in float64."""
     size = sum(p.numel() for p in params.values())
-    count = max(LEVELS.points_per_parameter * size, LEVELS.fewest_points)
+    count = max(THRESHOLDS.points_per_parameter * size, THRESHOLDS.fewest_points)
     counts = {condition.name: count for condition in problem.conditions}
-    validation = Validation(problem, trial, counts, weights, LEVELS.seed)
+    validation = Validation(problem, trial, counts, weights, _SEED)
     rows = []
     residuals = []
     with torch.enable_grad():
@@ -249,7 +249,7 @@ def _linearize_fields(
 ) -> tuple[Tensor, Tensor]:
     """Return ∂u/∂w and u of all fields over the domain; constants of free fields are left out."""
     parameter = next(iter(params.values()))
-    points = problem.domain.sample(LEVELS.error_points, "sobol", seed=3)
+    points = problem.domain.sample(THRESHOLDS.error_points, "sobol", seed=3)
     sites = (points.to(parameter.dtype, parameter.device),)
     all_tangents = []
     all_values = []
@@ -287,7 +287,7 @@ def _standard_errors(
     for name, parameter in params.items():
         if name.startswith(UNKNOWNS_PREFIX):
             error = inf
-            if float(directions.unseen[row].norm()) <= LEVELS.loose_share:
+            if float(directions.unseen[row].norm()) <= THRESHOLDS.loose_share:
                 products = directions.pseudo_inverse_row(row) * residuals
                 error = float((products.square().sum() * fitted).sqrt())
             errors[name.removeprefix(UNKNOWNS_PREFIX)] = error

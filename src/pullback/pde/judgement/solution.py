@@ -32,20 +32,20 @@ from .yardstick import Yardstick
 
 
 @dataclass(frozen=True)
-class SolutionLevels:
+class SolutionThresholds:
     """Where a solution is checked."""
 
     #: fresh points of a condition, and of the comparison with another solution
     fresh_points: int = 2000
-    #: seed of these points, a prime that no run uses
-    seed: int = 104_729
     #: points of a condition that tell one problem from another
     identity_points: int = 64
     #: parameters up to which the error is estimated after every solve: that takes about a step
     estimated_parameters: int = 1000
 
 
-LEVELS = SolutionLevels()
+THRESHOLDS = SolutionThresholds()
+#: seed of fresh points, a prime that no run uses
+_SEED = 104_729
 #: attributes that are saved as they are
 _SAVED = ("unknowns", "weights", "loss", "spectrum", "nested")
 
@@ -122,8 +122,8 @@ class PDESolution:
 
     @property
     def _validation(self) -> Validation:
-        counts = {c.name: LEVELS.fresh_points for c in self.problem.conditions}
-        return Validation(self.problem, self._trial, counts, self.weights, LEVELS.seed)
+        counts = {c.name: THRESHOLDS.fresh_points for c in self.problem.conditions}
+        return Validation(self.problem, self._trial, counts, self.weights, _SEED)
 
     @property
     def _trial(self) -> Trial:
@@ -178,14 +178,14 @@ class PDESolution:
         """Return True if an estimate of the error takes about as long as a step."""
         slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
         parameters = sum(p.numel() for p in self.network.parameters()) // slabs
-        return not self.nested and parameters <= LEVELS.estimated_parameters
+        return not self.nested and parameters <= THRESHOLDS.estimated_parameters
 
     def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
         affine = all(residual.affine for residual in residuals.values())
         return estimate_error(self.problem, self._trial, self.weights, affine)
 
     def _difference(self, other: PDESolution) -> float:
-        x = self.problem.domain.sample(LEVELS.fresh_points, "sobol", seed=LEVELS.seed).x
+        x = self.problem.domain.sample(THRESHOLDS.fresh_points, "sobol", seed=_SEED).x
         return float((self(x) - other(x)).norm() / self(x).norm())
 
     @property
@@ -257,7 +257,7 @@ def _identify(problem: Problem) -> dict[str, Any]:
     """Return what tells one problem from another: what its conditions say at some points."""
     conditions = {}
     for condition in problem.conditions:
-        count = condition.region(problem.domain).point_count or LEVELS.identity_points
+        count = condition.region(problem.domain).point_count or THRESHOLDS.identity_points
         sites = draw_sites(problem, condition, count, "sobol", 0)
         conditions[condition.name] = fingerprint(problem, condition, sites)
     return {"problem": problem.name, "domain": repr(problem.domain), "conditions": conditions}

@@ -16,12 +16,12 @@ from ..discretization.residual import LocalResidual, compute_derivatives
 from ..discretization.sites import Sites, draw_sites, take_share
 from ..discretization.term import build_term
 from ..discretization.trial import Trial, select_unknowns
-from ..problem.conditions import Condition, Integral
+from ..problem.conditions import Condition
 from ..problem.problem import Problem
 
 
 @dataclass(frozen=True)
-class ValidationLevels:
+class ValidationThresholds:
     """Where residuals are measured, and what their terms are compared with."""
 
     #: bounds of the number of fresh points of a condition
@@ -35,11 +35,11 @@ class ValidationLevels:
     smallest_field: float = 1e-4
     #: a derivative counts at least as this share of that of a wave with the domain's own lengths
     smallest_derivative: float = 1e-4
-    #: between the seeds of a run's own points and those of fresh ones, a prime
-    seed_stride: int = 15_485_863
 
 
-LEVELS = ValidationLevels()
+THRESHOLDS = ValidationThresholds()
+#: between the seeds of a run's own points and those of fresh ones, a prime
+_SEED_STRIDE = 15_485_863
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Validation:
             if condition.is_integral:  # a quadrature has no seed: one of twice the points is fresh
                 self._counts[condition.name] = 2 * count
             else:
-                bounded = min(max(count, LEVELS.fewest_points), LEVELS.most_points)
+                bounded = min(max(count, THRESHOLDS.fewest_points), THRESHOLDS.most_points)
                 self._counts[condition.name] = bounded
         self.weights = dict(weights)
 
@@ -108,7 +108,7 @@ class Validation:
         if measured_count is not None:
             count = measured_count
         offset = self._problem.conditions.index(condition)
-        seed = self._seed + LEVELS.seed_stride * (number + 1) + offset
+        seed = self._seed + _SEED_STRIDE * (number + 1) + offset
         sites = draw_sites(self._problem, condition, count, "sobol", seed)
         parameter = next(self._trial.parameters())
         return tuple(points.to(parameter.dtype, parameter.device) for points in sites)
@@ -142,9 +142,9 @@ class Validation:
         residuals: dict[str, Residual] = {}
         for condition in conditions:
             local = locals_by_name[condition.name]
-            if isinstance(condition, Integral):
+            if condition.target is not None:
                 weights = sites[condition.name][0].weights
-                residual = _measure_integral(local, self._trial, weights, condition.value)
+                residual = _measure_integral(local, self._trial, weights, condition.target)
             else:
                 residual = _measure_residual(local, self._trial, sizes)
             residuals[condition.name] = residual
@@ -173,7 +173,7 @@ class Validation:
         sizes: DerivativeSizes = {}
         for index in indices:
             mean_squares = derivatives.mean_squares(index)
-            floor = LEVELS.smallest_field * float(mean_squares.max())
+            floor = THRESHOLDS.smallest_field * float(mean_squares.max())
             values = mean_squares.clamp(min=floor).tolist()
             for name, value in zip(self._problem.fields, values, strict=True):
                 sizes[name, index] = value
@@ -189,11 +189,11 @@ class _MeasuredDerivatives:
         self._space = problem.coordinates.space
         self._pairs: list[Index] = []
         if None in indices:
-            self._pairs = [(axis, axis) for axis in self._space[: LEVELS.laplacian_axes]]
+            self._pairs = [(axis, axis) for axis in self._space[: THRESHOLDS.laplacian_axes]]
         plain_indices = {index for index in indices if index is not None}
         self._scheme = Scheme.of(plain_indices | set(self._pairs))
         parameter = next(trial.parameters())
-        points = problem.domain.sample(LEVELS.size_points, "sobol", seed=seed)
+        points = problem.domain.sample(THRESHOLDS.size_points, "sobol", seed=seed)
         channels = compute_derivatives(trial, points.x.to(parameter)[None], self._scheme)
         channels = channels.double()  # (T, 1, N, m)
         self._mean_squares = channels.square().mean((1, 2))
@@ -210,7 +210,7 @@ class _MeasuredDerivatives:
     def _bound_below(self, index: Index) -> Tensor:
         """Return a mean square, at least a share of that of a wave as large as the field."""
         wave = math.prod(self._wavenumbers[axis] ** 2 for axis in index)
-        least = LEVELS.smallest_derivative * wave * self._variances
+        least = THRESHOLDS.smallest_derivative * wave * self._variances
         return torch.maximum(self._mean_squares[self._scheme.position[index]], least)
 
 

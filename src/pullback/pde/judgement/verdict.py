@@ -22,15 +22,15 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class VerdictLevels:
+class VerdictThresholds:
     """Where one verdict ends and the next begins; relative residuals are shares of their terms."""
 
-    #: loss at fresh points over that at training points, beyond which a run has overfitted; fresh
-    #: points alone scatter by less than 2
+    #: loss at fresh points over that at training points, beyond which a run has overfitted: one
+    #: order of magnitude
     overfitting_ratio: float = 10.0
     #: relative residuals that count as solved: four digits
     solved: float = 1e-4
-    #: relative residuals below which the two losses may differ: their digits are those of round-off
+    #: relative residuals below which the two losses may differ: the answer is good all the same
     negligible: float = 1e-6
     #: relative residuals in float64 that no further step improves much
     exact: float = 1e-8
@@ -42,7 +42,7 @@ class VerdictLevels:
     reported_fall: float = 0.01
 
 
-LEVELS = VerdictLevels()
+THRESHOLDS = VerdictThresholds()
 
 _REMEDIES = {
     Outcome.OVERFITTED: "Use more points=, sampler='sobol' or a smaller network",
@@ -81,7 +81,7 @@ class PDEVerdict:
     relative: float
     estimated: float | None = None
     falling: float = 0.0
-    exact: float = LEVELS.exact
+    exact: float = THRESHOLDS.exact
     loose: tuple[str, ...] = ()
 
     @property
@@ -94,9 +94,9 @@ class PDEVerdict:
         """The verdict in a word."""
         if isnan(self.relative):
             return Outcome.UNJUDGED
-        if self.relative > LEVELS.negligible and is_overfitted(self.training_loss, self.fresh_loss):
+        if self._is_overfitted:
             return Outcome.OVERFITTED
-        if self.relative <= LEVELS.solved:
+        if self.relative <= THRESHOLDS.solved:
             if self._has_large_error or self.loose:
                 return Outcome.DOUBTFUL
             return Outcome.CONVERGED
@@ -105,8 +105,13 @@ class PDEVerdict:
         return Outcome.UNFINISHED
 
     @property
+    def _is_overfitted(self) -> bool:
+        is_negligible = self.relative <= THRESHOLDS.negligible
+        return not is_negligible and is_overfitted(self.training_loss, self.fresh_loss)
+
+    @property
     def _has_large_error(self) -> bool:
-        return self.estimated is not None and self.estimated > LEVELS.doubtful_error
+        return self.estimated is not None and self.estimated > THRESHOLDS.doubtful_error
 
     @property
     def text(self) -> str:
@@ -131,8 +136,8 @@ class PDEVerdict:
             return f"the loss is {losses} at fresh ones"
         if name is Outcome.CONVERGED and self.estimated is not None:
             return f"{residuals} (the error is estimated as {self.estimated:.1g})"
-        if self._undetermined:
-            return f"{residuals}, but the conditions do not determine {self._undetermined}"
+        if self._open_quantities:
+            return f"{residuals}, but the conditions do not determine {self._open_quantities}"
         if name is Outcome.DOUBTFUL:
             error = f"the error that these allow is estimated as {self.estimated:.1g}"
             return f"{residuals}, and {error}"
@@ -141,15 +146,15 @@ class PDEVerdict:
         return residuals
 
     @property
-    def _undetermined(self) -> str:
-        """What can take other values at the same residuals, or nothing."""
+    def _open_quantities(self) -> str:
+        """Names of what can take other values at the same residuals, or nothing."""
         if self.estimated == inf:
             return "the solution"
         return " and ".join(self.loose)
 
     @property
     def _remedy(self) -> str:
-        if self.name is Outcome.DOUBTFUL and self._undetermined:
+        if self.name is Outcome.DOUBTFUL and self._open_quantities:
             return f". {_MISSING_CONDITION}"
         if self.relative <= self.exact:
             return ""
@@ -159,14 +164,14 @@ class PDEVerdict:
         if self.stuck:
             change = "A wider"
         precision = ""
-        if self.exact > LEVELS.exact:
+        if self.exact > THRESHOLDS.exact:
             precision = " in float64"
         return f". {change} or deeper network{precision} would lower them"
 
     @property
     def ended_early(self) -> bool:
         """Return True if steps or budget ended a run that was still getting better."""
-        is_falling = self.falling > LEVELS.reported_fall
+        is_falling = self.falling > THRESHOLDS.reported_fall
         return is_falling and not self.stuck and not self.stop.is_requested
 
     @property
@@ -191,9 +196,9 @@ class PDEVerdict:
 
 def is_overfitted(training_loss: float, fresh_loss: float) -> bool:
     """Return True if the loss at fresh points is more than ten times that at training points."""
-    return fresh_loss > LEVELS.overfitting_ratio * training_loss
+    return fresh_loss > THRESHOLDS.overfitting_ratio * training_loss
 
 
 def exact_level(epsilon: float) -> float:
     """Return the relative residuals that no step improves much, in a precision of this epsilon."""
-    return max(LEVELS.exact, LEVELS.exact_in_epsilons * epsilon)
+    return max(THRESHOLDS.exact, THRESHOLDS.exact_in_epsilons * epsilon)

@@ -14,12 +14,12 @@ from ..arguments import check_seed, is_integer, is_number, require, require_prob
 from ..domains import Region
 from ..problem.problem import Problem
 from .modules import PeriodicEmbedding, Rescaled, Sine, mlp
-from .wavenumbers import LEVELS as WAVES
+from .wavenumbers import THRESHOLDS as WAVES
 from .wavenumbers import is_linear, oscillation
 
 
 @dataclass(frozen=True)
-class ChoiceLevels:
+class ChoiceThresholds:
     """Sizes of networks by default."""
 
     #: dimensions up to which a network has two or three hidden layers
@@ -38,7 +38,7 @@ class ChoiceLevels:
     beyond_estimate: float = 1.25
 
 
-LEVELS = ChoiceLevels()
+THRESHOLDS = ChoiceThresholds()
 
 
 def network_for(
@@ -85,7 +85,7 @@ def network_for(
     require_problem(problem, "network_for()")
     usable = parameters is None or is_integer(parameters, 1)
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
-    if problem.domain.dim > LEVELS.few_dimensions and frequency is None:
+    if problem.domain.dim > THRESHOLDS.few_dimensions and frequency is None:
         network = _network_of_many_dimensions(problem, parameters, seed)
         return Rescaled(network, problem.domain)
     waves = _find_waves(problem, frequency)
@@ -122,8 +122,8 @@ def _network_of_many_dimensions(
     dim = problem.domain.dim
     fields = len(problem.fields)
     if parameters is None:
-        width = _find_width(LEVELS.parameters_of_many_dimensions, dim, fields, layers=1)
-        width = min(LEVELS.width_of_many_dimensions, width)
+        width = _find_width(THRESHOLDS.parameters_of_many_dimensions, dim, fields, layers=1)
+        width = min(THRESHOLDS.width_of_many_dimensions, width)
     else:
         width = _find_width(parameters, dim, fields, layers=1)
     return mlp(dim, width, fields, seed=seed)
@@ -137,7 +137,7 @@ def _network_of_sines(
     fields = len(problem.fields)
     if parameters is None:
         width = int(2 * (half_waves + 2).prod())
-        width = min(max(width, LEVELS.fewest_sines), LEVELS.most_sines)
+        width = min(max(width, THRESHOLDS.fewest_sines), THRESHOLDS.most_sines)
     else:
         width = _find_width(parameters, dim, fields, layers=1)
     network = mlp(dim, width, fields, activation="sin", seed=seed)
@@ -155,7 +155,7 @@ def _network_of_layers(
         inputs = len(half_waves)
         column = axis + inputs - problem.domain.dim  # embedded coordinates come first
         harmonics = max(1, math.ceil(float(half_waves[column]) / 2))
-        harmonics = min(harmonics, LEVELS.most_harmonics)
+        harmonics = min(harmonics, THRESHOLDS.most_harmonics)
         embeddings.append(PeriodicEmbedding(inputs, column, 2.0, harmonics))
         embedded = half_waves.new_zeros(2 * harmonics)
         half_waves = torch.cat([embedded, half_waves[:column], half_waves[column + 1 :]])
@@ -167,7 +167,7 @@ def _network_of_layers(
     else:
         width = _find_width(parameters, inputs, fields, layers)
     network = mlp(inputs, *[width] * layers, fields, seed=seed)
-    if waves.are_waves and float(half_waves.max()) > LEVELS.many_half_waves:
+    if waves.are_waves and float(half_waves.max()) > THRESHOLDS.many_half_waves:
         network[1] = Sine()
         _begin_with_waves(network, half_waves, seed)
     if not embeddings:
@@ -182,7 +182,7 @@ def _begin_with_waves(network: nn.Sequential, half_waves: Tensor, seed: int) -> 
     generator = torch.Generator().manual_seed(check_seed(seed))
     shape = (first.out_features, first.in_features + 1)
     uniform = 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
-    largest = LEVELS.beyond_estimate * half_waves.clamp(min=1) * math.pi / 2
+    largest = THRESHOLDS.beyond_estimate * half_waves.clamp(min=1) * math.pi / 2
     with torch.no_grad():
         first.weight.copy_(uniform[:, :-1] * largest)
         first.bias.copy_(uniform[:, -1] * math.pi)

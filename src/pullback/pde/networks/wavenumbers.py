@@ -16,7 +16,7 @@ from ..problem.problem import Problem
 
 
 @dataclass(frozen=True)
-class WaveLevels:
+class WaveThresholds:
     """How waves are looked for."""
 
     #: half waves across a domain that are not called oscillation: an arch and its neighbours
@@ -44,7 +44,7 @@ class WaveLevels:
     tried_half_waves: int = 2**10
 
 
-LEVELS = WaveLevels()
+THRESHOLDS = WaveThresholds()
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def oscillation(problem: Problem) -> Oscillation:
     free_waves = _find_free_waves(problem, data.band)
     lengths = (problem.domain.high - problem.domain.low) / math.pi  # of half a wave
     half_waves = torch.maximum(data.band, free_waves) * lengths
-    has_data_waves = data.has_peak and float(half_waves.max()) > LEVELS.smooth_half_waves
-    has_free_waves = float((free_waves * lengths).max()) > LEVELS.smooth_half_waves
+    has_data_waves = data.has_peak and float(half_waves.max()) > THRESHOLDS.smooth_half_waves
+    has_free_waves = float((free_waves * lengths).max()) > THRESHOLDS.smooth_half_waves
     return Oscillation(half_waves / lengths, half_waves, has_data_waves or has_free_waves)
 
 
 def is_linear(problem: Problem) -> bool:
     """Return True if all equations are linear in the fields, with unknown coefficients fixed."""
-    points = problem.domain.sample(LEVELS.places, "sobol")
+    points = problem.domain.sample(THRESHOLDS.places, "sobol")
     zero = torch.zeros_like(points.x[:, 0])
     for condition in problem.conditions:
         if condition.is_equation:
@@ -126,7 +126,7 @@ def _analyze_data(problem: Problem, condition: Condition) -> DataSpectrum:
     region = condition.region(problem.domain)
     if not isinstance(region, Region) or region.point_count is not None:
         return spectrum
-    starts = region.sample(LEVELS.lines, "sobol")
+    starts = region.sample(THRESHOLDS.lines, "sobol")
     for axis in range(problem.domain.dim):
         lines = _draw_lines(problem, region, starts, axis)
         if lines:
@@ -142,15 +142,15 @@ def _analyze_lines(
     band = torch.zeros(problem.domain.dim, dtype=torch.float64)
     has_peak = False
     values = _evaluate_at_zero(problem, condition, Points.cat(lines))
-    for line, line_values in zip(lines, values.split(LEVELS.points_on_line), strict=True):
+    for line, line_values in zip(lines, values.split(THRESHOLDS.points_on_line), strict=True):
         length = _measure_length(line, axis)
-        if length < LEVELS.shortest_line * extent:
+        if length < THRESHOLDS.shortest_line * extent:
             continue
         band_periods, peak_periods = _count_periods(line_values)
         wavenumber = 2 * math.pi * band_periods / length
         peak = 2 * math.pi * peak_periods / length
         band[axis] = max(float(band[axis]), wavenumber)
-        has_peak = has_peak or peak * extent > LEVELS.smooth_half_waves * math.pi
+        has_peak = has_peak or peak * extent > THRESHOLDS.smooth_half_waves * math.pi
     return DataSpectrum(band, has_peak)
 
 
@@ -166,7 +166,7 @@ def _draw_lines(problem: Problem, region: Region, starts: Points, axis: int) -> 
         if line is not None:
             lines.append(line)
     extent = float(problem.domain.high[axis] - problem.domain.low[axis])
-    if all(_measure_length(line, axis) < LEVELS.shortest_line * extent for line in lines):
+    if all(_measure_length(line, axis) < THRESHOLDS.shortest_line * extent for line in lines):
         return []
     return lines
 
@@ -178,7 +178,7 @@ def _draw_line(
 
     It is None if the point of the line that is next to it is outside.
     """
-    count = LEVELS.points_on_line
+    count = THRESHOLDS.points_on_line
     start = starts.x[number]
 
     def place(low: Tensor, high: Tensor) -> Tensor:
@@ -217,23 +217,23 @@ def _count_periods(values: Tensor) -> tuple[float, float]:
     inner = peaks[1:-1]
     is_peak = (inner > peaks[:-2]) & (inner > peaks[2:])
     peaks[1:-1] = torch.where(is_peak, inner, 0 * inner)
-    return max(band - LEVELS.window_lobe, 0.0), _find_last_loud(peaks, 0.0)
+    return max(band - THRESHOLDS.window_lobe, 0.0), _find_last_loud(peaks, 0.0)
 
 
 def _compute_spectrum(values: Tensor) -> Tensor:
     """Return the amplitudes of values (N, R), all components together."""
-    transform = torch.fft.rfft(values, n=LEVELS.padding * len(values), dim=0)
+    transform = torch.fft.rfft(values, n=THRESHOLDS.padding * len(values), dim=0)
     return transform.abs().square().sum(1).sqrt()
 
 
 def _find_last_loud(amplitudes: Tensor, size: float) -> float:
     """Return the last periods with an amplitude that counts, 0 if all are round-off."""
     largest = float(amplitudes.max())
-    roundoff = LEVELS.roundoff_amplitude * size * LEVELS.points_on_line
+    roundoff = THRESHOLDS.roundoff_amplitude * size * THRESHOLDS.points_on_line
     if not largest or largest <= roundoff:
         return 0.0
-    loud = (amplitudes >= LEVELS.faint_amplitude * largest).nonzero()
-    return int(loud.max()) / LEVELS.padding
+    loud = (amplitudes >= THRESHOLDS.faint_amplitude * largest).nonzero()
+    return int(loud.max()) / THRESHOLDS.padding
 
 
 def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
@@ -242,15 +242,15 @@ def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
     equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
         return wavenumbers
-    points = problem.domain.sample(LEVELS.places, "sobol")
+    points = problem.domain.sample(THRESHOLDS.places, "sobol")
     symbols = [_Symbol(problem, condition, points) for condition in equations]
-    dim = len(data_band)
-    time_axes = [axis for axis in range(dim) if axis not in problem.coordinates.space]
-    for axis in time_axes or range(dim):
+    axes = range(len(data_band))
+    time_axes = [axis for axis in axes if axis not in problem.coordinates.space]
+    for axis in time_axes or axes:
         k = _list_wave_vectors(problem, axis)
         if time_axes:
-            others = [i for i in range(dim) if i != axis]
-            k[:, others] = data_band[others]
+            k[:, :axis] = data_band[:axis]
+            k[:, axis + 1 :] = data_band[axis + 1 :]
         largest = (k[:, axis].abs()[:, None] * _is_singular(symbols, k)).amax(0)  # by place
         wavenumbers[axis] = largest.median()
     return wavenumbers
@@ -259,9 +259,9 @@ def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
 def _list_wave_vectors(problem: Problem, axis: int) -> Tensor:
     """Return wave vectors (K, d) along an axis, of both signs, that may solve the equations."""
     half_waves = torch.linspace(
-        LEVELS.fewest_half_waves,
-        LEVELS.most_half_waves,
-        LEVELS.tried_half_waves,
+        THRESHOLDS.fewest_half_waves,
+        THRESHOLDS.most_half_waves,
+        THRESHOLDS.tried_half_waves,
         dtype=torch.float64,
     )
     extent = problem.domain.high[axis] - problem.domain.low[axis]
@@ -275,7 +275,7 @@ def _is_singular(symbols: list[_Symbol], k: Tensor) -> Tensor:
     rows = torch.cat([symbol(k) for symbol in symbols], -2)  # (K, N, R, m)
     if rows.shape[-2] < rows.shape[-1]:
         return torch.zeros(rows.shape[:2], dtype=torch.bool)
-    return torch.linalg.svdvals(rows)[..., -1] < LEVELS.singular_share
+    return torch.linalg.svdvals(rows)[..., -1] < THRESHOLDS.singular_share
 
 
 class _Symbol:

@@ -28,7 +28,7 @@ def restrict_to_window(
     """
     assert isinstance(problem.domain, SpaceTime)
     conditions = [continue_from(c, problem, previous) for c in problem.conditions]
-    restricted = problem.restricted(problem.domain.slab(start, end), conditions)
+    restricted = problem.restrict(problem.domain.slab(start, end), conditions)
     restricted.name += f", t = {start:.4g} to {end:.4g}"
     return restricted
 

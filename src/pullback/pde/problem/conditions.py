@@ -104,9 +104,14 @@ class Condition(ABC):
         return not self.is_energy and not self.is_prior
 
     @property
-    def target(self) -> list[float]:
-        """The numbers that it prescribes for the whole region, none for most."""
-        return []
+    def target(self) -> float | None:
+        """The value of an integral over the region, None for what holds at every point."""
+        return None
+
+    @property
+    def has_chosen_weight(self) -> bool:
+        """Return True if data choose its weight."""
+        return False
 
     @property
     def periodic_axis(self) -> str | None:
@@ -159,7 +164,7 @@ class Equation(Interior):
     def residual(self, view: View) -> list[Tensor]:
         components = []
         for function in self.residuals:
-            values = call_by_name(function, view.offered, f"The residual of {self.name!r}")
+            values = call_by_name(function, view.arguments, f"The residual of {self.name!r}")
             if isinstance(values, (list, tuple)):
                 components += values
             else:
@@ -354,8 +359,8 @@ class Integral(Interior):
         self.value = float(value)
 
     @property
-    def target(self) -> list[float]:
-        return [self.value]
+    def target(self) -> float | None:
+        return self.value
 
     def residual(self, view: View) -> Tensor:
         """The integrand at the points, (N,)."""
@@ -368,9 +373,6 @@ class Prior(Interior):
     The loss has ½·weight·mean ((k − mean)² + length²·|∇k|²) over the domain. Without a number the
     weight begins at 1, and falls while the run goes on to what the noise in the data asks for,
     which is estimated with it (`choose_prior_factor`).
-
-    Attributes:
-        chosen: whether the data choose its weight.
 
     >>> Prior("k").name
     'prior'
@@ -389,7 +391,11 @@ class Prior(Interior):
         self.field = field
         self.mean = mean
         self.length = length
-        self.chosen = options.get("weight") is None
+        self._has_given_weight = options.get("weight") is not None
+
+    @property
+    def has_chosen_weight(self) -> bool:
+        return not self._has_given_weight
 
     def residual(self, view: View) -> list[Tensor]:
         k = view.field(self.field)

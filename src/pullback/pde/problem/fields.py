@@ -289,7 +289,7 @@ class View:
         return fields[name]
 
     @property
-    def offered(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """All that a function may name."""
         offered = {**self.fields[0], **self.coordinates, **self.unknowns, "points": self.points.x}
         if self.points.normals is not None:
@@ -307,7 +307,7 @@ class View:
 
     def evaluate(self, function: Callable[..., Any], what: str) -> Tensor:
         """Return the values of a function of what is offered, (N,)."""
-        values = self.value(call_by_name(function, self.offered, what), what)
+        values = self.value(call_by_name(function, self.arguments, what), what)
         return values.expand(len(self.points))
 
     def _depends_on_solution(self, function: Callable[..., Any]) -> bool:
@@ -318,7 +318,7 @@ class View:
     def _compute(self, value: Value, what: str) -> Tensor:
         """Return the value as a tensor: () or (N,)."""
         if callable(value):
-            value = call_by_name(value, self.offered, what)
+            value = call_by_name(value, self.arguments, what)
         value = _as_tensor(value)
         x = self.points.x
         try:

@@ -164,7 +164,7 @@ class Problem:
             )
         return values.expand(len(x))
 
-    def restricted(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
+    def restrict(self, domain: Domain, conditions: Sequence[Condition]) -> Problem:
         """Return the same problem on a part of the domain, with other conditions."""
         return Problem(
             domain,

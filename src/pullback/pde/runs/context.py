@@ -17,18 +17,20 @@ from .settings import Settings
 
 
 @dataclass(frozen=True)
-class StagnationLevels:
+class StagnationThresholds:
     """When a run gets no further."""
 
     #: steps rejected in a row that end a run; many, since a step in a random subspace may fail
     rejected_steps: int = 30
     #: a power of the machine epsilon: losses below this share of the first one are round-off
     roundoff_exponent: float = 1.3
+    #: share of the first loss below which a solution is near
+    near_share: float = 1e-8
     #: steps whose median duration predicts how many fit into the budget
     timed_steps: int = 5
 
 
-LEVELS = StagnationLevels()
+THRESHOLDS = StagnationThresholds()
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class RunContext:
         problem: what is solved.
         trial: the network with the unknown coefficients.
         settings: the options of `solve`.
-        points: the conditions at the points of the run.
+        collocation: the conditions at the points of the run.
         validation: the conditions at fresh points.
         processes: those that solve together.
         can_adapt: whether points may move and parameters may restart where the run is stuck.
@@ -61,7 +63,7 @@ class RunContext:
     problem: Problem
     trial: Trial
     settings: Settings
-    points: Collocation
+    collocation: Collocation
     validation: Validation
     processes: Processes
     can_adapt: bool
@@ -87,28 +89,32 @@ class RunContext:
         limits = self.settings.limits
         seconds = self.history.seconds
         steps = limits.steps - len(self.history)
-        is_timed = len(seconds) > LEVELS.timed_steps
+        is_timed = len(seconds) > THRESHOLDS.timed_steps
         if limits.budget is None or self.is_resumable or not is_timed:
             return steps
-        last = seconds[-1 - LEVELS.timed_steps :]
+        last = seconds[-1 - THRESHOLDS.timed_steps :]
         durations = sorted(end - start for start, end in pairwise(last))
-        median = durations[LEVELS.timed_steps // 2]
+        median = durations[THRESHOLDS.timed_steps // 2]
         seconds_left = limits.budget + self.seconds_before - seconds[-1]
         return min(steps, seconds_left / max(median, 1e-9))
 
     def measure_losses(self) -> Losses:
         """Return the loss of the present network at the points of the run and at fresh ones."""
-        return Losses(self.points.loss(), self.validation.loss(len(self.history)))
+        return Losses(self.collocation.loss(), self.validation.loss(len(self.history)))
 
     def exceeds_roundoff(self, loss: float) -> bool:
         """Return True if a loss is more than round-off of the first one."""
         epsilon = torch.finfo(next(self.trial.parameters()).dtype).eps
-        return loss > epsilon**LEVELS.roundoff_exponent * self.history.loss[0]
+        return loss > epsilon**THRESHOLDS.roundoff_exponent * self.history.loss[0]
+
+    def is_near_solution(self, loss: float) -> bool:
+        """Return True if a loss is a small share of the first one."""
+        return loss < THRESHOLDS.near_share * self.history.loss[0]
 
     @property
     def rejects_all_steps(self) -> bool:
         """Return True if too many steps in a row were rejected."""
-        return self.rejected_steps >= LEVELS.rejected_steps
+        return self.rejected_steps >= THRESHOLDS.rejected_steps
 
     def has_level_loss(self, steps: int | None, fall: float) -> bool:
         """Return True if the loss fell by less than a share in the last steps.
@@ -116,7 +122,7 @@ class RunContext:
         None steps are never level, nor are losses that do not compare.
         """
         history = self.history
-        if steps is None or not self.points.can_compare_losses(len(history) - steps - 1):
+        if steps is None or not self.collocation.can_compare_losses(len(history) - steps - 1):
             return False
         before = history.loss[-1 - steps]
         return history.loss[-1] > before - fall * abs(before)  # energies may be negative

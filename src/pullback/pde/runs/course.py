@@ -8,13 +8,12 @@ from typing import Any
 
 from .context import RunContext
 from .descent import Descent
-from .point_moves import PointMoves
 from .restarts import Restarts
 from .settling import Settling
 
 
 @dataclass(frozen=True)
-class CourseLevels:
+class CourseThresholds:
     """When the course of a run changes; falls are shares of the loss."""
 
     #: steps, and the fall in them, below which the weight of a prior is chosen again
@@ -22,22 +21,28 @@ class CourseLevels:
     prior_fall: float = 0.05
     #: the fall in half of `patience` below which a run is stuck, far from a solution
     far_fall: float = 0.01
-    #: the same near a solution, where a step should at least halve the loss
+    #: the same near a solution, where losses fall quickly: they should halve in these steps
     near_fall: float = 0.5
-    #: share of the first loss below which a solution is near
-    near_share: float = 1e-8
 
 
-LEVELS = CourseLevels()
+THRESHOLDS = CourseThresholds()
 
 
 class Course:
     """Changes the phase of a run between two steps.
 
-    Every phase is an object of its own. To add one, ask it in `change`, in its place.
+    A run takes long steps (`Descent`) until it is stuck or near its end. Then it settles, and where
+    it is stuck it moves its points or restarts from other parameters. Every phase is an object of
+    its own; `change` has their order.
+
+    Args:
+        context: what the phases share.
+        descent: takes the steps.
+        take_state: returns all that the next step depends on.
 
     Attributes:
-        restarts: the parameters that were tried.
+        settling: the phase of short steps.
+        restarts: the phase of other parameters, which knows the best ones.
         state_before_settling: of the run, from which it goes on when it is given more steps.
     """
 
@@ -47,13 +52,16 @@ class Course:
         self._context = context
         self._descent = descent
         self._take_state = take_state
-        self._point_moves = PointMoves(context)
         self.settling = Settling(context)
         self.restarts = Restarts(context)
         self.state_before_settling: dict[str, Any] | None = None
 
     def change(self) -> bool:
-        """Begin another phase if it is time; return True if the run goes on in any case."""
+        """Begin another phase if it is time, and return True if the run goes on.
+
+        It goes on if a phase begins, and while short steps are taken. Otherwise the return value is
+        False, and `StopRules` decide.
+        """
         if self._weigh_priors() or self.settling.is_in_progress:
             return True
         is_stuck = self._is_stuck()
@@ -71,9 +79,9 @@ class Course:
         if patience is None:
             return False
         loss = context.history.loss
-        fall = LEVELS.far_fall
-        if loss and loss[-1] < LEVELS.near_share * loss[0]:
-            fall = LEVELS.near_fall
+        fall = THRESHOLDS.far_fall
+        if loss and context.is_near_solution(loss[-1]):
+            fall = THRESHOLDS.near_fall
         return context.is_stagnant(max(1, patience // 2), fall)
 
     def _weigh_priors(self) -> bool:
@@ -82,11 +90,11 @@ class Course:
         Losses before and after do not compare, so the best try is forgotten.
         """
         context = self._context
-        if not context.is_stagnant(LEVELS.prior_steps, LEVELS.prior_fall):
+        if not context.is_stagnant(THRESHOLDS.prior_steps, THRESHOLDS.prior_fall):
             return False
-        if not context.points.reweigh(len(context.history)):
+        if not context.collocation.reweigh(len(context.history)):
             return False
-        context.validation.weights = context.points.weights
+        context.validation.weights = context.collocation.weights
         context.rejected_steps = 0
         self.restarts.best = None
         return True
@@ -109,12 +117,12 @@ class Course:
         starts anew.
         """
         context = self._context
-        if not context.can_adapt or not context.points.is_least_squares:
+        if not context.can_adapt or not context.collocation.is_least_squares:
             return False
         losses = context.measure_losses()
         if not context.exceeds_roundoff(losses.fresh):
             return False
-        if self._point_moves.are_needed(losses):
+        if self._descent.point_moves.are_needed(losses):
             self._descent.move_points()
             return True
         if not self.restarts.begin(losses):

@@ -18,12 +18,13 @@ class Descent:
 
     Attributes:
         optimizer: of the steps to come.
+        point_moves: moves points that the run overfits.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._dtype = next(context.trial.parameters()).dtype
-        self._point_moves = PointMoves(context)
+        self.point_moves = PointMoves(context)
         self.optimizer: Optimizer
         self.renew_optimizer()
 
@@ -41,7 +42,7 @@ class Descent:
             context.settings.method,
             dtype=self._dtype,
             processes=context.processes,
-            residual_count=context.points.residual_count,
+            residual_count=context.collocation.residual_count,
             is_short=self.is_short,
         )
 
@@ -51,21 +52,21 @@ class Descent:
         context = self._context
         number = len(context.history)
         self._validate(number)
-        objective = context.points.objective_at(number, double=self.is_short)
+        objective = context.collocation.objective_at(number, double=self.is_short)
         info = take_step(self.optimizer, objective, context.trial, context.processes)
         device = next(context.trial.parameters()).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = self._longest(time.perf_counter() - start)
         if not info.accepted and "not finite" in info.reason:
-            context.points.raise_not_finite(info.reason)
+            context.collocation.raise_not_finite(info.reason)
         self._record(info, seconds)
         return info
 
     def move_points(self) -> None:
         """Gather points where residuals are large, and go on from there by long steps."""
         was_short = self.is_short
-        self._point_moves.move()
+        self.point_moves.move()
         self._context.rejected_steps = 0
         if was_short:
             self.renew_optimizer()
@@ -76,11 +77,11 @@ class Descent:
         history = context.history
         is_due = number > 0 and number % context.settings.measure == 0
         is_done = history.validated[-1:] == [number]
-        if not is_due or is_done or not context.points.is_least_squares:
+        if not is_due or is_done or not context.collocation.is_least_squares:
             return
         losses = context.measure_losses()
         history.validate(losses.training, losses.fresh)
-        if context.can_adapt and self._point_moves.are_needed(losses):
+        if context.can_adapt and self.point_moves.are_needed(losses):
             self.move_points()
 
     def _record(self, info: StepInfo, seconds: float) -> None:

@@ -21,14 +21,14 @@ from .settings import MethodOptions
 
 
 @dataclass(frozen=True)
-class SolverLevels:
+class SolverThresholds:
     """How the linear system of a step is solved by default."""
 
     #: singular values below this share of the largest are noise in float64; with the usual cut at
     #: max(n, p)·ε some seeds stall at errors of 1e-9 (`benchmarks/trust.py`)
     noise_share: float = 5e-14
-    #: residuals and parameters above which a step moves in a random subspace: beyond it a full
-    #: factorization dominates the step
+    #: residuals and parameters above which a step moves in a random subspace, because a full
+    #: factorization is cubic in them
     dense_size: int = 2500
     #: dimension of that subspace
     subspace_size: int = 1000
@@ -36,7 +36,7 @@ class SolverLevels:
     probe_size: int = 512
 
 
-LEVELS = SolverLevels()
+THRESHOLDS = SolverThresholds()
 #: steps whose reduction of the loss is nearly what was predicted, from tiny ones on
 SHORT_STEP = TargetRatio(0.9, radii=48, window=1e3)
 
@@ -82,14 +82,14 @@ def default_solver(trial: Trial, dtype: torch.dtype, residual_count: int) -> Sol
 
     If residuals and parameters are both many, every step moves in another random subspace.
     """
-    noise_share = LEVELS.noise_share if dtype == torch.float64 else None
+    noise_share = THRESHOLDS.noise_share if dtype == torch.float64 else None
     if _is_sketched(trial, residual_count):
-        return Sketched(columns=LEVELS.subspace_size, rcond=noise_share, double=True)
+        return Sketched(columns=THRESHOLDS.subspace_size, rcond=noise_share, double=True)
     return PseudoInverse(rcond=noise_share, double=True)
 
 
 def _is_sketched(trial: Trial, residual_count: int) -> bool:
-    return min(residual_count, count_parameters(trial)) > LEVELS.dense_size
+    return min(residual_count, count_parameters(trial)) > THRESHOLDS.dense_size
 
 
 def count_parameters(trial: Trial) -> int:
@@ -108,7 +108,7 @@ def describe_cost(trial: Trial, method: MethodOptions, residual_count: int) -> s
         return ""
     n = residual_count
     p = count_parameters(trial)
-    k = LEVELS.subspace_size
+    k = THRESHOLDS.subspace_size
     parameter = next(trial.parameters())
     seconds_per_operation = 1 / _measure_speed(parameter.device)
     sketched = 400 * n * p + 3 * n * k**2 + 20 * k**3
@@ -124,7 +124,7 @@ def describe_cost(trial: Trial, method: MethodOptions, residual_count: int) -> s
 
 def _measure_speed(device: torch.device) -> float:
     """Return the operations a second in products of float64 matrices, the best of three."""
-    size = LEVELS.probe_size
+    size = THRESHOLDS.probe_size
     matrix = torch.ones(size, size, dtype=torch.float64, device=device)
     best = float("inf")
     for _ in range(3):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class PerturbationLevels:
+class PerturbationThresholds:
     """How parameters are perturbed."""
 
     #: a neuron is idle if it moves the next layer by less than this share of the most active one;
@@ -21,7 +21,7 @@ class PerturbationLevels:
     noise_share: float = 0.01
 
 
-LEVELS = PerturbationLevels()
+THRESHOLDS = PerturbationThresholds()
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def kick(network: nn.Module, x: Tensor, generator: torch.Generator) -> None:
     for parameter in network.parameters():
         if parameter.requires_grad:
             size = parameter.square().mean().sqrt()
-            parameter += LEVELS.noise_share * size * _draw_normal(parameter, generator)
+            parameter += THRESHOLDS.noise_share * size * _draw_normal(parameter, generator)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _replace_idle_neurons(
     hidden = _record_inputs(network, layer.outgoing, x)
     weight = layer.outgoing.weight
     activity, order = (hidden.std(0) * weight.norm(dim=0)).sort(descending=True)
-    live_count = int((activity > LEVELS.idle_share * activity[0]).sum())
+    live_count = int((activity > THRESHOLDS.idle_share * activity[0]).sum())
     live = order[:live_count]
     idle = order[live_count:]
     if not len(live) or not len(idle):
@@ -92,7 +92,7 @@ def _replace_idle_neurons(
     for parameter in (layer.incoming.weight, layer.incoming.bias):
         size = parameter[live].square().mean().sqrt()
         noise = _draw_normal(parameter[source], generator)
-        parameter[idle] = parameter[source] + LEVELS.noise_share * size * noise
+        parameter[idle] = parameter[source] + THRESHOLDS.noise_share * size * noise
     return True
 
 

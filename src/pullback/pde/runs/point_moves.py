@@ -9,18 +9,16 @@ from .context import Losses, RunContext
 
 
 @dataclass(frozen=True)
-class DriftLevels:
+class DriftThresholds:
     """When points move."""
 
-    #: loss at fresh points over that at the run's own: a factor of two says that points are few
+    #: loss at fresh points over that at the run's own beyond which they move, far from a solution
     ratio: float = 2.0
-    #: share of the first loss below which that ratio does not count: the end is near by then
-    early_share: float = 1e-8
     #: share of the first loss below which even overfitted points stay: round-off is near
     late_share: float = 1e-12
 
 
-LEVELS = DriftLevels()
+THRESHOLDS = DriftThresholds()
 
 
 class PointMoves:
@@ -32,17 +30,17 @@ class PointMoves:
     def are_needed(self, losses: Losses) -> bool:
         """Return True if the run overfits its points.
 
-        While the loss is large a ratio of two is enough; later it takes one of ten.
+        Far from a solution a ratio of two is enough; near it takes one of ten.
         """
         first = self._context.history.loss[0]
-        is_early = losses.fresh > LEVELS.early_share * first
-        if is_early and losses.fresh > LEVELS.ratio * losses.training:
+        is_far = not self._context.is_near_solution(losses.fresh)
+        if is_far and losses.fresh > THRESHOLDS.ratio * losses.training:
             return True
-        is_late = losses.fresh <= LEVELS.late_share * first
+        is_late = losses.fresh <= THRESHOLDS.late_share * first
         return is_overfitted(losses.training, losses.fresh) and not is_late
 
     def move(self) -> None:
         """Move the points before the next step."""
         history = self._context.history
-        self._context.points.concentrate(len(history))
+        self._context.collocation.concentrate(len(history))
         history.moved.append(len(history))

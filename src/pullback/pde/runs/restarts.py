@@ -15,22 +15,22 @@ from .perturbation import kick, shuffle_parameters
 
 
 @dataclass(frozen=True)
-class RestartLevels:
+class RestartThresholds:
     """When parameters are kicked or start anew."""
 
     #: steps that must be left for a kick: a kicked run needs about as many to get better
     steps_after_kick: int = 40
-    #: a kick must have halved the best fresh loss, or the next one is not worth its steps
-    useful_fall: float = 0.5
+    #: fresh loss over the best one before, above which another kick is not worth its steps
+    useful_ratio: float = 0.5
     #: relative residuals above which a stuck run starts anew: it is far from any solution
     hopeless_residual: float = 1e-3
     #: points at which the activity of neurons is measured
     activity_points: int = 500
-    #: between the seeds of two restarts, a prime
-    seed_stride: int = 7919
 
 
-LEVELS = RestartLevels()
+THRESHOLDS = RestartThresholds()
+#: between the seeds of two restarts, a prime
+_SEED_STRIDE = 7919
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Restarts:
 
     def should_kick(self, losses: Losses) -> bool:
         """Return True if enough steps are left, and the last kick paid."""
-        steps_needed = max(LEVELS.steps_after_kick, self._steps_since_restart / 2)
-        has_improved = losses.fresh < LEVELS.useful_fall * self._best_loss
+        steps_needed = max(THRESHOLDS.steps_after_kick, self._steps_since_restart / 2)
+        has_improved = losses.fresh < THRESHOLDS.useful_ratio * self._best_loss
         return self._context.steps_left >= steps_needed and has_improved
 
     def should_start_anew(self) -> bool:
@@ -87,7 +87,7 @@ class Restarts:
         if self._context.steps_left < self._steps_since_restart:
             return False
         residual = self._context.validation.relative(len(self._context.history))
-        return not residual <= LEVELS.hopeless_residual
+        return not residual <= THRESHOLDS.hopeless_residual
 
     def begin(self, losses: Losses) -> bool:
         """Change the parameters if that may help; return True if they changed."""
@@ -96,17 +96,17 @@ class Restarts:
         if not is_kick and not self.should_start_anew():
             return False
         if losses.fresh < self._best_loss:
-            self.best = BestTry(losses.fresh, self._copy_parameters(), context.points.state())
+            self.best = BestTry(losses.fresh, self._copy_parameters(), context.collocation.state())
         number = len(context.history)
         seed = context.settings.sampling.seed
-        generator = torch.Generator().manual_seed(seed + LEVELS.seed_stride * number)
+        generator = torch.Generator().manual_seed(seed + _SEED_STRIDE * number)
         if is_kick:
-            points = context.problem.domain.sample(LEVELS.activity_points, "sobol", seed=seed)
+            points = context.problem.domain.sample(THRESHOLDS.activity_points, "sobol", seed=seed)
             kick(context.trial, points.x.to(next(context.trial.parameters())), generator)
         else:
             self._set_parameters(shuffle_parameters(self.initial, context.trial, generator))
         context.processes.broadcast_first([*context.trial.parameters()])
-        context.points.compare_losses_from(number)
+        context.collocation.compare_losses_from(number)
         context.history.restarted.append(number)
         return True
 
@@ -118,7 +118,7 @@ class Restarts:
         if context.validation.loss(len(context.history)) <= self.best.fresh_loss:
             return False
         self._set_parameters(self.best.parameters)
-        context.points.restore(self.best.points)
+        context.collocation.restore(self.best.points)
         return True
 
     def _copy_parameters(self) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ from .stop_rules import StopRules
 
 
 @dataclass(frozen=True)
-class RunLevels:
+class RunThresholds:
     """What a run looks at before and after its steps."""
 
     #: dimensions up to which all second derivatives of a network are computed, to refuse flat ones
@@ -51,7 +51,7 @@ class RunLevels:
     pace_steps: int = 20
 
 
-LEVELS = RunLevels()
+THRESHOLDS = RunThresholds()
 
 
 class Run:
@@ -85,7 +85,7 @@ class Run:
         trial = Trial(network, problem.unknowns, parameter)
         plan = settings.sampling.plan(problem, count_parameters(trial))
         self._context = self._build_context(trial, plan, parameter, is_resumable=path is not None)
-        self._points = self._context.points
+        self._collocation = self._context.collocation
         self._processes = self._context.processes
         self._descent = Descent(self._context)
         self._course = Course(self._context, self._descent, self._take_state)
@@ -105,17 +105,17 @@ class Run:
         settings = self._settings
         processes = find_solve_processes(settings.group)
         processes.broadcast_first([*trial.parameters(), *trial.buffers()])
-        points = Collocation(self.problem, trial, plan, template, settings.causal, processes)
-        if self.problem.domain.dim <= LEVELS.curvature_dimensions:
-            refuse_flat(self.problem, self.network, points.sites)
+        collocation = Collocation(self.problem, trial, plan, template, settings.causal, processes)
+        if self.problem.domain.dim <= THRESHOLDS.curvature_dimensions:
+            refuse_flat(self.problem, self.network, collocation.sites)
         validation = Validation(
-            self.problem, trial, plan.counts, points.weights, settings.sampling.seed, processes
+            self.problem, trial, plan.counts, collocation.weights, settings.sampling.seed, processes
         )
         return RunContext(
             problem=self.problem,
             trial=trial,
             settings=settings,
-            points=points,
+            collocation=collocation,
             validation=validation,
             processes=processes,
             can_adapt=plan.adaptive,
@@ -129,7 +129,7 @@ class Run:
         schedule = [sampling.seed, sampling.resample, sampling.refine, self._settings.causal]
         return {
             "problem": repr(self.problem),
-            "conditions": self._points.fingerprints(),
+            "conditions": self._collocation.fingerprints(),
             "parameters": [(name, list(p.shape)) for name, p in parameters],
             "dtype": str(self._dtype),
             "counts": plan.counts,
@@ -196,10 +196,10 @@ class Run:
             self.history,
             unknowns=self.unknowns,
             verdict=verdict,
-            weights=self._points.weights,
-            loss=self._points.loss(),
-            spectrum=self._points.spectrum(),
-            nested=self._points.nesting_reason(),
+            weights=self._collocation.weights,
+            loss=self._collocation.loss(),
+            spectrum=self._collocation.spectrum(),
+            nested=self._collocation.nesting_reason(),
         )
         interruption.repeat()
         return solution
@@ -222,7 +222,7 @@ class Run:
                 stop = self._step_until_stop(line, interruption, announce=announce)
             is_orderly = True
         finally:
-            self._points.restore_precision()
+            self._collocation.restore_precision()
             if is_orderly:
                 self._record_error()
             if len(self.history):
@@ -289,7 +289,7 @@ class Run:
 
     def _say_cost(self, line: ProgressLine) -> None:
         """Say what a step will take, if there are many parameters."""
-        residual_count = self._points.residual_count
+        residual_count = self._collocation.residual_count
         cost = describe_cost(self._context.trial, self._settings.method, residual_count)
         if cost:
             line.say(cost)
@@ -310,7 +310,7 @@ class Run:
                 "half of the digits. Raise memory= or use fewer points",
                 stacklevel=6,
             )
-        reason = self._points.nesting_reason()
+        reason = self._collocation.nesting_reason()
         if reason:
             warnings.warn(
                 f"Derivatives are nested automatic differentiation, which is slower: {reason}",
@@ -326,7 +326,7 @@ class Run:
             pace = 0.0  # that of a try which was not the best
             if stop.reason in {StopReason.ALL_STEPS, StopReason.BUDGET_SPENT}:
                 self._is_stuck = True
-        if not self._points.is_least_squares:
+        if not self._collocation.is_least_squares:
             return PDEVerdict(stop, self._is_stuck, math.nan, math.nan, math.nan)
         number = len(self.history)
         losses = self._context.measure_losses()
@@ -351,12 +351,13 @@ class Run:
 
         It is 0 where these losses do not compare.
         """
-        steps = LEVELS.pace_steps
+        steps = THRESHOLDS.pace_steps
         long_steps = len(self.history) - (self.history.short_steps or 0)
         losses = self.history.loss[:long_steps]
-        if len(losses) <= steps or not self._points.can_compare_losses(len(losses) - steps - 1):
+        first = len(losses) - steps - 1
+        if first < 0 or not self._collocation.can_compare_losses(first):
             return 0.0
-        return 1 - max(0.0, losses[-1] / losses[-1 - steps]) ** (1 / steps)
+        return 1 - max(0.0, losses[-1] / losses[first]) ** (1 / steps)
 
     def _record_error(self) -> None:
         """Measure the error on the first process, for all of them."""
@@ -388,7 +389,7 @@ class Run:
             "history": self.history.as_dict(),
             "rejected_steps": self._context.rejected_steps,
             "best": None if best is None else best.as_dict(),
-            "points": self._points.state(),
+            "points": self._collocation.state(),
         }
 
     def _resume(self) -> None:
@@ -424,8 +425,8 @@ class Run:
         context.rejected_steps = state["rejected_steps"]
         best = state["best"]
         self._course.restarts.best = None if best is None else BestTry(**best)
-        self._points.restore(state["points"])
-        context.validation.weights = self._points.weights
+        self._collocation.restore(state["points"])
+        context.validation.weights = self._collocation.weights
 
 
 def find_solve_processes(group: Any) -> Processes:

@@ -8,7 +8,7 @@ from .context import RunContext
 
 
 @dataclass(frozen=True)
-class SettlingLevels:
+class SettlingThresholds:
     """How long a run settles."""
 
     #: short steps at the end of a run, and where it is stuck
@@ -17,7 +17,7 @@ class SettlingLevels:
     one_in: int = 10
 
 
-LEVELS = SettlingLevels()
+THRESHOLDS = SettlingThresholds()
 
 
 class Settling:
@@ -34,8 +34,8 @@ class Settling:
     @property
     def step_count(self) -> int:
         """Short steps that the run settles for."""
-        share = self._context.settings.limits.steps // LEVELS.one_in
-        return max(1, min(LEVELS.steps, share))
+        share = self._context.settings.limits.steps // THRESHOLDS.one_in
+        return max(1, min(THRESHOLDS.steps, share))
 
     @property
     def is_in_progress(self) -> bool:
@@ -58,7 +58,7 @@ class Settling:
         context = self._context
         if context.history.short_steps is not None or context.share < 1:
             return False
-        is_at_fixed_points = context.points.can_compare_losses(len(context.history))
+        is_at_fixed_points = context.collocation.can_compare_losses(len(context.history))
         return context.settings.method.chooses_step and is_at_fixed_points
 
     def begin(self) -> None:

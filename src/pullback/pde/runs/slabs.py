@@ -25,7 +25,7 @@ from .settings import Settings
 
 
 @dataclass(frozen=True)
-class SlabLevels:
+class SlabThresholds:
     """How the lengths of slabs are controlled."""
 
     #: share of the whole time below which slabs are not halved any more
@@ -42,7 +42,7 @@ class SlabLevels:
     first_slab_budget: float = 2.0
 
 
-LEVELS = SlabLevels()
+THRESHOLDS = SlabThresholds()
 
 
 class SlabMarch:
@@ -101,18 +101,18 @@ class SlabMarch:
         """Solve slabs that are as long as they converge."""
         start, end = self.domain.time
         length = end - start
-        shortest = LEVELS.shortest_share * length
+        shortest = THRESHOLDS.shortest_share * length
         residuals: list[float] = []  # of the attempts at this slab
         while (time_left := end - self._edges[-1]) > 0:
             length = min(length, time_left)
             until = end if length == time_left else self._edges[-1] + length
             run = self._begin_slab(until, slabs_later=time_left / length - 1)
-            solution = run.advance(LEVELS.look_share)
+            solution = run.advance(THRESHOLDS.look_share)
             residuals.append(_early_residual(run, solution))
             if _is_halving_useless(residuals):
                 shortest = length
             is_shortest = length <= 1.001 * shortest
-            if is_shortest or not residuals[-1] > LEVELS.hopeless_residual:
+            if is_shortest or not residuals[-1] > THRESHOLDS.hopeless_residual:
                 solution = run.advance()
             if not is_shortest and not self._is_good_enough(run, solution):
                 self._spent += run.seconds_spent
@@ -121,7 +121,7 @@ class SlabMarch:
             residuals.clear()
             if self._keep(run, solution, until):
                 break
-            if len(run.history) < LEVELS.easy_share * self._settings.limits.steps:
+            if len(run.history) < THRESHOLDS.easy_share * self._settings.limits.steps:
                 length *= 2
 
     def _is_good_enough(self, run: Run, solution: PDESolution) -> bool:
@@ -167,7 +167,7 @@ class SlabMarch:
         left = max(0.0, budget - self._spent)
         if self._checkpoint is not None:
             return self._settings.with_budget(left)
-        weight = 1.0 if self._networks else LEVELS.first_slab_budget
+        weight = 1.0 if self._networks else THRESHOLDS.first_slab_budget
         return self._settings.with_budget(left * weight / (weight + slabs_later))
 
     def _keep(self, run: Run, solution: PDESolution, end: float) -> bool:
@@ -227,7 +227,7 @@ def _early_residual(run: Run, solution: PDESolution) -> float:
 
 def _is_halving_useless(residuals: list[float]) -> bool:
     """Return True if two halvings of a slab did not halve its residuals."""
-    return len(residuals) > 2 and residuals[-1] > residuals[-3] / LEVELS.useful_fall
+    return len(residuals) > 2 and residuals[-1] > residuals[-3] / THRESHOLDS.useful_fall
 
 
 def _place_edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..judgement.stop import Stop, StopReason
-from .context import LEVELS, RunContext
+from .context import THRESHOLDS, RunContext
 
 #: the fall of the loss, as a share, that `patience` waits for
 PATIENCE_FALL = 0.01
@@ -32,7 +32,7 @@ class StopRules:
         context = self._context
         patience = context.settings.limits.patience
         if context.rejects_all_steps:
-            return Stop(StopReason.STEPS_REJECTED, LEVELS.rejected_steps)
+            return Stop(StopReason.STEPS_REJECTED, THRESHOLDS.rejected_steps)
         if patience is not None and context.has_level_loss(patience, PATIENCE_FALL):
             return Stop(StopReason.LOSS_LEVEL, patience)
         return None
@@ -45,7 +45,7 @@ class StopRules:
             return history.error[-1] <= tolerance
         if not history.loss or history.loss[-1] > tolerance:
             return False
-        if not context.points.is_least_squares:
+        if not context.collocation.is_least_squares:
             return True
         return context.validation.loss(len(history)) <= tolerance
 
