@@ -42,6 +42,8 @@ lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "==> vague names"
+	@$(BIN)/python -m tests.vague_names
 	@echo "==> codespell"
 	@$(BIN)/codespell
 
