@@ -41,6 +41,7 @@ SLOW = {
     "demo",
     "race-vision",
     "kerekes-2022-theorems",
+    "influence-mnist",
 }
 
 
@@ -85,7 +86,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 #: theorems that are numbers alone
-NOT_DRAWN = {"kerekes-2022-theorems"}
+NOT_DRAWN = {"kerekes-2022-theorems", "laplace-uci", "laplace-rotation"}
 
 #: whose quick version judges nothing, and says so
 TOO_SHORT = {

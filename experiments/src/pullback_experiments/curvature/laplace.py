@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -41,8 +41,20 @@ class Split:
     test_y: Tensor
 
 
+GENERATED = "generated"
+
+
+def generate_split() -> Split:
+    """Return a noisy sine of two inputs."""
+    x = torch.randn(80, 2, dtype=torch.float64)
+    y = x.sin().sum(1, keepdim=True) + 0.1 * torch.randn(80, 1)
+    return Split(x[:60], y[:60], x[60:], y[60:])
+
+
 def load_split(name: str, number: int) -> Split:
     """Return a standard split of a UCI set, with inputs and targets of mean 0 and variance 1."""
+    if name == GENERATED:
+        return generate_split()
     with np.load(data.file("uci_bnn9.npz")) as arrays:
         x = torch.from_numpy(arrays[f"{name}__x"]).double()
         y = torch.from_numpy(arrays[f"{name}__y"]).double().reshape(len(x), 1)
@@ -204,13 +216,13 @@ class LaplaceRegression(Experiment):
         epochs: of training.
     """
 
-    sets: Sequence[str] = ("boston", "concrete", "energy", "wine", "yacht")
-    splits: int = 5
+    sets: Sequence[str] = ("bostonHousing", "concrete", "energy", "wine_quality_red", "yacht")
+    splits: int = 3
     epochs: int = 100
     seeds: Sequence[int] = (0,)
 
     def smoke(self) -> Self:
-        return replace(self, judged=False, sets=self.sets[:1], splits=1, epochs=1)
+        return replace(self, judged=False, sets=(GENERATED,), splits=1, epochs=1)
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {"sets": list(self.sets), "splits": self._splits(quick), "epochs": self.epochs,
@@ -228,7 +240,8 @@ class LaplaceRegression(Experiment):
         return items
 
     def ready(self, quick: bool) -> None:
-        data.file("uci_bnn9.npz")
+        if GENERATED not in self.sets:
+            data.file("uci_bnn9.npz")
 
     def means(self, results: Results, name: str) -> dict[str, dict[str, float]]:
         """Return the mean numbers of every method over the splits of a set."""
@@ -315,6 +328,7 @@ class LaplaceRotation(Experiment):
         samples, tests: images.
         angles: degrees.
         epochs: of training.
+        is_generated: whether the images are made up instead.
     """
 
     networks: Sequence[str] = tuple(NETWORKS)
@@ -323,10 +337,11 @@ class LaplaceRotation(Experiment):
     angles: Sequence[float] = (0.0, 30.0, 60.0)
     epochs: int = 8
     seeds: Sequence[int] = (0,)
-    structures: Sequence[str] = field(default_factory=lambda: ("pullback EK-FAC",))
+    is_generated: bool = False
 
     def smoke(self) -> Self:
-        return replace(self, judged=False, networks=("normalized",), samples=60, tests=10, epochs=1)
+        small = replace(self, samples=60, tests=10, epochs=1, is_generated=True)
+        return replace(small, judged=False, networks=("normalized",))
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
@@ -345,7 +360,8 @@ class LaplaceRotation(Experiment):
         return [Item((name,), partial(compare_rotation, sized, name)) for name in self.networks]
 
     def ready(self, quick: bool) -> None:
-        data.file("fashion_mnist.npz")
+        if not self.is_generated:
+            data.file("fashion_mnist.npz")
 
     def judge(self, results: Results) -> list[Check]:
         checks = []
@@ -378,7 +394,11 @@ class LaplaceRotation(Experiment):
 
 def compare_rotation(setting: LaplaceRotation, name: str, context: Context) -> dict[str, Any]:
     """Train one network, and return what every posterior says of turned test images."""
-    images = data.fashion_mnist().first(setting.samples, setting.tests)
+    if setting.is_generated:
+        images = data.generated((1, 28, 28), 10, setting.samples)
+    else:
+        images = data.fashion_mnist()
+    images = images.first(setting.samples, setting.tests)
     split = Split(images.x, images.y, images.test_x, images.test_y)
     model = NETWORKS[name]()
     train(model, split, F.cross_entropy, setting.epochs, 1e-4, 64)

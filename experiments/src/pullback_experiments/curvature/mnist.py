@@ -51,9 +51,13 @@ class Digits:
     query_y: Tensor
 
     @classmethod
-    def load(cls, samples: int, queries: int, device: torch.device) -> Digits:
-        """Return the first images of each part."""
-        images = data.mnist().first(samples, queries).flat().to(device)
+    def load(cls, setting: InfluenceMNIST, device: torch.device) -> Digits:
+        """Return the first images of each part, of MNIST or made up."""
+        if setting.is_generated:
+            images = data.generated((1, 28, 28), 10, setting.samples)
+        else:
+            images = data.mnist()
+        images = images.first(setting.samples, setting.queries).flat().to(device)
         x = (images.x - _MEAN) / _DEVIATION
         query_x = (images.test_x - _MEAN) / _DEVIATION
         return cls(x, images.y, query_x, images.test_y)
@@ -79,6 +83,7 @@ class InfluenceMNIST(Experiment):
         schedule: of all trainings.
         trak_models, trak_dimension: of TRAK.
         wrong_share: of labels that are replaced by another class.
+        is_generated: whether the images are made up instead.
     """
 
     samples: int = 5000
@@ -88,6 +93,7 @@ class InfluenceMNIST(Experiment):
     trak_models: int = 10
     trak_dimension: int = 512
     wrong_share: float = 0.1
+    is_generated: bool = False
     seeds: Sequence[int] = (7,)
     quick_seeds: Sequence[int] = (0,)
 
@@ -95,7 +101,7 @@ class InfluenceMNIST(Experiment):
         few = replace(self.schedule, epochs=1, batch=20)
         return replace(
             self, judged=False, samples=100, queries=5, subsets=3, schedule=few, trak_models=2,
-            trak_dimension=16,
+            trak_dimension=16, is_generated=True,
         )  # fmt: skip
 
     def _sized(self, quick: bool) -> Self:
@@ -125,7 +131,8 @@ class InfluenceMNIST(Experiment):
         ]
 
     def ready(self, quick: bool) -> None:
-        data.file("mnist.npz")
+        if not self.is_generated:
+            data.file("mnist.npz")
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:
@@ -173,7 +180,7 @@ def train_full(digits: Digits, seed: int, schedule: Schedule, count: int = 1) ->
 
 def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
     """Retrain on halves, and return how well every method's scores predict it."""
-    digits = Digits.load(setting.samples, setting.queries, context.device)
+    digits = Digits.load(setting, context.device)
     first_seed = 10_000 * (context.seed + 1)
     subsets = draw_subsets(setting.samples, setting.subsets, seed=first_seed)
     seeds = list(range(first_seed + 100, first_seed + 100 + setting.subsets))
@@ -275,7 +282,7 @@ def score_by_kronfluence(model: nn.Module, digits: Digits, damping: float | None
 
 def find_wrong_labels(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
     """Train on labels of which some are wrong, and return where the wrong ones are ranked."""
-    digits = Digits.load(setting.samples, setting.queries, context.device)
+    digits = Digits.load(setting, context.device)
     generator = torch.Generator().manual_seed(context.seed)
     count = int(setting.wrong_share * setting.samples)
     wrong = torch.randperm(setting.samples, generator=generator)[:count]
