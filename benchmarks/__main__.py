@@ -1,6 +1,11 @@
-"""`python -m benchmarks`: every comparison that runs on this machine."""
+"""`python -m benchmarks [NAME ...]`: a benchmark; without a name, the comparisons with others."""
 
-from . import exact, scale
+import sys
 
-exact.main()
-scale.main()
+from .laboratory import run_benchmark
+
+if len(sys.argv) > 1:
+    run_benchmark(sys.argv[1], sys.argv[2:])
+else:
+    for name in ("exact", "scale"):
+        run_benchmark(name)

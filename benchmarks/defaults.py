@@ -1,6 +1,6 @@
 """Does `pb.KFAC(model)` train without settings? Five tasks beside Adam, five seeds, many rates.
 
-    python -m benchmarks.defaults [--device cuda] [--tasks mlp,cnn,...] [--parallel N] [--out FILE]
+    pullback bench defaults [--device cuda] [--tasks mlp,cnn,...] [--parallel N] [--out FILE]
 
 Every run has a constant learning rate and no decay. For each task and seed: Adam at four rates;
 `KFAC(model, lr=...)` at its default rate times 1/10, 1/3, 1, 3 and 10; and Adam at 1e-3 for as
@@ -10,11 +10,10 @@ training data at the end, the median over the last five evaluations; the held-ou
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,9 +30,9 @@ from pullback_experiments.learning.data import DataSet, cifar10, digits
 from pullback_experiments.races.networks import Decoder, ResNet
 from pullback_experiments.races.tasks import python_files
 
+from .laboratory import RESULTS, make_parser
 from .timing import environment, synchronize
 
-RESULTS = Path(__file__).parent / "results"
 ADAM = (3e-4, 1e-3, 3e-3, 1e-2)
 FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
 SEEDS = range(5)
@@ -205,14 +204,14 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", default=len(SEEDS), type=int)
     parser.add_argument("--parallel", default=1, type=int)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     jobs = [(t, s, asked.device) for t in asked.tasks.split(",") for s in range(asked.seeds)]
     spawned = get_context("spawn")
     with ProcessPoolExecutor(asked.parallel, spawned) as pool:
@@ -224,7 +223,3 @@ def main() -> None:
     out = asked.out or RESULTS / f"defaults-{kind}.json"
     record = {"environment": environment(torch.device(asked.device)), "parallel": asked.parallel}
     out.write_text(json.dumps(record | {"verdicts": table, "rows": rows}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

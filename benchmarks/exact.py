@@ -1,6 +1,6 @@
 """One exact damped natural-gradient step against the routes people use today.
 
-    python -m benchmarks.exact [--device cuda]
+    pullback bench exact [--device cuda]
 
 The naive route forms the Jacobian with torch.func and solves on the smaller side; NNGeometry and
 curvlinops (extra `bench`) solve the same damped Fisher system with their own representations.
@@ -9,11 +9,9 @@ Every route's answer is compared with a float64 solve, so that no one is fast an
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +21,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import pullback as pb
 
+from .laboratory import Record, make_parser
 from .models import Attention, mlp, small_conv
 from .timing import compare, environment
 
@@ -161,22 +160,15 @@ def measure(name: str, model: nn.Module, x: Tensor, device: torch.device) -> dic
     return {"parameters": size, "rows": len(x) * 10, "ratio": ratios, "error": errors}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     warnings.filterwarnings("ignore")
     print(environment(device))
     print("time of one exact step, and as a multiple of pullback's; error against float64")
-    results = {name: measure(name, m, x, device) for name, (m, x) in problems().items()}
-    if options.out is not None:
-        record = {"environment": environment(device), "results": results}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    record = Record.on_device(options.out, device, resume=False)
+    for name, (model, x) in problems().items():
+        record.put(name, measure(name, model, x, device))

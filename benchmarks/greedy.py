@@ -1,6 +1,6 @@
 """The orthogonal greedy solve against the least that it could cost, and against the naive loop.
 
-    python -m benchmarks.greedy [--device cuda] [--forms rows dense matrix-free] [--vectors 500]
+    pullback bench greedy [--device cuda] [--forms rows dense matrix-free] [--vectors 500]
 
 *floor*: the k products that the selection needs in this form (and, matrix-free, those for the
 diagonal of G), and one Cholesky factorization of a k × k block. *naive*: matching pursuit that
@@ -9,9 +9,7 @@ forms and factorizes the block anew for every vector. The routes take turns with
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 from pullback.grams import Dense, Gram, Operator, Rows
 from pullback.solvers import OrthogonalGreedy
 
+from .laboratory import Record, make_parser
 from .timing import compare, environment
 
 Route = Callable[[], Any]
@@ -139,8 +138,8 @@ def measure(name: str, a: Tensor, r: Tensor, k: int) -> dict[str, Any]:
     return out
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--rows", type=int, default=2000)
@@ -148,25 +147,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vectors", type=int, default=500)
     parser.add_argument("--dtype", default="float64", choices=["float32", "float64"])
     parser.add_argument("--out", type=Path, default=None, help="results are added to this file")
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     dtype = getattr(torch, options.dtype)
     print(environment(device))
     a, r = problem(options.rows, options.parameters, device, dtype)
-    results = {name: measure(name, a, r, options.vectors) for name in options.forms}
-    if options.out is not None:
-        here = environment(device)
-        if options.out.exists():
-            record = json.loads(options.out.read_text())
-        else:
-            record = {}
-        if record.get("environment") != here:
-            record = {"environment": here, "results": {}}
-        record["results"].update(results)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    record = Record.on_device(options.out, device)
+    for name in options.forms:
+        record.put(name, measure(name, a, r, options.vectors))

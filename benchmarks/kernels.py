@@ -1,6 +1,6 @@
 """The NTK of networks against torch.func's two documented ways to compute it.
 
-    python -m benchmarks.kernels [--device cuda] [--quick] [--only mlp] [--out record.json]
+    pullback bench kernels [--device cuda] [--quick] [--only mlp] [--out record.json]
 
 The full kernel (N, N, 10, 10) in float32. The peers are those of torch.func's tutorial: contraction
 of per-sample Jacobians, and NTK-vector products (jvp after vjp, vmapped over all pairs). All routes
@@ -13,13 +13,12 @@ others use too. --merge adds to a record: sizes measured one at a time make one 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import multiprocessing
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 from pullback.kernels import ntk
 
+from .laboratory import make_parser
 from .models import Attention, mlp, small_conv
 from .timing import compare, environment, peak_bytes
 
@@ -220,8 +220,8 @@ def report(
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="few inputs, for a test")
     parser.add_argument("--only", choices=PROBLEMS, default=None)
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--merge", action="store_true", help="keep what the record has besides")
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     if options.quick:
         sizes = (4,)
     else:
@@ -267,9 +267,3 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         ordered = {n: sizes[n] for n in sorted(sizes, key=int)}
         results[name] = {"error": found["error"], "sizes": ordered}
     return {**new, "results": results}
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -5,7 +5,7 @@
 
 neural-tangents does not import on current JAX, and no environment holds both it and a current
 torch, so this file imports nothing of the rest. Run it with the same number of threads right after
-`python -m benchmarks.kernels` and compare the seconds: both compute the full kernel (N, N, 10, 10)
+`pullback bench kernels` and compare the seconds: both compute the full kernel (N, N, 10, 10)
 in float32, here compiled and warm, by each of neural-tangents' implementations. With --cpu-time the
 seconds are those of the processor (one thread: OMP_NUM_THREADS=1 and
 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1").
@@ -13,11 +13,10 @@ XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1").
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import neural_tangents as nt  # pyright: ignore[reportMissingImports]
 from jax._src import source_info_util  # pyright: ignore[reportMissingImports]
 from jax.interpreters import ad  # pyright: ignore[reportMissingImports]
+
+from .laboratory import make_parser
 
 # neural-tangents 0.6.5 looks for these where jax 0.4.28 has them no more, and without them its best
 # implementation, structured derivatives, fails
@@ -145,15 +146,15 @@ def measure(
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--only", choices=PROBLEMS, default=None)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--limit", type=float, default=15.0, help="seconds of repeats")
     parser.add_argument("--by", default=None, help="part of an implementation's name")
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     clock = time.process_time if options.cpu_time else time.perf_counter
     results: dict[str, Any] = {}
     for name in [options.only] if options.only else list(PROBLEMS):
@@ -166,7 +167,3 @@ def main() -> None:
         timed = "processor" if options.cpu_time else "wall"
         record = {"environment": place, "clock": timed, "results": results}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a K-FAC step costs beside a step of the ordinary optimizer of the same model and batch.
 
-    python -m benchmarks.kfac [--device cuda] [--quick] [--only NAME ...] [--out FILE]
+    pullback bench kfac [--device cuda] [--quick] [--only NAME ...] [--out FILE]
 
 A step is zero_grad, forward, backward and the optimizer's step. Three kinds of steps are timed in
 turn with the baseline (SGD on a CPU, fused AdamW on a GPU): plain ones, ones that take statistics,
@@ -14,12 +14,10 @@ is timed by itself, with a baseline of its own.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gc
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,10 @@ import pullback as pb
 
 from .kfac_cases import Case, cases
 from .kfac_floor import Rates, floor, rates
+from .laboratory import RESULTS, Record, make_parser, use_tensor_cores
 from .naive_kfac import NaiveKFAC
 from .timing import compare, environment, kernel_seconds, peak_bytes
 
-RESULTS = Path(__file__).parent / "results"
 NEVER = 10**9
 STILL = 1e-30  # a rate that moves no parameter; a step with rates of zero asks for its gradients
 SCHEDULES = {"every step": (1, 1), "10/100": (10, 100), "25/250": (25, 250)}
@@ -255,35 +253,23 @@ def profile(bench: Bench, schedule: tuple[int, int]) -> None:
     print(trace.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=50))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--profile", nargs=2, type=int, metavar=("STATISTICS", "INVERSION"))
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    torch.backends.cudnn.allow_tf32 = True
+    use_tensor_cores(device)
     print(environment(device))
-    path = options.out or RESULTS / f"kfac-{device.type}.json"
-    results: dict[str, Any] = {}
-    if path.exists() and not options.quick:
-        results = json.loads(path.read_text())["results"]
+    path = None if options.quick else options.out or RESULTS / f"kfac-{device.type}.json"
+    record = Record.on_device(path, device)
     for name, case in cases(device, options.quick).items():
         if options.only is not None and name not in options.only:
             continue
         if options.profile is not None:
             profile(Bench(case, device), tuple(options.profile))
             continue
-        results[name] = measure(name, case, device, options.quick)
-        if not options.quick:
-            record = {"environment": environment(device), "results": results}
-            path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+        record.put(name, measure(name, case, device, options.quick))

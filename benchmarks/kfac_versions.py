@@ -1,7 +1,7 @@
 """K-FAC's cost in two versions of the library, taking turns on one machine.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.kfac_versions ../before [--device cuda] [--rounds 2] [--out FILE]
+    pullback bench kfac-versions ../before [--device cuda] [--rounds 2] [--out FILE]
 
 How much a step costs over the baseline's depends on the host that launches its kernels: the same
 code had ratios 0.2 apart on two hosts. Here each version runs in processes of its own, one after
@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def apart(tree: Path, name: str, device: str, repeats: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, nargs="?", help="a tree of the other version")
     parser.add_argument("--device", default="cuda")
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--measure", default=None, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     device = torch.device(given.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     torch.backends.cudnn.allow_tf32 = True

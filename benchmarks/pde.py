@@ -1,6 +1,6 @@
 """The benchmark set of PDEs: error, steps and time of every set-up, beside what others report.
 
-    python -m benchmarks.pde [--device cuda] [--only NAME ...] [--seeds 0 1] [--seconds 240]
+    pullback bench pde [--device cuda] [--only NAME ...] [--seeds 0 1] [--seconds 240]
                              [--parallel 1] [--out FILE]
 
 Every run is a process of its own; with `--parallel` several share the device, so that times are
@@ -9,11 +9,11 @@ upper bounds. Results are merged into the file, run by run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import torch
 from pullback_experiments import problems
 from pullback_experiments.pde_benchmarks.methods import GOALS, TARGETS
 
+from .laboratory import RESULTS, Record, make_parser
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results"
 ERRORS = {**TARGETS, **GOALS}
 
 
@@ -74,20 +74,18 @@ def line(r: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=list(ERRORS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     path = given.out or RESULTS / f"pde-{given.device}.json"
-    if path.exists():
-        kept = json.loads(path.read_text())["runs"]
-    else:
-        kept = {}
+    about = {"environment": environment(torch.device(given.device))}
+    record = Record(path, about, key="runs")
     with ThreadPoolExecutor(given.parallel) as pool:
         waiting = [
             pool.submit(in_its_own_process, n, s, given.device, given.seconds)
@@ -99,10 +97,8 @@ def main() -> None:
             if "failed" in found:  # one failed run does not take the others along
                 print(f"{found['name']} seed {found['seed']}: {found['failed']}", flush=True)
                 continue
-            kept[f"{found['name']}/{found['seed']}"] = {**found, "parallel": given.parallel}
             print(line(found), flush=True)
-            where = environment(torch.device(given.device))
-            path.write_text(json.dumps({"environment": where, "runs": kept}, indent=1) + "\n")
+            record.put(f"{found['name']}/{found['seed']}", {**found, "parallel": given.parallel})
 
 
 def in_its_own_process(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
@@ -113,7 +109,3 @@ def in_its_own_process(name: str, seed: int, device: str, seconds: float | None)
         last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
         return {"name": name, "seed": seed, "failed": last}
     return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":
-    main()

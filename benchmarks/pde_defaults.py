@@ -1,6 +1,6 @@
 """Every ready problem by `solve(problem, network_for(problem))`, with nothing tuned; and by set-up.
 
-    python -m benchmarks.pde_defaults [--problems a,b] [--seeds 0,1 | 0-49] [--tuned]
+    pullback bench pde-defaults [--problems a,b] [--seeds 0,1 | 0-49] [--tuned]
                                       [--workers 2] [--threads 2] [--budget 500] [--ends 600]
                                       [--device cpu] [--options JSON] [--hidden SIZES] [--balanced]
                                       --out FILE
@@ -19,7 +19,6 @@ its budget before --ends, in seconds from the start.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -41,6 +40,7 @@ from pullback.pde.networks.modules import Slabs
 from pullback_experiments import problems
 from pullback_experiments.pde_benchmarks.methods import TARGETS
 
+from .laboratory import make_parser
 from .timing import environment
 
 #: as a user would write them who has read nothing about weights and hard conditions
@@ -200,8 +200,8 @@ def store(path: Path, record: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--problems", type=lambda t: t.split(","), default=list(PROBLEMS))
     parser.add_argument("--seeds", type=seeds, default=[0])
     parser.add_argument("--tuned", action="store_true")
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--balanced", action="store_true")
     parser.add_argument("--hidden", type=seeds, default=[])
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)  # which the environment states
     end = time.monotonic() + given.ends
     if given.out.exists():
@@ -249,7 +249,3 @@ def main() -> None:
             kept[f"{found['name']}/{found['seed']}"] = found
             print(line(found), flush=True)
             store(given.out, {**where, "runs": kept})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The programs of docs/pde-gallery.md, run as they stand there; four of them beside other methods.
 
-    python -m benchmarks.pde_gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
-    python -m benchmarks.pde_gallery --draw    # the picture again, from the record
+    pullback bench pde-gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
+    pullback bench pde-gallery --draw    # the picture again, from the record
 
 Every python fence under a third-level heading of the page is one program. It is executed with the
 page's first fence before it, in the order of the page, and leaves `problem`, `network` and
@@ -14,7 +14,6 @@ lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 from pullback import pde
 from pullback_experiments.framework import plots
 
+from .laboratory import make_parser
 from .ssbroyden import SSBroyden
 from .table.numbers import small
 from .timing import environment
@@ -329,8 +329,8 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
 # --- the record ----------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     every = programs()
     parser.add_argument("--only", nargs="*", default=list(every), choices=list(every))
     parser.add_argument("--race", nargs="*", default=None, choices=list(every))
@@ -370,7 +370,3 @@ def main(arguments: list[str] | None = None) -> None:
         keep()
     if record["gallery"]:
         draw(record["gallery"])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,13 @@
 """Poisson's equation in 10 and 100 dimensions with some 100,000 parameters and 20,000 points.
 
-    python -m benchmarks.pde_large [--device cuda] [--only NAME ...] [--seconds 85] [--out FILE]
+    pullback bench pde-large [--device cuda] [--only NAME ...] [--seconds 85] [--out FILE]
 
 Steps are exact and damped, solved in the space of residuals: `Cholesky` of the kernel JJᵀ + λ.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pullback import pde
 from pullback.solvers import Cholesky
 from pullback.steps import LevenbergMarquardt, Step
 
+from .laboratory import Record, make_parser
 from .timing import environment
 
 #: dimension, hidden layers, points inside and on the boundary, step
@@ -57,21 +57,17 @@ def one(name: str, device: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=float, default=85.0)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment(torch.device(args.device)), "runs": {}}
+    args = parser.parse_args(arguments)
+    about = {"environment": environment(torch.device(args.device))}
+    record = Record(args.out, about, key="runs", resume=False)
     for name in args.only:
-        run = record["runs"][name] = one(name, args.device, args.seconds)
+        run = one(name, args.device, args.seconds)
         each = run["seconds"] / max(1, run["steps"])
         print(f"{name:22s} error {run['error']:.1e}  {run['steps']} steps of {each:.2f} s")
-        if args.out is not None:
-            args.out.write_text(json.dumps(record, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        record.put(name, run)

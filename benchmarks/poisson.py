@@ -1,6 +1,6 @@
 """Poisson's equation by `pde.solve` and by the reference algorithm of the energy natural gradient.
 
-    python -m benchmarks.poisson [--seeds 0-9] [--steps 400] [--out FILE]
+    pullback bench poisson [--seeds 0-9] [--steps 400] [--out FILE]
 
 u* = sin πx sin πy on [0, 1]², mlp(2, 32, 1) (129 parameters), float64 on the CPU. Both start from
 the same network, see the same points and are measured every ten steps by the same rule. Ours runs
@@ -12,13 +12,12 @@ the process, all threads) are kept beside those of the wall.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ from pullback.pde.discretization.plan import SamplingPlan
 from pullback.pde.judgement.yardstick import Yardstick
 from pullback.steps import TargetRatio
 
+from .laboratory import RESULTS, make_parser
 from .reference_engd import Reference
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results" / "poisson.json"
+RECORD = RESULTS / "poisson.json"
 TARGETS = (1e-6, 1e-9)
 REFERENCE_STEPS = 500
 PATIENCE = 20.0
@@ -208,13 +208,13 @@ def parsed(text: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", default="0-9")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="finished seeds are kept")
-    options = parser.parse_args([] if arguments is None else arguments)
+    parser.add_argument("--out", type=Path, default=RECORD, help="finished seeds are kept")
+    options = parser.parse_args(arguments)
     here = {
         "environment": f"{environment(torch.device('cpu'))}, {os.cpu_count()} cores, float64",
         "steps": options.steps,
@@ -242,9 +242,3 @@ def main(arguments: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record["summary"], indent=1))
     print(record["CPU ms of a reference step"])
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """What each part of the spectral rule is worth: the race on text with one choice changed at a time.
 
-    python -m benchmarks.race_ablation [--device cuda] [--quick] [--workers N] [--out FILE]
+    pullback bench race-ablation [--device cuda] [--quick] [--workers N] [--out FILE]
 
 Every run has the same batches, rate, schedule and seed. `Powered` is the rule with factors of any
 power, whitened in their eigenbases: those of the inputs, of the inputs and the loss's own
@@ -10,8 +10,6 @@ runs share the device.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
@@ -30,9 +28,9 @@ from pullback_experiments.races import optimizers
 from pullback_experiments.races.loop import run
 from pullback_experiments.races.tasks import TASKS
 
+from .laboratory import RESULTS, Record, make_parser
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results"
 LR = 8e-3
 SEED = 0
 STEPS = 300
@@ -215,8 +213,8 @@ def _run(name: str, task: str, steps: int | None, device: str) -> dict[str, Any]
     return {"final": found["final"], "curve": found["held-out loss"], "steps": found["steps"]}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny decoder, nothing written")
     parser.add_argument("--workers", type=int, default=1)
@@ -224,20 +222,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "race-ablation.json")
     asked = parser.parse_args(arguments)
     task, steps = ("text-quick", 20) if asked.quick else ("text", STEPS)
-    found: dict[str, Any] = {}
+    about = {"environment": environment(torch.device(asked.device))}
+    about |= {"lr": LR, "seed": SEED, "steps": STEPS, "task": task}
+    record = Record(None if asked.quick else asked.out, about, resume=False)
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
         jobs = {pool.submit(_run, n, task, steps, asked.device): n for n in asked.only}
         for job in as_completed(jobs):
             name = jobs[job]
             error = job.exception()
-            found[name] = {"error": str(error)} if error else job.result()
-            print(f"{name:45} {found[name].get('final', error)}", flush=True)
-            if not asked.quick:
-                ordered = {n: found[n] for n in ROWS if n in found}
-                about = {"lr": LR, "seed": SEED, "steps": STEPS, "task": task}
-                record = {"environment": environment(torch.device(asked.device)), **about}
-                asked.out.write_text(json.dumps({**record, "results": ordered}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            result = {"error": str(error)} if error else job.result()
+            print(f"{name:45} {result.get('final', error)}", flush=True)
+            record.put(name, result)

@@ -1,7 +1,7 @@
 """Single runs of the races, for searches: one JSON line per run.
 
-python -m benchmarks.race_probe --size small --methods adamw,muon --lr 1.5e-3,6e-3 --seed 0,1
-python -m benchmarks.race_probe --methods kfac-spectral --lr 4e-3 --set damping=1e-2 --parallel 4
+pullback bench race-probe --size small --methods adamw,muon --lr 1.5e-3,6e-3 --seed 0,1
+pullback bench race-probe --methods kfac-spectral --lr 4e-3 --set damping=1e-2 --parallel 4
 
 Every method runs with every rate, seed and number of steps; `--pairs adamw:1.5e-3,muon:6e-3` names
 method and rate together instead. `--parallel N` runs N processes on one device, whose milliseconds
@@ -15,7 +15,7 @@ import json
 import sys
 import traceback
 from ast import literal_eval
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import product
@@ -27,11 +27,13 @@ import torch
 from pullback_experiments.races.loop import run
 from pullback_experiments.races.tasks import TASKS, TextData, python_files
 
+from .laboratory import make_parser
+
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
 _DIGITS = 5  # of the losses in a curve
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     asked = _parser().parse_args(arguments)
     jobs = list(_jobs(asked))
     if asked.parallel <= 1:
@@ -46,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--size", default="small", help=f"{', '.join(SIZES)}, or a task's name")
     parser.add_argument("--methods", default="", type=_words)
     parser.add_argument("--lr", default="1e-3", type=_words)
@@ -144,7 +146,3 @@ def _begin(shared: tuple[tuple[int, bool], Any] | None) -> None:
         key, files = shared
         read = tasks.corpus.python_files
         tasks.corpus.python_files = lambda *asked: files if asked == key else read(*asked)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

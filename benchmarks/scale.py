@@ -1,6 +1,6 @@
 """The exact natural gradient at sizes where the Jacobian cannot be stored.
 
-    python -m benchmarks.scale [--device cuda] [--only NAME] [--profile]
+    pullback bench scale [--device cuda] [--only NAME] [--profile]
 
 Time and memory of one exact damped step in sample space beside one SGD step of the same model and
 batch, in float32, and the step's relative error against the same step in float64.
@@ -8,10 +8,8 @@ batch, in float32, and the step's relative error against the same step in float6
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 
+from .laboratory import Record, make_parser
 from .models import CIFAR_MLP, WIDE_MLP, mlp, resnet18
 from .timing import compare, environment, peak_bytes
 
@@ -164,27 +163,18 @@ def profile(name: str, device: torch.device) -> None:
     print(trace.key_averages().table(sort_by=order, row_limit=18, max_name_column_width=60))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=None, choices=sorted(PROBLEMS))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     names = options.only or (["cifar-mlp"] if device.type == "cpu" else list(PROBLEMS))
     print(environment(device))
-    results = {}
+    record = Record.on_device(options.out, device, resume=False)
     for name in names:
-        results[name] = measure(name, device)
+        record.put(name, measure(name, device))
         if options.profile:
             profile(name, device)
-    if options.out is not None:
-        record = {"environment": environment(device), "results": results}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """What staying on a slice costs beside torch's SGD, for the whole training step and the step alone.
 
-    python -m benchmarks.slices [--device cuda] [--quick] [--only NAME ...] [--out FILE]
+    pullback bench slices [--device cuda] [--quick] [--only NAME ...] [--out FILE]
 
 Models: the seven-layer ReLU network for CIFAR-10 of the paper (21.6M parameters, batch 128), with
 biases ("mlp") and without as in the paper's figure ("bare"), where approach I needs no projection,
@@ -22,21 +22,21 @@ and to read and write them once to rescale: three more.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .laboratory import RESULTS, Record, make_parser, use_tensor_cores
 from .slices_routes import Bench, Route
 from .timing import environment, synchronize
 
-RESULTS = Path(__file__).parent / "results"
 TARGET = 1.05
 PLAIN = ("SGD foreach", "SGD fused")
 BASES = {
@@ -191,8 +191,8 @@ def measure(
         save(result)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
     parser.add_argument("--only", nargs="*", default=None, help="mlp, bare, resnet50")
@@ -200,29 +200,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--seconds", type=float, default=18.0, help="of each table, at most")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     options.rounds = options.rounds or (3 if options.quick else 40)
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    torch.backends.cudnn.allow_tf32 = True
+    use_tensor_cores(device)
     print(environment(device))
-    path = options.out or RESULTS / f"slices-{device.type}.json"
-    results: dict[str, Any] = {}
-    if path.exists() and not options.quick:
-        results = json.loads(path.read_text())["results"]
-
-    def save(name: str, result: Any) -> None:
-        results[name] = result
-        if not options.quick:
-            record = {"environment": environment(device), "results": results}
-            path.write_text(json.dumps(record, indent=1) + "\n")
-
+    path = None if options.quick else options.out or RESULTS / f"slices-{device.type}.json"
+    record = Record.on_device(path, device)
     for name in ("mlp", "bare", "resnet50"):
         if options.only is None or name in options.only:
-            measure(name, device, options, lambda result, name=name: save(name, result))
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+            measure(name, device, options, partial(record.put, name))

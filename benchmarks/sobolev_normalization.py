@@ -1,6 +1,6 @@
 """Which Z makes K-FAC's Sobolev blocks closest to the exact ones?
 
-    python -m benchmarks.sobolev_normalization [--quick] [--out FILE]
+    pullback bench sobolev-normalization [--quick] [--out FILE]
 
 Layer by layer the exact block of the Sobolev Gram is G = Σ_ij K⁻¹_ij Σ_o V_oi V_ojᵀ / B, with the
 gradients V_oi = Σ_t δ_oit ⊗ ā_it of output o at sample i. Its Kronecker approximation is
@@ -18,9 +18,8 @@ benchmarks/results/sobolev-normalization.json.
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -32,9 +31,9 @@ from torch import Tensor, nn
 from pullback.metrics.rkhs import Matern, median_distance
 from pullback_experiments.showcase.problems import load
 
+from .laboratory import RESULTS, make_parser
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results"
 SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in median distances
 BATCHES = (32, 128)
 DAMPING = 0.03
@@ -200,11 +199,11 @@ def table(found: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one batch size and two scales")
     parser.add_argument("--out", type=Path, default=RESULTS / "sobolev-normalization.json")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.quick:
         found = study((32,), (0.3, 1.0))
     else:
@@ -218,7 +217,3 @@ def main() -> None:
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
-
-if __name__ == "__main__":
-    main()

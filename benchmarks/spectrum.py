@@ -1,6 +1,6 @@
 """The singular value decomposition behind `PseudoInverse`, beside torch's own.
 
-    python -m benchmarks.spectrum [--device cuda] [--only 4000x449 ...] [--out FILE]
+    pullback bench spectrum [--device cuda] [--only 4000x449 ...] [--out FILE]
 
 Time of the decomposition together with x = A⁺r, in float64 and float32, for matrices of condition
 1e10 (float32: 1e4), and the error of x against the x that A was made with. The result is written to
@@ -9,9 +9,7 @@ benchmarks/results/spectrum-<device>.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,13 @@ from torch import Tensor
 
 from pullback._core.svd import svd
 
+from .laboratory import RESULTS, make_parser, write_results
 from .timing import compare, environment
 
 SIZES = ((1000, 129), (4000, 449), (300, 3000), (4096, 1024), (8000, 2000), (3000, 12000))
 LARGE = ((20000, 5000),)
 ON_CPU = 3  # how many of the sizes a CPU does in seconds
 CONDITION = {torch.float64: 1e10, torch.float32: 1e4}
-RESULTS = Path(__file__).parent / "results"
 
 
 def matrix(n: int, p: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,12 +79,12 @@ def measure(n: int, p: int, dtype: torch.dtype, device: torch.device) -> dict[st
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="*", default=None, metavar="NxP")
     parser.add_argument("--out", type=Path, default=None)
-    options = parser.parse_args([] if arguments is None else arguments)
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cpu":
         sizes = SIZES[:ON_CPU]
@@ -98,12 +96,5 @@ def main(arguments: list[str] | None = None) -> None:
     heads = "".join(f"{name + ' ms':>12}{'error':>10}" for name in ROUTES)
     print(f"{'rows × parameters':24}{heads}{'ratio':>9}")
     results = [measure(n, p, dtype, device) for dtype in CONDITION for n, p in sizes]
-    record = {"environment": environment(device), "results": results}
     out = options.out or RESULTS / f"spectrum-{device.type}.json"
-    out.write_text(json.dumps(record, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])
+    write_results(out, device, results)

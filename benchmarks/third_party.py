@@ -1,7 +1,7 @@
 """K-FAC on models that others wrote: which blocks it finds, what it costs, and how it trains.
 
-    python -m benchmarks.third_party [--only NAME ...] [--train] [--out FILE]
-    python -m benchmarks.third_party --others [--only NAME ...] [--out FILE]
+    pullback bench third-party [--only NAME ...] [--train] [--out FILE]
+    pullback bench third-party --others [--only NAME ...] [--out FILE]
 
 Models are built from small configurations with random weights. The shares are those of trained
 entries by block, after two steps of natural K-FAC. The ratio is the time of ten steps of
@@ -14,13 +14,11 @@ Needs `pip install pullback[models] diffusers`; a model whose package is not the
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,12 @@ import pullback as pb
 
 from . import third_party_real
 from .kfac import NEVER, combined
+from .laboratory import RESULTS, Record, make_parser
 from .third_party_models import Model, models
 from .third_party_others import others
 from .third_party_real import shares
-from .timing import compare, environment, first_and_later
+from .timing import compare, first_and_later
 
-RESULTS = Path(__file__).parent / "results"
 STEPS = 30
 LAST = 5
 RATES = {"SGD": (0.01, 0.1, 1.0), "Adam": (1e-3, 3e-3, 1e-2), "KFAC": (1, 3, 10)}
@@ -194,8 +192,8 @@ def summary(name: str, row: dict[str, Any]) -> str:
     return f"{name}: {', '.join(parts)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--others", action="store_true", help="models in no table: training alone")
@@ -203,23 +201,21 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="three models at their full sizes")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="with --real: tiny sizes")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.real:
         device = torch.device(options.device)
         out = options.out or RESULTS / f"third-party-real-{device.type}.json"
-        third_party_real.main(device, options.quick, out, options.only)
+        third_party_real.run(device, options.quick, out, options.only)
         return
     name = "third-party-others.json" if options.others else "third-party.json"
     options.out = options.out or RESULTS / name
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    if options.out.exists():
-        found = json.loads(options.out.read_text("utf-8"))["results"]
+    record = Record.on_device(options.out, "cpu")
     for name, case in (others() if options.others else models()).items():
         if options.only and name not in options.only:
             continue
-        row = found.setdefault(name, {})
+        row = record.results.setdefault(name, {})
         try:
             if not options.others:
                 row |= {**coverage(case), **costs(case)}
@@ -229,12 +225,8 @@ def main() -> None:
         except pb.PullbackError as error:
             row["refused"] = str(error)
         print(summary(name, row), flush=True)
-        record = {"environment": environment(torch.device("cpu")), "results": found}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    scores = [{k: best(v) for k, v in r["scores"].items()} for r in found.values() if "scores" in r]
+        record.put(name, row)
+    raced = [row["scores"] for row in record.results.values() if "scores" in row]
+    scores = [{name: best(losses) for name, losses in race.items()} for race in raced]
     ahead = [s for s in scores if s["KFAC"] < min(s["SGD"], s["Adam"])]
     print(f"ahead of SGD and Adam: {len(ahead)} of {len(scores)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """K-FAC on models that others wrote, at the sizes at which people train them.
 
-    python -m benchmarks.third_party --real [--device cuda] [--quick] [--out FILE]
+    pullback bench third-party --real [--device cuda] [--quick] [--out FILE]
 
 GPT-2 of Hugging Face with 124M parameters on 8 × 1024 tokens in bfloat16 autocast; ResNet-50 and
 ViT-B/16 of torchvision on 64 images. Each model is built from its configuration with random
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import pullback as pb
 
 from .kfac import NEVER, STILL, Bench, combined, scheduled
 from .kfac_cases import Case, categorical, images, text
+from .laboratory import Record, use_tensor_cores
 from .timing import environment, first_and_later
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -164,16 +164,16 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     return row | {"ratio": ratio}
 
 
-def main(device: torch.device, quick: bool, out: Path, only: list[str] | None = None) -> None:
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+def run(device: torch.device, quick: bool, out: Path, only: list[str] | None = None) -> None:
+    use_tensor_cores(device)
     print(environment(device))
     start(device)
-    results: dict[str, Any] = {}
+    record = Record.on_device(out, device, resume=False)
     for name, case in cases(quick).items():
         if only and name not in only:
             continue
         gc.collect()
-        row = results[name] = measure(case, device, quick)
+        row = measure(case, device, quick)
         print(f"\n{name}: {row['parameters']:,} parameters")
         for rule, found in row["first step"].items():
             parts = ", ".join(f"{k} {100 * v:.1f} %" for k, v in found["shares"].items())
@@ -183,5 +183,4 @@ def main(device: torch.device, quick: bool, out: Path, only: list[str] | None = 
             print(f"  {kind:18} {value:9.2f} ms")
         for kind, value in row["ratio"].items():
             print(f"  {kind:18} {value:9.2f} × baseline", flush=True)
-        record = {"environment": environment(device), "results": results}
-        out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+        record.put(name, row)

@@ -4,13 +4,12 @@ Bytes are counted on paper: the library's own code packs, places and counts; ten
 alone, and nothing is sent. With `--measure` two processes with gloo train small networks, and the
 host's time in collectives is measured.
 
-    python -m benchmarks.traffic [--processes 8 64 256 1024]
-    python -m benchmarks.traffic --measure
+    pullback bench traffic [--processes 8 64 256 1024]
+    pullback bench traffic --measure
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -33,9 +32,9 @@ from pullback.optim.kfac.replicas import Replicas
 from pullback.optim.kfac.statistics.sums import shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
+from .laboratory import RESULTS, make_parser, write_results
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results"
 MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "GPT-2": lambda: GPT(depth=12)}
 CATEGORICAL = pb.likelihoods.Categorical()
 RULES: dict[str, dict[str, Any]] = {
@@ -202,8 +201,8 @@ def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
+    parser = make_parser(__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--measure", action="store_true", help="time on two processes instead")
     parser.add_argument("--steps", type=int, default=100, help="that are measured")
@@ -231,12 +230,5 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
                     f"{total / gradients:6.1%} of the gradients",
                     flush=True,
                 )
-    record = {"environment": environment(torch.device("cpu")), "results": results}
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_results(out, torch.device("cpu"), results)
     return results
-
-
-if __name__ == "__main__":
-    import sys
-
-    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """What makes seeds slow: trust control of energy natural gradients, one setting at a time.
 
-    python -m benchmarks.trust [--seeds 10] [--steps 400] [--only NAME ...] [--workers 2]
+    pullback bench trust [--seeds 10] [--steps 400] [--only NAME ...] [--workers 2]
 
 Poisson 2D, 2-32-1 tanh (129 parameters), float64; errors are relative L2. The table is the evidence
 behind the defaults of `TargetRatio`: a first round around the target ratio 0.075 known from
@@ -10,11 +10,9 @@ rules that prefer a lower loss to a longer step.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,10 @@ from pullback.solvers import Path as DampingPath
 from pullback.solvers import PseudoInverse, Sketched, Solution
 from pullback.steps import Local, Move, TargetRatio
 
+from .laboratory import RESULTS, Record, make_parser
 from .timing import environment
 
-RESULTS = Path(__file__).parent / "results" / "trust.json"
+RECORD = RESULTS / "trust.json"
 
 
 class Equilibrated(PseudoInverse):
@@ -167,14 +166,16 @@ def one(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=RECORD)
+    given = parser.parse_args(arguments)
+    about = {"environment": environment(torch.device("cpu"))}
+    record = Record(given.out, about, key="runs", resume=False)
     results: dict[str, dict[int, Any]] = {name: {} for name in given.only}
     with ProcessPoolExecutor(given.workers) as pool:
         jobs = [
@@ -185,8 +186,7 @@ def main() -> None:
         for job in as_completed(jobs):
             name, seed, found = job.result()
             results[name][seed] = found
-            where = environment(torch.device("cpu"))
-            given.out.write_text(json.dumps({"environment": where, "runs": results}, indent=1))
+            record.put(name, results[name])
             if len(results[name]) == given.seeds:
                 print(line(name, list(results[name].values())), flush=True)
 
@@ -199,7 +199,3 @@ def line(name: str, runs: list[dict[str, Any]]) -> str:
         f"{name:24s} worst {errors[-1]:.1e}  median {statistics.median(errors):.1e}  "
         f"best {errors[0]:.1e}  steps to 1e-9 median {statistics.median(to):.0f}  {spent:.1f} s"
     )
-
-
-if __name__ == "__main__":
-    main()

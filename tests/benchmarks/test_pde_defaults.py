@@ -66,12 +66,11 @@ def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return pde_defaults.one(*arguments)
 
     monkeypatch.setattr(pde_defaults, "apart", one)
-    command = ["pde_defaults", "--problems", "ritz", "--seeds", "0-1", "--threads", "1"]
-    command += ["--options", '{"steps": 1, "points": 20}', "--hidden", "3", "--out", str(path)]
-    monkeypatch.setattr("sys.argv", command)
-    pde_defaults.main()
+    arguments = ["--problems", "ritz", "--seeds", "0-1", "--threads", "1"]
+    arguments += ["--options", '{"steps": 1, "points": 20}', "--hidden", "3", "--out", str(path)]
+    pde_defaults.main(arguments)
     assert list(json.loads(path.read_text())["runs"]) == ["ritz/0"]
-    pde_defaults.main()
+    pde_defaults.main(arguments)
     assert calls == [("ritz", 0), ("ritz", 1), ("ritz", 1)]
 
 

@@ -77,15 +77,41 @@ def report(out: Out = RESULTS) -> None:
         make_console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def bench(device: Device = "cpu") -> None:
-    """Time one step of each method on this machine."""
-    from pullback.cli.environment import require_device
-
-    from .commands.bench import table
+def bench(
+    name: Annotated[
+        str | None, typer.Argument(help="A benchmark; without a name, the time of one step.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Options of the benchmark: `NAME -- --help`.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,
+) -> None:
+    """Run a benchmark of this repository, or time one step of each method on this machine."""
+    from .commands import bench as command
 
     with exit_on_refusal():
-        where = require_device(device)
-        shown = make_console()
-        with shown.status("timing"):
-            found = table(where)
-        shown.print(found)
+        if name is None:
+            _time_steps(device or "cpu")
+            return
+        extra = list(arguments or ())
+        if device is not None:
+            extra += ["--device", device]
+        command.run(name, extra)
+
+
+bench.context_settings = {"ignore_unknown_options": True}  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _time_steps(device: str) -> None:
+    """Print how long one step of each method takes."""
+    from pullback.cli.environment import require_device
+
+    from .commands.bench import summaries, table
+
+    usable_device = require_device(device)
+    terminal = make_console()
+    with terminal.status("timing"):
+        times = table(usable_device)
+    terminal.print(times)
+    for benchmark, summary in summaries().items():
+        terminal.print(f"pullback bench {benchmark:24}{summary}", highlight=False, markup=False)

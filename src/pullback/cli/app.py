@@ -90,4 +90,6 @@ def doctor() -> None:
 
 
 for command in entry_points(group="pullback.commands"):
-    app.command(command.name)(command.load())
+    function = command.load()
+    settings = getattr(function, "context_settings", None)
+    app.command(command.name, context_settings=settings)(function)

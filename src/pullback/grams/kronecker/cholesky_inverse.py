@@ -11,7 +11,20 @@ from torch import Tensor
 from ..._core.products import full_precision
 from . import factor_matrix
 
-_LARGE_ON_CPU = 128  # LAPACK takes matrices one by one, and stacks of larger ones leave the cache
+
+@dataclass(frozen=True)
+class _StackLimits:
+    """How many matrices are inverted at once."""
+
+    #: rows from which on a CPU takes matrices one by one: LAPACK does so anyway, and stacks of
+    #: larger ones leave the cache
+    large_on_cpu: int = 128
+    #: entries of the matrices that are factorized at once: 128 MiB in float32, four times that
+    #: with the temporaries, which is little beside a model whose factors are as large
+    entries_at_once: int = 2**25
+
+
+_LIMITS = _StackLimits()
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,11 @@ class _DampedFactor:
         total = factor_matrix.add(divide_groups(factor, scale), shift)
         return cls(total, 1.0, total.new_zeros(len(total)))
 
-    def form(self) -> Tensor:
-        """Return it in memory of its own."""
-        scaled = divide_groups(self.factor, self.scale)
+    def form(self, out: Tensor | None = None) -> Tensor:
+        """Return it in memory of its own, or in `out`."""
+        scaled = divide_groups(self.factor, self.scale, out)
+        if factor_matrix.is_diagonal(scaled):
+            return scaled.add_(self.shift[:, None])
         return factor_matrix.add_identity(scaled, self.shift, overwrite=True)
 
 
@@ -61,11 +76,11 @@ class _InverseStack:
     is_trusted: Tensor
 
 
-def divide_groups(factor: Tensor, divisor: Tensor | float) -> Tensor:
-    """Divide a factor by a number, or by one per group, (G,)."""
+def divide_groups(factor: Tensor, divisor: Tensor | float, out: Tensor | None = None) -> Tensor:
+    """Divide a factor by a number, or by one per group, (G,); `out` takes the result."""
     if isinstance(divisor, Tensor) and divisor.ndim:
         divisor = factor_matrix.per_group(divisor, factor)
-    return torch.div(factor, divisor)
+    return torch.div(factor, divisor, out=out)
 
 
 def invert_factors(
@@ -119,22 +134,29 @@ def _group_by_shape(factors: Sequence[Tensor]) -> list[list[int]]:
 
 def is_inverted_alone(n: int, device: torch.device) -> bool:
     """Return True if an n×n matrix is not stacked with others."""
-    return device.type == "cpu" and n >= _LARGE_ON_CPU
+    return device.type == "cpu" and n >= _LIMITS.large_on_cpu
 
 
 def _invert_stack(
     damped: Sequence[_DampedFactor], indices: list[int], *, strict: bool, as_cholesky: bool
 ) -> _InverseStack:
-    """Invert factors of one shape together."""
-    formed = [damped[i].form() for i in indices]
-    stack = formed[0] if len(formed) == 1 else torch.cat(formed)
+    """Invert factors of one shape together, in memory of their own."""
+    factors = [damped[i].factor for i in indices]
+    group_counts = [len(factor) for factor in factors]
+    stack = factors[0].new_empty(sum(group_counts), *factors[0].shape[1:])
+    for i, piece in zip(indices, stack.split(group_counts), strict=True):
+        damped[i].form(out=piece)
     if factor_matrix.is_diagonal(stack):
         is_positive = (stack > torch.finfo(stack.dtype).tiny) & torch.isfinite(stack)
-        matrices = torch.where(is_positive, 1 / stack, 0.0)
-        is_trusted = is_positive.all(-1)
-    else:
-        matrices, is_trusted = _invert_matrices(stack, strict=strict, as_cholesky=as_cholesky)
-    return _InverseStack(indices, [len(each) for each in formed], matrices, is_trusted)
+        stack = torch.where(is_positive, 1 / stack, 0.0)
+        return _InverseStack(indices, group_counts, stack, is_positive.all(-1))
+    trusted = []
+    at_once = max(1, _LIMITS.entries_at_once // stack.shape[-1] ** 2)
+    for piece in stack.split(at_once):
+        inverse, is_trusted = _invert_matrices(piece, strict=strict, as_cholesky=as_cholesky)
+        piece.copy_(inverse)
+        trusted.append(is_trusted)
+    return _InverseStack(indices, group_counts, stack, torch.cat(trusted))
 
 
 def _invert_matrices(matrices: Tensor, *, strict: bool, as_cholesky: bool) -> tuple[Tensor, Tensor]:
