@@ -15,10 +15,7 @@ from pullback.pde.problem.conditions import Condition, Energy
 
 
 def drawn(problem: pde.Problem, condition: Condition, n: int = 60) -> Sites:
-    found = condition.region(problem.domain).sample(n, "sobol", seed=3)
-    if isinstance(found, tuple):
-        return found
-    return (found,)
+    return condition.region(problem.domain).sample_sites(n, "sobol", seed=3)
 
 
 def residual(problem: pde.Problem, condition: Condition, network: nn.Module) -> Tensor:
@@ -41,8 +38,8 @@ def assert_hard(make: Callable[..., Ready], options: dict[str, Any]) -> None:
     inputs = hard.domain.dim + any(isinstance(c, pde.Periodic) for c in soft.conditions)
     network = pde.mlp(inputs, 8, len(hard.fields), seed=0)
     assert soft.wrap(network) is network
-    kept = {c.name for c in hard.conditions}
-    dropped = [c for c in soft.conditions if c.name not in kept]
+    hard_names = {c.name for c in hard.conditions}
+    dropped = [c for c in soft.conditions if c.name not in hard_names]
     assert dropped
     for condition in dropped:
         assert residual(soft, condition, hard.wrap(network)).abs().max() <= 1e-9, condition.name
@@ -56,8 +53,8 @@ def assert_fits(setup: pde.Setup) -> None:
     for condition in setup.problem.conditions:
         if not isinstance(condition, Energy):
             assert residual(setup.problem, condition, network.double()).isfinite().all()
-    same = zip(setup.network(0).parameters(), setup.network(0).parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in same)
+    pairs = zip(setup.network(0).parameters(), setup.network(0).parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     points = setup.options.get("points")
     if isinstance(points, dict):
         assert set(points) == {c.name for c in setup.problem.conditions}

@@ -41,7 +41,7 @@ class Function(nn.Module):
         return self._forward(self.inner, x)
 
 
-def mixed() -> nn.Module:
+def module_of_two_dtypes() -> nn.Module:
     network = pde.mlp(1, 4, 1)
     network[0].float()
     return network
@@ -119,7 +119,7 @@ RUNS: dict[str, tuple[Callable[[], Any], str]] = {
     "concave energy": (lambda: solve(problem(pde.Energy(lambda u: -(u.x**2)))), "semidefinite"),
     "float16": (lambda: solve(network=pde.mlp(1, 4, 1, dtype=torch.float16)), "float16"),
     "bfloat16": (lambda: solve(network=pde.mlp(1, 4, 1, dtype=torch.bfloat16)), "bfloat16"),
-    "mixed": (lambda: solve(network=mixed()), "precision"),
+    "mixed": (lambda: solve(network=module_of_two_dtypes()), "precision"),
     "integers": (lambda: solve(network=integers()), "precision"),
     "no parameters": (lambda: solve(network=nn.Identity()), "no parameters"),
     "frozen": (lambda: solve(network=frozen()), "nothing to optimize"),

@@ -39,8 +39,8 @@ def _network() -> nn.Sequential:
 
 
 def _solve(network: nn.Module, **options: Any) -> pde.PDESolution:
-    given = {"points": _COUNTS, "refine": None, "patience": None, "progress": False}
-    return pde.solve(_problem(), network, **{**given, **options})
+    defaults = {"points": _COUNTS, "refine": None, "patience": None, "progress": False}
+    return pde.solve(_problem(), network, **{**defaults, **options})
 
 
 class Oracle:
@@ -71,8 +71,8 @@ class Oracle:
         """exp(−ε · the share of the loss in earlier sixteenths of the time)."""
         r = self.equation(params)
         t = self.sites["equation"][0].x[:, 1]
-        part = ((t - _TIMES[0]) * 16).floor().clamp(max=15)
-        before = torch.stack([r[part < i].square().sum() for i in part])
+        bin = ((t - _TIMES[0]) * 16).floor().clamp(max=15)
+        before = torch.stack([r[bin < i].square().sum() for i in bin])
         return torch.exp(-sharpness * before / r.square().sum()).clamp(min=1e-8).detach()
 
     def residuals(self, params: dict[str, Tensor], w: Tensor) -> Tensor:
@@ -106,16 +106,16 @@ def test_gauss_newton_step_takes_the_weights_as_constants():
     a = torch.cat([rows[n].flatten(1) for n in before], 1)
     gram = a.T @ a + _DAMPING * torch.eye(a.shape[1], dtype=a.dtype)
     want = torch.linalg.solve(gram, a.T @ oracle.residuals(before, w))
-    got = _flat(before) - _flat(_parameters(network))
-    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+    move = _flat(before) - _flat(_parameters(network))
+    torch.testing.assert_close(move, want, rtol=1e-8, atol=1e-10)
 
 
 def test_loss_of_a_solution_counts_all_times_alike():
     network = _network()
-    found = _solve(network, steps=2, causal=True)
+    solution = _solve(network, steps=2, causal=True)
     oracle = Oracle(copy.deepcopy(network))
     r = oracle.residuals(_parameters(network), torch.ones(40, dtype=torch.float64))
-    assert found.loss == pytest.approx(float(0.5 * r @ r), rel=1e-10)
+    assert solution.loss == pytest.approx(float(0.5 * r @ r), rel=1e-10)
 
 
 def test_weights_open_and_sharpen_as_losses_fall():
@@ -134,18 +134,18 @@ def test_weights_open_and_sharpen_as_losses_fall():
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path):
     whole = _network()
-    parts = _network()
+    network = _network()
     _solve(whole, steps=9, causal=True)
     path = tmp_path / "run.pt"
     _solve(
-        parts,
+        network,
         steps=9,
         causal=True,
         checkpoint=path,
         callbacks=[lambda run, _: len(run.history) == 4],
     )
-    found = _solve(_network(), steps=9, causal=True, checkpoint=path)
-    assert torch.equal(_flat(_parameters(whole)), _flat(_parameters(found.network)))
+    resumed = _solve(_network(), steps=9, causal=True, checkpoint=path)
+    assert torch.equal(_flat(_parameters(whole)), _flat(_parameters(resumed.network)))
     with pytest.raises(PullbackError, match="another run"):
         _solve(_network(), steps=9, checkpoint=path)
 
@@ -158,8 +158,8 @@ def test_refuses_what_has_no_time_and_what_is_no_switch():
 
 
 def test_goes_with_slabs():
-    found = _solve(_network(), steps=4, causal=True, slabs=2)
-    assert len(found.history) == 8
+    solution = _solve(_network(), steps=4, causal=True, slabs=2)
+    assert len(solution.history) == 8
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_stiff_fronts_are_found():
     network = nn.Sequential(
         pde.PeriodicEmbedding(2, 0, 2.0, harmonics=4), *pde.mlp(9, 16, 16, 1, seed=0)
     )
-    found = pde.solve(
+    solution = pde.solve(
         problem,
         network,
         points={"equation": 1200, "initial": 200, "periodic": 8},
@@ -184,4 +184,4 @@ def test_stiff_fronts_are_found():
         refine=None,
         progress=False,
     )
-    assert found.error < 0.2
+    assert solution.error < 0.2

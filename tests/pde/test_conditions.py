@@ -44,16 +44,16 @@ def residual(problem: pde.Problem, network: nn.Module, at: int = -1) -> tuple[Te
     condition = problem.conditions[at]
     sites = draw_sites(problem, condition, 20, "sobol", 3)
     trial = Trial(network, problem.unknowns, next(network.parameters()))
-    found = build_term(problem, condition, trial, sites)
-    assert isinstance(found, Squares)
-    z = found.map(dict(trial.named_parameters())).detach()
+    term = build_term(problem, condition, trial, sites)
+    assert isinstance(term, Squares)
+    z = term.map(dict(trial.named_parameters())).detach()
     w = sites[0].weights
     q = (condition.weight or 1.0) * w / w.sum()
     return z / q.sqrt()[:, None], sites
 
 
-def check(got: Tensor, *want: Tensor) -> None:
-    torch.testing.assert_close(got, torch.stack(want, -1), rtol=1e-10, atol=1e-11)
+def check(values: Tensor, *want: Tensor) -> None:
+    torch.testing.assert_close(values, torch.stack(want, -1), rtol=1e-10, atol=1e-11)
 
 
 LAPLACE = pde.Equation(lambda u: u.laplacian)
@@ -68,7 +68,7 @@ DOMAINS = {
 def test_conditions_on_boundaries(name: str) -> None:
     domain = DOMAINS[name]
     network = net(2)
-    kinds: dict[str, tuple[pde.Condition, Any]] = {
+    cases: dict[str, tuple[pde.Condition, Any]] = {
         "dirichlet": (
             pde.Dirichlet(lambda x, y: x * y, weight=3.0),
             lambda d, n, x: d() - x[:, 0] * x[:, 1],
@@ -89,12 +89,12 @@ def test_conditions_on_boundaries(name: str) -> None:
             lambda d, n, x: (n[:, 0] * d(0) + n[:, 1] * d(1)) * d() + n[:, 0],
         ),
     }  # fmt: skip
-    for condition, formula in kinds.values():
-        got, sites = residual(pde.Problem(domain, [LAPLACE, condition]), network)
+    for condition, formula in cases.values():
+        values, sites = residual(pde.Problem(domain, [LAPLACE, condition]), network)
         normals = sites[0].normals
         assert normals is not None
         torch.testing.assert_close(normals.norm(dim=1), torch.ones(len(normals)).double())
-        check(got, formula(D(network, sites[0].x), normals, sites[0].x))
+        check(values, formula(D(network, sites[0].x), normals, sites[0].x))
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
@@ -106,12 +106,12 @@ def test_periodic(order: int, time: bool) -> None:
     else:
         domain = space
     network = net(3 if time else 2)
-    got, (one, two) = residual(pde.Problem(domain, [LAPLACE, pde.Periodic("y", order)]), network)
+    values, (one, two) = residual(pde.Problem(domain, [LAPLACE, pde.Periodic("y", order)]), network)
     assert bool((one.x[:, 1] == 0).all())
     assert bool((two.x[:, 1] == 2).all())
     d = D(network, one.x)
     e = D(network, two.x)
-    check(got, *(d(*[1] * k) - e(*[1] * k) for k in range(order + 1)))
+    check(values, *(d(*[1] * k) - e(*[1] * k) for k in range(order + 1)))
 
 
 def test_initial_conditions() -> None:
@@ -120,11 +120,11 @@ def test_initial_conditions() -> None:
     wave = pde.Equation(lambda u: u.tt - u.xx)
     plain = pde.Problem(domain, [wave, pde.Initial(lambda x: x**2)])
     moving = pde.Problem(domain, [wave, pde.Initial(1.0, velocity=lambda x: torch.sin(x))])
-    got, (points,) = residual(plain, network)
+    values, (points,) = residual(plain, network)
     assert bool((points.x[:, 1] == 0.5).all())
     x = points.x[:, 0]
     d = D(network, points.x)
-    check(got, d() - x**2)
+    check(values, d() - x**2)
     check(residual(moving, network)[0], d() - 1, d(1) - x.sin())
 
 
@@ -153,37 +153,37 @@ def test_stokes_like_system_with_unknown_viscosity() -> None:
         lambda u, v: u.x + v.y,
     )
     pair = pde.Equation(lambda u, v: (u, v * 2), on=lambda d: d.face("x", "low"), name="pair")
-    both = pde.Equation(lambda u, v: torch.stack([u.xy, v.grad[:, 1]], -1), name="both")
+    equation = pde.Equation(lambda u, v: torch.stack([u.xy, v.grad[:, 1]], -1), name="both")
     problem = pde.Problem(
-        domain, [stokes, pair, both], fields=("u", "v", "p"), unknowns={"nu": 0.3}
+        domain, [stokes, pair, equation], fields=("u", "v", "p"), unknowns={"nu": 0.3}
     )
-    got, (points,) = residual(problem, network, 0)
+    values, (points,) = residual(problem, network, 0)
     u, v, p = (D(network, points.x, i) for i in range(3))
     check(
-        got,
+        values,
         p(0) - 0.3 * (u(0, 0) + u(1, 1)),
         p(1) - 0.3 * (v(0, 0) + v(1, 1)) + points.x[:, 1],
         u(0) + v(1),
     )
-    got, (points,) = residual(problem, network, 1)
+    values, (points,) = residual(problem, network, 1)
     assert bool((points.x[:, 0] == 0).all())
-    check(got, D(network, points.x)(), 2 * D(network, points.x, 1)())
-    got, (points,) = residual(problem, network, 2)
-    check(got, D(network, points.x)(0, 1), D(network, points.x, 1)(1))
+    check(values, D(network, points.x)(), 2 * D(network, points.x, 1)())
+    values, (points,) = residual(problem, network, 2)
+    check(values, D(network, points.x)(0, 1), D(network, points.x, 1)(1))
 
 
 def test_a_laplacian_of_one_axis_and_of_space_alone() -> None:
     network = net(2)
     domain = pde.SpaceTime(pde.Interval(0, 1), (0, 1))
     heat = pde.Equation(lambda u: u.t - u.laplacian + u.grad[:, 0] * u.xt)
-    got, (points,) = residual(pde.Problem(domain, [heat]), network)
+    values, (points,) = residual(pde.Problem(domain, [heat]), network)
     d = D(network, points.x)
-    check(got, d(1) - d(0, 0) + d(0) * d(0, 1))
+    check(values, d(1) - d(0, 0) + d(0) * d(0, 1))
     network = net(3)
     plane = pde.SpaceTime(pde.Box([(0, 1), (0, 1)]), (0, 1))
-    got, (points,) = residual(pde.Problem(plane, [heat_two()]), network)
+    values, (points,) = residual(pde.Problem(plane, [heat_two()]), network)
     d = D(network, points.x)
-    check(got, d(2, 2) - d(0, 0) - d(1, 1) + d(0, 1, 2))
+    check(values, d(2, 2) - d(0, 0) - d(1, 1) + d(0, 1, 2))
 
 
 def heat_two() -> pde.Equation:
@@ -200,15 +200,15 @@ def test_energy_is_the_weighted_mean_of_its_density() -> None:
     condition = problem.conditions[0]
     sites = draw_sites(problem, condition, 20, "gauss", 0)
     trial = Trial(network, {}, next(network.parameters()))
-    found = build_term(problem, condition, trial, sites)
+    term = build_term(problem, condition, trial, sites)
     params = dict(trial.named_parameters())
-    z = found.map(params).detach()
+    z = term.map(params).detach()
     x = sites[0].x
     w = sites[0].weights
     u = D(network, x)
     v = D(network, x, 1)
     density = 0.5 * (u(0) ** 2 + u(1) ** 2) + v() ** 2 + x[:, 0] * u() + v(0).exp()
-    torch.testing.assert_close(found.loss(z), 2 * (w * density).sum() / w.sum())
+    torch.testing.assert_close(term.loss(z), 2 * (w * density).sum() / w.sum())
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf"), "1"])

@@ -60,20 +60,20 @@ def test_the_step_is_gauss_newton_of_all_conditions() -> None:
         b = vmap(u)(y) - y[:, 1]
         return torch.cat([(w / w.sum()).sqrt() * r, (5 * v / v.sum()).sqrt() * b])
 
-    found = jacrev(residuals)(point)
-    j = torch.cat([found[n].reshape(24, -1) for n in names], 1)
+    jacobians = jacrev(residuals)(point)
+    j = torch.cat([jacobians[n].reshape(24, -1) for n in names], 1)
     z = residuals(point)
     for form in ("rows", "kernel", "dense"):
         solver = pb.solvers.Cholesky(1e-3)
         opt = pb.NaturalGradient(trial, solver=solver, gram=form)
-        got = opt.direction(objective=whole).x
+        direction = opt.direction(objective=whole).x
         eye = torch.eye(j.shape[1]).double()
         want = torch.linalg.solve(j.T @ j + 1e-3 * eye, j.T @ z)
-        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-8)
+        torch.testing.assert_close(direction, want, rtol=1e-7, atol=1e-8)
     opt = pb.NaturalGradient(trial, solver=pb.solvers.PseudoInverse(1e-10))
-    got = opt.direction(objective=whole).x
+    direction = opt.direction(objective=whole).x
     torch.testing.assert_close(
-        j @ got, j @ (torch.linalg.pinv(j, rtol=1e-10) @ z), rtol=1e-6, atol=1e-7
+        j @ direction, j @ (torch.linalg.pinv(j, rtol=1e-10) @ z), rtol=1e-6, atol=1e-7
     )
     info = opt.step(objective=whole)
     assert info.loss == pytest.approx(float(0.5 * z.square().sum()), rel=1e-12)
@@ -82,8 +82,8 @@ def test_the_step_is_gauss_newton_of_all_conditions() -> None:
 def test_unknowns_are_parameters_beside_the_network() -> None:
     network = pde.mlp(1, 3, 1, seed=0)
     trial = Trial(network, {"a": 1, "b": 2.5}, next(network.parameters()))
-    found = select_unknowns(dict(trial.named_parameters()))
-    assert {n: float(p.detach()) for n, p in found.items()} == {"a": 1.0, "b": 2.5}
+    unknowns = select_unknowns(dict(trial.named_parameters()))
+    assert {n: float(p.detach()) for n, p in unknowns.items()} == {"a": 1.0, "b": 2.5}
     x = torch.rand(4, 1).double()
     assert torch.equal(trial(x), network(x))
 
@@ -182,16 +182,16 @@ def test_parameters_are_put_back_wherever_they_are_held() -> None:
     net = nn.Sequential(inner, nn.Tanh(), inner, nn.Linear(2, 2).double())
     net[3].weight = inner.weight
     trial = Trial(net, {}, inner.weight)
-    own = {n: p for n, p in trial.named_parameters()}
-    other = {n: p.detach() + 1 for n, p in own.items()}
+    parameters = {n: p for n, p in trial.named_parameters()}
+    other = {n: p.detach() + 1 for n, p in parameters.items()}
     x = torch.rand(5, 2).double()
-    apart = copy.deepcopy(net)  # torch leaves its replacements in a module that is used twice
-    want = functional_call(apart, {n.removeprefix("network."): p for n, p in other.items()}, (x,))
+    copied = copy.deepcopy(net)  # torch leaves its replacements in a module that is used twice
+    want = functional_call(copied, {n.removeprefix("network."): p for n, p in other.items()}, (x,))
     assert torch.equal(trial.apply_to(other, x), want)
     with pytest.raises(RuntimeError):
         trial.apply_to(other, torch.rand(5, 3).double())
-    assert all(p is own[n] for n, p in trial.named_parameters())
+    assert all(p is parameters[n] for n, p in trial.named_parameters())
     assert net[3].weight is inner.weight
-    part = {"network.0.bias": other["network.0.bias"]}
-    want = functional_call(copy.deepcopy(net), {"0.bias": part["network.0.bias"]}, (x,))
-    assert torch.equal(trial.apply_to(part, x), want)
+    bias_alone = {"network.0.bias": other["network.0.bias"]}
+    want = functional_call(copy.deepcopy(net), {"0.bias": bias_alone["network.0.bias"]}, (x,))
+    assert torch.equal(trial.apply_to(bias_alone, x), want)

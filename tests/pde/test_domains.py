@@ -228,9 +228,9 @@ def test_the_seed_decides(name: str) -> None:
 @domains
 def test_domains_pickle(name: str) -> None:
     domain = EVERY[name][0]
-    again = pickle.loads(pickle.dumps(domain))
-    assert torch.equal(again.sample(20).x, domain.sample(20).x)
-    assert repr(again) == repr(domain)
+    unpickled = pickle.loads(pickle.dumps(domain))
+    assert torch.equal(unpickled.sample(20).x, domain.sample(20).x)
+    assert repr(unpickled) == repr(domain)
 
 
 # --- boxes ----------------------------------------------------------------------------------
@@ -440,19 +440,19 @@ def test_lateral_faces() -> None:
 
 
 def test_where() -> None:
-    part = Disk().boundary.where(lambda x: x[:, 1] > 0)
-    assert part.measure == pytest.approx(PI, rel=1e-4)
-    points = part.sample(200)
+    upper_half = Disk().boundary.where(lambda x: x[:, 1] > 0)
+    assert upper_half.measure == pytest.approx(PI, rel=1e-4)
+    points = upper_half.sample(200)
     assert len(points) == 200
     assert points.normals is not None
     assert bool((points.x[:, 1] > 0).all())
     assert torch.allclose(points.x, points.normals)
-    assert part.contains(torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.5]])).tolist() == [
+    assert upper_half.contains(torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 0.5]])).tolist() == [
         True,
         False,
         False,
     ]
-    quarter = part.where(lambda x: x[:, 0] > 0)
+    quarter = upper_half.where(lambda x: x[:, 0] > 0)
     assert quarter.measure == pytest.approx(PI / 2, rel=1e-3)
     left = Interval(0, 1).boundary.where(lambda x: x[:, 0] < 0.5)
     assert left.measure == 1
@@ -471,9 +471,9 @@ def test_membership_has_a_tolerance() -> None:
 
 
 def test_the_boundary_of_a_composite_contains_only_itself() -> None:
-    both = (square | Box([(1, 3), (0, 1)])).boundary
+    boundary = (square | Box([(1, 3), (0, 1)])).boundary
     x = torch.tensor([[1.0, 0.5], [1.0, 0.0], [0.0, 0.5], [0.5, 0.5], [3.0, 0.2]])
-    assert both.contains(x).tolist() == [False, True, True, False, True]
+    assert boundary.contains(x).tolist() == [False, True, True, False, True]
     hole = ring.boundary
     x = torch.tensor([[0.75, 0.5], [0.5, 0.5], [0.8, 0.5], [1.0, 0.5]])
     assert hole.contains(x).tolist() == [True, False, False, True]
@@ -511,9 +511,9 @@ def test_point_sets() -> None:
     assert bool(data.contains(x).all())
     assert not bool(data.contains(x + 0.01).any())
     assert len(data.patches) == 5
-    some = data.where(lambda x: torch.arange(5) < 3)
-    assert len(some) == 3
-    assert some.measure == pytest.approx(0.5)
+    subset = data.where(lambda x: torch.arange(5) < 3)
+    assert len(subset) == 3
+    assert subset.measure == pytest.approx(0.5)
     assert PointSet(torch.arange(3.0)).x.shape == (3, 1)
     assert square.points(x).names == ("x", "y")
 

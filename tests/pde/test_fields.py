@@ -105,12 +105,12 @@ def test_arithmetic_in_both_orders(op: Callable[[Any, Any], Any], other: str) ->
     u = field("x", "y", "t")
     v = OTHERS[other]
     plain = v.value if isinstance(v, Field) else v
-    for got, want in (
+    for values, want in (
         (op(u, v), op(u.value, plain)),
         (op(v, u), op(plain, u.value)),
         (op(u.x, v), op(u.x, plain)),
     ):
-        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(want))
+        torch.testing.assert_close(torch.as_tensor(values), torch.as_tensor(want))
 
 
 def test_signs_comparisons_and_functions() -> None:

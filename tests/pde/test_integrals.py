@@ -40,7 +40,7 @@ def test_the_row_is_the_gradient_of_the_integral() -> None:
     trial = Trial(network, problem.unknowns, torch.zeros(1).double())
     sites = draw_sites(problem, integral, 40, "grid", 0)
     params = dict(trial.named_parameters())
-    found = build_term(problem, integral, trial, sites).map.linearize(params)
+    linearization = build_term(problem, integral, trial, sites).map.linearize(params)
 
     x = sites[0].x.clone().requires_grad_()
     u = network(x)
@@ -55,11 +55,13 @@ def test_the_row_is_the_gradient_of_the_integral() -> None:
             for (n, p), g in zip(params.items(), grads, strict=True)
         }
     )
-    torch.testing.assert_close(found.value, want.detach().reshape(1, 1))
-    torch.testing.assert_close(found.rows(), row[None])
-    torch.testing.assert_close(found.vjp(torch.full_like(found.value, 1.5)), 1.5 * row)
+    torch.testing.assert_close(linearization.value, want.detach().reshape(1, 1))
+    torch.testing.assert_close(linearization.rows(), row[None])
+    torch.testing.assert_close(
+        linearization.vjp(torch.full_like(linearization.value, 1.5)), 1.5 * row
+    )
     v = torch.linspace(-1, 1, len(row), dtype=torch.float64)
-    torch.testing.assert_close(found.jvp(v), (row @ v).reshape(1, 1))
+    torch.testing.assert_close(linearization.jvp(v), (row @ v).reshape(1, 1))
 
     def density(t: float) -> float:
         at = torch.tensor([[t]], dtype=torch.float64, requires_grad=True)
@@ -113,10 +115,10 @@ def test_residual_of_an_integral_by_hand() -> None:
 
     problem = pde.Problem(LINE, [pde.Equation(lambda u: u.xx), pde.Integral(lambda u: u, 1.0)])
     solution = pde.PDESolution(problem, Sines(), pde.History())
-    found = solution.residual["integral"]
-    assert found.rms == pytest.approx(1 - 2 / pi, abs=1e-12)
-    assert found.size == pytest.approx((1 + (2 / pi) ** 2) ** 0.5, abs=1e-12)
-    assert found.affine
+    residual = solution.residual["integral"]
+    assert residual.rms == pytest.approx(1 - 2 / pi, abs=1e-12)
+    assert residual.size == pytest.approx((1 + (2 / pi) ** 2) ** 0.5, abs=1e-12)
+    assert residual.affine
 
 
 def test_integral_over_a_part() -> None:

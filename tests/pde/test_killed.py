@@ -56,13 +56,15 @@ class Case:
                 begins = domain.time[0]
             else:
                 begins = 0.0
-            here = len(run.history) == step and begins == self.slab / self.options.get("slabs", 1)
-            return here and act()
+            is_reached = len(run.history) == step and begins == self.slab / self.options.get(
+                "slabs", 1
+            )
+            return is_reached and act()
 
         return callback
 
 
-def measured() -> pde.Problem:
+def inverse_problem() -> pde.Problem:
     x = torch.linspace(0.1, 0.9, 9).double()
     return pde.Problem(
         pde.Interval(0, 1),
@@ -83,7 +85,7 @@ CASES = {
     "after a kick": Case({"patience": 2, "steps": 40, "points": 40}, saved=25),
     "in the second slab": Case({"slabs": 3}, slab=1, problem=lambda: pde.Heat(1)),
     "in the last slab": Case({"slabs": 2}, slab=1, saved=0, problem=lambda: pde.Heat(1)),
-    "while a prior's weight is sought": Case({"steps": 30}, saved=12, problem=measured),
+    "while a prior's weight is sought": Case({"steps": 30}, saved=12, problem=inverse_problem),
     "while a checkpoint is written": Case(later=0),
     "while the first one is written": Case(saved=0, later=0),
 }
@@ -108,10 +110,11 @@ def die(case: Case, path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("killed")
-    wanted = [name for name in CASES if any(f"[{name}]" in i.name for i in request.session.items)]
-    command = [sys.executable, __file__, str(out), *wanted]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    selected = " ".join(item.name for item in request.session.items)
+    names = [name for name in CASES if f"[{name}]" in selected]
+    command = [sys.executable, __file__, str(out), *names]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     return out
 
 
@@ -126,21 +129,23 @@ def test_killed_runs_go_on(name: str, folder: Path) -> None:
     assert bool(left) == bool(case.saved or case.slab), "what was saved before is there"
     assert bool(list(folder.glob(f"{name}.pt*.part"))) == (case.later == 0)
     whole = case.solve(None)
-    rest = case.solve(path)
-    assert rest.history.loss == whole.history.loss
+    resumed = case.solve(path)
+    assert resumed.history.loss == whole.history.loss
     assert bool(whole.history.restarted) == (name == "after a kick")
     assert all(step < case.saved for step in whole.history.restarted[:1])
-    assert rest.history.restarted == whole.history.restarted
-    assert math.isfinite(rest.loss)
-    mine = rest.network.state_dict()
-    theirs = whole.network.state_dict()
-    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    assert resumed.history.restarted == whole.history.restarted
+    assert math.isfinite(resumed.loss)
+    resumed_state = resumed.network.state_dict()
+    whole_state = whole.network.state_dict()
+    assert all(torch.equal(resumed_state[k], whole_state[k]) for k in whole_state)
     assert not list(folder.glob(f"{name}.pt*.part")), "the draft is gone"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Case({"steps": 1}, problem=measured).solve(None)  # what it imports, the children need not
+    Case({"steps": 1}, problem=inverse_problem).solve(
+        None
+    )  # what it imports, the children need not
     for name in sys.argv[2:]:
         case = CASES[name]
         child = os.fork()

@@ -20,9 +20,9 @@ SCHEME = Scheme.of([(0, 0, 1), (1, 1)], laplacian=(0, 1))
 
 def jets(network: nn.Module, x: Tensor = X) -> None:
     with torch.no_grad():
-        got = network(Jet.input(x, SCHEME)).stacked()
+        channels = network(Jet.input(x, SCHEME)).stacked()
         want = nested(network, x, SCHEME)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(channels, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, nn.Mish])

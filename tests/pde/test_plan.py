@@ -87,9 +87,9 @@ def test_draws() -> None:
     assert moving.sampler == "sobol"
     one = moving.draw(0)
     two = moving.draw(1)
-    again = moving.draw(0)
+    repeated = moving.draw(0)
     for name in ("equation", "dirichlet"):
-        assert torch.equal(one[name][0].x, again[name][0].x)
+        assert torch.equal(one[name][0].x, repeated[name][0].x)
         assert not torch.equal(one[name][0].x, two[name][0].x)
     assert not torch.equal(
         plan(problem(), resample=3, seed=1).draw(0)["equation"][0].x, one["equation"][0].x
@@ -111,14 +111,14 @@ def test_refinement_goes_where_the_residual_is() -> None:
     it = plan(bumpy, points=400, refine=Refine(), sampler="uniform")
     before = it.draw(0)
     after = it.refine_sites(before, trial, 10)
-    again = it.refine_sites(before, trial, 10)
+    repeated = it.refine_sites(before, trial, 10)
     x = after["equation"][0].x
     assert len(x) == 400
-    assert torch.equal(x, again["equation"][0].x)
+    assert torch.equal(x, repeated["equation"][0].x)
     assert not torch.equal(x, it.refine_sites(before, trial, 11)["equation"][0].x)
-    kept = (x[:, None] == before["equation"][0].x[None]).all(-1).any(1)
-    assert int(kept.sum()) == 200
-    assert float((x[~kept][:, 0] < 0.2).double().mean()) > 0.5
+    is_old = (x[:, None] == before["equation"][0].x[None]).all(-1).any(1)
+    assert int(is_old.sum()) == 200
+    assert float((x[~is_old][:, 0] < 0.2).double().mean()) > 0.5
     assert after["dirichlet"][0] is before["dirichlet"][0]
     edge = after["equation 2"][0]
     assert edge.normals is not None

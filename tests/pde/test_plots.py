@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from pullback import PullbackError, pde
 
 
-def solved(problem: pde.Problem, *, steps: int = 2, points: int = 36) -> pde.PDESolution:
+def solve_quickly(problem: pde.Problem, *, steps: int = 2, points: int = 36) -> pde.PDESolution:
     network = pde.mlp(problem.domain.dim, 6, len(problem.fields), seed=0)
     if isinstance(problem, pde.Ready):
         network = problem.wrap(network)
@@ -40,20 +40,20 @@ CASES: dict[str, tuple[Any, list[str]]] = {
 
 @pytest.mark.parametrize(("make", "starts"), CASES.values(), ids=CASES)
 def test_panels(make: Any, starts: list[str]) -> None:
-    found = titles(solved(make()).plot())
-    assert len(found) == len(starts)
-    assert all(t.startswith(s) for t, s in zip(found, starts, strict=True)), found
+    shown = titles(solve_quickly(make()).plot())
+    assert len(shown) == len(starts)
+    assert all(t.startswith(s) for t, s in zip(shown, starts, strict=True)), shown
 
 
 def test_a_file_in_a_new_folder(tmp_path: Path) -> None:
-    solved(pde.Ritz1D()).plot(tmp_path / "new" / "picture.png")
+    solve_quickly(pde.Ritz1D()).plot(tmp_path / "new" / "picture.png")
     assert (tmp_path / "new" / "picture.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_unknown_solution_and_a_curved_domain(tmp_path: Path) -> None:
     """Without a truth there is no error panel; outside of a disk nothing is drawn."""
     problem = pde.Problem(pde.Disk(), [pde.Equation(lambda u: u.laplacian + 1), pde.Dirichlet()])
-    figure = solved(problem).plot(tmp_path / "disk.svg")
+    figure = solve_quickly(problem).plot(tmp_path / "disk.svg")
     assert titles(figure)[:2] == ["u", "loss"]
     shown = figure.axes[0].images[0].get_array()
     assert shown.mask[0, 0]
@@ -65,8 +65,8 @@ def test_no_steps_and_float32() -> None:
     problem = pde.Poisson(2)
     network = pde.mlp(2, 4, 1, seed=0, dtype=torch.float32)
     solution = pde.solve(problem, network, steps=0, progress=False)
-    found = titles(solution.plot())
-    assert [t.split()[0] for t in found] == ["u", "|u", "relative"]
+    shown = titles(solution.plot())
+    assert [t.split()[0] for t in shown] == ["u", "|u", "relative"]
 
 
 def test_an_exact_solution_has_no_error_to_show() -> None:
@@ -100,7 +100,7 @@ def test_settings_of_matplotlib_are_left_alone() -> None:
     before = dict(matplotlib.rcParams)
     backend = matplotlib.rcParams._get_backend_or_none()  # pyright: ignore[reportAttributeAccessIssue]
     with matplotlib.rc_context({"figure.facecolor": "black"}):
-        figure = solved(pde.Ritz1D(), steps=2).plot()
+        figure = solve_quickly(pde.Ritz1D(), steps=2).plot()
         assert matplotlib.rcParams["figure.facecolor"] == "black"
     assert figure.get_facecolor() == (1, 1, 1, 1)
     assert dict(matplotlib.rcParams) == before
@@ -109,4 +109,4 @@ def test_settings_of_matplotlib_are_left_alone() -> None:
 
 def test_unknown_suffix_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PullbackError, match=r"\.png"):
-        solved(pde.Ritz1D(), steps=0).plot(tmp_path / "picture.jpg")
+        solve_quickly(pde.Ritz1D(), steps=0).plot(tmp_path / "picture.jpg")

@@ -23,7 +23,7 @@ def conductivity(x: Tensor) -> Tensor:
     return 1 + 0.5 * torch.sin(2 * pi * x)
 
 
-def heating(x: Tensor) -> Tensor:
+def heat_source(x: Tensor) -> Tensor:
     """f = −(k u')' for u = sin πx."""
     first = pi * torch.cos(2 * pi * x) * pi * torch.cos(pi * x)
     return conductivity(x) * pi**2 * torch.sin(pi * x) - first
@@ -37,7 +37,7 @@ def inverse_problem(seed: int, noise: float, *prior: pde.Condition) -> pde.Probl
     return pde.Problem(
         LINE,
         [
-            pde.Equation(lambda u, k, x: k.x * u.x + k * u.xx + heating(x)),
+            pde.Equation(lambda u, k, x: k.x * u.x + k * u.xx + heat_source(x)),
             pde.Dirichlet(0.0, field="u"),
             pde.Data(x, torch.sin(pi * x[:, 0]) + errors, field="u"),
             *prior,
@@ -56,7 +56,7 @@ def test_evidence_against_the_density_of_the_data() -> None:
         (c, build_term(problem, c, trial, draw_sites(problem, c, 50, "sobol", 0)))
         for c in problem.conditions
     ]
-    found = choose_prior_factor(terms, params, Processes())
+    factor = choose_prior_factor(terms, params, Processes())
     rows = {c.name: t.map.linearize(params).rows().detach() for c, t in terms}
     values = {c.name: t.map.linearize(params).value.detach().flatten() for c, t in terms}
 
@@ -76,7 +76,7 @@ def test_evidence_against_the_density_of_the_data() -> None:
         return float(normal.log_prob(values["data"]))
 
     factors = [10 ** (k / 4) for k in range(-8, 5)]
-    assert found == pytest.approx(max(factors, key=log_density))
+    assert factor == pytest.approx(max(factors, key=log_density))
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_data_come_first() -> None:
     problem = inverse_problem(0, 0.01, pde.Prior("k", mean=1.0))
     solution = pde.solve(problem, pde.mlp(1, 4, 2, seed=0), points=20, steps=2, progress=False)
     assert solution.weights == {"equation": 1e-4, "dirichlet": 1.0, "data": 1.0, "prior": 1.0}
-    given = inverse_problem(0, 0.01, pde.Prior("k", weight=0.1))
-    solution = pde.solve(given, pde.mlp(1, 4, 2, seed=0), points=20, steps=2, progress=False)
+    weighted = inverse_problem(0, 0.01, pde.Prior("k", weight=0.1))
+    solution = pde.solve(weighted, pde.mlp(1, 4, 2, seed=0), points=20, steps=2, progress=False)
     assert solution.weights == {"equation": 1.0, "dirichlet": 1.0, "data": 1.0, "prior": 0.1}
     assert set(solution.residual) == {"equation", "dirichlet", "data"}, "a prior does not vanish"
 

@@ -40,8 +40,8 @@ def burgers_by_fourier(nu, x, t, n=256):
 
     grid = -1 + 2 * np.arange(n) / n
     start = -np.sin(math.pi * grid)
-    found = solve_ivp(rate, (0, t), start, method="DOP853", rtol=1e-12, atol=1e-13)
-    c = np.fft.rfft(found.y[:, -1]) / n
+    integration = solve_ivp(rate, (0, t), start, method="DOP853", rtol=1e-12, atol=1e-13)
+    c = np.fft.rfft(integration.y[:, -1]) / n
     waves = np.exp(1j * math.pi * np.outer(x + 1, np.arange(1, n // 2)))
     return c[0].real + 2 * (waves @ c[1:-1]).real
 
@@ -49,9 +49,9 @@ def burgers_by_fourier(nu, x, t, n=256):
 class TestBurgers:
     def test_late_times(self):
         x = np.array([-0.7, 0.3, 0.5])
-        own = evaluate(Burgers(0.1), x, 10.0)
+        values = evaluate(Burgers(0.1), x, 10.0)
         other = burgers_by_fourier(0.1, x, 10.0, 64)
-        assert np.abs(own - other).max() < 1e-11
+        assert np.abs(values - other).max() < 1e-11
 
     @pytest.mark.parametrize("nu", [1e-3, 0.01 / math.pi, 0.01, 0.1, 1.0])
     def test_other_nodes_give_the_same(self, nu):
@@ -61,13 +61,13 @@ class TestBurgers:
         x = np.concatenate([2 * unit[:400, 0] - 1, 0.02 * unit[400:, 0]])  # the shock too
         points = np.stack([x, t], axis=1)
         other = u.quadrature(points, 7 * u.half_nodes // 4, 0.3)
-        own = u.quadrature(points, u.half_nodes)
-        assert np.abs(own - other).max() < (1e-14 if nu > 2e-3 else 4e-14)
+        values = u.quadrature(points, u.half_nodes)
+        assert np.abs(values - other).max() < (1e-14 if nu > 2e-3 else 4e-14)
 
     def test_fourier_method_gives_the_same(self):
         x = np.linspace(-1, 1, 41)
-        found = evaluate(Burgers(0.05), x, 0.7)
-        assert np.abs(found - burgers_by_fourier(0.05, x, 0.7)).max() < 1e-10
+        values = evaluate(Burgers(0.05), x, 0.7)
+        assert np.abs(values - burgers_by_fourier(0.05, x, 0.7)).max() < 1e-10
 
     @pytest.mark.parametrize("nu", [0.01 / math.pi, 0.1])
     def test_equation(self, nu):
@@ -96,8 +96,8 @@ class TestBurgers:
     def test_tiny_times_are_finite(self):
         x = np.linspace(-1, 1, 9)
         for t in (5e-324, 1e-300, 1e-12):
-            found = evaluate(Burgers(0.01), x, t)
-            assert np.abs(found + np.sin(math.pi * x)).max() < 1e-10
+            values = evaluate(Burgers(0.01), x, t)
+            assert np.abs(values + np.sin(math.pi * x)).max() < 1e-10
 
     @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
     def test_viscosity_is_positive(self, bad):
@@ -121,9 +121,9 @@ class TestBurgers:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
     def test_dtype_and_no_points(self, dtype):
         u = Burgers(0.1)
-        found = u(torch.tensor([[1.0, 0.5], [0.3, 0.2]], dtype=dtype).requires_grad_())
-        assert found.dtype == dtype
-        assert found.shape == (2, 1)
-        assert found[0] == 0
-        assert not found.requires_grad
+        values = u(torch.tensor([[1.0, 0.5], [0.3, 0.2]], dtype=dtype).requires_grad_())
+        assert values.dtype == dtype
+        assert values.shape == (2, 1)
+        assert values[0] == 0
+        assert not values.requires_grad
         assert u(torch.zeros(0, 2, dtype=dtype)).shape == (0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def problem(*conditions: Any, **options: Any) -> Any:
 
 
 def solve(**options: Any) -> Any:
-    given = {"steps": 1, "points": 8, "progress": False, **options}
-    return pde.solve(problem(), pde.mlp(1, 3, 1, seed=0), **given)
+    arguments = {"steps": 1, "points": 8, "progress": False, **options}
+    return pde.solve(problem(), pde.mlp(1, 3, 1, seed=0), **arguments)
 
 
 def drawn(condition: Any) -> Any:
@@ -192,10 +193,12 @@ TABLES = {
     "points": POINTS,
     "ready": READY,
     "settings": {
-        str(given): (lambda given=given: solve(**given), message) for given, message in SETTINGS
+        str(options): (partial(solve, **options), message) for options, message in SETTINGS
     },
 }
-CASES = {f"{kind}: {name}": case for kind, t in TABLES.items() for name, case in t.items()}
+CASES = {}
+for title, table in TABLES.items():
+    CASES |= {f"{title}: {name}": case for name, case in table.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -217,9 +220,9 @@ def test_a_device_that_is_missing() -> None:
 def test_usable_ones_pass() -> None:
     solve(device="cpu", tol=1e-9, budget=0, patience=None, callbacks=(), memory=2**20)
     solve(device=torch.device("cpu"), refine=pde.Refine(every=1))
-    given = [0.1, 0.7]
-    data = pde.Data(given, [1, 2])
-    assert data.region(LINE).x[:, 0].tolist() == given  # in float64, not by way of float32
+    times = [0.1, 0.7]
+    data = pde.Data(times, [1, 2])
+    assert data.region(LINE).x[:, 0].tolist() == times  # in float64, not by way of float32
 
 
 @pytest.mark.parametrize("command", [["solve", "ritz"], ["run", "yin-2024-poisson", "--quick"]])
@@ -227,7 +230,7 @@ def test_usable_ones_pass() -> None:
 def test_out_that_is_no_folder(command: list[str], under: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("kept")
-    done = CliRunner().invoke(app, [*command, "--out", str(file / under)])
-    assert done.exit_code == 1
-    assert "cannot be the folder" in done.output
+    result = CliRunner().invoke(app, [*command, "--out", str(file / under)])
+    assert result.exit_code == 1
+    assert "cannot be the folder" in result.output
     assert file.read_text() == "kept"

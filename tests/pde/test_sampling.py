@@ -59,8 +59,8 @@ def test_gauss_is_exact_for_polynomials_of_degree_2m_minus_1() -> None:
     x, w = Gauss().unit(5**2, 2, generator())
     for i in range(10):
         for j in range(10):
-            got = float(w @ (x[:, 0] ** i * x[:, 1] ** j))
-            assert got == pytest.approx(1 / ((i + 1) * (j + 1)), rel=1e-13)
+            integral = float(w @ (x[:, 0] ** i * x[:, 1] ** j))
+            assert integral == pytest.approx(1 / ((i + 1) * (j + 1)), rel=1e-13)
     assert abs(float(w @ x[:, 0] ** 10) - 1 / 11) > 1e-9, "degree 10 is beyond five nodes"
 
 
@@ -114,10 +114,10 @@ def test_sobol_is_better_spread_than_uniform() -> None:
 
 
 def test_names() -> None:
-    kinds = [type(find_sampler(name)) for name in ("sobol", "grid", "gauss", "uniform", "lhs")]
-    assert kinds == [Sobol, Grid, Gauss, Uniform, LatinHypercube]
-    mine = Grid()
-    assert find_sampler(mine) is mine
+    types = [type(find_sampler(name)) for name in ("sobol", "grid", "gauss", "uniform", "lhs")]
+    assert types == [Sobol, Grid, Gauss, Uniform, LatinHypercube]
+    grid = Grid()
+    assert find_sampler(grid) is grid
     assert set(SAMPLERS) == {"sobol", "grid", "gauss", "uniform", "lhs"}
 
 
@@ -151,7 +151,7 @@ def test_points_move_and_join() -> None:
     assert {low.x.dtype, low.weights.dtype, low.normals.dtype} == {torch.float32}
     assert p.to(device="cpu").x.dtype == torch.float64
     assert some(2, None).to(torch.float32, "cpu").normals is None
-    both = Points.cat([p, p])
-    assert both.normals is not None
-    assert len(both) == len(both.normals) == 6
+    twice = Points.cat([p, p])
+    assert twice.normals is not None
+    assert len(twice) == len(twice.normals) == 6
     assert Points.cat([p, some(2, None)]).normals is None

@@ -137,16 +137,16 @@ def test_resumed_slabs_reach_the_same_bits(options: dict[str, Any], tmp_path: Pa
     options = {"steps": 3, **options}
     path = tmp_path / "run.pt"
     whole = run(**options)
-    part = run(checkpoint=path, budget=1e-9, **options)
+    resumed = run(checkpoint=path, budget=1e-9, **options)
     calls = 1
-    while "the budget" in part.stopped and calls < 30:
-        part = run(checkpoint=path, budget=1e-9, **options)
+    while "the budget" in resumed.stopped and calls < 30:
+        resumed = run(checkpoint=path, budget=1e-9, **options)
         calls = calls + 1
     assert calls > 4
-    assert part.history.loss == whole.history.loss
-    mine = part.network.state_dict()
-    theirs = whole.network.state_dict()
-    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+    assert resumed.history.loss == whole.history.loss
+    resumed_state = resumed.network.state_dict()
+    whole_state = whole.network.state_dict()
+    assert all(torch.equal(resumed_state[k], whole_state[k]) for k in whole_state)
 
 
 def test_budgets_and_callbacks_end_all_slabs() -> None:
@@ -189,7 +189,7 @@ def test_slabs_end_at_given_times() -> None:
     assert network.edges.tolist() == pytest.approx([0, 0.1, 0.4, 1])
 
 
-def turning(time: float) -> pde.Problem:
+def rotation(time: float) -> pde.Problem:
     """A point that goes around a circle."""
     return pde.Problem(
         pde.SpaceTime(pde.Interval(0, 1), (0, time)),
@@ -221,7 +221,7 @@ def test_slabs_of_one_length_where_all_is_easy() -> None:
 @pytest.mark.slow
 def test_automatic_slabs_of_a_long_time() -> None:
     """In one piece the error stays near 1."""
-    solution = automatic(turning(6.0))
+    solution = automatic(rotation(6.0))
     assert solution.error < 2e-2
     network = solution.network
     assert isinstance(network, Slabs)
@@ -243,25 +243,25 @@ def test_automatic_slabs_end_when_asked() -> None:
 def test_resumed_automatic_slabs_reach_the_same_bits(tmp_path: Path) -> None:
     """Slabs that were given up are given up again, from their checkpoints."""
     options: dict[str, Any] = {"steps": 4, "tol": None, "points": 16}
-    whole = automatic(turning(6.0), **options)
+    whole = automatic(rotation(6.0), **options)
     path = tmp_path / "run.pt"
     for _ in range(2):
-        part = automatic(turning(6.0), checkpoint=path, budget=0.1, **options)
-        assert "the budget" in part.stopped
-    part = automatic(turning(6.0), checkpoint=path, **options)
-    mine = part.network.state_dict()
-    theirs = whole.network.state_dict()
-    assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
+        resumed = automatic(rotation(6.0), checkpoint=path, budget=0.1, **options)
+        assert "the budget" in resumed.stopped
+    resumed = automatic(rotation(6.0), checkpoint=path, **options)
+    resumed_state = resumed.network.state_dict()
+    whole_state = whole.network.state_dict()
+    assert all(torch.equal(resumed_state[k], whole_state[k]) for k in whole_state)
 
 
 def test_the_worst_slab_is_told_where_budgets_ended_all() -> None:
     """Later slabs inherit the errors of the first, however small their own residuals are."""
     ended = Stop(StopReason.BUDGET_SPENT, 1.0)
     verdicts = [PDEVerdict(ended, False, 1e-3, 1e-3, size) for size in (1e-2, 3e-2, 1e-6)]
-    found = summarize_verdicts(verdicts, 3, ended=False)
-    assert found.name == "unfinished"
-    assert found.alarming
-    assert found.reason == "the budget of 1 s is spent in slab 2 of 3"
+    verdict = summarize_verdicts(verdicts, 3, ended=False)
+    assert verdict.name == "unfinished"
+    assert verdict.alarming
+    assert verdict.reason == "the budget of 1 s is spent in slab 2 of 3"
 
 
 def test_a_network_for_later_times_is_the_same_function() -> None:
@@ -269,18 +269,18 @@ def test_a_network_for_later_times_is_the_same_function() -> None:
     domain = heat().domain
     plain = nn.Sequential(pde.PeriodicEmbedding(2, 0, 2.0, 2), *pde.mlp(5, 6, 1, seed=0))
     first = pde.Rescaled(pde.Symmetric(plain, 0, 1), pde.SpaceTime(pde.Interval(0, 1), (0, 0.25)))
-    part = restrict_to_window(heat(), 0.5, 0.75, first)
-    later = rescale_time(first, part, keep_function=True)
-    x = part.domain.sample(20, "uniform", seed=1).x
+    restricted = restrict_to_window(heat(), 0.5, 0.75, first)
+    later = rescale_time(first, restricted, keep_function=True)
+    x = restricted.domain.sample(20, "uniform", seed=1).x
     torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)
     assert isinstance(later, pde.Rescaled)
     assert (later.low[1], later.high[1]) == (0.5, 0.75)
-    fresh = rescale_time(first, part, keep_function=False)
+    fresh = rescale_time(first, restricted, keep_function=False)
     x0 = x - torch.tensor([0, 0.5])
     torch.testing.assert_close(fresh(x), first(x0))
     assert float(first.high[1]) == 0.25
     squared = pde.Rescaled(nn.Sequential(Squared(), *pde.mlp(2, 6, 1, seed=0)), domain)
-    torch.testing.assert_close(rescale_time(squared, part, keep_function=True)(x), squared(x))
+    torch.testing.assert_close(rescale_time(squared, restricted, keep_function=True)(x), squared(x))
 
 
 class Squared(nn.Module):
@@ -294,9 +294,9 @@ def test_error_estimates_of_slabs(problem: Any) -> None:
     solution = pde.solve(
         problem(), pde.mlp(2, 8, 1, seed=0), slabs=2, points=64, steps=25, progress=False
     )
-    found = solution.check().estimate
-    assert found is not None
-    assert solution.error / 2 < found.error < 20 * solution.error
+    estimate = solution.check().estimate
+    assert estimate is not None
+    assert solution.error / 2 < estimate.error < 20 * solution.error
     assert isinstance(solution.network, Slabs)
     with torch.no_grad():  # spoil the first slab alone
         next(solution.network.networks[0].parameters()).mul_(1.02)

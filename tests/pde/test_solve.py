@@ -289,11 +289,11 @@ def test_resumed_runs_reach_the_same_bits(schedule: str, tmp_path: Path) -> None
     path = tmp_path / "run.pt"
     first = run(problem=problem_for(schedule), checkpoint=path, **{**options, "steps": 6})
     assert len(first.history) == 6
-    rest = run(problem=problem_for(schedule), checkpoint=path, **options)
-    assert rest.history.loss == whole.history.loss
-    assert torch.equal(vector(rest.network), vector(whole.network))
-    assert rest.unknowns == whole.unknowns
-    assert len(rest.history.seconds) == 9
+    resumed = run(problem=problem_for(schedule), checkpoint=path, **options)
+    assert resumed.history.loss == whole.history.loss
+    assert torch.equal(vector(resumed.network), vector(whole.network))
+    assert resumed.unknowns == whole.unknowns
+    assert len(resumed.history.seconds) == 9
 
 
 @pytest.mark.parametrize("schedule", ["both", "refine"])
@@ -318,22 +318,22 @@ def test_interrupted_steps_are_repeated(schedule: str, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             run(checkpoint=path, **options)
     assert path.exists()
-    rest = run(checkpoint=path, **options)
-    assert rest.history.loss == whole.history.loss
-    assert torch.equal(vector(rest.network), vector(whole.network))
+    resumed = run(checkpoint=path, **options)
+    assert resumed.history.loss == whole.history.loss
+    assert torch.equal(vector(resumed.network), vector(whole.network))
 
 
 def test_budgets(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     whole = run(steps=4)
-    part = run(steps=4, checkpoint=path, budget=1e-9)
+    resumed = run(steps=4, checkpoint=path, budget=1e-9)
     calls = 1
-    while "the budget" in part.stopped and calls < 10:
-        part = run(steps=4, checkpoint=path, budget=1e-9)
+    while "the budget" in resumed.stopped and calls < 10:
+        resumed = run(steps=4, checkpoint=path, budget=1e-9)
         calls = calls + 1
     assert calls > 2
-    assert "all 4 steps were taken" in part.stopped
-    assert torch.equal(vector(part.network), vector(whole.network))
+    assert "all 4 steps were taken" in resumed.stopped
+    assert torch.equal(vector(resumed.network), vector(whole.network))
     none = run(budget=0.0)
     assert "the budget" in none.stopped
     assert len(none.history) == 0
@@ -354,16 +354,16 @@ def test_seeds_and_global_random_numbers() -> None:
 def test_stops() -> None:
     assert "all 0 steps were taken" in run(steps=0).stopped
     assert torch.equal(vector(run(steps=0).network), vector(small()))
-    done = run(steps=100, tol=1e-2)
-    assert "tolerance" in done.stopped
-    assert done.error <= 1e-2
+    tolerant = run(steps=100, tol=1e-2)
+    assert "tolerance" in tolerant.stopped
+    assert tolerant.error <= 1e-2
     unknown = run(steps=200, tol=1e-3, problem=poisson(exact=None))
     assert "tolerance" in unknown.stopped
     assert unknown.loss <= 1e-3
     assert unknown.history.error == []
-    seen: list[float] = []
-    run(problem=poisson(exact=None), steps=1, callbacks=[lambda r, info: seen.append(r.error)])
-    assert math.isnan(seen[0])
+    errors: list[float] = []
+    run(problem=poisson(exact=None), steps=1, callbacks=[lambda r, info: errors.append(r.error)])
+    assert math.isnan(errors[0])
     patient = run(steps=400, patience=3, points=8, refine=None)
     assert "1 %" in patient.stopped or "could not lower" in patient.stopped
     asked = run(callbacks=[lambda run, info: len(run.history) == 5])
@@ -372,10 +372,10 @@ def test_stops() -> None:
 
 
 def test_callbacks_see_the_run() -> None:
-    seen = []
-    run(steps=4, callbacks=[lambda run, info: seen.append((info.loss, run.error, run.unknowns))])
-    assert len(seen) == 4
-    losses = [s[0] for s in seen]
+    steps = []
+    run(steps=4, callbacks=[lambda run, info: steps.append((info.loss, run.error, run.unknowns))])
+    assert len(steps) == 4
+    losses = [s[0] for s in steps]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -519,9 +519,9 @@ def test_errors_of_fields() -> None:
 def test_checkpoints_are_written_now_and_then(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(RunFile, "seconds_between", 0.0)
     path = tmp_path / "run.pt"
-    seen = []
-    run(steps=3, checkpoint=path, callbacks=[lambda run, info: seen.append(path.exists())])
-    assert seen == [False, True, True]
+    file_exists = []
+    run(steps=3, checkpoint=path, callbacks=[lambda run, info: file_exists.append(path.exists())])
+    assert file_exists == [False, True, True]
 
 
 def test_any_of_torchs_optimizers_takes_the_losss_gradient(tmp_path: Path) -> None:
@@ -552,9 +552,9 @@ def test_any_of_torchs_optimizers_takes_the_losss_gradient(tmp_path: Path) -> No
     whole = pde.solve(problem, pde.mlp(1, 6, 1, seed=0), steps=8, optimizer=adam, **options)
     path = tmp_path / "run.pt"
     for steps in (3, 8):
-        parts = pde.solve(
+        resumed = pde.solve(
             problem, pde.mlp(1, 6, 1, seed=0), steps=steps, optimizer=adam, checkpoint=path,
             **options,
         )  # fmt: skip
-    assert parts.history.loss == whole.history.loss
+    assert resumed.history.loss == whole.history.loss
     assert whole.history.loss[-1] < whole.history.loss[0]

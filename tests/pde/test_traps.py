@@ -64,11 +64,19 @@ def test_indices_that_change_after_their_use() -> None:
 
 def test_a_module_that_is_used_twice_stays_whole() -> None:
     torch.manual_seed(0)
-    same = nn.Linear(6, 6)
-    layers = [nn.Linear(1, 6), nn.Tanh(), same, nn.Tanh(), same, nn.Tanh(), nn.Linear(6, 1)]
+    shared_layer = nn.Linear(6, 6)
+    layers = [
+        nn.Linear(1, 6),
+        nn.Tanh(),
+        shared_layer,
+        nn.Tanh(),
+        shared_layer,
+        nn.Tanh(),
+        nn.Linear(6, 1),
+    ]
     network = nn.Sequential(*layers).double()
     assert pde.solve(poisson(), network, steps=60, **OPTIONS).error < 1e-6
-    assert isinstance(same.weight, nn.Parameter)
+    assert isinstance(shared_layer.weight, nn.Parameter)
 
 
 def test_a_builtin_function_is_not_given_the_field() -> None:
@@ -83,8 +91,8 @@ def test_a_checkpoint_of_another_equation_is_refused(tmp_path: Path) -> None:
     pde.solve(poisson(1.0), pde.mlp(1, 4, 1, seed=0), steps=2, checkpoint=path, **OPTIONS)
     with pytest.raises(PullbackError, match="another run"):
         pde.solve(poisson(5.0), pde.mlp(1, 4, 1, seed=0), steps=4, checkpoint=path, **OPTIONS)
-    again = pde.solve(poisson(1.0), pde.mlp(1, 4, 1, seed=0), steps=4, checkpoint=path, **OPTIONS)
-    assert len(again.history) == 4
+    resumed = pde.solve(poisson(1.0), pde.mlp(1, 4, 1, seed=0), steps=4, checkpoint=path, **OPTIONS)
+    assert len(resumed.history) == 4
 
 
 def test_space_derivatives_need_space() -> None:
@@ -135,19 +143,19 @@ def test_residuals_that_cannot_be_solved(residual: Any, words: str) -> None:
 
 
 def test_the_loss_is_that_of_the_network_returned() -> None:
-    found = pde.solve(poisson(), pde.mlp(1, 6, 1, seed=0), steps=1, **OPTIONS)
-    again = pde.solve(poisson(), found.network, steps=1, **OPTIONS)
-    assert again.history.loss[0] == pytest.approx(found.loss, rel=1e-12)
+    solution = pde.solve(poisson(), pde.mlp(1, 6, 1, seed=0), steps=1, **OPTIONS)
+    continued = pde.solve(poisson(), solution.network, steps=1, **OPTIONS)
+    assert continued.history.loss[0] == pytest.approx(solution.loss, rel=1e-12)
 
 
 def test_a_solution_in_slabs_is_saved_and_loaded(tmp_path: Path) -> None:
     network = pde.mlp(2, 6, 1, seed=0)
-    found = pde.solve(pde.Heat(1), network, steps=3, slabs=2, points=100, progress=False)
-    found.save(tmp_path / "heat.pt")
-    again = pde.PDESolution.load(tmp_path / "heat.pt", pde.Heat(1), pde.mlp(2, 6, 1))
+    solution = pde.solve(pde.Heat(1), network, steps=3, slabs=2, points=100, progress=False)
+    solution.save(tmp_path / "heat.pt")
+    loaded = pde.PDESolution.load(tmp_path / "heat.pt", pde.Heat(1), pde.mlp(2, 6, 1))
     x = torch.rand(9, 2, dtype=torch.float64)
-    assert torch.equal(found(x), again(x))
-    assert again.loss == found.loss
+    assert torch.equal(solution(x), loaded(x))
+    assert loaded.loss == solution.loss
 
 
 def test_hard_conditions_that_nobody_keeps() -> None:

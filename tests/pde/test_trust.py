@@ -55,20 +55,20 @@ class Wave(nn.Module):
         return torch.sin(pi * x) * self.a
 
 
-def solved(problem: pde.Problem, network: nn.Module) -> pde.PDESolution:
+def make_solution(problem: pde.Problem, network: nn.Module) -> pde.PDESolution:
     return pde.PDESolution(problem, network, pde.History())
 
 
 def test_residuals_are_relative_to_the_terms_that_should_cancel() -> None:
     """u = 1.1 sin πx leaves −0.1π² sin πx of the terms 1.1π² sin πx and π² sin πx."""
-    found = solved(poisson(), Wave(1.1)).residual
-    assert found["equation"].rms == pytest.approx(0.1 * pi**2 / 2**0.5, rel=1e-3)
-    assert found["equation"].relative == pytest.approx(0.1 / (1.1**2 + 1) ** 0.5, rel=1e-3)
-    assert found["dirichlet"].size == pytest.approx(1.1 / 2**0.5, rel=1e-3)
-    assert found["dirichlet"].relative < 1e-12
-    assert found["equation"].affine
+    residuals = make_solution(poisson(), Wave(1.1)).residual
+    assert residuals["equation"].rms == pytest.approx(0.1 * pi**2 / 2**0.5, rel=1e-3)
+    assert residuals["equation"].relative == pytest.approx(0.1 / (1.1**2 + 1) ** 0.5, rel=1e-3)
+    assert residuals["dirichlet"].size == pytest.approx(1.1 / 2**0.5, rel=1e-3)
+    assert residuals["dirichlet"].relative < 1e-12
+    assert residuals["equation"].affine
     nonlinear = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.x * u)])
-    assert not solved(nonlinear, Wave(1.0)).residual["equation"].affine
+    assert not make_solution(nonlinear, Wave(1.0)).residual["equation"].affine
 
 
 def test_a_laplacian_is_sized_by_its_terms() -> None:
@@ -84,9 +84,9 @@ def test_a_laplacian_is_sized_by_its_terms() -> None:
 
     square = pde.Box([(0, 1), (0, 1)])
     problem = pde.Problem(square, [pde.Equation(lambda u: u.laplacian)])
-    found = solved(problem, Saddle()).residual["equation"]
-    assert found.size == pytest.approx(8**0.5)
-    assert found.relative < 1e-12
+    residual = make_solution(problem, Saddle()).residual["equation"]
+    assert residual.size == pytest.approx(8**0.5)
+    assert residual.relative < 1e-12
 
 
 def test_fresh_points_are_measured_and_overfitting_is_said() -> None:
@@ -124,10 +124,10 @@ def test_verdicts_say_what_is_missing() -> None:
     assert replace(ended, relative=2e-8).alarming
     assert not replace(ended, relative=9e-9).alarming
     assert "would" not in replace(ended, relative=9e-9).text
-    early = replace(ended, falling=0.034)
-    assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in early.text
-    assert not replace(early, stop=Stop(StopReason.CALLBACK)).alarming
-    assert not replace(early, stop=Stop(StopReason.TOLERANCE_REACHED, 0.1)).alarming
+    falling = replace(ended, falling=0.034)
+    assert "all 9 steps were taken while the loss fell by 3% a step; residuals" in falling.text
+    assert not replace(falling, stop=Stop(StopReason.CALLBACK)).alarming
+    assert not replace(falling, stop=Stop(StopReason.TOLERANCE_REACHED, 0.1)).alarming
     stuck = replace(ended, stop=Stop(StopReason.LOSS_LEVEL, 50), stuck=True)
     assert stuck.alarming
     assert "1e-05 of their terms. A wider or deeper network would" in stuck.text
@@ -209,10 +209,10 @@ def test_balanced_weights() -> None:
     assert plain.weights["equation"] == 1.0
     assert run(steps=1).weights["dirichlet"] == 1.0
     assert scaled.weights["dirichlet"] == 100 * plain.weights["dirichlet"]
-    given = pde.Problem(
+    weighted = pde.Problem(
         pde.Interval(0, 1), [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0, weight=3.0)]
     )
-    assert run(steps=1, problem=given).weights["dirichlet"] == 3.0
+    assert run(steps=1, problem=weighted).weights["dirichlet"] == 3.0
     singular = pde.Problem(  # whose slopes are not finite
         pde.Interval(0, 1),
         [pde.Equation(lambda u, x: u.xx + 0 * u / (0 * x)), pde.Dirichlet(0.0, weight="balanced")],
@@ -235,7 +235,7 @@ def test_errors_are_estimated(steps: int) -> None:
 
 
 def test_checks_compare_two_solutions() -> None:
-    one, two = (solved(poisson(), Wave(a)) for a in (1.0, 1.1))
+    one, two = (make_solution(poisson(), Wave(a)) for a in (1.0, 1.1))
     assert one.check(against=two).difference == pytest.approx(0.1)
 
 
@@ -267,7 +267,7 @@ def test_unknowns_have_standard_errors() -> None:
 
 
 def test_derivatives_of_solutions() -> None:
-    solution = solved(poisson(), pde.mlp(1, 6, 1, seed=1))
+    solution = make_solution(poisson(), pde.mlp(1, 6, 1, seed=1))
     x = torch.rand(5, 1, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     (first,) = torch.autograd.grad(solution.network(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -291,13 +291,13 @@ def test_saved_solutions_know_their_problem(tmp_path: Path) -> None:
 
 def test_solutions_pickle() -> None:
     solution = run(steps=2)
-    again = pickle.loads(pickle.dumps(solution))
+    unpickled = pickle.loads(pickle.dumps(solution))
     x = torch.rand(4, 1).double()
-    assert torch.equal(again(x), solution(x))
-    assert torch.equal(again.d("xx")(x), solution.d("xx")(x))
-    assert again.stopped == solution.stopped
+    assert torch.equal(unpickled(x), solution(x))
+    assert torch.equal(unpickled.d("xx")(x), solution.d("xx")(x))
+    assert unpickled.stopped == solution.stopped
     with pytest.raises(PullbackError, match="No solution"):
-        _ = again.error
+        _ = unpickled.error
 
 
 def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
         whole = run(network=pde.mlp(1, 3, 1, seed=0), **options)
         path = tmp_path / "run.pt"
         for stop in (whole.history.restarted[0] + 2, 0):
-            part = run(
+            resumed = run(
                 network=pde.mlp(1, 3, 1, seed=0),
                 checkpoint=path,
                 callbacks=[lambda run, info, stop=stop: len(run.history) == stop],
@@ -316,8 +316,8 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
             )
     assert whole.history.restarted
     assert "tries" in whole.stopped
-    assert part.history.loss == whole.history.loss
-    for a, b in zip(part.network.parameters(), whole.network.parameters(), strict=True):
+    assert resumed.history.loss == whole.history.loss
+    for a, b in zip(resumed.network.parameters(), whole.network.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -325,18 +325,18 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
 def test_runs_settle_at_their_end(dtype: torch.dtype) -> None:
     """The last tenth of the steps is short, unless the caller says how long they are."""
 
-    def solved(**options: Any) -> pde.PDESolution:
+    def solve_poisson(**options: Any) -> pde.PDESolution:
         network = pde.mlp(1, 10, 1, seed=0, dtype=dtype)
         return pde.solve(pde.Poisson(1), network, points=60, steps=40, progress=False, **options)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        settled = solved()
-        given = solved(step=TargetRatio())
+        settled = solve_poisson()
+        unsettled = solve_poisson(step=TargetRatio())
     assert settled.history.settled == [36]
-    assert given.history.settled == []
-    assert settled.history.loss[:36] == given.history.loss[:36]
-    assert settled.error < given.error / 20
+    assert unsettled.history.settled == []
+    assert settled.history.loss[:36] == unsettled.history.loss[:36]
+    assert settled.error < unsettled.error / 20
     assert next(settled.network.parameters()).dtype == dtype
 
 
@@ -444,10 +444,10 @@ def test_unknowns_of_which_only_a_ratio_matters_are_noticed(known: bool) -> None
     def equation(u: Any, x: Tensor, c: Tensor, k: Any = 0.7) -> Tensor:
         return k * u.xx + c * pi**2 * torch.sin(pi * x)
 
-    def pinned(u: Any, x: Tensor, c: Tensor) -> Tensor:
+    def without_k(u: Any, x: Tensor, c: Tensor) -> Tensor:
         return equation(u, x, c)
 
-    law = pinned if known else (lambda u, x, c, k: equation(u, x, c, k))
+    law = without_k if known else (lambda u, x, c, k: equation(u, x, c, k))
     conditions = [pde.Equation(law), pde.Dirichlet(0.0), pde.Data(x, torch.sin(pi * x) / 2)]
     problem = pde.Problem(LINE, conditions, unknowns={"c": 1.3, **k})
     with warnings.catch_warnings(record=True) as said:

@@ -110,18 +110,18 @@ def fokker_planck() -> pde.Problem:
 def test_wave_numbers_of_data_and_operators(
     problem: pde.Problem, expected: tuple[float, ...]
 ) -> None:
-    found = oscillation(problem).wavenumbers
+    wavenumbers = oscillation(problem).wavenumbers
     want = torch.tensor(expected, dtype=torch.float64)
-    off = (found - want) * (problem.domain.high - problem.domain.low) / pi
+    off = (wavenumbers - want) * (problem.domain.high - problem.domain.low) / pi
     assert float(off.abs().max()) < 0.06 * float(want.max()) + 0.3  # in half waves
 
 
 def test_a_bump_is_no_wave() -> None:
     """Its spectrum is broad, and has no peak; a sum of sines would be a poor network for it."""
     problem = fokker_planck()
-    found = oscillation(problem)
-    assert float(found.half_waves.max()) > 5
-    assert not found.waves
+    estimate = oscillation(problem)
+    assert float(estimate.half_waves.max()) > 5
+    assert not estimate.waves
     assert any(isinstance(m, nn.Tanh) for m in pde.network_for(problem).modules())
 
 
@@ -150,9 +150,9 @@ def test_schroedinger_is_a_system_of_waves() -> None:
     "problem", [pde.Poisson(2), pde.Heat(1), pde.Burgers(), Cavity(), pde.LogFokkerPlanck(2)]
 )
 def test_what_is_smooth_has_few_half_waves(problem: pde.Problem) -> None:
-    found = oscillation(problem)
-    assert float(found.half_waves.max()) < 3
-    assert not found.waves
+    estimate = oscillation(problem)
+    assert float(estimate.half_waves.max()) < 3
+    assert not estimate.waves
     inner = pde.network_for(problem).network
     assert isinstance(inner, nn.Sequential)
     assert any(isinstance(m, nn.Tanh) for m in inner)
@@ -221,7 +221,7 @@ def test_budgets_frequencies_and_seeds() -> None:
             pde.network_for(pde.Poisson(2), **options)
 
 
-def solved(problem: pde.Problem, steps: int, tol: float) -> float:
+def solve_problem(problem: pde.Problem, steps: int, tol: float) -> float:
     network = pde.network_for(problem)
     return pde.solve(problem, network, steps=steps, tol=tol, progress=False).error
 
@@ -234,10 +234,10 @@ def solved(problem: pde.Problem, steps: int, tol: float) -> float:
 )
 def test_oscillating_problems_by_defaults(problem: pde.Problem) -> None:
     """With tanh Helmholtz 4π is at 0.8 after 40 steps."""
-    assert solved(problem, 60, 1e-6) < 1e-4
+    assert solve_problem(problem, 60, 1e-6) < 1e-4
 
 
 @pytest.mark.slow
 def test_fokker_planck_by_defaults() -> None:
     """A density in a wide interval; L-BFGS after Adam stays near 8e-4."""
-    assert solved(fokker_planck(), 120, 5e-5) < 1e-4
+    assert solve_problem(fokker_planck(), 120, 5e-5) < 1e-4

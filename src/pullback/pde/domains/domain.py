@@ -116,39 +116,46 @@ class Composite(Domain):
         _ = self.patches  # an empty result is refused here, not at the first sample
 
     def _extent(self) -> tuple[Tensor, Tensor]:
-        """The bounding box of the result."""
+        """Return the corners of the result's bounding box."""
         return self.a.low, self.a.high
 
     @abstractmethod
-    def _cut(self) -> list[Patch]:
-        """The disjoint patches of the result, some of which may be empty."""
+    def _cut_patches(self) -> list[Patch]:
+        """Return the disjoint patches of the result, some of which may be empty."""
 
     @abstractmethod
-    def _rim(self) -> list[Patch]:
-        """The patches of the result's boundary, some of which may be empty."""
+    def _cut_boundary(self) -> list[Patch]:
+        """Return the patches of the result's boundary, some of which may be empty."""
 
     def build(self) -> Sequence[Patch]:
-        return drop_empty(self._cut(), f"The {type(self).__name__.lower()}")
+        return drop_empty(self._cut_patches(), f"The {type(self).__name__.lower()}")
 
     def build_boundary(self) -> Region:
         def inside(x: Tensor, tol: float) -> Tensor:
-            on = self.a.boundary.inside(x, tol) | self.b.boundary.inside(x, tol)
+            is_on_shape = self.a.boundary.inside(x, tol) | self.b.boundary.inside(x, tol)
             step = max(self._step, 10 * tol)
-            open_ = torch.zeros(len(x), dtype=torch.bool)
-            for e in torch.eye(self.dim, dtype=x.dtype) * step:
-                open_ |= ~self.inside(x + e, 0.0) | ~self.inside(x - e, 0.0)
-            return on & self.inside(x, tol) & open_
+            has_outer_neighbour = torch.zeros(len(x), dtype=torch.bool)
+            for shift in torch.eye(self.dim, dtype=x.dtype) * step:
+                has_outer_neighbour |= ~self.inside(x + shift, 0.0)
+                has_outer_neighbour |= ~self.inside(x - shift, 0.0)
+            return is_on_shape & self.inside(x, tol) & has_outer_neighbour
 
         what = f"The boundary of the {type(self).__name__.lower()}"
-        return PatchRegion(self.names, drop_empty(self._rim(), what), self.low, self.high, inside)
+        return PatchRegion(
+            self.names, drop_empty(self._cut_boundary(), what), self.low, self.high, inside
+        )
 
     @property
     def _step(self) -> float:
+        """How far beside a boundary point a shape is asked for."""
         extents = [(d.high - d.low).min() for d in (self.a, self.b)]
         return _PROBE_SHARE * float(torch.stack(extents).min())
 
-    def _beside(self, shape: Domain, side: float) -> Keep:
-        """Whether the point beside a boundary point, outward (+1) or inward (−1), is in `shape`."""
+    def _probe(self, shape: Domain, side: float) -> Keep:
+        """Return a mask of boundary points whose neighbours outward (+1) or inward are in `shape`.
+
+        Neighbours are a small step away along the normal.
+        """
         step = side * self._step
 
         def keep(x: Tensor, normals: Tensor | None) -> Tensor:
@@ -171,17 +178,20 @@ class Union(Composite):
     def _extent(self) -> tuple[Tensor, Tensor]:
         return torch.minimum(self.a.low, self.b.low), torch.maximum(self.a.high, self.b.high)
 
-    def _cut(self) -> list[Patch]:
+    def _cut_patches(self) -> list[Patch]:
         outside = [p.only(lambda x, _: ~self.a.inside(x, 0.0)) for p in self.b.patches]
         return [*self.a.patches, *outside]
 
-    def _rim(self) -> list[Patch]:
-        in_a = self._beside(self.a, 1.0)
-        in_b = self._beside(self.b, 1.0)
-        under_a = self._beside(self.a, -1.0)
+    def _cut_boundary(self) -> list[Patch]:
+        over_a = self._probe(self.a, 1.0)
+        over_b = self._probe(self.b, 1.0)
+        under_a = self._probe(self.a, -1.0)
         return [
-            *(p.only(lambda x, n: ~in_b(x, n)) for p in self.a.boundary.patches),
-            *(p.only(lambda x, n: ~(in_a(x, n) | under_a(x, n))) for p in self.b.boundary.patches),
+            *(p.only(lambda x, n: ~over_b(x, n)) for p in self.a.boundary.patches),
+            *(
+                p.only(lambda x, n: ~(over_a(x, n) | under_a(x, n)))
+                for p in self.b.boundary.patches
+            ),
         ]
 
 
@@ -202,15 +212,15 @@ class Intersection(Composite):
             )
         return low, high
 
-    def _cut(self) -> list[Patch]:
+    def _cut_patches(self) -> list[Patch]:
         hosts = (self.a.patches, self.b.patches, (cuboid(self.low, self.high),))
         host = min(hosts, key=lambda patches: sum(p.measure for p in patches))
         return [p.only(lambda x, _: self.inside(x, 0.0)) for p in host]
 
-    def _rim(self) -> list[Patch]:
-        over_a = self._beside(self.a, 1.0)
-        under_a = self._beside(self.a, -1.0)
-        under_b = self._beside(self.b, -1.0)
+    def _cut_boundary(self) -> list[Patch]:
+        over_a = self._probe(self.a, 1.0)
+        under_a = self._probe(self.a, -1.0)
+        under_b = self._probe(self.b, -1.0)
         return [
             *(p.only(under_b) for p in self.a.boundary.patches),
             *(p.only(lambda x, n: over_a(x, n) & under_a(x, n)) for p in self.b.boundary.patches),
@@ -223,13 +233,13 @@ class Difference(Composite):
     def inside(self, x: Tensor, tol: float) -> Tensor:
         return self.a.inside(x, tol) & ~self.b.inside(x, -tol)
 
-    def _cut(self) -> list[Patch]:
+    def _cut_patches(self) -> list[Patch]:
         return [p.only(lambda x, _: ~self.b.inside(x, 0.0)) for p in self.a.patches]
 
-    def _rim(self) -> list[Patch]:
-        over_a = self._beside(self.a, 1.0)
-        under_a = self._beside(self.a, -1.0)
-        under_b = self._beside(self.b, -1.0)
+    def _cut_boundary(self) -> list[Patch]:
+        over_a = self._probe(self.a, 1.0)
+        under_a = self._probe(self.a, -1.0)
+        under_b = self._probe(self.b, -1.0)
         return [
             *(p.only(lambda x, n: ~under_b(x, n)) for p in self.a.boundary.patches),
             *(

@@ -38,7 +38,7 @@ class Region(ABC):
 
     @abstractmethod
     def inside(self, x: Tensor, tol: float) -> Tensor:
-        """Whether points (N, d) in float64 lie within `tol` of the region; tol < 0 shrinks it."""
+        """Return which points (N, d) lie within `tol` of the region, (N,); tol < 0 shrinks it."""
 
     @cached_property
     def patches(self) -> tuple[Patch, ...]:
@@ -91,7 +91,7 @@ class Region(ABC):
         return place_quadrature(self.patches, check_count(n))
 
     def contains(self, x: Tensor, tol: float | None = None) -> Tensor:
-        """Which of the points (N, d) lie in the closed region, (N,) bool.
+        """Return which of the points (N, d) lie in the closed region, (N,) bool.
 
         Args:
             x: the points.
