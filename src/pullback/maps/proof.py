@@ -19,6 +19,8 @@ from .record import Entry
 
 NO_LAYER = "no layer with known structure uses it"
 ELSEWHERE = "it is also used outside its layer"
+HOOKED = "a gradient hook on it changes its gradient"
+UNUSED = "no forward pass so far gave it any rows"
 _FOLDED = 2**16  # entries of a gradient that are compared one by one
 _OWN = __package__ or ""
 _HIDDEN = f"{ELSEWHERE}, whose dropout hides which part of the gradient is whose"

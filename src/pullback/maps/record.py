@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from .._core.capture import Call, detach_tensors
+from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
 from . import uses  # noqa: F401  (what is noted of each function)
 from .functions import FunctionMode
@@ -261,6 +262,13 @@ class Recorder:
         return self._write_down(site, x, output)
 
     def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
+        if x.is_nested or output.is_nested:
+            raise PullbackError(
+                f"The layer of {site.path!r} received a nested tensor",
+                "inputs and cotangents of a layer are read along dense axes",
+                "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
+                "do not give the layer's parameters to the optimizer",
+            )
         entry, output = self._entry(site, x, output)
         self.entries.append(entry)
         if self.outputs is not None:

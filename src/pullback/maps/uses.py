@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from .functions import FunctionMode, NormalizedWeight, use
 from .layers.contraction import Letters, read_product
+from .layers.embedding import BagUse
 from .layers.scale import Gain
 
 #: functions whose result has the same entries
 _COPIES = ("to", "contiguous", "clone", "float", "double", "half", "bfloat16", "type", "type_as")
+_BAG_ARGUMENTS = signature(F.embedding_bag)
 _CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
@@ -311,6 +313,43 @@ def _embedding(
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(weight)
     return _note_lookup(mode, out, table, input, padding_idx)
+
+
+@use("embedding_bag")
+def _embedding_bag(
+    function_mode: FunctionMode, out: Tensor, /, *args: Any, **names: Any
+) -> Tensor | None:
+    """Sums or means over bags; other reductions, and bags with weights, have no structure here."""
+    bound = _BAG_ARGUMENTS.bind(*args, **names)
+    bound.apply_defaults()
+    options = bound.arguments
+    table = function_mode.find_parameter(options["weight"])
+    has_other_gradient = options["scale_grad_by_freq"] or options["sparse"]
+    has_other_sum = options["mode"] not in ("sum", "mean") or options["max_norm"] is not None
+    has_weights = options["per_sample_weights"] is not None or options["padding_idx"] is not None
+    if table is None or has_other_gradient or has_other_sum or has_weights:
+        return None
+    index, counts = _pad_bags(options["input"], options["offsets"], options["include_last_offset"])
+    is_real = torch.arange(index.shape[1], device=index.device) < counts[:, None]
+    weights = is_real.to(out.dtype)
+    if options["mode"] == "mean":
+        weights = weights / counts.clamp(min=1)[:, None]
+    return function_mode.listener.note(None, partial(BagUse, table, weights), index, out)
+
+
+def _pad_bags(
+    index: Tensor, offsets: Tensor | None, has_last_offset: bool
+) -> tuple[Tensor, Tensor]:
+    """Bags of one length (N, L), padded by index 0, and how many entries each has, (N,)."""
+    if offsets is None:
+        return index, torch.full((len(index),), index.shape[1], device=index.device)
+    ends = offsets[1:]
+    if not has_last_offset:
+        ends = torch.cat([ends, ends.new_tensor([len(index)])])
+    starts = offsets[: len(ends)]
+    counts = ends - starts
+    bags = [index[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return nn.utils.rnn.pad_sequence(bags, batch_first=True), counts
 
 
 @use("__getitem__", "index_select")

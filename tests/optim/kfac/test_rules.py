@@ -557,12 +557,23 @@ def test_transformers_and_normalized_networks_take_the_spectral_rule(
     assert found["2.weight"] == ("adam" if rule == "spectral" and not batches else rule)
 
 
+class Quadratic(nn.Module):
+    """Σ exp(w_oij) x_i x_j: the exponentials of the weight have no known structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 4) / 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum("oij,bi,bj->bo", self.weight.exp(), x, y)
+
+
 class Products(nn.Module):
     """A weight that no layer with known structure uses, a norm, and perhaps a layer."""
 
     def __init__(self, layer: bool) -> None:
         super().__init__()
-        self.product = nn.Bilinear(4, 4, 6)
+        self.product = Quadratic()
         self.norm = nn.LayerNorm(6)
         if layer:
             self.layer = nn.Linear(6, 6)

@@ -66,6 +66,20 @@ class GatherBlock(Block):
         add_hadamard(out, self._delta, other._delta, same, budget)
 
 
+class BagUse(nn.Module):
+    """A use of a table by sums or means over bags of rows: for `F.embedding_bag`.
+
+    Bags (N, L) of indices are padded to one length; `weights`, (N, L), multiply the rows, and are
+    zero for padding.
+    """
+
+    weights: Tensor
+
+    def __init__(self, weight: Tensor, weights: Tensor) -> None:
+        super().__init__()
+        self.__dict__.update(_parameters={"weight": weight}, weights=weights)
+
+
 @register(nn.Embedding)
 class Embedding(Layer):
     """index (N, T), δ (N, R, T, D); `padding_idx` receives no gradient.
@@ -117,3 +131,44 @@ class Embedding(Layer):
         if module.padding_idx is not None:
             delta = delta * (x != module.padding_idx)[..., None]
         return second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)
+
+
+@register(BagUse)
+class EmbeddingBag(Layer):
+    """index (N, L), δ (N, R, D): row = Σ_l w_l e_index(l) ⊗ δ, with one δ for the whole bag.
+
+    For K-FAC the inputs c = Σ_l w_l e_index(l) have their squares as a diagonal second moment.
+    """
+
+    use = "embedding_bag"
+    curvature = "kronecker"
+    input_first = True
+    one_hot = True
+
+    def form(self, module: Any) -> tuple[int, int, int]:
+        rows, columns = module._parameters["weight"].shape
+        return 1, rows, columns
+
+    def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
+        table = uses[0].module._parameters["weight"].shape
+        index = joined([use.input for use in uses], 1)
+        shares = [use.delta[:, :, None] * use.module.weights[:, None, :, None] for use in uses]
+        name = names["weight"]
+        assert name is not None
+        return GatherBlock(name, (table[0], table[1]), index, joined(shares, 2))
+
+    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return counted(delta, keep)
+
+    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+        table = module._parameters["weight"]
+        bags = x.new_zeros(len(x), len(table), dtype=compute_dtype(table.dtype))
+        bags.scatter_add_(1, x, module.weights.to(bags.dtype))
+        positions: Tensor | float = len(x)
+        if keep is not None:
+            bags = bags * keep.flatten()[:, None]
+            positions = keep.sum().clamp(min=1)
+        return Moments(bags.square().sum(0)[None], bags.sum(0)[None], positions)
+
+    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        return second_moment(delta[None], sharing)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....grams.kronecker.inverse import Inverse
-from ....maps.proof import NO_LAYER, Proof
+from ....maps.layers import Compound, Layer
+from ....maps.layers.moments import Moments
+from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, UNUSED, Proof
 from ....maps.record import Entry, ForwardRecord
-from ....maps.roles import ParameterRole
+from ....maps.roles import ParameterRole, Role
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, BlockKey
 from ..options import Options
@@ -158,31 +160,35 @@ class BlockStructure:
         for own in uses:
             own.seen = own.entry.module, _some_places(own.entry), None
         form_inputs([own for own in uses if own.entry.layer.curvature == "kronecker"])
-        found = [(own.entry.names, own.entry.layer, own.inputs) for own in uses]
-        found += [
-            ({"weight": record.name(tap.weight)}, call.compound, tap_moments(tap, self._sharing))
-            for call in record.compounds
-            for tap in call.compound.replay(call.module, call.args, call.kwargs)[1]
-            if record.name(tap.weight) is not None
-        ]
-        for names, layer, moments in found:
-            name = names["weight"]
-            if moments is None or name is None:
+        # a weight that is used transposed as well is whitened by what it sees as it is
+        untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.is_transposed}
+        for own in uses:
+            name = own.entry.names["weight"]
+            layer = own.entry.layer
+            if name is None or own.inputs is None:
                 continue
-            key = BlockKey("kronecker", (name,), turned=getattr(layer, "is_transposed", False))
-            held = pool.of(key)
-            inputs, outputs = factors_of(layer, key)
-            held.add(inputs, moments)
-            groups = moments.second.shape[0]
-            width = moments.second.shape[-1]
-            if outputs not in held.values:
-                rows = leaves[name].numel() // (groups * width)
-                held.values[outputs] = moments.first.new_ones(groups, rows)
+            if not (layer.is_transposed and name in untransposed):
+                key = BlockKey("kronecker", (name,), turned=layer.is_transposed)
+                _add_inputs(pool, key, layer, own.inputs, leaves[name])
+        for call in record.compounds:
+            for tap in call.compound.replay(call.module, call.args, call.kwargs)[1]:
+                name = record.name(tap.weight)
+                if name is not None:
+                    key = BlockKey("kronecker", (name,))
+                    moments = tap_moments(tap, self._sharing)
+                    _add_inputs(pool, key, call.compound, moments, leaves[name])
         self.partners = {n: (n,) for n in leaves}
-        seen = {n for key in pool.sums for n in key.names}
-        self.plain = {n: NO_LAYER for n in leaves if n not in seen}
+        measured = {n for key in pool.sums for n in key.names}
+        self.plain = {n: self._why_unmeasured(n) for n in leaves if n not in measured}
         self.reasons = dict(self.plain)
         return pool
+
+    def _why_unmeasured(self, name: str) -> str:
+        """The reason for a parameter whose layer's inputs were not seen."""
+        role = self.roles.get(name)
+        if role is not None and not role.is_used and role.role is not Role.VECTOR:
+            return UNUSED
+        return NO_LAYER
 
     def _pull(self, way: Descent, pool: Pool) -> None:
         """Pull one covector back from the output and add up what is measured."""
@@ -242,7 +248,11 @@ class BlockStructure:
             raise NotFinite
         uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
         remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
-        plain = {**different_forms(uses), **proof.unexplained(down.gradients), **way.unrelated}
+        plain = {
+            **different_forms(uses),
+            **_name_hooks(proof.unexplained(down.gradients), leaves),
+            **way.unrelated,
+        }
         if any(plain.values()) and not way.record.sites.listening:
             way.record.sites.listening = True  # a function may use what no module showed
         plan = BlockPlan(uses, plain, self._options.joint, remarks)
@@ -279,6 +289,29 @@ class BlockStructure:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
                 held = pool.of(BlockKey("diagonal", (name,)))
                 held.add(DIAGONAL, flat.square()[:, None, None])
+
+
+def _add_inputs(
+    pool: Pool, key: BlockKey, layer: Layer | Compound, moments: Moments, weight: Tensor
+) -> None:
+    """Add the moments of a weight's inputs, with a flat metric on its outputs."""
+    sums = pool.of(key)
+    inputs, outputs = factors_of(layer, key)
+    sums.add(inputs, moments)
+    groups = moments.second.shape[0]
+    columns = moments.second.shape[-1]
+    if outputs not in sums.values:
+        rows = weight.numel() // (groups * columns)
+        sums.values[outputs] = moments.first.new_ones(groups, rows)
+
+
+def _name_hooks(reasons: Mapping[str, str], leaves: Mapping[str, Tensor]) -> dict[str, str]:
+    """The reasons, where a gradient hook rather than another use explains a difference."""
+    out = dict(reasons)
+    for name, reason in reasons.items():
+        if reason == ELSEWHERE and leaves[name]._backward_hooks:
+            out[name] = HOOKED
+    return out
 
 
 def _some_places(entry: Entry) -> Tensor:
