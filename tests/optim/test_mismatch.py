@@ -274,8 +274,8 @@ def test_a_derivative_by_the_inputs_is_no_cotangent() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = opt.direction(lambda: closure(True)).x
-    assert torch.equal(found, plain.direction(lambda: closure(False)).x)
+        direction = opt.direction(lambda: closure(True)).x
+    assert torch.equal(direction, plain.direction(lambda: closure(False)).x)
 
 
 class Checkpointed(nn.Module):
