@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.optim.kfac import Natural
 
 from .kfac_cases import Case, cases
 from .kfac_floor import Rates, floor, rates
@@ -79,8 +80,7 @@ class Bench:
         return lambda model: pb.KFAC(
             model,
             lr=STILL,
-            likelihood=self.case.likelihood(),
-            kl_clip=None,
+            rule=Natural(self.case.likelihood(), kl_clip=None, warmup=0),
             statistics_every=statistics,
             invert_every=inversion,
         )

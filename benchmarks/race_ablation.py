@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pullback.grams.kronecker.inverse import Inverse
+from pullback.grams.kronecker import Pair, factor_matrix
+from pullback.grams.kronecker.blocks import from_bases, to_bases
 from pullback.likelihoods import Categorical
-from pullback.optim.kfac import Spectral
+from pullback.optim.kfac import AdamW, Estimation, Spectral, Statistics
+from pullback.optim.kfac.rules import (
+    BlockShape,
+    FactorAverages,
+    RefreshReport,
+    RuleState,
+    StepContext,
+)
+from pullback.optim.kfac.rules.spectral import SpectralState
 from pullback_experiments.races import optimizers
 from pullback_experiments.races.loop import run
 from pullback_experiments.races.tasks import TASKS
@@ -40,8 +49,20 @@ EVERY = 10
 REST = {"rest": 0.25}  # of the rate, for embeddings, head and gains
 
 
+@dataclass
+class PoweredState(SpectralState):
+    """Eigenbases and mean eigenvalues of both factors, and Shampoo's factors and their roots."""
+
+    bases: tuple[Tensor | None, Tensor | None] = (None, None)
+    values: tuple[Tensor | None, Tensor | None] = (None, None)
+    sides: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+
 class Powered(Spectral):
     r"""The polar factor of L^(-p) M C^(-p), with every side damped by a share of its mean.
+
+    Blocks are refreshed one by one, so that this rule is for a single process.
 
     Args:
         power: p.
@@ -50,81 +71,74 @@ class Powered(Spectral):
         again: whether C^(-p) is applied to the polar factor once more: the steepest descent for
             the operator norm of ΔC^p.
         share: λ.
-        rest: as for `Spectral`.
+        sampled: whether cotangents are sampled.
     """
 
-    needs = "eigenbasis"
-    moments: ClassVar = {}
-    defaults: ClassVar = {**Spectral.defaults, "fisher": "empirical", "damping": 1e-30}
+    name: ClassVar = "powered"
+    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
 
     def __init__(
         self, power: float = 0.5, *, both: bool = False, gradient: bool = False,
-        again: bool = False, share: float = 0.2, rest: float = 0.25,
+        again: bool = False, share: float = 0.2, sampled: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(rest=rest)
+        likelihood = Categorical() if sampled else None
+        fisher = "mc" if sampled else "empirical"
+        estimation = Estimation(ema=0.8).with_metric(likelihood, None, fisher=fisher)
+        super().__init__(estimation=estimation, others=AdamW(rate=REST["rest"]))
         self.power = power
         self.both = both
         self.gradient = gradient
         self.again = again
         self.share = share
-        self.inputs = not both or gradient
-        self._moments: dict[Any, dict[str, Tensor]] = {}
-        self._steps: dict[Any, int] = {}
 
-    def directions(
-        self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
-    ) -> list[Tensor]:
-        (g,) = given
-        held = self._moments.setdefault(
-            g.shape, {"first": torch.zeros_like(g), "second": torch.zeros_like(g[..., :1])}
-        )
+    def init(self, shape: BlockShape) -> PoweredState:
+        return PoweredState(**vars(super().init(shape)))
+
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        assert isinstance(state, PoweredState)
+        pair = averages.divided()
+        assert isinstance(pair, Pair)
+        rows, left = factor_matrix.eigendecompose(pair.output_factor)
+        columns, right = factor_matrix.eigendecompose(pair.input_factor)
+        state.bases = (left, right)
+        state.values = (rows, columns)
+        return RefreshReport()
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        assert isinstance(state, PoweredState)
         if self.gradient:
-            self._average(held, g)
-        (d,) = super().directions(replace(prepared, **_only(held, "first", "second")), given, good)
+            self._average(state, gradient)
+        d = super().direction(gradient, state, step)
         if self.again:
-            d = self.whitened(d, prepared)
+            d = self.whiten(d, state)
             d = d * (0.2 * d[0].numel() ** 0.5 / d.norm(dim=(1, 2), keepdim=True))
-        return [d]
+        return d
 
-    def _average(self, held: dict[str, Tensor], g: Tensor) -> None:
-        step = self._steps[g.shape] = self._steps.get(g.shape, 0) + 1
+    def _average(self, state: PoweredState, g: Tensor) -> None:
+        state.steps += 1
         for side, new in (("columns", g.mT @ g), ("rows", g @ g.mT)):
-            held[side] = new if step == 1 else held[side].lerp_(new, 1 - BETA)
-            if step % EVERY == 1:
-                held[f"{side} root"] = _root(held[side], self.power, self.share)
+            old = state.sides.get(side, new)
+            state.sides[side] = old.lerp(new, 1 - BETA)
+            if state.steps % EVERY == 1:
+                state.sides[f"{side} root"] = _root(state.sides[side], self.power, self.share)
 
-    def whitened(self, m: Tensor, prepared: Inverse) -> Tensor:
+    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+        assert isinstance(state, PoweredState)
+        m = momentum.float()
         if self.gradient:
-            held = self._moments[m.shape]
-            m = m.float() @ held["columns root"]
-            if self.both:
-                return held["rows root"] @ m
-            return m
-        left = prepared.left
-        right = prepared.right
-        scale = prepared.scale
-        assert right is not None
-        assert scale is not None
-        values = 1 / scale
-        m = m.float()
-        if left is None:
-            m = m
-        else:
-            m = left.mT @ m
-        m = (m @ right) * self._reduced(values.mean(1, keepdim=True))
+            m = m @ state.sides["columns root"]
+            return state.sides["rows root"] @ m if self.both else m
+        left, right = state.bases
+        rows, columns = state.values
+        assert rows is not None
+        assert columns is not None
+        m = to_bases(left, m, right) * self._reduced(columns)[:, None]
         if self.both:
-            m = m * self._reduced(values.mean(2, keepdim=True))
-        m = m @ right.mT
-        if left is None:
-            return m
-        return left @ m
+            m = m * self._reduced(rows)[..., None]
+        return from_bases(left, m, right)
 
     def _reduced(self, values: Tensor) -> Tensor:
-        return (values / values.mean((1, 2), keepdim=True) + self.share) ** -self.power
-
-
-def _only(held: dict[str, Tensor], *names: str) -> dict[str, Any]:
-    return {n: held[n] for n in names}
+        return (values / values.mean(1, keepdim=True) + self.share) ** -self.power
 
 
 def _root(s: Tensor, power: float, share: float) -> Tensor:
@@ -133,23 +147,31 @@ def _root(s: Tensor, power: float, share: float) -> Tensor:
     return (basis * values[:, None] ** -power) @ basis.mT
 
 
+@dataclass
+class GraftedState(SpectralState):
+    """Adam's second moment beside the state of `Spectral`."""
+
+    second: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
 class Grafted(Spectral):
     """The direction of `Spectral`, matrix by matrix as long as Adam's."""
 
-    def __init__(self, rest: float = 0.25) -> None:
-        super().__init__(rest=rest)
-        self._squares: dict[Any, Tensor] = {}
+    name: ClassVar = "grafted"
 
-    def directions(
-        self, prepared: Inverse, given: Sequence[Tensor], good: Tensor | None = None
-    ) -> list[Tensor]:
-        (d,) = super().directions(prepared, given, good)
-        (g,) = given
-        v = self._squares.setdefault(g.shape, g.square()).lerp_(g.square(), 1 - BETA)
-        assert prepared.first is not None
-        adam = prepared.first / (v.sqrt() + 1e-8)
+    def __init__(self) -> None:
+        super().__init__(others=AdamW(rate=REST["rest"]))
+
+    def init(self, shape: BlockShape) -> GraftedState:
+        return GraftedState(**vars(super().init(shape)), second=shape.zeros(*shape.size))
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        assert isinstance(state, GraftedState)
+        d = super().direction(gradient, state, step)
+        step.average(state.second, gradient.square(), 1 - BETA if step.count > 1 else 1.0)
+        adam = state.momentum / (state.second.sqrt() + 1e-8)
         length = adam.norm(dim=(1, 2), keepdim=True)
-        return [d * (length / d.norm(dim=(1, 2), keepdim=True).clamp(min=1e-8))]
+        return d * (length / d.norm(dim=(1, 2), keepdim=True).clamp(min=1e-8))
 
 
 class Sphere(Optimizer):
@@ -182,8 +204,6 @@ def _changed(**some: Any) -> optimizers.Build:
     return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **some, **more})
 
 
-OWN = {}
-SAMPLED = {"fisher": "mc", "likelihood": Categorical()}
 ROWS: dict[str, optimizers.Build] = {
     "Spectral, unchanged": _changed(),
     "no factor: Muon with its rows made even": _changed(damping=1e4),
@@ -192,7 +212,7 @@ ROWS: dict[str, optimizers.Build] = {
     "inputs, power 1": _with(lambda: Powered(1.0)),
     "inputs and own cotangents, power ½": _with(lambda: Powered(both=True)),
     "inputs and own cotangents, power ¼": _with(lambda: Powered(0.25, both=True)),
-    "inputs and sampled cotangents, power ½": _with(lambda: Powered(both=True), **SAMPLED),
+    "inputs and sampled cotangents, power ½": _with(lambda: Powered(both=True, sampled=True)),
     "GᵀG of the gradient, power ½": _with(lambda: Powered(gradient=True)),
     "GᵀG and GGᵀ of the gradient, power ¼": _with(lambda: Powered(0.25, both=True, gradient=True)),
     "the factor again after the polar factor": _with(lambda: Powered(again=True)),

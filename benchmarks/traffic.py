@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import pullback as pb
 from pullback._core.processes import Pending, Processes, Traffic
 from pullback.grams.kronecker.packed_matrix import launch_sum, map_entries
+from pullback.optim.kfac import Natural
 from pullback.optim.kfac.replicas import Replicas
-from pullback.optim.kfac.statistics.sums import shared_sides
 
 from .kfac_models import GPT, convnet, resnet50
 from .laboratory import RESULTS, make_parser, write_results
@@ -38,7 +38,7 @@ from .timing import environment
 MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "GPT-2": lambda: GPT(depth=12)}
 CATEGORICAL = pb.likelihoods.Categorical()
 RULES: dict[str, dict[str, Any]] = {
-    "natural": {"likelihood": CATEGORICAL, "kl_clip": None},
+    "natural": {"rule": Natural(CATEGORICAL, kl_clip=None)},
     "natural, kl_clip": {"likelihood": CATEGORICAL},
     "eigenbasis": {"rule": "eigenbasis"},
     "spectral": {"rule": "spectral"},
@@ -70,58 +70,40 @@ def shape_of(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
-def held_on_a_gpu(name: str, t: Tensor, *, moments: bool) -> Tensor:
-    """Return the shape of an inverse's tensor: bases and roots are in float16 there."""
-    half = moments and name in ("left", "right") and t.ndim == 3 and t.dtype == torch.float32
-    return shape_of(t.half() if half else t)
-
-
 def count(
     model: nn.Module, options: dict[str, Any], size: int, workers: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
 
-    Intervals are those of the rule. Passes are those with statistics, and with inversions beside.
+    Intervals are those of the rule. Passes are those with statistics.
     """
     opt = pb.KFAC(model, **options)
     state = opt.blocks
     paper = Paper(size)
-    read = opt.kl_clip is not None
-    own = state.preconditioner
-    replicas = Replicas(paper, workers, wrapped=True, lazy=True, read=read)
+    replicas = Replicas(paper, workers, is_wrapped=True)
     keys = sorted(state.averages, key=lambda key: key.names)
-    rare: list[Any] = []  # the sides that are summed before inversions alone
-    often: list[Any] = []  # and those that are summed with statistics
+    sides: list[Any] = []
     for key in keys:
-        value = state.averages[key].value
-        shared = shared_sides(key, value, read=read)
-        for f, t in value.items():
-            (rare if f.side in shared else often).append(map_entries(shape_of, t))
-    factors = calls = whole = 0.0
-    passes: dict[str, float] = {}
-    kinds = {"statistics": (often, opt.statistics_every), "inversion": (rare, opt.invert_every)}
-    for kind, (sides, every) in kinds.items():
-        sums = Paper(size)
-        launch_sum(sides, sums).wait()
-        sent = sum(own.bytes for own in sums.traffic().values())
-        factors += sent / every
-        whole += sent
-        passes |= {kind: whole, f"{kind}_every": every}
-        calls += sum(own.calls for own in sums.traffic().values()) / every
+        sides += [map_entries(shape_of, t) for t in state.averages[key].value.values()]
+    sums = Paper(size)
+    launch_sum(sides, sums).wait()
+    sent = sum(own.bytes for own in sums.traffic().values())
+    every = opt.statistics_every
+    factors = sent / every
+    passes: dict[str, float] = {"statistics": sent, "statistics_every": every}
+    calls = sum(own.calls for own in sums.traffic().values()) / every
     for key in keys:
-        held = own.inverses[key]
-        for name, t in held.tensors().items():
-            setattr(held, name, held_on_a_gpu(name, t, moments=bool(own.rule.moments)))
-    own.ready.update(keys)
-    replicas.place(own, state.averages, {*keys})
-    replicas.send(own, keys)
+        state.states.change(key, shape_of)
+        state.states.blocks[key].is_ready = True
+    replicas.place(state.states, state.averages, {*keys})
+    replicas._send(state.states, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
-    replicas.complete(own, gradients, [], gradients)
+    replicas.complete(state.states, gradients, [], gradients)
     opt.close()
     steps = {"inverses": opt.invert_every, "directions": 1}
-    sent = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
+    by_purpose = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
     calls += sum(own.calls / steps[what] for what, own in paper.traffic().items())
-    return {"factors": factors, **sent}, calls, passes
+    return {"factors": factors, **by_purpose}, calls, passes
 
 
 # --- measured -------------------------------------------------------------------------------------

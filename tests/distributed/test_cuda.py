@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pullback as pb
 from pullback._core.flags import checksum
 from pullback._core.processes import Processes
+from tests.kfac_options import kfac_of
 
 from . import test_exact, test_kfac, test_ntk, test_pde, test_sharded, test_slices
 from .test_kfac import CATEGORICAL, NATURAL, OPTIONS
@@ -91,7 +92,7 @@ def _wide(rank: int, size: int, options: dict[str, Any]) -> Tensor:
     try:
         layers = nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 10)
         net = DistributedDataParallel(nn.Sequential(*layers).to(place()))
-        opt = pb.KFAC(net, statistics_every=2, invert_every=4, **options)
+        opt = kfac_of(net, statistics_every=2, invert_every=4, **options)
         for step in range(6):
             random = torch.Generator().manual_seed(10 * step + rank)
             x = torch.randn(64, 300, generator=random).to(place())
@@ -243,7 +244,7 @@ def test_buffers_that_nccl_takes(single: World) -> None:
 def _in_a_group_of_one(rank: int, size: int, name: str) -> tuple[Tensor, Any]:
     model = model_of("convolutions")
     net = DistributedDataParallel(model)
-    opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **OPTIONS[name]})
+    opt = kfac_of(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **OPTIONS[name]})
     for step in range(10):
         x, y = batch(step, 36, "convolutions")
         opt.zero_grad()

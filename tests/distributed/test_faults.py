@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .training import batch, model_of
 from .world import GONE, GROUPS, World
@@ -37,7 +38,7 @@ def wrapped(
         group = group
     net = DistributedDataParallel(model or model_of("dense"), process_group=group)
     options = {"likelihood": CATEGORICAL, "statistics_every": 2, "invert_every": 2, **options}
-    return net, pb.KFAC(net, 0.05, **options)
+    return net, kfac_of(net, 0.05, **options)
 
 
 def step(net: Any, opt: pb.KFAC, number: int, rank: int, factor: float = 1.0) -> None:
@@ -200,7 +201,7 @@ def test_a_renewal_that_fails_on_one_process(world: World) -> None:
     own, *others = world.errors(failing)
     assert own == "ValueError: no damping today"
     for error in others:
-        assert "Process 0 could not renew its inverses" in error, error
+        assert "Process 0 could not refresh its blocks" in error, error
         assert "no damping today" in error
 
 
@@ -223,7 +224,7 @@ def step_of_an_older_one(rank: int, size: int, opt: pb.KFAC) -> None:
 
 def test_an_optimizer_that_is_older_than_the_processes(world: World) -> None:
     """It would train every replica by itself."""
-    opt = pb.KFAC(model_of("dense"), 0.05, likelihood=CATEGORICAL)
+    opt = kfac_of(model_of("dense"), 0.05, likelihood=CATEGORICAL)
     for error in world.errors(step_of_an_older_one, opt):
         assert "built before they met" in error
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
-from pullback.optim.kfac.factors import preconditioner
+from pullback.optim.kfac import Eigenbasis
+from tests.kfac_options import kfac_of
 
 from .test_kfac import OPTIONS
 from .training import batch, model_of, share
@@ -29,7 +30,7 @@ def calls(opt: pb.KFAC) -> list[int]:
 def events(rank: int, size: int, options: dict[str, Any]) -> Any:
     """Return what each statistics step sends in its backward pass, and in `step`."""
     net = DistributedDataParallel(model_of("dense"))
-    opt = pb.KFAC(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options})
+    opt = kfac_of(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options})
     found = []
     for number in range(10):
         x, y = batch(10 * number + rank, 8, "dense")
@@ -46,7 +47,7 @@ def events(rank: int, size: int, options: dict[str, Any]) -> Any:
 
 
 #: calls for factors with statistics, and with inversions
-EXPECTED = {"clip": (1, 2), "invariant damping": (1, 1), "spectral": (0, 1), "eigenbasis": (0, 1)}
+EXPECTED = dict.fromkeys(("clip", "invariant damping", "spectral", "eigenbasis"), (1, 1))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -72,7 +73,7 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
         net = DistributedDataParallel(
             model, process_group=GROUPS[size], find_unused_parameters=way == "unmeasured"
         )
-    opt = pb.KFAC(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
+    opt = kfac_of(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
 
     def loss_of(x: Tensor, y: Tensor, count: int) -> Tensor:
         return F.cross_entropy(net(x), y, reduction="sum") / count * size
@@ -137,7 +138,7 @@ def pair(rank: int, size: int) -> Tensor:
     if size > 1:
         nets = [DistributedDataParallel(model) for model in models]
     options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
-    opts = [pb.KFAC(net, 0.05, **options) for net in nets]
+    opts = [kfac_of(net, 0.05, **options) for net in nets]
     for number in range(6):
         x, y = batch(number, sum(COUNTS), "dense")
         if size > 1:
@@ -168,12 +169,12 @@ def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
 
 def begun(rank: int, size: int) -> Tensor:
     """Train with first eigenbases that are divided over several steps."""
-    held = preconditioner._BEGUN
-    preconditioner._BEGUN = 100
+    held = Eigenbasis.first_entries
+    Eigenbasis.first_entries = 100
     try:
         return _eigenbasis_run(rank, size)
     finally:
-        preconditioner._BEGUN = held
+        Eigenbasis.first_entries = held
 
 
 def _eigenbasis_run(rank: int, size: int) -> Tensor:
@@ -190,7 +191,7 @@ def _eigenbasis_run(rank: int, size: int) -> Tensor:
         loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
         (loss / sum(COUNTS) * size).backward()
         opt.step()
-    ready = torch.tensor([float(len(opt.blocks.preconditioner.ready))])
+    ready = torch.tensor([float(len(opt.blocks.states.ready & opt.blocks.learned))])
     return torch.cat([ready, *(p.detach().flatten().cpu() for p in model.parameters())])
 
 
@@ -201,7 +202,7 @@ def test_first_eigenbases_do_not_depend_on_the_number_of_processes(world: World)
 
 def built(rank: int, size: int, metric: Any) -> None:
     net = DistributedDataParallel(model_of("dense"), process_group=GROUPS[size])
-    pb.KFAC(net, 0.05, metric=metric)
+    kfac_of(net, 0.05, metric=metric)
 
 
 def squares(z: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import pullback as pb
 from pullback._core.shards import get_local_piece, is_sharded
+from tests.kfac_options import kfac_of
 
 from .test_kfac import OPTIONS
 from .training import FEW, IGNORED, STEPS, batch, load, model_of, save, share, train
@@ -74,7 +75,7 @@ def run(
 
 def optimizer(net: Any, options: dict[str, Any]) -> pb.KFAC:
     given: dict[str, Any] = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
-    return pb.KFAC(net, **given)
+    return kfac_of(net, **given)
 
 
 def advance(
@@ -175,7 +176,7 @@ def held(rank: int, size: int, name: str) -> Any:
     advance(net, opt, "dense", COUNTS if size > 1 else (sum(COUNTS),), rank, range(3))
     before = opt.memory()
     saved = opt.state_dict()["state"]
-    parts = ("average", "inverse", "mean", "spectrum")
+    parts = ("average", "state", "mean")
     tensors = [t for own in saved.values() for part in parts for t in _tensors(own.get(part))]
     pieces = [(tuple(t.shape), get_local_piece(t).nbytes) for t in tensors if t.ndim]
     return before, opt.memory(), opt.gram().diagonal().cpu(), pieces
@@ -199,7 +200,7 @@ def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
         assert all(before["averages"] < alone["averages"] for before, *_ in found)
     else:
         assert alone["averages"] <= total <= alone["averages"] + masses
-        assert sum(before["inverses"] for before, *_ in found) == alone["inverses"]
+        assert sum(before["states"] for before, *_ in found) == alone["states"]
     for before, after, diagonal, pieces in found:
         assert before == after
         torch.testing.assert_close(diagonal, gram, rtol=1e-8, atol=1e-10)
@@ -257,7 +258,7 @@ def parted(rank: int, size: int, at: int) -> None:
     """One of two replicas, in two pieces each, changes a gradient."""
     net = sharded("dense", size)
     every = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
-    opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), **every)
+    opt = kfac_of(net, 0.05, likelihood=pb.likelihoods.Categorical(), **every)
     for step in range(5):
         x, y = batch(10 * step + rank, 8, "dense")
         opt.zero_grad()
@@ -274,7 +275,7 @@ def test_replicas_of_shards_do_not_drift_apart(world: World, at: int, what: str)
 
 
 def controlled(rank: int, size: int) -> None:
-    pb.KFAC(sharded("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
+    kfac_of(sharded("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
 
 
 def test_controlled_steps_are_refused(world: World) -> None:
@@ -287,7 +288,7 @@ def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
     net: Any = sharded("dense", size) if size > 1 else model_of("dense")
     params = list(net.parameters())
     options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
-    opts = [pb.KFAC(net, 0.05, params=some, **options) for some in (params[:-2], params[-2:])]
+    opts = [kfac_of(net, 0.05, params=some, **options) for some in (params[:-2], params[-2:])]
     for number in range(5):
         x, y = batch(number, sum(COUNTS), "dense")
         if size > 1:

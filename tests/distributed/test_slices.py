@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .checks import Checks, only, same_everywhere
 from .world import World, place
@@ -88,7 +89,7 @@ def sliced_kfac(rank: int, size: int) -> None:
     def kfac(m: nn.Module, group: Any) -> Any:
         likelihood = pb.likelihoods.Categorical()
         every = {"statistics_every": 2, "invert_every": 4}
-        opt = pb.KFAC(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **every)
+        opt = kfac_of(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **every)
         return pb.symmetry.Sliced(opt)
 
     compare(rank, size, kfac)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .world import GROUPS, place
 
@@ -180,10 +180,10 @@ def train(
         group = GROUPS[size]
     else:
         group = None
-    opt = pb.KFAC(net, group=group, **options)
+    opt = kfac_of(net, group=group, **options)
     if path := how.get("load"):
         load(net, opt, path, size)
-    controlled = opt.damping.controlled or opt.quadratic is not None
+    controlled = opt.is_controlled
     micro = how.get("micro", 1)
     for step in range(how.get("start", 0), steps):
         x, y = batch(step, sum(counts), kind)

@@ -17,11 +17,11 @@ from pullback.cli.app import app
 from pullback.geometry.charts.twin import (
     Change,
     change_coordinates,
-    make_twin,
-    make_whitening,
     no_change,
     random_change,
     tanh_twin,
+    twin,
+    whitening,
 )
 from pullback_experiments.framework import executor
 from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
@@ -100,7 +100,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
     x = torch.randn(300, 3, dtype=torch.float64) @ torch.tensor(
         [[2.0, 0, 0], [1, 1, 0], [3, 0, 1]], dtype=torch.float64
     )
-    change = make_whitening(x + 5)
+    change = whitening(x + 5)
     y = (x + 5) @ change.matrix.T + change.shift
     torch.testing.assert_close(torch.cov(y.T), torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(y.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
@@ -111,7 +111,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
 def test_no_change_is_no_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     to = [(no_change(2), no_change(3)), (no_change(3), no_change(1))]
-    assert [type(m) for m in make_twin(model, to)] == [type(m) for m in model]
+    assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
 
 
 def test_a_run_measures_before_and_after() -> None:

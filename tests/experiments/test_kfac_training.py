@@ -46,6 +46,7 @@ from pullback_experiments.kfac_training.tasks import (
     categorical,
 )
 from pullback_experiments.learning.training import fit
+from tests.kfac_options import kfac_of
 
 CPU = torch.device("cpu")
 TASKS = [AUTOENCODER, CONVNET, VGG, SHAKESPEARE]
@@ -117,7 +118,7 @@ def test_the_fisher_of_text_is_a_mean_over_tokens() -> None:
     a = recorded[0].flatten(0, 1)
     fisher = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
     want = torch.outer(fisher.diagonal(), (a.mT @ a / len(a)).diagonal()).flatten()
-    with KFAC(model, 0.0, likelihood=Categorical(), fisher="exact") as optimizer:
+    with kfac_of(model, 0.0, likelihood=Categorical(), fisher="exact") as optimizer:
         categorical(model(x), y).backward()
         optimizer.step()
         diagonal = optimizer.gram().diagonal()[-want.numel() :]

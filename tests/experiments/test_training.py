@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
-from pullback import KFAC, NaturalGradient, PullbackError
+from pullback import NaturalGradient, PullbackError
 from pullback.likelihoods import Categorical
 from pullback.metrics import Fisher
 from pullback.solvers import Cholesky
@@ -22,6 +22,7 @@ from pullback_experiments import Context, Paused, Results
 from pullback_experiments.framework.store import Store
 from pullback_experiments.learning import data, schedules
 from pullback_experiments.learning.training import Evaluation, accuracy, fit
+from tests.kfac_options import kfac_of
 
 DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 
@@ -47,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda m: SGD(m.parameters(), 0.1, momentum=0.9),
     "adam": lambda m: Adam(m.parameters(), 0.03),
     "lbfgs": lambda m: LBFGS(m.parameters(), 0.3, max_iter=2),
-    "kfac": lambda m: KFAC(
+    "kfac": lambda m: kfac_of(
         m, 0.1, likelihood=Categorical(), damping=0.1, statistics_every=2, invert_every=4
     ),
     "natural": natural,

@@ -81,7 +81,7 @@ def test_verdicts(name: str, kind: type[nn.Module]) -> None:
             assert RANK[str(verdict)] >= RANK[str(table.verdicts("parameters")[key])]
     if (name, kind) == ("NGD, pseudo-inverse", nn.ReLU):  # and not conversely
         assert str(table.row("neuron rescaling").verdict) == F
-        assert str(table.row("neuron rescaling").measures["parameters"].verdict) == N
+        assert str(table.row("neuron rescaling").places["parameters"].verdict) == N
 
 
 def test_every_optimizer_of_the_table_is_expected_and_explained() -> None:
@@ -102,7 +102,7 @@ def bare() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def test_without_biases_the_eigenbasis_rule_turns_with_outputs_too(rule: str, verdict: str) -> None:
     """The spectral one divides by the lengths of rows, which do not."""
     model, x, y = bare()
-    turns = [Rotation(all_layers=True)]
+    turns = [Rotation(every=True)]
     found = audit(lambda m: KFAC(m, rule=rule), model, (x, y), turns, steps=3, sizes=(1, 0.01))
     assert str(found.rows[0].verdict) == verdict
 

@@ -24,12 +24,12 @@ from pullback.geometry.charts.transformations import (
 from pullback.geometry.charts.twin import (
     Change,
     change_coordinates,
-    find_layers,
-    make_whitening,
+    layers,
     no_change,
     random_change,
     sigmoid_twin,
     tanh_twin,
+    whitening,
 )
 from tests.geometry.charts import shear
 from tests.pairs import all_pairs
@@ -122,7 +122,7 @@ def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dt
     ordinary = not isinstance(found.model, Reparametrized)
     assert ordinary == (kind.name not in {"entry permutation", "elementwise"})
     if ordinary:
-        assert [type(m) for m in find_layers(found.model)] == [type(m) for m in find_layers(model)]
+        assert [type(m) for m in layers(found.model)] == [type(m) for m in layers(model)]
 
 
 def test_whitening_whitens_what_the_first_layer_sees() -> None:
@@ -132,9 +132,7 @@ def test_whitening_whitens_what_the_first_layer_sees() -> None:
         x = draw().double()
         found = Whitening().twin(model, x).model
         seen = []
-        find_layers(found)[0].register_forward_pre_hook(
-            lambda _, args, seen=seen: seen.append(args[0])
-        )
+        layers(found)[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
         found(x)
         (a,) = seen
         want = torch.eye(4, dtype=torch.float64)
@@ -149,8 +147,8 @@ def test_neurons_against_explicit_matrices(kind: Transformation) -> None:
     x = torch.randn(5, 3).double()
     found = kind.twin(model, x).model
     assert [type(m) for m in found] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
-    one, two = find_layers(model)
-    new, last = find_layers(found)
+    one, two = layers(model)
+    new, last = layers(found)
     joined = [torch.cat([n.weight, n.bias[:, None]], 1) for n in (one, new)]
     m = torch.linalg.lstsq(joined[0].T, joined[1].T).solution.T
     order = m.abs().argmax(1)
@@ -167,7 +165,7 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
     torch.manual_seed(3)
     x = flat().double()
     model = mlp(nn.Sigmoid).double()
-    other = tanh_twin(model, make_whitening(x))
+    other = tanh_twin(model, whitening(x))
     torch.testing.assert_close(other(x), model(x))
     assert not any(isinstance(m, nn.Sigmoid) for m in other.modules())
     again = sigmoid_twin(tanh_twin(model))

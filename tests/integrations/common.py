@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 WORDS = 9
 LENGTH = 8
@@ -90,7 +91,7 @@ def fit(model: Any, folder: Any, kfac: dict[str, Any], resume: Any = None, **opt
             return super().training_step(model, inputs, count)
 
     args = arguments(folder, **options)
-    opt = pb.KFAC(model, group=dist.group.WORLD, **kfac)
+    opt = kfac_of(model, group=dist.group.WORLD, **kfac)
     trainer: Any = Kept(model, args, train_dataset=sentences(), optimizers=(opt, None))
     trainer.seen = []
     trainer.kfac = opt
@@ -117,10 +118,10 @@ def accelerated(
     loader: Any = DataLoader(words, batch_size=16 // size // micro)
     if after:
         model, loader = accelerator.prepare(model, loader)
-        opt: Any = accelerator.prepare(pb.KFAC(model, **kfac))
+        opt: Any = accelerator.prepare(kfac_of(model, **kfac))
     else:
         model, opt, loader = accelerator.prepare(
-            model, pb.KFAC(model, group=dist.group.WORLD, **kfac), loader
+            model, kfac_of(model, group=dist.group.WORLD, **kfac), loader
         )
     for x, y in loader:
         with accelerator.accumulate(model):
@@ -183,7 +184,7 @@ def classifier(kfac: dict[str, Any], manual: bool = False, inner: bool = True) -
             return opt.step()
 
         def configure_optimizers(self) -> Any:
-            opt = pb.KFAC(self.net if inner else self, group=dist.group.WORLD, **kfac)
+            opt = kfac_of(self.net if inner else self, group=dist.group.WORLD, **kfac)
             schedule = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
             return {"optimizer": opt, "lr_scheduler": schedule}
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .common import (
     NATURAL,
@@ -55,7 +56,7 @@ def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def with_trainer(
     rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
 ) -> dict[str, Any]:
-    early = pb.KFAC(gpt2(), **NATURAL)
+    early = kfac_of(gpt2(), **NATURAL)
     actual = {}
     share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     saved = {**share, "save_strategy": "steps", "save_steps": 3}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .common import LENGTH, NATURAL, SPECTRAL, accelerated, batches, gpt2, vector
 
@@ -26,7 +26,7 @@ def _no_mixed_precision_left() -> Any:
 def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool = False) -> Tensor:
     model = gpt2(dtype=dtype).train()
     x, y = batches(64)
-    opt = pb.KFAC(model, **kfac)
+    opt = kfac_of(model, **kfac)
     for tokens, target in zip(x.split(16), y.split(16), strict=True):
         opt.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from ..optim.common import DOUBLE, closure_of, data, mlp
 from .common import NATURAL, classifier, lightning_fit, points, vector
@@ -71,7 +72,7 @@ def test_an_exact_fit_is_the_loop_by_hand(step: pb.steps.Step, lightning: Any) -
 
 def by_hand(clip: float | None, micro: int = 1) -> Tensor:
     net = classifier({}).net
-    opt = pb.KFAC(net, **NATURAL)
+    opt = kfac_of(net, **NATURAL)
     x, y = points().tensors
     for epoch in range(2):
         for a, b in zip(x.split(16 * micro), y.split(16 * micro), strict=True):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .common import WORDS, batches, gpt2, vector
 
@@ -90,7 +91,7 @@ def test_logits_are_found(name: str, compiled: bool) -> None:
     batch = inputs(inputs_kind)
     losses = []
     net: Any = torch.compile(model, backend="eager") if compiled else model
-    opt = pb.KFAC(net, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
+    opt = kfac_of(net, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
     for _ in range(6):
         opt.zero_grad()
         loss = net(**batch).loss

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from .common import NATURAL, SPECTRAL, arguments, fit, gpt2, next_word_loss, sentences, vector
 
@@ -27,7 +28,7 @@ def _no_mixed_precision_left() -> Any:
 def by_hand(seen: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
     """The same batches, joined where gradients were accumulated."""
     model = gpt2().train()
-    opt = pb.KFAC(model, **kfac)
+    opt = kfac_of(model, **kfac)
     rate = opt.param_groups[0]["lr"]
     epoch = len(sentences()) // 8
     remaining = iter(seen)
@@ -110,7 +111,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     options = {**NATURAL, "fisher": "empirical"}
     trainer = fit(gpt2(dtype=torch.float32), tmp_path, options, bf16=True, max_steps=3)
     model = gpt2(dtype=torch.float32).train()
-    opt = pb.KFAC(model, **options)
+    opt = kfac_of(model, **options)
     rate = opt.param_groups[0]["lr"]
     for i, (batch, count) in enumerate(trainer.seen):
         opt.param_groups[0]["lr"] = rate * (1 - i / 3)
@@ -152,7 +153,7 @@ def test_accelerates_scaler() -> None:
         else:
             scaler = None
         options = {**NATURAL, "fisher": "empirical", "grad_scaler": scaler}
-        opt = accelerate.optimizer.AcceleratedOptimizer(pb.KFAC(model, **options), scaler=scaler)
+        opt = accelerate.optimizer.AcceleratedOptimizer(kfac_of(model, **options), scaler=scaler)
         for step in range(5):
             if step == 2 and not scaled:
                 continue

@@ -409,7 +409,7 @@ def test_the_table_prints_and_names_the_default_rules() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
     table = pb.parameter_roles(model, torch.randn(3, 4))
     assert [row.rule for row in table] == [
-        "spectral", "adamw", "adamw", "adamw", "adamw", "adamw",
+        "spectral", "adam", "adam", "adam", "adam", "adam",
     ]  # fmt: skip
     lines = str(table).splitlines()
     assert lines[0].split() == ["parameter", "shape", "role", "split", "rule", "reason"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.likelihoods import Categorical, from_loss, reduction_of
 from pullback.testing import assert_close
+from tests.kfac_options import kfac_of
 
 DAMPING = 0.01
 CLASSES = torch.tensor([0, 2, 1, 2, 0])
@@ -90,15 +91,13 @@ def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
     torch.manual_seed(1)
     x = torch.randn(8, places, 2, dtype=torch.float64)
     y = torch.randint(0, 3, (8, places))
-    for loss_or_likelihood in (loss, Categorical()):
+    for given in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
         opt: Any = (
-            pb.NaturalGradient(
-                model, likelihood=loss_or_likelihood, solver=pb.solvers.Cholesky(DAMPING)
-            )
+            pb.NaturalGradient(model, likelihood=given, solver=pb.solvers.Cholesky(DAMPING))
             if rule is None
-            else pb.KFAC(model, 0.1, likelihood=loss_or_likelihood, rule=rule)
+            else kfac_of(model, 0.1, likelihood=given, rule=rule)
         )
 
         def closure(opt: Any = opt, model: nn.Module = model) -> Tensor:
@@ -118,17 +117,17 @@ def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
 
 def test_two_axes_on_which_classes_may_be_are_refused() -> None:
     z = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    centered = z - z.mean(2, keepdim=True)
-    centered -= centered.mean(3, keepdim=True)
+    both = z - z.mean(2, keepdim=True)
+    both -= both.mean(3, keepdim=True)
     with pytest.raises(pb.PullbackError, match="does not fit the loss"):
-        from_loss(nn.CrossEntropyLoss()).counted(z, centered)
+        from_loss(nn.CrossEntropyLoss()).counted(z, both)
 
 
 def test_a_loss_with_other_terms_does_not_show_its_classes() -> None:
     model = nn.Linear(5, 4).double()
     x = torch.randn(8, 3, 5, dtype=torch.float64)
     y = torch.randint(0, 4, (24,))
-    opt = pb.KFAC(model, 0.1, likelihood=nn.CrossEntropyLoss())
+    opt = kfac_of(model, 0.1, likelihood=nn.CrossEntropyLoss())
     z = model(x)
     penalty = z.logsumexp(-1).square().mean()
     loss = F.cross_entropy(z.flatten(0, 1), y) + 1e-2 * penalty
@@ -161,17 +160,17 @@ def test_kfac_takes_a_loss_as_it_takes_its_likelihood() -> None:
     ends = []
     x = torch.randn(8, 2, dtype=torch.float64)
     y = torch.arange(8) % 3
-    for loss_or_likelihood in (loss, Categorical()):
+    for given in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Linear(2, 3).double()
-        reduction = None if isinstance(loss_or_likelihood, nn.Module) else "sum"
-        opt = pb.KFAC(model, 0.1, likelihood=loss_or_likelihood, reduction=reduction)
+        reduction = None if isinstance(given, nn.Module) else "sum"
+        opt = kfac_of(model, 0.1, likelihood=given, reduction=reduction)
         assert opt.reduction == "sum"
         loss(model(x), y).backward()
         opt.step()
         ends.append(model.weight.detach().clone())
     assert torch.equal(*ends)
-    assert pb.KFAC(nn.Linear(2, 3), 0.1, likelihood=loss, reduction="mean").reduction == "mean"
+    assert kfac_of(nn.Linear(2, 3), 0.1, likelihood=loss, reduction="mean").reduction == "mean"
 
 
 class Focal(nn.CrossEntropyLoss):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.metrics import FubiniStudy, Weighted
 from pullback.testing import assert_close, check_metric, jacobian
+from tests.kfac_options import kfac_of
 from tests.laws.models import mlp
 from tests.laws.table import FORMS
 
@@ -146,7 +147,7 @@ def test_weights_that_are_a_function_need_inputs() -> None:
 
 def test_kfac_refuses_it() -> None:
     model = mlp(3, 4, 2)
-    opt = pb.KFAC(model, lr=0.1, metric=FubiniStudy())
+    opt = kfac_of(model, lr=0.1, metric=FubiniStudy())
     with pytest.raises(pb.PullbackError, match="couples"):
         _step_once(model, opt)
 

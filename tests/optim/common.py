@@ -64,8 +64,8 @@ def vector(model: nn.Module) -> Tensor:
 
 def filled(pieces: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
     """Zeros where autograd found no dependence."""
-    pairs = zip(pieces, params, strict=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+    both = zip(pieces, params, strict=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in both]
 
 
 def jacobian(z: Tensor, params: Sequence[Tensor]) -> Tensor:
@@ -100,16 +100,16 @@ def mse_gram(z: Tensor, params: Sequence[Tensor]) -> Tensor:
     return gram(z, params, 2.0 / z.numel())
 
 
-def assert_close(actual: Tensor, want: Tensor, rtol: float = 1e-9) -> None:
+def assert_close(got: Tensor, want: Tensor, rtol: float = 1e-9) -> None:
     """Relative error in norm."""
-    error = float((actual - want).norm() / want.norm())
+    error = float((got - want).norm() / want.norm())
     assert error <= rtol, f"relative error {error:.2e} > {rtol:.0e}"
 
 
 def hooks(model: nn.Module) -> int:
     """How many hooks stand on all modules."""
-    hook_dicts = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(m, hook_dict)) for m in model.modules() for hook_dict in hook_dicts)
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(m, kind)) for m in model.modules() for kind in kinds)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -217,11 +217,9 @@ def test_parameters_that_the_output_does_not_depend_on_are_named_once() -> None:
         warnings.simplefilter("error")
         opt.step(closure)
     weight[0] = 1.0
-    with pytest.warns(
-        RuntimeWarning, match=r"on other\.weight, other\.bias, but .* Freeze"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match=r"on other\.weight, other\.bias, but .* Freeze") as met:
         opt.step(closure)
-    assert caught[0].filename == __file__
+    assert met[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.step(closure)
@@ -238,9 +236,9 @@ def test_a_loss_without_one_parameter_warns_and_names_it() -> None:
     before = vector(model["unused"])
     closure = closure_of(opt, model, x, y)
     expected = r"does not depend on unused\.weight, unused\.bias"
-    with pytest.warns(UserWarning, match=expected) as caught:
+    with pytest.warns(UserWarning, match=expected) as met:
         assert opt.step(closure).accepted
-    assert caught[0].filename == __file__
+    assert met[0].filename == __file__
     assert torch.equal(before, vector(model["unused"]))
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")

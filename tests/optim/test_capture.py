@@ -415,11 +415,11 @@ def test_a_model_compiled_in_place(compiler, called_before: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_part_of_a_model_is_not_compiled_again_by_us(compiler, in_place) -> None:
-    inner = mlp(3, 5, 4)
+    part = mlp(3, 5, 4)
     x, y = data()
     if in_place:
-        inner.compile(backend="eager")
-    model = nn.Sequential(inner if in_place else compiler(inner, backend="eager"), nn.Tanh())
+        part.compile(backend="eager")
+    model = nn.Sequential(part if in_place else compiler(part, backend="eager"), nn.Tanh())
     model.append(nn.Linear(4, 2, dtype=DOUBLE))
     F.mse_loss(model(x), y).backward()
     opt = natural(model)
@@ -681,16 +681,14 @@ def test_unused_outputs_of_a_categorical_model_are_left_out() -> None:
     x = torch.randn(6, 3, dtype=DOUBLE)
     y = torch.tensor([0, 1, -100, 2, -100, 1])
     params = list(model.parameters())
-    is_counted = y != -100
+    kept = y != -100
     opt = pb.NaturalGradient(
         model, pb.metrics.Fisher(pb.likelihoods.Categorical()), pb.solvers.Cholesky(DAMPING)
     )
-    z = model(x)[is_counted]
+    z = model(x)[kept]
     p = z.softmax(1).detach()
     fisher = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / 4
-    want = damped(
-        gram(z, params, fisher), gradient(F.cross_entropy(z, y[is_counted]), params), DAMPING
-    )
+    want = damped(gram(z, params, fisher), gradient(F.cross_entropy(z, y[kept]), params), DAMPING)
     before = vector(model)
     assert opt.step(closure_of(opt, model, x, y, F.cross_entropy)).whitened
     assert_close(before - vector(model), want, 1e-8)

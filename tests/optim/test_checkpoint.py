@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 
 import pullback as pb
 from pullback.symmetry import Sliced, SliceSGD
+from tests.kfac_options import kfac_of
 from tests.pairs import each_once
 
 from .common import closure_of, data, mlp, refused, same, vector
@@ -64,7 +65,7 @@ KFAC: dict[str, dict[str, Any]] = {
 
 def kfac(options: dict[str, Any]) -> Callable[[nn.Module], Optimizer]:
     settings = {"damping": 0.1, "statistics_every": 2, "invert_every": 4} | options
-    return lambda model: pb.KFAC(model, 0.05, **settings)
+    return lambda model: kfac_of(model, 0.05, **settings)
 
 
 #: whose state is there from construction
@@ -140,10 +141,10 @@ def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> 
     saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=OPTIONS[options]))
     weights = copy.deepcopy(model.state_dict())
     want = train(model, opt)
-    resumed, fresh = start(name)
-    resumed.load_state_dict(weights)
-    set_optimizer_state_dict(resumed, fresh, saved, options=OPTIONS[options])
-    assert torch.equal(train(resumed, fresh), want)
+    again, fresh = start(name)
+    again.load_state_dict(weights)
+    set_optimizer_state_dict(again, fresh, saved, options=OPTIONS[options])
+    assert torch.equal(train(again, fresh), want)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +165,12 @@ def test_a_checkpoint_in_files_resumes_to_the_same_bits(name: str, tmp_path: Pat
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, opt)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     want = train(model, opt)
-    resumed, fresh = start(name)
-    state = {"model": resumed.state_dict(), "optimizer": get_optimizer_state_dict(resumed, fresh)}
+    again, fresh = start(name)
+    state = {"model": again.state_dict(), "optimizer": get_optimizer_state_dict(again, fresh)}
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    resumed.load_state_dict(state["model"])
-    set_optimizer_state_dict(resumed, fresh, state["optimizer"])
-    assert torch.equal(train(resumed, fresh), want)
+    again.load_state_dict(state["model"])
+    set_optimizer_state_dict(again, fresh, state["optimizer"])
+    assert torch.equal(train(again, fresh), want)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -226,11 +227,11 @@ def test_frozen_parameters_need_no_saved_state(flat: bool) -> None:
     model[0].requires_grad_(False)  # pyright: ignore
     train(model, opt)
     saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
-    resumed, fresh = start("TrustNorm of Spring")
-    resumed.load_state_dict(model.state_dict())
-    resumed[0].requires_grad_(False)  # pyright: ignore
-    set_optimizer_state_dict(resumed, fresh, saved, options=options)
-    assert fresh.state[resumed[0].weight]["schedule"]["steps"] == 3  # pyright: ignore
+    again, fresh = start("TrustNorm of Spring")
+    again.load_state_dict(model.state_dict())
+    again[0].requires_grad_(False)  # pyright: ignore
+    set_optimizer_state_dict(again, fresh, saved, options=options)
+    assert fresh.state[again[0].weight]["schedule"]["steps"] == 3  # pyright: ignore
     assert same(fresh.state_dict(), opt.state_dict())
 
 
@@ -238,11 +239,11 @@ def test_frozen_parameters_need_no_saved_state(flat: bool) -> None:
 def test_vectors_of_half_parameters_are_saved_as_they_are_kept(name: str) -> None:
     model, opt = start(name, torch.bfloat16)
     train(model, opt)
-    resumed, fresh = start(name, torch.bfloat16)
-    resumed.load_state_dict(model.state_dict())
+    again, fresh = start(name, torch.bfloat16)
+    again.load_state_dict(model.state_dict())
     fresh.load_state_dict(opt.state_dict())
     want = train(model, opt)
-    assert torch.equal(train(resumed, fresh), want)
+    assert torch.equal(train(again, fresh), want)
 
 
 def test_the_state_of_the_inner_optimizer_begins_on_the_slice() -> None:

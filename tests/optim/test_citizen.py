@@ -117,8 +117,8 @@ def test_schedulers_scale_the_step(make, rates: list[float]) -> None:
     for rate in rates:
         assert opt.param_groups[0]["lr"] == pytest.approx(rate)
         want = rate * oracle(model, x, y)
-        move = movement(opt, closure_of(opt, model, x, y), model.parameters())
-        assert torch.allclose(move, want, rtol=1e-8, atol=1e-12)
+        got = movement(opt, closure_of(opt, model, x, y), model.parameters())
+        assert torch.allclose(got, want, rtol=1e-8, atol=1e-12)
         scheduler.step()
 
 
@@ -451,20 +451,20 @@ def test_step_hooks() -> None:
     model = mlp()
     x, y = data()
     opt = natural(model)
-    calls: list[tuple[str, bool]] = []
+    seen: list[tuple[str, bool]] = []
     start = vector(model)
     pre = opt.register_step_pre_hook(
-        lambda o, args, kwargs: calls.append(("pre", torch.equal(start, vector(model))))
+        lambda o, args, kwargs: seen.append(("pre", torch.equal(start, vector(model))))
     )
     post = opt.register_step_post_hook(
-        lambda o, args, kwargs: calls.append(("post", torch.equal(start, vector(model))))
+        lambda o, args, kwargs: seen.append(("post", torch.equal(start, vector(model))))
     )
     opt.step(closure_of(opt, model, x, y))
-    assert calls == [("pre", True), ("post", False)]
+    assert seen == [("pre", True), ("post", False)]
     pre.remove()
     post.remove()
     opt.step(closure_of(opt, model, x, y))
-    assert len(calls) == 2
+    assert len(seen) == 2
 
 
 def test_a_pre_hook_may_change_the_arguments() -> None:

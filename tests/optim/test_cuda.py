@@ -167,14 +167,14 @@ def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
         opt.step(closure_of(opt, model, x, y))
     file.seek(0)
     weights, state = torch.load(file, map_location=place)
-    resumed = mlp().cuda()
-    resumed.load_state_dict(weights)
+    again = mlp().cuda()
+    again.load_state_dict(weights)
     solver, step = RUNS[name]()
-    fresh = pb.NaturalGradient(resumed, MSE, solver, step)
+    fresh = pb.NaturalGradient(again, MSE, solver, step)
     fresh.load_state_dict(state)
     for _ in range(3):
-        fresh.step(closure_of(fresh, resumed, x, y))
-    assert torch.equal(vector(resumed), vector(model))
+        fresh.step(closure_of(fresh, again, x, y))
+    assert torch.equal(vector(again), vector(model))
 
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])

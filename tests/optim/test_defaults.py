@@ -39,7 +39,7 @@ def losses(opt: Optimizer, task: Task, evaluations: int) -> list[float]:
     x, y, loss, model = task
     closure = closure_of(opt, model, x, y, loss)
     count = 0
-    values = []
+    found = []
 
     def counted() -> float:
         nonlocal count
@@ -47,8 +47,8 @@ def losses(opt: Optimizer, task: Task, evaluations: int) -> list[float]:
         return float(closure().detach())
 
     while count < evaluations:
-        values.append(float(opt.step(counted)))
-    return [*values, float(loss(model(x), y).detach())]
+        found.append(float(opt.step(counted)))
+    return [*found, float(loss(model(x), y).detach())]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -57,9 +57,9 @@ def test_regression_with_default_arguments(make, seed: int) -> None:
     adam = regression(seed)
     want = losses(Adam(adam[-1].parameters(), 1e-3), adam, 60)
     task = regression(seed)
-    curve = losses(make(task[-1]), task, 60)
-    assert max(curve) == curve[0]
-    assert curve[-1] < 0.5 * want[-1]
+    found = losses(make(task[-1]), task, 60)
+    assert max(found) == found[0]
+    assert found[-1] < 0.5 * want[-1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -78,9 +78,9 @@ def test_classification_with_default_arguments(make, seed: int) -> None:
     adam = classification(seed)
     want = losses(Adam(adam[-1].parameters(), 1e-3), adam, 40)
     task = classification(seed)
-    curve = losses(make(task[-1]), task, 40)
-    assert max(curve) == curve[0]
-    assert curve[-1] < 0.5 * want[-1]
+    found = losses(make(task[-1]), task, 40)
+    assert max(found) == found[0]
+    assert found[-1] < 0.5 * want[-1]
 
 
 def test_a_given_learning_rate_is_a_constant_step() -> None:
@@ -88,8 +88,8 @@ def test_a_given_learning_rate_is_a_constant_step() -> None:
     assert isinstance(opt.rule, pb.steps.Constant)
     assert opt.param_groups[0]["lr"] == 0.1
     assert isinstance(pb.GaussNewton(nn.Linear(2, 1), lr=0.1).rule, pb.steps.Constant)
-    rule = pb.steps.GridLineSearch(3)
-    assert pb.NaturalGradient(nn.Linear(2, 1), step=rule, lr=0.1).rule is rule
+    given = pb.steps.GridLineSearch(3)
+    assert pb.NaturalGradient(nn.Linear(2, 1), step=given, lr=0.1).rule is given
 
 
 def test_trial_losses_keep_the_precision_of_the_closure() -> None:

@@ -90,14 +90,14 @@ def test_arguments_and_keywords(kind: str) -> None:
     other, _ = batch(9)
     shift = torch.randn(9, 3, dtype=DOUBLE)
     want = oracle(model, x, y, model(other, shift))
-    other_inputs = {
+    given = {
         "tuple": (other, shift),
         "dict": {"x": other, "shift": shift},
         "Call": pb.maps.Call.of(other, shift=shift),
     }[kind]
     opt = natural(model)
     before = vector(model)
-    opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=other_inputs)
+    opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=given)
     assert_close(before - vector(model), want)
 
 

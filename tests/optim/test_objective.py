@@ -100,12 +100,12 @@ def test_several_named_residuals_are_each_averaged_over_their_own_samples() -> N
     r2 = model(x2)[:, 0]
     r3 = (model[0].bias.square().sum() - 1)[None]
     loss = half_mean_square(r1) + half_mean_square(r2, weights) + half_mean_square(r3, 0.25)
-    pieces = [
+    parts = [
         jacobian(r1, params) / 6**0.5,
         jacobian(r2, params) * (weights / 4).sqrt()[:, None],
         jacobian(r3, params) * 0.5,
     ]
-    a = torch.cat(pieces)
+    a = torch.cat(parts)
     want = damped(a.T @ a, gradient(loss, params), DAMPING)
     before = vector(model)
     info = natural(model).step(objective=objective)

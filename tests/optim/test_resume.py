@@ -139,13 +139,13 @@ def test_a_dropout_run_resumes_with_the_random_state() -> None:
     saved = copy.deepcopy((model.state_dict(), opt.state_dict(), torch.get_rng_state()))
     for _ in range(5):
         opt.step(closure_of(opt, model, x, y))
-    resumed, fresh = build()
-    resumed.load_state_dict(saved[0])
+    again, fresh = build()
+    again.load_state_dict(saved[0])
     fresh.load_state_dict(saved[1])
     torch.set_rng_state(saved[2])
     for _ in range(5):
-        fresh.step(closure_of(fresh, resumed, x, y))
-    assert torch.equal(vector(model), vector(resumed))
+        fresh.step(closure_of(fresh, again, x, y))
+    assert torch.equal(vector(model), vector(again))
 
 
 def test_an_objective_run_resumes_to_the_same_bits() -> None:
@@ -170,12 +170,12 @@ def test_an_objective_run_resumes_to_the_same_bits() -> None:
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
     for _ in range(5):
         opt.step(objective=objective_of(model))
-    resumed, fresh = build()
-    resumed.load_state_dict(saved[0])
+    again, fresh = build()
+    again.load_state_dict(saved[0])
     fresh.load_state_dict(saved[1])
     for _ in range(5):
-        fresh.step(objective=objective_of(resumed))
-    assert torch.equal(vector(model), vector(resumed))
+        fresh.step(objective=objective_of(again))
+    assert torch.equal(vector(model), vector(again))
 
 
 def test_the_state_of_another_solver_can_be_loaded() -> None:

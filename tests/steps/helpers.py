@@ -53,10 +53,8 @@ class Bowl:
         def solve(damping, about) -> Solution:
             if about is None:
                 return self.solver.solve(state, g, damping)
-            solution = self.solver.solve(state, g - self.gram.matvec(about), damping)
-            return Solution(
-                solution.x + about, solution.damping, solution.rank, None, solution.status
-            )
+            found = self.solver.solve(state, g - self.gram.matvec(about), damping)
+            return Solution(found.x + about, found.damping, found.rank, None, found.status)
 
         def losses(moves: Tensor) -> Tensor:
             self.trials += len(moves)

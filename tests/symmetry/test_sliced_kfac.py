@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac import Exact, Invariant
 from pullback.symmetry import Sliced, find
+from tests.kfac_options import kfac_of
 from tests.pairs import each_once
 from tests.symmetry.networks import Of, randomized
 
@@ -99,7 +100,7 @@ def far(name: str) -> tuple[nn.Module, Tensor]:
 
 def kfac(model: nn.Module, **options: Any) -> pb.KFAC:
     given = {"lr": 0.01, "kl_clip": 1e-2, "fisher": "exact", "damping": Invariant(0.1), **options}
-    return pb.KFAC(model, likelihood=pb.likelihoods.Gaussian(), **given)
+    return kfac_of(model, likelihood=pb.likelihoods.Gaussian(), **given)
 
 
 def train(model: nn.Module, x: Tensor, opt: torch.optim.Optimizer, steps: int) -> Tensor:

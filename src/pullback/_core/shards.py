@@ -154,6 +154,19 @@ class ModelParameters:
                 pieces[i] = own_piece.movedim(0, shard.axis)
         return pieces, *(list(map(get_local_piece, tensors)) for tensors in sharded)
 
+    def sum_pieces(self, names: Sequence[str], numbers: Tensor) -> Tensor:
+        """Return numbers by parameter, (len(names),), summed over processes that have pieces."""
+        sent: dict[Processes, list[int]] = {}
+        for i, name in enumerate(names):
+            if name in self.shards:
+                sent.setdefault(self.shards[name].processes, []).append(i)
+        if not sent:
+            return numbers
+        out = numbers.clone()
+        for processes, indices in sent.items():
+            out[indices] = processes.sum([numbers[indices]], "lengths")[0]
+        return out
+
     def checksum(self, groups: Groups) -> Tensor:
         """Return a vector that replicas of these groups have in common.
 

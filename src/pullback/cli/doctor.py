@@ -16,6 +16,7 @@ from .. import KFAC, NaturalGradient
 from ..grams import Rows
 from ..likelihoods import Gaussian
 from ..metrics import Fisher
+from ..optim.kfac import Estimation, Natural
 from ..solvers import PseudoInverse
 from ..steps import Constant
 from .environment import describe_environment
@@ -144,10 +145,11 @@ def kfac(device: torch.device) -> float:
         layer.weight.copy_(next(regression.model.parameters())[:2])
     before = torch.cat([p.detach().flatten() for p in layer.parameters()])
     expected = _pseudo_inverse_step(layer, x, y)
-    optimizer = KFAC(
-        layer, 1.0, likelihood=Gaussian(), fisher="exact", damping=0.0, momentum=0.0, ema=0.0,
-        kl_clip=None, statistics_every=1, invert_every=1,
+    rule = Natural(
+        Gaussian(), fisher="exact", damping=0.0, momentum=0.0, kl_clip=None,
+        estimation=Estimation(ema=0.0),
     )  # fmt: skip
+    optimizer = KFAC(layer, 1.0, rule=rule, statistics_every=1, invert_every=1)
     optimizer.zero_grad()
     (0.5 * (layer(x) - y).square().sum(1).mean()).backward()
     optimizer.step()

@@ -9,11 +9,11 @@ from .problem import StepInfo
 from .roles import RoleRow, RoleTable, parameter_roles
 
 __all__ = [
+    "KFAC",
+    "DampedGaussNewton",
     "EnergyTerm",
     "GaussNewton",
     "HessianFree",
-    "KFAC",
-    "DampedGaussNewton",
     "NaturalGradient",
     "Objective",
     "Outputs",

@@ -9,12 +9,8 @@ import torch
 from torch import nn
 
 from .._core.capture import Call, unwrap_model
-from ..maps.roles import ParameterRole, Role, find_roles
-from .kfac.options import rule_of
-
-_BETAS = (0.9, 0.95)
-#: roles whose parameters no rule for matrices takes
-_ELEMENTWISE = (Role.EMBEDDING, Role.VECTOR)
+from ..maps.roles import Role, find_roles
+from .kfac.options import default_rule
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class RoleRow:
         role: "matrix", "convolution", "experts", "embedding", "head" or "vector".
         split: row counts of the independent matrices that the parameter holds, along
             `split_axis`; empty for embeddings and vectors.
-        rule: the rule that `KFAC(model)` gives it: "spectral", "eigenbasis" or "adamw".
+        rule: the rule that `KFAC(model)` gives it: "spectral", "eigenbasis" or "adam".
         shape: of the parameter.
         split_axis: the axis of the parameter that counts rows, that is outputs of its matrices.
         reason: what shows the role.
@@ -81,26 +77,17 @@ def parameter_roles(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Ro
         PullbackError: for parameters of lazy modules that have no shape yet.
     """
     roles = find_roles(model, Call.record_start(model, example_inputs, kwargs, _device(model)))
-    rule = rule_of(None, _BETAS, unwrap_model(model))
+    rule = default_rule(unwrap_model(model))
     shapes = {name: tuple(p.shape) for name, p in unwrap_model(model).named_parameters()}
     rows = []
     for found in roles:
-        name = "adamw"
-        if takes_role(rule, found):
-            name = type(rule).__name__.lower()
+        name = rule.name if rule.accepts(found.role) else "adam"
         row = RoleRow(
             found.name, found.role, found.split, name, shapes[found.name], found.split_axis,
             found.reason,
         )  # fmt: skip
         rows.append(row)
     return RoleTable(rows)
-
-
-def takes_role(rule: Any, found: ParameterRole) -> bool:
-    """Whether a rule for matrices takes a parameter of this role."""
-    if found.role in _ELEMENTWISE:
-        return False
-    return found.role is not Role.HEAD or rule.head
 
 
 def _device(model: nn.Module) -> torch.device:

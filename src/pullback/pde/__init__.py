@@ -1,9 +1,4 @@
-"""PDEs: state a problem, pick a network, and solve it by the natural gradient in function space.
-
-Folders follow the way of the data: `domains` (where), `problem` (what must hold), `discretization`
-(residuals at points), `networks` (with what), `runs` (the steps), `judgement` (how good it is).
-`catalog` has ready problems.
-"""
+"""PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
 
 from .catalog.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .catalog.ready import Ready

@@ -31,8 +31,8 @@ class OrbitLimits:
             in float64 are exact to about 1e-13 of their length.
         shortest_row: of the longest row of J. Rows that are shorter may be round-off; they are not
             lengthened to 1.
-        probes: random signs that estimate a diagonal. A rough estimate suffices, since it only
-            preconditions.
+        probes: random signs that estimate a diagonal; eight give it within a factor of about 2,
+            which suffices for a preconditioner.
     """
 
     generator_entries: int = 2**25

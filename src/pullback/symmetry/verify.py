@@ -29,8 +29,8 @@ class VerificationThresholds:
     """Numbers that decide what is a symmetry.
 
     Attributes:
-        tolerance: the largest residual of a symmetry. It lies between the round-off of float64 and
-            1e-6, the smallest residual of a rejected candidate in the networks of the tests.
+        tolerance: the largest residual of a symmetry. Round-off of float64 leaves up to 1e-12 in
+            deep networks; candidates that are no symmetries have 1e-6 and more.
         narrow_tolerance: the same where the model itself computes in a narrower type than float64,
             whose round-off is about 1e-7.
         covectors: how many are pulled back. Four miss a factor 1000 in ‖J Z‖ with probability

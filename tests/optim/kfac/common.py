@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 
 from ..common import vector
 
@@ -30,7 +31,7 @@ def kfac(model: Any, **options: Any) -> pb.KFAC:
     settings |= {"statistics_every": 2, "invert_every": 4} | options
     if "metric" not in settings:
         settings.setdefault("likelihood", pb.likelihoods.Categorical())
-    return pb.KFAC(model, **settings)
+    return kfac_of(model, **settings)
 
 
 def train(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from tests.kfac_options import kfac_of
 from tests.optim.common import filled, flat
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -340,7 +341,7 @@ def optimizer(model: nn.Module, kind: str, **options: Any) -> pb.KFAC:
     known = {"gaussian": pb.likelihoods.Gaussian(), "categorical": pb.likelihoods.Categorical()}
     chosen = {"lr": 0.0, "fisher": "exact", "likelihood": known.get(kind), "kl_clip": None}
     chosen |= options
-    return pb.KFAC(model, **chosen)
+    return kfac_of(model, **chosen)
 
 
 def stepped(

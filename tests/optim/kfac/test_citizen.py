@@ -216,7 +216,7 @@ def test_memory_is_counted() -> None:
     train(opt, model, 2)
     held = opt.memory()
     size = 8 * (4 * 4 + 5 * 5 + 4 * 4 + 6 * 6)
-    assert all(size / 2 <= held[name] <= 2 * size for name in ("averages", "inverses"))
+    assert all(size / 2 <= held[name] <= 2 * size for name in ("averages", "states"))
     assert held["momentum"] == sum(p.nbytes for p in model.parameters())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant
 from pullback.steps import QuadraticModel
+from tests.kfac_options import kfac_of
 
 from ..common import damped, flat, refused, untouched
 from ..common import gram as dense
@@ -56,7 +57,7 @@ class Closure:
 
 def made(model: nn.Module, **options: Any) -> tuple[pb.KFAC, Closure]:
     chosen = {"lr": 1.0, "fisher": "exact", "statistics_every": 1, "invert_every": 1, **options}
-    opt = pb.KFAC(model, likelihood=pb.likelihoods.Categorical(), **chosen)
+    opt = kfac_of(model, likelihood=pb.likelihoods.Categorical(), **chosen)
     return opt, Closure(opt)
 
 
@@ -217,7 +218,7 @@ class Ridge(Damping):
 def test_a_damping_of_ones_own() -> None:
     model = nn.Linear(3, 2, bias=False)
     x = torch.randn(9, 3)
-    opt = pb.KFAC(model, 1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact", kl_clip=None)
+    opt = kfac_of(model, 1.0, damping=Ridge(0.3), momentum=0.0, fisher="exact", kl_clip=None)
     start = model.weight.detach().clone()
     model(x).sum(1).sin().mean().backward()
     opt.step()
@@ -228,18 +229,44 @@ def test_a_damping_of_ones_own() -> None:
 
 @pytest.mark.parametrize("damping", [0.1, 1e-6])
 def test_kl_clip_bounds_the_step_that_is_taken(damping: float) -> None:
-    """ΔwᵀF̂Δw ≤ kl_clip after momentum, with the averages of now."""
-    model = net()
-    limit = 1e-3
-    opt, closure = made(model, kl_clip=limit, momentum=0.9, invert_every=10, damping=damping)
-    lengths = []
+    """ΔwᵀFΔw ≤ kl_clip after momentum, with the damped F whose inverse is in use."""
+    model, limit = net(), 1e-3
+    often = {"statistics_every": 1, "invert_every": 1}
+    opt, closure = made(model, kl_clip=limit, momentum=0.9, damping=damping, **often)
+    lengths, undamped = [], []
     for _ in range(30):
-        before = vector(model)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
         opt.step(closure)
-        move = vector(model) - before
-        lengths.append(float(move @ opt.gram().matvec(move)))
+        move = {n: before[n] - p.detach() for n, p in model.named_parameters()}
+        found = opt.blocks.lengths(move, dict(model.named_parameters()), damped=True)
+        lengths.append(float(sum(found.values())))
+        undamped.append(float(opt.squared_length(move)))
     assert max(lengths) <= limit * (1 + 1e-6)
     assert max(lengths) >= 0.99 * limit  # and is reached
+    assert all(u <= d * (1 + 1e-6) for u, d in zip(undamped, lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"damping": Exact(0.1)}, {"ekfac": True}, {"momentum": 0.0}, {"joint": False}],
+    ids=str,
+)
+def test_the_clips_lengths_are_those_of_the_moves(options: dict[str, Any]) -> None:
+    """Two inner products and the last length give mᵀFm, between refreshes of F too."""
+    model = net()
+    rare = {"statistics_every": 5, "invert_every": 5, "kl_clip": 1e-3, "momentum": 0.9}
+    opt, closure = made(model, **{**rare, **options})
+    for _ in range(9):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        opt.step(closure)
+        rate = opt.param_groups[0]["lr"]
+        m = {n: (before[n] - p.detach()) / rate for n, p in model.named_parameters()}
+        found = opt.blocks.lengths(m, dict(model.named_parameters()), damped=True)
+        want = float(sum(found.values()))
+        assert rate**2 * want <= 1e-3 * (1 + 1e-9)
+        if options.get("momentum") != 0.0:
+            known = [opt.state[p]["length"] for p in model.parameters()]
+            assert float(sum(known)) == pytest.approx(want, rel=1e-8)
 
 
 BREAKS: dict[str, dict[str, Any]] = {
@@ -367,7 +394,7 @@ def test_fused_recurrent_kernels_are_left_aside(options: dict[str, Any]) -> None
 def test_a_loss_that_has_grown_tenfold_is_said_once() -> None:
     model = nn.Linear(4, 1)
     x = torch.randn(16, 4)
-    opt = pb.KFAC(model, 0.0, damping=1e-2, kl_clip=None)
+    opt = kfac_of(model, 0.0, damping=1e-2, kl_clip=None)
     factor = iter([1.0, *[20.0] * 50])
 
     def closure() -> Tensor:

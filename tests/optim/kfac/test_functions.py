@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pullback as pb
 from pullback.testing import assert_close
+from tests.kfac_options import kfac_of
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Then
 from tests.pairs import each_once
@@ -351,7 +352,7 @@ def test_steps_are_those_of_the_twin(name: str, rule: str) -> None:
             own = {"likelihood": pb.likelihoods.Categorical()}
         else:
             own = {}
-        opt = pb.KFAC(m, 0.05, rule=rule, statistics_every=2, invert_every=4, **own)
+        opt = kfac_of(m, 0.05, rule=rule, statistics_every=2, invert_every=4, **own)
         for _ in range(6):
             o.step(opt, m, x, "categorical")
         ends.append(torch.cat([p.detach().flatten() for p in m[0].parameters()]))
@@ -437,7 +438,7 @@ def test_weight_norms_directions_follow_other_rules(rule: str) -> None:
     found = []
     start = w.detach().clone()
     for model, p in ((normed, v), (plain, w)):
-        opt = pb.KFAC(model, likelihood=nn.CrossEntropyLoss(), rule=rule)
+        opt = kfac_of(model, likelihood=nn.CrossEntropyLoss(), rule=rule)
         F.cross_entropy(model(x), y).backward()
         p.grad = v.grad
         opt.step()
@@ -495,7 +496,7 @@ def test_checkpoints_compiled_code_and_autocast_show_functions() -> None:
     got = o.gram(o.stepped(compiled, x, kind="categorical"), model)
     assert_close(got, want, 1e-12, "compiled")
     torch.set_default_dtype(torch.float32)
-    opt = pb.KFAC(model.float(), 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact")
+    opt = kfac_of(model.float(), 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact")
     with torch.autocast("cpu", torch.bfloat16):
         z = model(x.float())
     o.loss(z.float(), "categorical").backward()
@@ -508,7 +509,7 @@ def test_a_state_with_transposed_weights_resumes_to_the_same_bits() -> None:
     other = pair("addmm")[0]
     other.load_state_dict(model.state_dict())
     one, two = (
-        pb.KFAC(m, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
+        kfac_of(m, 0.05, likelihood=pb.likelihoods.Categorical(), statistics_every=2)
         for m in (model, other)
     )
     for _ in range(3):
@@ -572,7 +573,7 @@ def test_axes_of_a_matrix_that_stay_are_blocks_of_one_entry(equation: str) -> No
             return torch.einsum(equation, x, self.w).flatten(2)
 
     model = Spread()
-    opt = pb.KFAC(model, 1e-2, rule="natural", likelihood=pb.likelihoods.Gaussian())
+    opt = kfac_of(model, 1e-2, rule="natural", likelihood=pb.likelihoods.Gaussian())
     (0.5 * model(torch.randn(5, T, D)).square().sum(-1).mean()).backward()
     opt.step()
     assert f"kronecker {H * D} × (1 ⊗ 1)" in str(opt.coverage())

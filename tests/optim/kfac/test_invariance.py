@@ -12,6 +12,7 @@ import pullback as pb
 from pullback.geometry.charts.twin import random_change
 from pullback.optim.kfac import Adaptive, Exact, Invariant
 from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, TwinPair, TwinSide
+from tests.kfac_options import kfac_of
 
 from ..common import closure_of, flat, refused
 from .common import DOUBLE, vector
@@ -30,7 +31,7 @@ def kfac(side: TwinSide, **options: Any) -> pb.KFAC:
         "damping": 0.0, "momentum": 0.0, "ema": 0.0, "kl_clip": 1e-3, "fisher": "exact",
         "statistics_every": 1, "invert_every": 1,
     }  # fmt: skip
-    return pb.KFAC(side.model, 0.5, metric=side.metric, **chosen | options)
+    return kfac_of(side.model, 0.5, metric=side.metric, **chosen | options)
 
 
 def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 3) -> float:
@@ -103,7 +104,7 @@ def test_twins_part_beyond_the_theorems(name: str, options: dict[str, Any]) -> N
 def queried(model: nn.Module, x: Tensor, likelihood: Any = None, **options: Any) -> pb.KFAC:
     """After one statistics step that moves nothing."""
     chosen = {"fisher": "exact", "damping": 0.0, **options}
-    opt = pb.KFAC(model, 0.0, likelihood=likelihood, **chosen)
+    opt = kfac_of(model, 0.0, likelihood=likelihood, **chosen)
     model(x).square().sum().backward()
     opt.step()
     opt.close()
@@ -181,7 +182,7 @@ def data(seed: int = 1, samples: int = 24) -> tuple[Tensor, Tensor]:
 
 def trained(model: Any, damping: Any, steps: int = 1, given: Any = (), **options: Any) -> pb.KFAC:
     chosen = {"momentum": 0.0, "statistics_every": 1, "invert_every": 1, "lr": 0.1, **options}
-    opt = pb.KFAC(model, fisher="exact", damping=damping, kl_clip=None, **chosen)
+    opt = kfac_of(model, fisher="exact", damping=damping, kl_clip=None, **chosen)
     (x, y), loss = given or data(), lambda z, y: 0.5 * (z - y).square().sum(1).mean()
     for _ in range(steps):
         opt.step(closure_of(opt, model, x, y, loss))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import pullback as pb
 from pullback.optim.kfac.statistics.launch_thread import LaunchThread
+from tests.kfac_options import kfac_of
 
 
 def _network() -> nn.Module:
@@ -25,7 +26,7 @@ def _network() -> nn.Module:
 def _optimizer(overlaps: bool, **options: Any) -> tuple[nn.Module, pb.KFAC]:
     model = _network()
     given = {"likelihood": pb.likelihoods.Categorical(), "damping": 1e-2, "lr": 1e-2}
-    opt = pb.KFAC(model, statistics_every=1, invert_every=1, **given, **options)
+    opt = kfac_of(model, statistics_every=1, invert_every=1, **given, **options)
     opt._capture.overlaps = overlaps
     return model, opt
 

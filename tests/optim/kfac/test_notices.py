@@ -15,6 +15,7 @@ from pullback.maps.layers import REGISTRY, Block, register
 from pullback.maps.layers.linear import Linear
 from pullback.maps.layers.registry import Use
 from pullback.testing import assert_close
+from tests.kfac_options import kfac_of
 
 from .common import batch, gram, kfac, net, train, vector
 
@@ -138,7 +139,7 @@ def test_outputs_that_are_cast_after_the_loss_was_computed() -> None:
     options = {"likelihood": pb.likelihoods.Categorical(), "fisher": "exact", "lr": 0.0}
     grams = []
     for call in (model, inner):
-        with pb.KFAC(
+        with kfac_of(
             model if call is model else model.body,
             output="logits" if call is model else None,
             **options,
@@ -305,7 +306,7 @@ def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any
     x, y = batch()
     every: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
     for options in every:
-        opt = pb.KFAC(model, **options)
+        opt = kfac_of(model, **options)
         F.cross_entropy(model(x), y).backward()
         with pytest.warns(RuntimeWarning, match="is computed from it"):
             opt.step()
@@ -321,7 +322,7 @@ def test_every_output_that_the_metric_does_not_see_is_named_once() -> None:
     model = nn.ModuleDict({n: nn.Linear(3, 2) for n in ("main", "one", "two")}).double()
     model.forward = lambda x: model["main"](x)  # type: ignore[method-assign]
     x = torch.randn(8, 3).double()
-    opt = pb.KFAC(model, 1e-3, likelihood=pb.likelihoods.Gaussian(), statistics_every=1)
+    opt = kfac_of(model, 1e-3, likelihood=pb.likelihoods.Gaussian(), statistics_every=1)
 
     def named(*heads: str) -> list[str]:
         opt.zero_grad()

@@ -12,6 +12,7 @@ from pullback.optim.kfac import Adaptive
 from pullback.pde.discretization.plan import SamplingPlan
 from pullback.pde.discretization.term import build_term
 from pullback.pde.discretization.trial import Trial
+from tests.kfac_options import kfac_of
 
 RULE: dict[str, Any] = {"step": pb.steps.QuadraticModel(), "statistics_every": 1, "invert_every": 1}
 
@@ -24,7 +25,7 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     sites = SamplingPlan(problem, 21, points=9).draw(0)
     (equation,) = (c for c in problem.conditions if c.name == "equation")
     objective = pb.optim.Objective([build_term(problem, equation, trial, sites["equation"])])
-    opt = pb.KFAC(trial, lr=0.0, fisher="exact")
+    opt = kfac_of(trial, lr=0.0, fisher="exact")
     opt.step(objective=objective)
     blocks = ["kronecker (5 ⊗ 3)"] * 2 + ["kronecker (1 ⊗ 6)"] * 2
     assert [r.block for r in opt.coverage()] == blocks
@@ -44,7 +45,7 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
 def test_pde_solve_runs_on_kfac(fisher: str) -> None:
     solution = pb.pde.solve(
         pb.pde.Poisson(2), pb.pde.mlp(2, 8, 1, seed=0), steps=20, progress=False, points=100,
-        optimizer=lambda module: pb.KFAC(
+        optimizer=lambda module: kfac_of(
             module, 1.0, fisher=fisher, damping=Adaptive(1e-3), ema=0.9, **RULE
         ),
     )  # fmt: skip
@@ -64,7 +65,7 @@ def test_a_plain_function_of_residuals_has_diagonal_blocks() -> None:
         values = functional_call(model, params, (x,))
         return {"value": values - torch.sin(3 * x), "slope": slopes - 3 * torch.cos(3 * x)}
 
-    opt = pb.KFAC(model, lr=1.0, damping=Adaptive(1e-2), fisher="exact", **RULE)
+    opt = kfac_of(model, lr=1.0, damping=Adaptive(1e-2), fisher="exact", **RULE)
     losses = [opt.step(objective=objective) for _ in range(20)]
     assert losses[-1] < 0.5 * losses[0]
     assert all("diagonal" in row.block for row in opt.coverage())

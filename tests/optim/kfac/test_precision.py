@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import pullback as pb
 from pullback._core.flags import are_finite
+from tests.kfac_options import kfac_of
 
 from ..common import assert_close
 from .common import batch, gram, kfac, net, train, vector
@@ -134,7 +134,7 @@ def test_large_gradients_in_float32_are_finite() -> None:
     """Squares overflow from 1e19 on."""
     model = nn.Linear(3, 2)
     x = torch.randn(4, 3)
-    opt = pb.KFAC(model, lr=1e-26, rule="natural")
+    opt = kfac_of(model, lr=1e-26, rule="natural")
     before = vector(model)
     (1e25 * model(x).square().mean()).backward()
     opt.step()
@@ -164,7 +164,7 @@ def test_the_largest_number_is_finite(dtype: torch.dtype) -> None:
 def test_large_gradients_in_float16_are_finite() -> None:
     """Their norm overflows there."""
     model = nn.Linear(256, 256).half()
-    opt = pb.KFAC(model, lr=1e-6, damping=1e-2)
+    opt = kfac_of(model, lr=1e-6, damping=1e-2)
     before = vector(model)
     x = torch.randn(4, 256)
     (model(x.half()).float() * 1000).sum().backward()

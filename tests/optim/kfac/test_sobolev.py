@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.metrics import Fisher, Metric, Sobolev, Weighted
 from pullback.optim.kfac import Adaptive
+from tests.kfac_options import kfac_of
 
 from ..common import assert_close, closure_of, jacobian, refused
 from . import oracle as o
@@ -111,7 +112,7 @@ def exact(model: nn.Module, x: Tensor, inverse: Tensor) -> Tensor:
 
 
 def stepped(model: nn.Module, x: Tensor, metric: Metric, **options: Any) -> pb.KFAC:
-    opt = pb.KFAC(model, **{"lr": 0.0, "fisher": "exact", "metric": metric, **options})
+    opt = kfac_of(model, **{"lr": 0.0, "fisher": "exact", "metric": metric, **options})
     (model(x) ** 2).sum(-1).mean().backward()
     opt.step()
     opt.close()
@@ -214,7 +215,7 @@ def test_one_probe_for_the_whole_batch_is_unbiased() -> None:
 def test_calls_are_related_within_and_pooled() -> None:
     model = mlp()
     x = torch.randn(7, 3)
-    opt = pb.KFAC(model, lr=0.0, fisher="exact", metric=PLAIN)
+    opt = kfac_of(model, lr=0.0, fisher="exact", metric=PLAIN)
     for some in (x[:4], x[4:]):
         (model(some) ** 2).sum().backward()
     opt.step()
@@ -268,7 +269,7 @@ def test_training(name: str) -> None:
     model = nn.Sequential(nn.Linear(3, 8), *parts, nn.Tanh(), nn.Linear(8, 2)).to(dtype)
     x = torch.randn(32, 3).to(dtype)
     given = {"damping": 1e-2, "statistics_every": 2}
-    opt = pb.KFAC(model, metric=Sobolev(2.0), **given | options)
+    opt = kfac_of(model, metric=Sobolev(2.0), **given | options)
     closure = closure_of(opt, model, x, x[:, :2].sin())
     losses = [float(opt.step(closure).detach()) for _ in range(20)]
     assert losses[-1] < 0.6 * losses[0]
@@ -286,7 +287,7 @@ def test_inputs_that_have_no_distances_are_refused() -> None:
 def test_a_scale_that_relates_nothing_warns_once() -> None:
     model = mlp()
     x = torch.randn(4, 3)
-    opt = pb.KFAC(model, lr=0.0, metric=Sobolev(1e-3), statistics_every=1)
+    opt = kfac_of(model, lr=0.0, metric=Sobolev(1e-3), statistics_every=1)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):

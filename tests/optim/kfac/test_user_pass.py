@@ -17,6 +17,7 @@ from pullback.grams.kronecker.packed_matrix import get_entries, unpack
 from pullback.maps.record import ForwardRecord
 from pullback.optim.kfac.statistics import cotangents, structure
 from pullback.optim.kfac.statistics.cotangents import CotangentPass
+from tests.kfac_options import kfac_of
 from tests.pairs import each_once
 
 from .common import DOUBLE
@@ -243,7 +244,7 @@ def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
     torch.manual_seed(0)
     model = case.model().to(DOUBLE)
     settings = {"lr": 1e-3, "statistics_every": 1, "invert_every": 1} | case.options | options
-    opt = pb.KFAC(model, likelihood=pb.likelihoods.Categorical(), **settings)
+    opt = kfac_of(model, likelihood=pb.likelihoods.Categorical(), **settings)
     loop(opt, model, case)
     assert opt.info.taken
     return _sums(opt)
@@ -372,7 +373,7 @@ def _known(**options: Any) -> tuple[Any, pb.KFAC]:
     """A model whose passes are measured along the user's from now on."""
     torch.manual_seed(0)
     model: Any = _mlp()
-    opt = pb.KFAC(model, **{"statistics_every": 1, **options})
+    opt = kfac_of(model, **{"statistics_every": 1, **options})
     for _ in range(2):
         opt.zero_grad()
         F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()

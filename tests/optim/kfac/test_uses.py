@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.testing import assert_close
+from tests.kfac_options import kfac_of
 from tests.optim.common import vector
 from tests.optim.kfac import oracle as o
 from tests.optim.kfac.common import Then, batch, kfac, net
@@ -371,7 +372,7 @@ def test_the_first_statistics_step_knows_roles(compiled: bool) -> None:
     """What `pb.parameter_roles` finds by a pass of its own, K-FAC finds along the user's."""
     model = nn.Sequential(nn.Linear(6, 16), nn.GLU(), nn.Linear(8, 3))
     network = torch.compile(model, backend="eager") if compiled else model
-    opt = pb.KFAC(network, lr=0.01, likelihood=pb.likelihoods.Categorical())
+    opt = kfac_of(network, lr=0.01, likelihood=pb.likelihoods.Categorical())
     assert opt._capture.structure.roles == {}
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     nn.functional.cross_entropy(network(x), y).backward()

@@ -26,6 +26,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
+from ..learning.natural import natural_kfac
 from ..learning.training import fit
 from .figure2 import PAPER
 from .networks import NETWORKS, digits, start
@@ -78,7 +79,7 @@ def _sliced_adam(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> 
 
 
 def _kfac(model: nn.Module, symmetry: Symmetry, lr: float, seed: int) -> Optimizer:
-    return KFAC(
+    return natural_kfac(
         model, lr, likelihood=Categorical(), damping=0.1, seed=seed,
         kl_clip=None, statistics_every=2, invert_every=5,
     )  # fmt: skip

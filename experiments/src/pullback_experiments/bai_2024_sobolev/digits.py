@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pullback import KFAC
 from pullback.likelihoods import Categorical
 from pullback.metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
 
@@ -26,6 +25,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data, schedules
 from ..learning.data import DataSet
+from ..learning.natural import natural_kfac
 from ..learning.networks import convnet, mlp
 from ..learning.training import fit
 from .curves import chart, clearly_fewer, counted, epochs, final, panel
@@ -190,7 +190,7 @@ class Tuned(Experiment):
         model = task.network().to(context.device)
         metric = METRICS[method](median_distance(images.x))
         lr, damping = pair
-        with KFAC(
+        with natural_kfac(
             model, lr, metric=metric, fisher="exact", damping=damping, seed=context.seed,
             kl_clip=None, statistics_every=5, invert_every=10,
         ) as optimizer:  # fmt: skip

@@ -22,6 +22,7 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import images, schedules
+from ..learning.natural import natural_kfac
 from ..learning.networks import vgg16
 from ..learning.training import fit, tensor_cores
 from .curves import charts, clearly_fewer, counted, epochs, final
@@ -91,7 +92,7 @@ class SobolevMethod:
 
     def optimizer(self, model: nn.Module, seed: int, **settings: Any) -> KFAC:
         """K-FAC in this metric."""
-        return KFAC(model, metric=self.metric(), draws=self.draws, seed=seed, **settings)
+        return natural_kfac(model, metric=self.metric(), draws=self.draws, seed=seed, **settings)
 
 
 #: Figures 3 and 5

@@ -14,10 +14,12 @@ from pullback.geometry import Contender
 from pullback.optim import KFAC, NaturalGradient
 from pullback.optim.kfac import Damping, Invariant, Tikhonov
 
+from ..learning.natural import natural_kfac
+
 
 def _kfac(damping: float | Damping, **options: Any) -> Callable[[nn.Module], Optimizer]:
     def make(model: nn.Module) -> Optimizer:
-        return KFAC(
+        return natural_kfac(
             model, 0.05, fisher="exact", damping=damping, statistics_every=1, invert_every=1,
             **options,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.table import THRESHOLDS, Verdict
+from pullback.geometry.invariance.table import SLACK, Verdict
 from pullback.geometry.invariance.trial import Contender
 from pullback.symmetry import SliceSGD
 
@@ -238,7 +238,7 @@ def _agreed(claim: str, rows: list[Row]) -> Check:
     """Single steps only: along a run units saturate, and parameters become superfluous."""
     sizes = [k.removeprefix("mismatch ") for k in (rows[0] if rows else ()) if "mismatch" in k]
     pairs = [(r[f"mismatch {s}"], r[f"round-off {s}"]) for r in rows for s in sizes]
-    held = sum(m <= THRESHOLDS.slack * off for m, off in pairs)
+    held = sum(m <= SLACK * off for m, off in pairs)
     numbers = f"{held} of {len(pairs)} steps"
     if pairs:
         numbers += f"; mismatch up to {format_mismatch(max(m for m, _ in pairs))}"

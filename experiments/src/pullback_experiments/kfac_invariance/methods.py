@@ -15,6 +15,7 @@ from pullback.grams.kronecker import Pair as Sides
 from pullback.grams.kronecker import factor_matrix
 from pullback.optim.kfac import Damping, Invariant
 
+from ..learning.natural import natural_kfac
 from .nets import TwinPair, TwinSide
 
 _LR = 0.5
@@ -45,7 +46,7 @@ def _kfac(
     group: str, damping: float | Damping, momentum: float, ema: float, *, plain: bool = False
 ) -> TwinMethod:
     def build(side: TwinSide) -> Optimizer:
-        return KFAC(
+        return natural_kfac(
             side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=_CLIP,
             momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
         )  # fmt: skip

@@ -15,12 +15,12 @@ from pullback.geometry.charts.twin import (
     AffineMap,
     Change,
     change_coordinates,
-    find_layers,
-    make_twin,
-    make_whitening,
+    layers,
     no_change,
     random_change,
     tanh_twin,
+    twin,
+    whitening,
 )
 
 
@@ -242,14 +242,14 @@ def _reparametrized(
     model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
 ) -> nn.Module:
     """In random coordinates of every layer; without γ if not `shifted`."""
-    found = find_layers(model)
+    found = layers(model)
     inputs_to = [random_change(m.weight.shape[1], generator) for m in found]
     outputs_to = [random_change(m.weight.shape[0], generator) for m in found]
     if shifted:
         kept = inputs_to
     else:
         kept = [c.linear() for c in inputs_to]
-    return make_twin(model, list(zip(kept, outputs_to, strict=True)))
+    return twin(model, list(zip(kept, outputs_to, strict=True)))
 
 
 def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
@@ -257,7 +257,7 @@ def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs)
 
 
 def _whitened_tanh(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
-    return tanh_twin(model, make_whitening(inputs(1000)))
+    return tanh_twin(model, whitening(inputs(1000)))
 
 
 def _mlp_pair(

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from pullback import KFAC
 from pullback.likelihoods import Likelihood
 
+from ..learning.natural import natural_kfac
+
 Settings = Mapping[str, Any]
 OF_THE_RUN = ("batch", "epochs")
 #: (model, likelihood, seed, settings) ↦ optimizer
@@ -78,7 +80,7 @@ def adamw(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -
 
 def kfac(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> KFAC:
     """K-FAC in the Fisher metric of the likelihood."""
-    return KFAC(model, likelihood=likelihood, seed=seed, **some)
+    return natural_kfac(model, likelihood=likelihood, seed=seed, **some)
 
 
 SGD = "SGD"

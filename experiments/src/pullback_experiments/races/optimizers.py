@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 from pullback.likelihoods import Categorical
-from pullback.optim.kfac import Eigenbasis, Rule, Spectral
+from pullback.optim.kfac import AdamW, Eigenbasis, Rule, Spectral
+
+from ..learning.natural import natural_kfac
 
 Settings = Mapping[str, Any]
 #: (model, rate, settings of the constructor) ↦ optimizers that step one after the other
@@ -86,7 +88,7 @@ def soap(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
 def natural(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
     """K-FAC's natural step for everything."""
     own = {"likelihood": Categorical(), "kl_clip": 1e-4, "damping": 1e-2, **some}
-    return [KFAC(model, lr, **own)]
+    return [natural_kfac(model, lr, **own)]
 
 
 def spectral(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
@@ -100,13 +102,22 @@ def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
 
 
 def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
-    """KFAC by a rule, whose own settings are `rest` and those that begin with `rule_`."""
+    """KFAC by a rule, whose own settings begin with `rule_`.
+
+    `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
-    of_rule = [k for k in some if k == "rest" or k.startswith("rule_")]
-    chosen = {k.removeprefix("rule_"): some[k] for k in of_rule}
-    own: Any = {k: v for k, v in some.items() if k not in of_rule}
+    chosen: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    for name, value in some.items():
+        if name == "rest":
+            chosen["others"] = AdamW(rate=value)
+        elif name == "damping" or name.startswith("rule_"):
+            chosen[name.removeprefix("rule_")] = value
+        else:
+            own[name] = value
     params = [g for g in groups if g["params"]]
     return KFAC(model, lr, rule=rule(**chosen), params=params, **own)
 

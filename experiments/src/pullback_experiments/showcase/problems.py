@@ -22,6 +22,7 @@ from pullback.solvers import PseudoInverse
 from pullback.steps import TargetRatio
 
 from ..learning import data
+from ..learning.natural import natural_kfac
 from .display import draw_errors as draw
 from .problem import Competitor, DemoProblem, Stepper, SupervisedTask, adam, descend, lbfgs, sgd
 
@@ -80,7 +81,7 @@ def _hessian_free(model: nn.Module) -> NaturalGradient:
 
 def _kfac(model: nn.Module, lr: float) -> KFAC:
     """Sampled Fisher, statistics every fifth step, inverses every tenth, steps held by a clip."""
-    return KFAC(
+    return natural_kfac(
         model, lr, likelihood=Categorical(), damping=1e-3, kl_clip=1e-3,
         statistics_every=5, invert_every=10,
     )  # fmt: skip

@@ -23,8 +23,7 @@ class Diffeomorphism:
     def __init__(
         self, function: Callable[[Params], Params], inverse: Callable[[Params], Params]
     ) -> None:
-        self._function = function
-        self._inverse = inverse
+        self._function, self._inverse = function, inverse
 
     def forward(self, theta: Params) -> Params:
         """w = f(θ)."""
@@ -34,47 +33,43 @@ class Diffeomorphism:
         """θ = f⁻¹(w)."""
         return self._inverse(dict(w))
 
-    def is_regular(self, theta: Params) -> bool:
+    def regular(self, theta: Params) -> bool:
         """Whether df is invertible at θ: d(f⁻¹)(df v) = v for a random v.
 
         Where f or its inverse has no forward-mode derivative, nothing is known against it.
         """
         generator = torch.Generator().manual_seed(0)
-        v: Params = {}
-        for name, t in theta.items():
-            normal = torch.randn(t.shape, generator=generator, dtype=torch.float64)
-            v[name] = normal.to(t)
+        v = {
+            n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            for n, t in theta.items()
+        }
         try:
             pushed = jvp(self.forward, (theta,), (v,))
             back = jvp(self.inverse, pushed[:1], pushed[1:])[1]
         except (RuntimeError, NotImplementedError) as error:
             reraise_fatal(error)
             return True
-        for name, t in v.items():
-            limit = torch.finfo(t.dtype).eps ** 0.25 * (t.abs() + 1)
-            if not bool(((back[name] - t).abs() <= limit).all()):
-                return False
-        return True
+        limits = {n: torch.finfo(t.dtype).eps ** 0.25 * (t.abs() + 1) for n, t in v.items()}
+        return all(bool(((back[n] - t).abs() <= limits[n]).all()) for n, t in v.items())
 
-    def pull_back(self, w: Params) -> Params:
-        """Return θ = f⁻¹(w); raise unless f(θ) = w, and df is invertible there."""
+    def pulled_back(self, w: Params) -> Params:
+        """θ = f⁻¹(w), verified: f(θ) = w, and df is regular there."""
         with torch.no_grad():
-            inverse = self.inverse(dict(w))
-            refuse_shapes(inverse, w)
-            theta = {name: t.detach().clone() for name, t in inverse.items()}
-            image = self.forward(dict(theta))
-        refuse_shapes(image, w)
+            found = self.inverse(dict(w))
+            refuse_shapes(found, w)
+            theta = {n: t.detach().clone() for n, t in found.items()}
+            again = self.forward(dict(theta))
+        refuse_shapes(again, w)
         for name, value in w.items():
-            if not value.numel():
-                continue
-            limit = torch.finfo(value.dtype).eps ** 0.75 * (value.abs().amax() + 1)
-            if not bool(((image[name] - value).abs() <= limit).all()):
+            eps = torch.finfo(value.dtype).eps
+            limit = eps**0.75 * (value.abs().amax() + 1) if value.numel() else 0.0
+            if not bool(((again[name] - value).abs() <= limit).all()):
                 raise PullbackError(
                     "The transformation is not invertible",
                     f"f(f⁻¹(w)) differs from w in {name!r}",
                     "Use a diffeomorphism whose range has all weights, and its own inverse",
                 )
-        if not self.is_regular(theta):
+        if not self.regular(theta):
             raise PullbackError(
                 "The transformation is not a diffeomorphism",
                 "its derivative is singular or not finite at the model's weights",
@@ -113,16 +108,16 @@ def cubic() -> Diffeomorphism:
     )
 
 
-def refuse_shapes(image: object, params: Params) -> None:
+def refuse_shapes(found: object, like: Params) -> None:
     """Raise where names, shapes or dtypes are not those of the parameters."""
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in params.items()}
-    actual = image
-    if isinstance(image, dict):
-        actual = {name: (tuple(t.shape), t.dtype) for name, t in image.items()}
-    if actual != expected:
+    want = {n: (tuple(t.shape), t.dtype) for n, t in like.items()}
+    have = found
+    if isinstance(found, dict):
+        have = {n: (tuple(t.shape), t.dtype) for n, t in found.items()}
+    if have != want:
         raise PullbackError(
             "The diffeomorphism changes names, shapes or dtypes",
-            f"parameters {expected} became {actual}",
+            f"parameters {want} became {have}",
             "Return a dict of the same names and shapes, computed in the dtype of its argument",
         )
 
@@ -133,7 +128,7 @@ class EntryPermutation(Diffeomorphism):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def _draw_orders(self, params: Params) -> dict[str, Tensor]:
+    def _orders(self, params: Params) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         return {
             n: torch.randperm(p.numel(), generator=generator).to(p.device)
@@ -141,9 +136,9 @@ class EntryPermutation(Diffeomorphism):
         }
 
     def forward(self, theta: Params) -> Params:
-        orders = self._draw_orders(theta)
+        orders = self._orders(theta)
         return {n: t.flatten()[orders[n]].view(t.shape) for n, t in theta.items()}
 
     def inverse(self, w: Params) -> Params:
-        orders = self._draw_orders(w)
+        orders = self._orders(w)
         return {n: t.flatten()[orders[n].argsort()].view(t.shape) for n, t in w.items()}

@@ -30,39 +30,34 @@ class Reparametrized(nn.Module):
     def __init__(self, model: nn.Module, f: Diffeomorphism) -> None:
         super().__init__()
         start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        theta = f.pull_back(start)
+        theta = f.pulled_back(start)
         self.diffeomorphism = f
         #: the model's trainable parameters, by name
         self.names = tuple(start)
-        #: the name of θ in this module, by the model's own names
-        self._theta_names = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
-        if len(set(self._theta_names.values())) < len(self.names):
-            self._theta_names = {n: f"theta_{i}" for i, n in enumerate(self.names)}
-        self.inner, self._slots = _remove_parameters(model, self.names)
+        self._own = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
+        if len(set(self._own.values())) < len(self.names):
+            self._own = {n: f"theta_{i}" for i, n in enumerate(self.names)}
+        self.inner, self._slots = _emptied(model, self.names)
         for name, value in theta.items():
-            self.register_parameter(self._theta_names[name], nn.Parameter(value))
+            self.register_parameter(self._own[name], nn.Parameter(value))
         self.train(model.training)
 
     def weights(self) -> Params:
         """w = f(θ), by the model's own names."""
-        theta = {name: getattr(self, self._theta_names[name]) for name in self.names}
-        w = self.diffeomorphism.forward(theta)
-        return {name: w[name] for name in self.names}
+        w = self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        return {n: w[n] for n in self.names}
 
     def push(self, theta: Params, v: Params) -> Params:
         """df_θ v, for θ and v by this module's names; by the model's own names."""
-        names = {theta_name: name for name, theta_name in self._theta_names.items()}
-        point = {names[theta_name]: t for theta_name, t in theta.items()}
-        tangent = {names[theta_name]: t for theta_name, t in v.items()}
-        pushed = jvp(self.diffeomorphism.forward, (point,), (tangent,))[1]
-        return {name: pushed[name] for name in self.names}
+        names = {own: n for n, own in self._own.items()}
+        at, by = ({names[own]: t for own, t in d.items()} for d in (theta, v))
+        pushed = jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        return {n: pushed[n] for n in self.names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at w = f(θ)."""
         w = self.weights()
-        tensors: Params = {}
-        for name, slots in self._slots.items():
-            tensors.update(dict.fromkeys(slots, w[name]))
+        tensors = {slot: w[n] for n, slots in self._slots.items() for slot in slots}
         return functional_call(self.inner, tensors, args, kwargs, tie_weights=False)
 
 
@@ -100,23 +95,19 @@ def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
     """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict."""
     if isinstance(f, Diffeomorphism):
         return f
-    is_pair = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
+    usable = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
     remedy = "Give a pair of a function and its inverse, or a Diffeomorphism"
-    require(is_pair, "The diffeomorphism", f, remedy)
+    require(usable, "The diffeomorphism", f, remedy)
     function, inverse = f
     try:
         takes_dict = isinstance(function(dict(params)), dict)
     except (TypeError, AttributeError):
         takes_dict = False
-    if takes_dict:
-        return Diffeomorphism(function, inverse)
-    return Elementwise(function, inverse)
+    return (Diffeomorphism if takes_dict else Elementwise)(function, inverse)
 
 
-def _remove_parameters(
-    model: nn.Module, names: tuple[str, ...]
-) -> tuple[nn.Module, dict[str, list[str]]]:
-    """Return a copy without the named parameters, and the slots of each of them.
+def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, list[str]]]:
+    """A copy without the named parameters, and the slots of each of them.
 
     Empty buffers keep the slots open; other parameters of the model are all that the copy has.
     """
@@ -124,10 +115,10 @@ def _remove_parameters(
     by_id = {id(p): n for n, p in inner.named_parameters() if n in names}
     slots: dict[str, list[str]] = {n: [] for n in names}
     for path, module in inner.named_modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None or id(parameter) not in by_id:
+        for key, held in list(module._parameters.items()):
+            if held is None or id(held) not in by_id:
                 continue
-            slots[by_id[id(parameter)]].append(f"{path}.{key}" if path else key)
+            slots[by_id[id(held)]].append(f"{path}.{key}" if path else key)
             del module._parameters[key]
-            module.register_buffer(key, parameter.detach().new_zeros(0), persistent=False)
+            module.register_buffer(key, held.detach().new_zeros(0), persistent=False)
     return inner, slots

@@ -30,12 +30,12 @@ from .twin import (
     Layer,
     LayerCoordinates,
     change_coordinates,
-    find_hidden_layers,
-    find_layers,
-    make_twin,
-    make_whitening,
+    hidden,
+    layers,
     no_change,
     random_change,
+    twin,
+    whitening,
 )
 
 #: modules with φ(sz) = sφ(z) for s > 0 by channel
@@ -46,8 +46,8 @@ HOMOGENEOUS: tuple[type[nn.Module], ...] = (
     nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.Upsample,
 )  # fmt: skip
-#: modules that do the same to all channels
-CHANNELWISE: tuple[type[nn.Module], ...] = (
+#: modules that treat all channels alike
+ALIKE: tuple[type[nn.Module], ...] = (
     *HOMOGENEOUS, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU,
     nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold,
@@ -61,15 +61,20 @@ def neuron_coordinates(
 
     What stands between two layers must be one of the commuting modules, φ(Mz) = Mφ(z).
     """
-    hidden_layers = find_hidden_layers(model)
-    inputs = [no_change(hidden_layers[0].layer.weight.shape[1])]
-    outputs: list[Change] = []
-    for hidden in hidden_layers:
-        _refuse_noncommuting(hidden.between, commuting)
-        n = hidden.layer.weight.shape[0]
-        count = hidden.following.weight.shape[1]
-        has_flatten = any(isinstance(module, nn.Flatten) for module in hidden.between)
-        if count % n or (count != n and not has_flatten):
+    pairs = hidden(model)
+    inputs, outputs = [no_change(pairs[0][0].weight.shape[1])], list[Change]()
+    for layer, after, between in pairs:
+        for module in between:
+            if type(module) not in commuting:
+                raise PullbackError(
+                    "The model's neurons cannot be changed",
+                    f"{type(module).__name__} between two layers does not commute with it",
+                    "Use ReLU or another positively homogeneous activation"
+                    if commuting is HOMOGENEOUS
+                    else "Use activations that act by entry",
+                )
+        n, count = layer.weight.shape[0], after.weight.shape[1]
+        if count % n or (count != n and not any(isinstance(m, nn.Flatten) for m in between)):
             raise PullbackError(
                 "A layer's neurons do not reach the next layer as they are",
                 f"{n} of them became {count} inputs",
@@ -77,27 +82,12 @@ def neuron_coordinates(
             )
         matrix = change(n)
         outputs.append(Change(torch.linalg.inv(matrix), no_change(n).shift))
-        # After flattening a channel has several positions, one after the other.
-        repeated = torch.kron(matrix, no_change(count // n).matrix)
-        inputs.append(Change(repeated, no_change(count).shift))
-    outputs.append(no_change(hidden_layers[-1].following.weight.shape[0]))
+        # a channel has several places after flattening, one after the other
+        inputs.append(
+            Change(torch.kron(matrix, no_change(count // n).matrix), no_change(count).shift)
+        )
+    outputs.append(no_change(pairs[-1][1].weight.shape[0]))
     return list(zip(inputs, outputs, strict=True))
-
-
-def _refuse_noncommuting(
-    modules: Sequence[nn.Module], commuting: Sequence[type[nn.Module]]
-) -> None:
-    """Raise where a module between two layers is none of the commuting ones."""
-    remedy = "Use activations that act by entry"
-    if commuting is HOMOGENEOUS:
-        remedy = "Use ReLU or another positively homogeneous activation"
-    for module in modules:
-        if type(module) not in commuting:
-            raise PullbackError(
-                "The model's neurons cannot be changed",
-                f"{type(module).__name__} between two layers does not commute with it",
-                remedy,
-            )
 
 
 @dataclass(frozen=True)
@@ -141,25 +131,21 @@ class Affine(Transformation):
     inputs of zero-padded convolutions, since the padding would have to be γ.
     """
 
-    name = "per-layer affine"
-    about = "a† = Ωa + γ and z = Φz† + τ in every layer"
+    name, about = "per-layer affine", "a† = Ωa + γ and z = Φz† + τ in every layer"
 
     def __init__(self, seed: int = 0, condition: float = 10.0) -> None:
-        self.seed = seed
-        self.condition = condition
+        self.seed, self.condition = seed, condition
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        coordinates: list[tuple[Change, Change]] = []
-        for layer in _require_layers(model):
-            inputs = random_change(layer.weight.shape[1], generator, self.condition)
-            outputs = random_change(layer.weight.shape[0], generator, self.condition)
-            if not _can_shift_inputs(layer):
-                inputs = inputs.linear()
-            if layer.bias is None:
-                outputs = outputs.linear()
-            coordinates.append((inputs, outputs))
-        return _make_affine_twin(model, coordinates)
+        to = list[tuple[Change, Change]]()
+        for layer in _some_layers(model):
+            one, two = (
+                random_change(n, generator, self.condition) for n in layer.weight.shape[1::-1]
+            )
+            one = one if _shifts(layer) else one.linear()
+            to.append((one, two if layer.bias is not None else two.linear()))
+        return _affine_twin(model, to)
 
 
 class Whitening(Transformation):
@@ -168,62 +154,45 @@ class Whitening(Transformation):
     Without a bias, or with zero padding, the mean stays and the second moment is 1.
     """
 
-    name = "input whitening"
-    about = "the inputs' covariance becomes 1"
+    name, about = "input whitening", "the inputs' covariance becomes 1"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        layers = _require_layers(model)
-        first, rows = _find_first_layer(model, x)
-        if not isinstance(first, nn.Linear):
-            rows = rows.movedim(1, -1)
-        rows = rows.reshape(-1, rows.shape[-1])
-        change = make_whitening(rows, centered=_can_shift_inputs(first))
-        coordinates: list[tuple[Change, Change]] = []
-        for layer in layers:
-            outputs, inputs = (no_change(size) for size in layer.weight.shape[:2])
-            if layer is first:
-                inputs = change
-            coordinates.append((inputs, outputs))
-        return _make_affine_twin(model, coordinates)
+        every, (first, seen) = _some_layers(model), _first(model, x)
+        rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
+        change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
+        inputs = [change if m is first else no_change(m.weight.shape[1]) for m in every]
+        outputs = [no_change(m.weight.shape[0]) for m in every]
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class Rotation(Transformation):
     """Orthogonal Ω of the first layer's input, or of every layer's with an orthogonal Φ."""
 
-    def __init__(self, seed: int = 0, *, all_layers: bool = False) -> None:
-        self.seed = seed
-        self.all_layers = all_layers
-        if all_layers:
-            self.name = "per-layer rotation"
-            self.about = "a† = Ωa with ΩᵀΩ = 1, z = Φz† in every layer"
-        else:
-            self.name = "input rotation"
-            self.about = "a† = Ωa with ΩᵀΩ = 1, in the first layer"
+    def __init__(self, seed: int = 0, *, every: bool = False) -> None:
+        self.seed, self.every = seed, every
+        self.name = "per-layer rotation" if every else "input rotation"
+        where = "z = Φz† in every layer" if every else "in the first layer"
+        self.about = f"a† = Ωa with ΩᵀΩ = 1, {where}"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        layers = _require_layers(model)
-        first, _ = _find_first_layer(model, x)
+        every, (first, _) = _some_layers(model), _first(model, x)
 
-        def rotate(size: int, is_rotated: bool) -> Change:
-            if is_rotated:
-                return random_change(size, generator, 1.0).linear()
-            return no_change(size)
+        def turned(size: int, turns: bool) -> Change:
+            return random_change(size, generator, 1.0).linear() if turns else no_change(size)
 
-        inputs = [rotate(m.weight.shape[1], self.all_layers or m is first) for m in layers]
-        outputs = [rotate(m.weight.shape[0], self.all_layers) for m in layers]
-        return _make_affine_twin(model, list(zip(inputs, outputs, strict=True)))
+        inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
+        outputs = [turned(m.weight.shape[0], self.every) for m in every]
+        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 
 class NeuronRescaling(Transformation):
     """Hidden neurons times s = e^u with u uniform in ±`spread`, undone by the next layer."""
 
-    name = "neuron rescaling"
-    about = "a†_i = s_i a_i with s > 0, in ReLU networks"
+    name, about = "neuron rescaling", "a†_i = s_i a_i with s > 0, in ReLU networks"
 
     def __init__(self, seed: int = 0, spread: float = 1.5) -> None:
-        self.seed = seed
-        self.spread = spread
+        self.seed, self.spread = seed, spread
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
@@ -232,14 +201,13 @@ class NeuronRescaling(Transformation):
             u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
             return (self.spread * u).exp().diag()
 
-        return _make_affine_twin(model, neuron_coordinates(model, change, HOMOGENEOUS), {})
+        return _affine_twin(model, neuron_coordinates(model, change, HOMOGENEOUS), {})
 
 
 class NeuronPermutation(Transformation):
     """Hidden neurons in a random order."""
 
-    name = "neuron permutation"
-    about = "rows and the next layer's columns in another order"
+    name, about = "neuron permutation", "rows and the next layer's columns in another order"
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -250,7 +218,7 @@ class NeuronPermutation(Transformation):
         def change(n: int) -> Tensor:
             return no_change(n).matrix[torch.randperm(n, generator=generator)]
 
-        return _make_affine_twin(model, neuron_coordinates(model, change, CHANNELWISE), {})
+        return _affine_twin(model, neuron_coordinates(model, change, ALIKE), {})
 
 
 class Parameters(Transformation):
@@ -271,7 +239,7 @@ def standard(seed: int = 0) -> list[Transformation]:
     return [
         Rotation(seed),
         Whitening(),
-        Rotation(seed, all_layers=True),
+        Rotation(seed, every=True),
         Affine(seed),
         NeuronRescaling(seed),
         NeuronPermutation(seed),
@@ -280,70 +248,67 @@ def standard(seed: int = 0) -> list[Transformation]:
     ]
 
 
-def as_transformation(transformation: Any, name: str | None = None) -> Transformation:
-    """Return the transformation itself, or `Parameters` of a diffeomorphism."""
-    if isinstance(transformation, Transformation):
-        return transformation
-    is_diffeomorphism = isinstance(transformation, (Diffeomorphism, tuple))
-    remedy = "Give a Transformation or a Diffeomorphism"
-    require(is_diffeomorphism, "The transformation", transformation, remedy)
-    return Parameters(transformation, name)
+def as_transformation(given: Any, name: str | None = None) -> Transformation:
+    """The transformation itself, or `Parameters` of a diffeomorphism."""
+    if isinstance(given, Transformation):
+        return given
+    usable = isinstance(given, (Diffeomorphism, tuple))
+    require(usable, "The transformation", given, "Give a Transformation or a Diffeomorphism")
+    return Parameters(given, name)
 
 
-def _require_layers(model: nn.Module) -> list[Layer]:
-    """Return the layers that can change coordinates; raise if there are none."""
-    layers = find_layers(model)
-    if not layers:
+def _some_layers(model: nn.Module) -> list[Layer]:
+    found = layers(model)
+    if not found:
         raise PullbackError(
             "The model has no layers to transform",
             f"{type(model).__name__} has no linear and no ungrouped convolution layer",
             "Use a diffeomorphism of the parameters instead (transformations.Parameters)",
         )
-    return layers
+    return found
 
 
-def _can_shift_inputs(layer: Layer) -> bool:
-    """Return True if the layer's bias can take up a shift of its inputs."""
+def _shifts(layer: Layer) -> bool:
+    """Whether the layer can take up a shift of its inputs."""
     if layer.bias is None or isinstance(layer, nn.Linear):
         return layer.bias is not None
-    is_padded = layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
-    return not is_padded or layer.padding_mode != "zeros"
+    padded = layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
+    return not padded or layer.padding_mode != "zeros"
 
 
-def _find_first_layer(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
-    """Return the layer that is called first, and its input."""
+def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
+    """The layer that is called first, and what it sees."""
     trial = copy.deepcopy(model)  # whose buffers may change
-    calls: list[tuple[int, Tensor]] = []
-    for number, layer in enumerate(find_layers(trial)):
+    seen: list[tuple[int, Tensor]] = []
+    for number, layer in enumerate(layers(trial)):
         layer.register_forward_pre_hook(
-            lambda _, args, number=number: calls.append((number, args[0].detach()))  # pyright: ignore[reportArgumentType]
+            lambda _, args, number=number: seen.append((number, args[0].detach()))  # pyright: ignore[reportArgumentType]
         )
     with torch.no_grad():
         trial(x)
-    if not calls:
+    if not seen:
         raise PullbackError(
             "The model has no first layer",
             "none of its linear and convolution layers was called",
             "Call layers as modules: their hooks must run",
         )
-    number, inputs = calls[0]
-    return find_layers(model)[number], inputs
+    number, inputs = seen[0]
+    return layers(model)[number], inputs
 
 
-def _make_affine_twin(
-    model: nn.Module, coordinates: LayerCoordinates, activations: dict[int, nn.Module] | None = None
+def _affine_twin(
+    model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
 ) -> Twin:
-    """Return the twin in other coordinates of each layer's input and output."""
-    names = [name for name, _ in model.named_parameters()]
+    names = [n for n, _ in model.named_parameters()]
 
     def weights(module: nn.Module) -> Params:
         """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
-        originals: dict[int, Tensor] = {}
-        for layer, (inputs, outputs) in zip(find_layers(module), coordinates, strict=True):
-            original = change_coordinates(layer, inputs.inverse(), outputs.inverse())  # pyright: ignore[reportArgumentType]
-            for p, original_p in zip(layer.parameters(), original.parameters(), strict=True):
-                originals[id(p)] = original_p
+        back: dict[int, Tensor] = {}
+        for layer, (one, two) in zip(layers(module), to, strict=True):
+            old = change_coordinates(layer, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
+            pairs = zip(layer.parameters(), old.parameters(), strict=True)
+            back |= {id(p): q for p, q in pairs}
         values = zip(names, module.parameters(), strict=True)
-        return {name: originals.get(id(p), p) for name, p in values if p.requires_grad}
+        return {n: back.get(id(p), p) for n, p in values if p.requires_grad}
 
-    return Twin(make_twin(model, coordinates, activations), weights)
+    return Twin(twin(model, to, activations), weights)

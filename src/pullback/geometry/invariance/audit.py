@@ -27,15 +27,15 @@ from ..._core.space import relative_tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
 from ..local.ambient import refuse_loss
-from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seed_generators
+from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seeded
 from .table import Audit, AuditRow, Skipped
-from .trial import Contender, OptimizerTrial, TrialPlan, as_contenders
+from .trial import Contender, OptimizerTrial, as_contenders
 
 
-def read_batch(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return (x, y), as two tensors with samples."""
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if not is_pair or not all(isinstance(t, Tensor) for t in batch):
+def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
+    """(x, y), as two tensors with samples."""
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not pair or not all(isinstance(t, Tensor) for t in batch):
         raise PullbackError(
             "The batch is no pair of tensors",
             f"got {type(batch).__name__}",
@@ -47,16 +47,17 @@ def read_batch(batch: Any) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def read_sizes(sizes: Sequence[float]) -> tuple[float, ...]:
-    """Return step sizes from the largest to the smallest."""
-    numbers = {float(size) for size in sizes}
-    are_usable = len(numbers) >= 2 and all(0 < size < math.inf for size in numbers)
+def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
+    """Sizes from the largest to the smallest."""
+    usable = [float(s) for s in sizes]
+    two = len(set(usable)) >= 2 and all(0 < s < math.inf for s in usable)
     remedy = "Use at least two different multiples of the lr, such as (1, 0.1, 0.01)"
-    require(are_usable, "The list of step sizes", list(sizes), remedy)
-    return tuple(sorted(numbers, reverse=True))
+    require(two, "The list of step sizes", list(sizes), remedy)
+    refuse_number("The number of steps", steps, whole=True)
+    return tuple(sorted(set(usable), reverse=True))
 
 
-def refuse_model(model: nn.Module, setting: AuditData) -> None:
+def check_model(model: nn.Module, setting: AuditData) -> None:
     """Raise for models that are not deterministic, or whose loss is not finite."""
     remedy = "Pass an nn.Module; it is copied for every run"
     require(isinstance(model, nn.Module), "The model", model, remedy)
@@ -66,9 +67,8 @@ def refuse_model(model: nn.Module, setting: AuditData) -> None:
             "no parameter requires a gradient",
             "Unfreeze at least one parameter",
         )
-    value = _evaluate(model, setting.x, setting.seed)
-    other_value = _evaluate(model, setting.x, setting.seed + 1)
-    if not torch.equal(value, other_value) and bool(torch.isfinite(value).all()):
+    one, two = (_value(model, setting.x, seed) for seed in (setting.seed, setting.seed + 1))
+    if not torch.equal(one, two) and bool(torch.isfinite(one).all()):
         raise PullbackError(
             "The model is not deterministic",
             "two calls on the same inputs differ, as with dropout in training mode",
@@ -76,7 +76,7 @@ def refuse_model(model: nn.Module, setting: AuditData) -> None:
         )
     if "probes" in setting.points:
         try:
-            _evaluate(model, setting.points["probes"], setting.seed)
+            _value(model, setting.points["probes"], setting.seed)
         except RuntimeError as error:
             reraise_fatal(error)
             raise PullbackError(
@@ -84,18 +84,17 @@ def refuse_model(model: nn.Module, setting: AuditData) -> None:
                 str(error).splitlines()[0],
                 "Give inputs of the shape of the batch's",
             ) from error
-    with torch.no_grad(), seed_generators(setting.seed, setting.x.device):
-        loss = setting.loss(value, setting.y)
+    with torch.no_grad(), seeded(setting.seed, setting.x.device):
+        loss = setting.loss(one, setting.y)
         refuse_loss(loss)
         refuse_infinite(loss)
 
 
-def refuse_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
+def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
-    value = _evaluate(model, setting.x, setting.seed)
-    twin_value = _evaluate(twin.model, setting.x, setting.seed)
-    limit = relative_tolerance(value.dtype, 10) * float(value.norm())
-    if value.shape != twin_value.shape or not float((value - twin_value).norm()) <= limit:
+    one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
+    limit = relative_tolerance(one.dtype, 10) * float(one.norm())
+    if one.shape != two.shape or not float((one - two).norm()) <= limit:
         raise PullbackError(
             f"The twin of {name!r} is another function",
             "its outputs on the batch are not the model's",
@@ -103,8 +102,8 @@ def refuse_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> 
         )
 
 
-def _evaluate(model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    with torch.no_grad(), seed_generators(seed, x.device):
+def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    with torch.no_grad(), seeded(seed, x.device):
         return select_output(duplicate(model)(x), None)
 
 
@@ -163,64 +162,52 @@ def audit(
     <...>
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
     >>> x, y = torch.randn(9, 2).double(), torch.randn(9, 1).double()
-    >>> table = audit(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, (x, y))
-    >>> str(table.row("neuron permutation").verdict), str(table.row("elementwise").verdict)
+    >>> found = audit(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), net, (x, y))
+    >>> str(found.row("neuron permutation").verdict), str(found.row("elementwise").verdict)
     ('exact', 'not invariant')
     """
-    x, y = read_batch(batch)
-    sizes = read_sizes(sizes)
-    refuse_number("The number of steps", steps, whole=True)
-    points = {"batch": x}
-    if probes is not None:
-        points["probes"] = probes
-    setting = AuditData(x, y, loss_fn or half_square_or_cross_entropy, points, seed)
-    refuse_model(model, setting)
-    named_transformations = _name_transformations(transformations)
+    x, y = check_batch(batch)
+    sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
+    points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
+    setting = AuditData(x, y, loss, points, seed)
+    check_model(model, setting)
+    given = _named(transformations)
+    twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
     contenders = as_contenders(make_optimizer)
-    # Standard transformations that do not go with the model are left out. A user's must work.
-    skips_failures = transformations is None
-    twins: dict[str, Twin] = {}
-    skipped: list[Skipped] = []
-    for name, transformation in named_transformations.items():
+    for name, transformation in given.items():
         try:
-            twin = transformation.twin(model, x)
-            refuse_twin(model, twin, setting, name)
+            twins[name] = transformation.twin(model, x)
+            check_twin(model, twins[name], setting, name)
         except PullbackError as error:
-            if not skips_failures:
+            if transformations is not None:
                 raise
-            skipped += [Skipped.because(error, c.name, name) for c in contenders]
-            continue
-        twins[name] = twin
-    plan = TrialPlan(sizes, steps, max(torch.finfo(p.dtype).eps for p in model.parameters()))
-    rows: list[AuditRow] = []
+            skipped += [Skipped(c.name, name, f"{error.what}: {error.why}") for c in contenders]
+            twins.pop(name, None)
+    eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
     for contender in contenders:
-        trial = OptimizerTrial(model, contender, setting, plan)
+        trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
         for name, twin in twins.items():
             try:
                 rows.append(trial.compare(name, twin))
             except PullbackError as error:
-                if not skips_failures:
+                if transformations is not None:
                     raise
-                skipped.append(Skipped.because(error, contender.name, name))
+                skipped.append(Skipped(contender.name, name, f"{error.what}: {error.why}"))
     return Audit(tuple(rows), tuple(skipped))
 
 
-def _name_transformations(
-    transformations: Iterable[Any] | Mapping[str, Any] | None,
-) -> dict[str, Transformation]:
-    """Return transformations by name; a name that occurs twice gets a number."""
-    if transformations is None:
+def _named(given: Iterable[Any] | Mapping[str, Any] | None) -> dict[str, Transformation]:
+    """Transformations by name; a name that occurs twice gets a number."""
+    if given is None:
         return {t.name: t for t in standard()}
-    if isinstance(transformations, Mapping):
-        return {str(n): as_transformation(t, str(n)) for n, t in transformations.items()}
-    if isinstance(transformations, (Transformation, Diffeomorphism)):
-        transformations = [transformations]
-    named: dict[str, Transformation] = {}
-    for transformation in map(as_transformation, transformations):
-        name = transformation.name
-        number = 2
-        while name in named:
-            name = f"{transformation.name} {number}"
-            number += 1
-        named[name] = transformation
-    return named
+    if isinstance(given, Mapping):
+        return {str(n): as_transformation(t, str(n)) for n, t in given.items()}
+    if isinstance(given, (Transformation, Diffeomorphism)):
+        given = [given]
+    out: dict[str, Transformation] = {}
+    for transformation in map(as_transformation, given):
+        name, number = transformation.name, 2
+        while name in out:
+            name, number = f"{transformation.name} {number}", number + 1
+        out[name] = transformation
+    return out

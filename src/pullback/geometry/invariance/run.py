@@ -1,4 +1,4 @@
-"""One run of an optimizer from a twin's starting point, and the states that it reached."""
+"""One run of an optimizer from a twin's starting point, and what it reached."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Make = Callable[[nn.Module], Any]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class DivergedError(PullbackError):
+class Diverged(PullbackError):
     """The loss of a run is not finite."""
 
 
 @dataclass(frozen=True)
 class AuditData:
-    """The data and settings that every run shares.
+    """What every run shares.
 
     Attributes:
         x, y: the batch.
@@ -47,19 +47,19 @@ class AuditData:
 
 @dataclass(frozen=True)
 class RunState:
-    """A state of a run, or a tangent vector there.
+    """Where a run has arrived, or a tangent vector there.
 
     Attributes:
-        values: that are compared: z at the setting's points, and w = f(θ) as "parameters".
+        places: what is compared: z at the setting's points, and w = f(θ) as "parameters".
         theta: θ by name.
     """
 
-    values: dict[str, Tensor]
+    places: dict[str, Tensor]
     theta: Params
 
 
-def list_trained(model: nn.Module) -> Params:
-    """Return the parameters that require gradients, by name."""
+def trained(model: nn.Module) -> Params:
+    """The parameters that require gradients."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -70,19 +70,25 @@ def run(
 
     A run that is `lenient` may diverge: its remaining states are NaN.
     """
-    with seed_generators(setting.seed, setting.x.device):
+    with seeded(setting.seed, setting.x.device):
         model = duplicate(start.model)
-        optimizers = _make_optimizers(make, model)
-        for optimizer in optimizers:
-            _scale_rates(optimizer, size)
+        optimizers = _optimizers(make, model)
+        for group in (g for o in optimizers for g in o.param_groups):
+            if "lr" not in group:
+                raise PullbackError(
+                    "The optimizer has no lr",
+                    f"a param group of {type(optimizers[0]).__name__} has none to scale",
+                    "Keep the step size in param_groups as 'lr'",
+                )
+            group["lr"] = group["lr"] * size
         states = [observe(start, model, setting)]
         for _ in range(steps):
             try:
-                _take_step(optimizers, model, setting)
-            except DivergedError:
+                _step(optimizers, model, setting)
+            except Diverged:
                 if not lenient:
                     raise
-                states += [_make_nan_state(states[0])] * (steps + 1 - len(states))
+                states += [_nan_state(states[0])] * (steps + 1 - len(states))
                 break
             states.append(observe(start, model, setting))
         for optimizer in optimizers:
@@ -91,23 +97,11 @@ def run(
     return states
 
 
-def _scale_rates(optimizer: Optimizer, factor: float) -> None:
-    """Multiply all learning rates."""
-    for group in optimizer.param_groups:
-        if "lr" not in group:
-            raise PullbackError(
-                "The optimizer has no lr",
-                f"a param group of {type(optimizer).__name__} has none to scale",
-                "Keep the step size in param_groups as 'lr'",
-            )
-        group["lr"] = group["lr"] * factor
-
-
 @contextlib.contextmanager
-def seed_generators(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, and restore them afterwards."""
-    cuda_devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda_devices):
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda):
         torch.manual_seed(seed)
         yield
 
@@ -115,63 +109,61 @@ def seed_generators(seed: int, device: torch.device) -> Iterator[None]:
 def duplicate(model: nn.Module) -> nn.Module:
     """A copy without gradients."""
     try:
-        model_copy = copy.deepcopy(model)
+        out = copy.deepcopy(model)
     except RuntimeError as error:
         remedy = "Keep no tensors with a graph in the model"
         raise PullbackError("The model cannot be copied", str(error), remedy) from error
-    model_copy.zero_grad(set_to_none=True)
-    return model_copy
+    out.zero_grad(set_to_none=True)
+    return out
 
 
 @torch.no_grad()
 def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     """The present function values, and the original's weights."""
-    values: dict[str, Tensor] = {}
-    for name, x in setting.points.items():
-        values[name] = select_output(model(x), None).to(torch.float64)
-    values["parameters"] = _flatten(start.weights(model))
-    theta = {name: p.detach().clone() for name, p in list_trained(model).items()}
-    return RunState(values, theta)
+    values = {n: select_output(model(x), None).to(torch.float64) for n, x in setting.points.items()}
+    return RunState(
+        {**values, "parameters": _flat(start.weights(model))},
+        {n: p.detach().clone() for n, p in trained(model).items()},
+    )
 
 
-def push(start: Twin, setting: AuditData, state: RunState, following: RunState) -> RunState:
-    """Return the step Δθ between two states as a tangent vector: dψ Δθ, and df Δθ."""
-    if not all(bool(torch.isfinite(t).all()) for t in following.theta.values()):
-        return _make_nan_state(state)
-    step = {name: following.theta[name] - t for name, t in state.theta.items()}
+def push(start: Twin, setting: AuditData, one: RunState, two: RunState) -> RunState:
+    """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
+    if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
+        return _nan_state(one)
+    step = {n: two.theta[n] - t for n, t in one.theta.items()}
 
-    def push_values(x: Tensor) -> Tensor:
+    def along(x: Tensor) -> Tensor:
         model = duplicate(start.model)
 
-        def evaluate(theta: Params) -> Tensor:
-            # A norm may count calls in its buffers.
-            buffers = {name: b.clone() for name, b in model.named_buffers()}
+        def function(theta: Params) -> Tensor:
+            buffers = {n: b.clone() for n, b in model.named_buffers()}  # which a norm may count in
             return select_output(functional_call(model, {**buffers, **theta}, (x,)), None)
 
-        linearization = FunctionLinearization(evaluate, state.theta)
-        return linearization.jvp(linearization.space.flatten(step)).to(torch.float64)
+        found = FunctionLinearization(function, one.theta)
+        return found.jvp(found.space.flatten(step)).to(torch.float64)
 
-    values = {name: push_values(x) for name, x in setting.points.items()}
-    if start.push is None:
-        values["parameters"] = following.values["parameters"] - state.values["parameters"]
-    else:
-        values["parameters"] = _flatten(start.push(state.theta, step))
-    return RunState(values, step)
+    moved = two.places["parameters"] - one.places["parameters"]
+    if start.push is not None:
+        moved = _flat(start.push(one.theta, step))
+    values = {name: along(x) for name, x in setting.points.items()}
+    return RunState({**values, "parameters": moved}, step)
 
 
-def _flatten(params: Params) -> Tensor:
+def _flat(params: Params) -> Tensor:
     return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
 
 
-def _make_nan_state(state: RunState) -> RunState:
-    """Return a state of the same shapes that is not a number anywhere."""
-    values = {name: torch.full_like(t, torch.nan) for name, t in state.values.items()}
-    theta = {name: torch.full_like(t, torch.nan) for name, t in state.theta.items()}
-    return RunState(values, theta)
+def _nan_state(state: RunState) -> RunState:
+    both = (
+        {n: torch.full_like(t, torch.nan) for n, t in each.items()}
+        for each in (state.places, state.theta)
+    )
+    return RunState(*both)
 
 
 @contextlib.contextmanager
-def _name_failures(who: str) -> Iterator[None]:
+def _named_failures(who: str) -> Iterator[None]:
     """Name the optimizer in errors that are not ours."""
     try:
         yield
@@ -186,21 +178,20 @@ def _name_failures(who: str) -> Iterator[None]:
         ) from error
 
 
-def _make_optimizers(make: Make, model: nn.Module) -> list[Optimizer]:
-    """Return the optimizers that a user's function makes for a model."""
-    with _name_failures("make_optimizer"):
-        result = make(model)
-    optimizers = list(result) if isinstance(result, Sequence) else [result]
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+def _optimizers(make: Make, model: nn.Module) -> list[Optimizer]:
+    with _named_failures("make_optimizer"):
+        made = make(model)
+    found = list(made) if isinstance(made, Sequence) else [made]
+    if not found or not all(isinstance(o, Optimizer) for o in found):
         raise PullbackError(
             "make_optimizer made no optimizer",
-            f"it returned {type(result).__name__}",
+            f"it returned {type(made).__name__}",
             "Return a torch.optim.Optimizer on the given model, or a list of them",
         )
-    return optimizers
+    return found
 
 
-def _take_step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData) -> None:
+def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData) -> None:
     calls = 0
 
     def closure() -> Tensor:
@@ -214,7 +205,7 @@ def _take_step(optimizers: Sequence[Optimizer], model: nn.Module, setting: Audit
         calls += 1
         return loss
 
-    with _name_failures(type(optimizers[0]).__name__):
+    with _named_failures(type(optimizers[0]).__name__):
         if len(optimizers) == 1:
             optimizers[0].step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
             return
@@ -226,7 +217,7 @@ def _take_step(optimizers: Sequence[Optimizer], model: nn.Module, setting: Audit
 def refuse_infinite(loss: Tensor) -> None:
     """Raise for a loss that is not finite."""
     if not bool(torch.isfinite(loss)):
-        raise DivergedError(
+        raise Diverged(
             "The loss is not finite",
             f"it is {float(loss.detach())}",
             "Check model and batch, or audit with a smaller lr",
@@ -237,7 +228,7 @@ def perturb_start(start: Twin, setting: AuditData, eps: float) -> tuple[Twin, Au
     """The same start with weights and inputs off by round-off: ±ε of their own size."""
     generator = torch.Generator().manual_seed(setting.seed)
 
-    def perturb(t: Tensor) -> Tensor:
+    def off(t: Tensor) -> Tensor:
         if not t.is_floating_point() or not t.numel():
             return t
         sign = torch.randint(0, 2, t.shape, generator=generator).to(t) * 2 - 1
@@ -247,5 +238,5 @@ def perturb_start(start: Twin, setting: AuditData, eps: float) -> tuple[Twin, Au
     model = duplicate(start.model)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(perturb(p))
-    return replace(start, model=model), replace(setting, x=perturb(setting.x))
+            p.copy_(off(p))
+    return replace(start, model=model), replace(setting, x=off(setting.x))

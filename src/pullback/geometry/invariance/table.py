@@ -18,28 +18,14 @@ from typing import Any
 
 from ..._core.errors import PullbackError
 
-
-@dataclass(frozen=True)
-class AuditThresholds:
-    """Numbers that turn mismatches into verdicts.
-
-    Attributes:
-        slack: how far above the measured round-off a mismatch still counts as none. Round-off is
-            measured from one perturbation, which may be lucky by a factor of ten or more.
-        blind: a round-off, with its slack, above which agreement cannot be claimed.
-        clear: a round-off, with its slack, at which larger steps need not be looked at.
-    """
-
-    slack: float = 100.0
-    blind: float = 0.05
-    clear: float = 1e-3
-
-
-THRESHOLDS = AuditThresholds()
+#: how far above the measured round-off a mismatch still counts as none
+SLACK = 100.0
+#: a round-off, with its slack, above which agreement cannot be claimed
+BLIND = 0.05
 
 
 class Verdict(Enum):
-    """Whether an update is invariant; tables show the value."""
+    """What an audit found; the value is what tables show."""
 
     EXACT = "exact"
     FIRST_ORDER = "first order"
@@ -57,20 +43,10 @@ class UpdateMismatch:
     mismatch: float
     roundoff: float
 
-    @property
-    def is_round_off(self) -> bool:
-        """Whether round-off explains the mismatch."""
-        return self.mismatch <= THRESHOLDS.slack * self.roundoff
-
-    @property
-    def is_decisive(self) -> bool:
-        """Whether round-off is small enough to claim agreement."""
-        return THRESHOLDS.slack * self.roundoff <= THRESHOLDS.blind
-
 
 @dataclass(frozen=True)
 class Measure:
-    """Mismatches of one quantity: functions on the batch or on probes, or the parameters.
+    """Mismatch seen in one place: on the batch, on probes, or among the parameters.
 
     Attributes:
         sizes: η, as multiples of the optimizer's own lr, largest first.
@@ -79,8 +55,8 @@ class Measure:
         finite: the mismatch after 1, 2, … steps of full size.
 
     >>> steps = (UpdateMismatch(0.3, 1e-15), UpdateMismatch(0.03, 1e-15))
-    >>> measure = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
-    >>> measure.verdict, measure.order
+    >>> found = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
+    >>> found.verdict, found.order
     (<Verdict.FIRST_ORDER: 'first order'>, 1.0)
     """
 
@@ -92,25 +68,32 @@ class Measure:
     @property
     def verdict(self) -> Verdict:
         """Exact, first order, not invariant; undecided where round-off hides it."""
-        if not self.direction.is_round_off:
+        if not self._none(self.direction):
             return Verdict.NOT
-        if not self.direction.is_decisive:
+        if not self.decides(self.direction):
             return Verdict.UNDECIDED
-        if all(mismatch.is_round_off for mismatch in (*self.steps, *self.finite)):
-            return Verdict.EXACT
-        return Verdict.FIRST_ORDER
+        same = all(map(self._none, (*self.steps, *self.finite)))
+        return Verdict.EXACT if same else Verdict.FIRST_ORDER
 
     @property
     def order(self) -> float | None:
         """d log m / d log η at the two smallest sizes that show it; None where none do."""
-        points: list[tuple[float, float]] = []
-        for size, step in zip(self.sizes, self.steps, strict=True):
-            if not step.is_round_off and math.isfinite(step.mismatch):
-                points.append((size, step.mismatch))
-        if len(points) < 2:
+        clear = [
+            (size, s.mismatch)
+            for size, s in zip(self.sizes, self.steps, strict=True)
+            if not self._none(s) and math.isfinite(s.mismatch)
+        ]
+        if len(clear) < 2:
             return None
-        (larger_size, larger), (smaller_size, smaller) = points[-2:]
-        return round(math.log(larger / smaller) / math.log(larger_size / smaller_size), 3)
+        (one, high), (two, low) = clear[-2:]
+        return round(math.log(high / low) / math.log(one / two), 3)
+
+    def decides(self, seen: UpdateMismatch) -> bool:
+        """Whether round-off is small enough to claim agreement."""
+        return SLACK * seen.roundoff <= BLIND
+
+    def _none(self, seen: UpdateMismatch) -> bool:
+        return seen.mismatch <= SLACK * seen.roundoff
 
 
 @dataclass(frozen=True)
@@ -119,19 +102,19 @@ class AuditRow:
 
     Attributes:
         optimizer, transformation: their names.
-        measures: "batch", functions compared there: Definition 5, invariance on the model;
+        places: "batch", functions compared there: Definition 5, invariance on the model;
             "parameters", w₁ compared with f(θ₁): Definition 6, invariance on the parameter space;
             "probes", functions compared at other inputs, if any were given.
     """
 
     optimizer: str
     transformation: str
-    measures: Mapping[str, Measure]
+    places: Mapping[str, Measure]
 
     @property
     def verdict(self) -> Verdict:
         """On the model: what the update does to the function at the batch."""
-        return self.measures["batch"].verdict
+        return self.places["batch"].verdict
 
 
 @dataclass(frozen=True)
@@ -141,11 +124,6 @@ class Skipped:
     optimizer: str
     transformation: str
     reason: str
-
-    @classmethod
-    def because(cls, error: PullbackError, optimizer: str, transformation: str) -> Skipped:
-        """Return a transformation that is left out because of an error."""
-        return cls(optimizer, transformation, f"{error.what}: {error.why}")
 
 
 @dataclass(frozen=True)
@@ -162,14 +140,11 @@ class Audit:
 
     def row(self, transformation: str, optimizer: str | None = None) -> AuditRow:
         """The row of a transformation, and of an optimizer where there are several."""
-        for row in self.rows:
-            if row.transformation == transformation and optimizer in (None, row.optimizer):
-                return row
-        name = repr(transformation)
-        if optimizer:
-            name += f" of {optimizer!r}"
+        for r in self.rows:
+            if r.transformation == transformation and optimizer in (None, r.optimizer):
+                return r
         raise PullbackError(
-            f"There is no row {name}",
+            f"There is no row {transformation!r}" + (f" of {optimizer!r}" if optimizer else ""),
             f"audited were {list(self.transformations)} with {list(self.optimizers)}",
             "See `skipped` for transformations that do not go with the model",
         )
@@ -184,114 +159,87 @@ class Audit:
         """Their names, in order."""
         return tuple(dict.fromkeys(r.transformation for r in (*self.rows, *self.skipped)))
 
-    def verdicts(self, quantity: str = "batch") -> dict[tuple[str, str], Verdict]:
+    def verdicts(self, place: str = "batch") -> dict[tuple[str, str], Verdict]:
         """By optimizer and transformation: on the "batch", on "probes" or for "parameters"."""
-        verdicts = {}
-        for row in self.rows:
-            if quantity in row.measures:
-                key = (row.optimizer, row.transformation)
-                verdicts[key] = row.measures[quantity].verdict
-        return verdicts
+        return {
+            (r.optimizer, r.transformation): r.places[place].verdict
+            for r in self.rows
+            if place in r.places
+        }
 
     def records(self) -> list[dict[str, Any]]:
-        """One flat dict per row and quantity."""
-        records = []
-        for row in self.rows:
-            for quantity, measure in row.measures.items():
-                names = {"optimizer": row.optimizer, "transformation": row.transformation}
-                records.append({**names, "place": quantity, **_record_measure(measure)})
-        return records
+        """One flat dict per row and place."""
+        out = []
+        for r in self.rows:
+            for place, m in r.places.items():
+                record = {
+                    "optimizer": r.optimizer,
+                    "transformation": r.transformation,
+                    "place": place,
+                    "verdict": str(m.verdict),
+                    "order": m.order,
+                    "direction": m.direction.mismatch,
+                    "round-off": m.direction.roundoff,
+                    "finite": m.finite[-1].mismatch if m.finite else math.nan,
+                }
+                for size, seen in zip(m.sizes, m.steps, strict=True):
+                    record[f"mismatch {size:g}"] = seen.mismatch
+                    record[f"round-off {size:g}"] = seen.roundoff
+                out.append(record)
+        return out
 
     def __str__(self) -> str:
-        has_several = len(self.optimizers) > 1
-        if has_several:
-            lines = [format_matrix(self)]
-        else:
-            lines = [format_details(self)]
-        for skipped in self.skipped:
-            name = skipped.transformation
-            if has_several:
-                name = f"{skipped.optimizer}, {name}"
-            lines.append(f"left out: {name}: {skipped.reason}")
+        several = len(self.optimizers) > 1
+        lines = [matrix(self) if several else details(self)]
+        for s in self.skipped:
+            name = f"{s.optimizer}, {s.transformation}" if several else s.transformation
+            lines.append(f"left out: {name}: {s.reason}")
         return "\n".join(lines)
 
 
-def _record_measure(measure: Measure) -> dict[str, Any]:
-    """Return the numbers of a measure as a flat dict."""
-    record: dict[str, Any] = {
-        "verdict": str(measure.verdict),
-        "order": measure.order,
-        "direction": measure.direction.mismatch,
-        "round-off": measure.direction.roundoff,
-        "finite": measure.finite[-1].mismatch if measure.finite else math.nan,
-    }
-    for size, step in zip(measure.sizes, measure.steps, strict=True):
-        record[f"mismatch {size:g}"] = step.mismatch
-        record[f"round-off {size:g}"] = step.roundoff
-    return record
-
-
-def format_details(audit: Audit) -> str:
+def details(audit: Audit) -> str:
     """One optimizer: where it is invariant, the mismatch at small steps and after finite ones."""
-    steps = max((len(row.measures["batch"].finite) for row in audit.rows), default=0)
+    steps = max((len(r.places["batch"].finite) for r in audit.rows), default=0)
     columns = ["transformation", "on the batch", "order", "η → 0", "one step", f"{steps} steps"]
     columns += ["on probes", "on parameters"]
-    lines = []
-    for row in audit.rows:
-        batch = row.measures["batch"]
-        line = [
-            row.transformation,
-            str(row.verdict),
-            "–" if batch.order is None else f"{batch.order:.1f}",
-            f"{batch.direction.mismatch:.1e}",
-            f"{batch.steps[0].mismatch:.1e}",
-            _format_last(batch),
-        ]
-        for quantity in ("probes", "parameters"):
-            if quantity in row.measures:
-                line.append(str(row.measures[quantity].verdict))
-            else:
-                line.append("–")
-        lines.append(line)
-    return _format_table(f"Audit of {', '.join(audit.optimizers)}", columns, lines)
+    rows = []
+    for r in audit.rows:
+        batch = r.places["batch"]
+        others = (
+            str(r.places[n].verdict) if n in r.places else "–" for n in ("probes", "parameters")
+        )
+        order = "–" if batch.order is None else f"{batch.order:.1f}"
+        seen = (batch.direction, batch.steps[0])
+        sizes = (f"{s.mismatch:.1e}" for s in seen)
+        rows.append([r.transformation, str(r.verdict), order, *sizes, _last(batch), *others])
+    return _set(f"Audit of {', '.join(audit.optimizers)}", columns, rows)
 
 
-def _format_last(measure: Measure) -> str:
-    """Return the mismatch after the last step, in parentheses where round-off is as large."""
-    if not measure.finite:
+def _last(m: Measure) -> str:
+    """The mismatch after the last step, in parentheses where round-off has grown as large."""
+    if not m.finite:
         return "–"
-    text = f"{measure.finite[-1].mismatch:.1e}"
-    if measure.finite[-1].is_decisive:
-        return text
-    return f"({text})"
+    text = f"{m.finite[-1].mismatch:.1e}"
+    return text if m.decides(m.finite[-1]) else f"({text})"
 
 
-def format_matrix(audit: Audit) -> str:
+def matrix(audit: Audit) -> str:
     """Several optimizers: the verdict on the batch, and below it the mismatch as η → 0."""
-    rows = {(row.optimizer, row.transformation): row for row in audit.rows}
-    lines = []
-    for optimizer in audit.optimizers:
-        verdicts = [optimizer]
-        mismatches = [""]
-        for transformation in audit.transformations:
-            row = rows.get((optimizer, transformation))
-            if row is None:
-                verdicts.append("–")
-                mismatches.append("")
-            else:
-                verdicts.append(str(row.verdict))
-                mismatches.append(f"{row.measures['batch'].direction.mismatch:.1e}")
-        lines += [verdicts, mismatches]
+    known, rows = {(r.optimizer, r.transformation): r for r in audit.rows}, []
+    for o in audit.optimizers:
+        found = [known.get((o, t)) for t in audit.transformations]
+        sizes = ("" if r is None else f"{r.places['batch'].direction.mismatch:.1e}" for r in found)
+        rows += [[o, *("–" if r is None else str(r.verdict) for r in found)], ["", *sizes]]
     columns = ["optimizer", *audit.transformations]
-    return _format_table("Invariance of the update on the model", columns, lines)
+    return _set("Invariance of the update on the model", columns, rows)
 
 
-def _format_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text, flush left."""
+def _set(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, flush left."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     rule = ["─" * width for width in widths]
-    lines = [title]
-    for row in (columns, rule, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (columns, rule, *rows)
+    ]
+    return "\n".join([title, *lines])

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..._core.errors import PullbackError
 from ..charts.transformations import Twin
-from .run import AuditData, Make, RunState, list_trained, perturb_start, push, run
-from .table import THRESHOLDS, AuditRow, Measure, UpdateMismatch
+from .run import AuditData, Make, RunState, perturb_start, push, run, trained
+from .table import SLACK, AuditRow, Measure, UpdateMismatch
 
 
 @dataclass(frozen=True)
@@ -34,50 +34,30 @@ class Contender:
     resolution: float = 0.0
 
 
-def as_contenders(optimizers: Any) -> list[Contender]:
-    """Return one or several, from a function, a contender, a dict of functions or a list."""
-    if isinstance(optimizers, Mapping):
-        contenders = [_as_contender(make, str(name)) for name, make in optimizers.items()]
-    elif isinstance(optimizers, Sequence):
-        contenders = [_as_contender(make, _find_name(make)) for make in optimizers]
+def as_contenders(given: Any) -> list[Contender]:
+    """One or several, from a function, a contender, a dict of functions or a list of contenders."""
+    if isinstance(given, Mapping):
+        items = [c if isinstance(c, Contender) else Contender(str(n), c) for n, c in given.items()]
     else:
-        contenders = [_as_contender(optimizers, _find_name(optimizers))]
-    names = {contender.name for contender in contenders}
-    are_callable = all(callable(contender.make) for contender in contenders)
-    if not contenders or len(names) < len(contenders) or not are_callable:
+        several = list(given) if isinstance(given, Sequence) else [given]
+        items = [c if isinstance(c, Contender) else Contender(_name(c), c) for c in several]
+    alike = len({c.name for c in items}) < len(items)
+    if not items or alike or not all(callable(c.make) for c in items):
         raise PullbackError(
             "There is no optimizer to audit",
-            f"got {optimizers!r}, where two may not have the same name",
+            f"got {given!r}, where two may not have the same name",
             "Give a function model ↦ optimizer, a dict of such functions, or Contenders",
         )
-    return contenders
+    return items
 
 
-def _as_contender(optimizer: Any, name: str) -> Contender:
-    """Return a contender itself, or a function under this name."""
-    if isinstance(optimizer, Contender):
-        return optimizer
-    return Contender(name, optimizer)
-
-
-def _find_name(make: Any) -> str:
+def _name(make: Any) -> str:
     name = getattr(make, "__name__", type(make).__name__)
     return "optimizer" if name == "<lambda>" else name
 
 
-@dataclass(frozen=True)
-class TrialPlan:
-    """The runs of a trial.
-
-    Attributes:
-        sizes: multiples of the optimizer's lr for one small step, largest first.
-        steps: of the run of full size.
-        eps: the round-off of the parameters.
-    """
-
-    sizes: tuple[float, ...]
-    steps: int
-    eps: float
+#: a round-off, with its slack, at which larger steps need not be looked at
+CLEAR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ class Runs:
     Attributes:
         small: before and after one step, for each size.
         long: the states of the run of full size.
-        push: returns the step of this number in `small` as a tangent vector.
+        push: the step of this number in `small` as a tangent vector.
     """
 
     small: list[list[RunState]]
@@ -95,49 +75,22 @@ class Runs:
     push: Callable[[int], RunState]
 
 
-@dataclass(frozen=True)
-class RunPair:
-    """Runs from a start, and from one that is off by round-off."""
-
-    exact: Runs
-    perturbed: Runs
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """States or tangent vectors of four runs at the same time."""
-
-    original: RunState
-    original_perturbed: RunState
-    twin: RunState
-    twin_perturbed: RunState
-
-    def find_mismatch(self, quantity: str) -> float:
-        """Return the distance of the twin from the original."""
-        return _find_distance(quantity, self.twin, self.original)
-
-    def find_noise(self, quantity: str) -> float:
-        """Return the larger of what round-off does to either run."""
-        distances = [
-            _find_distance(quantity, self.original_perturbed, self.original),
-            _find_distance(quantity, self.twin_perturbed, self.twin),
-        ]
-        return max([0.0, *filter(math.isfinite, distances)])
-
-
 class OptimizerTrial:
     """An optimizer on the original model, to be compared with its runs on twins."""
 
     def __init__(
-        self, model: nn.Module, contender: Contender, setting: AuditData, plan: TrialPlan
+        self,
+        model: nn.Module,
+        contender: Contender,
+        setting: AuditData,
+        sizes: tuple[float, ...],
+        steps: int,
+        eps: float,
     ) -> None:
-        self.contender = contender
-        self.setting = setting
-        self.plan = plan
-        self.original = self._run(Twin(model, list_trained))  # f is the identity
-        for before, after in self.original.exact.small:
-            if _find_distance("batch", after, before) > 0:
-                continue
+        self.contender, self.setting, self.sizes = contender, setting, sizes
+        self.steps, self.eps = steps, eps
+        self.mine = self._runs(Twin(model, trained))  # f is the identity
+        if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine[0].small):
             raise PullbackError(
                 f"{contender.name} does not move the model",
                 "after a step the outputs are what they were",
@@ -145,104 +98,78 @@ class OptimizerTrial:
             )
 
     def compare(self, name: str, twin: Twin) -> AuditRow:
-        """Return the mismatches of the twin's runs with the original's."""
-        runs = self._run(twin, lenient=True)
-        quantities = self.original.exact.long[0].values
-        measures = {quantity: self._measure(quantity, runs) for quantity in quantities}
-        return AuditRow(self.contender.name, name, measures)
+        """The twin's runs beside the original's."""
+        runs = (*self.mine, *self._runs(twin, lenient=True))
+        first = self.mine[0].long[0]
 
-    def _run(self, start: Twin, *, lenient: bool = False) -> RunPair:
-        """Run from the start, and from one that is off by round-off."""
-        exact = self._run_once(start, self.setting, lenient)
-        perturbed_start, perturbed_setting = perturb_start(start, self.setting, self.plan.eps)
-        return RunPair(exact, self._run_once(perturbed_start, perturbed_setting, lenient))
+        def measure(of: str) -> Measure:
+            small = zip(*(r.small for r in runs), strict=True)
+            steps = [self._step(of, ends[0][0], *(end[1] for end in ends)) for ends in small]
+            long = zip(*(r.long[1:] for r in runs), strict=True)
+            finite = [self._step(of, first, *ends) for ends in long]
+            direction = self._direction(of, runs)
+            return Measure(self.sizes, tuple(steps), direction, tuple(finite))
 
-    def _run_once(self, start: Twin, setting: AuditData, lenient: bool) -> Runs:
-        run_from_start = partial(run, self.contender.make, start, setting, lenient=lenient)
-        small = [run_from_start(size=size, steps=1) for size in self.plan.sizes]
-        push_step = cache(lambda number: push(start, setting, *small[number]))
-        return Runs(small, run_from_start(size=1.0, steps=self.plan.steps), push_step)
-
-    def _measure(self, quantity: str, twin: RunPair) -> Measure:
-        """Return the mismatches of one quantity."""
-        start = self.original.exact.long[0]
-        steps = []
-        for number, (before, _) in enumerate(self.original.exact.small):
-            ends = self._compare_states(twin, lambda runs, number=number: runs.small[number][1])
-            steps.append(self._find_step_mismatch(quantity, before, ends))
-        finite = []
-        for step in range(1, self.plan.steps + 1):
-            ends = self._compare_states(twin, lambda runs, step=step: runs.long[step])
-            finite.append(self._find_step_mismatch(quantity, start, ends))
-        direction = self._find_direction_mismatch(quantity, twin)
-        return Measure(self.plan.sizes, tuple(steps), direction, tuple(finite))
-
-    def _compare_states(self, twin: RunPair, select: Callable[[Runs], RunState]) -> _Comparison:
-        """Return the states that are selected from all four runs."""
-        return _Comparison(
-            select(self.original.exact),
-            select(self.original.perturbed),
-            select(twin.exact),
-            select(twin.perturbed),
+        return AuditRow(
+            self.contender.name, name, {place: measure(place) for place in first.places}
         )
 
-    def _find_step_mismatch(
-        self, quantity: str, start: RunState, ends: _Comparison
-    ) -> UpdateMismatch:
-        """Return m(η); round-off moves the values themselves at least by ε."""
-        length = _find_distance(quantity, ends.original, start)
-        value_noise = self.plan.eps * float(start.values[quantity].norm())
-        noise = max(value_noise, ends.find_noise(quantity))
-        roundoff = max(_divide(noise, length), self._resolution)
-        return UpdateMismatch(_divide(ends.find_mismatch(quantity), length), roundoff)
+    def _runs(self, start: Twin, *, lenient: bool = False) -> tuple[Runs, Runs]:
+        """From the start, and from one that is off by round-off."""
 
-    def _find_direction_mismatch(self, quantity: str, twin: RunPair) -> UpdateMismatch:
-        """Return m(0), from the smallest step that stands out of round-off."""
+        def runs(start: Twin, setting: AuditData) -> Runs:
+            go = partial(run, self.contender.make, start, setting, lenient=lenient)
+            small = [go(size=size, steps=1) for size in self.sizes]
+            pushed = cache(lambda number: push(start, setting, *small[number]))
+            return Runs(small, go(size=1.0, steps=self.steps), pushed)
+
+        shifted = perturb_start(start, self.setting, self.eps)
+        return runs(start, self.setting), runs(*shifted)
+
+    def _step(self, of: str, start: RunState, *ends: RunState) -> UpdateMismatch:
+        """m(η), and the larger of what round-off does to either end, at least to the values."""
+        mine, mine_off, theirs, theirs_off = ends
+        moved = _gap(of, mine, start)
+        shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
+        values = self.eps * float(start.places[of].norm())
+        noise = max([values, *filter(math.isfinite, shifts)])
+        roundoff = max(_over(noise, moved), self.contender.resolution / SLACK)
+        return UpdateMismatch(_over(_gap(of, theirs, mine), moved), roundoff)
+
+    def _direction(self, of: str, runs: Sequence[Runs]) -> UpdateMismatch:
+        """m(0), from the smallest step that stands out of round-off."""
         best = UpdateMismatch(math.inf, math.inf)
-        for number in reversed(range(len(self.plan.sizes))):
-            pushed = self._compare_states(twin, lambda runs, number=number: runs.push(number))
-            length = float(pushed.original.values[quantity].norm())
-            # A step is known as the difference of two points, which have round-off of their own.
-            step_noise = self.plan.eps * max(
-                1.0,
-                _relate_to_step(self.original.exact.small[number][0], pushed.original),
-                _relate_to_step(twin.exact.small[number][0], pushed.twin),
-            )
-            noise = _divide(pushed.find_noise(quantity), length)
-            roundoff = max(noise, step_noise, self._resolution)
+        for number in reversed(range(len(self.sizes))):
+            mine, mine_off, theirs, theirs_off = (r.push(number) for r in runs)
+            length = float(mine.places[of].norm())
+            shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
+            noise = max([0.0, *filter(math.isfinite, shifts)])
+            # a step is known as the difference of two points, which round-off sets
+            sizes = [_size(runs[i].small[number][0], runs[i].push(number)) for i in (0, 2)]
+            least = max(_over(noise, length), self.eps * max(1.0, *sizes))
+            roundoff = max(least, self.contender.resolution / SLACK)
             if roundoff <= best.roundoff:
-                best = UpdateMismatch(_divide(pushed.find_mismatch(quantity), length), roundoff)
-            if THRESHOLDS.slack * best.roundoff <= THRESHOLDS.clear:
+                best = UpdateMismatch(_over(_gap(of, theirs, mine), length), roundoff)
+            if SLACK * best.roundoff <= CLEAR:
                 break
         return best
 
-    @property
-    def _resolution(self) -> float:
-        """The contender's own error as a round-off, without slack."""
-        return self.contender.resolution / THRESHOLDS.slack
 
-
-def _relate_to_step(start: RunState, step: RunState) -> float:
+def _size(start: RunState, step: RunState) -> float:
     """‖θ‖/‖Δθ‖."""
-    step_length = _find_length(step)
-    if not step_length > 0:
-        return 1.0
-    return _find_length(start) / step_length
+    one, two = (
+        float(sum(t.double().square().sum() for t in s.theta.values())) ** 0.5
+        for s in (start, step)
+    )
+    return one / two if two > 0 else 1.0
 
 
-def _find_length(state: RunState) -> float:
-    """‖θ‖."""
-    return float(sum(t.double().square().sum() for t in state.theta.values())) ** 0.5
+def _gap(of: str, one: RunState, two: RunState) -> float:
+    gap = float((one.places[of] - two.places[of]).norm())
+    return gap if math.isfinite(gap) else math.inf
 
 
-def _find_distance(quantity: str, state: RunState, other: RunState) -> float:
-    """Return the distance of a quantity in two states, infinite if it is not finite."""
-    distance = float((state.values[quantity] - other.values[quantity]).norm())
-    return distance if math.isfinite(distance) else math.inf
-
-
-def _divide(value: float, scale: float) -> float:
-    """Return value/scale; for a scale of zero 0 or infinity."""
+def _over(value: float, scale: float) -> float:
     if scale > 0:
         return value / scale
     return 0.0 if value == 0 else math.inf

@@ -21,17 +21,16 @@ Vector = Tensor | Mapping[str, Tensor]
 
 MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
 
-#: the name of a single tensor inside
-_NAME = "xi"
+_NAME = "xi"  # what a single tensor is called inside
 
 
 def refuse_loss(loss: Any) -> None:
     """Raise unless a loss is a tensor of one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        description = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise PullbackError(
             "The loss is not a tensor of one number",
-            f"got {description}",
+            f"got {got}",
             "Return a sum or a mean, without .item()",
         )
 
@@ -54,63 +53,55 @@ class Parametrization:
     ) -> None:
         require(callable(phi), "The map φ", phi, "Pass a function or an nn.Module")
         refuse_unknown("reduction", reduction, (None, "mean", "sum"))
-        coordinates = _name_coordinates(phi, xi)
-        for name, value in coordinates.items():
+        named = _named(phi, xi)
+        for name, value in named.items():
             refuse_values(f"The coordinate {name!r}", value)
-        self.point = {name: value.detach() for name, value in coordinates.items()}
+        self.point = {n: v.detach() for n, v in named.items()}
         self.space = ParameterSpace(self.point)
-        self._phi = phi
-        self._has_one_tensor = isinstance(xi, Tensor)
+        self._phi, self._single = phi, isinstance(xi, Tensor)
         self._module = phi if isinstance(phi, nn.Module) else None
-        default_reduction = "sum" if self._module is None else "mean"
-        self._reduction = reduction or default_reduction
-        self._inputs = _read_inputs(inputs)
+        self._reduction = reduction or ("sum" if self._module is None else "mean")
+        self._inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
         #: whether z is one point whose entries g may couple, and not a batch of samples
-        self._is_one_sample = False
-        self._metric = self._read_metric(metric)
+        self._whole = False
+        if metric is None:
+            self._metric, self._whole = Euclidean(), self._module is None
+        elif isinstance(metric, Metric):
+            self._metric = metric
+        elif isinstance(metric, Tensor) or (callable(metric) and self._module is None):
+            self._metric, self._whole = MetricFunction(_matrices(metric, self.restore)), True
+        else:
+            self._metric = as_metric(metric)
         with torch.no_grad():
             z = self.value(self.point)
         self.shape = z.shape
         refuse_values("φ(ξ)", z)
 
-    def _read_metric(self, metric: MetricLike) -> Metric:
-        """Return g as a metric object, and note whether it couples all entries of z."""
-        if metric is None:
-            self._is_one_sample = self._module is None
-            return Euclidean()
-        if isinstance(metric, Metric):
-            return metric
-        if isinstance(metric, Tensor) or (callable(metric) and self._module is None):
-            self._is_one_sample = True
-            return MetricFunction(_check_matrices(metric, self.restore))
-        return as_metric(metric)
-
     def argument(self, point: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """Return the argument that φ is called with."""
-        if self._has_one_tensor:
-            return point[_NAME]
-        return dict(point)
+        """What φ is called with."""
+        return point[_NAME] if self._single else dict(point)
 
     def flat(self, v: Vector, what: str = "The vector") -> Tensor:
         """The (p,) vector of a tensor shaped like ξ, a flat tensor, or a dict by name."""
-        tensors = list(v.values()) if isinstance(v, Mapping) else [v]
-        for tensor in tensors:
-            refuse_values(what, tensor)
-        shapes = dict(zip(self.space.names, self.space.shapes, strict=True))
-        expected = shapes[_NAME] if self._has_one_tensor else shapes
-        actual = _list_shapes(v)
-        if actual not in (expected, (self.space.size,)):
+        named = dict(v) if isinstance(v, Mapping) else {_NAME: v}
+        for value in named.values():
+            refuse_values(what, value)
+        shapes = {n: tuple(x.shape) for n, x in named.items()}
+        given = shapes if isinstance(v, Mapping) else shapes[_NAME]
+        own = dict(zip(self.space.names, self.space.shapes, strict=True))
+        want = own[_NAME] if self._single else own
+        if given not in (want, (self.space.size,)):
             raise PullbackError(
                 f"{what} does not fit ξ",
-                f"got {actual}, ξ has {expected}",
+                f"got {given}, ξ has {want}",
                 "Shape it like ξ, or flatten both",
             )
         if isinstance(v, Mapping):
             return self.space.flatten({n: x.detach().to(self.space.device) for n, x in v.items()})
         return v.detach().reshape(-1).to(self.space.device, self.space.dtype)
 
-    def unflatten(self, flat: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the flat (p,) vector in the form in which ξ was given."""
+    def like(self, flat: Tensor) -> Tensor | dict[str, Tensor]:
+        """The flat (p,) vector in the form in which ξ was given."""
         return self.argument(self.space.split(flat))
 
     def value(self, point: Mapping[str, Tensor]) -> Tensor:
@@ -118,22 +109,20 @@ class Parametrization:
         if self._module is None:
             z = self._phi(self.argument(point))
         else:
-            z = self._make_map().call_with(point, *self._inputs)
+            z = self._map().call_with(point, *self._inputs)
         if not isinstance(z, Tensor) or not z.is_floating_point() or z.numel() == 0:
-            description = type(z).__name__
-            if isinstance(z, Tensor):
-                description = f"{z.dtype} {tuple(z.shape)}"
+            got = f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
             raise PullbackError(
                 "φ does not give a point of Z",
-                f"got {description}",
+                f"got {got}",
                 "Return one real, non-empty floating-point tensor",
             )
         return z
 
     def linearize(self) -> Linearization:
         """φ at ξ with products by J = dφ_ξ."""
-        if self._module is not None and not self._is_one_sample:
-            return self._make_map().linearize(self.point)
+        if self._module is not None and not self._whole:
+            return self._map().linearize(self.point)
         return FunctionLinearization(lambda point: self.arrange(self.value(point)), self.point)
 
     def factor(self, z: Tensor) -> Factor:
@@ -146,17 +135,15 @@ class Parametrization:
             raise PullbackError(
                 "The metric could not be evaluated", f"it raised {error!r}", "Check it at φ(ξ)"
             ) from error
-        if self._is_one_sample or self._reduction == "sum":
+        if self._whole or self._reduction == "sum":
             return factor
         return Scaled(factor, 1.0 / self._metric.samples(z), tuple(z.shape[1:]))
 
     def arrange(self, z: Tensor) -> Tensor:
         """Values, or a vector at them, from φ's own shape to the one inside."""
-        if self._is_one_sample:
+        if self._whole:
             return z.reshape(1, -1)
-        if z.ndim < 2:
-            return z.reshape(-1, 1)
-        return z
+        return z.reshape(-1, 1) if z.ndim < 2 else z
 
     def restore(self, z: Tensor) -> Tensor:
         """Back to φ's own shape."""
@@ -173,7 +160,7 @@ class Parametrization:
             )
         return v.detach().to(value).reshape(value.shape)
 
-    def _make_map(self) -> ModuleMap:
+    def _map(self) -> ModuleMap:
         if self._module is None or not self._inputs:
             raise PullbackError(
                 "The module has nothing to be evaluated at",
@@ -183,61 +170,36 @@ class Parametrization:
         return ModuleMap(self._module, Call.of(*self._inputs))
 
 
-def _read_inputs(inputs: Any) -> tuple[Any, ...]:
-    """Return a module's arguments as a tuple."""
-    if inputs is None:
-        return ()
-    if isinstance(inputs, tuple):
-        return inputs
-    return (inputs,)
-
-
-def _list_shapes(v: Vector) -> object:
-    """Return the shape of a tensor, or of each tensor by name."""
-    if isinstance(v, Mapping):
-        return {name: tuple(x.shape) for name, x in v.items()}
-    return tuple(v.shape)
-
-
-def _name_coordinates(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
-    """Return ξ by name."""
+def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
     if isinstance(phi, nn.Module):
-        return _name_module_coordinates(phi, xi)
+        own = dict(unwrap_model(phi).named_parameters())
+        if xi is None:
+            return {n: p for n, p in own.items() if p.requires_grad}
+        if not isinstance(xi, Mapping):
+            raise PullbackError(
+                "ξ of a module is not given by name",
+                f"got {type(xi).__name__}",
+                "Pass None for the module's own parameters, or a dict of tensors by name",
+            )
+        for name, value in xi.items():
+            if name not in own or own[name].shape != value.shape:
+                raise PullbackError(
+                    f"The module has no parameter {name!r} of shape {tuple(value.shape)}",
+                    f"its parameters are { {n: tuple(p.shape) for n, p in own.items()} }",
+                    "Use names and shapes of model.named_parameters()",
+                )
+        return dict(xi)
     if isinstance(xi, Mapping):
         return dict(xi)
     require(isinstance(xi, Tensor), "ξ", xi, "Pass a tensor or a dict of tensors")
     return {_NAME: xi}  # pyright: ignore[reportReturnType]
 
 
-def _name_module_coordinates(module: nn.Module, xi: Vector | None) -> dict[str, Tensor]:
-    """Return ξ by names of a module's parameters; None stands for the trainable ones."""
-    parameters = dict(unwrap_model(module).named_parameters())
-    if xi is None:
-        return {name: p for name, p in parameters.items() if p.requires_grad}
-    if not isinstance(xi, Mapping):
-        raise PullbackError(
-            "ξ of a module is not given by name",
-            f"got {type(xi).__name__}",
-            "Pass None for the module's own parameters, or a dict of tensors by name",
-        )
-    for name, value in xi.items():
-        if name not in parameters or parameters[name].shape != value.shape:
-            raise PullbackError(
-                f"The module has no parameter {name!r} of shape {tuple(value.shape)}",
-                f"its parameters are {_list_shapes(parameters)}",
-                "Use names and shapes of model.named_parameters()",
-            )
-    return dict(xi)
+def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """z (1, n) ↦ g (1, n, n), checked: square and symmetric."""
 
-
-def _check_matrices(metric: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return z (1, n) ↦ g (1, n, n), which raises unless g is square and symmetric."""
-
-    def find_matrices(z: Tensor) -> Tensor:
-        if isinstance(metric, Tensor):
-            g = metric
-        else:
-            g = metric(restore(z))
+    def matrices(z: Tensor) -> Tensor:
+        g = given if isinstance(given, Tensor) else given(restore(z))
         n = z.shape[1]
         refuse_values("The metric", g, (n, n))
         g = g.detach().to(z)
@@ -250,4 +212,4 @@ def _check_matrices(metric: Any, restore: Callable[[Tensor], Tensor]) -> Callabl
             )
         return g[None]
 
-    return find_matrices
+    return matrices

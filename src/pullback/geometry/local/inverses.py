@@ -47,7 +47,10 @@ class Rank:
         spectrum = spectrum[:full]
         tolerance = rcond * float(spectrum[0]) if full else 0.0
         rank = int((spectrum > tolerance).sum())
-        return cls(rank, spectrum, tolerance, _find_gap(spectrum, rank), gram.size)
+        last = float(spectrum[rank - 1]) if rank else 0.0
+        following = float(spectrum[rank]) if rank < full else 0.0
+        gap = last / following if following > 0 else float("inf")
+        return cls(rank, spectrum, tolerance, gap, gram.size)
 
     def __int__(self) -> int:
         return self.rank
@@ -59,14 +62,6 @@ class Rank:
         )
 
 
-def _find_gap(spectrum: Tensor, rank: int) -> float:
-    """Return σ_rank/σ_{rank+1}, infinite where nothing follows."""
-    if rank == len(spectrum) or not float(spectrum[rank]) > 0:
-        return float("inf")
-    last = float(spectrum[rank - 1]) if rank else 0.0
-    return last / float(spectrum[rank])
-
-
 def default_rcond(gram: Gram) -> float:
     """10·max(n, p, 10)·ε, at most √ε, where A is held; √(10·side·ε) where it was squared."""
     eps = torch.finfo(gram.dtype).eps
@@ -75,7 +70,7 @@ def default_rcond(gram: Gram) -> float:
     return (10 * min(gram.count, gram.size) * eps) ** 0.5
 
 
-class _UndampedSolver(Solver):
+class _Undamped(Solver):
     """A solver of G x = g alone: G + λ has one inverse only, and `PseudoInverse` finds it."""
 
     prefers = "rows"
@@ -88,40 +83,17 @@ class _UndampedSolver(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        gram, inverse_state = state
+        gram, own = state
         if damping is not None and resolve(damping, gram) > 0:
             inverse = PseudoInverse()
             return inverse.solve(inverse.init(gram), rhs, damping, whitened=whitened)
-        return self._solve_undamped(inverse_state, rhs, whitened)
+        return self._inverted(own, rhs, whitened)
 
-    def _solve_undamped(self, state: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        """Return G⁻ rhs from the second part of what `init` returned."""
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class _RandomState:
-    """A pseudoinverse and random matrices.
-
-    Attributes:
-        inverse: the state of `PseudoInverse`.
-        basis: of the range of G, (rank, p).
-        u, v: the random matrices, (p, p).
-    """
-
-    inverse: Any
-    basis: Tensor
-    u: Tensor
-    v: Tensor
-
-    def project_to_kernel(self, x: Tensor) -> Tensor:
-        """(I − G⁺G)x."""
-        if len(self.basis) == len(x):
-            return torch.zeros_like(x)
-        return x - self.basis.T @ (self.basis @ x)
-
-
-class RandomInverse(_UndampedSolver):
+class RandomInverse(_Undamped):
     r"""G⁻ = G⁺ + (I − G⁺G)U + V(I − GG⁺) with Gaussian U, V: every {1}-inverse is of this form.
 
     It is not symmetric, and its matrices are drawn in full, (p, p).
@@ -133,30 +105,32 @@ class RandomInverse(_UndampedSolver):
     """
 
     def __init__(self, seed: int = 0, scale: float = 1.0, rcond: float | None = None) -> None:
-        self.seed = seed
-        self.scale = scale
-        self._inverse = PseudoInverse(rcond)
+        self.seed, self.scale, self._inverse = seed, scale, PseudoInverse(rcond)
 
     def init(self, gram: Gram) -> tuple[Gram, Any]:
         state = self._inverse.init(gram)
         eye = torch.eye(state.rank, dtype=gram.dtype, device=gram.device)
         basis = state.combine(eye).to(gram.dtype)  # (rank, p)
-        # With matrices of the size of G⁺ the round-off of I − G⁺G would drown the solution.
+        # of the size of G⁺ the round-off of I − G⁺G in them would drown the solution
         size = 1 / float(state.top.double().square()) if state.rank else 1.0
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, gram.size, gram.size)
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
-        u, v = (self.scale * size / gram.size**0.5 * normal).to(gram.device, gram.dtype)
-        return gram, _RandomState(state, basis, u, v)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        u, v = (self.scale * size / gram.size**0.5 * drawn).to(gram.device, gram.dtype)
+        return gram, (state, basis, u, v)
 
-    def _solve_undamped(self, state: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        solution = self._inverse.solve(state.inverse, rhs, whitened=whitened)
-        kernel_part = state.project_to_kernel(state.u @ rhs)
-        x = solution.x + kernel_part + state.v @ state.project_to_kernel(rhs)
-        return Solution(x, 0.0, solution.rank, status=solution.status)
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        state, basis, u, v = own
+
+        def unseen(x: Tensor) -> Tensor:
+            return torch.zeros_like(x) if len(basis) == len(x) else x - basis.T @ (basis @ x)
+
+        found = self._inverse.solve(state, rhs, whitened=whitened)
+        x = found.x + unseen(u @ rhs) + v @ unseen(rhs)
+        return Solution(x, 0.0, found.rank, status=found.status)
 
 
-class WeightedNorm(_UndampedSolver):
+class WeightedNorm(_Undamped):
     r"""Of all x with G x = g, the one of smallest xᵀWx, for a positive definite W.
 
     With W = L Lᵀ it is x = L⁻ᵀ(A L⁻ᵀ)⁺r. Pulled back through a reparametrization ξ = f(θ),
@@ -169,27 +143,28 @@ class WeightedNorm(_UndampedSolver):
 
     def __init__(self, weight: Tensor, rcond: float | None = None) -> None:
         refuse_values("The weight", weight)
-        self.weight = weight
-        self._inverse = PseudoInverse(rcond)
+        self.weight, self._inverse = weight, PseudoInverse(rcond)
 
     def init(self, gram: Gram) -> tuple[Gram, Any]:
-        root = self._find_root(gram)
+        root = self._root(gram)
         if not isinstance(gram, FactoredGram):
             raise PullbackError(
                 "The weighted inverse needs A", "only G is held", 'Use gram="rows" or "auto"'
             )
-        weighted_rows = root.solve(gram.rows().T).T
-        return gram, (root, self._inverse.init(Rows(weighted_rows)))
+        rows = gram.rows()
+        weighted = rows / root if root.ndim == 1 else _solve(root, rows.T).T
+        return gram, (root, self._inverse.init(Rows(weighted)))
 
-    def _solve_undamped(self, state: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        root, inverse_state = state
-        g = root.solve(rhs[:, None])[:, 0]
-        solution = self._inverse.solve(inverse_state, g, whitened=whitened)
-        x = root.solve_transposed(solution.x[:, None])[:, 0]
-        return Solution(x, 0.0, solution.rank, status=solution.status)
+    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        root, state = own
+        g = rhs / root if root.ndim == 1 else _solve(root, rhs[:, None])[:, 0]
+        found = self._inverse.solve(state, g, whitened=whitened)
+        y = found.x
+        x = y / root if root.ndim == 1 else _solve(root.T, y[:, None], upper=True)[:, 0]
+        return Solution(x, 0.0, found.rank, status=found.status)
 
-    def _find_root(self, gram: Gram) -> _Root:
-        """Return L with W = L Lᵀ."""
+    def _root(self, gram: Gram) -> Tensor:
+        """L with W = L Lᵀ, as a matrix or its diagonal."""
         w = self.weight.detach().to(gram.device, gram.dtype)
         if tuple(w.shape) not in ((gram.size,), (gram.size, gram.size)):
             raise PullbackError(
@@ -198,34 +173,18 @@ class WeightedNorm(_UndampedSolver):
                 "Pass a positive definite matrix (p, p), or its diagonal (p,)",
             )
         if w.ndim == 1:
-            is_definite = bool((w > 0).all())
-            root = w.clamp(min=0).sqrt()
+            good, root = bool((w > 0).all()), w.clamp(min=0).sqrt()
         else:
             root, info = torch.linalg.cholesky_ex(w)
-            is_definite = bool(info == 0) and bool(torch.allclose(w, w.T))
-        if not is_definite:
+            good = bool(info == 0) and bool(torch.allclose(w, w.T))
+        if not good:
             raise PullbackError(
                 "The weight is not positive definite",
                 "xᵀWx would be no norm, and its smallest solution not unique",
                 "Use a symmetric positive definite W",
             )
-        return _Root(root)
+        return root
 
 
-@dataclass(frozen=True)
-class _Root:
-    """L with W = L Lᵀ, as a lower triangle (p, p) or its diagonal (p,)."""
-
-    values: Tensor
-
-    def solve(self, rhs: Tensor) -> Tensor:
-        """L⁻¹ rhs, for columns (p, k)."""
-        if self.values.ndim == 1:
-            return rhs / self.values[:, None]
-        return torch.linalg.solve_triangular(self.values, rhs, upper=False)
-
-    def solve_transposed(self, rhs: Tensor) -> Tensor:
-        """L⁻ᵀ rhs, for columns (p, k)."""
-        if self.values.ndim == 1:
-            return rhs / self.values[:, None]
-        return torch.linalg.solve_triangular(self.values.T, rhs, upper=True)
+def _solve(triangle: Tensor, rhs: Tensor, *, upper: bool = False) -> Tensor:
+    return torch.linalg.solve_triangular(triangle, rhs, upper=upper)

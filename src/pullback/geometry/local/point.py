@@ -38,16 +38,14 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
         slope = None
         if total.requires_grad:
             (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
-    if slope is None:
-        slope = torch.zeros_like(z)
+    slope = torch.zeros_like(z) if slope is None else slope
     refuse_values("dL", slope)
     return slope.detach()
 
 
-def raise_covector(block: RowBlock, covector: Tensor) -> Tensor:
+def raise_covector(part: RowBlock, covector: Tensor) -> Tensor:
     """The v with g v = dL, of least norm: v = S⁺ᵀr, sample by sample unless g couples them."""
-    factor = block.factor
-    value = block.linearization.value
+    factor, value = part.factor, part.linearization.value
     r = factor.whiten(covector).value
     if r is None:
         raise PullbackError(
@@ -57,25 +55,14 @@ def raise_covector(block: RowBlock, covector: Tensor) -> Tensor:
         )
     if factor.couples_samples:
         eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device)
-        transposed = block.transpose(eye).T  # Sᵀ, (k, n)
+        transposed = part.transpose(eye).T  # Sᵀ, (k, n)
         return (torch.linalg.pinv(transposed) @ r.flatten()).reshape(value.shape)
     columns = factor.covectors(value).flatten(2).permute(1, 2, 0)  # (N, |event|, R)
     flat = r.reshape(len(value), prod(factor.white))
     return (torch.linalg.pinv(columns.mT) @ flat[..., None]).reshape(value.shape)
 
 
-@dataclass(frozen=True)
-class PointLimits:
-    """Sizes of what is formed at a point.
-
-    Attributes:
-        memory: bytes that A may take: 1 GiB.
-    """
-
-    memory: int = 2**30
-
-
-LIMITS = PointLimits()
+_MEMORY = 2**30
 
 
 @dataclass(frozen=True)
@@ -131,7 +118,7 @@ class Point:
         refuse_inference("it records no graph, so there are no derivatives", "Point")
         self._phi = Parametrization(phi, xi, metric, inputs, reduction)
         self._linear = self._phi.linearize()
-        self._block = RowBlock(self._linear, self._phi.factor(self._linear.value))
+        self._part = RowBlock(self._linear, self._phi.factor(self._linear.value))
         if rcond is not None:
             refuse_number("rcond", rcond, below=1.0)
         self._rcond = rcond
@@ -154,12 +141,12 @@ class Point:
     def pullback(self, covector: Tensor) -> Tensor | dict[str, Tensor]:
         """Jᵀu: a covector of Z seen by the parameters, in the form of ξ."""
         u = self._phi.vector(covector, self._linear.value, "The covector")
-        return self._phi.unflatten(self._linear.vjp(u))
+        return self._phi.like(self._linear.vjp(u))
 
     @cached_property
     def operator(self) -> Gram:
         """G as an operator, from A wherever that fits the memory."""
-        gram = assemble([self._block], "auto", LIMITS.memory, "rows")
+        gram = assemble([self._part], "auto", _MEMORY, "rows")
         if not bool(torch.isfinite(gram.trace())):
             raise PullbackError(
                 "dφ is not finite at ξ",
@@ -180,9 +167,7 @@ class Point:
     @property
     def rcond(self) -> float:
         """The relative size below which singular values of A count as zero."""
-        if self._rcond is None:
-            return default_rcond(self.operator)
-        return self._rcond
+        return default_rcond(self.operator) if self._rcond is None else self._rcond
 
     @cached_property
     def _state(self) -> Any:
@@ -190,7 +175,7 @@ class Point:
 
     def gradient(self, loss: Loss | Vector) -> Tensor | dict[str, Tensor]:
         """∇_ξ L = Jᵀ∂L/∂z, in the form of ξ."""
-        return self._phi.unflatten(self._find_gradient(loss)[0])
+        return self._phi.like(self._gradient(loss)[0])
 
     def natural_gradient(
         self, loss: Loss | Vector, inverse: Solver | None = None
@@ -204,23 +189,19 @@ class Point:
                 solver such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
                 pushforward is not the projected gradient and depends on the parametrization.
         """
-        g, r = self._find_gradient(loss)
-        if inverse is None:
-            solver = PseudoInverse(self.rcond)
-            state = self._state
-        else:
-            solver = inverse
-            is_solver = isinstance(solver, Solver)
-            require(is_solver, "The inverse", inverse, "Pass a solver, such as RandomInverse()")
-            state = solver.init(self.operator)
+        g, r = self._gradient(loss)
+        solver = PseudoInverse(self.rcond) if inverse is None else inverse
+        usable = isinstance(solver, Solver)
+        require(usable, "The inverse", inverse, "Pass a solver, such as RandomInverse()")
+        state = self._state if inverse is None else solver.init(self.operator)
         if not bool(g.any()) and (r is None or not bool(r.any())):
-            return self._phi.unflatten(torch.zeros_like(g))
-        solution = solver.solve(state, g, whitened=r)
-        if not solution.status.ok and self.rank.rank > 0:
+            return self._phi.like(torch.zeros_like(g))
+        found = solver.solve(state, g, whitened=r)
+        if not found.status.ok and self.rank.rank > 0:
             raise PullbackError(
-                "There is no natural gradient here", solution.status.value, "Check φ and g at ξ"
+                "There is no natural gradient here", found.status.value, "Check φ and g at ξ"
             )
-        return self._phi.unflatten(solution.x)
+        return self._phi.like(found.x)
 
     def project(self, v: Tensor) -> Tensor:
         """Π v = J A⁺Sᵀv: the g-orthogonal projection of a tangent vector of Z on the image of dφ.
@@ -229,23 +210,21 @@ class Point:
         inverse (Theorem 1 of van Oostrum, Müller and Ay, 2023).
         """
         vector = self._phi.vector(v, self._linear.value, "The vector")
-        return self._phi.restore(self._project_white(self._block.transpose(vector.flatten())))
+        return self._phi.restore(self._project_white(self._part.transpose(vector.flatten())))
 
     def decompose(self, loss: Loss) -> Decomposition:
         """Split grad^Z L into its part in the image of dφ and the rest."""
-        covector = self._find_covector(loss)
-        ambient = raise_covector(self._block, covector)
-        white = self._block.transpose(ambient.flatten())
+        covector = self._covector(loss)
+        ambient = raise_covector(self._part, covector)
+        white = self._part.transpose(ambient.flatten())
         tangent = self._project_white(white)
-        residual = ambient - tangent
-        length = float(white.norm())
-        residual_length = float(self._block.transpose(residual.flatten()).norm())
+        lost = ambient - tangent
+        missing = self._part.transpose(lost.flatten()).norm()
+        length = white.norm()
+        share = float(missing / length) if bool(length > 0) else 0.0
+        restore = self._phi.restore
         return Decomposition(
-            self._phi.restore(ambient),
-            self._phi.restore(tangent),
-            self._phi.restore(residual),
-            length,
-            residual_length / length if length > 0 else 0.0,
+            restore(ambient), restore(tangent), restore(lost), float(length), share
         )
 
     def image(self) -> Tensor:
@@ -254,7 +233,7 @@ class Point:
             return self._linear.value.new_zeros(self.operator.count, 0)
         eye = torch.eye(self.rank.rank, dtype=self.operator.dtype, device=self.operator.device)
         right = self._state.combine(eye)  # singular vectors, (rank, p)
-        a = torch.stack([self._block.push(v) for v in right], 1)
+        a = torch.stack([self._part.push(v) for v in right], 1)
         return torch.linalg.qr(a / a.norm(dim=0)).Q
 
     def nearby(self, radius: float, tries: int, seed: int) -> Iterator[Vector]:
@@ -276,30 +255,28 @@ class Point:
         """J A⁺c for c = Sᵀv, (n,)."""
         if self.rank.rank == 0:
             return torch.zeros_like(self._linear.value)
-        g = self._block.pull(white)
+        g = self._part.pull(white)
         return self._linear.jvp(PseudoInverse(self.rcond).solve(self._state, g, whitened=white).x)
 
-    def _find_gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
+    def _gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
         """∇_ξ L, and r with Aᵀr = ∇_ξ L where L was given on Z."""
         if isinstance(loss, (Tensor, Mapping)):
             return self._phi.flat(loss, "The gradient"), None
-        covector = self._find_covector(loss)
-        white = self._block.factor.whiten(covector).value
-        if white is not None:
-            white = white.flatten()
-        return self._linear.vjp(covector), white
+        covector = self._covector(loss)
+        white = self._part.factor.whiten(covector).value
+        return self._linear.vjp(covector), None if white is None else white.flatten()
 
-    def _find_covector(self, loss: Loss) -> Tensor:
+    def _covector(self, loss: Loss) -> Tensor:
         """∂L/∂z, as arranged inside."""
         slope = differential(loss, self.value)
         return slope.to(self._linear.value.dtype).reshape(self._linear.value.shape)
 
     def _refuse_stochastic(self) -> None:
         with torch.no_grad():
-            second = self._phi.value(self._phi.point)
-        first = self.value
-        limit = 10 * torch.finfo(first.dtype).eps ** 0.5 * first.norm()
-        if bool((first - second.to(first)).norm() > limit):
+            again = self._phi.value(self._phi.point)
+        now = self.value
+        limit = 10 * torch.finfo(now.dtype).eps ** 0.5 * now.norm()
+        if bool((now - again.to(now)).norm() > limit):
             raise PullbackError(
                 "φ is stochastic",
                 "evaluated twice at ξ it gave two values",

@@ -24,7 +24,7 @@ from .point import Point
 
 @dataclass(frozen=True)
 class Properness:
-    """Whether φ is proper at ξ, with the evidence; its truth value is the answer.
+    """What was found at ξ; it is true where φ is proper.
 
     Attributes:
         proper: rank = dimension = span.
@@ -91,17 +91,12 @@ def properness(
     options = {"inputs": inputs, "rcond": rcond}
     refuse_number("The radius", radius, positive=True)
     refuse_number("The number of tries", tries, least=1, whole=True)
-    point = Point(phi, xi, metric, **options)
-    points = [point]
-    for other in others:
-        other_point = Point(phi, other, metric, **options)
-        _refuse_other_value(point, other_point)
-        points.append(other_point)
-    ranks: list[int] = []
-    for center in points:
-        for moved in center.nearby(radius, tries, seed):
-            with suppress(PullbackError):  # outside the domain of φ or of g
-                ranks.append(Point(phi, moved, metric, **options).rank.rank)
+    here = Point(phi, xi, metric, **options)
+    points = [here, *(_at_same_value(phi, other, metric, here, options) for other in others)]
+    ranks = list[int]()
+    for moved in (v for point in points for v in point.nearby(radius, tries, seed)):
+        with suppress(PullbackError):  # outside the domain of φ or of g
+            ranks.append(Point(phi, moved, metric, **options).rank.rank)
     if not ranks:
         raise PullbackError(
             "The model's dimension could not be found",
@@ -109,16 +104,14 @@ def properness(
             "Lower radius",
         )
     dimension = max(*ranks, *(p.rank.rank for p in points))
-    rank = point.rank.rank
-    span = rank
-    if len(points) > 1:
-        span = _find_span(points)
-    is_proper = rank == dimension and span <= dimension
-    reason = _explain(rank, dimension, span)
-    return Properness(is_proper, point.rank, dimension, span, radius, len(ranks), reason)
+    rank = here.rank.rank
+    span = rank if len(points) == 1 else _span(points)
+    proper = rank == dimension and span <= dimension
+    reason = _reason(rank, dimension, span)
+    return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
 
 
-def _explain(rank: int, dimension: int, span: int) -> str:
+def _reason(rank: int, dimension: int, span: int) -> str:
     if span > dimension:
         return (
             f"the tangent spaces at this model point span {span} dimensions where the model has "
@@ -129,23 +122,26 @@ def _explain(rank: int, dimension: int, span: int) -> str:
     return f"dφ reaches all {dimension} dimensions"
 
 
-def _refuse_other_value(point: Point, other: Point) -> None:
-    """Raise unless two parameters have the same value, up to √ε."""
-    difference = float((other.value - point.value).norm())
-    limit = torch.finfo(point.value.dtype).eps ** 0.5 * (1 + float(point.value.norm()))
-    if not difference <= limit:
+def _at_same_value(
+    phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
+) -> Point:
+    point = Point(phi, other, metric, **options)
+    limit = torch.finfo(here.value.dtype).eps ** 0.5
+    if not bool((point.value - here.value).norm() <= limit * (1 + here.value.norm())):
         raise PullbackError(
             "The other parameters stand for another point of the model",
-            f"their values differ by {difference:.3g}",
+            f"their values differ by {float((point.value - here.value).norm()):.3g}",
             "Pass parameters with φ(ξ') = φ(ξ)",
         )
+    return point
 
 
-def _find_span(points: list[Point]) -> int:
+def _span(points: list[Point]) -> int:
     """The dimension of all images of dφ together, from orthonormal bases of each in g."""
-    columns = torch.cat([point.image() for point in points], 1)
-    if not columns.shape[1]:
+    bases = [basis for p in points if (basis := p.image()).shape[1]]
+    if not bases:
         return 0
-    sigma = torch.linalg.svdvals(columns)
-    # The columns are orthonormal: a new direction adds 1, a known one only its angle to round-off.
+    joined = torch.cat(bases, 1)
+    sigma = torch.linalg.svdvals(joined)
+    # orthonormal columns: a new direction adds 1, one that is there to round-off adds its angle
     return int((sigma > torch.finfo(sigma.dtype).eps ** 0.5).sum())

@@ -16,31 +16,12 @@ from ..._core.errors import PullbackError
 from ..local.ambient import MetricLike, Parametrization, Phi, Vector
 from .landscape import Landscape, round_landscape
 
-#: points per axis of the last grid, by dimension: at most half a million points
+#: points per axis of the last grid, by dimension
 _RESOLUTION = {1: 4001, 2: 401, 3: 81}
-#: points per axis of the first grid
-_COARSE_RESOLUTION = {1: 401, 2: 101, 3: 31}
-
-
-@dataclass(frozen=True)
-class GridThresholds:
-    """Numbers that steer the search for a box around the set.
-
-    Attributes:
-        margin: half the side of the first box. Along each axis the set reaches about as far as 1.
-        largest: coordinates beyond which the set is unbounded.
-        growth: the factor by which a face that the set touches moves away. Below 2, so that a set
-            that just crosses it still fills most of the next box.
-        stability: the share of a box's sides by which a finer grid may move its faces.
-    """
-
-    margin: float = 1.2
-    largest: float = 1e6
-    growth: float = 1.7
-    stability: float = 0.05
-
-
-THRESHOLDS = GridThresholds()
+_COARSE = {1: 401, 2: 101, 3: 31}
+#: the set is unbounded where it goes on beyond this
+_FAR = 1e6
+_GROWTH = 1.7
 
 
 @dataclass(frozen=True)
@@ -105,8 +86,8 @@ def flatness(
     >>> def saddle(w):
     ...     return torch.stack([w[0], w[1], w[0] * w[1]])
     >>> origin = torch.zeros(2, dtype=torch.float64)
-    >>> room = flatness(saddle, lambda z: z[0] ** 2 + z[1] ** 2, origin, epsilon=1.0)
-    >>> print(f"{room.volume:.3f}")  # 2π(2√2 − 1)/3
+    >>> found = flatness(saddle, lambda z: z[0] ** 2 + z[1] ** 2, origin, epsilon=1.0)
+    >>> print(f"{found.volume:.3f}")  # 2π(2√2 − 1)/3
     3.829
     """
     refuse_number("epsilon", epsilon, positive=True)
@@ -126,17 +107,12 @@ def flatness(
             f"it would have {landscape.dimension} dimensions",
             "Measure along up to three directions: basis=, a matrix (p, 3)",
         )
-    volume = float("inf")
-    error = float("nan")
-    euclidean = float("inf")
-    box = None
-    if round_landscape(landscape, epsilon):
-        box = _find_stable_box(landscape, epsilon)
+    volume, error, euclidean = float("inf"), float("nan"), float("inf")
+    box = _stable_box(landscape, epsilon) if round_landscape(landscape, epsilon) else None
     if box is not None:
-        resolution = _RESOLUTION[landscape.dimension]
-        volume, euclidean = _integrate(landscape, epsilon, box, resolution)
-        coarse_volume, _ = _integrate(landscape, epsilon, box, resolution // 2)
-        error = abs(volume - coarse_volume)
+        fine = _RESOLUTION[landscape.dimension]
+        volume, euclidean = _integral(landscape, epsilon, box, fine)
+        error = abs(volume - _integral(landscape, epsilon, box, fine // 2)[0])
     return Flatness(
         volume,
         error,
@@ -148,26 +124,21 @@ def flatness(
     )
 
 
-def _find_stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
-    """Return a box around the set that finer grids do not enlarge; None where there is none.
+def _stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
+    """A box around the set that finer grids do not enlarge; None where there is none.
 
     Arms that get thinner without end look finite on every grid, and longer on a finer one.
     """
-    corners = [-THRESHOLDS.margin, THRESHOLDS.margin]
-    count = _COARSE_RESOLUTION[landscape.dimension]
-    box = _enclose(landscape, epsilon, np.outer(corners, np.ones(landscape.dimension)), count)
-    while box is not None and count < _RESOLUTION[landscape.dimension]:
+    # along each axis the set reaches about as far as 1
+    box, count = np.outer([-1.2, 1.2], np.ones(landscape.dimension)), _COARSE[landscape.dimension]
+    found = _enclose(landscape, epsilon, box, count)
+    while found is not None and count < _RESOLUTION[landscape.dimension]:
         count = 2 * count
-        finer = _enclose(landscape, epsilon, box, count)
-        if finer is not None and _is_close(box, finer):
-            return np.stack([np.minimum(finer[0], box[0]), np.maximum(finer[1], box[1])])
-        box = finer
+        finer = _enclose(landscape, epsilon, found, count)
+        if finer is not None and (np.abs(finer - found) <= 0.05 * (found[1] - found[0])).all():
+            return np.stack([np.minimum(finer[0], found[0]), np.maximum(finer[1], found[1])])
+        found = finer
     return None
-
-
-def _is_close(box: np.ndarray, finer: np.ndarray) -> bool:
-    """Return True if a finer grid moved the faces of a box only a little."""
-    return bool((np.abs(finer - box) <= THRESHOLDS.stability * (box[1] - box[0])).all())
 
 
 def _enclose(
@@ -175,87 +146,80 @@ def _enclose(
 ) -> np.ndarray | None:
     """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
     while True:
-        heights = _evaluate_heights(landscape, box, count)
-        is_inside = _find_component(heights, box, epsilon)
-        landscape.refuse_lower(torch.from_numpy(heights[is_inside]), epsilon)
-        is_touched = _find_touched_faces(is_inside)
-        if not is_touched.any():
-            return _shrink_box(is_inside, box)
-        # Such a face moves away from the minimum.
-        box = np.where(is_touched, THRESHOLDS.growth * box, box)
-        if (np.abs(box) > THRESHOLDS.largest).any():
+        heights = _heights(landscape, box, count)
+        inside = _component(heights, box, epsilon)
+        landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
+        # which faces (2, k) of the box the set touches
+        axes = range(inside.ndim)
+        touched = np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
+        if not touched.any():
+            return _shrink_box(inside, box)
+        # such a face moves away from the minimum
+        box = np.where(touched, _GROWTH * box, box)
+        if (np.abs(box) > _FAR).any():
             return None
 
 
-def _find_touched_faces(is_inside: np.ndarray) -> np.ndarray:
-    """Return which lower and upper faces (2, k) of the box the set touches."""
-    axes = range(is_inside.ndim)
-    lower = [is_inside.take(0, axis).any() for axis in axes]
-    upper = [is_inside.take(-1, axis).any() for axis in axes]
-    return np.array([lower, upper])
-
-
-def _list_midpoints(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
+def _points(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
     """Midpoints of `count` cells along each axis, (count^k, k)."""
     axes = [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
     mesh = np.meshgrid(*axes, indexing="ij")
     return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.map)
 
 
-def _evaluate_heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
-    """Return the loss above the minimum on a grid, (count, ..., count)."""
-    heights = landscape.height(_list_midpoints(box, count, landscape))
+def _heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
+    heights = landscape.height(_points(box, count, landscape))
     return heights.cpu().numpy().reshape((count,) * landscape.dimension)
 
 
-def _find_component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return the cells below ε that are connected with the one at the minimum."""
+def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarray:
+    """The cells below ε that hang together with the one at the minimum."""
     labels = np.asarray(scipy.ndimage.label(heights < epsilon)[0])  # pyright: ignore[reportIndexIssue]
     count = heights.shape[0]
     cell = tuple(min(count - 1, int(count * -low / (high - low))) for low, high in box.T)
-    # On a coarse grid the minimum's own cell may be above ε. Then its neighbors decide.
-    offsets = list(product((0, -1, 1), repeat=heights.ndim))
-    offsets.sort(key=lambda offset: np.abs(offset).sum())
-    for offset in offsets:
-        label = labels[tuple(np.clip(np.add(cell, offset), 0, count - 1))]
-        if label:
-            return labels == label
-    return np.zeros_like(labels, dtype=bool)
+    # the minimum's own cell may lie across the boundary on a coarse grid: look around it
+    near = [
+        labels[tuple(np.clip(np.add(cell, offset), 0, count - 1))]
+        for offset in sorted(
+            product((0, -1, 1), repeat=heights.ndim), key=lambda o: np.abs(o).sum()
+        )
+    ]
+    label = next((n for n in near if n), 0)
+    return (labels == label) & (label > 0)
 
 
-def _shrink_box(is_inside: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """Return the box around the set with two coarse cells to spare."""
-    width = (box[1] - box[0]) / is_inside.shape[0]
-    shrunk = box.copy()
-    for axis in range(is_inside.ndim):
-        others = tuple(a for a in range(is_inside.ndim) if a != axis)
-        cells = np.flatnonzero(is_inside.any(others))
+def _shrink_box(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
+    """The box around the set with two coarse cells to spare."""
+    count = inside.shape[0]
+    width = (box[1] - box[0]) / count
+    out = box.copy()
+    for axis in range(inside.ndim):
+        others = tuple(a for a in range(inside.ndim) if a != axis)
+        cells = np.flatnonzero(inside.any(others))
         if not len(cells):
             return box
-        shrunk[0, axis] = box[0, axis] + (cells[0] - 2) * width[axis]
-        shrunk[1, axis] = box[0, axis] + (cells[-1] + 3) * width[axis]
-    return shrunk
+        out[0, axis] = box[0, axis] + (cells[0] - 2) * width[axis]
+        out[1, axis] = box[0, axis] + (cells[-1] + 3) * width[axis]
+    return out
 
 
-def _integrate(
+def _integral(
     landscape: Landscape, epsilon: float, box: np.ndarray, count: int
 ) -> tuple[float, float]:
     """∫_S √det G dθ and ∫_S dθ by the midpoint rule, along the axes of the loss's curvature.
 
     Cells that the boundary cuts count by the share below ε of a plane with the height's slope.
     """
-    heights = _evaluate_heights(landscape, box, count)
-    is_inside = _find_component(heights, box, epsilon)
-    # The boundary of the component may cut the cells next to it.
-    is_near = scipy.ndimage.binary_dilation(is_inside, iterations=1)
-    heights = np.where(np.isfinite(heights), heights, epsilon + 2 * abs(epsilon))
-    slopes = [np.gradient(heights, axis=axis) for axis in range(landscape.dimension)]
-    spread = np.maximum(sum(np.abs(slope) for slope in slopes), 1e-300)
-    share = np.clip(0.5 + (epsilon - heights) / spread, 0.0, 1.0) * is_near
+    heights = _heights(landscape, box, count)
+    inside = _component(heights, box, epsilon)
+    # what lies next to the component may be cut by its boundary
+    near = scipy.ndimage.binary_dilation(inside, iterations=1)
+    finite = np.where(np.isfinite(heights), heights, epsilon + 2 * abs(epsilon))
+    slopes = np.gradient(finite) if landscape.dimension > 1 else [np.gradient(finite)]
+    spread = np.maximum(sum(np.abs(s) for s in slopes), 1e-300)
+    share = np.clip(0.5 + (epsilon - finite) / spread, 0.0, 1.0) * near
     cells = np.flatnonzero(share)
-    points = _list_midpoints(box, count, landscape)[
-        torch.from_numpy(cells).to(landscape.map.device)
-    ]
+    points = _points(box, count, landscape)[torch.from_numpy(cells).to(landscape.map.device)]
     density = landscape.density(points).cpu().numpy()
     size = landscape.stretch * float(np.prod((box[1] - box[0]) / count))
     weights = share.ravel()[cells]

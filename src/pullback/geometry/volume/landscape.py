@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,30 +12,8 @@ from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, refuse_unknown, reraise_fatal
 from ..local.ambient import Parametrization, refuse_loss
 
-
-@dataclass(frozen=True)
-class LandscapeThresholds:
-    """Numbers of evaluations and of the search for axes.
-
-    Attributes:
-        chunk: points that are evaluated at once.
-        slack: share of ε that a minimum may be above the lowest point of its set.
-        turns: of the axes at most; each may find the set some ten times as long.
-        roundness: longest over shortest reach of a set that needs no further turn.
-        directions: that are tried in a turn at least.
-        octaves: of lengths, up and down from 1, at which the end of the set is looked for: from
-            1e-18 to 1e18.
-    """
-
-    chunk: int = 4096
-    slack: float = 0.01
-    turns: int = 12
-    roundness: float = 8.0
-    directions: int = 128
-    octaves: int = 60
-
-
-THRESHOLDS = LandscapeThresholds()
+_CHUNK = 4096
+_SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
 
 
 class Landscape:
@@ -54,15 +31,12 @@ class Landscape:
         basis: Tensor | str | None,
         tolerance: float,
     ) -> None:
-        self._phi = phi
-        self._space = phi.space
+        self._phi, self._space = phi, phi.space
         phi.linearize()  # refuses what cannot be measured
         self._origin = self._space.flatten(phi.point).to(torch.float64)
-        self._loss = loss
-        self.tolerance = tolerance
-        self.evaluations = 0
+        self._loss, self.tolerance, self.evaluations = loss, tolerance, 0
         self.basis = torch.eye(self._space.size, dtype=torch.float64, device=self._space.device)
-        values, vectors = self._find_spectrum()
+        values, vectors = self._spectrum()
         self.rank = int((values > tolerance * values[0]).sum()) if len(values) else 0
         if isinstance(basis, str):
             refuse_unknown("basis", basis, ("tangent",))
@@ -109,7 +83,7 @@ class Landscape:
         self.evaluations += len(points)
         try:
             with torch.no_grad():
-                return vmap(self._loss_at, chunk_size=THRESHOLDS.chunk)(self._flat(points))
+                return vmap(self._loss_at, chunk_size=_CHUNK)(self._flat(points))
         except RuntimeError as error:
             reraise_fatal(error)
             if "vmap" not in str(error):
@@ -137,7 +111,7 @@ class Landscape:
     def refuse_lower(self, heights: Tensor, epsilon: float) -> None:
         """Raise where points of the set lie well below the given one, which is no minimum then."""
         lowest = float(heights.min()) if heights.numel() else 0.0
-        if lowest < -THRESHOLDS.slack * epsilon:
+        if lowest < -_SLACK * epsilon:
             raise PullbackError(
                 "The point is no minimum",
                 f"the loss is lower by {-lowest:.2g} at others that hang together with it",
@@ -149,15 +123,13 @@ class Landscape:
         zero = torch.zeros(self.dimension, dtype=torch.float64, device=self._origin.device)
         return hessian(lambda theta: self._loss_at(self._origin + self.basis @ theta))(zero)
 
-    def _arranged_value(self, flat: Tensor) -> Tensor:
-        """φ's values at parameters (p,), samples first."""
+    def _arranged(self, flat: Tensor) -> Tensor:
         return self._phi.arrange(self._value(flat)).to(torch.float64)
 
     def _pull_back(self, flat: Tensor) -> Tensor:
         """SᵀJB at parameters (n, p): (n, rows, k)."""
-        z = vmap(self._arranged_value, chunk_size=THRESHOLDS.chunk)(flat)
-        find_jacobians = vmap(jacrev(self._arranged_value), chunk_size=THRESHOLDS.chunk // 8)
-        jacobians = find_jacobians(flat).flatten(2, -2)
+        z = vmap(self._arranged, chunk_size=_CHUNK)(flat)
+        jacobians = vmap(jacrev(self._arranged), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
         covectors = self._covectors(z).flatten(3)  # (n, R, N, |event|)
         rows = torch.einsum("brne,bnep->bnrp", covectors, jacobians)
         return rows.flatten(1, 2) @ self.basis
@@ -165,17 +137,17 @@ class Landscape:
     def _covectors(self, z: Tensor) -> Tensor:
         """The rows of Sᵀ at many values, (n, R, N, *event)."""
 
-        def find_covectors(value: Tensor) -> Tensor:
+        def one(value: Tensor) -> Tensor:
             return self._phi.factor(value).covectors(value)
 
         try:
-            return vmap(find_covectors)(z)
+            return vmap(one)(z)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # a metric that looks at values cannot be batched
-            return torch.stack([find_covectors(value) for value in z])
+            return torch.stack([one(value) for value in z])
 
-    def _find_spectrum(self) -> tuple[Tensor, Tensor]:
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
         """Singular values of SᵀJB at the minimum, and right singular vectors as columns."""
         with torch.no_grad():
             _, values, vectors = torch.linalg.svd(self._pull_back(self._origin[None])[0])
@@ -188,8 +160,12 @@ class Landscape:
             if pulled.shape[1] < pulled.shape[2]:
                 return pulled.new_zeros(len(points))
             values = torch.linalg.svdvals(pulled)
-        is_deficient = values[:, -1] <= self.tolerance * values[:, 0]
-        return torch.where(is_deficient, 0.0, values.prod(1))
+        deficient = values[:, -1] <= self.tolerance * values[:, 0]
+        return torch.where(deficient, 0.0, values.prod(1))
+
+
+_TURNS = 12  # at most; each may find the set some ten times as long
+_ROUND = 8  # longest over shortest reach that needs no further turn
 
 
 def round_landscape(landscape: Landscape, epsilon: float) -> bool:
@@ -198,73 +174,64 @@ def round_landscape(landscape: Landscape, epsilon: float) -> bool:
     Where the curvature says little of the set (kinks, quartic minima), directions are tried, and
     the axes turned to where they reach furthest. False where it reaches without end along an axis.
     """
-    axes = _find_axes(landscape)
-    reach = _find_reach(landscape, axes.T, epsilon, refuse=True)
+    axes = _axes(landscape)
+    reach = _reach(landscape, axes.T, epsilon, refuse=True)
     if not bool(reach.isfinite().all()):
         return False
     landscape.map = axes * reach
-    for turn in range(THRESHOLDS.turns):
-        previous_map = landscape.map
-        previous_stretch = landscape.stretch
-        new_map = _turn_axes(landscape, epsilon, torch.Generator().manual_seed(turn))
-        if new_map is None:
+    for turn in range(_TURNS):
+        before, volume = landscape.map, landscape.stretch
+        turned = _turn_axes(landscape, epsilon, torch.Generator().manual_seed(turn))
+        if turned is None:
             break
-        landscape.map = new_map
-        if landscape.stretch <= previous_stretch:  # as where the minimum lies off center
-            landscape.map = previous_map
+        landscape.map = turned
+        if landscape.stretch <= volume:  # as where the minimum lies off center
+            landscape.map = before
             break
     return True
 
 
 def _turn_axes(landscape: Landscape, epsilon: float, generator: torch.Generator) -> Tensor | None:
-    """Return columns along the axes of Σ xxᵀ over ends x of the set.
+    """Columns along the axes of Σ xxᵀ over ends x of the set; None where these are round already.
 
-    None where the set is round already, or has no end.
+    Or where the set has no end.
     """
-    shape = (max(THRESHOLDS.directions, 4 * landscape.dimension), landscape.dimension)
-    normal = torch.randn(shape, dtype=torch.float64, generator=generator).to(landscape.map)
-    directions = normal / normal.norm(dim=1, keepdim=True)
-    reach = _find_reach(landscape, directions, epsilon)
-    is_long = reach.max() > THRESHOLDS.roundness * reach.min()
-    if not bool(reach.isfinite().all() & is_long):
+    k, map = landscape.dimension, landscape.map
+    drawn = torch.randn(max(128, 4 * k), k, dtype=torch.float64, generator=generator).to(map)
+    directions = drawn / drawn.norm(dim=1, keepdim=True)
+    reach = _reach(landscape, directions, epsilon)
+    if not bool(reach.isfinite().all() & (reach.max() > _ROUND * reach.min())):
         return None
     ends = directions * (reach / reach.max())[:, None]
     axes = torch.linalg.eigh(ends.T @ ends)[1]
-    lengths = _find_reach(landscape, axes.T, epsilon)
-    if not bool(lengths.isfinite().all()):
-        return None
-    return landscape.map @ (axes * lengths)
+    lengths = _reach(landscape, axes.T, epsilon)
+    return map @ (axes * lengths) if bool(lengths.isfinite().all()) else None
 
 
-def _find_reach(
+def _reach(
     landscape: Landscape, directions: Tensor, epsilon: float, *, refuse: bool = False
 ) -> Tensor:
-    """Return how far the set goes along lines (m, k): the geometric mean of both directions.
-
-    The end is found by doubling. With `refuse`, points below the minimum on the way raise.
-    """
-    octaves = THRESHOLDS.octaves
-    exponents = torch.arange(-octaves, octaves + 1, dtype=torch.float64, device=directions.device)
-    lengths = 2.0**exponents
-    rays = torch.stack([directions, -directions])
-    points = lengths[:, None, None, None] * rays
+    """How far the set goes along lines (m, k), by doubling: the geometric mean of both ways."""
+    lengths = 2.0 ** torch.arange(-60, 61, dtype=torch.float64, device=directions.device)
+    both = torch.stack([directions, -directions])
+    points = lengths[:, None, None, None] * both
     heights = landscape.height(points.flatten(0, 2)).view(points.shape[:3])
-    is_above = heights >= epsilon
+    above = heights >= epsilon
     if refuse:
-        landscape.refuse_lower(heights[is_above.int().cumsum(0) == 0], epsilon)
-    ends = lengths[is_above.int().argmax(0)].where(is_above.any(0), torch.inf)
+        landscape.refuse_lower(heights[above.int().cumsum(0) == 0], epsilon)
+    ends = lengths[above.int().argmax(0)].where(above.any(0), torch.inf)
     return ends.log2().mean(0).exp2()
 
 
-def _find_axes(landscape: Landscape) -> Tensor:
-    """Return eigenvectors of the Hessian as columns; the basis's axes where there is none."""
-    identity = torch.eye(landscape.dimension, dtype=torch.float64, device=landscape.basis.device)
+def _axes(landscape: Landscape) -> Tensor:
+    """Eigenvectors of the Hessian as columns; the parameters' own axes where there is none."""
+    own = torch.eye(landscape.dimension, dtype=torch.float64, device=landscape.basis.device)
     try:
         curvature = landscape.curvature()
     except (PullbackError, torch.OutOfMemoryError):
         raise
     except RuntimeError:  # an operation without second derivatives
-        return identity
+        return own
     if not bool(torch.isfinite(curvature).all()):
-        return identity
+        return own
     return torch.linalg.eigh((curvature + curvature.T) / 2)[1]

@@ -1,17 +1,21 @@
-r"""Polar factors, inverse square roots and eigenbases of stacked matrices, by products alone.
+r"""Polar factors, inverse square roots and eigenbases of stacked matrices.
 
 An `eigh` of a large matrix takes longer than many training steps on a GPU. What direction rules
-need costs less: polynomials of the matrix for a polar factor and an inverse root, and a small
-turn of the last eigenbasis for the next one. On a GPU products of float32 matrices are in half
-precision with float32 sums, split in two parts where that is not enough.
+need costs less there: polynomials of the matrix for a polar factor and an inverse root, and a small
+turn of the last eigenbasis for the next one. Products of float32 matrices are in half precision
+with float32 sums, split in two parts where that is not enough. On a CPU an `eigh` costs about as
+much as ten products, and roots and polar factors are exact by it.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import factor_matrix
+from .blocks import from_bases, to_bases
 
 #: Odd polynomials ax + bx³ + cx⁵ that bring [10⁻³, 1] to 1 ± 0.13, one after the other. Each is the
 #: best uniform approximation of 1 on the interval that the last one left, with 1 % of room above.
@@ -24,18 +28,35 @@ _POLAR = (
 )
 #: and the limit of them, which takes [0.7, 1.3] to 1 ± 0.09
 _LAST = (1.875, -1.25, 0.375)
-_NEAR = 1.6e4  # the largest condition for which a root needs no first polynomial
-_ANGLE = 0.7  # the largest rotation of one turn
-_NOISE = 8  # round-off of EᵀCE, in units of the largest entry's
-_APART = 0.3  # how far from 1 a root may be before its last step
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Bounds of the iterations."""
+
+    #: the largest condition for which a root needs no first polynomial
+    near: float = 1.6e4
+    #: the largest rotation of one turn, in radians: perturbation theory holds for small ones
+    angle: float = 0.7
+    #: round-off of EᵀCE, in units of the largest entry's
+    noise: float = 8.0
+    #: how far from 1 the diagonal may be before the last step of a root
+    apart: float = 0.3
+    #: singular values below this share of ‖X‖ do not become 1 in a polar factor
+    least_singular_value: float = 1e-3
+
+
+_THRESHOLDS = Thresholds()
 
 
 def polar(x: Tensor) -> Tensor:
     r"""Return approximate polar factors UVᵀ of X = USVᵀ, (B, m, n).
 
-    Singular values above 10⁻³‖X‖ become 1 ± 0.13, smaller ones less than that. On a GPU products
-    and the result are in bfloat16. A matrix of zeros stays one.
+    Singular values above 10⁻³‖X‖ become 1 (on a GPU 1 ± 0.13, with products and the result in
+    bfloat16), smaller ones less than that. A matrix of zeros stays one.
     """
+    if not x.is_cuda:
+        return _exact_polar(x)
     tall = x.shape[-2] > x.shape[-1]
     wide = torch.float32 if x.dtype == torch.float16 else x.dtype
     size = torch.linalg.matrix_norm(x, keepdim=True, dtype=wide)
@@ -49,6 +70,18 @@ def polar(x: Tensor) -> Tensor:
     return y
 
 
+def _exact_polar(x: Tensor) -> Tensor:
+    """Return (XXᵀ)^(-½) X, or X (XᵀX)^(-½) where that is smaller, by `eigh`."""
+    tall = x.shape[-2] > x.shape[-1]
+    tiny = torch.finfo(x.dtype).tiny ** 0.5
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
+    gram = x.mT @ x if tall else x @ x.mT
+    values, vectors = torch.linalg.eigh(gram)
+    roots = values.clamp(min=_THRESHOLDS.least_singular_value**2).rsqrt()
+    root = (vectors * roots[..., None, :]) @ vectors.mT
+    return x @ root if tall else root @ x
+
+
 def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
     r"""Return Z = (1 + C/c)^(-½) with c = λ tr(C)/n for symmetric C ≥ 0, and which converged, (G,).
 
@@ -57,7 +90,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         T = ZY,   P = a + bT + cT²,   Y ← YP,   Z ← PZ,
 
     from Y = A = (C + c)/‖C + c‖ and Z = 1, with the polynomials of `polar` in the square root. On a
-    GPU products keep 11 bits, or 22 of them if they are to be `fine`.
+    GPU products keep 11 bits, or 22 of them if they are to be `fine`; on a CPU it is an `eigh`.
     """
     tiny = torch.finfo(side.dtype).tiny
     mean = factor_matrix.diagonal(side).mean(-1).clamp(min=tiny)
@@ -65,6 +98,8 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     if factor_matrix.is_diagonal(side):
         out = (1 + side / damping).rsqrt()
         return out, torch.isfinite(out).all(-1)
+    if not side.is_cuda:
+        return _exact_inverse_root(side, damping)
     y = factor_matrix.add_identity(side, torch.full_like(mean, damping), overwrite=True)
     size = torch.linalg.matrix_norm(y, keepdim=True)
     y /= size
@@ -72,7 +107,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         y = y.half()
     product = _fine_product if fine else torch.bmm
     z = t = y
-    skip = side.shape[-1] <= _NEAR * damping  # a bound of the condition
+    skip = side.shape[-1] <= _THRESHOLDS.near * damping  # a bound of the condition
     steps = (*_POLAR[skip:], _LAST)
     for i, (a, b, c) in enumerate(steps):
         t = product(z, y) if i else y
@@ -80,8 +115,19 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
         p.diagonal(dim1=-2, dim2=-1).add_(a)
         y = product(y, p) if i + 1 < len(steps) else y
         z = product(p, z) if i else p
-    good = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _APART
+    good = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.apart
     return z * (damping / size).sqrt(), good
+
+
+def _exact_inverse_root(side: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Return (1 + C/λ)^(-½) by `eigh`, and which are finite."""
+    try:
+        values, vectors = torch.linalg.eigh(side)
+    except torch.linalg.LinAlgError:
+        return side, torch.zeros(len(side), dtype=torch.bool)
+    roots = (1 + values.clamp(min=0) / damping).rsqrt()
+    root = (vectors * roots[..., None, :]) @ vectors.mT
+    return root, torch.isfinite(root).flatten(1).all(1)
 
 
 def eigenbasis(side: Tensor) -> Tensor:
@@ -98,26 +144,39 @@ def eigenbasis(side: Tensor) -> Tensor:
 def turn_basis(side: Tensor, basis: Tensor) -> Tensor:
     r"""Return an orthonormal E' in which C, (G, n, n), is closer to diagonal than in E.
 
-    One step of first-order perturbation theory: E' is the orthonormalized E + EK with
+    One step of first-order perturbation theory: E' = EQ with Q close to 1 + K,
 
         K_ij = S_ij(s_j − s_i)/((s_j − s_i)² + 4S_ij² + ε²),   S = EᵀCE,  s = diag S,
 
     which is S_ij/(s_j − s_i) where eigenvalues are apart and bounded where they are not. ε is the
-    round-off of the largest: eigenvalues that are alike but for it do not turn.
+    round-off of the largest: eigenvalues that are alike but for it do not turn. On a CPU Q is the
+    Cayley transform of K; on a GPU E + EK is orthonormalized by products.
     """
     tiny = torch.finfo(side.dtype).tiny
     largest = factor_matrix.diagonal(side).amax(-1).clamp(min=tiny)
     s = _fine_product(basis.mT, _fine_product(side / largest[:, None, None], basis))
     values = factor_matrix.diagonal(s)
     gap = values[..., None, :] - values[..., None]
-    noise = _NOISE * torch.finfo(side.dtype).eps
+    noise = _THRESHOLDS.noise * torch.finfo(side.dtype).eps
     k = s * gap / (gap.square() + 4 * s.square() + noise**2)
     k = (k - k.mT) / 2
-    k *= (_ANGLE / _largest(k).clamp(min=_ANGLE))[:, None, None]
+    angle = _THRESHOLDS.angle
+    k *= (angle / _largest(k).clamp(min=angle))[:, None, None]
+    if not k.is_cuda:
+        return _cayley_turn(basis, k)
     new = basis + product(basis, k)
     for _ in range(2):  # X(3 − XᵀX)/2
         new = 1.5 * new - 0.5 * product(new, product(new.mT, new))
     return new
+
+
+def _cayley_turn(basis: Tensor, k: Tensor) -> Tensor:
+    """Return E (1 − K/2)⁻¹ (1 + K/2) for antisymmetric K, which is as orthonormal as E is."""
+    half = k / 2
+    half.diagonal(dim1=-2, dim2=-1).add_(1)  # 1 + K/2, the transpose of 1 − K/2
+    if not bool(torch.isfinite(half).all()):
+        return torch.full_like(basis, torch.nan)
+    return basis @ torch.linalg.solve(half.mT, half)
 
 
 def _largest(k: Tensor, steps: int = 6) -> Tensor:
@@ -147,3 +206,45 @@ def _fine_product(x: Tensor, y: Tensor) -> Tensor:
     out = torch.bmm(x0, y1, out_dtype=torch.float32)
     out += torch.bmm(x1, y0, out_dtype=torch.float32)
     return out.add_(torch.bmm(x0, y0, out_dtype=torch.float32))
+
+
+# --- products in half precision on a GPU ----------------------------------------------------------
+
+_NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
+
+
+def half_precision(like: Tensor) -> torch.dtype:
+    """Return the dtype in which sides of norm 1 are held: float16, as exact as TF32, on a GPU."""
+    return torch.float16 if like.is_cuda and like.dtype == torch.float32 else like.dtype
+
+
+def rotate(
+    x: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    *,
+    back: bool = False,
+    by: Tensor | None = None,
+) -> Tensor:
+    """Return UᵀXW, or back U X Wᵀ, times a number for each matrix, (B, 1, 1).
+
+    On a GPU products keep 11 bits of each entry.
+    """
+    dtype = half_precision(x)
+    left = None if left is None else left.to(dtype)
+    right = None if right is None else right.to(dtype)
+    y, scale = scaled_to_half(x, left, right)
+    y = from_bases(left, y, right) if back else to_bases(left, y, right)
+    y = y.to(x.dtype)
+    for factor in (scale, by):
+        y = y if factor is None else y * factor
+    return y
+
+
+def scaled_to_half(x: Tensor, *factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return X (B, m, n) in the dtype of these factors, and what it was divided by for float16."""
+    if all(factor is None or factor.dtype == x.dtype for factor in factors):
+        return x, None
+    scale = torch.linalg.matrix_norm(x, keepdim=True) / _NORM
+    scale = scale.clamp(min=torch.finfo(x.dtype).tiny)
+    return torch.div(x, scale, out=x.new_empty(x.shape, dtype=torch.float16)), scale

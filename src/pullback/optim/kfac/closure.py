@@ -30,8 +30,9 @@ from ..problem import StepProblem
 from .factors.damping import Damping
 from .options import Options
 from .report import KFACInfo
+from .stacks import Tensors
 from .statistics.capture import StatisticsCapture
-from .update import Share, Tensors, move
+from .update import Share, move
 
 
 class ControlledClosure(DistributedClosureProblem):
@@ -108,7 +109,7 @@ def problem_of(
 def _refuse_objective(objective: Any, closure: Any, options: Options, processes: Processes) -> None:
     """Raise for an objective that is none, or does not go with what else was given."""
     what = "An objective does not go with"
-    if options.rule.matrices:
+    if options.others is not None:
         what += f" {options.rule!r}"
         why = "the metric of its terms is read by the natural gradient alone"
         remedy = "Use rule='natural', or call backward() and step() without an objective"

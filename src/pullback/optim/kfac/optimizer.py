@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from itertools import chain
 from math import isfinite
 from random import Random
 from typing import Any
@@ -27,7 +26,13 @@ from ..._core.groups import (
     unwrap_distributed,
 )
 from ..._core.processes import Traffic
-from ..._core.shards import ModelParameters, get_local_piece, is_sharded, reshard, shard_like
+from ..._core.shards import (
+    ModelParameters,
+    get_local_piece,
+    is_sharded,
+    reshard,
+    shard_like,
+)
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
@@ -36,18 +41,23 @@ from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
 from ..closure import ClosureMemory, ClosureWarning
 from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
-from . import options, report, update
+from . import arguments, options, report, update
+from .assignment import Assignment
+from .checkpoint import incomplete, publish, restore, saved_by_name
+from .clip import KLClip, length_of, sum_lengths
 from .closure import best_combination, evaluate, problem_of, trial_move
-from .factors.block import BlockKey, FactorKey
+from .factors.block import BlockKey, BlockKind, FactorKey
 from .factors.damping import Damping
-from .factors.preconditioner import Preconditioner
+from .guard import Guard
 from .replicas import Replicas
-from .report import Coverage, Degenerate, KFACInfo
-from .rules import Natural, Rule
-from .state import BlockMeans, KFACState, incomplete, publish, restore, saved_by_name
+from .report import Coverage, CoverageFacts, Degenerate, KFACInfo, Notices
+from .rules import Rule, Statistics
+from .schedule import Schedule
+from .stacks import Tensors
+from .state import BlockMeans, KFACState
 from .statistics.capture import StatisticsCapture, averaged_parts
-from .statistics.plan import Forecast, follows, forecast, measured_names
-from .update import BUFFERS, Guard, Share, Tensors
+from .statistics.plan import Forecast, forecast
+from .update import BUFFERS, Share
 
 #: what belongs to hooks, or to the model's objects
 _UNSAVED = ("_capture", "_params", "_verdict", "_memory")
@@ -64,7 +74,7 @@ class KFAC(Optimizer):
     factor of the momentum, whitened by C (`rule="spectral"`). A transformer's output layer then
     follows AdamW too, and AdamW takes half the rate.
 
-    With a likelihood, a metric or a damping it is the natural gradient of the K-FAC metric,
+    With a likelihood or a damping it is the natural gradient of the K-FAC metric,
 
         w ← w − η F̂⁻¹∇L,    F̂ = ⊕_l R_l ⊗ C_l.
 
@@ -72,66 +82,39 @@ class KFAC(Optimizer):
     the model's own predictions are then sent down the same graph: R and C are those of the true
     Fisher, whatever the loss was.
 
-    Defaults depend on the rule; what has none ("–") is refused:
+    Options of a rule are arguments of the rule: `KFAC(model, rule=Natural(fisher="exact"))`. It has
+    defaults for what is not given here:
 
     | argument | `Eigenbasis` | `Spectral` | `Natural` |
     |---|---|---|---|
     | `lr` | 3e-3 | 6e-3 | 0.1 |
-    | `fisher` | "empirical" | – | "mc" |
-    | `damping` | – | 0.2 | 1e-3 |
-    | `momentum`, `kl_clip` | – | – | 0.9, 1e-3 |
-    | `ekfac`, `step` | – | – | off |
-    | `ema` | 0.95 | 0.8 | 0.95 |
     | `statistics_every`, `invert_every` | 10, 10 | 10, 20 | 10, 100 |
 
     Args:
         model: the module that is called in the loop.
         lr: η; schedulers may change it.
-        rule: "eigenbasis", "spectral", "natural", or a `Rule`. By default "natural" where
-            `likelihood`, `metric`, `fisher`, `damping`, `momentum`, `kl_clip`, `ekfac` or `step` is
-            given, else "spectral" for transformers and normalized networks, and "eigenbasis"
-            for others.
-        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
-            the loss itself, such as `nn.CrossEntropyLoss()` (`likelihoods.from_loss`).
-        metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
-            samples of one forward call by the model's first tensor.
-        fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
-            "empirical" the loss's own gradient.
-        damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`; for `Spectral` a
-            part of C's mean diagonal.
-        momentum: of the natural direction; other rules have their own.
-        betas: of Adam: in eigenbases, and for parameters that follow AdamW (embeddings, gains,
-            biases, and param groups with `"rule": "adam"`).
-        weight_decay: decoupled, w ← (1 − η·weight_decay)w.
-        kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm that is taken, momentum included, and F̂
-            as it is averaged now. It takes as many products as to apply the inverses. "auto" is
-            1e-3, or none where a closure controls the step; None switches it off.
-        ema: the weight of the past in the averages.
-        statistics_every, invert_every: steps between statistics and between inversions. Until the
-            first `invert_every` steps are done, inverses are also renewed at the first, second,
-            fourth, ... statistics.
+        rule: a `Rule`, or its name with the default options: "eigenbasis", "spectral", "natural".
+            By default "natural" where `likelihood`, `damping` or `step` is given, else "spectral"
+            for transformers and normalized networks, and "eigenbasis" for others.
+        likelihood: short for `rule=Natural(likelihood)`.
+        damping: short for `rule=Natural(damping=...)`, or with "spectral" for that rule's.
         params: parameters or param groups, by default all of the model's. Groups may have their own
             `lr`, `weight_decay`, `momentum` or `betas`. Those with `"rule": "adam"` follow AdamW at
             the group's rate.
-        sharing: "expand" or "reduce", how places that share a weight enter (see `moments`).
-        joint: whether weight and bias share a block.
-        ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
-            linear and convolution layers used once. λ is added to them.
-        max_factor: the longest side held as a matrix; longer ones are diagonals.
-        draws: targets per sample for fisher="mc".
-        reduction: "mean" or "sum" over samples, of the loss and hence of F̂; by default that of the
-            loss given as `likelihood`, else "mean".
-        output: which tensor of a structured output the metric sees.
-        batch_dim: the output's axis of samples.
-        grad_scaler: with fisher="empirical", the scaler of the loss.
+        weight_decay: decoupled, w ← (1 − η·weight_decay)w.
+        statistics_every, invert_every: steps between statistics, and between refreshes of what a
+            rule makes of them: inverses, roots or bases. Until the first `invert_every` steps are
+            done, these are also refreshed at the first, second, fourth, ... statistics. `Natural`
+            does both at each of its first ten steps.
         step: `QuadraticModel()` finds learning rate and momentum from the exact quadratic model
             (`lr` multiplies them); needs `step(closure)`.
-        seed: of the draws, which follow from it and the number of the step.
+        output: which tensor of a structured output the metric sees.
+        grad_scaler: with fisher="empirical", the scaler of the loss.
         group: the processes that train together, by default those of the model's wrapper. Where a
             model is not wrapped, its gradients are averaged over them in `step`.
-        workers: how many of the processes hold an inverse, a divisor of their number; by default
-            all, and one where `fully_shard` has cut the model. With fewer, directions are sent
-            instead.
+        workers: how many of the processes hold a block's state, a divisor of their number; by
+            default all, and one where `fully_shard` has cut the model. With fewer, directions are
+            sent instead.
     """
 
     def __init__(
@@ -141,87 +124,74 @@ class KFAC(Optimizer):
         *,
         rule: Rule | str | None = None,
         likelihood: Likelihood | Callable[..., Tensor] | None = None,
-        metric: Metric | Callable[[Tensor], Tensor] | None = None,
-        fisher: str | None = None,
         damping: float | Damping | None = None,
-        momentum: float | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
+        params: Iterable[Any] | None = None,
         weight_decay: float = 0.0,
-        kl_clip: float | str | None = "auto",
-        ema: float | None = None,
         statistics_every: int | None = None,
         invert_every: int | None = None,
-        params: Iterable[Any] | None = None,
-        sharing: str = "expand",
-        joint: bool = True,
-        ekfac: bool = False,
-        max_factor: int = 8192,
-        draws: int = 1,
-        reduction: str | None = None,
-        output: Selector = None,
-        batch_dim: int = 0,
-        grad_scaler: Any = None,
         step: QuadraticModel | None = None,
-        seed: int = 0,
+        output: Selector = None,
+        grad_scaler: Any = None,
         group: ProcessGroup | None = None,
         workers: int | None = None,
     ) -> None:
         refuse_model(model, "KFAC")
-        processes, wrapped = find_processes(model, group, "KFAC"), find_group(model) is not None
+        processes = find_processes(model, group, "KFAC")
+        is_wrapped = find_group(model) is not None
         self.model = model = unwrap_distributed(model)
-        options.check(params=params)
-        own = self._options = options.resolve(
-            model, likelihood, metric, lr=lr, rule=rule, fisher=fisher, damping=damping,
-            momentum=momentum, betas=betas, weight_decay=weight_decay, kl_clip=kl_clip, ema=ema,
-            statistics_every=statistics_every, invert_every=invert_every, sharing=sharing,
-            joint=joint, ekfac=ekfac, max_factor=max_factor, draws=draws, reduction=reduction,
-            output=output, batch_dim=batch_dim, grad_scaler=grad_scaler, step=step, seed=seed,
+        arguments.check(params=params)
+        self._options = options.resolve(
+            model, rule=rule, likelihood=likelihood, damping=damping, lr=lr,
+            weight_decay=weight_decay, statistics_every=statistics_every,
+            invert_every=invert_every, output=output, grad_scaler=grad_scaler, step=step,
         )  # fmt: skip
-        self._rule, self.metric, self.damping = own.rule, own.metric, own.damping
-        self.kl_clip, self.ema, self.ekfac, self.seed = own.kl_clip, own.ema, ekfac, seed
-        self.statistics_every, self.invert_every = own.statistics_every, own.invert_every
-        self.reduction, self.grad_scaler, self.quadratic = own.reduction, grad_scaler, step
-        # a framework that wraps the model later may let one process save alone: no shares then
-        lazy = group is None and not (ekfac or own.damping.referenced or own.controlled)
-        shards, read = any(map(is_sharded, model.parameters())), own.kl_clip is not None
-        if shards and workers is None and not ekfac:
+        is_sharded_model = any(map(is_sharded, model.parameters()))
+        if is_sharded_model and workers is None and not self._options.ekfac:
             workers = 1
         self._replicas = Replicas(
-            processes, workers, wrapped=wrapped, lazy=lazy, read=read, owned=shards
+            processes, workers, is_wrapped=is_wrapped, is_owned=is_sharded_model
         )
-        self._closed, self._warned_plain = False, False
-        self._warned: set[str] = set()
-        self._info, self._skipped = KFACInfo(), False
-        self._growth: list[Any] = []  # the first loss of a closure, and steps far above it
-        schedule = {"step": 0, "taken": 0, "damping": self.damping.value, "retry": 0}
-        self._held = self._empty_state(schedule)
-        given = list(unwrap_model(model).parameters() if params is None else params)
-        options.refuse_unready(model, given)
+        self._closed = False
+        self._notices = Notices()
+        self._info = KFACInfo()
+        self._clip = self._make_clip()
+        self._curvature = self._empty_state()
+        chosen = list(unwrap_model(model).parameters() if params is None else params)
+        options.refuse_unready(model, chosen)
         self._register()
-        several, teams = not processes.is_single, self._replicas.placement.has_several_teams
-        options.refuse_spread(own, several=several, teams=teams, shards=shards)
-        super().__init__(given, own.defaults)
-        self._replicas.meet(self._params, own.common, self.param_groups, schedule)
+        options.refuse_spread(
+            self._options, several=not processes.is_single,
+            teams=self._replicas.placement.has_several_teams,
+            shards=is_sharded_model,
+        )  # fmt: skip
+        super().__init__(chosen, self._options.group_defaults)
+        self._replicas.meet(
+            self._params, self._options.common, self.param_groups, self._schedule.numbers
+        )
 
-    def _empty_state(self, schedule: dict[str, Any]) -> KFACState:
-        # on a CPU it is cheaper to solve with factors that serve one step than to invert them
-        cpu = all(p.device.type == "cpu" for p in unwrap_model(self.model).parameters())
-        once, exact = cpu and self._options.once, self.damping.exact or self.ekfac
-        needs = "eigenbasis" if exact else "factors" if once else "inverse"
-        rule = Natural(needs) if isinstance(self._rule, Natural) else self._rule
-        own = Preconditioner(rule, self.damping, ekfac=self.ekfac)
-        return KFACState(own, self._replicas, schedule)
+    def _make_clip(self) -> KLClip | None:
+        if self._options.kl_clip is None:
+            return None
+        return KLClip(self._options.kl_clip, is_exact=self._options.controlled)
+
+    def _empty_state(self) -> KFACState:
+        """Return the state of an optimizer that has done nothing."""
+        own = self._options
+        schedule = Schedule(own.statistics_every, own.invert_every, own.rule.warmup)
+        schedule.numbers["damping"] = 0.0 if own.rule.damping is None else own.rule.damping.value
+        return KFACState(Assignment(own.rule, own.others), self._replicas, schedule)
 
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
         processes = self._replicas.processes
         self._params = ModelParameters(self.model, processes)
         rank = f" {processes.rank}" if processes.rank else ""
-        seed, schedule = self.seed, self._held.schedule  # not the optimizer, which holds the hooks
+        seed = self._options.rule.estimation.seed
+        numbers = self._schedule.numbers  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
             self.model,
             self._options,
-            lambda: Random(f"{seed} {schedule['step']}{rank}").getrandbits(32),
+            lambda: Random(f"{seed} {numbers['step']}{rank}").getrandbits(32),
             several=not processes.is_single,
             whole=self._params.leaves if self._params.shards else None,
         )
@@ -235,6 +205,61 @@ class KFAC(Optimizer):
     def _launch(self) -> None:
         """Begin to sum statistics over processes, while the backward pass goes on."""
         self._replicas.launch(self._capture.pool, self._params)
+
+    # --- options --------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of parameters that have a block."""
+        return self._options.rule
+
+    @property
+    def metric(self) -> Metric:
+        """The metric on outputs."""
+        return self._options.metric
+
+    @property
+    def damping(self) -> Damping | None:
+        """What is added to averages before they are inverted, if anything is."""
+        return self._options.rule.damping
+
+    @property
+    def kl_clip(self) -> float | None:
+        """δ of the KL clip, or None."""
+        return self._options.kl_clip
+
+    @property
+    def reduction(self) -> str:
+        """Of the loss, "mean" or "sum"."""
+        return self._options.reduction
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The scaler of the loss, if it was given."""
+        return self._options.grad_scaler
+
+    @property
+    def statistics_every(self) -> int:
+        """Steps between statistics."""
+        return self._options.statistics_every
+
+    @property
+    def invert_every(self) -> int:
+        """Steps between refreshes."""
+        return self._options.invert_every
+
+    @property
+    def is_controlled(self) -> bool:
+        """Whether steps look at the loss again, and need a closure."""
+        return self._options.controlled
+
+    @property
+    def _schedule(self) -> Schedule:
+        return self._curvature.schedule
+
+    @property
+    def _assignment(self) -> Assignment:
+        return self._curvature.assignment
 
     # --- a torch optimizer's duties -------------------------------------------------------------
 
@@ -251,49 +276,77 @@ class KFAC(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
-        held = {id(p) for group in self.param_groups for p in group["params"]}
-        group = own_group(param_group, self._params.names, held, sharded=True)
-        options.check_group(group, self.defaults)
+        present = {id(p) for group in self.param_groups for p in group["params"]}
+        group = own_group(param_group, self._params.names, present, sharded=True)
+        arguments.check_group(group, self.defaults)
         super().add_param_group(group)
-        self._choose()
-        self._held.reserve_expected(self._forecast(frozen=False))
-        self._publish()  # first, so that parameters stand in their order
+        self._assign()
+        self._curvature.reserve_expected(self._forecast(frozen=False))
         self._make_buffers()
+        self._publish()
 
     @property
     def _chosen(self) -> dict[str, Any]:
         """The groups' parameters, by name; for the metric the others are constants."""
         return self._params.in_groups(self.param_groups)
 
-    def _choose(self) -> None:
+    @property
+    def _group_numbers(self) -> dict[str, int]:
+        """Which param group each parameter is in."""
+        numbers: dict[str, int] = {}
+        for number, group in enumerate(self.param_groups):
+            numbers |= dict.fromkeys(self._params.in_groups([group]), number)
+        return numbers
+
+    def _assign(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
-        own = self._params.in_groups(group for group in self.param_groups if not group.get("rule"))
-        given = [n for n, p in own.items() if p.numel()]
-        self._measured = measured_names(self.model, self._params.by_name, given, self._options)
-        self._capture.choose(self._measured)
+        apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
+        self._assignment.assign(
+            self.model, self._params.by_name, self._chosen, apart, self._options
+        )
+        self._capture.choose(self._assignment.measured)
+        for key in list(self._curvature.states.blocks):
+            if key.names[0] in self._assignment.measured and key not in self._curvature.averages:
+                self._curvature.states.drop(key)
 
     def _forecast(self, *, frozen: bool = True) -> Forecast:
         """The blocks that are expected, with or without parameters that are frozen now."""
         if self._params.shards:
             reshard(unwrap_model(self.model))
-        given = {*self._measured}
-        every = self._params.by_name.items()
-        some = {n: p for n, p in every if n in given and (frozen or p.requires_grad)}
-        return forecast(self.model, some, self._options)
+        measured = {*self._assignment.measured}
+        expected: dict[str, Tensor] = {}
+        for name, p in self._params.by_name.items():
+            if name in measured and (frozen or p.requires_grad):
+                expected[name] = p
+        return forecast(self.model, expected, self._options)
 
     def _publish(self) -> None:
-        publish(self._held, self.state, self._chosen)
+        publish(self._curvature, self.state, self._chosen)
 
     def _make_buffers(self) -> None:
-        """Make Adam's two moments, or momentum where a group or the quadratic model has one."""
-        adam = self._chosen.keys() - {*self._measured} if self._rule.matrices else ()
+        """Make what trained parameters need: entries' states, and momentum where there is any."""
+        curvature = self._curvature
+        elementwise = {*self._assignment.elementwise}
+        present = {key.names[0] for key in curvature.states.blocks}
         for group in self.param_groups:
-            for p in group["params"]:
-                if self._params.names[id(p)] in adam:
-                    update.buffer_of(self.state, p, "first")
-                    update.buffer_of(self.state, p, "second")
-                elif group.get("momentum") or self.quadratic is not None:
+            has_momentum = group.get("momentum") or self._options.step is not None
+            for p in [p for p in group["params"] if p.requires_grad]:
+                name = self._params.names[id(p)]
+                if name in elementwise and self._assignment.others is not None:
+                    if name not in present:
+                        curvature.allocate_entries(name, p)
+                elif has_momentum:
                     update.buffer_of(self.state, p)
+                    if self._clip is not None:
+                        length_of(p, self.state)
+
+    @property
+    def _like(self) -> dict[str, Tensor]:
+        """What shows the shapes of directions: whole parameters, or pieces of single entries."""
+        like: dict[str, Tensor] = dict(self._params.templates)
+        for name in self._params.shards.keys() & self._curvature.entry_names:
+            like[name] = get_local_piece(self._params.by_name[name])
+        return like
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -315,18 +368,18 @@ class KFAC(Optimizer):
             self._resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Param groups, and under each parameter momentum, averages, inverses and schedule.
+        """Param groups, and under each parameter momentum, averages, states and schedule.
 
-        Where processes hold parts of it (`workers` fewer than all, or statistics since the last
-        inversion), all of them call this together. Where `fully_shard` has cut the model, averages
-        and inverses are `DTensor`s too.
+        Where processes hold parts of it (`workers` fewer than all), all of them call this together.
+        Where `fully_shard` has cut the model, averages and states are `DTensor`s too.
         """
-        held, replicas = self.blocks, self._replicas
+        curvature = self.blocks
+        replicas = self._replicas
         try:
-            replicas.collect(held.preconditioner, held.blocks)
-            publish(held, self.state, self._chosen, replicas.piece)
+            replicas.collect(curvature.states)
+            publish(curvature, self.state, self._chosen, replicas.piece)
         except RuntimeError as error:
-            if replicas.alone:
+            if replicas.is_single:
                 raise
             raise PullbackError(
                 "state_dict() did not hear from all processes",
@@ -337,44 +390,45 @@ class KFAC(Optimizer):
             out = super().state_dict()
             return {**out, "state": {number: dict(own) for number, own in out["state"].items()}}
         finally:
-            replicas.release(held.preconditioner, held.averages)
+            replicas.release(curvature.states, curvature.averages)
             self._publish()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Resume to the same bits; a state that cannot be used changes nothing."""
-        groups, params = self.param_groups, self._params.by_name
-        names = [[*self._params.in_groups([group])] for group in groups]
-        wanted = [part for part in self.state[groups[0]["params"][0]] if part not in BUFFERS]
-        saved = saved_by_name(state_dict, names, wanted)
+        params = self._params.by_name
+        names = [[*self._params.in_groups([group])] for group in self.param_groups]
+        saved = saved_by_name(state_dict, names, ("schedule", "table", "state"))
         for name, own in saved.items():
-            parts = [part for part in BUFFERS if part in own]
-            if any(own[part].shape != params[name].shape for part in parts):
+            if "momentum" in own and own["momentum"].shape != params[name].shape:
                 raise incomplete(f"the moments of {name!r} have another shape")
-        fresh = self._empty_state(dict(self._held.schedule))
-        restore(fresh, saved, params, self._forecast())
+        fresh = self._empty_state()
+        fresh.assignment = self._assignment
+        restore(fresh, saved, self._chosen)
         self._read_verdict()
         super().load_state_dict({**state_dict, "state": {}})
-        fresh.inherit(self._held, saved)
-        self._held = fresh
+        fresh.inherit(self._curvature, saved)
+        self._curvature = fresh
         for name, own in saved.items():
             p = params[name]
-            for part in [part for part in BUFFERS if part in own]:
-                self.state[p][part] = shard_like(own[part], p)
+            if "momentum" in own:
+                self.state[p]["momentum"] = shard_like(own["momentum"], p)
+            if "length" in own:
+                self.state[p]["length"] = own["length"].detach().to(p.device, copy=True)
         self._make_buffers()
         self._publish()
         self._resume()
 
     def _resume(self) -> None:
-        self._choose()
-        partners = {n: key.names for key in self._held.learned for n in key.names}
-        if self._held.schedule["taken"]:  # others were not used yet
+        self._assign()
+        partners = {n: key.names for key in self._curvature.learned for n in key.names}
+        if self._schedule.taken:  # others were not used yet
             params = self._params.by_name
-            unused = {n for n in self._measured if params[n].requires_grad} - partners.keys()
-            partners |= {n: (n,) for n in unused}
+            trained = {n for n in self._assignment.measured if params[n].requires_grad}
+            partners |= {n: (n,) for n in trained - partners.keys()}
         self._capture.structure.partners = partners
-        self._capture.structure.bases = self._held.bases
+        self._capture.structure.bases = self._curvature.bases
         self._capture.reset()
-        self._capture.watch.wants_compiled_calls = self._due()
+        self._capture.watch.wants_compiled_calls = self._is_statistics_step
         if self._closed:
             self.close()
 
@@ -402,32 +456,315 @@ class KFAC(Optimizer):
             changed nothing at all.
         """
         refuse_inference("what is made there cannot be updated later")
-        options.check_rates(self.param_groups)
+        arguments.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
             refuse_unknown_group("KFAC", "it was built before they met")
-        told, wanted = self._capture.watch.wants_compiled_calls, self._capture.wanted
+        was_announced = self._capture.watch.wants_compiled_calls
+        was_wanted = self._capture.wanted
         self._read_verdict()
-        given = self._capture, self._params, self.param_groups, self._replicas.processes
-        problem = problem_of(closure, objective, self._options, *given, self._memory)
+        problem = problem_of(
+            closure, objective, self._options, self._capture, self._params, self.param_groups,
+            self._replicas.processes, self._memory,
+        )  # fmt: skip
         # the forward pass was not told that statistics are due, where the last step was rejected
-        owing = closure is None and objective is None and not told and self._due()
+        is_plain = closure is None and objective is None
+        self._is_late = is_plain and not was_announced and self._is_statistics_step
         if not self._options.controlled:
-            return self._take(problem, closure, owing, wanted)
-        learning = wanted or self._due() or self._capture.pool.calls or self._held.schedule["retry"]
-        with self._transaction(problem, learning=bool(learning)):
-            return self._take(problem, closure, owing, wanted)
+            return self._take_step(problem, closure, was_wanted)
+        may_learn = was_wanted or self._is_statistics_step or self._capture.pool.calls
+        may_learn = bool(may_learn) or self._schedule.asks_again
+        with self._transaction(problem, may_learn=may_learn):
+            return self._take_step(problem, closure, was_wanted)
+
+    def _take_step(self, problem: StepProblem | None, closure: Any, was_wanted: bool) -> Any:
+        """Gradients → statistics → averages → states → directions → update."""
+        loss = evaluate(problem, closure)
+        gradients = self._collect_gradients()
+        if self._is_idle(gradients):
+            self._capture.clear()
+            return loss
+        if problem is not None and not isfinite(problem.loss):
+            return self._reject(f"the loss is {problem.loss}", loss)
+        self._notices.watch_growth(loss)
+        means = self._collect_statistics(problem, gradients, was_wanted)
+        guard = Guard(self._can_defer(means, gradients))
+        if not self._check_gradients(gradients, means, guard):
+            return self._reject(_NOT_FINITE, loss)
+        learning = Learning(means, Guard(guard.is_deferred, guard.is_good))
+        if not guard.is_deferred or not self._replicas.is_single:
+            self._learn(learning, gradients)
+        self._refresh(learning.taken, gradients)
+        directions, stacked = self._curvature.directions(
+            gradients, self.param_groups, self._group_numbers, guard.is_void
+        )
+        if not self.rule.squares_gradients and not guard.holds(are_finite(stacked)):
+            return self._reject("a direction is not finite", loss)
+        learning.guard = Guard(guard.is_deferred, guard.is_good)
+        self._learn(learning, gradients)  # no inverse waited for these statistics
+        self._info = self._move(directions, problem, gradients, guard.is_void)
+        self._finish(learning, guard)
+        return loss
+
+    def _collect_gradients(self) -> dict[str, Tensor]:
+        """Return all gradients by name: whole ones, or pieces of parameters treated by entries."""
+        params = self._params
+        self._replicas.average_gradients(params, self.param_groups, self._capture.wrapped)
+        gradients = dense_gradients(self.param_groups, params.names, params.shapes)
+        if not params.shards:
+            return gradients
+        entries = self._curvature.entry_names
+        pieces = {n: get_local_piece(g) for n, g in gradients.items() if n in entries}
+        whole = params.gather_whole(
+            {n: g for n, g in gradients.items() if n not in pieces}, "gradients"
+        )
+        return {n: pieces[n] if n in pieces else whole[n] for n in gradients}
+
+    def _is_idle(self, gradients: Tensors) -> bool:
+        """Return whether a step without a gradient and a rate asks for nothing."""
+        if any(group["lr"] != 0 for group in self.param_groups):
+            return False
+        return not any(bool(g.any()) for g in gradients.values())
+
+    # --- statistics -----------------------------------------------------------------------------
+
+    @property
+    def _is_statistics_step(self) -> bool:
+        """Whether the step that comes takes statistics."""
+        return not self._closed and self._schedule.is_statistics_step and self._measures
+
+    @property
+    def _measures(self) -> bool:
+        """Whether there is anything to measure: not where no matrix follows the rule."""
+        if self.rule.reads is Statistics.NONE:
+            return False
+        params = self._params.by_name
+        if self._assignment.takes_all:
+            return True
+        return any(params[n].requires_grad for n in self._assignment.measured)
+
+    def _collect_statistics(
+        self, problem: StepProblem | None, gradients: Tensors, was_wanted: bool
+    ) -> BlockMeans:
+        """Return the means of what was seen since the last step, or of an objective's terms."""
+        self._skipped = False
+        capture = self._capture
+        if (was_wanted or capture.pool.calls) and not self._is_late:
+            pieces = self._params.shards.keys() & self._curvature.entry_names
+            whole = {n: g for n, g in gradients.items() if n not in pieces}
+            self._replicas.sum_statistics(
+                capture, self._params, self.param_groups, whole, self._schedule.numbers
+            )
+        if isinstance(problem, ObjectiveProblem):
+            return self._measure_objective(problem)
+        if not self._measures:
+            self._warn_plain()
+        if not capture.pool.calls:
+            self._refuse_missing_statistics()
+            return {}
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        # gradients are averaged over processes, and cotangents not yet
+        means = capture.take(scale * self._replicas.processes.size)
+        self._skipped = means is None
+        if means is None:
+            return {}
+        if not self._schedule.taken:
+            self._warn_plain()
+        return {key: own for key, own in means.items() if self._assignment.takes(key, own)}
+
+    def _measure_objective(self, problem: ObjectiveProblem) -> BlockMeans:
+        """Return the means of an objective's terms, where statistics are due."""
+        if not self._is_statistics_step:
+            return {}
+        parts, _ = problem.row_blocks(self.metric, None)
+        generator = self._capture.generator(parts[0].linearization.value.device)
+        return averaged_parts(parts, self._options, generator)
+
+    def _refuse_missing_statistics(self) -> None:
+        """Raise where statistics were due and no forward pass gave any."""
+        if self._is_statistics_step and not self._is_late:
+            raise PullbackError(
+                "A statistics step saw no layer",
+                self._capture.pool.missed,
+                "Call the module given to KFAC, in training mode, and backpropagate from its "
+                "output before step()",
+            )
+
+    def _can_defer(self, means: BlockMeans, gradients: Tensors) -> bool:
+        """Return whether the step's outcome is of no consequence for what the host does next.
+
+        The host then does not wait for the device: a flag there guards every change, and
+        `_read_verdict` reads it later.
+        """
+        first = next(iter(gradients.values()))
+        if not first.is_cuda or self._options.controlled or self._schedule.asks_again:
+            return False
+        if any(g.device != first.device for g in gradients.values()):
+            return False
+        is_refreshed = self._schedule.is_refresh_step(self._schedule.taken + 1)
+        if means and (self._options.ekfac or is_refreshed):
+            return False
+        return self._curvature.can_defer(means)
+
+    def _check_gradients(self, gradients: Tensors, means: BlockMeans, guard: Guard) -> bool:
+        """Return whether all gradients are finite; of a deferred step directions may tell."""
+        squares = self.rule.squares_gradients
+        is_needed = squares or not guard.is_deferred or (means and not self._replicas.is_single)
+        if not is_needed:
+            return True
+        return guard.holds(are_finite(list(gradients.values()), squares=squares))
+
+    def _learn(self, learning: Learning, gradients: Tensors) -> None:
+        """Take statistics up into the averages, once."""
+        if not learning.means:
+            return
+        means = learning.means
+        learning.means = {}  # its memory serves the refresh
+        learning.taken = self._curvature.learn(means, learning.guard)
+        if not learning.taken:
+            self._skipped = True
+        elif not learning.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
+            known = self._curvature.entry_names | self._capture.structure.plain.keys()
+            self._notices.warn_unmeasured(self._curvature, gradients, known)
+
+    def _refresh(self, taken: bool, gradients: Tensors) -> None:
+        """Refresh states when it is time, and bring them into stacks."""
+        curvature = self._curvature
+        is_refreshed = curvature.refresh(taken)
+        if self._clip is not None and (is_refreshed or (taken and self._options.ekfac)):
+            self._clip.is_stale = True
+        params = self._params.by_name
+        self._thaw(gradients)
+        curvature.follow_entries(params)
+        if curvature.stack(params, self._like, self._group_numbers):  # states are other tensors
+            self._publish()
+            self._capture.structure.bases = curvature.bases
+
+    def _thaw(self, gradients: Tensors) -> None:
+        """Give entries' states to parameters that follow the rule for others from now on.
+
+        They were frozen, or statistics have shown that they are no matrices. A parameter that has
+        turned out to be one gives its entries' state up.
+        """
+        if self._assignment.others is None:
+            return
+        curvature = self._curvature
+        measured = {n for key in curvature.learned for n in key.names}
+        entries = curvature.entry_names
+        for name in entries & measured:
+            curvature.states.drop(BlockKey(BlockKind.ENTRIES, (name,)))
+        others = {*self._assignment.elementwise} | self._capture.structure.partners.keys()
+        if not self._measures:
+            others |= self._chosen.keys()
+        for name in gradients.keys() & (others - measured - entries):
+            if self._params.by_name[name].numel():
+                curvature.allocate_entries(name, self._params.by_name[name])
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _move(
+        self,
+        directions: Tensors,
+        problem: Any,
+        gradients: Tensors,
+        is_void: Tensor | None,
+    ) -> KFACInfo:
+        """Clip, scale and move; where the step is controlled, look at the loss."""
+        numbers = self._schedule.numbers
+        damping = self.damping
+        shares = update.shares_of(
+            self.param_groups, self.state, self._params, directions, self._curvature,
+            keeps_moves=self._options.step is not None,
+        )  # fmt: skip
+        factors: tuple[float | None, float | None] = (None, None)
+        if self._options.step is not None:
+            factors = self._combine(shares, problem, gradients)
+        if self._clip is not None:
+            self._clip.apply(shares, gradients, self._curvature, self._params, self.state, is_void)
+        info = KFACInfo(damping=numbers["damping"])
+        if damping is not None and damping.controlled:
+            value = numbers["damping"]
+            info = trial_move(shares, problem, self.metric, damping, value, gradients)
+            numbers["damping"] = info.damping
+            numbers["retry"] = int(not info.accepted)
+        else:
+            update.move(shares, is_void)
+        return replace(info, step_size=factors[0], momentum=factors[1])
+
+    def _combine(
+        self, shares: list[Share], problem: Any, gradients: Tensors
+    ) -> tuple[float, float | None]:
+        """Replace directions by the best move in the plane of direction and last move."""
+        assert self.damping is not None
+        assert self._options.step is not None
+        # a multiple of references is no multiple of the identity
+        shift = 0.0 if self.damping.referenced else self._schedule.damping
+        return best_combination(shares, problem, self.metric, self._options.step, gradients, shift)
+
+    def squared_length(self, move: Tensors) -> Tensor:
+        """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
+
+        All processes call it; each adds what its averages give.
+        """
+        whole = self._params.gather_whole(move, "moves")
+        return sum_lengths(self._curvature.lengths(whole, self._params.templates, damped=False))
+
+    def _finish(self, learning: Learning, guard: Guard) -> None:
+        """Count the step and report it; what was seen belonged to the old parameters."""
+        self._schedule.numbers["step"] += 1
+        self._capture.reset()
+        is_owed = self._is_late and not learning.taken
+        self._capture.watch.wants_compiled_calls = (
+            self._is_statistics_step or is_owed or self._capture.lacking
+        )
+        notes = report.notes_of(self._curvature, self._skipped)
+        self._info = replace(self._info, taken=learning.taken, notes=notes)
+        if guard.is_good is not None:
+            is_learned = learning.guard.is_good if learning.taken else guard.is_good
+            flags: Any = (guard.is_good, is_learned)
+            self._verdict = DeferredFlags(torch.stack(flags), learning.taken)
+
+    def _reject(self, reason: str, loss: Any) -> Any:
+        self._capture.reset()
+        self._info = KFACInfo(False, reason, self._schedule.damping)
+        return loss
+
+    def _read_verdict(self) -> None:
+        """Read the last step's flags: take back what was counted if it moved or learned nothing."""
+        verdict = self._verdict
+        self._verdict = None
+        if verdict is None:
+            return
+        has_moved, has_learned = verdict.flags()
+        numbers = self._schedule.numbers
+        if verdict.learning and not has_learned:
+            numbers["taken"] -= 1
+            self._skipped = has_moved
+            notes = report.notes_of(self._curvature, has_moved)
+            self._info = replace(self._info, taken=False, notes=notes)
+        if not has_moved:
+            numbers["step"] -= 1
+            self._capture.watch.wants_compiled_calls = (
+                self._is_statistics_step or self._capture.lacking
+            )
+            if (
+                not self._capture.watch.wants_compiled_calls
+            ):  # what was gathered meanwhile is not due after all
+                self._capture.clear()
+            self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
 
     @contextmanager
-    def _transaction(self, problem: StepProblem | None, *, learning: bool) -> Iterator[None]:
+    def _transaction(self, problem: StepProblem | None, *, may_learn: bool) -> Iterator[None]:
         """After an exception, put back everything that a step may change.
 
-        A step that is not `learning` renews neither statistics nor inverses.
+        A step that may not learn renews neither statistics nor states.
         """
-        own, schedule = self._held.preconditioner, dict(self._held.schedule)
-        shared = {id(x): x for x in (self._replicas, own.rule, own.damping)}
-        before = deepcopy(self._held, shared) if learning else None
+        curvature = self._curvature
+        numbers = dict(self._schedule.numbers)
+        others = self._assignment.others
+        shared = {id(x): x for x in (self._replicas, self.rule, others, self.damping)}
+        before = deepcopy(curvature, shared) if may_learn else None
         params = list(self._chosen.values())
-        buffers = [update.buffer_of(self.state, p) for p in params if "momentum" in self.state[p]]
+        buffers = [self.state[p][n] for p in params for n in BUFFERS if n in self.state[p]]
         copies = [(t, t.clone()) for t in (*params, *buffers)]
         try:
             yield
@@ -436,226 +773,32 @@ class KFAC(Optimizer):
                 problem.rollback()
             for t, copy in copies:
                 t.copy_(copy)
-            self._held.schedule.update(schedule)
+            self._schedule.numbers.update(numbers)
             if before is not None:
-                before.inherit(self._held, self._params.by_name)
-                self._held = before
+                before.inherit(curvature, self._params.by_name)
+                self._curvature = before
             self._publish()
-            self._capture.structure.bases = self._held.bases
+            self._capture.structure.bases = self._curvature.bases
             self._capture.reset()
             raise
-
-    def _take(self, problem: StepProblem | None, closure: Any, owing: bool, wanted: bool) -> Any:
-        """Statistics → averages → inverses → directions → update, as far as each is due.
-
-        Where nothing that the host does next depends on the device, the host does not wait for it:
-        a flag there guards every change, and `_read_verdict` reads it later.
-        """
-        loss, capture, groups = evaluate(problem, closure), self._capture, self.param_groups
-        held, params, rule = self._held, self._params, self._rule
-        self._replicas.average_gradients(params, groups, capture.wrapped)
-        gradients = dense_gradients(groups, params.names, params.shapes)
-        gradients = params.gather_whole(gradients, "gradients")
-        if self._idle(gradients):
-            capture.clear()
-            return loss
-        if problem is not None and not isfinite(problem.loss):
-            return self._reject(f"the loss is {problem.loss}", loss)
-        report.watch_growth(self._growth, loss)
-        if not self._replicas.alone and (wanted or capture.pool.calls) and not owing:
-            self._launch()
-            self._replicas.join(capture, params, groups, gradients, held.schedule)
-        found = self._statistics(problem, owing)
-        guard = Guard(self._deferrable(found, gradients))
-        late = guard.deferred and self._replicas.alone  # no inverse waits for the statistics
-        if rule.moments or not guard.deferred or (found and not late):  # else directions tell
-            good = are_finite(list(gradients.values()), squares=bool(rule.moments))
-            if not guard.holds(good):
-                return self._reject(_NOT_FINITE, loss)
-        learned, taken = Guard(guard.deferred, guard.good), False
-        if found and not late:
-            taken = self._learn(found, gradients, learned)
-            found = {}  # its memory serves the inversion
-        held.renew(taken, self.invert_every)
-        if held.stack(params.by_name, params.templates):  # inverses are other tensors now
-            self._publish()
-            capture.structure.bases = held.bases
-            for name in chain.from_iterable(key.names for key in held.preconditioner.ready):
-                for moment in BUFFERS[1:]:  # Adam's: the parameter follows the rule from now on
-                    self.state[params.by_name[name]].pop(moment, None)
-        directions, stacks = held.directions(gradients, guard.good)
-        if not rule.moments and not guard.holds(are_finite(stacks)):
-            return self._reject("a direction is not finite", loss)
-        if found:
-            learned = Guard(guard.deferred, guard.good)
-            taken = self._learn(found, gradients, learned)
-        broken, moving = guard.broken, self.quadratic is not None
-        shares = update.shares_of(groups, self.state, params, directions, moving)
-        info = self._move(shares, problem, gradients, broken)
-        if rule.matrices:  # others follow AdamW; a matrix without statistics yet waits
-            others = {*self._measured} - capture.structure.partners.keys() | directions.keys()
-            rest = {n: g for n, g in gradients.items() if n not in others}
-            unready = sorted(held.learned - held.preconditioner.ready, key=lambda key: key.names)
-            late = {n: rest.pop(n) for key in unready for n in key.names if n in rest}
-            count = held.schedule["step"] + 1
-            update.adam_move(groups, self.state, params, rest, count, rule.rest, broken)
-            update.adam_move(groups, None, params, late, 1, rule.rest, broken)
-        self._finish(info, owing, taken)
-        if guard.good is not None:
-            flags: Any = guard.good, learned.good if taken else guard.good
-            self._verdict = DeferredFlags(torch.stack(flags), taken)
-        return loss
-
-    def _idle(self, gradients: Tensors) -> bool:
-        """Whether a step without a gradient and a rate asks for nothing."""
-        if any(group["lr"] != 0 for group in self.param_groups):
-            return False
-        return not any(bool(g.any()) for g in gradients.values())
-
-    def _deferrable(self, found: BlockMeans, gradients: Tensors) -> bool:
-        """Whether the step's outcome is of no consequence for what the host does next."""
-        held = self._held
-        some = next(iter(gradients.values()))
-        if not some.is_cuda or self._options.controlled or held.schedule["retry"]:
-            return False
-        if any(g.device != some.device for g in gradients.values()):
-            return False
-        count = held.schedule["taken"] + 1
-        if found and (self.ekfac or held.inverts(count, self.invert_every)):
-            return False
-        return held.guardable(found, self.ema)
-
-    def _due(self) -> bool:
-        if self._closed or self._held.schedule["step"] % self.statistics_every:
-            return False
-        return self._measuring
-
-    @property
-    def _measuring(self) -> bool:
-        """Whether there is anything to measure: not where no matrix follows the rule."""
-        params = self._params.by_name
-        return not self._rule.matrices or any(params[n].requires_grad for n in self._measured)
-
-    def _statistics(self, problem: StepProblem | None, owing: bool) -> BlockMeans:
-        """The means of what was seen since the last step, or of an objective's terms."""
-        self._skipped, capture = False, self._capture
-        if isinstance(problem, ObjectiveProblem):
-            if not self._due():
-                return {}
-            parts, _ = problem.row_blocks(self.metric, None)
-            generator = capture.generator(parts[0].linearization.value.device)
-            return averaged_parts(parts, self._options, generator)
-        if not self._warned_plain and not self._measuring:
-            self._warn_plain()
-        if not capture.pool.calls:
-            if self._due() and not owing:
-                raise PullbackError(
-                    "A statistics step saw no layer",
-                    capture.pool.missed,
-                    "Call the module given to KFAC, in training mode, and backpropagate from its "
-                    "output before step()",
-                )
-            return {}
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
-        # gradients are averaged over processes, and cotangents not yet
-        found = capture.take(scale * self._replicas.processes.size)
-        self._skipped = found is None
-        if found is not None and not self._held.schedule["taken"]:
-            self._warn_plain()
-        return {k: own for k, own in (found or {}).items() if follows(self._options, k, own)}
-
-    def _learn(self, found: BlockMeans, gradients: Tensors, guard: Guard) -> bool:
-        held = self._held
-        if not held.learn(found, self.ema, guard):
-            self._skipped = True
-            return False
-        if not guard.deferred and not self._rule.matrices:
-            self._warned |= report.warn_unmeasured(held, gradients, self._warned)
-        return True
-
-    def _move(
-        self, shares: Sequence[Share], problem: Any, gradients: Tensors, broken: Tensor | None
-    ) -> KFACInfo:
-        """Clip, scale and move; where the step is controlled, look at the loss."""
-        schedule, factors = self._held.schedule, (None, None)
-        value = schedule["damping"]
-        if self.quadratic is not None:
-            # a multiple of references is no multiple of the identity
-            shift = 0.0 if self.damping.referenced else value
-            exact = problem, self.metric
-            factors = best_combination(shares, *exact, self.quadratic, gradients, shift)
-        if self.kl_clip is not None:
-            update.clip_shares(shares, self.kl_clip, self.squared_length)
-        if self.damping.controlled:
-            info = trial_move(shares, problem, self.metric, self.damping, value, gradients)
-            schedule["damping"], schedule["retry"] = info.damping, int(not info.accepted)
-        else:
-            update.move(shares, broken)
-            info = KFACInfo(damping=value)
-        return replace(info, step_size=factors[0], momentum=factors[1])
-
-    def squared_length(self, move: Tensors) -> Tensor:
-        """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
-
-        All processes call it; each adds what its shares of the averages give.
-        """
-        # each process moves a piece of a parameter in shards
-        return self._held.squared_length(
-            self._params.gather_whole(move, "moves"), self._params.templates
-        )
-
-    def _finish(self, info: KFACInfo, owing: bool, taken: bool) -> None:
-        """Count the step and report it; what was seen belonged to the old parameters."""
-        self._held.schedule["step"] += 1
-        self._capture.reset()
-        self._capture.watch.wants_compiled_calls = (
-            self._due() or (owing and not taken) or self._capture.lacking
-        )
-        self._info = replace(info, taken=taken, notes=report.notes_of(self._held, self._skipped))
-
-    def _reject(self, reason: str, loss: Any) -> Any:
-        self._capture.reset()
-        self._info = KFACInfo(False, reason, self._held.schedule["damping"])
-        return loss
-
-    def _read_verdict(self) -> None:
-        """Read the last step's flags: take back what was counted if it moved or learned nothing."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None:
-            return
-        moved, learned = verdict.flags()
-        schedule = self._held.schedule
-        if verdict.takes_statistics and not learned:
-            schedule["taken"] -= 1
-            self._skipped = moved
-            notes = report.notes_of(self._held, moved)
-            self._info = replace(self._info, taken=False, notes=notes)
-        if not moved:
-            schedule["step"] -= 1
-            self._capture.watch.wants_compiled_calls = self._due() or self._capture.lacking
-            if (
-                not self._capture.watch.wants_compiled_calls
-            ):  # what was gathered meanwhile is not due after all
-                self._capture.clear()
-            self._info = KFACInfo(False, _NOT_FINITE, schedule["damping"])
 
     # --- reports --------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> KFACState:
-        """Averages and inverses of all blocks, as of the last step."""
+        """Averages and states of all blocks, as of the last step."""
         self._read_verdict()
-        return self._held
+        return self._curvature
 
     @contextmanager
     def _whole(self) -> Iterator[KFACState]:
         """The same, with averages that are whole meanwhile; all processes call it."""
-        held = self.blocks
-        self._replicas.assemble(held.blocks)
+        curvature = self.blocks
+        self._replicas.assemble(curvature.block_averages)
         try:
-            yield held
+            yield curvature
         finally:
-            self._replicas.release(held.preconditioner, held.averages)
+            self._replicas.release(curvature.states, curvature.averages)
 
     @property
     def statistics_due(self) -> bool:
@@ -674,49 +817,66 @@ class KFAC(Optimizer):
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; before any statistics, what is expected."""
-        held, params = self.blocks, dict(unwrap_model(self.model).named_parameters())
         reasons = report.name_parametrizations(self.model, self._capture.structure.reasons)
-        known = self._forecast().kinds, reasons, self._others()
-        return report.coverage_of(held, params, self._chosen, self._measured, *known, self._rule)
+        kinds = self._forecast().kinds
+        facts = CoverageFacts(self.blocks, self._chosen, kinds, reasons, self._left_to_others())
+        return report.coverage_of(facts, dict(unwrap_model(self.model).named_parameters()))
 
-    def _others(self) -> dict[str, str]:
+    def _left_to_others(self) -> dict[str, str]:
         """Why the rule is not for some of the parameters; all are measured for the natural one."""
-        if not self._rule.matrices:
+        expected = self._assignment.expected
+        if self._assignment.takes_all or expected is None:
             return {}
         apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
-        expected = forecast(self.model, self._params.by_name, self._options)
         longest = self._options.sharing.longest
-        return report.left_to_adam(expected, self._chosen, self._measured, apart, longest)
+        return report.left_to_others(expected, self._chosen, self._assignment, apart, longest)
 
     def _warn_plain(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
-        if self._warned_plain:
+        if self._notices.has_warned_plain:
             return
-        self._warned_plain = True
-        every = {n: why for n, why in self._others().items() if why == report.NO_MATRIX}
-        every |= report.name_parametrizations(self.model, self._capture.structure.plain)
-        report.warn_diagonal(self._chosen, every, self._rule)
+        plain_names: dict[str, str] = {}
+        for name, why in self._left_to_others().items():
+            if why == report.NO_MATRIX:
+                plain_names[name] = why
+        plain_names |= report.name_parametrizations(self.model, self._capture.structure.plain)
+        has_others = self._assignment.others is not None
+        self._notices.warn_plain(self._chosen, plain_names, has_others)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""
-        with self._whole() as held:
-            return report.gram_of(held, self._params.by_name)
+        with self._whole() as curvature:
+            return report.gram_of(curvature, self._params.by_name)
 
     def average(self) -> dict[BlockKey, dict[FactorKey, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
-        with self._whole() as held:
-            return {k: a.corrected() for k, a in held.averages.items() if k in held.learned}
+        with self._whole() as curvature:
+            learned = curvature.learned
+            return {k: a.divided() for k, a in curvature.averages.items() if k in learned}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""
-        with self._whole() as held:
-            return report.degenerate_of(held)
+        with self._whole() as curvature:
+            return report.degenerate_of(curvature)
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
         buffers = [s[part] for s in self.state.values() for part in BUFFERS if part in s]
-        return {**self._held.memory(), "momentum": sum(get_local_piece(t).nbytes for t in buffers)}
+        sizes = self._curvature.memory()
+        if buffers:
+            sizes["momentum"] = sum(get_local_piece(t).nbytes for t in buffers)
+        return sizes
 
     def traffic(self) -> dict[str, Traffic]:
         """What this process sent so far, by purpose; nothing where it is alone."""
         return self._replicas.processes.traffic()
+
+
+class Learning:
+    """Statistics of a step, until they are taken up."""
+
+    def __init__(self, means: BlockMeans, guard: Guard) -> None:
+        self.means = means
+        self.guard = guard
+        #: whether they were taken up
+        self.taken = False

@@ -1,281 +1,257 @@
-"""The arguments of `KFAC`: completed by the rule's defaults, or refused with the remedy."""
+"""The options of `KFAC`: its rule, and what else it was told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
-from numbers import Real
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # of batches and of single samples
 from torch.nn.parameter import UninitializedParameter
 
 from ..._core.capture import Selector, unwrap_model
-from ..._core.errors import PullbackError, require
-from ...likelihoods import reduction_of
+from ..._core.errors import PullbackError
 from ...maps.layers.moments import Sharing
+from ...maps.roles import Role
 from ...metrics import Metric
 from ...steps import QuadraticModel
 from ..checks import metric_of, refuse_parameter
-from .factors.damping import Damping, as_damping
-from .rules import Eigenbasis, Natural, Rule, Spectral
-
-#: what is read from a param group
-_GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
-#: what a param group may be labeled with, by schedulers too
-_LABELS = (
-    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
-    "max_momentum",
-)  # fmt: skip
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
-
-
-def _pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and [_number(b) and b < 1 for b in value] == [True] * 2
-
-
-#: arguments, what they must be, and the remedy
-_TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("lr weight_decay eps rest", _number, "Use a number ≥ 0"),
-    ("momentum ema adapt", lambda v: _number(v) and v < 1, "Use a number in [0, 1)"),
-    ("betas", lambda v: _pair(v), "Use two numbers in [0, 1)"),
-    ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
-    ("kl_clip", lambda v: _number(v) and v > 0, "Use a number > 0, or None"),
-    ("statistics_every invert_every", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
-    ("draws max_factor", lambda v: _whole(v) and v >= 1, "Use a whole number ≥ 1"),
-    ("seed", _whole, "Use a whole number"),
-    ("batch_dim", lambda v: _whole(v) and v >= 0, "Use 0, or 1 for sequences first"),
-    ("joint ekfac", lambda v: isinstance(v, bool), "Use True or False"),
-    ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
-    ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
-    ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
-    ("params", lambda v: isinstance(v, Iterable), "Use a list of parameters or of param groups"),
-    ("step", lambda v: isinstance(v, QuadraticModel), "Use steps.QuadraticModel(), or None"),
-    ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
-    (
-        "output",
-        lambda v: isinstance(v, (str, int)) or callable(v),
-        "Use a key, an index or a function of the model's output",
-    ),
-]
-#: arguments that may be None
-_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output", "rule")
-_TESTS = {name: (good, remedy) for names, good, remedy in _TABLE for name in names.split()}
-
-
-def check(**given: Any) -> None:
-    """Raise for the first argument that is not usable."""
-    for name, value in given.items():
-        good, remedy = _TESTS[name]
-        if value is None and name in _OPTIONAL:
-            continue
-        require(not isinstance(value, Tensor) and good(value), f"{name}=", value, remedy)
-
-
-def check_group(group: Mapping[str, Any], read: Iterable[str]) -> None:
-    """Raise for options of a param group that are not usable, or not among those `read`."""
-    for name in group:
-        if name not in (*read, *_LABELS):
-            raise PullbackError(
-                f"A param group cannot have its own {name}=",
-                f"with this rule only {', '.join(read)} are read from a group",
-                "Give it to KFAC itself where it is one of its options, or leave it out",
-            )
-    check(**{name: group[name] for name in _GROUPED if name in group})
-
-
-def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise for options that schedulers or users have made unusable since."""
-    for group in groups:
-        check(**{name: _as_number(group[name]) for name in _GROUPED if name in group})
-
-
-def _as_number(value: Any) -> Any:
-    """Return a number of numpy's or torch's as one of Python's, and 0 for one on a GPU."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
-    return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
-
+from .arguments import check
+from .rules import AdamW, Eigenbasis, Natural, Rule, Spectral, Statistics
 
 #: layers by which a transformer or a relative of it is known
 _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
-#: arguments that rules do not take which are for matrices alone
-_NATURAL = ("momentum", "kl_clip", "ekfac", "step")
+#: rules by name
+_RULES: dict[str, Callable[..., Rule]] = {
+    "natural": Natural,
+    "eigenbasis": Eigenbasis,
+    "spectral": Spectral,
+    "adam": AdamW,
+}
+#: the bound of a KL clip that was not given
+_KL_CLIP = 1e-3
 
 
-def _default_rule(model: nn.Module) -> Rule | str:
+@dataclass(frozen=True)
+class Options:
+    """What `KFAC` was told, checked; what was left out is the rule's default."""
+
+    rule: Rule
+    #: the rule for parameters that the first does not take
+    others: Rule | None
+    lr: float
+    weight_decay: float
+    statistics_every: int
+    invert_every: int
+    output: Selector
+    grad_scaler: Any
+    step: QuadraticModel | None
+    kl_clip: float | None
+    metric: Metric
+    reduction: str
+    #: where covectors come from: "mc", "exact" or "empirical"
+    fisher: str
+    #: targets per sample of "mc"
+    draws: int
+
+    # --- what statistics read ---------------------------------------------------------------------
+
+    @property
+    def reads(self) -> Statistics:
+        """Which statistics are taken."""
+        return self.rule.reads
+
+    @property
+    def measures_diagonals(self) -> bool:
+        """Whether parameters of no known layer are measured too."""
+        return self.rule.accepts(Role.VECTOR)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How a layer's moments are formed."""
+        return self.rule.estimation.positions
+
+    @property
+    def batch_dim(self) -> int:
+        """The output's axis of samples."""
+        return self.rule.estimation.batch_dim
+
+    @property
+    def joint(self) -> bool:
+        """Whether weight and bias share a block."""
+        return self.rule.estimation.joint
+
+    @property
+    def ekfac(self) -> bool:
+        """Whether second moments of the gradient are measured in bases of the rule."""
+        return self.rule.estimation.measures_spectrum
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a loss that is scaled does no harm: the scaler is known, or no length is read."""
+        return self.grad_scaler is not None or self.others is not None
+
+    # --- what the optimizer reads -----------------------------------------------------------------
+
+    @property
+    def controlled(self) -> bool:
+        """Whether steps look at the loss again."""
+        damping = self.rule.damping
+        return self.step is not None or (damping is not None and damping.controlled)
+
+    @property
+    def group_defaults(self) -> dict[str, Any]:
+        """What param groups have where they say nothing else."""
+        defaults = {"lr": self.lr, "weight_decay": self.weight_decay}
+        defaults |= self.rule.group_options()
+        if self.others is not None:
+            defaults |= {**self.others.group_options(), "rule": None}
+        return defaults
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What several processes must have in common; param groups are compared by themselves."""
+        own = ("grad_scaler", "output", "weight_decay", "rule")
+        common = {n: v for n, v in vars(self).items() if n not in own}
+        of_rule = {n: v for n, v in vars(self.rule).items() if n != "estimation"}
+        return {**common, **of_rule, **vars(self.rule.estimation), "rule": self.rule.name}
+
+
+def resolve(
+    model: nn.Module,
+    *,
+    rule: Rule | str | None,
+    likelihood: Any,
+    damping: Any,
+    lr: float | None,
+    weight_decay: float,
+    statistics_every: int | None,
+    invert_every: int | None,
+    output: Selector,
+    grad_scaler: Any,
+    step: QuadraticModel | None,
+) -> Options:
+    """Return the options of these arguments of `KFAC`; raise for what is not usable."""
+    chosen = choose_rule(model, rule, likelihood, damping, step)
+    defaults = chosen.defaults
+    lr = defaults.lr if lr is None else lr
+    statistics_every = defaults.statistics_every if statistics_every is None else statistics_every
+    invert_every = defaults.invert_every if invert_every is None else invert_every
+    check(
+        lr=lr, weight_decay=weight_decay, statistics_every=statistics_every,
+        invert_every=invert_every, output=output, grad_scaler=grad_scaler, step=step,
+    )  # fmt: skip
+    _check_rule(chosen)
+    others = None
+    if not chosen.accepts(Role.VECTOR):
+        others = AdamW() if chosen.others is None else chosen.others
+        _check_rule(others)
+    elif chosen.is_elementwise:
+        others = chosen
+    is_controlled = step is not None or (chosen.damping is not None and chosen.damping.controlled)
+    kl_clip: Any = chosen.kl_clip
+    if kl_clip == "auto":
+        kl_clip = None if is_controlled else _KL_CLIP
+    return Options(
+        rule=chosen,
+        others=others,
+        lr=lr,
+        weight_decay=weight_decay,
+        statistics_every=statistics_every,
+        invert_every=invert_every,
+        output=output,
+        grad_scaler=grad_scaler,
+        step=step,
+        kl_clip=kl_clip,
+        metric=chosen.estimation.metric or metric_of(None, None),
+        reduction=chosen.estimation.reduction or "mean",
+        fisher=chosen.estimation.fisher,
+        draws=chosen.estimation.draws,
+    )
+
+
+def choose_rule(
+    model: nn.Module, rule: Rule | str | None, likelihood: Any, damping: Any, step: Any
+) -> Rule:
+    """Return the rule that was given, or that the other arguments and the model ask for.
+
+    A likelihood, a damping or a step rule asks for `Natural`. Where there is nothing of the kind,
+    transformers and other networks with normalizations take `Spectral`, and the rest `Eigenbasis`.
+    """
+    shortcuts = {"likelihood": likelihood, "damping": damping}
+    given = {name: value for name, value in shortcuts.items() if value is not None}
+    if rule is None:
+        chosen = Natural(**given) if given or step is not None else default_rule(model)
+    elif isinstance(rule, str) and rule in _RULES:
+        chosen = _named_rule(rule, given)
+    else:
+        chosen = rule
+    if not isinstance(chosen, Rule):
+        raise PullbackError(
+            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
+        )
+    if given and chosen is rule:
+        name = next(iter(given))
+        raise PullbackError(
+            f"{name}= was given beside {rule!r}",
+            "a rule that is given as an object has its own options",
+            f"Give it to the rule: Natural({name}=...)",
+        )
+    if step is not None and chosen.damping is None:
+        raise _misplaced("step", chosen)
+    return chosen
+
+
+def _named_rule(name: str, given: dict[str, Any]) -> Rule:
+    """Return the rule of this name; raise for shortcuts that it does not have."""
+    make = _RULES[name]
+    accepted = {"natural": ("likelihood", "damping"), "eigenbasis": ("likelihood",)}
+    names = {**accepted, "spectral": ("damping",), "adam": ()}[name]
+    for option in given:
+        if option == "likelihood" and name == "spectral":
+            continue
+        if option not in names:
+            raise _misplaced(option, make())
+    return make(**{n: v for n, v in given.items() if n in names})
+
+
+def _misplaced(option: str, rule: Rule) -> PullbackError:
+    return PullbackError(
+        f"{option}= does not go with {rule!r}",
+        "another rule reads it",
+        "Leave it out, or use rule='natural'",
+    )
+
+
+def default_rule(model: nn.Module) -> Rule:
     """Return the rule for a model of which nothing else is known.
 
     Behind a normalization the length of a weight has no effect, so that steps of their own
     size suit it. The output layer of a transformer may be a vocabulary, which is left to AdamW.
     """
-    every = list(model.modules())
-    if any(isinstance(m, _OF_TRANSFORMERS) for m in every):
-        return "spectral"
-    return Spectral(head=True) if any(isinstance(m, _NormBase) for m in every) else "eigenbasis"
+    modules = list(model.modules())
+    if any(isinstance(module, _OF_TRANSFORMERS) for module in modules):
+        return Spectral()
+    if any(isinstance(module, _NormBase) for module in modules):
+        return Spectral(head=True)
+    return Eigenbasis()
 
 
-def rule_of(
-    rule: Rule | str | None, betas: tuple[float, float], model: nn.Module, **given: Any
-) -> Rule:
-    """Return the rule that was given, or that the other arguments and the model ask for.
-
-    A metric, a damping and all that belongs to the natural gradient ask for `Natural`. Where there
-    is nothing of the kind, transformers and other networks with normalizations take `Spectral`, and
-    the rest `Eigenbasis`. Arguments that were left out are None.
-    """
-    asked = [name for name, value in given.items() if value is not None]
-    if rule is None:
-        rule = "natural" if asked else _default_rule(model)
-    found: Any = _RULES[rule](betas) if isinstance(rule, str) and rule in _RULES else rule
-    if isinstance(found, type) or not callable(getattr(found, "directions", None)):
+def _check_rule(rule: Rule) -> None:
+    """Raise for options of a rule, or of its estimation, that are not usable."""
+    own = rule.estimation
+    check(
+        fisher=own.fisher, draws=own.draws, ema=own.ema, sharing=own.sharing,
+        max_factor=own.max_factor, batch_dim=own.batch_dim, reduction=own.reduction, seed=own.seed,
+        joint=own.joint, rate=rule.rate, warmup=rule.warmup, kl_clip=rule.kl_clip,
+    )  # fmt: skip
+    if rule.others is not None and not rule.others.accepts(Role.VECTOR):
         raise PullbackError(
-            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
+            f"{rule.others!r} cannot be the rule for others",
+            "it does not take all parameters",
+            "Use AdamW(), or a rule that accepts every kind of parameter",
         )
-    wrong = [n for n in asked if found.matrices and n in _NATURAL]
-    wrong += [n for n in asked if n in ("fisher", "damping") and n not in found.defaults]
-    if wrong:
-        raise PullbackError(
-            f"{wrong[0]}= does not go with {found!r}",
-            "another rule reads it",
-            "Leave it out, or use rule='natural'; momenta are arguments of the rule itself",
-        )
-    damping = given.get("damping")
-    if found.needs == "root" and damping is not None and not (_number(damping) and damping > 0):
-        raise PullbackError(
-            f"damping= does not go with {found!r}",
-            f"it is the share of the inputs' mean square that is added to them; got {damping!r}",
-            "Use a number > 0",
-        )
-    check(**{n: v for n, v in vars(found).items() if n in _TESTS})  # the rule's own arguments
-    return found
-
-
-#: of arguments that a rule does not read
-_ABSENT = {"fisher": "mc", "damping": 0.0, "momentum": 0.0}
-#: arguments that the rule has a default for
-_FILLED = ("lr", "fisher", "damping", "momentum", "ema", "statistics_every", "invert_every")
-_RULES: dict[str, Callable[[tuple[float, float]], Rule]] = {
-    "natural": lambda betas: Natural(),
-    "eigenbasis": Eigenbasis,
-    "spectral": lambda betas: Spectral(),
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `KFAC`, checked, and those that were left out from the rule's defaults."""
-
-    rule: Rule
-    metric: Metric
-    #: "mc" draws covectors, "exact" takes the columns of S, "empirical" the loss's own cotangent
-    fisher: str
-    sharing: Sharing
-    #: whether weight and bias share a block
-    joint: bool
-    #: targets per sample of "mc"
-    draws: int
-    output: Selector
-    batch_dim: int
-    #: whether eigenvalues are measured in the factors' eigenbases
-    ekfac: bool
-    #: of the loss, "mean" or "sum"
-    reduction: str
-    damping: Damping
-    lr: float
-    momentum: float
-    betas: tuple[float, float]
-    weight_decay: float
-    kl_clip: float | None
-    ema: float
-    statistics_every: int
-    invert_every: int
-    grad_scaler: Any
-    step: QuadraticModel | None
-    seed: int
-
-    @property
-    def scaled(self) -> bool:
-        """Whether a loss that is scaled does no harm: the scaler is known, or no length is read."""
-        return self.grad_scaler is not None or self.rule.matrices
-
-    @property
-    def controlled(self) -> bool:
-        """Whether steps look at the loss again."""
-        return self.damping.controlled or self.step is not None
-
-    @property
-    def once(self) -> bool:
-        """Whether factors serve one step, for which they are damped by a constant."""
-        own, often = self.damping, self.invert_every == 1 == self.statistics_every
-        return often and own.value > 0 and not (own.referenced or own.controlled)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """What param groups have where they say nothing else."""
-        own = {"lr": self.lr, "weight_decay": self.weight_decay}
-        if self.rule.matrices:
-            return own | {"betas": self.betas, "rule": None}
-        return own | {"momentum": self.momentum}
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """What several processes must have in common; param groups are compared by themselves."""
-        own = ("grad_scaler", "output", "weight_decay")
-        return {n: v for n, v in vars(self).items() if n not in own}
-
-
-def resolve(model: nn.Module, likelihood: Any, metric: Any, **given: Any) -> Options:
-    """Return the options of these arguments of `KFAC`; raise for what is not usable."""
-    if given["reduction"] is None:
-        given["reduction"] = reduction_of(likelihood)
-    asked = {n: given[n] for n in ("fisher", "damping", "momentum", "step")}
-    asked |= {"likelihood": likelihood, "metric": metric, "ekfac": given["ekfac"] or None}
-    asked["kl_clip"] = None if given["kl_clip"] == "auto" else given["kl_clip"]
-    rule = rule_of(given.pop("rule"), given["betas"], model, **asked)
-    defaults = {**_ABSENT, **rule.defaults}
-    for name in _FILLED:
-        if given[name] is None:
-            given[name] = defaults.get(name)
-    damping, ekfac = given.pop("damping"), given["ekfac"]
-    if given["kl_clip"] == "auto":  # a controlled step looks at the loss itself
-        controlled = given["step"] is not None or getattr(damping, "controlled", False)
-        given["kl_clip"] = None if controlled else defaults.get("kl_clip")
-    check(**given)
-    reduce, longest = given.pop("sharing") == "reduce", given.pop("max_factor")
-    given["sharing"] = Sharing(reduce, given["batch_dim"], longest)
-    given["joint"] = given["joint"] and not rule.matrices
-    given |= {"metric": metric_of(likelihood, metric), "damping": as_damping(damping)}
-    out = Options(**given, rule=rule)
-    if ekfac and out.damping.referenced:
-        raise PullbackError(
-            "Corrected eigenvalues do not go with this damping",
-            f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
-            "Give a number, or leave ekfac out",
-        )
-    if out.metric.couples_samples and out.fisher == "empirical":
-        raise PullbackError(
-            'fisher="empirical" does not go with this metric',
-            f"{out.metric!r} relates samples, and their own gradients are not the same covector",
-            'Use fisher="mc" or "exact"',
-        )
-    if out.metric.couples_samples and ekfac:
-        raise PullbackError(
-            "ekfac=True does not go with this metric",
-            f"{out.metric!r} relates samples, and the corrected eigenvalues are sums over single "
-            "ones",
-            "Leave ekfac out",
-        )
-    return out
 
 
 def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
@@ -291,21 +267,21 @@ def refuse_unready(model: nn.Module, params: Sequence[Any]) -> None:
         )
 
 
-def refuse_spread(own: Options, *, several: bool, teams: bool, shards: bool) -> None:
+def refuse_spread(options: Options, *, several: bool, teams: bool, shards: bool) -> None:
     """Raise for options that do not go with `several` processes, their `teams`, or `shards`."""
-    if own.metric.couples_samples and several:
+    if options.metric.couples_samples and several:
         raise PullbackError(
-            f"{own.metric!r} does not go with several processes",
+            f"{options.metric!r} does not go with several processes",
             "it relates the samples of a batch, of which each process has a part",
             "Use a metric of single samples, such as the likelihood's own",
         )
-    if own.ekfac and teams:
+    if options.ekfac and teams:
         raise PullbackError(
             "workers= does not go with ekfac=True",
             "all processes measure in the eigenbases",
             "Leave workers out, so that all of them hold these",
         )
-    if own.controlled and shards:
+    if options.controlled and shards:
         raise PullbackError(
             "A controlled step does not go with a sharded model",
             "Adaptive damping and QuadraticModel look at whole parameters",

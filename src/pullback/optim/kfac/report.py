@@ -15,13 +15,15 @@ from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
 from ...maps.proof import NO_LAYER
 from ..checks import warn_growth
-from .factors.block import BlockKey, block_of, block_shape, describe, to_block
-from .rules import Rule
+from .assignment import Assignment
+from .factors.averages import gram_of as factor_gram
+from .factors.block import BlockKey, describe, to_block
+from .stacks import Tensors
 from .state import KFACState
 from .statistics.plan import Forecast
-from .update import Tensors
 
-_DIAGONAL = 0.1  # of the parameters that may go without a layer's block
+#: share of the parameters that may go without a layer's block before that is said
+_PLAIN_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,84 +82,119 @@ class Coverage(tuple[Row, ...]):
         return "\n".join(lines)
 
 
-def coverage_of(
-    state: KFACState,
-    params: Tensors,
-    given: Collection[str],
-    measured: Collection[str],
-    kinds: Mapping[str, tuple[str, str]],
-    reasons: Mapping[str, str],
-    others: Mapping[str, str],
-    rule: Rule,
-) -> Coverage:
-    """Return the rows of all parameters, of which those `given` are optimized.
+@dataclass(frozen=True)
+class CoverageFacts:
+    """What is known of parameters when a table of them is asked for.
 
-    `kinds` are what is expected of the `measured` ones, and `reasons` what statistics have shown;
-    `others` are why the rule is not for the rest.
+    Attributes:
+        state: averages and states of blocks.
+        chosen: the parameters that are optimized.
+        kinds: what is expected of parameters: a block, and the kind of module.
+        reasons: what statistics have shown.
+        left: why the rule is not for some of them.
     """
-    blocks, taken = {n: k for k in state.learned for n in k.names}, state.schedule["taken"]
-    notes, rows = state.preconditioner.notes, []
-    for name, p in params.items():
-        block, reason = kinds.get(name, ("diagonal", "plain parameter"))
-        follows = type(rule).__name__.lower()
-        if not p.requires_grad:
-            block, reason, follows = "none", "frozen", "none"
-        elif name not in given:
-            block, reason, follows = "none", "not given to the optimizer", "none"
-        elif not p.numel():
-            block, reason, follows = "none", "it has no entries", "none"
-        elif name in blocks:
-            key = blocks[name]
-            block = describe(key, state.averages[key].value)
-            reason = reasons.get(name) or reason
-            reason += f"; {notes[key]}" if key in notes else ""
-            if rule.needs == "basis" and key not in state.preconditioner.ready:
-                follows = "adam"
-                reason += "; its eigenbases are not there yet, and until then it follows AdamW"
-        elif rule.matrices and (name not in measured or taken or name in reasons):
-            block, follows = "none", "adam"
-            reason = reasons.get(name) or others.get(name) or "it has no dense side to whiten by"
-        elif taken:
-            block = "gradient"
-            reason = "no output seen so far depended on it; its gradient is followed as it is"
-        elif name not in kinds:
-            reason = "plain parameter: the first statistics show what is done with it"
-        rows.append(Row(name, tuple(p.shape), block, reason, follows))
-    out = Coverage(rows)
-    out.forecast = not state.learned
-    return out
+
+    state: KFACState
+    chosen: Collection[str]
+    kinds: Mapping[str, tuple[str, str]]
+    reasons: Mapping[str, str]
+    left: Mapping[str, str]
 
 
-def left_to_adam(
-    expected: Forecast, given: Tensors, measured: Collection[str], apart: Collection[str],
+def coverage_of(facts: CoverageFacts, params: Tensors) -> Coverage:
+    """Return the rows of all parameters."""
+    blocks = {n: key for key in facts.state.learned for n in key.names}
+    rows = [_row_of(name, p, blocks.get(name), facts) for name, p in params.items()]
+    coverage = Coverage(rows)
+    coverage.forecast = not facts.state.learned
+    return coverage
+
+
+def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) -> Row:
+    """Return the row of one parameter."""
+    shape = tuple(p.shape)
+    why_none = _why_no_rule(name, p, facts)
+    if why_none:
+        return Row(name, shape, "none", why_none, "none")
+    if key is not None:
+        return _measured_row(name, shape, key, facts)
+    assignment = facts.state.assignment
+    block, reason = facts.kinds.get(name, ("diagonal", "plain parameter"))
+    is_expected = name in assignment.measured
+    has_statistics = bool(facts.state.schedule.taken)
+    if assignment.others is not None:
+        if not is_expected or has_statistics or name in facts.reasons:
+            reason = facts.reasons.get(name) or facts.left.get(name) or NOT_USED
+            return Row(name, shape, "none", reason, assignment.others.name)
+    elif has_statistics:
+        reason = "no output seen so far depended on it; its gradient is followed as it is"
+        return Row(name, shape, "gradient", reason, assignment.rule.name)
+    if name not in facts.kinds:
+        reason = "plain parameter: the first statistics show what is done with it"
+    return Row(name, shape, block, reason, assignment.rule.name)
+
+
+def _why_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
+    """Return why a parameter is not optimized at all, or nothing."""
+    if not p.requires_grad:
+        return "frozen"
+    if name not in facts.chosen:
+        return "not given to the optimizer"
+    return "" if p.numel() else "it has no entries"
+
+
+def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: CoverageFacts) -> Row:
+    """Return the row of a parameter whose block has statistics."""
+    assignment = facts.state.assignment
+    block = facts.state.states.blocks[key]
+    words = describe(key, facts.state.averages[key].value)
+    kind = facts.kinds.get(name, ("", "plain parameter"))[1]
+    reason = facts.reasons.get(name) or kind
+    if block.note:
+        reason += f"; {block.note}"
+    if block.is_ready or assignment.others is None:
+        return Row(name, shape, words, reason, block.rule.name)
+    reason += "; its first state is not there yet, and until then it follows AdamW"
+    return Row(name, shape, words, reason, assignment.others.name)
+
+
+def left_to_others(
+    expected: Forecast, chosen: Tensors, assignment: Assignment, apart: Collection[str],
     longest: int,
 ) -> dict[str, str]:  # fmt: skip
-    """Return why the rule is not for some of the `given` parameters; groups keep those `apart`.
+    """Return why the rule is not for some of the parameters; groups keep those `apart`.
 
     Sides up to `longest` are held as matrices.
     """
-    found = {}
-    for name, p in given.items():
-        curvature, kind = expected.kinds.get(name, ("", ""))
-        if name in measured:
-            continue
+    measured = {*assignment.measured}
+    reasons: dict[str, str] = {}
+    for name, p in chosen.items():
         if name in apart:
-            found[name] = "its param group asks for it"
-        elif name in expected.biases:
-            found[name] = f"a bias of {kind}"
-        elif curvature == "units":
-            found[name] = f"a gain of {kind}"
-        elif name == expected.last:
-            found[name] = f"the output layer, {kind}"
-        elif curvature and "Embedding" not in kind and max(len(p), p[0].numel()) > longest:
-            found[name] = f"{kind}: one of its sides is longer than max_factor={longest}"
-        elif curvature:
-            found[name] = f"{kind}: it holds vectors, not matrices"
-        else:
-            found[name] = NO_MATRIX
-    return found
+            reasons[name] = "its param group asks for it"
+        elif name not in measured:
+            reasons[name] = _why_others(name, p, expected, longest)
+    return reasons
 
 
+def _why_others(name: str, p: Tensor, expected: Forecast, longest: int) -> str:
+    """Return why a parameter follows the rule for others."""
+    curvature, kind = expected.kinds.get(name, ("", ""))
+    if name in expected.biases:
+        return f"a bias of {kind}"
+    if curvature == "units":
+        return f"a gain of {kind}"
+    if name == expected.last:
+        return f"the output layer, {kind}"
+    if not curvature:
+        return NO_MATRIX
+    is_long = max(len(p), p[0].numel()) > longest
+    if "Embedding" not in kind and is_long:
+        return f"{kind}: one of its sides is longer than max_factor={longest}"
+    return f"{kind}: it holds vectors, not matrices"
+
+
+#: of a matrix that statistics did not see
+NOT_USED = "it has no dense side to whiten by"
 #: why the rule leaves a parameter of no known layer alone
 NO_MATRIX = "it is no matrix, and in no layer of a known kind"
 
@@ -186,72 +223,93 @@ def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     keys = [k for k in state.averages if k in state.learned]
     if not keys:
         raise PullbackError("There are no statistics yet", "no step was taken", "Call step() first")
-    covered, start, offsets = {n for k in keys for n in k.names}, 0, {}
+    covered = {n for key in keys for n in key.names}
+    offsets: dict[str, int] = {}
+    start = 0
     for name, p in params.items():
         if name in covered:
-            offsets[name], start = start, start + p.numel()
-    index = []
+            offsets[name] = start
+            start += p.numel()
+    index: list[Tensor] = []
+    blocks: list[GramBlock] = []
     for key in keys:
-        own = [(offsets[n], params[n]) for n in key.names]
-        places = [torch.arange(at, at + p.numel()).view(p.shape) for at, p in own]
-        shape = block_shape(key, state.averages[key].value)
-        index.append(to_block(key, places, shape).flatten())
-    blocks = [state.preconditioner.block(k, state.averages[k]) for k in keys]
+        block, averages = state.describe(key, state.averages[key])
+        places = [_positions(offsets[n], params[n]) for n in key.names]
+        index.append(to_block(key, places, block.shape.size).flatten())
+        blocks.append(block.rule.gram(averages, block.state))
     return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
+
+
+def _positions(start: int, p: Tensor) -> Tensor:
+    return torch.arange(start, start + p.numel()).view(p.shape)
 
 
 def notes_of(state: KFACState, skipped: bool) -> dict[str, str]:
     """Return what is to be said of blocks, by parameters, and of statistics that were `skipped`."""
-    notes = {", ".join(k.names): note for k, note in state.preconditioner.notes.items()}
+    notes = {", ".join(key.names): note for key, note in state.states.notes.items()}
     if skipped:
         notes["statistics"] = "they were not finite, or not complete; the last good ones stay"
     return notes
 
 
-def warn_unmeasured(state: KFACState, gradients: Tensors, said: set[str]) -> set[str]:
-    """Say which parameters the loss reaches and the measured output does not, unless it was `said`.
+class Notices:
+    """Warnings, each given once."""
 
-    Returns those that were named now.
-    """
-    seen = {n for key in state.learned for n in key.names} | said
-    lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
-    if lost:
+    def __init__(self) -> None:
+        self._unmeasured: set[str] = set()
+        self._has_warned_plain = False
+        #: the first loss of a closure, and steps far above it
+        self._growth: list[Any] = []
+
+    @property
+    def has_warned_plain(self) -> bool:
+        """Whether `warn_plain` was called."""
+        return self._has_warned_plain
+
+    def warn_unmeasured(self, state: KFACState, gradients: Tensors, known: Collection[str]) -> None:
+        """Say which parameters the loss reaches and the measured output does not.
+
+        Those `known` to have no block are said elsewhere.
+        """
+        seen = {n for key in state.learned for n in key.names} | self._unmeasured | {*known}
+        lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
+        self._unmeasured.update(lost)
+        if not lost:
+            return
+        others = state.assignment.others
+        what = "their gradient is followed as it is" if others is None else "they follow AdamW"
         warnings.warn(
             f"The loss reaches {', '.join(lost)}, on which the measured output does not "
-            "depend: their gradient is followed as it is. Measure their output too (output=), "
+            f"depend: {what}. Measure their output too (output=), "
             "or give them to another optimizer.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
-    return {*lost}
 
-
-def warn_diagonal(params: Tensors, plain: Mapping[str, str], rule: Rule) -> None:
-    """Say that more than a tenth of what is trained has no block of its layer: those `plain`."""
-    sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
-    plain = {n: why for n, why in plain.items() if n in sizes}
-    share = sum(sizes[n] for n in plain) / max(1, sum(sizes.values()))
-    if share > _DIAGONAL:
+    def warn_plain(self, params: Tensors, plain: Mapping[str, str], has_others: bool) -> None:
+        """Say that more than a tenth of what is trained has no block of its layer."""
+        self._has_warned_plain = True
+        sizes = {n: p.numel() for n, p in params.items() if p.requires_grad}
+        plain = {n: why for n, why in plain.items() if n in sizes}
+        share = sum(sizes[n] for n in plain) / max(1, sum(sizes.values()))
+        if share <= _PLAIN_SHARE:
+            return
         most = max(plain, key=sizes.__getitem__)
-        what = "follow AdamW" if rule.matrices else "are held as a diagonal"
+        what = "follow AdamW" if has_others else "are held as a diagonal"
         warnings.warn(
             f"{100 * share:.0f} % of the trained parameters {what}, {most} among them: "
             f"{plain[most]}. coverage() says what is known of each.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
-
-def watch_growth(watch: list[Any], loss: Any) -> None:
-    """Warn of a closure's loss that has grown, where reading it waits for no device.
-
-    `watch` holds its first loss, and steps far above it.
-    """
-    if isinstance(loss, Tensor):
-        loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
-    if isinstance(loss, float):
-        watch[:] = watch or [loss, 0]
-        warn_growth(watch, loss, "Take a smaller lr", 5)
+    def watch_growth(self, loss: Any) -> None:
+        """Warn of a closure's loss that has grown, where reading it waits for no device."""
+        if isinstance(loss, Tensor):
+            loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
+        if isinstance(loss, float):
+            self._growth[:] = self._growth or [loss, 0]
+            warn_growth(self._growth, loss, "Take a smaller lr", 6)
 
 
 @dataclass(frozen=True)
@@ -267,8 +325,11 @@ class Degenerate:
 
 def degenerate_of(state: KFACState) -> list[Degenerate]:
     """Return the singular sides of all blocks that have statistics."""
-    found = [(k, a) for k, a in state.averages.items() if k in state.learned]
-    return [d for k, a in found for d in _degenerate_sides(k, block_of(k, a.corrected()))]
+    degenerate: list[Degenerate] = []
+    for key, average in state.averages.items():
+        if key in state.learned:
+            degenerate += _degenerate_sides(key, factor_gram(key, average.divided()))
+    return degenerate
 
 
 def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:

@@ -8,18 +8,18 @@ from .region import Pairs, PatchRegion, PointSet, Region
 from .spacetime import SpaceTime
 
 __all__ = [
-    "Region",
-    "Domain",
-    "Interval",
-    "Box",
     "Ball",
-    "Disk",
-    "Polygon",
-    "SpaceTime",
-    "Union",
-    "Intersection",
+    "Box",
     "Difference",
-    "PointSet",
+    "Disk",
+    "Domain",
+    "Intersection",
+    "Interval",
     "Pairs",
     "PatchRegion",
+    "PointSet",
+    "Polygon",
+    "Region",
+    "SpaceTime",
+    "Union",
 ]

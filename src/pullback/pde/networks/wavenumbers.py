@@ -245,20 +245,19 @@ def _find_free_waves(problem: Problem, data_band: Tensor) -> Tensor:
     points = problem.domain.sample(THRESHOLDS.places, "sobol")
     symbols = [_Symbol(problem, condition, points) for condition in equations]
     axes = range(len(data_band))
-    time_axes = sorted(set(axes) - set(problem.coordinates.space))
-    other_numbers = data_band if time_axes else torch.zeros_like(data_band)
+    time_axes = [axis for axis in axes if axis not in problem.coordinates.space]
     for axis in time_axes or axes:
-        k = _list_wave_vectors(problem, axis, other_numbers)
+        k = _list_wave_vectors(problem, axis)
+        if time_axes:
+            k[:, :axis] = data_band[:axis]
+            k[:, axis + 1 :] = data_band[axis + 1 :]
         largest = (k[:, axis].abs()[:, None] * _is_singular(symbols, k)).amax(0)  # by place
         wavenumbers[axis] = largest.median()
     return wavenumbers
 
 
-def _list_wave_vectors(problem: Problem, axis: int, other_numbers: Tensor) -> Tensor:
-    """Return wave vectors (K, d) that may solve the equations.
-
-    Along the axis they have many lengths of both signs, along the others those of `other_numbers`.
-    """
+def _list_wave_vectors(problem: Problem, axis: int) -> Tensor:
+    """Return wave vectors (K, d) along an axis, of both signs, that may solve the equations."""
     half_waves = torch.linspace(
         THRESHOLDS.fewest_half_waves,
         THRESHOLDS.most_half_waves,
@@ -266,7 +265,7 @@ def _list_wave_vectors(problem: Problem, axis: int, other_numbers: Tensor) -> Te
         dtype=torch.float64,
     )
     extent = problem.domain.high[axis] - problem.domain.low[axis]
-    k = other_numbers.repeat(2 * len(half_waves), 1)
+    k = torch.zeros(2 * len(half_waves), problem.domain.dim, dtype=torch.float64)
     k[:, axis] = torch.cat([-half_waves, half_waves]) * math.pi / extent
     return k
 

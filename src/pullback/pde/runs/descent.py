@@ -58,7 +58,7 @@ class Descent:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = self._longest(time.perf_counter() - start)
-        if not info.accepted and "not finite" in info.reason:  # `StepInfo` has no flag for it
+        if not info.accepted and "not finite" in info.reason:
             context.collocation.raise_not_finite(info.reason)
         self._record(info, seconds)
         return info

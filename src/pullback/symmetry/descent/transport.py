@@ -24,11 +24,11 @@ from torch.nn import functional as F
 from torch.optim import Optimizer, RMSprop
 
 from ..._core.errors import PullbackError
-from ...grams.kronecker.inverse import Inverse, rounded, widened
 from ...grams.kronecker.packed_matrix import PackedMatrix, get_entries, unpack
 from ...maps.layers import REGISTRY
 from ...optim.kfac import KFAC
-from ...optim.kfac.factors.block import SPECTRUM, BlockKey, block_shape
+from ...optim.kfac.factors.block import BlockKey, block_shape
+from ...optim.kfac.rules.natural import scale_both
 from ...optim.kfac.state import KFACState
 from ..scaling_units import ScalingUnits
 from .sweeps import Follower
@@ -61,8 +61,8 @@ def find_powers(optimizer: Optimizer) -> dict[str, int]:
         PullbackError: for a rule of K-FAC whose state mixes the units of a layer.
     """
     if isinstance(optimizer, KFAC):
-        rule = optimizer.blocks.preconditioner.rule
-        if rule.matrices:
+        rule = optimizer.rule
+        if not rule.can_rescale:
             raise PullbackError(
                 f"KFAC with {rule!r} does not go with slices",
                 "its bases and roots mix the units of a layer, and are not rescaled with them",
@@ -189,10 +189,9 @@ def _rescale_units(
         columns.append(factor.flatten())
     factors = torch.stack(columns, 1)  # of every unit, (U, k)
     for value in (*average.value.values(), *average.mean.values()):
-        _rescale_both_sides(get_entries(value), 1 / factors)
-    inverse = state.preconditioner.inverses[key].left
-    assert inverse is not None
-    _rescale_both_sides(inverse, factors)
+        scale_both(get_entries(value), 1 / factors)
+    block = state.states.blocks[key]
+    block.rule.rescale(block.state, factors, factors)
 
 
 def _rescale_kronecker(
@@ -200,7 +199,6 @@ def _rescale_kronecker(
 ) -> None:
     """Rescale a block with factors of inputs and outputs."""
     average = state.averages[key]
-    inverse = state.preconditioner.inverses[key]
     # In these roles a weight's rows belong to the layer's input.
     transposed_roles = {layer.use for layer in REGISTRY.values() if layer.input_first}
     input_first = all(factor.role in transposed_roles for factor in average.value)
@@ -213,15 +211,13 @@ def _rescale_kronecker(
             continue
         matrix = unpack(value)
         if factor.side == "left":
-            _rescale_both_sides(matrix, inverse_scales.outputs)
+            scale_both(matrix, inverse_scales.outputs)
         else:
-            _rescale_both_sides(matrix, inverse_scales.inputs)
+            scale_both(matrix, inverse_scales.inputs)
         if matrix is not value:
             get_entries(value).copy_(PackedMatrix.pack(matrix).entries)
-    _rescale_inverse(inverse, scales)
-    spectrum = state.preconditioner.spectra.get(key)
-    if spectrum is not None:
-        _rescale_outside_bases(get_entries(spectrum.value[SPECTRUM]), inverse, inverse_scales)
+    block = state.states.blocks[key]
+    block.rule.rescale(block.state, scales.outputs, scales.inputs)
 
 
 def _find_layer_scales(
@@ -262,43 +258,3 @@ def _is_along_inputs(
         return False
     # All values are equal: their part in the scaling decides.
     return multiplier.scales_outputs == input_first
-
-
-def _rescale_both_sides(matrix: Tensor, factors: Tensor) -> None:
-    """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
-    size = min(factors.shape[-1], matrix.shape[-1])
-    factors = factors[..., :size]
-    matrix = matrix[..., :size]
-    if matrix.ndim == factors.ndim:
-        matrix.mul_(factors.square())
-    else:
-        matrix[..., :size, :].mul_(factors[..., None]).mul_(factors[..., None, :])
-
-
-def _rescale_inverse(inverse: Inverse, scales: _LayerScales) -> None:
-    """Rescale R⁻¹ and C⁻¹: as matrices, diagonals, Cholesky factors or eigenbases."""
-    if inverse.rows is not None:
-        precise = widened(inverse)
-        _rescale_inverse(precise, scales)
-        for name, tensor in rounded(precise).tensors().items():
-            getattr(inverse, name).copy_(tensor)
-        return
-    for matrix, factors in ((inverse.left, scales.outputs), (inverse.right, scales.inputs)):
-        if matrix is None:
-            continue
-        if matrix.ndim == 2 or (inverse.scale is None and not inverse.factors):
-            _rescale_both_sides(matrix, factors)
-        elif inverse.factors:  # Cholesky factors of R
-            matrix.mul_(1 / factors[..., None])
-        else:  # a basis in which gradients are seen as before
-            matrix.mul_(factors[..., None])
-    if inverse.scale is not None:
-        _rescale_outside_bases(inverse.scale, inverse, scales)
-
-
-def _rescale_outside_bases(values: Tensor, inverse: Inverse, scales: _LayerScales) -> None:
-    """Rescale eigenvalues along the sides that are diagonal and have no eigenbasis."""
-    if inverse.left is None:
-        values.mul_(scales.outputs.square()[..., None])
-    if inverse.right is None:
-        values.mul_(scales.inputs.square()[:, None])

@@ -33,7 +33,7 @@ class WalkLimits:
 
     Attributes:
         atoms: of a parameter that is read like an activation or multiplied entry by entry. Each
-            entry would get an unknown of its own, which is kept as Python objects.
+            entry would get an unknown of its own, about 1 kB of Python objects: 64 MB at most.
     """
 
     atoms: int = 2**16

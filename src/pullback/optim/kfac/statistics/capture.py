@@ -45,6 +45,7 @@ from ....maps.roles import assign_roles
 from ...checks import warn_derivatives, warn_mismatch
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
+from ..rules import Statistics
 from .cotangents import AllSums, measuring
 from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
 from .launch_thread import LaunchThread, sets_precision
@@ -352,7 +353,7 @@ class StatisticsCapture:
             z = [pending.value()]
         pending.clear()
         assert record is not None
-        if self._options.rule.inputs:
+        if self._options.reads is Statistics.INPUTS:
             self.pool.calls += 1
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
-from ....grams.kronecker.inverse import Inverse
 from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, pack, pack_stacked, unpack
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
@@ -29,7 +28,7 @@ from ....maps.layers.registry import Seen
 from ....maps.layers.scale import Scale, UnitSums, second_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
-from ..factors.block import SPECTRUM, UNITS, BlockKey
+from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
 from .covectors import Descent
 from .plan import BlockPlan
 from .sums import BIAS, Pool, Sums, factors_of
@@ -83,7 +82,7 @@ class CotangentPass:
         descent: Descent,
         layouts: Sequence[str],
         plain: Collection[str],
-        bases: Mapping[BlockKey, Inverse],
+        bases: Mapping[BlockKey, Bases],
         proof: Proof | None = None,
     ) -> None:
         self.descent = descent
@@ -360,7 +359,7 @@ def _block_of_use(
     return entry.layer.block(names, [use]), len(delta)
 
 
-def _squares_in(basis: Inverse, own: UseMoments, delta: Tensor) -> Tensor | None:
+def _squares_in(basis: Bases, own: UseMoments, delta: Tensor) -> Tensor | None:
     """Second moments of a use's gradients in these eigenbases."""
     assert own.basis is not None
     block = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]

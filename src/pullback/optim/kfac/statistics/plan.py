@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ...._core.capture import unwrap_model
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer, find
-from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey, Factors
+from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey
 from ..options import Options
+from ..rules import Statistics
 from .sums import BIAS, factors_of
 
 Names = Mapping[str, str | None]
@@ -144,7 +145,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
     Where inputs alone are measured, the metric on a layer's outputs is flat, a diagonal.
     """
     longest = options.sharing.longest
-    flat = options.rule.inputs
+    flat = options.reads is Statistics.INPUTS
     names = {id(p): n for n, p in chosen.items()}
     every = list(unwrap_model(model).modules())
     inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
@@ -201,44 +202,6 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
     ends = [use.names["weight"] for use, *_ in found if plan.weight_block(use.names) is not None]
     biases = {b for _, b in pairs if b is not None}
     return Forecast(factors, kinds, partners, biases, ends[-1] if ends else None)
-
-
-def measured_names(
-    model: nn.Module, params: Mapping[str, Tensor], given: Collection[str], options: Options
-) -> list[str]:
-    """Return which of the `given` parameters are measured: all, or the matrices for the rule."""
-    if not options.rule.matrices:
-        return list(given)
-    every = forecast(model, params, options)
-    weights = {k.names[0]: own for k, own in every.factors.items() if k.kronecker and not k.bias}
-    dense = [n for n, own in weights.items() if all(t.ndim == 3 for t in own.values())]
-    if options.rule.inputs:  # theirs is the side of columns; that of outputs is not read
-        read = {n: [(f.side, own[f].ndim) for f in [*own][::2]] for n, own in weights.items()}
-        dense = [n for n, sides in read.items() if {*sides} == {("right", 3)}]
-    dense = [n for n in dense if not _of_vectors(weights[n])]
-    # what no module of a known kind holds may turn out to be one, by what is done with it
-    unknown = {n: p for n, p in params.items() if n not in every.kinds}
-    dense += [n for n, p in unknown.items() if p.ndim > 1 and min(p.shape[-2:]) > 1]
-    if options.rule.head:
-        head = None
-    else:
-        head = every.last
-    return [n for n in dense if n in given and n != head]
-
-
-def follows(options: Options, key: BlockKey, factors: Factors) -> bool:
-    """Whether a block follows the rule: what is no matrix after all follows AdamW."""
-    if not options.rule.matrices:
-        return True
-    read = [t for f, t in factors.items() if f.side == "right" or not options.rule.inputs]
-    dense = all(len(t.shape) == 3 for t in read)
-    return key.kronecker and not key.bias and dense and not _of_vectors(factors)
-
-
-def _of_vectors(factors: Factors) -> bool:
-    """Whether a block is a stack of single rows, as the filters of a depthwise convolution are."""
-    shapes = [t.shape for t in factors.values()]
-    return shapes[0][0] > 1 and any(shape[-1] == 1 for shape in shapes)
 
 
 def _uses(

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
-from ....grams.kronecker.inverse import Inverse
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, UNUSED, Proof
 from ....maps.record import Entry, ForwardRecord
 from ....maps.roles import ParameterRole, Role
 from ...checks import refuse_sparse
-from ..factors.block import DIAGONAL, BlockKey
+from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
@@ -58,7 +57,7 @@ class BlockStructure:
         #: whether all layers have to tell samples apart
         self._apart = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
-        self.bases: Mapping[BlockKey, Inverse] = {}
+        self.bases: Mapping[BlockKey, Bases] = {}
         #: why a parameter is held as a diagonal
         self.reasons: dict[str, str] = {}
         #: what parameters are for, since the first forward pass of a statistics step
@@ -89,7 +88,7 @@ class BlockStructure:
         if route is None or route.alike.get(modes) is not (True if tried else None):
             return False
         # diagonals are the squares of gradients, which the pass under way adds up
-        diagonals = bool(route.plan.plain) and not self._options.rule.matrices
+        diagonals = bool(route.plan.plain) and self._options.measures_diagonals
         if diagonals or own.upcoming() != route.reached:
             return False
 

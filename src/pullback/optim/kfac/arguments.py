@@ -1,0 +1,125 @@
+"""Arguments of `KFAC`, of its rules and of param groups: what is not usable is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from ..._core.errors import PullbackError, require
+from ...steps import QuadraticModel
+
+#: what is read from a param group
+_GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
+#: what a param group may be labeled with, by schedulers too
+_LABELS = (
+    "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
+    "max_momentum",
+)  # fmt: skip
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < inf
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and value < 1
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 1
+
+
+def _is_index(value: Any) -> bool:
+    return _is_whole(value) and value >= 0
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_share, value))
+
+
+def _is_clip(value: Any) -> bool:
+    return value == "auto" or _is_positive(value)
+
+
+def _is_selector(value: Any) -> bool:
+    return isinstance(value, (str, int)) or callable(value)
+
+
+#: arguments, what they must be, and the remedy
+_TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("lr weight_decay eps rate", _is_number, "Use a number ≥ 0"),
+    ("momentum ema adapt", _is_share, "Use a number in [0, 1)"),
+    ("betas", _is_pair, "Use two numbers in [0, 1)"),
+    ("rule", ("adam",).__contains__, "Use 'adam', or None for the optimizer's own rule"),
+    ("kl_clip", _is_clip, "Use a number > 0, 'auto', or None"),
+    ("statistics_every invert_every", _is_count, "Use a whole number ≥ 1"),
+    ("draws max_factor", _is_count, "Use a whole number ≥ 1"),
+    ("damping", _is_positive, "Use a number > 0"),
+    ("warmup", _is_index, "Use a whole number ≥ 0"),
+    ("seed", _is_whole, "Use a whole number"),
+    ("batch_dim", _is_index, "Use 0, or 1 for sequences first"),
+    ("joint ekfac", _is_flag, "Use True or False"),
+    ("fisher", ("mc", "exact", "empirical").__contains__, "Use 'mc', 'exact' or 'empirical'"),
+    ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
+    ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
+    ("params", lambda v: isinstance(v, Iterable), "Use a list of parameters or of param groups"),
+    ("step", lambda v: isinstance(v, QuadraticModel), "Use steps.QuadraticModel(), or None"),
+    ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
+    ("output", _is_selector, "Use a key, an index or a function of the model's output"),
+]
+#: arguments that may be None
+_OPTIONAL = ("kl_clip", "params", "step", "grad_scaler", "output", "rule", "reduction")
+_TESTS = {
+    name: (is_usable, remedy) for names, is_usable, remedy in _TABLE for name in names.split()
+}
+
+
+def check(**arguments: Any) -> None:
+    """Raise for the first argument that is not usable."""
+    for name, value in arguments.items():
+        is_usable, remedy = _TESTS[name]
+        if value is None and name in _OPTIONAL:
+            continue
+        require(not isinstance(value, Tensor) and is_usable(value), f"{name}=", value, remedy)
+
+
+def check_group(group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Raise for options of a param group that are not usable, or not among these."""
+    for name in group:
+        if name not in (*options, *_LABELS):
+            raise PullbackError(
+                f"A param group cannot have its own {name}=",
+                f"with this rule only {', '.join(options)} are read from a group",
+                "Give it to KFAC or its rule where it is one of their options, or leave it out",
+            )
+    check(**{name: group[name] for name in _GROUPED if name in group})
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for options that schedulers or users have made unusable since."""
+    for group in groups:
+        check(**{name: _as_number(group[name]) for name in _GROUPED if name in group})
+
+
+def _as_number(value: Any) -> Any:
+    """Return a number of numpy's or torch's as one of Python's, and 0 for one on a GPU."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.item() if value.device.type == "cpu" else 0.0  # reading it would wait
+    is_foreign = isinstance(value, Real) and not isinstance(value, bool)
+    return float(value) if is_foreign else value

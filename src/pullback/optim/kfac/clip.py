@@ -1,0 +1,157 @@
+r"""The KL clip: a step ηm is shortened to η²·mᵀFm ≤ δ.
+
+F is the damped metric whose inverse is in use, so that FΔ = g for the direction Δ = F⁻¹g. For
+m' = μm + Δ then
+
+    m'ᵀFm' = μ²·mᵀFm + 2μ⟨m, g⟩ + ⟨Δ, g⟩,
+
+two inner products and the last length. When F changes, mᵀFm is computed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._core.shards import ModelParameters
+from ..._core.space import compute_dtype
+from ...steps.wrappers import clip_factor
+from .stacks import Tensors
+from .state import KFACState
+from .update import Share, State
+
+
+class KLClip:
+    """Shortens steps to a bound on their squared length.
+
+    Args:
+        limit: δ.
+        is_exact: whether directions are no F⁻¹g, so that lengths are computed at each step.
+    """
+
+    def __init__(self, limit: float, *, is_exact: bool = False) -> None:
+        self.limit = limit
+        self._is_exact = is_exact
+        #: whether F has changed since lengths were computed
+        self.is_stale = False
+
+    def apply(
+        self,
+        shares: Sequence[Share],
+        gradients: Tensors,
+        curvature: KFACState,
+        params: ModelParameters,
+        state: State,
+        is_void: Tensor | None,
+    ) -> None:
+        """Replace directions Δ by c·m' − μm, so that `move` takes the step ηc·m'."""
+        measured = {n for key in curvature.learned for n in key.names}
+        shares = [share for share in shares if not measured.isdisjoint(share.names)]
+        if self._is_exact:
+            self._shorten(shares, clip_factor(_exact_total(shares, curvature, params), self.limit))
+            return
+        if self.is_stale:
+            _recompute(shares, curvature, params, state)
+            self.is_stale = False
+        lengths = [_advance(share, gradients, params, state, measured) for share in shares]
+        totals = [share.lr**2 * n.sum() for share, n in zip(shares, lengths, strict=True)]
+        if not totals:
+            return
+        total = torch.stack([t.to(totals[0]) for t in totals]).sum()
+        factor = clip_factor(total, self.limit)
+        self._shorten(shares, factor)
+        for share, own in zip(shares, lengths, strict=True):
+            _store(share, own * factor.square().to(own), params, state, is_void)
+
+    def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
+        for share in shares:
+            if share.momentum:
+                summed = torch._foreach_add(share.directions, share.buffers, alpha=share.momentum)
+                share.directions = list(summed)
+            share.directions = [d * factor.to(d.device, d.dtype) for d in share.directions]
+            if share.momentum:
+                torch._foreach_add_(share.directions, share.buffers, alpha=-share.momentum)
+
+
+def _exact_total(shares: Sequence[Share], curvature: KFACState, params: ModelParameters) -> Tensor:
+    """Return η²·m'ᵀF̂m' with F̂ as it is averaged now, without damping."""
+    moved: dict[str, Tensor] = {}
+    for share in shares:
+        for i, name in enumerate(share.names):
+            direction = share.directions[i]
+            if share.momentum:
+                direction = direction + share.momentum * share.buffers[i]
+            moved[name] = share.lr * direction
+    return sum_lengths(
+        curvature.lengths(params.gather_whole(moved, "moves"), params.templates, damped=False)
+    )
+
+
+def sum_lengths(lengths: Tensors) -> Tensor:
+    """Return xᵀF̂x from what each parameter adds to it."""
+    if not lengths:
+        return torch.zeros(())
+    first = next(iter(lengths.values()))
+    return torch.stack([t.to(first) for t in lengths.values()]).sum().clamp(min=0)
+
+
+def length_of(p: Any, state: State) -> Tensor:
+    """Return what the clip knows of a parameter's last move."""
+    own = state[p]
+    if "length" not in own:
+        own["length"] = torch.zeros((), dtype=compute_dtype(p.dtype), device=p.device)
+    elif own["length"].device != p.device or own["length"].dtype != compute_dtype(p.dtype):
+        own["length"] = own["length"].to(p.device, compute_dtype(p.dtype))
+    return own["length"]
+
+
+def _recompute(
+    shares: Sequence[Share], curvature: KFACState, params: ModelParameters, state: State
+) -> None:
+    """Compute mᵀFm of the last moves anew, with the present F."""
+    moves: dict[str, Tensor] = {}
+    for share in shares:
+        moves |= dict(zip(share.names, share.buffers, strict=False))
+    if not moves:
+        return
+    lengths = curvature.lengths(params.gather_whole(moves, "moves"), params.templates, damped=True)
+    for name, length in lengths.items():
+        length_of(params.by_name[name], state).copy_(length)
+
+
+def _advance(
+    share: Share, gradients: Tensors, params: ModelParameters, state: State, measured: set[str]
+) -> Tensor:
+    """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
+    pieces, _ = params.cut_pieces(share.names, [gradients[n] for n in share.names], [])
+    ahead = share.directions
+    if share.momentum:
+        ahead = torch._foreach_add(share.directions, share.buffers, alpha=2 * share.momentum)
+    products: list[Tensor] = []
+    for name, x, g in zip(share.names, ahead, pieces, strict=True):
+        dtype = compute_dtype(x.dtype)
+        if name in measured:
+            products.append(torch.dot(x.reshape(-1).to(dtype), g.reshape(-1).to(dtype)))
+        else:
+            products.append(x.new_zeros((), dtype=dtype))
+    new = params.sum_pieces(share.names, torch.stack([t.to(products[0]) for t in products]))
+    if not share.momentum:
+        return new
+    old = torch.stack([length_of(params.by_name[n], state).to(new) for n in share.names])
+    return share.momentum**2 * old + new
+
+
+def _store(
+    share: Share, lengths: Tensor, params: ModelParameters, state: State, is_void: Tensor | None
+) -> None:
+    """Keep the lengths of moves that are taken, unless the step is void."""
+    if not share.momentum:
+        return
+    held = [length_of(params.by_name[n], state) for n in share.names]
+    if is_void is not None:
+        old = torch.stack([t.to(lengths) for t in held])
+        lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)
+    torch._foreach_copy_(held, list(lengths.unbind()))

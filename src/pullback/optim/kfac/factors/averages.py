@@ -1,0 +1,175 @@
+"""Exponential moving averages of the factors of blocks, and the Gram of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...._core.flags import lerp_unless
+from ....grams.kronecker import Pair, Units, factor_matrix, merge_pairs
+from ....grams.kronecker.packed_matrix import (
+    FactorMatrix,
+    get_entries,
+    map_entries,
+    unpack,
+    zeros_like,
+)
+from .block import BlockKey, FactorKey, Factors, FactorSide, block_shape
+
+
+@dataclass
+class Average:
+    """An exponential moving average of a block's factors, from an empty beginning.
+
+    `mass` is the weight of all statistics in it, a number on the device that is averaged with them
+    (each set has mass 1): dividing by it removes the weight of the empty beginning.
+    `mean` is the plain mean of `count` sets, where a damping asks for it.
+    """
+
+    value: dict[FactorKey, FactorMatrix]
+    mass: Tensor
+    mean: dict[FactorKey, FactorMatrix] = field(default_factory=dict)
+    count: int = 0
+
+    @classmethod
+    def empty(cls, like: Factors, *, has_mean: bool) -> Average:
+        """Return zeros of the factors' shapes."""
+        value = {f: zeros_like(t) for f, t in like.items()}
+        mean = {f: zeros_like(t) for f, t in like.items()} if has_mean else {}
+        return cls(value, get_entries(next(iter(value.values()))).new_zeros(()), mean)
+
+    def fits(self, new: Factors) -> bool:
+        """Return whether these are factors of the same names, shapes, dtype and device."""
+        kinds = {(t.dtype, t.device) for t in map(get_entries, new.values())}
+        return self.has_shapes(new) and kinds == {(self.mass.dtype, self.mass.device)}
+
+    def has_shapes(self, new: Factors) -> bool:
+        """Return whether these are factors of the same names and shapes."""
+        value = self.value
+        if value.keys() != new.keys():
+            return False
+        return all(value[f].shape == t.shape for f, t in new.items())
+
+    def can_add_on_device(self, new: Factors) -> bool:
+        """Return whether one kernel on the device can add these factors: their memory is alike."""
+        if not self.mass.is_cuda or self.mean or not self.fits(new):
+            return False
+        return all(
+            get_entries(self.value[f]).stride() == get_entries(t).stride() for f, t in new.items()
+        )
+
+    def divided(self) -> dict[FactorKey, Tensor]:
+        """Return the average without the weight of the empty beginning, in memory of its own."""
+        return {f: _over_groups(unpack(t), self.mass) for f, t in self.value.items()}
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Averages of one form can be stacked."""
+        shapes = [(f, t.shape[1:]) for f, t in self.value.items()]
+        return *shapes, self.mass.dtype, self.mass.device
+
+    def change(self, change: Callable[[Tensor], Tensor], *, mass: bool = True) -> None:
+        """Replace the memory of all sides, and that of the `mass`: move it to a device, say."""
+        self.value = {f: map_entries(change, t) for f, t in self.value.items()}
+        self.mean = {f: map_entries(change, t) for f, t in self.mean.items()}
+        if mass:
+            self.mass = change(self.mass)
+
+    def sides(self) -> list[Tensor]:
+        """Return the memory of all sides."""
+        return [*map(get_entries, self.value.values()), *map(get_entries, self.mean.values())]
+
+
+def _over_groups(side: Tensor, mass: Tensor) -> Tensor:
+    """Divide a side (G, ...) by a number, or by one per group."""
+    return side / (mass.view(-1, *[1] * (side.ndim - 1)) if mass.ndim else mass)
+
+
+def stack_averages(averages: Sequence[Average]) -> Average:
+    """Return averages of one form as that of one block, whose groups have a mass each."""
+    if len(averages) == 1:
+        return averages[0]
+
+    def join(factor: FactorKey, side: FactorMatrix) -> FactorMatrix:
+        parts = [get_entries(average.value[factor]) for average in averages]
+        return map_entries(lambda _: torch.cat(parts), side)
+
+    value = {factor: join(factor, side) for factor, side in averages[0].value.items()}
+    groups = [next(iter(average.value.values())).shape[0] for average in averages]
+    masses = [a.mass.expand(n) for a, n in zip(averages, groups, strict=True)]
+    return Average(value, torch.cat(masses))
+
+
+def ema_update(
+    pairs: Iterable[tuple[Average, Factors]], ema: float, is_void: Tensor | None = None
+) -> None:
+    """Set value ← ema·value + (1 − ema)·new for all blocks at once, and mass towards 1.
+
+    Where the float32 flag `is_void` on the device is 1, nothing changes. Without factors the mass
+    alone does: another process has them.
+    """
+    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    ones: dict[object, Tensor] = {}
+    for average, new in pairs:
+        kind = (average.mass.device, average.mass.dtype)
+        if kind not in ones:
+            ones[kind] = torch.ones_like(average.mass)
+        values, news = kinds.setdefault(kind, ([], []))
+        values += [average.mass, *(get_entries(average.value[f]) for f in new)]
+        news += [ones[kind], *map(get_entries, new.values())]
+        if average.mean:
+            average.count += 1
+            for f, t in new.items():
+                get_entries(average.mean[f]).lerp_(get_entries(t), 1 / average.count)
+    for values, news in kinds.values():
+        lerp_unless(is_void, values, news, 1 - ema)
+
+
+def gram_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Pair | Units:
+    """Return the Gram block of a set of factors; several uses are merged to one product.
+
+    `corner` is the second moment of the bias's input, 1 unless factors are yet to be divided: a
+    number, or one per group.
+    """
+    if not key.kronecker:
+        return Units(unpack(next(iter(factors.values()))))
+    uses = sorted({factor.role for factor in factors})
+    width = block_shape(key, factors)[2]
+    pairs: list[Pair] = []
+    for use in uses:
+        left = unpack(factors[FactorKey(use, FactorSide.LEFT)])
+        pairs.append(Pair(left, _homogeneous(factors, use, width, corner)))
+    return merge_pairs(pairs)
+
+
+def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tensor]:
+    """Return the block of an average, and what each of its factors is yet to be divided by.
+
+    Nothing is copied for it where there is one use; the sum of several has a scale of its own.
+    """
+    if len({factor.role for factor in average.value}) == 1:
+        return gram_of(key, average.value, average.mass), average.mass
+    return gram_of(key, average.divided()), torch.ones_like(average.mass)
+
+
+def _homogeneous(factors: Factors, use: str, width: int, corner: Tensor | float) -> Tensor:
+    """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
+    side = unpack(factors[FactorKey(use, FactorSide.RIGHT)])
+    mean = factors.get(FactorKey(use, FactorSide.MEAN))
+    n = side.shape[-1]
+    if n == width:
+        return side
+    if factor_matrix.is_diagonal(side):
+        return F.pad(side, (0, width - n))
+    if mean is None:
+        return F.pad(side, (0, width - n, 0, width - n))
+    out = side.new_empty(len(side), width, width)
+    out[:, :n, :n] = side
+    out[:, n, :n] = get_entries(mean)
+    out[:, :n, n] = get_entries(mean)
+    out[:, n, n] = corner
+    return out

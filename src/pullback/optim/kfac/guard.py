@@ -1,0 +1,28 @@
+"""Whether a step goes on, known at once or by a flag on the device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Guard:
+    """Whether a step goes on: asked at once, or by a flag on the device that guards every change.
+
+    Where it is deferred, the host does not wait: `is_void` is 1 where nothing may change.
+    """
+
+    def __init__(self, is_deferred: bool, is_good: Tensor | None = None) -> None:
+        self.is_deferred = is_deferred
+        self.is_good = is_good
+
+    def holds(self, flag: Tensor) -> bool:
+        """Ask for one more condition; False where it is known to fail."""
+        if not self.is_deferred:
+            return bool(flag)
+        self.is_good = flag if self.is_good is None else self.is_good & flag
+        return True
+
+    @property
+    def is_void(self) -> Tensor | None:
+        """A float32 flag, or None where nothing is deferred."""
+        return None if self.is_good is None else (~self.is_good).float()

@@ -1,0 +1,37 @@
+"""Rules: how gradients become directions, each a contract of three methods (see `base`)."""
+
+from .adamw import AdamW
+from .base import (
+    REFRESHED,
+    SYMMETRIC,
+    BlockShape,
+    Defaults,
+    Estimation,
+    FactorAverages,
+    RefreshReport,
+    Rule,
+    RuleState,
+    Statistics,
+    StepContext,
+)
+from .eigenbasis import Eigenbasis
+from .natural import Natural
+from .spectral import Spectral
+
+__all__ = [
+    "REFRESHED",
+    "SYMMETRIC",
+    "AdamW",
+    "BlockShape",
+    "Defaults",
+    "Eigenbasis",
+    "Estimation",
+    "FactorAverages",
+    "Natural",
+    "RefreshReport",
+    "Rule",
+    "RuleState",
+    "Spectral",
+    "Statistics",
+    "StepContext",
+]

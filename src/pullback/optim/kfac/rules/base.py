@@ -1,0 +1,363 @@
+"""The contract of a rule: how gradients of equal blocks become directions.
+
+A rule owns its state, a dataclass of tensors stacked over B blocks of one shape. It answers three
+questions: what the state is at first (`init`), what averages of a layer's factors make of it
+(`refresh`, expensive and rare), and what direction a gradient gives (`direction`, every step).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ...._core.errors import PullbackError
+from ...._core.flags import lerp_unless
+from ....grams.kronecker import GramBlock, Pair, Units
+from ....likelihoods import reduction_of
+from ....maps.layers.moments import Sharing
+from ....maps.roles import Role
+from ....metrics import Metric
+from ...checks import metric_of
+from ..factors.block import BlockKind
+from ..factors.damping import Damping
+
+
+class Statistics(Enum):
+    """What a rule reads of a layer."""
+
+    NONE = "none"
+    #: second moments of the layer's inputs, from the forward pass
+    INPUTS = "inputs"
+    #: those of the cotangents at its outputs too, from the backward pass
+    INPUTS_AND_OUTPUTS = "inputs and outputs"
+
+
+@dataclass(frozen=True)
+class Estimation:
+    """How factors are estimated.
+
+    Attributes:
+        fisher: "mc" draws targets from the model's predictions, "exact" takes the metric as it is
+            (a reverse pass per output), "empirical" the loss's own gradient.
+        draws: targets per sample for "mc".
+        ema: the weight of the past in the averages.
+        sharing: "expand" or "reduce", how positions that share a weight enter.
+        max_factor: the longest side held as a matrix; longer ones are diagonals.
+        batch_dim: the output's axis of samples.
+        reduction: "mean" or "sum" over samples, of the loss and hence of F̂; by default that of the
+            loss given as likelihood, else "mean".
+        seed: of the draws, which follow from it and the number of the step.
+        metric: the metric on outputs; by default that of ½‖·‖². Rules set it from a likelihood.
+        joint: whether weight and bias of a layer share a block. Rules set it.
+        measures_spectrum: whether second moments of the gradient are measured in the bases that the
+            rule names. Rules set it.
+    """
+
+    fisher: str = "mc"
+    draws: int = 1
+    ema: float = 0.95
+    sharing: str = "expand"
+    max_factor: int = 8192
+    batch_dim: int = 0
+    reduction: str | None = None
+    seed: int = 0
+    metric: Metric | None = None
+    joint: bool = False
+    measures_spectrum: bool = False
+
+    def with_metric(self, likelihood: Any, metric: Any, **changes: Any) -> Estimation:
+        """Return the same for the Fisher metric of a likelihood, or for a metric."""
+        own = metric if metric is not None or likelihood is not None else self.metric
+        reduction = self.reduction or reduction_of(likelihood)
+        return replace(self, metric=metric_of(likelihood, own), reduction=reduction, **changes)
+
+    @property
+    def positions(self) -> Sharing:
+        """How a layer's moments are formed."""
+        return Sharing(self.sharing == "reduce", self.batch_dim, self.max_factor)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The arguments of `KFAC` where none are given."""
+
+    lr: float = 1e-3
+    statistics_every: int = 10
+    invert_every: int = 10
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The coordinates of blocks, and in which form their factors are held.
+
+    `size` is (B, O, n) for weights, where n counts a bias that shares the block; (U, k) for k
+    parameters of each of U units; and (1, N) for entries.
+    """
+
+    kind: BlockKind
+    size: tuple[int, ...]
+    #: whether the factor that acts on rows, or on columns, is a matrix and no diagonal
+    dense_rows: bool
+    dense_columns: bool
+    dtype: torch.dtype
+    device: torch.device
+    #: row counts of the independent matrices that the weight holds one below the other
+    split: tuple[int, ...] = ()
+
+    def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return zeros on the blocks' device."""
+        return torch.zeros(size, dtype=dtype or self.dtype, device=self.device)
+
+
+#: metadata of a field of a `RuleState` that `refresh` replaces, and that other processes receive
+REFRESHED = {"refreshed": True}
+#: the same for symmetric matrices, of which half is sent
+SYMMETRIC = {"refreshed": True, "symmetric": True}
+
+
+@dataclass
+class RuleState:
+    """What a rule keeps for B blocks of one shape: tensors whose first axis counts blocks."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, by name."""
+        return {n: t for n, t in vars(self).items() if isinstance(t, Tensor)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return a state whose tensors are changed."""
+        return replace(self, **{n: change(t) for n, t in self.tensors().items()})
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """States of one form can be stacked."""
+        tensors = self.tensors()
+        others = [(n, v) for n, v in vars(self).items() if n not in tensors]
+        shapes = [(n, t.shape[1:], t.dtype, t.device) for n, t in tensors.items()]
+        return type(self), *others, *shapes
+
+    @classmethod
+    def refreshed_names(cls) -> tuple[str, ...]:
+        """Return the names of the tensors that `refresh` replaces."""
+        return tuple(f.name for f in fields(cls) if f.metadata.get("refreshed"))
+
+    @classmethod
+    def symmetric_names(cls) -> tuple[str, ...]:
+        """Return the names of those among them that are symmetric matrices."""
+        return tuple(f.name for f in fields(cls) if f.metadata.get("symmetric"))
+
+
+@dataclass(frozen=True)
+class FactorAverages:
+    """Averages of the factors of B blocks of one shape.
+
+    `gram` holds the factors, `Pair(left, right)` of a weight: left (B, O, O) acts on its rows and
+    right (B, n, n) on its columns, either perhaps a diagonal. They are yet to be divided by
+    `mass`, one number for all blocks or one for each.
+    """
+
+    gram: Pair | Units
+    mass: Tensor
+    #: λ in use
+    damping: float = 0.0
+    #: whether the blocks have never been refreshed
+    is_first: bool = False
+    #: long-run averages, where the damping asks for them
+    reference: Pair | Units | None = None
+
+    @property
+    def pair(self) -> Pair:
+        """The two factors of a weight."""
+        assert isinstance(self.gram, Pair)
+        return self.gram
+
+    def divided(self) -> Pair | Units:
+        """Return the averages over their mass."""
+        if isinstance(self.gram, Units):
+            return Units(_over(self.gram.matrices, self.mass))
+        return Pair(
+            _over(self.gram.output_factor, self.mass), _over(self.gram.input_factor, self.mass)
+        )
+
+    def select(self, i: int) -> FactorAverages:
+        """Return the averages of one block."""
+        mass = self.mass[i : i + 1] if self.mass.ndim else self.mass
+        return replace(self, gram=_one(self.gram, i), mass=mass, reference=_one(self.reference, i))
+
+
+def _over(side: Tensor, mass: Tensor) -> Tensor:
+    """Divide a side (B, ...) by a number, or by one for each block."""
+    return side / (mass.view(-1, *[1] * (side.ndim - 1)) if mass.ndim else mass)
+
+
+def _one(gram: Any, i: int) -> Any:
+    if isinstance(gram, Pair):
+        return Pair(gram.output_factor[i : i + 1], gram.input_factor[i : i + 1])
+    return gram
+
+
+@dataclass
+class RefreshReport:
+    """Which blocks of a stack could not be refreshed, and what is to be said of others."""
+
+    failed: set[int] = field(default_factory=set)
+    notes: dict[int, list[str]] = field(default_factory=dict)
+
+    def note(self, block: int, text: str) -> None:
+        """Say something of a block."""
+        self.notes.setdefault(block, []).append(text)
+
+    def fail(self, block: int, text: str) -> None:
+        """Say that a block keeps its last state."""
+        self.failed.add(block)
+        self.note(block, text)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a direction may depend on beside gradient and state.
+
+    Attributes:
+        count: steps that the blocks have taken, this one included.
+        options: of the param group, such as `betas`; schedulers change them.
+        is_void: a float32 flag on the device, 1 where the step is to change nothing; None where it
+            is known to count.
+    """
+
+    count: int
+    options: Mapping[str, Any]
+    is_void: Tensor | None = None
+
+    def average(self, moment: Tensor, new: Tensor, weight: float) -> None:
+        """Set moment ← moment + weight·(new − moment), unless the step is void."""
+        lerp_unless(self.is_void, [moment], [new], weight)
+
+    def add_one(self, counts: Tensor) -> None:
+        """Count the step, unless it is void."""
+        counts += 1 if self.is_void is None else (1 - self.is_void).to(counts)
+
+
+class Rule(ABC):
+    """How a gradient becomes a direction.
+
+    Attributes:
+        name: how `coverage()` and saved states call it.
+        reads: the statistics that it needs.
+        defaults: of arguments of `KFAC` that are not given.
+        is_elementwise: whether each entry's direction depends on that entry alone, so that pieces
+            of a sharded parameter are treated where they are.
+        squares_gradients: whether it squares gradients: a step is rejected beforehand where squares
+            would overflow. For other rules directions are checked.
+        takes_head: whether it is for the last linear map too.
+        rate: the share of the learning rate that it takes.
+        estimation: how its statistics are estimated.
+        others: the rule for parameters that it does not take, by default `AdamW()`.
+        warmup: first steps that all take statistics and refresh.
+        kl_clip: δ in η²·mᵀF̂m ≤ δ for the step ηm, None, or "auto" for 1e-3 unless a closure
+            controls the step.
+        damping: what is added to averages before they are inverted, if anything is; λ is part of
+            the optimizer's schedule.
+        can_rescale: whether its state can follow parameters whose units are rescaled (`rescale`).
+        first_entries: entries of factors whose first refresh one step may do; None for all.
+    """
+
+    name: ClassVar[str] = ""
+    reads: ClassVar[Statistics]
+    defaults: ClassVar[Defaults] = Defaults()
+    is_elementwise: ClassVar[bool] = False
+    squares_gradients: ClassVar[bool] = True
+    can_rescale: ClassVar[bool] = False
+    takes_head: bool = True
+    rate: float = 1.0
+    estimation: Estimation = Estimation()
+    others: Rule | None = None
+    warmup: int = 0
+    kl_clip: float | str | None = None
+    damping: Damping | None = None
+    first_entries: ClassVar[int | None] = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse a class whose declarations contradict each other."""
+        reads = getattr(cls, "reads", None)
+        if not isinstance(reads, Statistics):
+            raise _impossible(cls, f"reads is {reads!r}", "Declare reads = Statistics.INPUTS, say")
+        if cls.is_elementwise and reads is not Statistics.NONE:
+            why = "an elementwise rule sees single entries, which have no factors"
+            raise _impossible(cls, why, "Declare reads = Statistics.NONE")
+        if reads is Statistics.NONE and not cls.is_elementwise:
+            why = "without statistics it is not known which parameters are matrices"
+            raise _impossible(
+                cls, why, "Declare is_elementwise = True, or reads = Statistics.INPUTS"
+            )
+        if not isinstance(cls.name, str) or not cls.name:
+            raise _impossible(cls, "it has no name", "Declare name = '...'")
+        return super().__new__(cls)
+
+    @abstractmethod
+    def init(self, shape: BlockShape) -> RuleState:
+        """Return the state of blocks that have no averages yet."""
+
+    @abstractmethod
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        """Replace the `refreshed` tensors of a state; blocks that failed keep their last ones."""
+
+    @abstractmethod
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        """Return the direction of a gradient, and advance moments.
+
+        The gradient has the blocks' size: (B, O, n), of units (U, k), of entries (1, N).
+        """
+
+    # --- what may be overridden -------------------------------------------------------------------
+
+    def accepts(self, role: Role) -> bool:
+        """Return whether parameters of this role follow the rule: by default matrices."""
+        if role is Role.HEAD:
+            return self.takes_head
+        return role in (Role.MATRIX, Role.CONVOLUTION, Role.EXPERTS)
+
+    def fits(self, shape: BlockShape) -> bool:
+        """Return whether blocks of this shape have the factors that the rule reads."""
+        if self.reads is Statistics.INPUTS:
+            return shape.dense_columns
+        return shape.dense_rows and shape.dense_columns
+
+    def group_options(self) -> dict[str, Any]:
+        """Return the options that param groups have for this rule."""
+        return {}
+
+    def gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
+        """Return F̂ of the blocks, without damping."""
+        return averages.divided()
+
+    def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
+        """Return the metric F of which directions are F⁻¹g, for the KL clip."""
+        return self.gram(averages, state)
+
+    def measured_bases(self, state: RuleState) -> tuple[Tensor | None, Tensor | None] | None:
+        """Return the bases in which second moments of the gradient are measured, if any are."""
+        return None
+
+    def observe(self, spectrum: Tensor, state: RuleState, damping: float) -> None:
+        """Take up second moments of the gradient in `measured_bases`."""
+        raise NotImplementedError(type(self).__name__)
+
+    def rescale(self, state: RuleState, rows: Tensor, columns: Tensor) -> None:
+        """Let a state follow weights that became l_o W_oi r_i, with l (B, O) and r (B, n).
+
+        Units have the scales of their entries, (U, k), as rows.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{type(self).__name__}({options})"
+
+
+def _impossible(cls: type, why: str, remedy: str) -> PullbackError:
+    return PullbackError(f"The rule {cls.__name__} is not usable", why, remedy)

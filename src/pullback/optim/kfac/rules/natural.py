@@ -1,0 +1,445 @@
+"""The natural gradient of the K-FAC metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...._core.errors import PullbackError
+from ....grams.kronecker import EigenBlock, GramBlock, Pair, Units, factor_matrix, invert_factors
+from ....grams.kronecker.blocks import from_bases, to_bases
+from ....likelihoods import Likelihood
+from ....maps.roles import Role
+from ....metrics import Metric
+from ..arguments import check
+from ..factors.block import BlockKind
+from ..factors.damping import Damping, as_damping
+from .base import (
+    REFRESHED,
+    SYMMETRIC,
+    BlockShape,
+    Defaults,
+    Estimation,
+    FactorAverages,
+    RefreshReport,
+    Rule,
+    RuleState,
+    Statistics,
+    StepContext,
+)
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How a factor that could not be inverted is tried again."""
+
+    #: what the damping is multiplied by each time
+    growth: float = 10.0
+    #: attempts in all: λ·10⁷ is more than any factor that was met needs
+    most: int = 8
+
+
+_RETRIES = Retries()
+#: rows of matrices are multiples of this many entries, as tensor cores read them
+_ALIGNED = 8
+
+
+@dataclass
+class InverseState(RuleState):
+    """R⁻¹ (B, O, O) and C⁻¹ (B, m, m), or diagonals; m is n filled up to a multiple of 8."""
+
+    left: Tensor = field(metadata=SYMMETRIC)
+    right: Tensor = field(metadata=SYMMETRIC)
+
+
+@dataclass
+class EigenState(RuleState):
+    """(U ⊗ W) diag(scale) (U ⊗ W)ᵀ, with None for the identity.
+
+    `spectrum` is a running mean of the gradient's squares in these bases and `mass` the weight of
+    the statistics in it, where eigenvalues are corrected.
+    """
+
+    left: Tensor | None = field(metadata=REFRESHED)
+    right: Tensor | None = field(metadata=REFRESHED)
+    scale: Tensor = field(metadata=REFRESHED)
+    spectrum: Tensor | None = field(metadata=REFRESHED)
+    mass: Tensor | None = None
+
+
+@dataclass
+class UnitState(RuleState):
+    """The inverse of each unit's matrix, (U, k, k)."""
+
+    inverse: Tensor = field(metadata=REFRESHED)
+
+
+class Natural(Rule):
+    r"""F̂⁻¹g: steepest descent for the length √(xᵀF̂x), with every parameter that has a block,
+
+        F̂ = ⊕_l R_l ⊗ C_l,    F̂⁻¹g = R⁻¹ G C⁻¹,
+
+    for R = Σ δδᵀ/N of the cotangents at a layer's outputs and C = mean aaᵀ of its inputs.
+
+    Args:
+        likelihood: whose Fisher information is the metric on outputs, such as `Categorical()`, or
+            the loss itself, such as `nn.CrossEntropyLoss()`.
+        metric: instead, any metric of the library; by default that of ½‖·‖². `Sobolev` relates the
+            samples of one forward call by the model's first tensor.
+        fisher: "mc" draws targets, "exact" takes the metric as it is (a reverse pass per output),
+            "empirical" the loss's own gradient.
+        damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
+        momentum: μ in m ← μm + F̂⁻¹g; param groups may have their own.
+        kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm, momentum included, with the damped F̂
+            whose inverse is in use. "auto" is 1e-3, or none where a closure controls the step; None
+            switches it off.
+        ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
+            linear and convolution layers used once. λ is added to them.
+        joint: whether weight and bias of a layer share a block.
+        warmup: first steps that all take statistics and invert. Inverses of the first step alone
+            would be wrong by the tenth: the curvature changes fastest at the start.
+        estimation: how factors are estimated.
+    """
+
+    name: ClassVar = "natural"
+    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
+    squares_gradients: ClassVar = False
+    can_rescale: ClassVar = True
+    defaults: ClassVar = Defaults(lr=0.1, statistics_every=10, invert_every=100)
+
+    def __init__(
+        self,
+        likelihood: Likelihood | Callable[..., Tensor] | None = None,
+        *,
+        metric: Metric | Callable[[Tensor], Tensor] | None = None,
+        fisher: str = "mc",
+        damping: float | Damping = 1e-3,
+        momentum: float = 0.9,
+        kl_clip: float | str | None = "auto",
+        ekfac: bool = False,
+        joint: bool = True,
+        warmup: int = 10,
+        estimation: Estimation | None = None,
+    ) -> None:
+        check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, joint=joint, warmup=warmup)
+        self.damping = as_damping(damping)
+        self.momentum = momentum
+        self.ekfac = ekfac
+        self.kl_clip = kl_clip
+        self.warmup = warmup
+        own = Estimation() if estimation is None else estimation
+        changes = {"fisher": fisher, "joint": joint, "measures_spectrum": ekfac}
+        self.estimation = own.with_metric(likelihood, metric, **changes)
+        refuse_combinations(self.estimation, self.damping)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether R ⊗ C + λ is inverted as it stands, in the eigenbases of its factors."""
+        return self.damping.exact or self.ekfac
+
+    def accepts(self, role: Role) -> bool:
+        return True
+
+    def fits(self, shape: BlockShape) -> bool:
+        return True
+
+    def group_options(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def init(self, shape: BlockShape) -> RuleState:
+        if shape.kind is not BlockKind.KRONECKER:
+            units, parameters = shape.size
+            return UnitState(inverse=shape.zeros(units, parameters, parameters))
+        blocks, rows, columns = shape.size
+        left = shape.zeros(blocks, rows, rows) if shape.dense_rows else None
+        if self._is_exact:
+            right = shape.zeros(blocks, columns, columns) if shape.dense_columns else None
+            state = EigenState(left, right, shape.zeros(*shape.size), None, None)
+            if self.ekfac:
+                state.spectrum = shape.zeros(*shape.size)
+                state.mass = shape.zeros(blocks)
+            return state
+        filled = _fill_up(columns)
+        wide = (blocks, filled, filled) if shape.dense_columns else (blocks, filled)
+        return InverseState(
+            left=shape.zeros(blocks, rows) if left is None else left, right=shape.zeros(*wide)
+        )
+
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        if isinstance(state, UnitState):
+            return self._refresh_units(averages, state)
+        if isinstance(state, EigenState):
+            return self._refresh_eigen(averages, state)
+        assert isinstance(state, InverseState)
+        return self._refresh_inverse(averages, state)
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        if isinstance(state, UnitState):
+            return (state.inverse * gradient[:, None]).sum(-1)
+        if isinstance(state, EigenState):
+            coordinates = to_bases(state.left, gradient, state.right) * state.scale
+            return from_bases(state.left, coordinates, state.right)
+        assert isinstance(state, InverseState)
+        return _apply(state.left, gradient, state.right)
+
+    # --- inverses of both factors -----------------------------------------------------------------
+
+    def _refresh_inverse(self, averages: FactorAverages, state: InverseState) -> RefreshReport:
+        """Invert damped factors by Cholesky; blocks where that fails are tried one by one.
+
+        Without damping, or with an invariant one, a singular factor is inverted on its range.
+        """
+        report = RefreshReport()
+        is_singular = averages.damping == 0 or self.damping.referenced
+        if not is_singular:
+            found = self._invert(averages)
+            if not any(found.failed):
+                state.left = found.matrices[0]
+                state.right = _pad(found.matrices[1])
+                return report
+        lefts: list[Tensor] = []
+        rights: list[Tensor] = []
+        for block in range(len(averages.pair.output_factor)):
+            left, right = self._invert_one(averages.select(block), block, report, is_singular)
+            lefts.append(left)
+            rights.append(right)
+        state.left = torch.cat(lefts)
+        state.right = _pad(torch.cat(rights))
+        return report
+
+    def _invert(self, averages: FactorAverages, *, singular: bool = False) -> Any:
+        """Return inverses of both damped factors, and which failed."""
+        return invert_factors(
+            [averages.pair.output_factor, averages.pair.input_factor],
+            scales=[averages.mass, averages.mass],
+            shifts=self._added(averages),
+            singular=singular,
+        )
+
+    def _added(self, averages: FactorAverages) -> list[Tensor]:
+        """Return what the damping adds to the left and to the right factor."""
+        rows = factor_matrix.diagonal(averages.pair.output_factor).mean(-1) / averages.mass
+        columns = factor_matrix.diagonal(averages.pair.input_factor).mean(-1) / averages.mass
+        reference: Any = averages.reference
+        return list(self.damping.added((rows, columns), reference, averages.damping))
+
+    def _invert_one(
+        self, averages: FactorAverages, block: int, report: RefreshReport, is_singular: bool
+    ) -> list[Tensor]:
+        """Return the inverses of one block's factors, with more damping where it takes more."""
+        found = self._invert(averages, singular=is_singular)
+        attempts = _RETRIES.most if averages.damping else 1
+        for attempt in range(1, attempts):
+            if not any(found.failed):
+                break
+            raised = averages.damping * _RETRIES.growth**attempt
+            found = self._invert(replace(averages, damping=raised), singular=is_singular)
+            if not any(found.failed):
+                report.note(block, f"its damping was raised to {raised:.3g} to invert it")
+        if any(found.failed):
+            report.fail(block, "its sides could not be inverted")
+        for name, rank in zip(("output", "input"), found.ranks, strict=True):
+            if rank is not None:
+                least = f"rank {int(rank.min())}, inverted on its range"
+                report.note(block, f"its {name} side is singular: {least}")
+        return found.matrices
+
+    # --- eigenbases -------------------------------------------------------------------------------
+
+    def _refresh_eigen(self, averages: FactorAverages, state: EigenState) -> RefreshReport:
+        """Find the eigenbases; corrected eigenvalues are carried to the new ones."""
+        report = RefreshReport()
+        pair = averages.divided()
+        assert isinstance(pair, Pair)
+        try:
+            rows, left = factor_matrix.eigendecompose(pair.output_factor)
+            columns, right = factor_matrix.eigendecompose(pair.input_factor)
+        except torch.linalg.LinAlgError:
+            for block in range(len(pair.output_factor)):
+                report.fail(block, "its eigenvalues were not found")
+            return report
+        values = rows[..., None] * columns[:, None]
+        if state.spectrum is not None and state.mass is not None and not averages.is_first:
+            turns = _overlap(left, state.left), _overlap(right, state.right)
+            state.spectrum = EigenBlock(*turns, state.spectrum).diagonal()
+            has_spectrum = (state.mass > 0)[:, None, None]
+            values = torch.where(has_spectrum, _corrected(state.spectrum, state.mass), values)
+        state.left = left
+        state.right = right
+        state.scale = _reciprocal(values, averages.damping)
+        return report
+
+    def measured_bases(self, state: RuleState) -> tuple[Tensor | None, Tensor | None] | None:
+        if isinstance(state, EigenState) and state.spectrum is not None:
+            return state.left, state.right
+        return None
+
+    def observe(self, spectrum: Tensor, state: RuleState, damping: float) -> None:
+        assert isinstance(state, EigenState)
+        assert state.spectrum is not None
+        assert state.mass is not None
+        state.spectrum.lerp_(spectrum, 1 - self.estimation.ema)
+        state.mass.lerp_(torch.ones_like(state.mass), 1 - self.estimation.ema)
+        state.scale.copy_(_reciprocal(_corrected(state.spectrum, state.mass), damping))
+
+    # --- gains, shifts and single entries ---------------------------------------------------------
+
+    def _refresh_units(self, averages: FactorAverages, state: UnitState) -> RefreshReport:
+        report = RefreshReport()
+        damped, shift = self._damped_units(averages)
+        state.inverse = damped.inverse(shift)
+        if self.damping.referenced:
+            rank = round(float((damped.matrices * state.inverse).sum()))  # tr M M⁺
+            size = damped.matrices[..., 0].numel()
+            if rank < size:
+                text = f"it is singular: rank {rank} of {size}, inverted on its range"
+                report.note(0, text)
+        return report
+
+    def _damped_units(self, averages: FactorAverages) -> tuple[Units, float]:
+        units = averages.divided()
+        reference = averages.reference
+        assert isinstance(units, Units)
+        assert reference is None or isinstance(reference, Units)
+        return self.damping.units(units, reference, averages.damping)
+
+    # --- the metric -------------------------------------------------------------------------------
+
+    def gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
+        if not isinstance(state, EigenState) or averages.is_first:
+            return averages.divided()
+        if state.spectrum is None or state.mass is None or not bool((state.mass > 0).all()):
+            return averages.divided()
+        left = None if state.left is None else state.left.clone()
+        right = None if state.right is None else state.right.clone()
+        return EigenBlock(left, right, _corrected(state.spectrum, state.mass))
+
+    def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
+        if isinstance(state, UnitState):
+            damped, shift = self._damped_units(averages)
+            identity = torch.eye(damped.matrices.shape[-1]).to(damped.matrices)
+            return Units(damped.matrices + shift * identity)
+        if isinstance(state, EigenState):
+            values = torch.where(state.scale > 0, 1 / state.scale, 0.0)
+            return EigenBlock(state.left, state.right, values)
+        pair = averages.divided()
+        assert isinstance(pair, Pair)
+        left, right = self._added(averages)
+        return Pair(_shift(pair.output_factor, left), _shift(pair.input_factor, right))
+
+    def rescale(self, state: RuleState, rows: Tensor, columns: Tensor) -> None:
+        """Set R⁻¹ ← L R⁻¹L and C⁻¹ ← D C⁻¹D for L = diag l, D = diag r."""
+        if isinstance(state, UnitState):
+            scale_both(state.inverse, rows)
+        elif isinstance(state, InverseState):
+            scale_both(state.left, rows)
+            scale_both(state.right, columns)
+        else:
+            assert isinstance(state, EigenState)
+            _rescale_eigen(state, rows, columns)
+
+
+def scale_both(side: Tensor, by: Tensor) -> None:
+    """Multiply to f_i s_ij f_j, or f_i² s_i for a diagonal; padding stays zero."""
+    n = min(by.shape[-1], side.shape[-1])
+    by = by[..., :n]
+    if side.ndim == by.ndim:
+        side[..., :n].mul_(by.square())
+    else:
+        side[..., :n, :n].mul_(by[..., None]).mul_(by[..., None, :])
+
+
+def _rescale_eigen(state: EigenState, rows: Tensor, columns: Tensor) -> None:
+    """Rescale bases, and eigenvalues along sides that are diagonal and have no basis."""
+    if state.left is not None:
+        state.left.mul_(rows[..., None])
+    else:
+        state.scale.mul_(rows.square()[..., None])
+        if state.spectrum is not None:
+            state.spectrum.div_(rows.square()[..., None])
+    if state.right is not None:
+        state.right.mul_(columns[..., None])
+    else:
+        state.scale.mul_(columns.square()[:, None])
+        if state.spectrum is not None:
+            state.spectrum.div_(columns.square()[:, None])
+
+
+def refuse_combinations(estimation: Estimation, damping: Damping) -> None:
+    """Raise for options of the natural gradient that do not go together."""
+    metric = estimation.metric
+    assert metric is not None
+    if estimation.measures_spectrum and damping.referenced:
+        raise PullbackError(
+            "Corrected eigenvalues do not go with this damping",
+            f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
+            "Give a number, or leave ekfac out",
+        )
+    if not metric.couples_samples:
+        return
+    if estimation.fisher == "empirical":
+        raise PullbackError(
+            'fisher="empirical" does not go with this metric',
+            f"{metric!r} relates samples, and their own gradients are not the same covector",
+            'Use fisher="mc" or "exact"',
+        )
+    if estimation.measures_spectrum:
+        raise PullbackError(
+            "ekfac=True does not go with this metric",
+            f"{metric!r} relates samples, and the corrected eigenvalues are sums over single ones",
+            "Leave ekfac out",
+        )
+
+
+def _fill_up(n: int) -> int:
+    return -(-n // _ALIGNED) * _ALIGNED
+
+
+def _pad(side: Tensor) -> Tensor:
+    """Return a factor filled up with zeros to rows that are read fast."""
+    more = _fill_up(side.shape[-1]) - side.shape[-1]
+    return F.pad(side, (0, more) * (side.ndim - 1)) if more else side
+
+
+def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
+    """Return R⁻¹ V C⁻¹ for V of shape (B, O, n)."""
+    columns = v.shape[-1]
+    v = left[..., None] * v if factor_matrix.is_diagonal(left) else torch.bmm(left, v)
+    if factor_matrix.is_diagonal(right):
+        return v * right[:, None, :columns]
+    if right.shape[-1] == columns:
+        return torch.bmm(v, right)
+    if not v.is_cuda:
+        return torch.bmm(v, right[:, :columns, :columns])
+    return torch.bmm(F.pad(v, (0, right.shape[-1] - columns)), right)[..., :columns]
+
+
+def _shift(side: Tensor, by: Tensor) -> Tensor:
+    """Return side + by for multiples of the identity (B,), or for sides."""
+    return factor_matrix.add_identity(side, by) if by.ndim == 1 else factor_matrix.add(side, by)
+
+
+def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """Return NewᵀOld of two bases; None is the identity, of a side that is a diagonal."""
+    return None if new is None or old is None else new.mT @ old
+
+
+def _corrected(spectrum: Tensor, mass: Tensor) -> Tensor:
+    """Return the running mean without the weight of its empty beginning."""
+    tiny = torch.finfo(mass.dtype).tiny
+    return spectrum / mass.clamp(min=tiny)[:, None, None]
+
+
+def _reciprocal(values: Tensor, damping: float) -> Tensor:
+    """Return 1/(values + λ); without damping on the range only."""
+    if damping == 0:
+        keep = factor_matrix.is_above_round_off(values.flatten(1)).view_as(values)
+        return torch.where(keep, 1 / values, 0.0)
+    return 1 / (values + damping)

@@ -1,0 +1,163 @@
+"""Spectral descent: the polar factor of the whitened momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ....grams.kronecker import factor_matrix
+from ....grams.kronecker.roots import half_precision, inverse_root, polar, scaled_to_half
+from ..arguments import check
+from .adamw import AdamW
+from .base import (
+    SYMMETRIC,
+    BlockShape,
+    Defaults,
+    Estimation,
+    FactorAverages,
+    RefreshReport,
+    Rule,
+    RuleState,
+    Statistics,
+    StepContext,
+)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Numbers that the spectral rule was tuned with."""
+
+    #: root mean square of a step's entries over learning rate and agreement: 0.2 for noise alone,
+    #: as Adam's are, so that its learning rates carry over
+    step_size: float = 0.75
+    #: the least length of a row that is divided by; without a gradient it is zero
+    least_length: float = 1e-3
+    #: below this damping roots need products with 22 bits
+    coarse_damping: float = 0.05
+    #: what damping is raised by where a root did not converge
+    damping_growth: float = 10.0
+
+
+_THRESHOLDS = Thresholds()
+
+
+@dataclass
+class SpectralState(RuleState):
+    """The inverse root of the input factor, and moments of the gradient."""
+
+    #: (C + λ tr(C)/n)^(-½) up to a number, (B, n, n), or (B, n) of a diagonal
+    root: Tensor = field(metadata=SYMMETRIC)
+    #: (B, O, n)
+    momentum: Tensor
+    #: running mean of the squares of each row's entries, (B, O, 1)
+    square: Tensor
+    split: tuple[int, ...] = ()
+
+
+class Spectral(Rule):
+    r"""All singular directions of the whitened momentum alike:
+
+        X = M (C + λ tr(C)/n)^(-½),    U = polar(X),    Δ = D U,
+
+    with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. D gives all rows one
+    length, in proportion to ‖M‖ over the running mean of the gradients' size: steps are long where
+    gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
+    AdamW's learning rates carry over. C comes from the forward pass: there is no second
+    backward pass, and no output factor. A weight that holds several matrices one below the other,
+    such as fused queries, keys and values, has a polar factor for each.
+
+    Args:
+        momentum: the weight of the past in M.
+        adapt: the weight of the past in the mean squares of the gradient.
+        damping: λ.
+        head: whether the output layer follows too.
+        estimation: how C is estimated.
+        others: the rule for all other parameters.
+    """
+
+    name: ClassVar = "spectral"
+    reads: ClassVar = Statistics.INPUTS
+    defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
+
+    def __init__(
+        self,
+        momentum: float = 0.9,
+        adapt: float = 0.95,
+        *,
+        damping: float = 0.2,
+        head: bool = False,
+        estimation: Estimation | None = None,
+        others: Rule | None = None,
+    ) -> None:
+        check(momentum=momentum, adapt=adapt, damping=damping)
+        self.momentum = momentum
+        self.adapt = adapt
+        self.relative_damping = damping
+        self.takes_head = head
+        self.estimation = Estimation(ema=0.8) if estimation is None else estimation
+        self.others = AdamW(rate=0.5) if others is None else others
+
+    def init(self, shape: BlockShape) -> SpectralState:
+        blocks, rows, columns = shape.size
+        root = shape.zeros(blocks, columns)
+        if shape.dense_columns:
+            root = shape.zeros(blocks, columns, columns, dtype=half_precision(root))
+        moments = shape.zeros(*shape.size)
+        return SpectralState(root, moments, shape.zeros(blocks, rows, 1), split=shape.split)
+
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        """Find the inverse roots; with more bits and more damping where that fails."""
+        assert isinstance(state, SpectralState)
+        report = RefreshReport()
+        damping = self.relative_damping
+        is_coarse = damping >= _THRESHOLDS.coarse_damping
+        root, has_converged = inverse_root(averages.pair.input_factor, damping, fine=not is_coarse)
+        state.root = root.to(state.root.dtype)
+        for block in _indices(~has_converged):
+            factor = averages.pair.input_factor[block : block + 1]
+            for more_damping in (damping, _THRESHOLDS.damping_growth * damping):
+                root, has_converged = inverse_root(factor, more_damping, fine=True)
+                if bool(has_converged):
+                    state.root[block] = root[0].to(state.root.dtype)
+                    break
+            else:
+                report.fail(block, "its root did not converge")
+        return report
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        assert isinstance(state, SpectralState)
+        step.average(state.momentum, gradient, 1 - self.momentum)
+        step.average(state.square, gradient.square().mean(2, keepdim=True), 1 - self.adapt)
+        nesterov = torch.lerp(gradient, state.momentum, self.momentum)
+        polar_factor = _polar_of_parts(self.whiten(nesterov, state), state.split)
+        lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=gradient.dtype)
+        tiny = torch.finfo(gradient.dtype).tiny
+        mean_square = state.square.mean(1, keepdim=True).clamp(min=tiny)
+        agreement = (nesterov.square().mean((1, 2), keepdim=True) / mean_square).sqrt()
+        size = _THRESHOLDS.step_size * sqrt(gradient.shape[2]) * agreement
+        scale = size / lengths.clamp(min=_THRESHOLDS.least_length)
+        return polar_factor.to(gradient.dtype).mul_(scale)
+
+    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+        """Return M (C + λ tr(C)/n)^(-½), up to a number."""
+        if factor_matrix.is_diagonal(state.root):
+            return momentum * state.root[:, None]
+        return torch.bmm(scaled_to_half(momentum, state.root)[0], state.root)
+
+
+def _indices(flags: Tensor) -> list[int]:
+    return [i for i, flag in enumerate(flags.tolist()) if flag]
+
+
+def _polar_of_parts(x: Tensor, split: tuple[int, ...]) -> Tensor:
+    """Return the polar factors of the matrices that lie one below the other in X, (B, O, n)."""
+    if not split:
+        return polar(x)
+    blocks, rows, columns = x.shape
+    if len({*split}) == 1:
+        return polar(x.reshape(blocks * len(split), rows // len(split), columns)).view(x.shape)
+    return torch.cat([polar(part) for part in x.split(split, dim=1)], dim=1)

@@ -1,0 +1,399 @@
+"""The states of all blocks, stacked by shape: refreshed from averages, and applied to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...grams.kronecker.cholesky_inverse import is_inverted_alone
+from ...grams.kronecker.packed_matrix import unpack
+from .factors.averages import Average, gram_of, stack_averages, undivided_gram
+from .factors.block import BlockKey, BlockKind
+from .rules import BlockShape, FactorAverages, RefreshReport, Rule, RuleState, StepContext
+from .rules.base import Statistics
+
+Averages = Mapping[BlockKey, Average]
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at once."""
+
+    #: entries of factors that are refreshed together: copies of more would take much memory
+    refresh: int = 2**27
+    #: entries of a parameter that is concatenated with others: larger ones are not worth a copy
+    concatenated: int = 2**16
+
+
+_LIMITS = Limits()
+
+
+@dataclass
+class Block:
+    """A block: the rule that it follows, and the rule's state."""
+
+    key: BlockKey
+    rule: Rule
+    shape: BlockShape
+    state: RuleState
+    #: whether the state has been refreshed; rules without statistics need none
+    is_ready: bool = False
+    #: whether another process holds the state, which has no memory here
+    is_absent: bool = False
+    #: steps that were done when the state was made
+    born: int = 0
+    #: what went wrong or was left out in the last refresh
+    note: str = ""
+
+    @property
+    def entries(self) -> int:
+        """How many entries the factors of a weight have."""
+        groups, *sizes = self.shape.size
+        return groups * sum(n * n for n in sizes)
+
+    @property
+    def cost(self) -> float:
+        """About how many products a refresh and a direction take."""
+        groups, *sizes = self.shape.size
+        entries = prod(self.shape.size)
+        if self.shape.kind != BlockKind.KRONECKER:
+            return entries
+        is_dense = (self.shape.dense_rows, self.shape.dense_columns)
+        dense = [n for n, is_matrix in zip(sizes, is_dense, strict=True) if is_matrix]
+        return sum(groups * float(n) ** 3 + entries * n for n in dense) + entries
+
+
+class BlockStates:
+    """The states of all blocks."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[BlockKey, Block] = {}
+        self._stacks: list[Stack] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the stacks: in a pickle states are no views of them."""
+        return {**vars(self), "_stacks": None}
+
+    @property
+    def ready(self) -> set[BlockKey]:
+        """The blocks whose state can be applied."""
+        return {key for key, block in self.blocks.items() if block.is_ready}
+
+    @property
+    def notes(self) -> dict[BlockKey, str]:
+        """What is to be said of blocks."""
+        return {key: block.note for key, block in self.blocks.items() if block.note}
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, key: BlockKey, rule: Rule, shape: BlockShape, born: int = 0) -> Block:
+        """Make the first state of a block."""
+        is_ready = rule.reads is Statistics.NONE
+        block = Block(key, rule, shape, rule.init(shape), is_ready=is_ready, born=born)
+        self.blocks[key] = block
+        self._stacks = None
+        return block
+
+    def drop(self, key: BlockKey) -> None:
+        """Forget a block."""
+        self.blocks.pop(key, None)
+        self._stacks = None
+
+    def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace all tensors of a block's state."""
+        block = self.blocks[key]
+        block.state = block.state.map(change)
+        self._stacks = None
+
+    def convert(self, key: BlockKey, like: Tensor) -> None:
+        """Bring a block's state to another device or dtype, with all that is in it."""
+        block = self.blocks[key]
+        block.shape = replace(block.shape, dtype=like.dtype, device=like.device)
+        wanted = block.rule.init(replace(block.shape)).tensors()
+        old = block.state.tensors()
+        tensors = {n: t.to(like.device, wanted[n].dtype) for n, t in old.items()}
+        block.state = replace(block.state, **tensors)
+        self._stacks = None
+
+    def restack(self) -> None:
+        """Build stacks again when they are next needed: states were replaced."""
+        self._stacks = None
+
+    # --- refresh ----------------------------------------------------------------------------------
+
+    def affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks that one step refreshes: of first refreshes not all may be affordable.
+
+        Small blocks are first. Parameters whose block has to wait follow the rule for others.
+        """
+        new = [k for k in keys if self._is_limited(k)]
+        new.sort(key=lambda key: self.blocks[key].entries)
+        totals = accumulate(self.blocks[key].entries for key in new)
+        fitting = [total <= (self.blocks[new[0]].rule.first_entries or 0) for total in totals]
+        waiting = {*new[max(1, sum(fitting)) :]}
+        return [k for k in keys if k not in waiting]
+
+    def _is_limited(self, key: BlockKey) -> bool:
+        block = self.blocks[key]
+        return not block.is_ready and key.kronecker and block.rule.first_entries is not None
+
+    def refresh(
+        self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any = None
+    ) -> None:
+        """Refresh these blocks with λ = `damping`; where one fails, its last state stays."""
+        for portion in self._portions(keys):
+            for alike in self._alike(averages, portion):
+                self._refresh_together(averages, alike, damping, references)
+
+    def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """Return blocks that are refreshed together, large ones first."""
+        portions: list[list[BlockKey]] = []
+        room = 0
+        for key in sorted(keys, key=lambda key: -self.blocks[key].entries):
+            entries = self.blocks[key].entries if key.kronecker else 0
+            if not portions or entries > room:
+                portions.append([])
+                room = _LIMITS.refresh
+            portions[-1].append(key)
+            room -= entries
+        return portions
+
+    def _alike(self, averages: Averages, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+        """Return blocks whose averages and states can be stacked."""
+        kinds: dict[Any, list[BlockKey]] = {}
+        for key in keys:
+            block = self.blocks[key]
+            average = averages[key]
+            is_large = is_inverted_alone(max(block.shape.size[1:]), average.mass.device)
+            kind: Any = (key.kind, key.joint, average.form, block.state.form, block.is_ready)
+            if (key.kronecker and is_large) or average.mean:
+                kind = key
+            kinds.setdefault(kind, []).append(key)
+        return list(kinds.values())
+
+    def _refresh_together(
+        self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any
+    ) -> None:
+        """Refresh blocks of one form as a stack."""
+        blocks = [self.blocks[key] for key in keys]
+        gram, mass = undivided_gram(keys[0], stack_averages([averages[key] for key in keys]))
+        is_first = not blocks[0].is_ready
+        reference, note = find_reference(keys[0], averages[keys[0]], references)
+        given = FactorAverages(gram, mass, damping, is_first, reference)
+        state = join_states([block.state for block in blocks])
+        report = blocks[0].rule.refresh(given, state)
+        counts = [block.shape.size[0] for block in blocks]
+        starts = [0, *accumulate(counts)]
+        for block, start, count in zip(blocks, starts, counts, strict=False):
+            block.note = note
+            self._accept(block, state, range(start, start + count), report)
+
+    def _accept(
+        self, block: Block, state: RuleState, indices: range, report: RefreshReport
+    ) -> None:
+        """Copy a block's part of a refreshed stack to the block's memory, unless it failed."""
+        texts = [text for i in indices for text in report.notes.get(i, ())]
+        block.note = "; ".join(dict.fromkeys([*filter(None, [block.note]), *texts]))
+        if not report.failed.isdisjoint(indices):
+            kept = "the last good one stays" if block.is_ready else "it has none yet"
+            block.note += f"; {kept}"
+            return
+        new: dict[str, Tensor] = {}
+        old = block.state.tensors()
+        tensors = state.tensors()
+        for name in [n for n in state.refreshed_names() if n in tensors]:
+            part = tensors[name][indices.start : indices.stop]
+            if name in old and old[name].shape == part.shape:
+                old[name].copy_(part)
+            else:  # a dense reference beside a diagonal
+                new[name] = part.clone()
+        if new or not block.is_ready:
+            block.state = replace(block.state, **new)
+            self._stacks = None
+        block.is_ready = True
+
+    def describe(self, key: BlockKey, average: Average, damping: float, references: Any) -> Any:
+        """Return a block's rule and state with its averages."""
+        block = self.blocks[key]
+        gram, mass = undivided_gram(key, average)
+        reference, _ = find_reference(key, average, references)
+        return block, FactorAverages(gram, mass, damping, not block.is_ready, reference)
+
+    # --- directions -------------------------------------------------------------------------------
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether states of one form lie in one piece of memory."""
+        return self._stacks is not None
+
+    def stack(self, like: Tensors, group_numbers: Mapping[str, int]) -> None:
+        """Bring states of one form, for parameters of one shape and group, into one memory."""
+        kinds: dict[Any, list[Block]] = {}
+        for key, block in self.blocks.items():
+            if not block.is_ready or block.is_absent or key.names[0] not in group_numbers:
+                continue
+            group = group_numbers[key.names[0]]
+            kind: Any = (id(block.rule), group, block.born, block.state.form)
+            if block.rule.is_elementwise:
+                is_large = block.shape.size[1] > _LIMITS.concatenated
+                names = key.names if is_large else ()
+                kind = (id(block.rule), group, block.born, block.shape.device, block.shape.dtype)
+                kind += names
+            elif key.kronecker:
+                shapes = tuple(like[n].shape for n in key.names)
+                kind += (key.bias, key.turned, shapes, block.shape.size)
+            else:
+                kind += (key.kind, len(key.names))
+            kinds.setdefault(kind, []).append(block)
+        self._stacks = [Stack(blocks, like) for blocks in kinds.values()]
+
+    def directions(
+        self,
+        gradients: Tensors,
+        groups: Sequence[Mapping[str, Any]],
+        group_numbers: Mapping[str, int],
+        step: int,
+        is_void: Tensor | None,
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the directions of parameters that have a block, and the tensors they are views of.
+
+        Where the partner in a block has no gradient, it counts as zero, and has a direction. Where
+        the flag `is_void` is 1, moments stay as they are.
+        """
+        directions: dict[str, Tensor] = {}
+        stacked: list[Tensor] = []
+        for stack in self._stacks or ():
+            if gradients.keys().isdisjoint(stack.names):
+                continue
+            options = groups[group_numbers[stack.names[0]]]
+            context = StepContext(step + 1 - stack.born, options, is_void)
+            direction = stack.direction(gradients, context)
+            directions |= stack.split(direction)
+            stacked.append(direction)
+        return directions, stacked
+
+
+def find_reference(key: BlockKey, average: Average, references: Any) -> tuple[Any, str]:
+    """Return the long-run averages of a block where the damping reads them, and what to note.
+
+    `references` is None where it does not, else those that the user has given, perhaps none.
+    """
+    if references is None:
+        return None, ""
+    if key in references:
+        factors = {f: unpack(t).to(average.mass) for f, t in references[key].items()}
+        return gram_of(key, factors), ""
+    note = ""
+    if references:
+        note = "its reference is its own average: the one given lacks this block"
+    return gram_of(key, average.mean or average.divided()), note
+
+
+def join_states(states: Sequence[RuleState], axis: int = 0) -> RuleState:
+    """Return states of one form as that of all their blocks."""
+    if len(states) == 1:
+        return replace(states[0])
+    every = [state.tensors() for state in states]
+    joined = {n: torch.cat([tensors[n] for tensors in every], axis) for n in every[0]}
+    return replace(states[0], **joined)
+
+
+class Stack:
+    """Blocks of one form: their states are views of one state, which a rule applies at once."""
+
+    def __init__(self, blocks: Sequence[Block], like: Tensors) -> None:
+        first = blocks[0]
+        self.rule = first.rule
+        self.born = first.born
+        self.names = [n for block in blocks for n in block.key.names]
+        self._blocks = blocks
+        self._like = like
+        self._key = first.key
+        self._dtype = first.shape.dtype
+        self._rows, self._columns = first.shape.size[-2:]
+        self._axis = int(first.rule.is_elementwise)
+        self._state = join_states([block.state for block in blocks], self._axis)
+        if len(blocks) > 1:
+            self._make_views()
+
+    def _make_views(self) -> None:
+        """Let every block's state be a part of the joined one."""
+        for name, stacked in self._state.tensors().items():
+            sizes = [block.state.tensors()[name].shape[self._axis] for block in self._blocks]
+            for block, part in zip(self._blocks, stacked.split(sizes, self._axis), strict=True):
+                setattr(block.state, name, part)
+
+    def direction(self, gradients: Tensors, step: StepContext) -> Tensor:
+        """Return the stacked directions; states of blocks without a gradient stay as they are."""
+        absent = [b for b in self._blocks if gradients.keys().isdisjoint(b.key.names)]
+        before = [(t, t.clone()) for block in absent for t in block.state.tensors().values()]
+        direction = self.rule.direction(self._join(gradients), self._state, step)
+        for tensor, copy in before:
+            tensor.copy_(copy)
+        return direction
+
+    def _gradients(self, place: int, gradients: Tensors) -> list[Tensor]:
+        """Return the gradients of all weights (place 0) or partners; missing ones are zero."""
+        found: list[Tensor] = []
+        for block in self._blocks:
+            name = block.key.names[place]
+            gradient = gradients.get(name)
+            if gradient is None:
+                gradient = torch.zeros_like(self._like[name], dtype=self._dtype)
+            found.append(gradient.to(self._dtype))
+        return found
+
+    def _join(self, gradients: Tensors) -> Tensor:
+        """Return the gradients in the blocks' coordinates."""
+        parts = [self._gradients(i, gradients) for i in range(len(self._key.names))]
+        if self._axis:
+            flat = [g.reshape(-1) for g in parts[0]]
+            return (flat[0] if len(flat) == 1 else torch.cat(flat))[None]
+        if not self._key.kronecker:
+            columns = [torch.cat([g.reshape(-1) for g in part]) for part in parts]
+            return torch.stack(columns, 1)
+        weight = parts[0][0] if len(parts[0]) == 1 else torch.stack(parts[0])
+        columns = self._columns - self._key.joint
+        if self._key.turned:
+            weight = weight.reshape(-1, columns, self._rows).mT.contiguous()
+        else:
+            weight = weight.reshape(-1, self._rows, columns)
+        if not self._key.joint:
+            return weight
+        bias = parts[1][0] if len(parts[1]) == 1 else torch.stack(parts[1])
+        return torch.cat([weight, bias.reshape(-1, self._rows, 1)], 2)
+
+    def split(self, direction: Tensor) -> dict[str, Tensor]:
+        """Return stacked directions by name, in the parameters' shapes."""
+        if self._axis:
+            return self._split_flat(direction[0], [block.key.names[0] for block in self._blocks])
+        if not self._key.kronecker:
+            out: dict[str, Tensor] = {}
+            for place, column in enumerate(direction.unbind(1)):
+                out |= self._split_flat(column, [block.key.names[place] for block in self._blocks])
+            return out
+        weight = direction[..., :-1] if self._key.joint else direction
+        if self._key.turned:
+            weight = weight.mT
+        out = self._unbind(weight, 0)
+        if self._key.joint:
+            out |= self._unbind(direction[..., -1], 1)
+        return out
+
+    def _unbind(self, stacked: Tensor, place: int) -> dict[str, Tensor]:
+        names = [block.key.names[place] for block in self._blocks]
+        each = stacked.reshape(len(names), *self._like[names[0]].shape).unbind()
+        return dict(zip(names, each, strict=True))
+
+    def _split_flat(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        shapes = {name: self._like[name].shape for name in names}
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        each = zip(shapes.items(), parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in each}

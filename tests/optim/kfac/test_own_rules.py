@@ -1,0 +1,251 @@
+"""Rules of a user's own, and states that no longer fit: nothing is lost silently."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.grams.kronecker import Pair
+from pullback.optim.kfac import Eigenbasis, Natural, Rule, Spectral, Statistics
+from pullback.optim.kfac.rules import REFRESHED, RefreshReport, RuleState
+
+from ..common import refused, vector
+from .common import batch, net
+
+
+@dataclass
+class Nothing(RuleState):
+    """A rule that keeps nothing that it reads."""
+
+    entries: Tensor
+
+
+class Descent(Rule):
+    """The gradient itself: no moment and no statistics."""
+
+    name: ClassVar = "descent"
+    reads: ClassVar = Statistics.NONE
+    is_elementwise: ClassVar = True
+    squares_gradients: ClassVar = False
+
+    def init(self, shape: Any) -> RuleState:
+        return Nothing(shape.zeros(*shape.size))
+
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        raise AssertionError("there are no statistics to refresh from")
+
+    def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
+        return gradient
+
+    def accepts(self, role: Any) -> bool:
+        return True
+
+
+@dataclass
+class OneMoment(RuleState):
+    momentum: Tensor
+    left: Tensor = field(metadata=REFRESHED)
+
+
+class Whitened(Rule):
+    """One moment, and both factors: R^(-½) of the outputs applied to momentum."""
+
+    name: ClassVar = "whitened"
+    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
+
+    def init(self, shape: Any) -> RuleState:
+        blocks, rows, _ = shape.size
+        return OneMoment(shape.zeros(*shape.size), shape.zeros(blocks, rows, rows))
+
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        pair = averages.divided()
+        assert isinstance(pair, Pair)
+        values, basis = torch.linalg.eigh(pair.output_factor)
+        roots = (values.clamp(min=0) + 1e-2).rsqrt()
+        state.left = (basis * roots[:, None]) @ basis.mT
+        return RefreshReport()
+
+    def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
+        step.average(state.momentum, gradient, 0.1)
+        return state.left @ state.momentum
+
+
+@dataclass
+class InputScale(RuleState):
+    scale: Tensor = field(metadata=REFRESHED)
+
+
+class Scaled(Rule):
+    """Statistics of inputs only, and no moment."""
+
+    name: ClassVar = "scaled"
+    reads: ClassVar = Statistics.INPUTS
+
+    def init(self, shape: Any) -> RuleState:
+        return InputScale(shape.zeros(shape.size[0], shape.size[2]))
+
+    def refresh(self, averages: Any, state: Any) -> RefreshReport:
+        factor = averages.divided().input_factor
+        state.scale = (factor.diagonal(dim1=1, dim2=2) + 1e-3).rsqrt()
+        return RefreshReport()
+
+    def direction(self, gradient: Tensor, state: Any, step: Any) -> Tensor:
+        return gradient * state.scale[:, None]
+
+
+def train(opt: pb.KFAC, model: nn.Module, steps: int, start: int = 0) -> None:
+    for i in range(start, start + steps):
+        x, y = batch(seed=i)
+        opt.zero_grad()
+        like = next(model.parameters())
+        F.cross_entropy(model(x.to(like.dtype)), y).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("make", [Descent, Whitened, Scaled])
+def test_rules_with_one_moment_none_or_inputs_only(make: type[Rule]) -> None:
+    torch.manual_seed(0)
+    model = net()
+    opt = pb.KFAC(model, 0.01, rule=make(), statistics_every=2, invert_every=2)
+    train(opt, model, 3)
+    assert opt.coverage()[0].rule == make.name
+    twin = copy.deepcopy(model)
+    other = pb.KFAC(twin, 0.01, rule=make(), statistics_every=2, invert_every=2)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(opt, model, 4, 3)
+    train(other, twin, 4, 3)
+    assert torch.equal(vector(model), vector(twin))
+
+
+def test_a_rule_without_statistics_is_gradient_descent() -> None:
+    torch.manual_seed(0)
+    model, twin = net(), net()
+    twin.load_state_dict(model.state_dict())
+    opt = pb.KFAC(model, 0.05, rule=Descent())
+    sgd = torch.optim.SGD(twin.parameters(), 0.05)
+    train(opt, model, 3)
+    for i in range(3):
+        x, y = batch(seed=i)
+        sgd.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        sgd.step()
+    torch.testing.assert_close(vector(model), vector(twin))
+
+
+def test_impossible_declarations_are_refused_at_construction() -> None:
+    class Unread(Scaled):
+        reads: ClassVar[Any] = "basis"
+
+    class Entries(Scaled):
+        is_elementwise: ClassVar = True
+
+    class Matrices(Scaled):
+        reads: ClassVar = Statistics.NONE
+
+    class Nameless(Scaled):
+        name: ClassVar = ""
+
+    wrongs = {Unread: "reads is", Entries: "single entries", Matrices: "matrices", Nameless: "name"}
+    for wrong, why in wrongs.items():
+        with refused("is not usable", why, "Declare"):
+            wrong()
+    with refused("cannot be the rule for others", "all parameters", "Use AdamW()"):
+        pb.KFAC(net(), rule=Spectral(others=Scaled()))
+
+
+# --- states that no longer fit ------------------------------------------------------------------
+
+
+def moments_of(opt: pb.KFAC, p: Tensor) -> dict[str, Tensor]:
+    state = opt.state[p]["state"]
+    return {n: state[n].double().clone() for n in ("first", "momentum", "second") if n in state}
+
+
+@pytest.mark.parametrize("make", [Eigenbasis, Spectral])
+@pytest.mark.parametrize("how", ["loaded", "converted"])
+def test_moments_follow_to_another_dtype(make: type[Rule], how: str) -> None:
+    """A state in float32 goes on in float64, with all that is in it."""
+    torch.manual_seed(0)
+    model = net(torch.float32)
+    opt = pb.KFAC(model, 0.01, rule=make(), statistics_every=2, invert_every=2)
+    train(opt, model, 4)
+    reference = copy.deepcopy(opt)
+    model.double()
+    if how == "loaded":
+        saved = copy.deepcopy(opt.state_dict())
+        opt = pb.KFAC(model, 0.01, rule=make(), statistics_every=2, invert_every=2)
+        opt.load_state_dict(saved)
+    train(opt, model, 1, 4)
+    train(reference, reference.model, 1, 4)
+    for p, q in zip(model.parameters(), reference.model.parameters(), strict=True):
+        found, want = moments_of(opt, p), moments_of(reference, q)
+        assert found.keys() == want.keys()
+        for name, moment in found.items():
+            assert opt.state[p]["state"][name].dtype == torch.float64
+            torch.testing.assert_close(moment, want[name], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [Eigenbasis, Spectral, Natural])
+def test_frozen_weights_have_no_buffers_until_they_thaw(make: type[Rule]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 4)).double()
+    model[2].requires_grad_(False)
+    opt = pb.KFAC(model, 0.01, rule=make(), statistics_every=1, invert_every=1)
+    train(opt, model, 2)
+
+    def held() -> int:
+        saved = opt.state_dict()["state"]
+        tensors = [t for number in (2, 3) for t in _tensors(saved[number])]
+        return sum(t.nbytes for t in tensors if t.ndim)
+
+    assert held() == 0
+    model[2].requires_grad_(True)
+    train(opt, model, 2, 2)
+    assert held() > 64 * 64 * 8
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return [t for value in tree.values() for t in _tensors(value)]
+    return []
+
+
+def test_states_of_older_versions_are_refused() -> None:
+    opt = pb.KFAC(net(), likelihood=nn.CrossEntropyLoss())
+    saved = opt.state_dict()
+    for own in saved["state"].values():
+        own["inverse"] = own.pop("state")
+    with refused("an older version", "no table", "Start the optimizer anew"):
+        opt.load_state_dict(saved)
+
+
+def test_a_renamed_layer_keeps_its_averages() -> None:
+    """Blocks are saved by what they are, not by the classes of layers."""
+
+    class Renamed(nn.Linear):
+        pass
+
+    def build(kind: type[nn.Linear]) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(kind(3, 5), nn.Tanh(), kind(5, 4)).double()
+
+    given: Any = {"lr": 0.01, "rule": "eigenbasis", "statistics_every": 2, "invert_every": 2}
+    model = build(nn.Linear)
+    opt = pb.KFAC(model, **given)
+    train(opt, model, 3)
+    other = build(Renamed)
+    other.load_state_dict(model.state_dict())
+    resumed = pb.KFAC(other, **given)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(opt, model, 4, 3)
+    train(resumed, other, 4, 3)
+    assert torch.equal(vector(model), vector(other))
