@@ -25,7 +25,7 @@ from .._core.checks import refuse_number
 from .._core.errors import PullbackError, refuse_unknown
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
 from .data import Batch, align_targets
-from .fitted import Curvature
+from .fitted import Curvature, CurvatureStructure
 from .scores import GradientReader
 from .spectra import SpectralBlock, SpectralFunction
 
@@ -92,7 +92,7 @@ class Evidence:
         if precision is None:
             exponents = range(limits.least_exponent, limits.largest_exponent + 1)
             starts = [10.0**exponent for exponent in exponents]
-        first_noise = noise or self._plain_noise()
+        first_noise = noise or self.residual_variance()
         best = max(starts, key=lambda start: float(self.log_marginal(start, first_noise)))
         logs = self._scalar([math.log(best), math.log(first_noise)])  # pyright: ignore
         is_free = [precision is None, noise is None]
@@ -125,8 +125,8 @@ class Evidence:
             optimizer.step(closure)  # pyright: ignore[reportArgumentType]
         return logs.detach()
 
-    def _plain_noise(self) -> float:
-        """Return the mean squared residual, or 1 where there is no noise."""
+    def residual_variance(self) -> float:
+        """Return Σ‖y − z‖² over the number of outputs, or 1 where there is no noise."""
         if not self.outputs:
             return 1.0
         return max(2 * self.loss * self.fitted_noise / self.outputs, 1e-300)
@@ -297,8 +297,10 @@ def laplace(
     Args:
         curvature: G, from `fit`; of the last layer alone with `fit(parameters="last layer")`.
         prior_precision: δ, a number, or "marginal likelihood" for the one that maximizes it.
-        noise: σ² of regression (`Gaussian`, `MSE`), by default the one that maximizes the marginal
-            likelihood. Classification has none.
+        noise: σ² of regression (`Gaussian`, `MSE`). By default it maximizes the marginal likelihood
+            where the curvature is exact. Elsewhere it is the mean squared residual: blocks without
+            their coupling count too many parameters as decided, and the noise that maximizes their
+            marginal likelihood is up to twice too large. Classification has none.
 
     Raises:
         PullbackError: if the model has changed since the fit, or a number is not usable.
@@ -323,6 +325,8 @@ def laplace(
     fixed_noise = noise
     if fitted_noise is None:
         fixed_noise = 1.0
+    elif noise is None and curvature.structure is not CurvatureStructure.EXACT:
+        fixed_noise = evidence.residual_variance()
     precision, best_noise = evidence.maximize(chosen_precision, fixed_noise, SearchLimits())
     posterior_noise = None
     if fitted_noise is not None:
