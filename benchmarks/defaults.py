@@ -62,26 +62,26 @@ def _pairs(data: DataSet) -> tuple[Pair, Pair]:
 
 def mlp() -> Problem:
     """Digits, 64-128-128-10."""
-    parts = [nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
-    model = nn.Sequential(*parts, nn.Linear(128, 10))
+    layers = [nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(128, 10))
     return Problem(model, _classes, *_pairs(digits(1500)), 128, 300)
 
 
 def cnn() -> Problem:
     """Digits, two convolutions and two linear layers."""
-    parts = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()]
-    parts += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    parts += [nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)]
-    return Problem(nn.Sequential(*parts), _classes, *_pairs(digits(1500)), 128, 300)
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    layers += [nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)]
+    return Problem(nn.Sequential(*layers), _classes, *_pairs(digits(1500)), 128, 300)
 
 
 def regression() -> Problem:
     """A smooth function of eight variables, 8-64-64-1, tanh."""
     x = 2 * torch.rand(1536, 8, generator=torch.Generator().manual_seed(0)) - 1
     y = torch.sin(3 * x[:, :1]) * x[:, 1:2] + x[:, 2:3] ** 2 - torch.cos(2 * x[:, 3:4] * x[:, 4:5])
-    wide = (nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    train, held = ((x[some], y[some]) for some in (slice(1024), slice(1024, None)))
-    return Problem(nn.Sequential(*wide), F.mse_loss, train, held, 128, 500)
+    layers = (nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    train, held = ((x[rows], y[rows]) for rows in (slice(1024), slice(1024, None)))
+    return Problem(nn.Sequential(*layers), F.mse_loss, train, held, 128, 500)
 
 
 def characters() -> Problem:
@@ -120,16 +120,16 @@ def train(
     torch.manual_seed(seed)
     problem = TASKS[task]()
     model = problem.model.to(device)
-    (x, y), held = ([t.to(device) for t in some] for some in (problem.train, problem.held))
+    (x, y), held = ([t.to(device) for t in tensors] for tensors in (problem.train, problem.held))
     optimizer = build(model)
     draws = torch.Generator().manual_seed(seed)
     steps = max(1, round(problem.steps * longer))
-    some = slice(0, 2000)
+    first_rows = slice(0, 2000)
 
     def judge(data: Any) -> float:
         model.eval()
         with torch.no_grad():
-            value = float(problem.loss(model(data[0][some]), data[1][some]))
+            value = float(problem.loss(model(data[0][first_rows]), data[1][first_rows]))
         model.train()
         return value
 
@@ -158,11 +158,11 @@ def one_seed(job: tuple[str, int, str]) -> dict[str, Any]:
     task, seed, device = job
     torch.set_num_threads(1)
     run = partial(train, task, seed, device=device)
-    found = {f"adam {lr:g}": run(partial(adam, lr)) for lr in ADAM}
-    found |= {f"kfac ×{factor:g}": run(partial(kfac, factor)) for factor in FACTORS}
-    ratio = found["kfac ×1"]["seconds a step"] / found["adam 0.001"]["seconds a step"]
-    found["adam 0.001, equal time"] = run(partial(adam, 1e-3), longer=ratio)
-    return {"task": task, "seed": seed, "time of a step over Adam's": ratio, "runs": found}
+    runs = {f"adam {lr:g}": run(partial(adam, lr)) for lr in ADAM}
+    runs |= {f"kfac ×{factor:g}": run(partial(kfac, factor)) for factor in FACTORS}
+    ratio = runs["kfac ×1"]["seconds a step"] / runs["adam 0.001"]["seconds a step"]
+    runs["adam 0.001, equal time"] = run(partial(adam, 1e-3), longer=ratio)
+    return {"task": task, "seed": seed, "time of a step over Adam's": ratio, "runs": runs}
 
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     table = list(verdicts(rows))
     for line in table:
         print(json.dumps(line), flush=True)
-    kind = torch.device(asked.device).type
-    out = asked.out or RESULTS / f"defaults-{kind}.json"
+    device_type = torch.device(asked.device).type
+    out = asked.out or RESULTS / f"defaults-{device_type}.json"
     record = {"environment": environment(torch.device(asked.device)), "parallel": asked.parallel}
     out.write_text(json.dumps(record | {"verdicts": table, "rows": rows}, indent=1) + "\n")

@@ -93,13 +93,13 @@ def nngeometry(model: nn.Module, x: Tensor, y: Tensor) -> Route | None:
         return None
     size = sum(p.numel() for p in model.parameters())
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=len(x))
-    kind = PMatDense if size <= 30 * len(x) else PMatLowRank
+    representation = PMatDense if size <= 30 * len(x) else PMatLowRank
 
     def route() -> Tensor:
         layers = LayerCollection.from_model(model)
-        fisher = FIM(model, loader, kind, variant="classif_logits", device=x.device)
+        fisher = FIM(model, loader, representation, variant="classif_logits", device=x.device)
         g = PVector(layers, vector_repr=flat_gradient(model, x, y))
-        solve = fisher.solve if kind is PMatDense else fisher.solvePVec
+        solve = fisher.solve if representation is PMatDense else fisher.solvePVec
         return solve(g, regul=DAMPING).to_torch()
 
     return route

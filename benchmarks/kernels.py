@@ -135,7 +135,7 @@ def high_water() -> int:
 def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any]:
     device = torch.device(options.device)
     errors = {route: error(route, problem, device) for route in ROUTES}
-    found: dict[str, Any] = {"error": errors, "sizes": {}}
+    result: dict[str, Any] = {"error": errors, "sizes": {}}
     last = {route: foretold(route, problem, device) for route in ROUTES}
     print(f"\n{PROBLEMS[problem][0]}")
     for n in sizes:
@@ -157,8 +157,8 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
         quiet = options.quick and device.type == "cpu"
         peaks = {r: 0 if quiet else peak(problem, n, r, device) for r in usable}
         last.update({r: (n, times[r], peaks[r]) for r in usable})
-        found["sizes"][n] = report(n, times, peaks, errors, skipped)
-    return found
+        result["sizes"][n] = report(n, times, peaks, errors, skipped)
+    return result
 
 
 def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
@@ -185,11 +185,11 @@ def foretold(route: str, problem: str, device: torch.device) -> tuple[int, float
 
 def too_much(last: tuple[int, float, int], n: int, options: Any) -> str:
     """Why a route is left out at n inputs, or nothing: time grows as n², memory at least as n."""
-    before, seconds, held = last
+    before, seconds, peak = last
     if seconds * (n / before) ** 2 > options.limit:
         return f"would take {seconds * (n / before) ** 2:.0f} s"
-    if held * n / before > options.memory * 2**30:
-        return f"would take {held * n / before / 2**30:.0f} GB"
+    if peak * n / before > options.memory * 2**30:
+        return f"would take {peak * n / before / 2**30:.0f} GB"
     return ""
 
 
@@ -201,11 +201,11 @@ def report(
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     ours = times["pullback"]
-    own = max(peaks["pullback"], 1)
+    own_peak = max(peaks["pullback"], 1)
     for route, seconds in times.items():
         print(
             f"  N={n:5} {route:27} {seconds:9.3f} s {seconds / ours:8.1f}×"
-            f"   {peaks[route] / 2**20:8.0f} MB {peaks[route] / own:6.1f}×"
+            f"   {peaks[route] / 2**20:8.0f} MB {peaks[route] / own_peak:6.1f}×"
             f"   error {errors[route]:.0e}",
             flush=True,
         )
@@ -245,9 +245,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     print("time and peak memory of the full NTK, and as multiples of pullback's; error vs float64")
     results = {name: measure(name, sizes, options) for name in names}
     if options.out is not None:
-        place = environment(torch.device(options.device))
+        machine = environment(torch.device(options.device))
         record = {
-            "environment": place,
+            "environment": machine,
             "clock": "processor" if options.cpu_time else "wall",
             "results": results,
         }
@@ -261,9 +261,9 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     if any(old[key] != new[key] for key in ("environment", "clock")):
         raise SystemExit(f"the record is from {old['environment']} by {old['clock']} time")
     results = dict(old["results"])
-    for name, found in new["results"].items():
+    for name, result in new["results"].items():
         sizes = results.get(name, {}).get("sizes", {})
-        sizes |= {str(n): size for n, size in found["sizes"].items()}
+        sizes |= {str(n): size for n, size in result["sizes"].items()}
         ordered = {n: sizes[n] for n in sorted(sizes, key=int)}
-        results[name] = {"error": found["error"], "sizes": ordered}
+        results[name] = {"error": result["error"], "sizes": ordered}
     return {**new, "results": results}

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             n: measure(name, n, options.limit, options.by, clock) for n in options.sizes
         }
     if options.out is not None:
-        place = f"jax {jax.__version__}, neural-tangents {nt.__version__}, {jax.devices()[0]}"
+        machine = f"jax {jax.__version__}, neural-tangents {nt.__version__}, {jax.devices()[0]}"
         timed = "processor" if options.cpu_time else "wall"
-        record = {"environment": place, "clock": timed, "results": results}
+        record = {"environment": machine, "clock": timed, "results": results}
         options.out.write_text(json.dumps(record, indent=1) + "\n")

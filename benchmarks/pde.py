@@ -33,31 +33,31 @@ def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, A
     torch.set_num_threads(1 if device != "cpu" else torch.get_num_threads())
     setup = problems.setup(name)
     start = time.perf_counter()
-    found = setup.solve(seed, device=device, progress=False, budget=seconds)
-    history = found.history
+    solution = setup.solve(seed, device=device, progress=False, budget=seconds)
+    history = solution.history
     target = ERRORS.get(name)
     if "slabs" in setup.options:  # the errors on the way are those of one slab
-        reached = history.spent if target is not None and found.error <= target else None
+        reached = history.spent if target is not None and solution.error <= target else None
     else:
         if target is None:
             reached = None
         else:
             reached = history.seconds_to(target)
-    thin = max(1, len(history.error) // 60)
+    stride = max(1, len(history.error) // 60)
     return {
         "name": name,
         "seed": seed,
-        "problem": found.problem.name,
-        "parameters": sum(p.numel() for p in found.network.parameters()),
-        "error": found.error,
+        "problem": solution.problem.name,
+        "parameters": sum(p.numel() for p in solution.network.parameters()),
+        "error": solution.error,
         "target": target,
         "seconds to target": reached,
         "steps": len(history),
         "seconds": history.spent,
         "wall": time.perf_counter() - start,
-        "loss": found.loss,
-        "stopped": found.stopped,
-        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::thin],
+        "loss": solution.loss,
+        "stopped": solution.stopped,
+        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::stride],
     }
 
 
@@ -82,30 +82,30 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args(arguments)
-    path = given.out or RESULTS / f"pde-{given.device}.json"
-    about = {"environment": environment(torch.device(given.device))}
+    options = parser.parse_args(arguments)
+    path = options.out or RESULTS / f"pde-{options.device}.json"
+    about = {"environment": environment(torch.device(options.device))}
     record = Record(path, about, key="runs")
-    with ThreadPoolExecutor(given.parallel) as pool:
+    with ThreadPoolExecutor(options.parallel) as pool:
         waiting = [
-            pool.submit(in_its_own_process, n, s, given.device, given.seconds)
-            for s in given.seeds
-            for n in given.only
+            pool.submit(in_its_own_process, n, s, options.device, options.seconds)
+            for s in options.seeds
+            for n in options.only
         ]
         for job in as_completed(waiting):
-            found = job.result()
-            if "failed" in found:  # one failed run does not take the others along
-                print(f"{found['name']} seed {found['seed']}: {found['failed']}", flush=True)
+            run = job.result()
+            if "failed" in run:  # one failed run does not take the others along
+                print(f"{run['name']} seed {run['seed']}: {run['failed']}", flush=True)
                 continue
-            print(line(found), flush=True)
-            record.put(f"{found['name']}/{found['seed']}", {**found, "parallel": given.parallel})
+            print(line(run), flush=True)
+            record.put(f"{run['name']}/{run['seed']}", {**run, "parallel": options.parallel})
 
 
 def in_its_own_process(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
     arguments = (name, seed, device, seconds)
     call = f"from benchmarks.pde import one; import json; print(json.dumps(one{arguments!r}))"
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    process = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
+    if process.returncode:
+        last = (process.stderr.strip() or f"status {process.returncode}").splitlines()[-1]
         return {"name": name, "seed": seed, "failed": last}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])

@@ -106,20 +106,20 @@ def one(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if tuned:
-            found = problems.setup(name).solve(seed, progress=False, **options)
+            solution = problems.setup(name).solve(seed, progress=False, **options)
         else:
             problem = PROBLEMS[name]()
             for c in problem.conditions if balanced else ():
                 c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
             fresh = network(problem, name, seed, hidden)
-            found = pde.solve(problem, fresh, seed=seed, progress=False, **options)
-    history = found.history
-    verdict = found.verdict
+            solution = pde.solve(problem, fresh, seed=seed, progress=False, **options)
+    history = solution.history
+    verdict = solution.verdict
     solved = time.perf_counter() - start
-    check = found.check()
-    thin = max(1, len(history.error) // 60)
-    if isinstance(found.network, Slabs):
-        slabs = len(found.network.networks)
+    check = solution.check()
+    stride = max(1, len(history.error) // 60)
+    if isinstance(solution.network, Slabs):
+        slabs = len(solution.network.networks)
     else:
         slabs = 1
     return {
@@ -129,18 +129,18 @@ def one(
         "target": GOALS.get(name),
         "options": options,
         "hidden": hidden,
-        "weights": found.weights,
-        "problem": found.problem.name,
-        "parameters": sum(p.numel() for p in found.network.parameters()),
+        "weights": solution.weights,
+        "problem": solution.problem.name,
+        "parameters": sum(p.numel() for p in solution.network.parameters()),
         "slabs": slabs,
         "threads": threads,
-        "error": found.error,
-        "loss": found.loss,
+        "error": solution.error,
+        "loss": solution.loss,
         "own": verdict.training_loss,
         "fresh": verdict.fresh_loss,
         "relative": verdict.relative,
         "verdict": verdict.name,
-        "stopped": found.stopped,
+        "stopped": solution.stopped,
         "warnings": [str(w.message) for w in said if issubclass(w.category, UserWarning)],
         "estimated": None if check.estimate is None else check.estimate.error,
         "affine": None if check.estimate is None else check.estimate.affine,
@@ -152,7 +152,7 @@ def one(
         "seconds": history.spent,
         "solved in": solved,
         "wall": time.perf_counter() - start,
-        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::thin],
+        "curve": list(zip(history.measured, history.clock, history.error, strict=True))[::stride],
     }
 
 
@@ -162,13 +162,13 @@ def apart(arguments: tuple[Any, ...]) -> dict[str, Any]:
         f"from benchmarks.pde_defaults import one; import json; print(json.dumps(one{arguments}))"
     )
     threads = {n: str(arguments[2]) for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **threads}
     )
-    if done.returncode:
-        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    if process.returncode:
+        last = (process.stderr.strip() or f"status {process.returncode}").splitlines()[-1]
         return {"name": arguments[0], "seed": arguments[1], "failed": last}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def line(r: dict[str, Any]) -> str:
@@ -195,9 +195,9 @@ def seeds(text: str) -> list[int]:
 def store(path: Path, record: dict[str, Any]) -> None:
     """Replace the file at once, so that it is whole whenever someone looks."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
+    partial_path = path.with_name(path.name + ".part")
+    partial_path.write_text(json.dumps(record, indent=1) + "\n")
+    partial_path.replace(path)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -214,38 +214,38 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--balanced", action="store_true")
     parser.add_argument("--hidden", type=seeds, default=[])
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)  # which the environment states
-    end = time.monotonic() + given.ends
-    if given.out.exists():
-        kept = json.loads(given.out.read_text())["runs"]
+    asked = parser.parse_args(arguments)
+    torch.set_num_threads(asked.threads)  # which the environment states
+    end = time.monotonic() + asked.ends
+    if asked.out.exists():
+        runs = json.loads(asked.out.read_text())["runs"]
     else:
-        kept = {}
+        runs = {}
     where = {
-        "environment": environment(torch.device(given.device)),
+        "environment": environment(torch.device(asked.device)),
         "version": pb.__version__,
-        "workers": given.workers,
+        "workers": asked.workers,
     }
 
     def begin(name: str, seed: int) -> dict[str, Any]:
-        if time.monotonic() + given.budget + _MARGIN > end:
+        if time.monotonic() + asked.budget + _MARGIN > end:
             return {"name": name, "seed": seed, "failed": "no time is left, call again"}
-        options = {"device": given.device, "budget": given.budget, **given.options}
-        how = given.threads, given.tuned, given.balanced, given.hidden
+        options = {"device": asked.device, "budget": asked.budget, **asked.options}
+        how = asked.threads, asked.tuned, asked.balanced, asked.hidden
         return apart((name, seed, *how, options))
 
-    with ThreadPoolExecutor(given.workers) as pool:
+    with ThreadPoolExecutor(asked.workers) as pool:
         waiting = [
             pool.submit(begin, name, seed)
-            for name in given.problems
-            for seed in given.seeds
-            if f"{name}/{seed}" not in kept
+            for name in asked.problems
+            for seed in asked.seeds
+            if f"{name}/{seed}" not in runs
         ]
         for job in as_completed(waiting):
-            found = job.result()
-            if "failed" in found:  # one failed run does not take the others along
-                print(f"{found['name']} seed {found['seed']}: {found['failed']}", flush=True)
+            run = job.result()
+            if "failed" in run:  # one failed run does not take the others along
+                print(f"{run['name']} seed {run['seed']}: {run['failed']}", flush=True)
                 continue
-            kept[f"{found['name']}/{found['seed']}"] = found
-            print(line(found), flush=True)
-            store(given.out, {**where, "runs": kept})
+            runs[f"{run['name']}/{run['seed']}"] = run
+            print(line(run), flush=True)
+            store(asked.out, {**where, "runs": runs})

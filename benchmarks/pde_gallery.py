@@ -83,9 +83,9 @@ class Program:
 
 
 def _first() -> str:
-    found = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
-    assert found is not None
-    return found[1]
+    match = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert match is not None
+    return match[1]
 
 
 def programs() -> dict[str, Program]:
@@ -121,7 +121,7 @@ def operator(solution: Field) -> float:
     """Against a boundary value solver, for 20 random sources."""
     draws = 2 * torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).double() - 1
     mesh = np.linspace(0, 1, 101)
-    found = []
+    values = []
     truth = []
     for a, b in draws.tolist():
 
@@ -135,19 +135,19 @@ def operator(solution: Field) -> float:
         )  # fmt: skip
         truth.append(torch.from_numpy(known.sol(mesh)[0]))
         x = torch.from_numpy(mesh)
-        found.append(
+        values.append(
             solution(torch.stack([x, torch.full_like(x, a), torch.full_like(x, b)], 1))[:, 0]
         )
-    return float((torch.cat(found) - torch.cat(truth)).norm() / torch.cat(truth).norm())
+    return float((torch.cat(values) - torch.cat(truth)).norm() / torch.cat(truth).norm())
 
 
 def eigenfunction(solution: pde.PDESolution) -> float:
     """Against 2 sin πx sin πy, of either sign."""
     points = solution.problem.domain.quadrature(2500)
     truth = 2 * torch.sin(math.pi * points.x).prod(1)
-    found = solution(points.x)[:, 0]
-    sign = torch.sign(points.weights @ (found * truth))
-    return float((points.weights @ (sign * found - truth) ** 2).sqrt())  # ‖u‖ = 1
+    values = solution(points.x)[:, 0]
+    sign = torch.sign(points.weights @ (values * truth))
+    return float((points.weights @ (sign * values - truth) ** 2).sqrt())  # ‖u‖ = 1
 
 
 REFERENCES: dict[str, Callable[[Any], float]] = {
@@ -162,11 +162,11 @@ REFERENCES: dict[str, Callable[[Any], float]] = {
 
 def measure(program: Program) -> dict[str, Any]:
     """Run a program and judge what it found."""
-    begun = time.process_time()
+    start = time.process_time()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         names = program.run()
-    seconds = time.process_time() - begun
+    seconds = time.process_time() - start
     solution: pde.PDESolution = names["solution"]
     check = solution.check()
     error = REFERENCES.get(program.name, lambda s: s.error)(solution)
@@ -219,12 +219,12 @@ def save_panel(name: str, solution: pde.PDESolution) -> None:
 
 def draw(results: dict[str, Any]) -> None:
     """One sheet of all solutions whose panels are on record."""
-    found = {n: r for n, r in results.items() if (PANELS / f"{n}.npz").exists()}
+    drawn = {n: r for n, r in results.items() if (PANELS / f"{n}.npz").exists()}
     columns = 4
-    rows = math.ceil(len(found) / columns)
+    rows = math.ceil(len(drawn) / columns)
     figure = plots.new(2.75 * columns, 2.8 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax, (name, result) in zip(axes, found.items(), strict=False):
+    for ax, (name, result) in zip(axes, drawn.items(), strict=False):
         panel = np.load(PANELS / f"{name}.npz")
         values = panel["values"]
         ends = panel["ends"]
@@ -243,7 +243,7 @@ def draw(results: dict[str, Any]) -> None:
         ax.set_xlabel(str(names[0]), labelpad=1)
         ax.set_title(f"{result['title']}\n{small(result['error'], 0)}", size=11)
         ax.locator_params(nbins=3)
-    for ax in axes[len(found) :]:
+    for ax in axes[len(drawn) :]:
         ax.set_visible(False)
     figure.savefig(FIGURE)
 
@@ -314,13 +314,13 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
             names = program.run(steps=10**9, callbacks=[watch], **optimizers(due)[method])
         solution = names["solution"]
         count = len(curve)
-        kept = sorted({*range(0, count, max(1, count // 20)), count - 1})
+        indices = sorted({*range(0, count, max(1, count // 20)), count - 1})
         out[method] = {
             "error": solution.error,
             "loss": solution.loss,
             "steps": len(solution.history),
             "cpu_seconds": round(curve[-1][0], 1),
-            "curve": [[round(curve[i][0], 2), float(f"{curve[i][1]:.2e}")] for i in kept],
+            "curve": [[round(curve[i][0], 2), float(f"{curve[i][1]:.2e}")] for i in indices],
         }
         print(f"  {method:15} error {solution.error:.1e}, {count} steps", flush=True)
     return out
@@ -331,9 +331,9 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    every = programs()
-    parser.add_argument("--only", nargs="*", default=list(every), choices=list(every))
-    parser.add_argument("--race", nargs="*", default=None, choices=list(every))
+    by_name = programs()
+    parser.add_argument("--only", nargs="*", default=list(by_name), choices=list(by_name))
+    parser.add_argument("--race", nargs="*", default=None, choices=list(by_name))
     parser.add_argument("--seconds", type=float, default=15.0, help="of each method in the race")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw what is on record")
     parser.add_argument("--out", type=Path, default=RECORD)
@@ -342,30 +342,30 @@ def main(arguments: Sequence[str] = ()) -> None:
         draw(json.loads(options.out.read_text())["gallery"])
         return
     torch.set_num_threads(1)
-    here = environment(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
+    machine = environment(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
     if options.out.exists():
         record = json.loads(options.out.read_text())
     else:
         record = {}
-    if record.get("environment") != here:
-        record = {"environment": here, "gallery": {}, "race": {}}
+    if record.get("environment") != machine:
+        record = {"environment": machine, "gallery": {}, "race": {}}
 
     def keep() -> None:
-        record["gallery"] = {n: record["gallery"][n] for n in every if n in record["gallery"]}
+        record["gallery"] = {n: record["gallery"][n] for n in by_name if n in record["gallery"]}
         options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
-    every["polygon"].run(steps=1)  # what is imported then is not counted
+    by_name["polygon"].run(steps=1)  # what is imported then is not counted
     for name in options.only:
-        r = measure(every[name])
+        r = measure(by_name[name])
         record["gallery"][name] = r
         shown = {k: r[k] for k in ("cpu_seconds", "steps", "error", "estimated", "residual")}
         words = ", ".join(f"{k} {v:.3g}" for k, v in shown.items() if v is not None)
         print(f"{name:32} {words}, {r['verdict']}", flush=True)
         keep()
-    racing = RACE if options.race is None and len(options.only) == len(every) else options.race
+    racing = RACE if options.race is None and len(options.only) == len(by_name) else options.race
     for name in racing or ():
         print(name, flush=True)
-        methods = race(every[name], options.seconds)
+        methods = race(by_name[name], options.seconds)
         record["race"][f"{name}/{options.seconds:g}"] = methods
         keep()
     if record["gallery"]:

@@ -38,21 +38,21 @@ def one(name: str, device: str, seconds: float) -> dict[str, Any]:
     """Solve a case, as long as the budget lasts."""
     dim, hidden, (inside, outside), step = CASES[name]
     network = pde.mlp(dim, *hidden, 1, seed=0, activation="silu")
-    found = pde.solve(
+    solution = pde.solve(
         pde.Poisson(dim, boundary_weight=100), network, steps=1000, budget=seconds, device=device,
         points={"equation": inside, "dirichlet": outside}, sampler="sobol", progress=False,
         solver=Cholesky(), step=step, gram="kernel", memory=2**33, measure=5,
     )  # fmt: skip
-    history = found.history
+    history = solution.history
     cuda = device == "cuda"
     return {
         "parameters": sum(p.numel() for p in network.parameters()),
         "residuals": inside + outside,
-        "error": found.error,
+        "error": solution.error,
         "steps": len(history),
         "seconds": history.spent,
         "GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "stopped": found.stopped,
+        "stopped": solution.stopped,
         "curve": list(zip(history.clock, history.error, strict=True)),
     }
 

@@ -168,24 +168,25 @@ def per_step(products: bool, steps: int = 10) -> float:
 def summary(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in ("ours", "reference"):
-        mine = [run[name] for run in runs.values()]
-        errors = [r["error"] for r in mine]
+        of_method = [run[name] for run in runs.values()]
+        errors = [r["error"] for r in of_method]
         out[name] = {
-            "runs": len(mine),
+            "runs": len(of_method),
             "median error": statistics.median(errors),
             "worst error": max(errors),
-            "CPU ms per step": 1e3 * statistics.median(r["CPU seconds"] / r["steps"] for r in mine),
+            "CPU ms per step": 1e3
+            * statistics.median(r["CPU seconds"] / r["steps"] for r in of_method),
             "at most": {f"{t:g}": sum(e <= t for e in errors) for t in TARGETS},
-            "never at 1e-06": sum(r["seconds to"]["1e-06"] is None for r in mine),
+            "never at 1e-06": sum(r["seconds to"]["1e-06"] is None for r in of_method),
         }
-        for kind in ("seconds", "CPU seconds"):
+        for clock in ("seconds", "CPU seconds"):
             # a run that never got there took at least all its time
-            out[name][f"median {kind} to 1e-06"] = statistics.median(
-                r[kind] if r[f"{kind} to"]["1e-06"] is None else r[f"{kind} to"]["1e-06"]
-                for r in mine
+            out[name][f"median {clock} to 1e-06"] = statistics.median(
+                r[clock] if r[f"{clock} to"]["1e-06"] is None else r[f"{clock} to"]["1e-06"]
+                for r in of_method
             )
-    for kind in ("seconds", "CPU seconds"):
-        key = f"median {kind} to 1e-06"
+    for clock in ("seconds", "CPU seconds"):
+        key = f"median {clock} to 1e-06"
         out[f"ratio of {key}"] = out["reference"][key] / out["ours"][key]
     return out
 
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS)
     parser.add_argument("--out", type=Path, default=RECORD, help="finished seeds are kept")
     options = parser.parse_args(arguments)
-    here = {
+    about = {
         "environment": f"{environment(torch.device('cpu'))}, {os.cpu_count()} cores, float64",
         "steps": options.steps,
         "reference steps": options.reference_steps,
@@ -225,9 +226,9 @@ def main(arguments: Sequence[str] = ()) -> None:
         record = json.loads(options.out.read_text())
     else:
         record = {}
-    if {k: record.get(k) for k in here} != here:
-        record = {**here, "runs": {}}
-    print(here["environment"], flush=True)
+    if {k: record.get(k) for k in about} != about:
+        record = {**about, "runs": {}}
+    print(about["environment"], flush=True)
     race(0, 2, 1)  # torch loads what it needs
     for seed in map(str, parsed(options.seeds)):
         if seed not in record["runs"]:

@@ -82,7 +82,7 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     keys = [s.partition("=")[0] for s in asked.set]
     values = [[_value(v) for v in s.partition("=")[2].split("|")] for s in asked.set]
     fields = {k: _value(v) for k, _, v in (s.partition("=") for s in asked.task)}
-    for (method, lr), seed, steps, some in product(
+    for (method, lr), seed, steps, settings in product(
         pairs, asked.seed, asked.steps or [None], product(*values)
     ):
         yield {
@@ -92,7 +92,7 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "lr": float(lr),
             "seed": int(seed),
             "steps": None if steps is None else int(steps),
-            "settings": dict(zip(keys, some, strict=True)),
+            "settings": dict(zip(keys, settings, strict=True)),
             "device": asked.device,
             "threads": asked.threads,
             "parallel": asked.parallel,
@@ -106,7 +106,7 @@ def _done(job: dict[str, Any]) -> dict[str, Any]:
     said = {k: job[k] for k in ("task", "method", "lr", "seed", "settings", "parallel")}
     device = torch.device(job["device"])
     try:
-        found = run(
+        outcome = run(
             task, job["method"], job["lr"], seed=job["seed"], device=device, steps=job["steps"],
             settings=job["settings"],
         )  # fmt: skip
@@ -114,15 +114,16 @@ def _done(job: dict[str, Any]) -> dict[str, Any]:
         traceback.print_exc(file=sys.stderr)
         return said | {"error": f"{type(error).__name__}: {error}"}
     curve = [
-        [s, round(v, _DIGITS)] for s, v in zip(found["step"], found["held-out loss"], strict=True)
+        [s, round(v, _DIGITS)]
+        for s, v in zip(outcome["step"], outcome["held-out loss"], strict=True)
     ]
     lists = ("step", "seconds", "held-out loss", "accuracy", "settings")
-    short = {k: v for k, v in found.items() if k not in lists}
-    short |= {"seconds": round(found["seconds"][-1], 3), "ms": round(found["ms"], 3)}
+    short = {k: v for k, v in outcome.items() if k not in lists}
+    short |= {"seconds": round(outcome["seconds"][-1], 3), "ms": round(outcome["ms"], 3)}
     if device.type == "cuda":
         short["peak GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
         torch.cuda.reset_peak_memory_stats(device)
-    return said | short | {"accuracy": round(found["accuracy"][-1], 4), "curve": curve}
+    return said | short | {"accuracy": round(outcome["accuracy"][-1], 4), "curve": curve}
 
 
 # --- the corpus is read once and shared -----------------------------------------------------

@@ -99,10 +99,10 @@ def _shares(points: Points) -> Tensor:
 
 def _flat(params: Params, n: int) -> Tensor:
     """All parameters in one vector, or in n rows."""
-    parts = [p.reshape(n, -1) if n else p.reshape(-1) for p in params.values()]
-    return torch.cat(parts, -1)
+    flat_pieces = [p.reshape(n, -1) if n else p.reshape(-1) for p in params.values()]
+    return torch.cat(flat_pieces, -1)
 
 
 def _split(vector: Tensor, like: Params) -> Params:
-    parts = vector.split([p.numel() for p in like.values()])
-    return {n: part.view_as(p) for part, (n, p) in zip(parts, like.items(), strict=True)}
+    pieces = vector.split([p.numel() for p in like.values()])
+    return {n: piece.view_as(p) for piece, (n, p) in zip(pieces, like.items(), strict=True)}

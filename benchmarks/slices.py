@@ -58,8 +58,8 @@ def in_rounds(
     shuffle = random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in blocks}
     begun = time.perf_counter()
-    for done in range(-warmup, rounds):
-        if done >= 3 and time.perf_counter() - begun > seconds:
+    for round_number in range(-warmup, rounds):
+        if round_number >= 3 and time.perf_counter() - begun > seconds:
             break
         shuffle(order)
         for name in order:
@@ -67,7 +67,7 @@ def in_rounds(
             start = time.perf_counter()
             blocks[name]()
             synchronize(device)
-            if done >= 0:
+            if round_number >= 0:
                 times[name].append(time.perf_counter() - start)
     return times
 
@@ -91,11 +91,11 @@ def middle(values: list[float]) -> dict[str, float]:
 def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
     """Of each route to its baseline, round by round; seconds are those of one step."""
     out = {}
-    for name, mine in times.items():
+    for name, seconds in times.items():
         known = [b for b in BASES.get(name, PLAIN) if b in times and b != name]
         if known and name not in (*PLAIN, "Adam", "SGD momentum"):
             base = min(known, key=lambda b: statistics.median(times[b]))
-            out[name] = middle([a / b for a, b in zip(mine, times[base], strict=True)])
+            out[name] = middle([a / b for a, b in zip(seconds, times[base], strict=True)])
     return out
 
 
@@ -129,9 +129,9 @@ def captured(
 def show(title: str, part: Mapping[str, Any]) -> None:
     print(f"\n{title}: {part['rounds']} rounds")
     for name, ms in part["milliseconds"].items():
-        found = part["ratio"].get(name)
-        if found:
-            shown = f"{found['ratio']:6.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+        ratio = part["ratio"].get(name)
+        if ratio:
+            shown = f"{ratio['ratio']:6.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         else:
             shown = ""
         print(f"  {name:24} {ms:9.4f} ms {shown}", flush=True)
@@ -171,14 +171,16 @@ def measure(
         graphs = (False, True)
     else:
         graphs = (False,)
-    for alone, graph in product((False, True), graphs):
-        blocks = {n: r.block(r.alone if alone else r.train) for n, r in routes.items()}
+    for step_only, graph in product((False, True), graphs):
+        blocks = {n: r.block(r.alone if step_only else r.train) for n, r in routes.items()}
         failed: dict[str, str] = {}
         if graph:
-            blocks, failed = captured(routes, alone, device)
+            blocks, failed = captured(routes, step_only, device)
         times = in_rounds(blocks, device, options.rounds, options.seconds)
-        per_step = {n: [t / routes[n].steps for t in found] for n, found in times.items()}
-        title = f"{'captured' if graph else 'eager'} {'step alone' if alone else 'training step'}"
+        per_step = {n: [t / routes[n].steps for t in seconds] for n, seconds in times.items()}
+        title = (
+            f"{'captured' if graph else 'eager'} {'step alone' if step_only else 'training step'}"
+        )
         result[title] = {
             "rounds": len(next(iter(times.values()), [])),
             "milliseconds": {n: 1e3 * statistics.median(t) for n, t in per_step.items()},

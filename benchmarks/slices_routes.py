@@ -221,8 +221,8 @@ class Bench:
         """After how many steps all has been done once."""
         options = SLICED.get(name, {})
         # in a chain two classes of units take turns; the residual network's share no parameter
-        together = options.get("sweeps") or "layer" in str(options) or "SGD" in name
-        turns = 1 if together or self.name == "resnet50" else 2
+        is_fused = options.get("sweeps") or "layer" in str(options) or "SGD" in name
+        turns = 1 if is_fused or self.name == "resnet50" else 2
         return turns * options.get("every", 1)
 
     def block(self, name: str) -> int:
@@ -248,9 +248,9 @@ class Bench:
             out[name] = lambda m, name=name, options=options: SliceSGD(
                 m, LR, symmetry=self.scalings, captured=self.block(name), **options
             )
-        kind = "layer-balanced" if self.name == "resnet50" else "equal-norm"
+        slice_name = "layer-balanced" if self.name == "resnet50" else "equal-norm"
         out[KEPT] = lambda m: self._sliced(
-            sgd(m.parameters(), LR, foreach=True), m, KEPT, slice=kind, **SLICED[KEPT]
+            sgd(m.parameters(), LR, foreach=True), m, KEPT, slice=slice_name, **SLICED[KEPT]
         )
         out["Adam"] = lambda m: adam(m.parameters(), LR, capturable=on_gpu)
         out["Sliced Adam"] = lambda m: self._sliced(

@@ -74,9 +74,9 @@ NETS = {"mlp": perceptron, "conv": convnet}
 def trained(net: nn.Module, x: Tensor, y: Tensor, steps: int = 400) -> nn.Module:
     opt = torch.optim.Adam(net.parameters(), 3e-3)
     for k in range(steps):
-        some = torch.arange(k * 64, k * 64 + 64) % len(x)
+        rows = torch.arange(k * 64, k * 64 + 64) % len(x)
         opt.zero_grad()
-        F.cross_entropy(net(x[some]), y[some]).backward()
+        F.cross_entropy(net(x[rows]), y[rows]).backward()
         opt.step()
     return net
 
@@ -93,25 +93,27 @@ class Layer:
 
 def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
     """Inputs and output Jacobians by autograd alone."""
-    held: dict[str, tuple[nn.Module, Tensor, Tensor]] = {}
+    captured: dict[str, tuple[nn.Module, Tensor, Tensor]] = {}
 
     def hook(name: str):
         def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            held[name] = (module, args[0].detach(), out)
+            captured[name] = (module, args[0].detach(), out)
 
         return keep
 
-    kinds = (nn.Linear, nn.Conv2d)
+    layer_types = (nn.Linear, nn.Conv2d)
     handles = [
-        m.register_forward_hook(hook(n)) for n, m in net.named_modules() if isinstance(m, kinds)
+        m.register_forward_hook(hook(n))
+        for n, m in net.named_modules()
+        if isinstance(m, layer_types)
     ]
     z = net(x)
     for handle in handles:
         handle.remove()
-    outs = [o for _, _, o in held.values()]
+    outs = [o for _, _, o in captured.values()]
     by_output = [torch.autograd.grad(z[:, o].sum(), outs, retain_graph=True) for o in range(10)]
     slopes = torch.autograd.grad(F.cross_entropy(z, y), outs)
-    for k, (name, (module, a, _)) in enumerate(held.items()):
+    for k, (name, (module, a, _)) in enumerate(captured.items()):
         a = a if isinstance(module, nn.Linear) else F.unfold(a, 3, padding=1).mT
         if a.ndim == 2:
             a = a[:, None]
@@ -130,10 +132,10 @@ def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
 
 def compared(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str, float]]:
     """Errors of one layer's block by choice of Z."""
-    n, places = layer.inputs.shape[:2]
+    n, positions = layer.inputs.shape[:2]
     inverse = torch.linalg.inv(k)
     rows = torch.einsum("mbto,bti->mboi", layer.deltas, layer.inputs).flatten(2)
-    a = torch.einsum("bti,bc,ctj->ij", layer.inputs, inverse, layer.inputs) / places
+    a = torch.einsum("bti,bc,ctj->ij", layer.inputs, inverse, layer.inputs) / positions
     s = torch.einsum("mbto,bc,mctp->op", layer.deltas, inverse, layer.deltas) / n
     g = torch.einsum("mbp,bc,mcq->pq", rows, inverse, rows) / n
     one = torch.kron(s, a)  # degree −2 in K, to be divided by Z
@@ -145,17 +147,17 @@ def compared(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str
     want = torch.linalg.solve(g + DAMPING * eye, flat)
     sv, su = torch.linalg.eigh(s)
     av, au = torch.linalg.eigh(a)
-    turned = su.T @ layer.gradient @ au
+    in_eigenbasis = su.T @ layer.gradient @ au
     direction = {}
     for name, z in chosen.items():
-        got = su @ (turned / (sv[:, None] * av / z + DAMPING)) @ au.T
+        got = su @ (in_eigenbasis / (sv[:, None] * av / z + DAMPING)) @ au.T
         direction[name] = float((got.flatten() - want).norm() / want.norm())
     return frobenius, float((best * one - g).norm() / g.norm()), direction
 
 
 def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
     x, y = load()
-    found = []
+    records = []
     for net, make in NETS.items():
         torch.manual_seed(0)
         model = make().double()
@@ -168,14 +170,16 @@ def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
                 xs = x[:batch]
                 ys = y[:batch]
                 unit = median_distance(xs)
-                every = list(layers(model, xs, ys))
+                all_layers = list(layers(model, xs, ys))
                 for scale in scales:
                     k = Matern(scale=scale * unit)(xs, xs) + JITTER * torch.eye(batch).double()
                     condition = float(torch.linalg.cond(k))
-                    for one in every:
+                    for one in all_layers:
                         errors = compared(one, k)
-                        found.append(Record(net, after, batch, scale, condition, one.name, *errors))
-    return found
+                        records.append(
+                            Record(net, after, batch, scale, condition, one.name, *errors)
+                        )
+    return records
 
 
 def table(found: list[Record]) -> str:
@@ -183,19 +187,19 @@ def table(found: list[Record]) -> str:
     lines = ["scale/median  cond K | ‖A⊗S − G‖/‖G‖: " + "  ".join(CHOICES) + "  best multiple | "]
     lines[0] += "direction: " + "  ".join(CHOICES)
     for scale in sorted({r.scale for r in found}):
-        some = [r for r in found if r.scale == scale]
-        frobenius = [median(r.frobenius[c] for r in some) for c in CHOICES]
-        direction = [median(r.direction[c] for r in some) for c in CHOICES]
-        best = median(r.best for r in some)
-        condition = median(r.condition for r in some)
+        at_scale = [r for r in found if r.scale == scale]
+        frobenius = [median(r.frobenius[c] for r in at_scale) for c in CHOICES]
+        direction = [median(r.direction[c] for r in at_scale) for c in CHOICES]
+        best = median(r.best for r in at_scale)
+        condition = median(r.condition for r in at_scale)
         row = f"{scale:12g} {condition:8.1e} | " + " ".join(f"{v:9.3g}" for v in frobenius)
         lines.append(f"{row}  {best:9.3g} | " + " ".join(f"{v:9.3g}" for v in direction))
-    for kind in ("frobenius", "direction"):
+    for measure in ("frobenius", "direction"):
         wins = dict.fromkeys(CHOICES, 0)
         for r in found:
-            errors = getattr(r, kind)
+            errors = getattr(r, measure)
             wins[min(errors, key=errors.__getitem__)] += 1
-        lines.append(f"closest ({kind}), of {len(found)}: {wins}")
+        lines.append(f"closest ({measure}), of {len(found)}: {wins}")
     return "\n".join(lines)
 
 
@@ -203,17 +207,17 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one batch size and two scales")
     parser.add_argument("--out", type=Path, default=RESULTS / "sobolev-normalization.json")
-    given = parser.parse_args(arguments)
-    if given.quick:
-        found = study((32,), (0.3, 1.0))
+    options = parser.parse_args(arguments)
+    if options.quick:
+        records = study((32,), (0.3, 1.0))
     else:
-        found = study(BATCHES, SCALES)
-    print(table(found))
+        records = study(BATCHES, SCALES)
+    print(table(records))
     record = {
         "environment": environment(torch.device("cpu")),
         "damping": DAMPING,
         "jitter": JITTER,
-        "records": [asdict(r) for r in found],
+        "records": [asdict(r) for r in records],
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")

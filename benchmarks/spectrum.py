@@ -47,8 +47,8 @@ def by_torch(a: Tensor, r: Tensor) -> Tensor:
 
 
 def by_pullback(a: Tensor, r: Tensor) -> Tensor:
-    found = svd(a)
-    return found.combine(found.left(r) / found.sigma)
+    decomposition = svd(a)
+    return decomposition.combine(decomposition.left(r) / decomposition.sigma)
 
 
 ROUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -66,13 +66,13 @@ def measure(n: int, p: int, dtype: torch.dtype, device: torch.device) -> dict[st
     routes = {name: lambda route=route: route(a, r) for name, route in ROUTES.items()}
     times = compare(routes, device, repeats=3, warmup=1, patience=20.0)
     ratio = times["torch"] / times["pullback"]
-    kind = str(dtype).removeprefix("torch.")
+    precision = str(dtype).removeprefix("torch.")
     cells = "".join(f"{1e3 * times[name]:12.1f}{errors[name]:10.1e}" for name in ROUTES)
-    print(f"{n:6} × {p:<6} {kind:8}{cells}{ratio:9.1f}×", flush=True)
+    print(f"{n:6} × {p:<6} {precision:8}{cells}{ratio:9.1f}×", flush=True)
     return {
         "rows": n,
         "parameters": p,
-        "dtype": kind,
+        "dtype": precision,
         "milliseconds": {name: 1e3 * t for name, t in times.items()},
         "error": errors,
         "ratio": ratio,

@@ -46,16 +46,16 @@ class SSBroyden(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Move along −H g and update H; where no step length is found, H starts over."""
         assert closure is not None
-        seen: dict[bytes, tuple[float, np.ndarray]] = {}
+        evaluations: dict[bytes, tuple[float, np.ndarray]] = {}
 
         def evaluate(x: np.ndarray) -> tuple[float, np.ndarray]:
             key = x.tobytes()
-            if key not in seen:
+            if key not in evaluations:
                 self._put(torch.from_numpy(x))
                 with torch.enable_grad():
                     loss = float(torch.as_tensor(closure()).detach())
-                seen[key] = loss, self._gradient().numpy()
-            return seen[key]
+                evaluations[key] = loss, self._gradient().numpy()
+            return evaluations[key]
 
         x = nn.utils.parameters_to_vector(self._params).double().numpy().copy()
         value, slope = evaluate(x)
@@ -72,10 +72,10 @@ class SSBroyden(torch.optim.Optimizer):
             self._put(torch.from_numpy(x))
             return value
         self._before = value
-        there = x + length * direction
-        after = evaluate(there)[1]
-        self._put(torch.from_numpy(there))
-        s, y = (torch.from_numpy(a - b) for a, b in ((there, x), (after, slope)))
+        trial = x + length * direction
+        after = evaluate(trial)[1]
+        self._put(torch.from_numpy(trial))
+        s, y = (torch.from_numpy(a - b) for a, b in ((trial, x), (after, slope)))
         self.inverse = updated(self.inverse, s, y, torch.from_numpy(slope), length, self.scaled)
         return value
 
@@ -83,8 +83,8 @@ class SSBroyden(torch.optim.Optimizer):
         nn.utils.vector_to_parameters(x.to(self._params[0]), self._params)
 
     def _gradient(self) -> Tensor:
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        return torch.cat([g.flatten() for g in found]).double().clone()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        return torch.cat([g.flatten() for g in gradients]).double().clone()
 
 
 def updated(

@@ -53,15 +53,17 @@ def output_of(case: Model, out: Any) -> Tensor:
 
 def kfac(case: Model, model: nn.Module, lr: float | None = None, **options: Any) -> pb.KFAC:
     """K-FAC with the model's output."""
-    own = case.output
-    return pb.KFAC(model, lr, output=int(own) if own and own.isdigit() else own, **options)
+    selector = case.output
+    return pb.KFAC(
+        model, lr, output=int(selector) if selector and selector.isdigit() else selector, **options
+    )
 
 
 def natural(case: Model, model: nn.Module, statistics: int, inversion: int = NEVER) -> pb.KFAC:
     """Natural K-FAC at a rate of zero."""
     likelihood = case.likelihood or pb.likelihoods.Categorical()
-    every = {"statistics_every": statistics, "invert_every": inversion}
-    return kfac(case, model, 0.0, likelihood=likelihood, **every)
+    schedule = {"statistics_every": statistics, "invert_every": inversion}
+    return kfac(case, model, 0.0, likelihood=likelihood, **schedule)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -121,20 +123,22 @@ def costs(case: Model) -> dict[str, Any]:
     start = case.make().train()
     cpu = torch.device("cpu")
     clock = time.process_time
-    made: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "baseline": lambda m: torch.optim.AdamW(trained(m), 0.0, foreach=True),
         "kfac plain": lambda m: natural(case, m, NEVER),
         "kfac statistics": lambda m: natural(case, m, 1),
         "kfac inversion": lambda m: natural(case, m, 1, 1),
     }
-    copies = {name: copy.deepcopy(start) for name in made}
-    routes = {name: stepping(case, copies[name], make(copies[name])) for name, make in made.items()}
-    kinds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
-    base = kinds["baseline"]
-    found = {kind: kinds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
-    found["10/100"] = combined(kinds, "kfac", (10, 100))
-    own = copy.deepcopy(start)
-    step = stepping(case, own, kfac(case, own, 0.0))
+    copies = {name: copy.deepcopy(start) for name in makers}
+    routes = {
+        name: stepping(case, copies[name], make(copies[name])) for name, make in makers.items()
+    }
+    seconds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
+    base = seconds["baseline"]
+    ratios = {kind: seconds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
+    ratios["10/100"] = combined(seconds, "kfac", (10, 100))
+    model = copy.deepcopy(start)
+    step = stepping(case, model, kfac(case, model, 0.0))
     began = 0.0
     for i in range(21):
         if i == 1:
@@ -142,19 +146,19 @@ def costs(case: Model) -> dict[str, Any]:
         else:
             began = began
         step()
-    found["default"] = (clock() - began) / 20 / base
-    own = copy.deepcopy(start)
-    first, later = first_and_later(stepping(case, own, natural(case, own, 1)), cpu, clock)
-    return {"ratio": found, "first step": first / later}
+    ratios["default"] = (clock() - began) / 20 / base
+    model = copy.deepcopy(start)
+    first, later = first_and_later(stepping(case, model, natural(case, model, 1)), cpu, clock)
+    return {"ratio": ratios, "first step": first / later}
 
 
 def race(case: Model) -> dict[str, Any]:
     """The scores of three optimizers at each rate."""
     torch.manual_seed(0)
     start = case.make().train()
-    found = {}
+    scores = {}
     for name, rates in RATES.items():
-        found[name] = {}
+        scores[name] = {}
         for lr in rates:
             model = copy.deepcopy(start)
             params = trained(model)
@@ -169,8 +173,8 @@ def race(case: Model) -> dict[str, Any]:
                     group["lr"] *= lr
             losses = train(case, model, opt, STEPS)[-LAST:]
             score = sum(losses) / LAST
-            found[name][str(lr)] = score if math.isfinite(score) else None
-    return found
+            scores[name][str(lr)] = score if math.isfinite(score) else None
+    return scores
 
 
 def best(scores: dict[str, float | None]) -> float:
@@ -182,14 +186,14 @@ def summary(name: str, row: dict[str, Any]) -> str:
     """What was found of a model, on one line."""
     if row["refused"]:
         return f"{name}: refused: {row['refused']}"
-    parts = []
+    phrases = []
     if "shares" in row:
-        parts += [f"{row['parameters']:,}"]
-        parts += [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
-        parts += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
-        parts += [f"first step {row['first step']:.1f}"]
-    parts += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
-    return f"{name}: {', '.join(parts)}"
+        phrases += [f"{row['parameters']:,}"]
+        phrases += [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
+        phrases += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
+        phrases += [f"first step {row['first step']:.1f}"]
+    phrases += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
+    return f"{name}: {', '.join(phrases)}"
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -71,8 +71,8 @@ def pictures(name: str, size: int = 32) -> Callable[[torch.Generator], Batch]:
     def batch(random: torch.Generator) -> Batch:
         y = torch.randint(0, CLASSES, (16,), generator=random)
         angle = (math.pi * y / CLASSES)[:, None, None]
-        place = torch.arange(size) / 4
-        wave = torch.sin(place[:, None] * angle.cos() + place * angle.sin())
+        times = torch.arange(size) / 4
+        wave = torch.sin(times[:, None] * angle.cos() + times * angle.sin())
         noise = torch.randn(16, 3, size, size, generator=random)
         return {name: wave[:, None] + 0.5 * noise}, y
 
@@ -93,16 +93,16 @@ def speech(random: torch.Generator) -> Batch:
 
 def captions(random: torch.Generator) -> Batch:
     """Which text belongs to which picture."""
-    seen, y = pictures("pixel_values")(random)
+    images, y = pictures("pixel_values")(random)
     words = torch.full((len(y), 8), 2)
     words[:, 1:7] = 3 + 7 * y[:, None] + torch.randint(0, 7, (len(y), 6), generator=random)
-    return {**seen, "input_ids": words}, torch.arange(len(y))
+    return {**images, "input_ids": words}, torch.arange(len(y))
 
 
 def noise(random: torch.Generator) -> Batch:
-    seen, _ = pictures("sample", 16)(random)
+    images, _ = pictures("sample", 16)(random)
     added = torch.randn(16, 3, 16, 16, generator=random)
-    return {"sample": seen["sample"] + added, "timestep": 10, "return_dict": False}, added
+    return {"sample": images["sample"] + added, "timestep": 10, "return_dict": False}, added
 
 
 def nodes(random: torch.Generator) -> Batch:
@@ -194,8 +194,10 @@ def transformers_models() -> dict[str, Model]:
 
     def clip() -> nn.Module:
         words = {**small, "max_position_embeddings": 16}
-        seen = {k: v for k, v in image.items() if k != "num_labels"}
-        return hf.CLIPModel(hf.CLIPConfig(text_config=words, vision_config=seen, projection_dim=32))
+        image_options = {k: v for k, v in image.items() if k != "num_labels"}
+        return hf.CLIPModel(
+            hf.CLIPConfig(text_config=words, vision_config=image_options, projection_dim=32)
+        )
 
     def wav2vec2() -> nn.Module:
         return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(
@@ -283,13 +285,13 @@ def torchvision_models() -> dict[str, Model]:
     v2 = {"block": tv.swin_transformer.SwinTransformerBlockV2,
           "downsample_layer": tv.swin_transformer.PatchMergingV2}  # fmt: skip
     x = pictures("x")
-    found = {
+    models = {
         "ResNet": resnet, "ConvNeXt": convnext, "EfficientNet": efficientnet,
         "MobileNetV3": lambda: tv.mobilenet_v3_small(num_classes=CLASSES, width_mult=0.25),
         "Swin, torchvision": swin, "Swin v2, torchvision": lambda: swin(**v2),
         "ViT, torchvision": lambda: tv.VisionTransformer(32, 8, 2, 4, 48, 96, num_classes=CLASSES),
     }  # fmt: skip
-    return {name: Model(make, x) for name, make in found.items()}
+    return {name: Model(make, x) for name, make in models.items()}
 
 
 def diffusers_models() -> dict[str, Model]:
@@ -311,9 +313,9 @@ def models() -> dict[str, Model]:
         "graph network, plain torch": Model(GraphNetwork, nodes),
         "nn.Transformer": Model(Sequences, translation),
     }
-    for some in (transformers_models, torchvision_models, diffusers_models):
+    for make_models in (transformers_models, torchvision_models, diffusers_models):
         try:
-            found |= some()
+            found |= make_models()
         except ImportError as error:
-            print(f"left out: {some.__name__} ({error})")
+            print(f"left out: {make_models.__name__} ({error})")
     return found

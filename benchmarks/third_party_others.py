@@ -42,17 +42,17 @@ def waves(random: torch.Generator) -> Batch:
 
 def clean(random: torch.Generator) -> Batch:
     """A picture without its noise."""
-    seen, y = pictures("x", 16)(random)
+    images, y = pictures("x", 16)(random)
     angle = (3.14159 * y / CLASSES)[:, None, None]
-    place = torch.arange(16) / 4
-    wave = torch.sin(place[:, None] * angle.cos() + place * angle.sin())
-    return seen, wave[:, None].expand_as(seen["x"]).contiguous()
+    times = torch.arange(16) / 4
+    wave = torch.sin(times[:, None] * angle.cos() + times * angle.sin())
+    return images, wave[:, None].expand_as(images["x"]).contiguous()
 
 
 def marked(random: torch.Generator) -> Batch:
     """Where a wave is positive, per place."""
-    seen, target = clean(random)
-    return seen, (target[:, 0] > 0).long()
+    images, target = clean(random)
+    return images, (target[:, 0] > 0).long()
 
 
 def series(random: torch.Generator) -> Batch:
@@ -60,8 +60,8 @@ def series(random: torch.Generator) -> Batch:
     rate = 0.1 + 0.2 * torch.rand(16, 1, 2, generator=random)
     shift = 6.28 * torch.rand(16, 1, 2, generator=random)
     wave = torch.sin(rate * torch.arange(40)[:, None] + shift)
-    seen = wave[:, :32] + 0.1 * torch.randn(16, 32, 2, generator=random)
-    return {"past_values": seen}, wave[:, 32:]
+    past = wave[:, :32] + 0.1 * torch.randn(16, 32, 2, generator=random)
+    return {"past_values": past}, wave[:, 32:]
 
 
 # --- models in plain torch --------------------------------------------------------------------
@@ -268,8 +268,8 @@ def transformers_models() -> dict[str, Model]:
              "patch_sizes": [7, 3], "strides": [4, 2], "num_labels": CLASSES}  # fmt: skip
 
     def opt() -> nn.Module:
-        own = {k: v for k, v in small.items() if k != "intermediate_size"}
-        return hf.OPTForCausalLM(hf.OPTConfig(**own, ffn_dim=96, word_embed_proj_dim=48))
+        options = {k: v for k, v in small.items() if k != "intermediate_size"}
+        return hf.OPTForCausalLM(hf.OPTConfig(**options, ffn_dim=96, word_embed_proj_dim=48))
 
     def segformer() -> nn.Module:
         return hf.SegformerForImageClassification(hf.SegformerConfig(
@@ -370,10 +370,10 @@ SECOND = (
 
 def others() -> dict[str, Model]:
     """Every one of these models whose package is installed, in the order of the two lists."""
-    found = plain_models()
-    for some in (transformers_models, torchvision_models):
+    models = plain_models()
+    for make_models in (transformers_models, torchvision_models):
         try:
-            found |= some()
+            models |= make_models()
         except ImportError as error:
-            print(f"left out: {some.__name__} ({error})")
-    return {name: found[name] for name in (*FIRST, *SECOND) if name in found}
+            print(f"left out: {make_models.__name__} ({error})")
+    return {name: models[name] for name in (*FIRST, *SECOND) if name in models}

@@ -80,10 +80,10 @@ def shares(opt: pb.KFAC) -> dict[str, float]:
     """The shares of trained entries by kind of block."""
     counts = dict.fromkeys(("kronecker", "units", "diagonal"), 0)
     for row in opt.coverage():
-        kind = row.block.partition(",")[0].partition(" ")[0]
-        if kind in counts:
-            counts[kind] += torch.Size(row.shape).numel()
-    return {kind: count / max(1, sum(counts.values())) for kind, count in counts.items()}
+        block = row.block.partition(",")[0].partition(" ")[0]
+        if block in counts:
+            counts[block] += torch.Size(row.shape).numel()
+    return {block: count / max(1, sum(counts.values())) for block, count in counts.items()}
 
 
 def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
         opt.step()
 
     first, later = first_and_later(step, bench.device, steps=_STEPS)
-    found = {"first": 1e3 * first, "statistics": 1e3 * later, "ratio": first / later}
-    return found | {"shares": shares(opt)}
+    times = {"first": 1e3 * first, "statistics": 1e3 * later, "ratio": first / later}
+    return times | {"shares": shares(opt)}
 
 
 def default(model: nn.Module) -> pb.KFAC:
@@ -119,7 +119,7 @@ def start(device: torch.device) -> None:
 
 def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
     """Peak bytes of twelve steps with each optimizer alone."""
-    found = {}
+    first_steps = {}
     for name, make in makers.items():
         gc.collect()
         torch.cuda.empty_cache()
@@ -127,9 +127,9 @@ def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
         step = bench.route(make)
         for _ in range(12):
             step()
-        found[name] = torch.cuda.max_memory_allocated(bench.device)
+        first_steps[name] = torch.cuda.max_memory_allocated(bench.device)
         del step
-    return found
+    return first_steps
 
 
 def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
@@ -146,11 +146,14 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
         "default": first_step(bench),
     }
     gc.collect()
-    kinds = bench.seconds("kfac", 1 if quick else 8)
-    row["milliseconds"] = {kind: 1e3 * seconds for kind, seconds in kinds.items()}
-    ratio = {kind: kinds[f"kfac {kind}"] / kinds["baseline"] for kind in ("plain", "statistics")}
-    ratio["inversion"] = kinds["kfac inversion"] / kinds["baseline"]
-    ratio["10/100"] = combined(kinds, "kfac", (10, 100))
+    seconds_by_step = bench.seconds("kfac", 1 if quick else 8)
+    row["milliseconds"] = {kind: 1e3 * seconds for kind, seconds in seconds_by_step.items()}
+    ratio = {
+        kind: seconds_by_step[f"kfac {kind}"] / seconds_by_step["baseline"]
+        for kind in ("plain", "statistics")
+    }
+    ratio["inversion"] = seconds_by_step["kfac inversion"] / seconds_by_step["baseline"]
+    ratio["10/100"] = combined(seconds_by_step, "kfac", (10, 100))
     gc.collect()
     ratio["10/100, run"] = scheduled(bench, natural, 6 if quick else 100)
     gc.collect()
@@ -175,12 +178,12 @@ def run(device: torch.device, quick: bool, out: Path, only: list[str] | None = N
         gc.collect()
         row = measure(case, device, quick)
         print(f"\n{name}: {row['parameters']:,} parameters")
-        for rule, found in row["first step"].items():
-            parts = ", ".join(f"{k} {100 * v:.1f} %" for k, v in found["shares"].items())
-            print(f"  {rule}: {parts}; first step {found['first']:.0f} ms, "
-                  f"{found['ratio']:.1f} of a later statistics step")  # fmt: skip
-        for kind, value in row["milliseconds"].items():
-            print(f"  {kind:18} {value:9.2f} ms")
-        for kind, value in row["ratio"].items():
-            print(f"  {kind:18} {value:9.2f} × baseline", flush=True)
+        for rule, times in row["first step"].items():
+            shares = ", ".join(f"{k} {100 * v:.1f} %" for k, v in times["shares"].items())
+            print(f"  {rule}: {shares}; first step {times['first']:.0f} ms, "
+                  f"{times['ratio']:.1f} of a later statistics step")  # fmt: skip
+        for step, value in row["milliseconds"].items():
+            print(f"  {step:18} {value:9.2f} ms")
+        for step, value in row["ratio"].items():
+            print(f"  {step:18} {value:9.2f} × baseline", flush=True)
         record.put(name, row)

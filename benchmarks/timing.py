@@ -66,13 +66,13 @@ def first_and_later(
 
 def kernel_seconds(route: Callable[[], Any], device: torch.device, steps: int = 1) -> float:
     """Return the GPU's own seconds per step: its kernels and copies, not the waits between."""
-    kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as trace:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
         for _ in range(steps):
             route()
         synchronize(device)
-    found = trace.events() or []
-    spent = [e.device_time for e in found if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = trace.events() or []
+    spent = [e.device_time for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     return sum(spent) / steps / 1e6
 
 

@@ -146,13 +146,13 @@ def one(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
     network = pb.pde.mlp(2, 32, 1, seed=seed)
     points = {"equation": 900, "dirichlet": 120}
     options = {"points": points, "steps": steps, "progress": False, **VARIANTS[name]()}
-    found = pb.pde.solve(problem, network, **options)
-    history = found.history
+    solution = pb.pde.solve(problem, network, **options)
+    history = solution.history
     return (
         name,
         seed,
         {
-            "error": found.error,
+            "error": solution.error,
             "best": min(history.error),
             "steps": len(history),
             "seconds": history.spent,
@@ -160,7 +160,7 @@ def one(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
             "to 1e-9": next(
                 (m for m, e in zip(history.measured, history.error, strict=True) if e <= 1e-9), None
             ),
-            "stopped": found.stopped,
+            "stopped": solution.stopped,
             "curve": [f"{e:.1e}" for e in history.error[::4]],
         },
     )
@@ -173,21 +173,21 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
     parser.add_argument("--out", type=Path, default=RECORD)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     about = {"environment": environment(torch.device("cpu"))}
-    record = Record(given.out, about, key="runs", resume=False)
-    results: dict[str, dict[int, Any]] = {name: {} for name in given.only}
-    with ProcessPoolExecutor(given.workers) as pool:
+    record = Record(options.out, about, key="runs", resume=False)
+    results: dict[str, dict[int, Any]] = {name: {} for name in options.only}
+    with ProcessPoolExecutor(options.workers) as pool:
         jobs = [
-            pool.submit(one, name, seed, given.steps)
-            for name in given.only
-            for seed in range(given.seeds)
+            pool.submit(one, name, seed, options.steps)
+            for name in options.only
+            for seed in range(options.seeds)
         ]
         for job in as_completed(jobs):
-            name, seed, found = job.result()
-            results[name][seed] = found
+            name, seed, run = job.result()
+            results[name][seed] = run
             record.put(name, results[name])
-            if len(results[name]) == given.seeds:
+            if len(results[name]) == options.seeds:
                 print(line(name, list(results[name].values())), flush=True)
 
 

@@ -57,15 +57,15 @@ def written(text: str) -> str:
     """A page's text with each of its tables as the records have it."""
 
     def block(match: re.Match[str]) -> str:
-        kind, _, experiment = match["name"].partition("of:")
+        table, _, experiment = match["name"].partition("of:")
         if experiment:
             rows = own(experiment)
         else:
-            rows = TABLES[kind]()
+            rows = TABLES[table]()
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        head, _, rest = lines.partition("\n")
+        head, _, body = lines.partition("\n")
         rule = "|" + "---|" * len(rows[0])
-        return f"<!-- table {match['name']} -->\n{head}\n{rule}\n{rest}\n<!-- end -->"
+        return f"<!-- table {match['name']} -->\n{head}\n{rule}\n{body}\n<!-- end -->"
 
     return BLOCK.sub(block, text)
 

@@ -8,16 +8,16 @@ from . import ROOT, pages, stale, written
 def main() -> int:
     checking = "--check" in sys.argv
     if checking:
-        found = stale()
+        chosen = stale()
     else:
-        found = pages()
-    for page in found:
+        chosen = pages()
+    for page in chosen:
         text = page.read_text("utf-8")
         if checking or written(text) != text:
             print(page.relative_to(ROOT))
         if not checking:
             page.write_text(written(text), "utf-8")
-    return int(checking and bool(found))
+    return int(checking and bool(chosen))
 
 
 if __name__ == "__main__":

@@ -34,16 +34,16 @@ def costs() -> Rows:
             label, batch, count = KFAC[key]
             more = [label, size(count), batch]
             ratio = one["ratio"]
-            held = times(one["ratio"].get("memory"))
+            memory = times(one["ratio"].get("memory"))
             for schedule in ("10/100", "every step"):
                 method = "K-FAC" if schedule == "10/100" else "K-FAC, every step"
                 cell = times(ratio[schedule])
-                rows.append([method, *more, cell, held, where, f"`{name}`"])
+                rows.append([method, *more, cell, memory, where, f"`{name}`"])
     for key, (label, batch) in EXACT.items():
         one = record("scale_h200")["results"][key]
-        held = one["peak_bytes"]["natural gradient"] / one["peak_bytes"]["SGD"]
+        memory = one["peak_bytes"]["natural gradient"] / one["peak_bytes"]["SGD"]
         method = "exact, sample space"
-        more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(held)]
+        more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(memory)]
         rows.append([method, *more, "H200", "`scale_h200`"])
     one = record("slices-cuda")["results"]["mlp"]
     more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "128"]
@@ -59,14 +59,14 @@ def costs() -> Rows:
 
 def kfac_versions() -> Rows:
     """The version before the rebuild and this one, in turn on one machine."""
-    kinds = ["plain", "statistics", "10/100", "25/250"]
-    rows = [["", "round", "version", "baseline", *kinds]]
-    both = [record(f"kfac-versions-{device}")["results"] for device in ("cuda", "cpu")]
-    for name, versions in (item for results in both for item in results.items()):
+    steps = ["plain", "statistics", "10/100", "25/250"]
+    rows = [["", "round", "version", "baseline", *steps]]
+    by_device = [record(f"kfac-versions-{device}")["results"] for device in ("cuda", "cpu")]
+    for name, versions in (item for results in by_device for item in results.items()):
         for version, rounds in versions.items():
-            for i, taken in enumerate(rounds, 1):
-                more = [KFAC[name][0], str(i), version, f"{taken['baseline']:.1f} ms"]
-                rows.append(more + [f"{ratios(taken)[kind]:.2f}" for kind in kinds])
+            for i, times_of_round in enumerate(rounds, 1):
+                more = [KFAC[name][0], str(i), version, f"{times_of_round['baseline']:.1f} ms"]
+                rows.append(more + [f"{ratios(times_of_round)[step]:.2f}" for step in steps])
     return rows
 
 
@@ -90,10 +90,10 @@ def worth() -> Rows:
 
 def _trained(name: str, label: str) -> list[str]:
     """Seconds to the best loss of the first-order methods, of the quickest of them and of K-FAC."""
-    found = record(name)["summary"]["tables"][0]
-    level = next(c for c in found["columns"] if c.startswith("steps to ")).removeprefix("steps to ")
-    column = found["columns"].index("seconds to it")
-    spent = {row[0]: row[column] for row in found["rows"]}
+    table = record(name)["summary"]["tables"][0]
+    level = next(c for c in table["columns"] if c.startswith("steps to ")).removeprefix("steps to ")
+    column = table["columns"].index("seconds to it")
+    spent = {row[0]: row[column] for row in table["rows"]}
     said = {k: v if v == "never" else f"{v} s" for k, v in spent.items()}
     others = (k for k in spent if k != "K-FAC")
     first = min(others, key=lambda k: float("inf") if spent[k] == "never" else float(spent[k]))
@@ -120,21 +120,21 @@ SAID = {
 
 def kfac() -> Rows:
     rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
-    parts = "ratio", "kernels", "naive", "floor", "target"
-    for name, kinds in ASKED.items():
+    measures = "ratio", "kernels", "naive", "floor", "target"
+    for name, steps in ASKED.items():
         where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():
             label, batch, _ = KFAC[key]
-            for kind in kinds:
-                cells = [one.get(part, {}).get(kind) for part in parts]
-                what = f"{label}, batch {batch}{where}, {SAID.get(kind, kind)}"
+            for step in steps:
+                cells = [one.get(measure, {}).get(step) for measure in measures]
+                what = f"{label}, batch {batch}{where}, {SAID.get(step, step)}"
                 rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
     return rows
 
 
 def rules() -> Rows:
     """Time and peak memory of K-FAC's rules at their default schedules."""
-    found = record("kfac-cuda")["results"]
+    results = record("kfac-cuda")["results"]
     names = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
     head = [f"{label}, {what}" for label in names.values() for what in ("time", "memory")]
     rows = [["rule", *head]]
@@ -143,8 +143,8 @@ def rules() -> Rows:
         "Spectral": ("spectral, run", "spectral, memory"),
         "Natural": ("10/100", "memory"),
     }
-    for rule, kinds in keys.items():
-        cells = [times(found[name]["ratio"][kind]) for name in names for kind in kinds]
+    for rule, steps in keys.items():
+        cells = [times(results[name]["ratio"][step]) for name in names for step in steps]
         rows.append([f"`{rule}`", *cells])
     return rows
 
@@ -152,9 +152,9 @@ def rules() -> Rows:
 def vision() -> Rows:
     """Medians of three seeds on CIFAR-10."""
     rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
-    for found in record("race-vision")["summary"]["tables"]:
-        label = found["title"].partition(":")[0]
-        rows += [[label, *row[:5]] for row in found["rows"]]
+    for table in record("race-vision")["summary"]["tables"]:
+        label = table["title"].partition(":")[0]
+        rows += [[label, *row[:5]] for row in table["rows"]]
     return rows
 
 
@@ -173,8 +173,8 @@ def races() -> Rows:
     rows = [["task, rival", "its loss", "`KFAC`", "steps to its loss", "seconds"]]
     for name, title, task, rival in RACES:
         summary = record(name)["summary"]
-        found = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
-        runs = {row[0]: row for row in found}
+        table_rows = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
+        runs = {row[0]: row for row in table_rows}
         whole = (r for k, r in runs.items() if k.startswith("K-FAC") and "of the steps" not in k)
         ours = min(whole, key=lambda r: float(r[3]))
         claim = f"{title}: K-FAC's rules reach the final loss of {rival} in"
@@ -189,9 +189,9 @@ def races() -> Rows:
 
 def ablation() -> Rows:
     """Held-out losses of the spectral rule with one choice changed, the lowest first."""
-    found = record("race-ablation")["results"]
-    base = found["Spectral, unchanged"]["final"]
+    results = record("race-ablation")["results"]
+    base = results["Spectral, unchanged"]["final"]
     rows = [["changed", "held-out loss", "difference"]]
-    for name, one in sorted(found.items(), key=lambda pair: pair[1]["final"]):
+    for name, one in sorted(results.items(), key=lambda pair: pair[1]["final"]):
         rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
     return rows

@@ -11,10 +11,10 @@ from .numbers import Rows, record, seconds, small
 def tuned() -> dict[str, float]:
     """The smallest error on record by set-up."""
     runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for one in runs:
-        found[one["name"]] = min(one["error"], found.get(one["name"], float("inf")))
-    return found
+        errors[one["name"]] = min(one["error"], errors.get(one["name"], float("inf")))
+    return errors
 
 
 def pde_defaults() -> Rows:

@@ -28,12 +28,12 @@ def pde_gallery() -> Rows:
 
 def pde_race() -> Rows:
     """Errors after the same CPU seconds."""
-    found = record("pde-gallery")
-    methods = list(next(iter(found["race"].values())))
+    gallery = record("pde-gallery")
+    methods = list(next(iter(gallery["race"].values())))
     titles = {"Gauss–Newton": "Natural gradient"}
     rows = [["", "CPU s", *(titles.get(method, method) for method in methods)]]
-    for key, by in found["race"].items():
+    for key, by in gallery["race"].items():
         name, seconds = key.split("/")
         errors = [small(by[method]["error"]) for method in methods]
-        rows.append([found["gallery"][name]["title"], seconds, *errors])
+        rows.append([gallery["gallery"][name]["title"], seconds, *errors])
     return rows

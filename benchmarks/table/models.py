@@ -20,7 +20,7 @@ def models() -> Rows:
         if one["refused"]:
             rows.append([model, "–", one["refused"], *["–"] * 5])
             continue
-        ratio = [times(one["ratio"][kind]) for kind in ("10/100", "default")]
+        ratio = [times(one["ratio"][schedule]) for schedule in ("10/100", "default")]
         shares = _shares(one["shares"])
         rows.append([model, size(one["parameters"]), shares, *ratio, *_losses(one)])
     return rows
@@ -30,20 +30,20 @@ def models_others() -> Rows:
     """Models in no other table, in the order of their two lists: losses after 30 steps."""
     rows = [["model", "list", *NAMES[:2], f"`{NAMES[2]}`"]]
     results = record("third-party-others")["results"]
-    for number, some in (("first", FIRST), ("second", SECOND)):
-        rows += [[model, number, *_losses(results[model])] for model in some if model in results]
+    for number, names in (("first", FIRST), ("second", SECOND)):
+        rows += [[model, number, *_losses(results[model])] for model in names if model in results]
     return rows
 
 
 def models_real() -> Rows:
     """Three models at their full sizes on an H200, beside the benchmark's own classes."""
     rows = [["", "natural", "default", "natural, the benchmark's class"]]
-    own = {"GPT-2": "gpt2", "ResNet-50": "resnet50"}
+    own_names = {"GPT-2": "gpt2", "ResNet-50": "resnet50"}
     for model, one in record("third-party-real-cuda")["results"].items():
         ratio = one["ratio"]
         first = one["first step"]
         shares = _shares(first["natural"]["shares"])
-        key = own.get(model.partition(",")[0])
+        key = own_names.get(model.partition(",")[0])
         if key is None:
             twin = {}
         else:
@@ -57,13 +57,13 @@ def models_real() -> Rows:
                 natural = "memory"
             cells = [ratio[natural], ratio[column.format("default")], twin.get(natural)]
             rows.append([what, *(times(cell) for cell in cells)])
-        steps = [f"{first[kind]['ratio']:.1f}" for kind in ("natural", "default")]
+        steps = [f"{first[rule]['ratio']:.1f}" for rule in ("natural", "default")]
         rows.append(["first step, in later statistics steps", *steps, ""])
     return rows
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{100 * shares[kind]:.1f}" for kind in KINDS) + " %"
+    return ", ".join(f"{100 * shares[block]:.1f}" for block in KINDS) + " %"
 
 
 def _losses(one: Mapping[str, Any]) -> list[str]:

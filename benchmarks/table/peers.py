@@ -76,9 +76,9 @@ def pde_chosen() -> Rows:
     for name in CHOSEN:
         seeds = [one for one in runs if one["name"] == name]
         one = next(s for s in seeds if s["seed"] == 0)
-        done = [s["seconds to target"] is not None for s in seeds]
+        has_reached = [s["seconds to target"] is not None for s in seeds]
         cells = [f"{one['parameters']:,}", small(one["error"]), small(one["target"])]
-        cells += [seconds(one["seconds to target"]), f"{sum(done)}/{len(done)}"]
+        cells += [seconds(one["seconds to target"]), f"{sum(has_reached)}/{len(has_reached)}"]
         rows.append([one["problem"], *cells])
     return rows
 
@@ -123,12 +123,12 @@ def trust() -> Rows:
 def spectrum() -> Rows:
     rows = [["rows × parameters", "precision", "one CPU thread", "H200"]]
     ratios: dict[tuple[int, int, str], dict[str, float]] = {}
-    for place in ("cpu", "cuda"):
-        for one in record(f"spectrum-{place}")["results"]:
+    for device in ("cpu", "cuda"):
+        for one in record(f"spectrum-{device}")["results"]:
             key = (one["rows"], one["parameters"], one["dtype"])
-            ratios.setdefault(key, {})[place] = one["ratio"]
-    for (n, p, dtype), found in ratios.items():
-        cells = [f"{found[k]:.1f}×" if k in found else "–" for k in ("cpu", "cuda")]
+            ratios.setdefault(key, {})[device] = one["ratio"]
+    for (n, p, dtype), by_device in ratios.items():
+        cells = [f"{by_device[k]:.1f}×" if k in by_device else "–" for k in ("cpu", "cuda")]
         rows.append([f"{n:,} × {p:,}", dtype, *cells])
     return rows
 
@@ -158,15 +158,15 @@ def kernels() -> Rows:
     rows = [head]
     other = record("kernels-neural-tangents-cpu")["results"]
     for key, one in record("kernels-cpu")["results"].items():
-        for size_, found in one["sizes"].items():
+        for size_, result in one["sizes"].items():
             both = [
-                f"{took:.2g} s, {found['peak_bytes'][route] / 2**20:.0f} MB"
-                if (took := found["seconds"].get(route))
+                f"{took:.2g} s, {result['peak_bytes'][route] / 2**20:.0f} MB"
+                if (took := result["seconds"].get(route))
                 else "–"
                 for route in ("pullback", "torch.func contraction")
             ]
             best = min(other.get(key, {}).get(size_, {}).values(), default=None)
-            ratio = best and best / found["seconds"]["pullback"]
-            cells = [times(found["ratio"]), f"{best:.2g} s" if best else "–", times(ratio)]
+            ratio = best and best / result["seconds"]["pullback"]
+            cells = [times(result["ratio"]), f"{best:.2g} s" if best else "–", times(ratio)]
             rows.append([NETWORKS[key], size_, *both, *cells])
     return rows

@@ -32,9 +32,9 @@ def traffic() -> Rows:
     """Bytes per step of one of eight processes."""
     rows = [["", "gradients (DDP)", *RULES.values()]]
     for model in MODELS:
-        found = [_counted(model, rule, 8) for rule in RULES]
-        gradients = found[0]["gradients"]
-        cells = [f"{r['total'] / 1e6:.1f} MB ({r['total'] / gradients:.1%})" for r in found]
+        counts = [_counted(model, rule, 8) for rule in RULES]
+        gradients = counts[0]["gradients"]
+        cells = [f"{r['total'] / 1e6:.1f} MB ({r['total'] / gradients:.1%})" for r in counts]
         rows.append([model, f"{gradients / 1e6:.1f} MB", *cells])
     return rows
 
@@ -78,11 +78,11 @@ def in_collectives() -> Rows:
     """Milliseconds of a step that two processes on CPUs spend in K-FAC's own collectives."""
     names = {"convnet": "convnet, 16 images each", "decoder": "decoder, 4 × 32 tokens each"}
     rules = {"natural, kl_clip": "natural", "eigenbasis": "eigenbasis", "spectral": "spectral"}
-    found = {(row["model"], row["rule"]): row for row in record("traffic-time")["results"]}
+    by_case = {(row["model"], row["rule"]): row for row in record("traffic-time")["results"]}
     rows = [["", "SGD", *rules.values()]]
     for model, name in names.items():
-        own = [found[model, rule] for rule in rules]
-        step = f"{1e3 * found[model, 'SGD']['seconds']:.0f} ms"
-        parts = [(1e3 * r["collectives"], 1e3 * r["seconds"], r["share"]) for r in own]
-        rows.append([name, step, *(f"{a:.1f} of {b:.0f} ms, {share:.1%}" for a, b, share in parts)])
+        of_model = [by_case[model, rule] for rule in rules]
+        step = f"{1e3 * by_case[model, 'SGD']['seconds']:.0f} ms"
+        cells = [(1e3 * r["collectives"], 1e3 * r["seconds"], r["share"]) for r in of_model]
+        rows.append([name, step, *(f"{a:.1f} of {b:.0f} ms, {share:.1%}" for a, b, share in cells)])
     return rows

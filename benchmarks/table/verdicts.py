@@ -11,8 +11,8 @@ from .numbers import RESULTS, Rows, record
 
 def experiments() -> list[tuple[str, dict[str, Any]]]:
     """(name, record) of every experiment with a record, in order of names."""
-    found = ((path.stem, json.loads(path.read_text("utf-8"))) for path in RESULTS.glob("*.json"))
-    return sorted((name, one) for name, one in found if "about" in one)
+    records = ((path.stem, json.loads(path.read_text("utf-8"))) for path in RESULTS.glob("*.json"))
+    return sorted((name, one) for name, one in records if "about" in one)
 
 
 def seeds(one: dict[str, Any]) -> str:
@@ -46,10 +46,10 @@ def held(one: dict[str, Any]) -> str:
 
 def cited(paper: str) -> str:
     """ "Bai, Rosenberg and Xu (2024), Title" as "Bai et al. 2024"."""
-    authors, _, rest = paper.partition(" (")
+    authors, _, details = paper.partition(" (")
     first, *others = authors.replace(" and ", ", ").split(", ")
     names = {0: first, 1: authors}.get(len(others), f"{first} et al.")
-    return f"{names} {rest.partition(')')[0]}".strip()
+    return f"{names} {details.partition(')')[0]}".strip()
 
 
 def verdicts() -> Rows:

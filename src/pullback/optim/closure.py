@@ -311,7 +311,8 @@ class ClosureProblem(StepProblem):
         """The parameters with a gradient on which none of these outputs depends."""
         measured = self._memory.measured_names
         unknown = [name for name in self.params if name not in measured]
-        if all(self.params[name].grad is None for name in unknown):
+        unknown = [name for name in unknown if self.params[name].grad is not None]
+        if not unknown:
             return []
         for linearization in linearizations:
             names = {id(p): name for name, p in linearization.leaves.items()}

@@ -113,13 +113,21 @@ def invert_factors(
         for i, matrix in zip(stack.indices, stack.matrices.split(stack.group_counts), strict=True):
             matrices[i] = matrix
     failed = _find_failed(stacks, len(damped))
-    ranks: list[Tensor | None] = [None] * len(damped)
+    inverses = FactorInverses(matrices, failed, [None] * len(damped))
     if singular:
-        for i, each in enumerate(damped):
-            if failed[i] and bool(torch.isfinite(formed := each.form()).all()):
-                matrices[i], ranks[i] = factor_matrix.pseudo_inverse(formed)
-                failed[i] = False
-    return FactorInverses(matrices, failed, ranks)
+        _invert_failed_on_range(inverses, damped)
+    return inverses
+
+
+def _invert_failed_on_range(inverses: FactorInverses, damped: Sequence[_DampedFactor]) -> None:
+    """Replace failed inverses of finite factors by pseudo-inverses, in place."""
+    for i, each in enumerate(damped):
+        if not inverses.failed[i]:
+            continue
+        formed = each.form()
+        if bool(torch.isfinite(formed).all()):
+            inverses.matrices[i], inverses.ranks[i] = factor_matrix.pseudo_inverse(formed)
+            inverses.failed[i] = False
 
 
 def _group_by_shape(factors: Sequence[Tensor]) -> list[list[int]]:
