@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -144,6 +145,19 @@ class OperatorMap(Map):
             )
 
 
+@dataclass(frozen=True)
+class _LayerUses:
+    """The uses of one linear layer, each with its cotangents."""
+
+    weight: str | None
+    bias: str | None
+    uses: list[tuple[Used, Deltas]]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+
 class JetLinearization(FunctionLinearization):
     """J from the recorded linear layers; parameters used elsewhere by forward-mode columns."""
 
@@ -215,44 +229,63 @@ class JetLinearization(FunctionLinearization):
         return self._pull(covectors, whole=False)
 
     def _pull(self, covectors: Tensor, *, whole: bool) -> Pulled:
-        passes = [self._reverse(u) for u in covectors]
-        elsewhere = set().union(*(reached for _, reached in passes))
-        deltas = zip(*(found for found, _ in passes), strict=True)
-        groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
-        for used, delta in zip(self._uses, deltas, strict=True):
-            groups[used.weight, used.bias].append((used, delta))
-        owners = Counter(name for key in groups for name in key if name is not None)
+        """Pull covectors back: as one matrix A if `whole`, or block by block."""
+        layers, others = self._group_by_layer(covectors)
         shape = self.value.shape[0], covectors.shape[0]
         matrix = self.space.zeros(*shape, self.space.size if whole else 0)
-        index = self.space.slices()
-        sites = len(self._map.x)
         blocks: list[Block] = []
         coverage = []
-        for (weight, bias), uses in groups.items():
-            names = [n for n in (weight, bias) if n is not None]
-            if any(n in elsewhere or owners[n] > 1 for n in names):
-                elsewhere.update(names)  # rows of shared parameters are formed whole
-                continue
-            if whole and len(uses) == 1 and prefers_loop(*uses[0], sites):
-                positions = [None if n is None else matrix[..., index[n]] for n in (weight, bias)]
-                write_rows(*uses[0], sites, *positions)
-            else:
-                blocks.append(self._block(weight, bias, uses))
-            if whole:
-                route = "rows"
-            else:
-                route = blocks[-1].route
-            coverage += [Covered(n, route, "linear layer of a jet") for n in names]
-        if elsewhere:
-            found = self.columns(sorted(elsewhere))
-            rows = {n: self.contracted(covectors, columns) for n, columns in found.items()}
+        for layer in layers:
+            block = None
+            if not (whole and self._write_layer_rows(layer, matrix)):
+                block = self._block(layer.weight, layer.bias, layer.uses)
+                blocks.append(block)
+            route = "rows" if whole or block is None else block.route
+            coverage += [Covered(n, route, "linear layer of a jet") for n in layer.names]
+        if others:
+            columns = self.columns(sorted(others))
+            rows = {n: self.contracted(covectors, column) for n, column in columns.items()}
             blocks.append(RowsBlock(rows))
             coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
         if not whole:
             return Pulled(self.space, shape, blocks, coverage)
-        for name, rows in (pair for block in blocks for pair in block.rows().items()):
-            matrix[..., index[name]] = rows
+        index = self.space.slices()
+        for block in blocks:
+            for name, rows in block.rows().items():
+                matrix[..., index[name]] = rows
         return Pulled.of_rows(self.space, shape, matrix.flatten(0, 1), coverage)
+
+    def _group_by_layer(self, covectors: Tensor) -> tuple[list[_LayerUses], set[str]]:
+        """The uses of each layer with their cotangents, and the parameters of no single layer.
+
+        Rows of parameters that several layers share, or that are used outside of layers, are
+        formed whole.
+        """
+        passes = [self._reverse(u) for u in covectors]
+        others: set[str] = set().union(*(reached for _, reached in passes))
+        cotangents = zip(*(deltas for deltas, _ in passes), strict=True)
+        groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
+        for used, deltas in zip(self._uses, cotangents, strict=True):
+            groups[used.weight, used.bias].append((used, deltas))
+        candidates = [_LayerUses(weight, bias, uses) for (weight, bias), uses in groups.items()]
+        owners = Counter(name for layer in candidates for name in layer.names)
+        layers = []
+        for layer in candidates:
+            if any(n in others or owners[n] > 1 for n in layer.names):
+                others.update(layer.names)
+            else:
+                layers.append(layer)
+        return layers, others
+
+    def _write_layer_rows(self, layer: _LayerUses, matrix: Tensor) -> bool:
+        """Write a layer's rows into A where a loop over channels is cheaper; False elsewhere."""
+        sites = len(self._map.x)
+        if len(layer.uses) > 1 or not prefers_loop(*layer.uses[0], sites):
+            return False
+        index = self.space.slices()
+        targets = [None if n is None else matrix[..., index[n]] for n in (layer.weight, layer.bias)]
+        write_rows(*layer.uses[0], sites, *targets)
+        return True
 
     def _block(
         self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]

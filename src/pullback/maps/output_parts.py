@@ -139,34 +139,47 @@ class OutputParts(TorchFunctionMode):
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the labels of the arguments to the result, or mark them as used."""
         arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        tensors = [t for t in arguments if t in self._by_tensor]
-        if not tensors:
+        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
+        if not sources:
             return
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if name != "__setitem__" and not any(t.requires_grad for t in results):
             return  # a shape, an index, a detached copy
-        sources = [self._by_tensor[t] for t in tensors]
-        labels = None
-        if self._has_started or name in _CONTRACTIONS:
-            pass
-        elif name == "glu":
-            labels = _halves(args, kwargs, sources)
-        elif name in _RESHAPES or name in _SELECTIONS or name in _JOINS:
-            labels = self._relabel(name, func, args, kwargs, results, arguments)
-        elif len(results) == 1:
-            labels = _common_labels(sources, results[0].shape)
-        if labels is None:
-            for source in sources:
-                source.is_used = True
-            return
-        for source in sources:
-            source.is_followed = True
         if name == "glu":
-            self._every.extend(labels)
+            self._use_halves(args, kwargs, sources)
             return
+        labels = None
+        if not self._has_started and name not in _CONTRACTIONS:
+            labels = self._carry_over(name, func, args, kwargs, results, arguments)
+        if labels is None:
+            _mark_used(sources)
+            return
+        _mark_followed(sources)
         for tensor, row_labels in zip(results, labels, strict=True):
             self._every.append(row_labels)
             self._by_tensor[tensor] = row_labels
+
+    def _carry_over(
+        self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
+        arguments: list[Tensor],
+    ) -> list[RowLabels] | None:  # fmt: skip
+        """Labels of the results; None where the function mixes rows."""
+        if name in _RESHAPES or name in _SELECTIONS or name in _JOINS:
+            return self._relabel(name, func, args, kwargs, results, arguments)
+        if len(results) != 1:
+            return None
+        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
+        return _common_labels(sources, results[0].shape)
+
+    def _use_halves(self, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> None:
+        """Mark the two halves that a gated linear unit multiplies as used, each by itself."""
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        if len(sources) != 1 or not isinstance(dim, int):
+            _mark_used(sources)
+            return
+        _mark_followed(sources)
+        for half in sources[0].labels.chunk(2, dim):
+            self._every.append(RowLabels(sources[0].weights, half, is_used=True))
 
     def _relabel(
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
@@ -323,11 +336,11 @@ def _equal(one: Tensor, two: Tensor) -> bool:
     return one.shape == two.shape and torch.equal(one, two)
 
 
-def _halves(args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> list[RowLabels] | None:
-    """The two halves that a gated linear unit multiplies."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-    if len(sources) != 1 or not isinstance(dim, int):
-        return None
-    source = sources[0]
-    halves = source.labels.chunk(2, dim)
-    return [RowLabels(source.weights, half, is_used=True) for half in halves]
+def _mark_used(sources: Iterable[RowLabels]) -> None:
+    for source in sources:
+        source.is_used = True
+
+
+def _mark_followed(sources: Iterable[RowLabels]) -> None:
+    for source in sources:
+        source.is_followed = True
