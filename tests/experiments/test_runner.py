@@ -497,7 +497,7 @@ def test_no_such_device_and_no_such_folder(tmp_path: Path) -> None:
 def test_items_that_stay_on_the_cpu_refuse_another_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor, "usable", torch.device)
+    monkeypatch.setattr(executor, "require_device", torch.device)
     with pytest.raises(PullbackError, match="compute on the CPU"):
         executor.run(Small(anywhere=False), out=tmp_path, device="cuda")
     assert not list(tmp_path.iterdir())

@@ -148,11 +148,13 @@ def test_log_probabilities_have_the_metric_of_their_logits() -> None:
 @pytest.mark.parametrize("make", [pb.GaussNewton, pb.DampedGaussNewton, pb.HessianFree])
 def test_presets_take_a_loss_and_its_reduction(make: Any) -> None:
     model = nn.Linear(2, 3)
-    assert make(model, nn.CrossEntropyLoss()).reduction == "mean"
-    opt = make(model, nn.CrossEntropyLoss(reduction="sum"))
-    assert opt.reduction == "sum"
+    assert make(model, nn.CrossEntropyLoss()).outputs.reduction == "mean"
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    opt = make(model, summed)
+    assert opt.outputs.reduction == "sum"
     assert isinstance(opt.metric.likelihood, Categorical)
-    assert make(model, nn.CrossEntropyLoss(reduction="sum"), reduction="mean").reduction == "mean"
+    mean = pb.optim.Outputs(reduction="mean")
+    assert make(model, summed, output=mean).outputs.reduction == "mean"
 
 
 def test_kfac_takes_a_loss_as_it_takes_its_likelihood() -> None:

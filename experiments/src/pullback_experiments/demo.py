@@ -52,11 +52,11 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
     store = demonstration.opened(quick, make_folder(out))
-    here = environment()
+    current_environment = environment()
     for problem, curves in races:
         for curve in curves:
             name = ((problem.title, curve.name), demonstration.seeds[0])
-            store.put(name, curve.as_dict(), curve.seconds[-1], here)
+            store.put(name, curve.as_dict(), curve.seconds[-1], current_environment)
     return executor.run(demonstration, quick, out=out)
 
 

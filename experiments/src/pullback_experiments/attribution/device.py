@@ -148,11 +148,11 @@ class Clock:
         if is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        begun = time.monotonic()
+        start = time.monotonic()
         result = work()
         if is_cuda:
             torch.cuda.synchronize()
-        numbers = {"seconds": round(time.monotonic() - begun, 3)}
+        numbers = {"seconds": round(time.monotonic() - start, 3)}
         if is_cuda:
             numbers["gigabytes"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
         return result, numbers

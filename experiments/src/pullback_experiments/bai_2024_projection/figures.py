@@ -132,10 +132,10 @@ def charts(results: Results) -> list[Chart]:
 
 
 def _move_charts(results: Results) -> list[Chart]:
-    found = results.of("wide")
-    if not found:
+    records = results.of("wide")
+    if not records:
         return []
-    record = found[0]
+    record = records[0]
     series = []
     for method in METHODS:
         for what, style in _MOVES.items():

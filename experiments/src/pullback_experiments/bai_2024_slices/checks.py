@@ -19,27 +19,27 @@ CHEAP = 1.05
 LAST = 5  # epochs that the end is made of: single ones have spikes
 
 #: the records of every method, one per seed
-Found = Mapping[str, Sequence[Record]]
+GroupedRecords = Mapping[str, Sequence[Record]]
 
 
 #: which of them speak of seconds
 TIMED = (1, 2)
 
 
-def claims(found: Found, law: Record, level: float, held: Sequence[bool]) -> list[Check]:
+def claims(records: GroupedRecords, law: Record, level: float, held: Sequence[bool]) -> list[Check]:
     """The paper's three; then what of them the start explains, and what the others do."""
     return recorded(
         [
-            _fewer(found, FIRST, SGD, level),
-            _sooner(found, FIRST, SGD, level),
-            _cheap(found, FIRST),
-            _similar(found, SECOND, FIRST),
-            _by_start(found, level),
+            _fewer(records, FIRST, SGD, level),
+            _sooner(records, FIRST, SGD, level),
+            _cheap(records, FIRST),
+            _similar(records, SECOND, FIRST),
+            _by_start(records, level),
             _law(law),
-            _fewer(found, SECOND, FIRST, level),
-            _above(found, UNITS, FIRST),
-            _above(found, POLAR, FIRST),
-            _above(found, SLICED, ADAM),
+            _fewer(records, SECOND, FIRST, level),
+            _above(records, UNITS, FIRST),
+            _above(records, POLAR, FIRST),
+            _above(records, SLICED, ADAM),
         ],
         held,
         ours=range(4, 10),
@@ -68,37 +68,37 @@ def _finite(record: Record) -> bool:
     return math.isfinite(record["train loss"][-1])
 
 
-def _sooner(found: Found, one: str, two: str, level: float) -> Claim:
-    a = seconds(found[one], level)
-    b = seconds(found[two], level)
+def _sooner(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
+    a = seconds(records[one], level)
+    b = seconds(records[two], level)
     claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
     return claim, a < b, f"{_timed(a)} and {_timed(b)}"
 
 
-def _cheap(found: Found, name: str) -> Claim:
-    ratio = seconds_per_epoch(found[name]) / seconds_per_epoch(found[SGD])
+def _cheap(records: GroupedRecords, name: str) -> Claim:
+    ratio = seconds_per_epoch(records[name]) / seconds_per_epoch(records[SGD])
     claim = f"an epoch of {name} takes at most {CHEAP:g} times as long as one of SGD"
     return claim, ratio <= CHEAP, f"{ratio:.2f} times"
 
 
-def _similar(found: Found, one: str, two: str) -> Claim:
-    a = final(found[one])[0]
-    b = final(found[two])[0]
+def _similar(records: GroupedRecords, one: str, two: str) -> Claim:
+    a = final(records[one])[0]
+    b = final(records[two])[0]
     claim = f"{one} ends like {two}, within a point of test accuracy"
     return claim, abs(a - b) <= SIMILAR, f"{a:.4f} and {b:.4f}"
 
 
-def _above(found: Found, one: str, two: str) -> Claim:
-    count = min(len(found[one]), len(found[two]))  # the same seeds
-    a = final(found[one][:count])[0]
-    b = final(found[two][:count])[0]
+def _above(records: GroupedRecords, one: str, two: str) -> Claim:
+    count = min(len(records[one]), len(records[two]))  # the same seeds
+    a = final(records[one][:count])[0]
+    b = final(records[two][:count])[0]
     claim = f"{one} ends at least a point of test accuracy above {two}"
     return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
 
 
-def _by_start(found: Found, level: float) -> Claim:
+def _by_start(records: GroupedRecords, level: float) -> Claim:
     """Whether the control is nearer to approach I than to SGD, or ahead of both."""
-    plain, start, first = (epochs(found[m], "test accuracy", level) for m in (SGD, START, FIRST))
+    plain, start, first = (epochs(records[m], "test accuracy", level) for m in (SGD, START, FIRST))
     claim = "the start explains it: SGD that begins on the slice and never returns to it gains at "
     claim += "least half of what approach I gains"
     holds = first < plain and start <= 0.5 * (first + plain) and math.isfinite(start)
@@ -114,8 +114,8 @@ def _law(law: Record) -> Claim:
     return claim, holds, numbers
 
 
-def _fewer(found: Found, one: str, two: str, level: float) -> Claim:
-    a, b = (epochs(found[m], "test accuracy", level) for m in (one, two))
+def _fewer(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
+    a, b = (epochs(records[m], "test accuracy", level) for m in (one, two))
     claim = f"{one} needs at most nine tenths of the epochs of {two} to an accuracy of {level:g}"
     return claim, math.isfinite(a) and a <= 0.9 * b, f"{counted(a)} and {counted(b)} epochs"
 
@@ -126,11 +126,11 @@ def _timed(value: float) -> str:
     return "never"
 
 
-def table(found: Found, level: float) -> Table:
+def table(records: GroupedRecords, level: float) -> Table:
     """Ends, levels and costs of every method."""
-    base = seconds_per_epoch(found[SGD])
+    base = seconds_per_epoch(records[SGD])
     rows = []
-    for name, runs in found.items():
+    for name, runs in records.items():
         mean, deviation = final(runs)
         best = fmean(max(r["test accuracy"]) for r in runs)
         rows.append(

@@ -110,22 +110,22 @@ LEVELS = {"train loss": (0.5, 0.1), "test accuracy": (0.8, 0.9)}
 SIMILAR = 0.01  # of test accuracies
 
 #: the records of every method, one per seed
-Found = Mapping[str, Sequence[Record]]
+GroupedRecords = Mapping[str, Sequence[Record]]
 
 
-def paper_claims(found: Found, held: Sequence[bool]) -> list[Check]:
+def paper_claims(records: GroupedRecords, held: Sequence[bool]) -> list[Check]:
     """Faster, as good in the end, and not by schedule or scaling; then, by the metric alone?"""
-    ours = found["Sobolev"]
-    theirs = found["K-FAC"]
+    ours = records["Sobolev"]
+    theirs = records["K-FAC"]
     claims = [
         _sooner("Sobolev", ours, "K-FAC", theirs, measure, level)
         for measure, levels in LEVELS.items()
         for level in levels
     ]
-    claims += [_similar(ours, theirs), _no_benefit(found)]
-    same = found["Sobolev − schedule"]
+    claims += [_similar(ours, theirs), _no_benefit(records)]
+    same = records["Sobolev − schedule"]
     claims.append(_sooner("Sobolev − schedule", same, "K-FAC", theirs, "train loss", 0.1))
-    both = found["K-FAC + both"]
+    both = records["K-FAC + both"]
     claims.append(_sooner("Sobolev", ours, "K-FAC + both", both, "train loss", 0.1))
     return recorded(claims, held, ours={6, 7})
 
@@ -146,11 +146,11 @@ def _similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
     return claim, abs(one - two) <= SIMILAR, f"{one:.4f} and {two:.4f}"
 
 
-def _no_benefit(found: Found) -> Claim:
-    plain = final(found["K-FAC"], "test accuracy")
+def _no_benefit(records: GroupedRecords) -> Claim:
+    plain = final(records["K-FAC"], "test accuracy")
     variants = ("K-FAC + schedule", "K-FAC + scaling", "K-FAC + both")
-    best = max(variants, key=lambda m: final(found[m], "test accuracy"))
-    value = final(found[best], "test accuracy")
+    best = max(variants, key=lambda m: final(records[m], "test accuracy"))
+    value = final(records[best], "test accuracy")
     claim = "neither schedule nor scaling raises K-FAC's final test accuracy by half a point"
     return claim, value < plain + 0.005, f"{plain:.4f} plain, {value:.4f} for {best}"
 
@@ -185,7 +185,7 @@ class VGGTraining(Experiment):
 
     methods: Sequence[SobolevMethod]
     figures: Mapping[str, Sequence[str]]
-    claims: Callable[[Found, Sequence[bool]], list[Check]]
+    claims: Callable[[GroupedRecords, Sequence[bool]], list[Check]]
     held: Sequence[bool]
     dataset: str = "cifar10"
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(SETTINGS))
@@ -238,7 +238,7 @@ class VGGTraining(Experiment):
         accuracy = record["test accuracy"][-1]
         return f"training loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
-    def _found(self, results: Results) -> Found:
+    def _found(self, results: Results) -> GroupedRecords:
         return {m.name: results.of(m.name) for m in self.methods}
 
     def judge(self, results: Results) -> list[Check]:

@@ -115,13 +115,13 @@ def timed(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
     take: Callable[[], Any] = partial(optimizer.step, closure)  # pyright: ignore[reportCallIssue]
     take()
     synchronize(device)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     steps = 0
-    while steps < _STEPS and time.perf_counter() - begun < _PATIENCE:
+    while steps < _STEPS and time.perf_counter() - start < _PATIENCE:
         take()
         steps += 1
     synchronize(device)
-    spent = time.perf_counter() - begun
+    spent = time.perf_counter() - start
     if isinstance(optimizer, KFAC):
         optimizer.close()
     return spent / steps

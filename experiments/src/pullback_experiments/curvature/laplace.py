@@ -177,11 +177,11 @@ def compare_regression(name: str, number: int, epochs: int, context: Context) ->
     plain = report_regression(mean, noise.expand_as(mean), split.test_y)
     reports = {"plain network": vars(plain)}
     for label, (structure, layers) in OURS.items():
-        begun = time.monotonic()
+        start = time.monotonic()
         posterior = fit_posterior(model, split, Gaussian(), structure, layers)
         prediction: Prediction = posterior(split.test_x)
         spread = prediction.variance + (posterior.noise or 0.0)
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - start
         found = report_regression(prediction.mean, spread, split.test_y)
         evidence = posterior.log_marginal_likelihood() / len(split.x)
         reports[label] = vars(replace(found, marginal_likelihood=evidence, seconds=seconds))
@@ -193,14 +193,14 @@ def compare_regression(name: str, number: int, epochs: int, context: Context) ->
 
 def compare_peer(model: nn.Module, split: Split, structure: str, layers: str) -> dict[str, Any]:
     """Return laplace-torch's report on the same network, or why there is none."""
-    begun = time.monotonic()
+    start = time.monotonic()
     try:
         peer = fit_peer(model, split, "regression", structure, layers)
         mean, variance = peer(split.test_x)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     spread = variance.reshape(mean.shape).detach() + peer.sigma_noise.detach() ** 2
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     found = report_regression(mean.detach(), spread, split.test_y)
     evidence = float(peer.log_marginal_likelihood().detach()) / len(split.x)
     return vars(replace(found, marginal_likelihood=evidence, seconds=seconds))

@@ -193,9 +193,9 @@ def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str,
     scores = {}
     seconds = {}
     for name, method in methods.items():
-        begun = time.monotonic()
+        start = time.monotonic()
         found = datamodeling_score(method(), subsets, measured)
-        seconds[name] = time.monotonic() - begun
+        seconds[name] = time.monotonic() - start
         scores[name] = float(found.mean())
         context.watch(0.5, f"{name} {scores[name]:.3f}")
     outputs = copy_network(full, 0)(digits.query_x)

@@ -1,4 +1,4 @@
-"""A claim as yes or no with the numbers that decide, and what all of them say of a paper."""
+"""Checks: claims that hold or not, with the numbers that decide; and the verdict on a paper."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .tabular import Table
 
 #: a claim, whether it holds, and the numbers
 Claim = tuple[str, bool, str]
-#: what a run says of a paper's claim
+#: the outcomes of a verdict
 Finding = Literal["reproduced", "differs", "not reproduced"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A claim, and what the seeds say.
+    """A claim, and whether it holds for the seeds.
 
     Attributes:
         claim: what the paper says or needs, or what we add, in our words.
         holds: whether it does.
-        numbers: what decided.
+        numbers: those that decided.
         recorded: whether it held in the full runs; not every claim of a paper does.
         of_paper: whether the paper says so; what we add does not count for the verdict.
 
@@ -47,7 +47,7 @@ class Check:
 
     @property
     def agrees(self) -> bool:
-        """Whether it came out as in the full runs."""
+        """Return True if the check came out as in the full runs."""
         return self.holds == self.recorded
 
     def __str__(self) -> str:
@@ -68,46 +68,52 @@ class Verdict:
 
 
 def recorded(
-    found: Iterable[Claim], held: Sequence[bool], ours: Container[int] = ()
+    claims: Iterable[Claim], full_runs: Sequence[bool], ours: Container[int] = ()
 ) -> list[Check]:
-    """(claim, holds, numbers) of every check, beside what the full runs gave, in that order.
+    """Return a check for every claim.
 
-    The claims at the places `ours` are not the paper's.
+    Args:
+        claims: (claim, holds, numbers) of this run.
+        full_runs: whether each of them held in the full runs, in the same order.
+        ours: the indices of claims that are not the paper's.
     """
-    both = enumerate(zip(found, held, strict=True))
-    return [Check(*one, recorded=was, of_paper=place not in ours) for place, (one, was) in both]
+    checks = []
+    for i, (claim, is_recorded) in enumerate(zip(claims, full_runs, strict=True)):
+        checks.append(Check(*claim, recorded=is_recorded, of_paper=i not in ours))
+    return checks
 
 
 def concluded(checks: Sequence[Check]) -> Verdict | None:
-    """All of the paper's claims hold, some, or none; None where nothing was judged.
+    """Return whether all of the paper's claims hold, some, or none; None without such claims.
 
     >>> concluded([Check("a", True, "1"), Check("b", False, "2", recorded=False)])
     Verdict(outcome='differs', why='1 of 2 claims holds; not: b (2)')
     """
-    asked = [c for c in checks if c.of_paper]
-    if not asked:
+    of_paper = [check for check in checks if check.of_paper]
+    if not of_paper:
         return None
-    failed = [f"{c.claim} ({c.numbers})" for c in asked if not c.holds]
-    count = len(asked) - len(failed)
+    failed = [f"{check.claim} ({check.numbers})" for check in of_paper if not check.holds]
+    count = len(of_paper) - len(failed)
+    noun = "claim" if len(of_paper) == 1 else "claims"
     verb = "holds" if count == 1 else "hold"
-    claims = "claim" if len(asked) == 1 else "claims"
+    sentence = f"{count} of {len(of_paper)} {noun} {verb}"
     if not failed:
-        return Verdict("reproduced", f"{count} of {len(asked)} {claims} {verb}")
+        return Verdict("reproduced", sentence)
     outcome: Finding = "differs" if count else "not reproduced"
-    return Verdict(outcome, f"{count} of {len(asked)} {claims} {verb}; not: {'; '.join(failed)}")
+    return Verdict(outcome, f"{sentence}; not: {'; '.join(failed)}")
 
 
 #: exit status of a run that has more to do
 UNFINISHED = 3
-#: said of seeds that lie in the same file
+#: printed for seeds of the same file that were not asked for
 BESIDE = "Seeds {} are finished too and were not asked for"
-#: said of a run that went through and tells nothing
+#: printed for a run that is complete and judged no claim
 UNJUDGED = "No claim was judged: this version is too short to tell. The full one does."
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         checks, verdict: of the seeds that are complete.
@@ -127,29 +133,32 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """0 where all is done and every check is as recorded, 3 where there is more to do."""
+        """0 if all is done and every check is as recorded, 1 if a check is not, 3 if unfinished."""
         if self.done < self.total:
             return UNFINISHED
-        return 0 if all(c.agrees for c in self.checks) else 1
+        if all(check.agrees for check in self.checks):
+            return 0
+        return 1
 
 
-def tell(console: Console, found: Outcome, tables: Sequence[Table], asked: Sequence[int]) -> None:
-    """The tables, the checks, the verdict, and where the files are."""
+def tell(console: Console, outcome: Outcome, tables: Sequence[Table], asked: Sequence[int]) -> None:
+    """Print the tables, the checks, the verdict and the names of the files."""
     for table in tables:
         console.print(table)
-    for check in found.checks:
+    for check in outcome.checks:
         console.print(str(check), soft_wrap=True, markup=False, highlight=False)
-    if found.verdict is not None:
-        console.print(str(found.verdict), soft_wrap=True, markup=False, style="bold")
-    if found.seeds and not found.checks:
+    if outcome.verdict is not None:
+        console.print(str(outcome.verdict), soft_wrap=True, markup=False, style="bold")
+    if outcome.seeds and not outcome.checks:
         console.print(UNJUDGED, soft_wrap=True, style="yellow")
-    if found.done < found.total:
-        partial = f"{found.done} of {found.total} items, {len(found.seeds)} of {len(asked)} seeds"
-        console.print(f"Unfinished: {partial}; the same command goes on.", style="yellow")
-    if found.beside:
-        words = (
-            f"{BESIDE.format(ranges(found.beside))}; a run that asks for them too takes them in."
+    if outcome.done < outcome.total:
+        partial = (
+            f"{outcome.done} of {outcome.total} items, {len(outcome.seeds)} of {len(asked)} seeds"
         )
+        console.print(f"Unfinished: {partial}; the same command goes on.", style="yellow")
+    if outcome.beside:
+        seeds = BESIDE.format(ranges(outcome.beside))
+        words = f"{seeds}; a run that asks for them too takes them in."
         console.print(words, soft_wrap=True, style="yellow", highlight=False)
-    names = ", ".join(map(str, found.files))
+    names = ", ".join(map(str, outcome.files))
     console.print(f"Written: {names}", soft_wrap=True, highlight=False, markup=False)

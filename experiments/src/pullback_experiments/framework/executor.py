@@ -1,7 +1,7 @@
-"""Runs an experiment: what is missing, saved item by item, then judged and drawn.
+"""Runs an experiment: does the missing items, saves each of them, then judges and draws.
 
-A run stops between items when its seconds are over, and earlier where the next item would not fit;
-an item that keeps checkpoints stops itself. The same command goes on from there.
+A run stops between items when its seconds are over, or earlier if the next item would not fit; an
+item with checkpoints stops itself. The same command goes on from there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,12 +23,13 @@ from pullback.cli.environment import require_device
 from pullback.cli.files import make_folder
 
 from . import parallel, plots
-from .check import Outcome, tell
+from .check import Check, Outcome, Verdict, tell
 from .environment import environment
 from .experiment import Context, Experiment, Item, Paused
 from .progress import Estimates, Progress
 from .records import Record
 from .store import Key, Name, Results, Store, checkpoints, slug
+from .tabular import Table
 
 
 def run(
@@ -41,32 +43,32 @@ def run(
     seconds: float | None = None,
     workers: int = 1,
 ) -> Outcome:
-    """Do what is missing under `out`, for at most so many seconds; judge, draw and save.
+    """Do the items that are missing under `out`, for at most so many seconds; judge, draw, save.
 
-    With several workers items are done in processes of their own, after those done once; seconds
-    that are measured there are of a machine that others use too.
+    With several workers each item with a seed has a process of its own, after the items without
+    one. Seconds that are measured there are those of a machine with other work.
     """
-    where = _where(experiment, device)
+    checked_device = _check_device(experiment, device)
     console = console or Console(quiet=True)
     if workers > 1:
-        parallel.named(experiment)  # before anything is done
+        parallel.named(experiment)  # raises before anything is done
     store = experiment.opened(quick, make_folder(out))
-    asked = experiment.chosen(seeds, quick)
-    plan = RunPlan(experiment, quick, asked, store, where)
+    chosen_seeds = experiment.chosen(seeds, quick)
+    plan = RunPlan(experiment, quick, chosen_seeds, store, checked_device)
     plan.do(console, seconds, workers)
     return plan.conclude(console)
 
 
-def _where(experiment: Experiment, device: str | torch.device) -> torch.device:
-    """The device; refused where the items would not use it and the record would say they did."""
-    where = require_device(device)
-    if where.type != "cpu" and not experiment.anywhere:
+def _check_device(experiment: Experiment, device: str | torch.device) -> torch.device:
+    """Return the device; raise if the items do not use it, since the record would say they did."""
+    checked_device = require_device(device)
+    if checked_device.type != "cpu" and not experiment.anywhere:
         raise PullbackError(
             f"{experiment.name} does not run on {str(device)!r}",
             "its items compute on the CPU",
             "Leave out --device",
         )
-    return where
+    return checked_device
 
 
 class RunPlan:
@@ -86,51 +88,50 @@ class RunPlan:
         self.store = store
         self.device = device
         items = list(experiment.items(quick))
-        self.once = [i for i in items if i.once]
-        self.each = [i for i in items if not i.once]
-        self.names: dict[Name, Item] = {(i.key, None): i for i in self.once}
-        self.names |= {(i.key, s): i for s in seeds for i in self.each if i.applies(s)}
-        keys = [i.key for i in items]
-        if len(set(keys)) < len(keys):
-            twice = sorted({k for k in keys if keys.count(k) > 1})
-            raise PullbackError(
-                f"Items of {experiment.name} share a name",
-                f"{twice} occur more than once",
-                "Give every item a key of its own",
-            )
+        _refuse_repeated_keys(experiment.name, [item.key for item in items])
+        #: items without a seed, which are done once, and items that are done for each seed
+        self.once = [item for item in items if item.once]
+        self.each = [item for item in items if not item.once]
+        self.names: dict[Name, Item] = {(item.key, None): item for item in self.once}
+        for seed in seeds:
+            for item in self.each:
+                if item.applies(seed):
+                    self.names[item.key, seed] = item
 
     # --- doing -------------------------------------------------------------------------------
 
     def do(self, console: Console, seconds: float | None, workers: int) -> None:
-        """What is missing, until the time is over."""
+        """Do the items that are missing, until the time is over."""
         missing = [name for name in self.names if name not in self.store]
         if not missing:
             return
         self.experiment.ready(self.quick)
-        if seconds is None:
-            deadline = None
-        else:
+        deadline = None
+        if seconds is not None:
             deadline = time.monotonic() + seconds
         progress = Progress(console, self.experiment.name, len(self.names))
-        with checkpoints(self.store) as place, progress, threads(self.experiment.threads):
+        with checkpoints(self.store) as folder, progress, threads(self.experiment.threads):
             progress.start(len(self.names) - len(missing))
-            executor = Executor(self, place, progress, self._estimates(missing), deadline)
-            # items that are done once may build on one another
+            executor = Executor(self, folder, progress, self._estimate(missing), deadline)
             if workers == 1:
-                alone = missing
-            else:
-                alone = [name for name in missing if name[1] is None]
-            rest = [name for name in missing if name[1] is not None]
-            if executor.alone(alone) and workers > 1 and rest:
-                executor.together(rest, min(workers, len(rest)))  # all of them start at once
+                executor.do_in_order(missing)
+                return
+            # items without a seed may build on one another
+            without_seed = [name for name in missing if name[1] is None]
+            with_seed = [name for name in missing if name[1] is not None]
+            has_time = executor.do_in_order(without_seed)
+            if has_time and with_seed:
+                executor.do_in_processes(with_seed, min(workers, len(with_seed)))
 
-    def _estimates(self, missing: list[Name]) -> Estimates:
-        guess = Estimates(key for key, _ in missing)
+    def _estimate(self, missing: list[Name]) -> Estimates:
+        """Return the seconds that items will take, from those that are done."""
+        estimates = Estimates(key for key, _ in missing)
         for name in self.names:
-            guess.know(name[0], self._took(name))
-        return guess
+            estimates.know(name[0], self._seconds(name))
+        return estimates
 
-    def _took(self, name: Name) -> float | None:
+    def _seconds(self, name: Name) -> float | None:
+        """Return the seconds that an item took; None if it is missing or they are not known."""
         if name in self.store:
             return self.store.took(name)
         return None
@@ -138,166 +139,215 @@ class RunPlan:
     # --- concluding --------------------------------------------------------------------------
 
     def complete(self, seeds: Sequence[int]) -> list[int]:
-        """Those for which every item is done."""
+        """Return those of the seeds for which every item is done."""
 
-        def done(keys: list[Key], seed: int | None) -> bool:
+        def are_done(keys: list[Key], seed: int | None) -> bool:
             return all((key, seed) in self.store for key in keys)
 
-        if not done([i.key for i in self.once], None):
+        if not are_done([item.key for item in self.once], None):
             return []
-        return [s for s in seeds if done([i.key for i in self.each if i.applies(s)], s)]
+        complete = []
+        for seed in seeds:
+            keys = [item.key for item in self.each if item.applies(seed)]
+            if are_done(keys, seed):
+                complete.append(seed)
+        return complete
 
     def conclude(self, console: Console) -> Outcome:
-        """Judge, draw and save what is complete; say what is not."""
-        store = self.store
+        """Judge, draw and save the complete seeds; print the outcome and return it."""
         seeds = self.complete(self.seeds)
-        beside = self.complete([s for s in store.seeds() if s not in self.seeds])
-        results = Results(store, seeds, self.quick)
-        if seeds and self.experiment.judged:
-            checks = self.experiment.judge(results)
-        else:
-            checks = []
-        if checks:
-            verdict = self.experiment.verdict(checks)
-        else:
-            verdict = None
-        if verdict is not None and self.quick:  # which may leave out claims, seeds and sizes
-            verdict = replace(verdict, why=f"in the short version {verdict.why}")
+        beside = self.complete([s for s in self.store.seeds() if s not in self.seeds])
+        checks: list[Check] = []
+        tables: list[Table] = []
+        figures: list[Path] = []
         if seeds:
-            tables = self.experiment.tables(results)
-        else:
-            tables = []
-        if seeds:
-            figures = self._figures(results)
-        else:
-            figures = []
-        done = sum(name in store for name in self.names)
-        known = [t for name in self.names if (t := self._took(name)) is not None]
-        store.summary = {
+            results = Results(self.store, seeds, self.quick)
+            checks = self._judge(results)
+            tables = list(self.experiment.tables(results))
+            figures = self._draw(results)
+        outcome = Outcome(
+            checks=tuple(checks),
+            verdict=self._decide(checks),
+            done=sum(name in self.store for name in self.names),
+            total=len(self.names),
+            seeds=tuple(seeds),
+            files=(self.store.path, *figures),
+            beside=tuple(beside),
+        )
+        self.store.summary = self._summarize(outcome, tables, figures)
+        self.store.save()
+        tell(console, outcome, tables, self.seeds)
+        return outcome
+
+    def _judge(self, results: Results) -> list[Check]:
+        if not self.experiment.judged:
+            return []
+        return list(self.experiment.judge(results))
+
+    def _decide(self, checks: Sequence[Check]) -> Verdict | None:
+        """Return the verdict; that of a short version says so, which may leave out claims."""
+        if not checks:
+            return None
+        verdict = self.experiment.verdict(checks)
+        if verdict is None or not self.quick:
+            return verdict
+        return replace(verdict, why=f"in the short version {verdict.why}")
+
+    def _summarize(
+        self, outcome: Outcome, tables: Sequence[Table], figures: Sequence[Path]
+    ) -> Record:
+        """Return the outcome as the results file has it."""
+        seconds = [taken for name in self.names if (taken := self._seconds(name)) is not None]
+        verdict = outcome.verdict
+        return {
             "asked": self.seeds,
-            "complete": seeds,
-            "beside": beside,
-            "items": [done, len(self.names)],
-            "seconds": round(sum(known), 3) if known else None,
-            "device": self._computed(),
-            "checks": [asdict(check) for check in checks],
+            "complete": list(outcome.seeds),
+            "beside": list(outcome.beside),
+            "items": [outcome.done, outcome.total],
+            "seconds": round(sum(seconds), 3) if seconds else None,
+            "device": self._describe_device(),
+            "checks": [asdict(check) for check in outcome.checks],
             "verdict": None if verdict is None else asdict(verdict),
             "tables": [table.as_dict() for table in tables],
             "figures": [path.name for path in figures],
         }
-        store.save()
-        found = Outcome(
-            tuple(checks), verdict, done, len(self.names), tuple(seeds), (store.path, *figures),
-            tuple(beside),
-        )  # fmt: skip
-        tell(console, found, tables, self.seeds)
-        return found
 
-    def _computed(self) -> str:
-        """The kind of device that the items were computed on, perhaps in another run."""
-        kinds = {str(e.get("device", "cpu")) for e in self.store.environments} - {"cpu"}
-        if not kinds or self.device.type != "cpu":
+    def _describe_device(self) -> str:
+        """Return the type of device that the items were computed on, perhaps in another run."""
+        devices = {str(e.get("device", "cpu")) for e in self.store.environments} - {"cpu"}
+        if not devices or self.device.type != "cpu":
             return str(self.device)
-        return "mps" if kinds == {"mps"} else "cuda"  # whose environments have the GPU's name
+        if devices == {"mps"}:
+            return "mps"
+        return "cuda"  # environments have the GPU's name
 
-    def _figures(self, results: Results) -> list[Path]:
+    def _draw(self, results: Results) -> list[Path]:
+        """Draw the experiment's figures and return their files."""
         written = []
-        for part, figure in self.experiment.draw(results).items():
-            stem = self.experiment.stem(self.quick) + (f"-{part}" if part else "")
+        for suffix, figure in self.experiment.draw(results).items():
+            stem = self.experiment.stem(self.quick)
+            if suffix:
+                stem = f"{stem}-{suffix}"
             written += plots.save(figure, self.store.path.with_name(stem))
         return written
 
 
+def _refuse_repeated_keys(experiment: str, keys: Sequence[Key]) -> None:
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise PullbackError(
+            f"Items of {experiment} share a name",
+            f"{repeated} occur more than once",
+            "Give every item a key of its own",
+        )
+
+
 @dataclass
 class Executor:
-    """A run at plan.
+    """Does items of a plan, one after the other or in several processes.
 
     Attributes:
         plan: whose items are done.
-        place: folder of their checkpoints.
-        progress, guess: for people.
+        folder: of their checkpoints.
+        progress: what people see.
+        estimates: of the seconds that items take.
         deadline: by `time.monotonic()`, or None.
     """
 
     plan: RunPlan
-    place: Path
+    folder: Path
     progress: Progress
-    guess: Estimates
+    estimates: Estimates
     deadline: float | None
 
     def __post_init__(self) -> None:
-        self._here = environment(self.plan.device)
-        self._begun = 0
+        self._environment = environment(self.plan.device)
+        self._started = 0
 
-    def alone(self, names: Sequence[Name]) -> bool:
-        """One after the other; whether the time sufficed."""
+    def do_in_order(self, names: Sequence[Name]) -> bool:
+        """Do one item after the other; return False if the time was over before the last."""
         plan = self.plan
         for name in names:
-            if not self._fits(name):
+            if not self._has_time(name):
                 return False
-            with self.progress.item(name, self.guess.left()) as watch:
-                done = Results(plan.store, plan.seeds, plan.quick)
+            with self.progress.item(name, self.estimates.left()) as watch:
                 context = Context(
-                    name[1] or 0, plan.device, plan.quick, self.place / slug(name), done,
-                    self.deadline, watch,
-                )  # fmt: skip
+                    name[1] or 0,
+                    plan.device,
+                    plan.quick,
+                    self.folder / slug(name),
+                    Results(plan.store, plan.seeds, plan.quick),
+                    self.deadline,
+                    watch,
+                )
                 try:
-                    record, took = plan.names[name].run(context)
+                    record, seconds = plan.names[name].run(context)
                 except Paused:
                     return False
-                self._keep(name, record, took)
+                self._save(name, record, seconds)
         return True
 
-    def together(self, names: Sequence[Name], workers: int) -> None:
-        """In several processes."""
-        plan = self.plan
-        left = deque(names)
-        with parallel.processes(workers, plan.experiment.threads) as pool:
-            while left or pool.names:
-                while left and pool.free:
-                    if not self._fits(left[0]):
-                        left.clear()
-                        break
-                    pool.start(self._job(left.popleft()))
+    def do_in_processes(self, names: Sequence[Name], workers: int) -> None:
+        """Do items in several processes, until the time is over."""
+        waiting = deque(names)
+        with parallel.processes(workers, self.plan.experiment.threads) as pool:
+            while waiting or pool.names:
+                self._fill(pool, waiting)
                 if not pool.names:
                     break
-                self.progress.busy(parallel.waiting(pool.names), self.guess.left() / workers)
+                seconds_left = self.estimates.left() / workers
+                self.progress.busy(parallel.waiting(pool.names), seconds_left)
                 for name, sent in pool.finished():
                     if sent is None:  # paused: its time is over, and so is that of the others
-                        left.clear()
+                        waiting.clear()
                     else:
-                        self._keep(name, *parallel.received(sent))
+                        self._save(name, *parallel.received(sent))
 
-    def _job(self, name: Name) -> parallel.Job:
+    def _fill(self, pool: Any, waiting: deque[Name]) -> None:
+        """Start items in free processes; clear the queue if there is no time for the next."""
+        while waiting and pool.free:
+            if not self._has_time(waiting[0]):
+                waiting.clear()
+                return
+            pool.start(self._make_job(waiting.popleft()))
+
+    def _make_job(self, name: Name) -> parallel.Job:
         plan = self.plan
-        if self.deadline is None:
-            until = None
-        else:
+        until = None
+        if self.deadline is not None:
             until = time.time() + self.deadline - time.monotonic()
         return parallel.Job(
-            plan.experiment.name, plan.quick, plan.store.path.parent, name, tuple(plan.seeds),
-            str(plan.device), self.place / slug(name), until,
-        )  # fmt: skip
+            plan.experiment.name,
+            plan.quick,
+            plan.store.path.parent,
+            name,
+            tuple(plan.seeds),
+            str(plan.device),
+            self.folder / slug(name),
+            until,
+        )
 
-    def _fits(self, name: Name) -> bool:
-        """Whether there is time for one more; the first always begins, so that a run gets on."""
-        self._begun += 1
-        if self._begun == 1 or self.deadline is None:
+    def _has_time(self, name: Name) -> bool:
+        """Return True if there is time for one more item; the first is always started."""
+        self._started += 1
+        if self._started == 1 or self.deadline is None:
             return True
-        left = self.deadline - time.monotonic()
+        seconds_left = self.deadline - time.monotonic()
         item = self.plan.names[name]
-        return left > 0 and (item.resumable or self.guess.of(item.key) <= left)
+        if item.resumable:
+            return seconds_left > 0
+        return seconds_left > 0 and self.estimates.of(item.key) <= seconds_left
 
-    def _keep(self, name: Name, record: Record, took: float) -> None:
-        self.plan.store.put(name, record, took, self._here)
-        self.guess.took(name[0], took)
-        shutil.rmtree(self.place / slug(name), ignore_errors=True)
-        self.progress.said(name, took, self.plan.experiment.line(record))
+    def _save(self, name: Name, record: Record, seconds: float) -> None:
+        self.plan.store.put(name, record, seconds, self._environment)
+        self.estimates.took(name[0], seconds)
+        shutil.rmtree(self.folder / slug(name), ignore_errors=True)
+        self.progress.said(name, seconds, self.plan.experiment.line(record))
 
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """So many threads of the CPU while it lasts; None for torch's own."""
+    """Use so many threads of the CPU inside; None leaves torch's number."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -93,7 +93,7 @@ class Item:
 
         Seconds before a pause count; they are kept beside the checkpoint.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         before = _before(context.place)
         try:
             if context.device.type == "cuda":
@@ -104,10 +104,10 @@ class Item:
                 torch.manual_seed(context.seed)
                 record = dict(self.work(context))
         except Paused:
-            spent = before + time.monotonic() - begun
+            spent = before + time.monotonic() - start
             (context.folder() / "seconds").write_text(f"{spent:.4f}")
             raise
-        return record, before + time.monotonic() - begun
+        return record, before + time.monotonic() - start
 
 
 def _before(place: Path) -> float:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -18,11 +19,24 @@ from pullback import PullbackError
 
 from .store import Key, Name
 
-_EVERY = 15.0  # seconds between lines without a terminal, unless an item took longer
+
+@dataclass(frozen=True)
+class ProgressLimits:
+    """How often lines are printed, and which seeds are accepted."""
+
+    #: seconds between lines without a terminal, unless an item took longer
+    line_interval: float = 15.0
+    #: seeds of a run at most: more are a slip of the pen
+    most_seeds: int = 10_000
+    #: the largest seed that torch takes
+    largest_seed: int = 2**63 - 1
+
+
+_LIMITS = ProgressLimits()
 
 
 class Progress:
-    """A bar over the items, and a line for what each gave."""
+    """A bar over the items, and a line for the result of each."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console = console
@@ -49,14 +63,14 @@ class Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.__exit__(kind, error, trace)
+        self._bars.__exit__(error_type, error, trace)
 
     def start(self, done: int) -> None:
-        """So many are done already."""
+        """Set the number of items that are done already."""
         self._done = done
         self._bars.update(self._task, completed=done)
         if done:
@@ -64,61 +78,55 @@ class Progress:
 
     @contextmanager
     def item(self, name: Name, left: float) -> Iterator[Callable[[float, str], None]]:
-        """While one works; (share, words) tells how far it is."""
+        """Show an item that is under way; its work calls the function with (share, words)."""
         self._left = left
         self._show(0.0, spoken(name), left)
-        begun = time.monotonic()
+        start = time.monotonic()
 
         def watch(share: float, words: str) -> None:
-            spent = time.monotonic() - begun
-            # what is left of this item by its own pace, of the others by what they took before
+            spent = time.monotonic() - start
+            # this item's remainder by its own pace, that of others by what they took before
+            remainder = 0.0
             if share > 0:
-                own = spent * (1 - share) / share
-            else:
-                own = 0.0
-            self._show(share, f"{spoken(name)}, {words}", max(left - spent, own))
+                remainder = spent * (1 - share) / share
+            self._show(share, f"{spoken(name)}, {words}", max(left - spent, remainder))
 
         yield watch
 
     def busy(self, words: str, left: float) -> None:
-        """While several work."""
+        """Show several items that are under way."""
         self._left = left
         self._show(0.0, words, left)
 
     def _show(self, share: float, words: str, left: float) -> None:
-        if left:
-            clock = f"{clocked(left)} left"
-        else:
-            clock = ""
-        done = self._done + share
-        self._bars.update(self._task, completed=done, words=escape(words), left=clock)
+        clock = f"{clocked(left)} left" if left else ""
+        completed = self._done + share
+        self._bars.update(self._task, completed=completed, words=escape(words), left=clock)
 
     def said(self, name: Name, took: float, line: str) -> None:
-        """One is done."""
+        """Count an item that is done, and print its line; without a terminal not too often."""
         self._done += 1
-        last = self._done == self._total
-        now = time.monotonic()
-        if not self._console.is_terminal and not last and now - self._last < _EVERY > took:
+        is_last = self._done == self._total
+        time_of_line = time.monotonic()
+        interval = _LIMITS.line_interval
+        is_soon = time_of_line - self._last < interval and took < interval
+        if is_soon and not is_last and not self._console.is_terminal:
             return
-        self._last = now
-        left = max(self._left - took, 0.0)
-        if last or not left:
-            more = ""
-        else:
-            more = f"; {clocked(left)} left"
+        self._last = time_of_line
+        text = f"[{self._done}/{self._total}] {spoken(name)}: {clocked(took)}"
         if line:
-            words = f", {line}"
-        else:
-            words = ""
-        count = f"[{self._done}/{self._total}]"
-        self._print(f"{count} {spoken(name)}: {clocked(took)}{words}{more}")
+            text += f", {line}"
+        left = max(self._left - took, 0.0)
+        if left and not is_last:
+            text += f"; {clocked(left)} left"
+        self._print(text)
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Estimates:
-    """Seconds of items by key: as for other seeds, else as others on average.
+    """Estimated seconds of items by key: as for other seeds, else the mean of all items.
 
     >>> guess = Estimates([("a",), ("a",), ("b",)])
     >>> guess.left()
@@ -135,19 +143,19 @@ class Estimates:
         self._count = 0
 
     def know(self, key: Key, seconds: float | None) -> None:
-        """An item that was done before."""
+        """Add the seconds of an item that was done before."""
         if seconds is not None:
             self._known[key].append(seconds)
-            self._sum = self._sum + seconds
-            self._count = self._count + 1
+            self._sum += seconds
+            self._count += 1
 
     def took(self, key: Key, seconds: float) -> None:
-        """One of those that were missing is done."""
+        """Add the seconds of an item that was missing and is done."""
         self._missing[key] -= 1
         self.know(key, seconds)
 
     def of(self, key: Key) -> float:
-        """Seconds that an item will take; 0 where nothing is known."""
+        """Return the seconds that an item will take; 0 where nothing is known."""
         if key in self._known:
             return statistics.median(self._known[key])
         if self._count:
@@ -155,22 +163,25 @@ class Estimates:
         return 0.0
 
     def left(self) -> float:
-        """Seconds of all that is missing."""
+        """Return the seconds of all missing items."""
         return sum(count * self.of(key) for key, count in self._missing.items() if count)
 
 
 def spoken(name: Name) -> str:
-    """An item in words.
+    """Return an item's name in words.
 
     >>> spoken((("tanh MLP", "Adam"), 3)), spoken((("search",), None))
     ('tanh MLP, Adam, seed 3', 'search')
     """
     key, seed = name
-    return ", ".join([*key, *([] if seed is None else [f"seed {seed}"])])
+    words = list(key)
+    if seed is not None:
+        words.append(f"seed {seed}")
+    return ", ".join(words)
 
 
 def clocked(seconds: float) -> str:
-    """Seconds for people.
+    """Return seconds in words.
 
     >>> clocked(0.25), clocked(75), clocked(7260)
     ('0.2 s', '1 min 15 s', '2 h 01 min')
@@ -179,54 +190,49 @@ def clocked(seconds: float) -> str:
         if seconds < 10:
             return f"{seconds:.1f} s"
         return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-_MOST = 10_000  # more are a slip of the pen
-_LARGEST = 2**63 - 1  # that torch takes
-_REMEDY = "Write 0-9 or 0,3,5"
-
-
 def seed_range(text: str) -> list[int]:
-    """The seeds of a line.
+    """Return the seeds that a text lists.
 
     >>> seed_range("0-3"), seed_range("1,4,7-8")
     ([0, 1, 2, 3], [1, 4, 7, 8])
     """
     seeds: list[int] = []
-    for part in text.split(","):
-        ends = part.split("-")
+    for entry in text.split(","):
+        ends = entry.split("-")
         if len(ends) > 2 or not all(end.strip().isdecimal() for end in ends):
-            raise _refusal(text, f"{part!r} is no range")
+            raise _refusal(text, f"{entry!r} is no range")
         first = int(ends[0])
         last = int(ends[-1])
-        if last > _LARGEST:
-            raise _refusal(text, f"{last} is larger than {_LARGEST}")
+        if last > _LIMITS.largest_seed:
+            raise _refusal(text, f"{last} is larger than {_LIMITS.largest_seed}")
         if last < first:
-            raise _refusal(text, f"{part!r} ends before it begins")
-        if last - first + len(seeds) >= _MOST:
-            raise _refusal(text, f"there are more than {_MOST:,}")
+            raise _refusal(text, f"{entry!r} ends before it begins")
+        if last - first + len(seeds) >= _LIMITS.most_seeds:
+            raise _refusal(text, f"there are more than {_LIMITS.most_seeds:,}")
         seeds += range(first, last + 1)
     return seeds
 
 
 def ranges(seeds: Sequence[int]) -> str:
-    """Seeds as people write them.
+    """Return seeds as people write them.
 
     >>> ranges([0, 1, 2, 5])
     '0-2,5'
     """
-    out: list[list[int]] = []
+    runs: list[list[int]] = []  # [first] or [first, last]
     for seed in sorted(seeds):
-        if out and seed == out[-1][-1] + 1:
-            out[-1][1:] = [seed]
+        if runs and seed == runs[-1][-1] + 1:
+            runs[-1][1:] = [seed]
         else:
-            out.append([seed])
-    return ",".join("-".join(map(str, ends)) for ends in out)
+            runs.append([seed])
+    return ",".join("-".join(map(str, ends)) for ends in runs)
 
 
 def _refusal(text: str, why: str) -> PullbackError:
-    return PullbackError(f"The seeds {text!r} cannot be read", why, _REMEDY)
+    return PullbackError(f"The seeds {text!r} cannot be read", why, "Write 0-9 or 0,3,5")

@@ -2,7 +2,7 @@
 
     record  ⇄  (plain, arrays)
 
-An array at the place `a.b` becomes {"array": "a.b"}, a float that is not finite {"float": "inf"}.
+An array at the path `a.b` becomes {"array": "a.b"}, a float that is not finite {"float": "inf"}.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Arrays = dict[str, np.ndarray]
 
 
 def split(record: Mapping[str, Any]) -> tuple[Record, Arrays]:
-    """The part that is JSON, and the arrays by place.
+    """Return the record as JSON, and its arrays by their paths in the record.
 
     >>> split({"loss": [1.0, float("inf")], "x": np.zeros(2)})
     ({'loss': [1.0, {'float': 'inf'}], 'x': {'array': 'x'}}, {'x': array([0., 0.])})
     """
     arrays: Arrays = {}
-    return _plain(record, "", arrays), arrays
+    return _to_json(record, "", arrays), arrays
 
 
 def join(plain: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The record again."""
+    """Return the record that `split` was given."""
     if isinstance(plain, dict):
         if plain.keys() == {"array"}:
             return arrays[plain["array"]]
@@ -47,41 +47,54 @@ def join(plain: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return plain
 
 
-def _plain(value: Any, place: str, arrays: Arrays) -> Any:
+def _to_json(value: Any, path: str, arrays: Arrays) -> Any:
+    """Return a value of JSON; arrays go to `arrays` under their path."""
     if isinstance(value, Mapping):
-        return {_name(k, place): _plain(v, _inside(place, k), arrays) for k, v in value.items()}
+        entries = {}
+        for key, entry in value.items():
+            entries[_check_name(key, path)] = _to_json(entry, _join_path(path, key), arrays)
+        return entries
     if isinstance(value, (list, tuple)):
-        return [_plain(v, _inside(place, i), arrays) for i, v in enumerate(value)]
+        return [_to_json(v, _join_path(path, i), arrays) for i, v in enumerate(value)]
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return _number_to_json(value)
+    return _array_to_json(value, path, arrays)
+
+
+def _number_to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    import torch  # not above: results can be read and kept without it
+    return value
+
+
+def _array_to_json(value: Any, path: str, arrays: Arrays) -> Record:
+    import torch  # not above: results can be read and saved without it
 
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
-        arrays[place] = value
-        return {"array": place}
+        arrays[path] = value
+        return {"array": path}
     raise PullbackError(
-        f"The record cannot be saved: {place or 'it'} is a {type(value).__name__}",
+        f"The record cannot be saved: {path or 'it'} is a {type(value).__name__}",
         "records are numbers, words, lists, mappings and arrays",
         "Return its numbers instead",
     )
 
 
-def _inside(place: str, name: object) -> str:
-    if place:
-        return f"{place}.{name}"
+def _join_path(path: str, name: object) -> str:
+    if path:
+        return f"{path}.{name}"
     return str(name)
 
 
-def _name(key: object, place: str) -> str:
+def _check_name(key: object, path: str) -> str:
+    """Return the key; raise if it is no word, or one that stands for what JSON lacks."""
     if not isinstance(key, str) or key in ("array", "float"):
         raise PullbackError(
-            f"The record cannot be saved: {place or 'it'} has the name {key!r}",
+            f"The record cannot be saved: {path or 'it'} has the name {key!r}",
             'names are words other than "array" and "float", which stand for what JSON lacks',
             "Use another name",
         )
@@ -96,14 +109,14 @@ DAMAGED = (
 
 
 def save(file: IO[bytes], arrays: Arrays) -> None:
-    """Compressed; `numpy.savez` would give some names a meaning."""
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as held:
-        for place, array in arrays.items():
-            with held.open(f"{place}.npy", "w", force_zip64=True) as entry:
+    """Write the arrays, compressed; `numpy.savez` would give some names a meaning."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, array in arrays.items():
+            with archive.open(f"{path}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
 
 
 def load(path: Path) -> Arrays:
-    """By name; raises one of `DAMAGED` where that cannot be."""
-    with np.load(path, allow_pickle=False) as held:
-        return {k: held[k] for k in held.files}
+    """Return the arrays by path; raise one of `DAMAGED` if the file cannot be read."""
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}

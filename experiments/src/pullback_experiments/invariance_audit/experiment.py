@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -93,14 +93,14 @@ class InvarianceAudit(Experiment):
         ]
 
     def judge(self, results: Results) -> list[Check]:
-        return claims(self._found(results))
+        return claims(self._group_records(results))
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        found = self._found(results)
+        found = self._group_records(results)
         return {net: grid(worst(found, net)) for net in self._nets}
 
     def tables(self, results: Results) -> list[Table]:
-        found = self._found(results)
+        found = self._group_records(results)
         out = []
         for net in self._nets:
             told = worst(found, net)
@@ -116,7 +116,7 @@ class InvarianceAudit(Experiment):
     def _nets(self) -> list[str]:
         return list(dict.fromkeys(net for net, _ in self.pairs))
 
-    def _found(self, results: Results) -> Found:
+    def _group_records(self, results: Results) -> GroupedRecords:
         return {
             (net, c.name): [row for one in results.of(net, c.name) for row in one["rows"]]
             for net, c in self.pairs
@@ -154,7 +154,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 Row = Mapping[str, Any]
 #: records of all seeds, by network and optimizer
-Found = Mapping[tuple[str, str], list[Row]]
+GroupedRecords = Mapping[tuple[str, str], list[Row]]
 
 NATURAL = "NGD, pseudo-inverse"
 DAMPED = "NGD, damped"
@@ -167,32 +167,49 @@ AFFINE = ("input whitening", "per-layer affine", "neuron rescaling")
 _RANKS = {str(v): i for i, v in enumerate((Verdict.EXACT, Verdict.FIRST_ORDER))}
 
 
-def claims(found: Found) -> list[Check]:
-    """What the two papers say, and what they say of others."""
+NETWORKS = ("leaky", "tanh")
 
-    def rows(
-        net: str, names: Iterable[str], kinds: Iterable[str] | None = None, place: str = "batch"
-    ) -> list[Row]:
-        return [
-            r
-            for name in names
-            for r in found[net, name]
-            if r["place"] == place and (kinds is None or r["transformation"] in kinds)
-        ]
 
-    both = [r for net in ("leaky", "tanh") for r in rows(net, [NATURAL])]
-    superfluous = rows("leaky", [NATURAL], (*AFFINE, "elementwise"), "parameters")
-    nonlinear = [r for net in ("leaky", "tanh") for r in rows(net, [NATURAL], ["elementwise"])]
-    linear = rows("tanh", [NATURAL], AFFINE)
-    layered = [r for net in ("leaky", "tanh") for r in rows(net, KFAC, AFFINE)]
-    damped = [r for net in ("leaky", "tanh") for r in rows(net, [DAMPED, TIKHONOV], AFFINE)]
-    sliced = rows("leaky", [SLICED], ["neuron rescaling", "neuron permutation"])
-    whitened = rows("leaky", [SLICED], ["input whitening"])
-    turned = [r for net in ("leaky", "tanh") for r in rows(net, RULES, ["input rotation"])]
-    plain = [r for net in ("leaky", "tanh") for r in rows(net, PLAIN, (*AFFINE, "elementwise"))]
+@dataclass(frozen=True)
+class _Selection:
+    """Chooses audits: of which networks, optimizers and transformations, measured where."""
+
+    networks: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    transformations: tuple[str, ...] | None = None
+    place: str = "batch"
+
+    def rows(self, records: GroupedRecords) -> list[Row]:
+        """Return the audits of all seeds."""
+        rows: list[Row] = []
+        for network in self.networks:
+            for optimizer in self.optimizers:
+                rows += filter(self._accepts, records[network, optimizer])
+        return rows
+
+    def _accepts(self, row: Row) -> bool:
+        if row["place"] != self.place:
+            return False
+        return self.transformations is None or row["transformation"] in self.transformations
+
+
+def claims(records: GroupedRecords) -> list[Check]:
+    """Return a check of each claim of the two papers, and of what they imply for other methods."""
+    changes = (*AFFINE, "elementwise")
+    rescaling = ("neuron rescaling", "neuron permutation")
+    natural = _Selection(NETWORKS, (NATURAL,)).rows(records)
+    superfluous = _Selection(("leaky",), (NATURAL,), changes, "parameters").rows(records)
+    nonlinear = _Selection(NETWORKS, (NATURAL,), ("elementwise",)).rows(records)
+    linear = _Selection(("tanh",), (NATURAL,), AFFINE).rows(records)
+    layered = _Selection(NETWORKS, KFAC, AFFINE).rows(records)
+    damped = _Selection(NETWORKS, (DAMPED, TIKHONOV), AFFINE).rows(records)
+    sliced = _Selection(("leaky",), (SLICED,), rescaling).rows(records)
+    whitened = _Selection(("leaky",), (SLICED,), ("input whitening",)).rows(records)
+    rotated = _Selection(NETWORKS, RULES, ("input rotation",)).rows(records)
+    first_order = _Selection(NETWORKS, PLAIN, changes).rows(records)
     return [
         _check("Theorem 2: on the model the natural gradient is the same in all coordinates",
-               both, {"exact", "first order"}),
+               natural, {"exact", "first order"}),
         _check("with superfluous parameters it is another vector on the parameter space",
                superfluous, {"not invariant"}),
         _check("finite steps differ under a nonlinear change", nonlinear, {"first order"}),
@@ -202,13 +219,13 @@ def claims(found: Found) -> list[Check]:
                layered, {"exact"}, of_paper=False),
         _check("damping by the identity breaks both", damped, {"not invariant"}, of_paper=False),
         _check("SGD, Adam, L-BFGS and Muon depend on coordinates",
-               plain, {"not invariant"}, of_paper=False),
+               first_order, {"not invariant"}, of_paper=False),
         _check("SliceSGD does not see how units are scaled or ordered",
                sliced, {"exact"}, of_paper=False),
         _check("and depends on other affine changes as SGD does",
                whitened, {"not invariant"}, of_paper=False),
         _check("K-FAC's eigenbasis and spectral rules do not see turns of the inputs",
-               turned, {"exact"}, of_paper=False),
+               rotated, {"exact"}, of_paper=False),
     ]  # fmt: skip
 
 
@@ -245,10 +262,10 @@ def _agreed(claim: str, rows: list[Row]) -> Check:
     return Check(claim, bool(pairs) and held == len(pairs), numbers, of_paper=False)
 
 
-def worst(found: Found, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
+def worst(records: GroupedRecords, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
     """The worst verdict over seeds, with the largest mismatch; None where there is none."""
     out: dict[tuple[str, str], tuple[Verdict, str] | None] = {}
-    for (where, name), rows in found.items():
+    for (where, name), rows in records.items():
         for kind in standard() if where == net else ():
             mine = [r for r in rows if r["place"] == "batch" and r["transformation"] == kind.name]
             last = max(mine, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)

@@ -175,10 +175,10 @@ def _largest_margin(z: np.ndarray) -> float:
     n, dim = z.shape
     cost = np.append(np.zeros(dim), -1.0)
     box = [(-1.0, 1.0)] * dim + [(None, 1.0)]
-    found = scipy.optimize.linprog(
+    result = scipy.optimize.linprog(
         cost, A_ub=np.hstack([-unit, np.ones((n, 1))]), b_ub=np.zeros(n), bounds=box
     )
-    t = -float(found.fun) if found.success else 0.0
+    t = -float(result.fun) if result.success else 0.0
     return t if t > 1e-9 else 0.0
 
 
@@ -199,16 +199,16 @@ def _polished(z: np.ndarray, active: np.ndarray) -> np.ndarray:
 def _weighted_l1(z: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """argmin Σ w_i|β_i| with Zβ ≥ 1, and the multipliers."""
     cost = np.concatenate([weights, weights])
-    found = scipy.optimize.linprog(
+    result = scipy.optimize.linprog(
         cost, A_ub=np.hstack([-z, z]), b_ub=-np.ones(len(z)), method="highs"
     )
-    if not found.success:
+    if not result.success:
         raise PullbackError(
-            "The linear program failed", str(found.message).rstrip("."), "Scale the data to size 1"
+            "The linear program failed", str(result.message).rstrip("."), "Scale the data to size 1"
         )
     dim = z.shape[1]
-    beta = found.x[:dim] - found.x[dim:]
-    return beta / float((z @ beta).min()), np.maximum(0.0, -found.ineqlin.marginals)
+    beta = result.x[:dim] - result.x[dim:]
+    return beta / float((z @ beta).min()), np.maximum(0.0, -result.ineqlin.marginals)
 
 
 def _reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np.ndarray:

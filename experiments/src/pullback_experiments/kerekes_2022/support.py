@@ -60,7 +60,7 @@ class Support(Repeated):
         near = max(x["margin"] for r, some in runs.items() if r <= 1.5 for x in some)
         far = min(_mean(x["margin"] for x in some) for r, some in runs.items() if r > 3 * log(n))
         least = max(x["angle"] for some in runs.values() for x in some)
-        found = [
+        claims = [
             (
                 "NGD makes every sample a support vector as soon as D > N",
                 natural == 1,
@@ -74,7 +74,7 @@ class Support(Repeated):
                 f"on average at least {100 * far:.1f}% for D > 3 N log N",
             ),
         ]
-        return recorded(found, (True,) * 4)
+        return recorded(claims, (True,) * 4)
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.support(results, self.config(results.quick)["ratios"])

@@ -187,17 +187,17 @@ class Theorems(Repeated):
         return ""
 
     def judge(self, results: Results) -> list[Check]:
-        found = []
+        claims = []
         for name in self.works:
             error = max(r["error"] for r in results.of(name))
             claim = (WORKS[name].__doc__ or name).strip().rstrip(".")
-            found.append((f"{name.capitalize()}. {claim}", error < 1e-8, f"{error:.0e}"))
+            claims.append((f"{name.capitalize()}. {claim}", error < 1e-8, f"{error:.0e}"))
         slope = max(r["slope"] for r in results.of("theorem 3"))
         cosine = max(r["cosine"] for r in results.of("theorem 3"))
         one = results.once("counterexample")
         gap = one["gap"]
         off = one["off l2"]
-        found += [
+        claims += [
             (
                 "far out the logits are t·y and β is along least squares",
                 slope < 0.01 and cosine < 1e-8,
@@ -206,7 +206,7 @@ class Theorems(Repeated):
             ("the ℓ2 margin is not invariant (Appendix D)", gap > 0.1, f"{gap:.2f} apart"),
             ("the points printed there are the ℓ2 margins", off < 1e-9, f"off by {off:.2f}"),
         ]
-        return recorded(found, (True,) * 8 + (False,))
+        return recorded(claims, (True,) * 8 + (False,))
 
     def tables(self, results: Results) -> list[Table]:
         rows = [[name, max(r["error"] for r in results.of(name))] for name in self.works]

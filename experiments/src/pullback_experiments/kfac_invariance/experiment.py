@@ -77,19 +77,19 @@ class Invariance(Experiment):
             yield from ((net, method) for method in METHODS if method.plain)
 
     def judge(self, results: Results) -> list[Check]:
-        return claims(self._found(results))
+        return claims(self._group_records(results))
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        return {"": draw(self._found(results), self.nets)}
+        return {"": draw(self._group_records(results), self.nets)}
 
     def curves(self, results: Results) -> list[Chart]:
-        return charts(self._found(results), self.nets)
+        return charts(self._group_records(results), self.nets)
 
     def tables(self, results: Results) -> list[Table]:
-        found = self._found(results)
+        found = self._group_records(results)
         return [main_table(found, self.nets), exhibit_table(found, self.exhibits)]
 
-    def _found(self, results: Results) -> Found:
+    def _group_records(self, results: Results) -> GroupedRecords:
         found: dict[tuple[str, str], list[TwinRun]] = {}
         for net, method in self._pairs():
             runs = [TwinRun(**one) for one in results.of(net.name, method.name)]
@@ -101,33 +101,33 @@ def _work(net: Net, method: TwinMethod, steps: int, context: Context) -> dict[st
     return vars(run(net.make(context.seed), method, steps))
 
 
-def main_table(found: Found, nets: Sequence[Net]) -> Table:
+def main_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
     """The largest mismatch over steps, seeds and variants, and the worst condition."""
     rows = [
         [
             net.name,
-            *(f"{max(r.worst for r in found[net.name, g]):.0e}" for g in GROUPS),
-            f"{_condition(found, net):.0e}",
+            *(f"{max(r.worst for r in records[net.name, g]):.0e}" for g in GROUPS),
+            f"{_condition(records, net):.0e}",
         ]
         for net in nets
     ]
     return Table(["network", *GROUPS, "condition"], rows, "Largest mismatch of network and twin")
 
 
-def exhibit_table(found: Found, nets: Sequence[Net]) -> Table:
+def exhibit_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
     """Where theory says no, or yes by a hair."""
     rows = []
     for net in nets:
-        before = max(r.mismatch[0] for r in found[net.name, UNDAMPED])
-        worst = [max(r.worst for r in found[net.name, g]) for g in (UNDAMPED, INVARIANT)]
+        before = max(r.mismatch[0] for r in records[net.name, UNDAMPED])
+        worst = [max(r.worst for r in records[net.name, g]) for g in (UNDAMPED, INVARIANT)]
         rows.append([net.name, net.about, f"{before:.0e}", *(f"{w:.0e}" for w in worst)])
     columns = ["pair", "what is special", "before", UNDAMPED, INVARIANT]
     return Table(columns, rows, "At the edges of the theorems", text=2)
 
 
-def _condition(found: Found, net: Net) -> float:
+def _condition(records: GroupedRecords, net: Net) -> float:
     groups = (UNDAMPED, INVARIANT, TIKHONOV)
-    return max(r.condition or 1.0 for g in groups for r in found[net.name, g])
+    return max(r.condition or 1.0 for g in groups for r in records[net.name, g])
 
 
 # where exact equality and divergence are drawn
@@ -135,13 +135,13 @@ _BOTTOM = 1e-16
 _TOP = 1e3
 
 
-def charts(found: Found, nets: Sequence[Net]) -> list[Chart]:
+def charts(records: GroupedRecords, nets: Sequence[Net]) -> list[Chart]:
     """One for each network."""
     return [
         Chart(
             net.name,
             "mismatch of network and twin",
-            [_series(group, found[net.name, group]) for group in GROUPS],
+            [_series(group, records[net.name, group]) for group in GROUPS],
             logx=False,
             note="medians over seeds and variants, between the best and the worst",
         )
@@ -163,7 +163,7 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
 _COLUMNS = 3
 
 
-def draw(found: Found, nets: Sequence[Net]) -> Figure:
+def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
     """One panel per network."""
     rows = math.ceil(len(nets) / _COLUMNS)
     title = "A network and its affinely reparametrized twin, trained alike"
@@ -171,7 +171,7 @@ def draw(found: Found, nets: Sequence[Net]) -> Figure:
     grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
         for group, color in plots.colors(GROUPS).items():
-            _band(axes, found[net.name, group], color, group)
+            _band(axes, records[net.name, group], color, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
         axes.set_visible(False)
@@ -213,7 +213,7 @@ SOUND = 1e6
 APART = 1e-3
 
 #: records by network, method's group, and seed or variant
-Found = Mapping[tuple[str, str], Sequence[TwinRun]]
+GroupedRecords = Mapping[tuple[str, str], Sequence[TwinRun]]
 
 #: the verdicts over seeds 0–9, in the order of the claims
 RECORDED = (True, True, True, True, False, False, False, True, False, True, True, True, False)
@@ -224,22 +224,24 @@ OURS = {1, 2, 3, 6, 8, 10, 12}
 _KFAC = (UNDAMPED, INVARIANT)
 
 
-def claims(found: Found) -> list[Check]:
+def claims(records: GroupedRecords) -> list[Check]:
     """The theorems on pairs of networks, and what lies just outside of them."""
     verdicts = [
-        _all_same("K-FAC without damping, KL clip", _of(found, UNDAMPED)),
-        _all_same("K-FAC with invariant damping", _of(found, INVARIANT)),
-        _dead(found),
-        _others(found),
-        _start(found, "zero padding with a shift", "Theorem 4.2 holds with zero padding and γ ≠ 0"),
-        _start(found, "RNN, a₀ kept", "Theorem 5.2 holds with a₀ as it was"),
-        _same(found, "RNN, inputs shifted", "a recurrent net may shift its inputs"),
-        _same(found, "Gauss–Newton, inside", "Gauss–Newton K-FAC is invariant inside the net"),
-        _same(found, "Gauss–Newton, output", "Gauss–Newton K-FAC is invariant at the output"),
-        _same(found, "metric carried over", "it is if the metric is carried over"),
-        _softmax(found),
-        _same(found, "softmax", "with softmax the probabilities agree"),
-        _same(found, "softmax, logits", "with softmax the logits agree"),
+        _all_same("K-FAC without damping, KL clip", _of(records, UNDAMPED)),
+        _all_same("K-FAC with invariant damping", _of(records, INVARIANT)),
+        _dead(records),
+        _others(records),
+        _start(
+            records, "zero padding with a shift", "Theorem 4.2 holds with zero padding and γ ≠ 0"
+        ),
+        _start(records, "RNN, a₀ kept", "Theorem 5.2 holds with a₀ as it was"),
+        _same(records, "RNN, inputs shifted", "a recurrent net may shift its inputs"),
+        _same(records, "Gauss–Newton, inside", "Gauss–Newton K-FAC is invariant inside the net"),
+        _same(records, "Gauss–Newton, output", "Gauss–Newton K-FAC is invariant at the output"),
+        _same(records, "metric carried over", "it is if the metric is carried over"),
+        _softmax(records),
+        _same(records, "softmax", "with softmax the probabilities agree"),
+        _same(records, "softmax, logits", "with softmax the logits agree"),
     ]
     return recorded(verdicts, RECORDED, OURS)
 
@@ -249,8 +251,8 @@ def sound(records: Iterable[TwinRun]) -> list[TwinRun]:
     return [r for r in records if r.condition is not None and r.condition <= SOUND]
 
 
-def _of(found: Found, group: str) -> list[TwinRun]:
-    return [r for net in NETS for r in found[net.name, group]]
+def _of(records: GroupedRecords, group: str) -> list[TwinRun]:
+    return [r for net in NETS for r in records[net.name, group]]
 
 
 def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
@@ -260,7 +262,7 @@ def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
     return claim, worst <= SAME, f"{worst:.0e} at most in {len(kept)} of {len(records)} runs"
 
 
-def _dead(found: Found) -> Claim:
+def _dead(found: GroupedRecords) -> Claim:
     records = [*found["dead inputs", UNDAMPED], *found["dead inputs", INVARIANT]]
     told = sum(any("input side is singular" in note for note in r.notes) for r in records)
     worst = max(r.worst for r in records)
@@ -269,25 +271,25 @@ def _dead(found: Found) -> Claim:
     return claim, holds, f"{told} of {len(records)} runs report, mismatch {worst:.0e}"
 
 
-def _others(found: Found) -> Claim:
+def _others(records: GroupedRecords) -> Claim:
     others = [group for group in GROUPS if group not in _KFAC]
-    least = {group: min(r.worst for r in _of(found, group)) for group in others}
+    least = {group: min(r.worst for r in _of(records, group)) for group in others}
     numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
     return "the other methods tell the two apart", min(least.values()) > APART, numbers
 
 
-def _start(found: Found, net: str, claim: str) -> Claim:
-    worst = max(r.mismatch[0] for r in found[net, UNDAMPED])
+def _start(records: GroupedRecords, net: str, claim: str) -> Claim:
+    worst = max(r.mismatch[0] for r in records[net, UNDAMPED])
     return claim, worst <= SAME, f"before any step {worst:.0e}"
 
 
-def _same(found: Found, net: str, claim: str) -> Claim:
+def _same(found: GroupedRecords, net: str, claim: str) -> Claim:
     records = [r for (n, g), rs in found.items() if n == net and g in _KFAC for r in rs]
     worst = max(r.worst for r in records)
     return claim, worst <= SAME, f"mismatch {worst:.0e}"
 
 
-def _softmax(found: Found) -> Claim:
+def _softmax(found: GroupedRecords) -> Claim:
     records = found["softmax", UNDAMPED]
     told = sum(any("softmax" in d for d in r.degenerate) for r in records)
     claim = "the metric of softmax logits is degenerate, and `degenerate()` says so"

@@ -141,25 +141,25 @@ class KFACTraining(Experiment):
         spent = record["seconds"][-1]
         return f"{_told(record['settings'])}, loss {loss:.4g} in {spent:.1f} s"
 
-    def _found(self, results: Results) -> Found:
+    def _group_records(self, results: Results) -> GroupedRecords:
         return {m.name: results.of(m.name) for m in self._methods(results.quick)}
 
     def judge(self, results: Results) -> list[Check]:
-        found = claims(self._found(results), self.less, self.fewer)
+        found = claims(self._group_records(results), self.less, self.fewer)
         # seconds of a tiny network are Python's; and only the full version speaks of the paper
         if results.quick:
             return recorded(found[: len(self.quick_held)], self.quick_held, ours={0})
         return recorded(found, self.held, ours={0, 1} if self.ours else ())
 
     def tables(self, results: Results) -> list[Table]:
-        return [table(self._found(results), _told)]
+        return [table(self._group_records(results), _told)]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
-        return {"": draw(self._found(results), f"{self.task.title}, {seeds}")}
+        return {"": draw(self._group_records(results), f"{self.task.title}, {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
-        found = self._found(results)
+        found = self._group_records(results)
         return [
             Chart(
                 f"{self.task.title}: {side} loss",
@@ -181,7 +181,7 @@ def _told(some: Settings) -> str:
 
 
 #: records, one per seed, by method
-Found = Mapping[str, Sequence[Record]]
+GroupedRecords = Mapping[str, Sequence[Record]]
 
 
 def final(records: Sequence[Record]) -> float:
@@ -189,14 +189,14 @@ def final(records: Sequence[Record]) -> float:
     return median(finite(r["train loss"][-1]) for r in records)
 
 
-def first_order(found: Found) -> list[str]:
+def first_order(records: GroupedRecords) -> list[str]:
     """The others: SGD, and Adam or AdamW."""
-    return [name for name in found if name != KRONECKER]
+    return [name for name in records if name != KRONECKER]
 
 
-def mark(found: Found) -> float:
+def mark(records: GroupedRecords) -> float:
     """The best loss that the first-order methods end with."""
-    return min(final(found[name]) for name in first_order(found))
+    return min(final(records[name]) for name in first_order(records))
 
 
 def to(records: Sequence[Record], level: float, along: str) -> float:
@@ -209,14 +209,14 @@ def to(records: Sequence[Record], level: float, along: str) -> float:
     return median(one(r) for r in records)
 
 
-def claims(found: Found, less: float = 1.0, fewer: float = 1.0) -> list[Claim]:
+def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> list[Claim]:
     """So many times fewer steps, and less time."""
-    level = mark(found)
+    level = mark(records)
     out = []
-    rivals = first_order(found)
+    rivals = first_order(records)
     for along, share in (("step", fewer), ("seconds", less)):
-        ours = to(found[KRONECKER], level, along)
-        theirs = min(to(found[name], level, along) for name in rivals)
+        ours = to(records[KRONECKER], level, along)
+        theirs = min(to(records[name], level, along) for name in rivals)
         what = "fewer steps" if along == "step" else "less time"
         if share == 1:
             what = what
@@ -228,9 +228,9 @@ def claims(found: Found, less: float = 1.0, fewer: float = 1.0) -> list[Claim]:
     return out
 
 
-def table(found: Found, told: Callable[[Mapping[str, float]], str]) -> Table:
+def table(records: GroupedRecords, told: Callable[[Mapping[str, float]], str]) -> Table:
     """Every method with its settings, ends and times."""
-    level = mark(found)
+    level = mark(records)
     rows = [
         [
             name,
@@ -241,11 +241,11 @@ def table(found: Found, told: Callable[[Mapping[str, float]], str]) -> Table:
             _said(to(runs, level, "seconds")),
             f"{1e3 * median(r['seconds'][-1] / max(r['step'][-1], 1) for r in runs):.1f}",
         ]
-        for name, runs in found.items()
+        for name, runs in records.items()
     ]
     columns = ["method", "settings", "train loss", "test loss"]
     columns += [f"steps to {level:.4g}", "seconds to it", "ms/step"]
-    count = len(next(iter(found.values())))
+    count = len(next(iter(records.values())))
     return Table(columns, rows, f"Medians over {count} seeds", text=2)
 
 
@@ -263,23 +263,23 @@ _ABOVE = 3  # times the best loss of the first-order methods
 _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 
-def draw(found: Found, title: str) -> Figure:
+def draw(records: GroupedRecords, title: str) -> Figure:
     """Medians and quartiles over seeds; a line at the best loss of the first-order methods."""
     figure = plots.new(13, 4.2, f"{title}: medians and quartiles")
     panels = figure.subplots(1, len(_PANELS))
-    colors = plots.colors(found)
+    colors = plots.colors(records)
     for axes, (measure, along) in zip(panels, _PANELS, strict=True):
-        for name, runs in found.items():
+        for name, runs in records.items():
             xs = [r[along] for r in runs]
             ys = [r[measure] for r in runs]
             plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
-            axes.axhline(mark(found), color=plots.INK, lw=0.9, ls=":", label="best of the others")
-        ends = [v for runs in found.values() for r in runs for v in r[measure] if v > 0]
+            axes.axhline(mark(records), color=plots.INK, lw=0.9, ls=":", label="best of the others")
+        ends = [v for runs in records.values() for r in runs for v in r[measure] if v > 0]
         logarithmic = max(ends) > _WIDE * min(ends)
         plots.dress(axes, logy=logarithmic)
         if not logarithmic:  # the start is far above what matters
-            axes.set_ylim(top=min(axes.get_ylim()[1], _ABOVE * mark(found)))
+            axes.set_ylim(top=min(axes.get_ylim()[1], _ABOVE * mark(records)))
         plots.label(axes, _NAMES[along], measure.replace("train", "training"))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
     return figure

@@ -82,10 +82,10 @@ def fit(
     if not loop.restore():
         loop.note(seen, 0.0)
     while loop.epoch < epochs and not loop.lost:
-        begun = time.monotonic()
+        start = time.monotonic()
         seconds = loop.advance()
         loop.note(seen, seconds)
-        loop.save(time.monotonic() - begun)
+        loop.save(time.monotonic() - start)
         said = f"epoch {loop.epoch}, loss {loop.record['train loss'][-1]:.3g}"
         context.watch(loop.epoch / epochs, said)
     return loop.record
@@ -148,7 +148,7 @@ class _Loop:
         self.model.train()
         total = self.epochs * self._count
         synchronize(self.context.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for x, y in self._batches():
             factor = self.schedule(self.step / total)
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -160,7 +160,7 @@ class _Loop:
             self.step += 1
         synchronize(self.context.device)
         self.epoch += 1
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def _gradient(self, x: Tensor, y: Tensor) -> Any:  # torch's closures return a float
         self.optimizer.zero_grad()
@@ -184,7 +184,7 @@ class _Loop:
         over = self.epoch < self.epochs and self.context.left < last
         if not over and time.monotonic() - self._saved < self._wait:
             return
-        begun = time.monotonic()
+        start = time.monotonic()
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -199,7 +199,7 @@ class _Loop:
         path = self.context.folder() / "training.pt"
         files.write(path, lambda file: torch.save(state, file))
         self._saved = time.monotonic()
-        self._wait = max(_SAVE_EVERY, 20 * (self._saved - begun))
+        self._wait = max(_SAVE_EVERY, 20 * (self._saved - start))
         if over:
             raise Paused
 

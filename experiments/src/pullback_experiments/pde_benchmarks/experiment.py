@@ -123,17 +123,17 @@ class Benchmarks(Experiment):
             return f"loss {record['loss']:.1e}"
         return f"error {record['error'][-1]:.1e} after {record['step'][-1]} steps"
 
-    def _found(self, results: Results) -> Found:
+    def _group_records(self, results: Results) -> GroupedRecords:
         problems = self._problems(results.quick)
         return {p: {m.name: results.of(p, m.name) for m in METHODS} for p in problems}
 
     def judge(self, results: Results) -> list[Check]:
-        found = self._found(results)
+        found = self._group_records(results)
         return claims(found, {} if results.quick else TARGETS, self.missed)
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
-        for problem, by in self._found(results).items():
+        for problem, by in self._group_records(results).items():
             target = TARGETS.get(problem)
             ends = [final(by[m.name]) for m in METHODS]
             if target is None:
@@ -154,10 +154,10 @@ class Benchmarks(Experiment):
         return [Table(columns, rows, heading + ("seed" if len(results.seeds) == 1 else "seeds"))]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        return {"": draw(self._found(results), TARGETS)}
+        return {"": draw(self._group_records(results), TARGETS)}
 
     def curves(self, results: Results) -> list[Chart]:
-        return charts(self._found(results), TARGETS)
+        return charts(self._group_records(results), TARGETS)
 
 
 def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def solved(found: pde.Setup, options: dict[str, Any], seconds: float, context: C
 _ALONG = {"seconds": "seconds of steps", "step": "steps"}
 
 
-def charts(found: Found, targets: Mapping[str, float]) -> list[Chart]:
+def charts(records: GroupedRecords, targets: Mapping[str, float]) -> list[Chart]:
     """One for each."""
     return [
         Chart(
@@ -211,20 +211,20 @@ def charts(found: Found, targets: Mapping[str, float]) -> list[Chart]:
             x=_ALONG,
             note=f"others report {targets[problem]:.1e}" if problem in targets else "",
         )
-        for problem, by in found.items()
+        for problem, by in records.items()
     ]
 
 
 _COLUMNS = 4
 
 
-def draw(found: Found, targets: Mapping[str, float]) -> Figure:
+def draw(records: GroupedRecords, targets: Mapping[str, float]) -> Figure:
     """Medians and quartiles over seeds; a line at what others report."""
-    columns = min(_COLUMNS, len(found))
-    rows = math.ceil(len(found) / columns)
+    columns = min(_COLUMNS, len(records))
+    rows = math.ceil(len(records) / columns)
     figure = plots.new(1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds")
     grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, (problem, by) in zip(grid.flat, found.items(), strict=False):
+    for axes, (problem, by) in zip(grid.flat, records.items(), strict=False):
         colors = plots.colors(by)
         for method, runs in by.items():
             xs = [r["seconds"] for r in runs]
@@ -237,7 +237,7 @@ def draw(found: Found, targets: Mapping[str, float]) -> Figure:
             )
         plots.dress(axes)
         plots.label(axes, "seconds", "error", problem)
-    for axes in list(grid.flat)[len(found) :]:
+    for axes in list(grid.flat)[len(records) :]:
         axes.set_visible(False)
     lines, names = grid[0, 0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
@@ -245,14 +245,16 @@ def draw(found: Found, targets: Mapping[str, float]) -> Figure:
 
 
 #: records, one per seed, by problem and method
-Found = Mapping[str, Mapping[str, Sequence[Record]]]
+GroupedRecords = Mapping[str, Mapping[str, Sequence[Record]]]
 AHEAD = 10.0  # times smaller
 
 
-def claims(found: Found, targets: Mapping[str, float], missed: Collection[str] = ()) -> list[Check]:
+def claims(
+    records: GroupedRecords, targets: Mapping[str, float], missed: Collection[str] = ()
+) -> list[Check]:
     """Ahead of first-order methods, which is ours; where there is a target, as good as reported."""
-    out = [replace(_ahead(found), recorded=not set(missed) & found.keys())]
-    for problem, by in found.items():
+    out = [replace(_ahead(records), recorded=not set(missed) & records.keys())]
+    for problem, by in records.items():
         if problem in targets:
             check = _accurate(problem, by[GAUSS_NEWTON], targets[problem])
             out.append(replace(check, recorded=problem not in missed))
@@ -274,10 +276,10 @@ def reached(records: Sequence[Record], target: float) -> float:
     return median(one(r) for r in records)
 
 
-def _ahead(found: Found) -> Check:
+def _ahead(records: GroupedRecords) -> Check:
     ratios = {
         problem: min(final(by[ADAM]), final(by[LBFGS])) / max(final(by[GAUSS_NEWTON]), 1e-300)
-        for problem, by in found.items()
+        for problem, by in records.items()
     }
     least = min(ratios, key=ratios.__getitem__)
     held = sum(r >= AHEAD for r in ratios.values())

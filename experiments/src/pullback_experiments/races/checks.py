@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: records over seeds, by optimizer; runs of ours with fewer steps are called "ours, 0.85"
-Found = Mapping[str, Sequence[Record]]
+GroupedRecords = Mapping[str, Sequence[Record]]
 
 
 @dataclass(frozen=True)
@@ -37,81 +37,86 @@ class Lead:
     steps: float | None = None
     seconds: float | None = None
 
-    def judged(self, found: Found, ours: Sequence[str]) -> list[Claim]:
-        """(claim, holds, numbers) of all that it says."""
-        level = final(found[self.rival])
-        out = []
+    def judged(self, records: GroupedRecords, ours: Sequence[str]) -> list[Claim]:
+        """Return (claim, holds, numbers) of all that it claims."""
+        claims = []
         if self.below is not None:
-            name = min((n for n in ours if n in found), key=lambda n: final(found[n]), default=None)
-            if name is None:
-                end = math.inf
-            else:
-                end = final(found[name])
-            claim = f"K-FAC's rules end {self.below:g} below {title(self.rival)}"
-            if name is None:
-                best = "none"
-            else:
-                best = title(name)
-            out.append((claim, end <= level - self.below, f"{end:.4f} ({best}) and {level:.4f}"))
-        for along, share in (("step", self.steps), ("seconds", self.seconds)):
-            if share is not None:
-                theirs = median(r[along][-1] for r in found[self.rival])
-                own = min((reached(r, level, along) for r in _own(found, ours)), default=math.inf)
-                unit = along.rstrip("s") + "s"
-                if share != 1:
-                    amount = f"{share:g} of its {unit}"
-                else:
-                    amount = f"fewer {unit} than it"
-                claim = f"K-FAC's rules reach the final loss of {title(self.rival)} in {amount}"
-                if share == 1:
-                    holds = own < theirs
-                else:
-                    holds = own <= share * theirs
-                numbers = f"{_shown(own)} and {_shown(theirs)} {unit} to {level:.4f}"
-                out.append((claim, holds, numbers))
-        return out
+            claims.append(self._judge_end(records, ours, self.below))
+        if self.steps is not None:
+            claims.append(self._judge_speed(records, ours, "step", self.steps))
+        if self.seconds is not None:
+            claims.append(self._judge_speed(records, ours, "seconds", self.seconds))
+        return claims
+
+    def _judge_end(self, records: GroupedRecords, ours: Sequence[str], below: float) -> Claim:
+        """Judge whether the best of ours ends so much below the rival."""
+        level = final(records[self.rival])
+        ends = {name: final(records[name]) for name in ours if name in records}
+        best = min(ends, key=lambda name: ends[name], default=None)
+        end = math.inf if best is None else ends[best]
+        best_title = "none" if best is None else title(best)
+        claim = f"K-FAC's rules end {below:g} below {title(self.rival)}"
+        return claim, end <= level - below, f"{end:.4f} ({best_title}) and {level:.4f}"
+
+    def _judge_speed(
+        self, records: GroupedRecords, ours: Sequence[str], along: str, share: float
+    ) -> Claim:
+        """Judge whether ours reach the rival's end in a share of its steps or seconds."""
+        level = final(records[self.rival])
+        theirs = median(record[along][-1] for record in records[self.rival])
+        times = [reached(runs, level, along) for runs in _runs_of_ours(records, ours)]
+        best = min(times, default=math.inf)
+        unit = along.rstrip("s") + "s"
+        if share == 1:
+            amount = f"fewer {unit} than it"
+            holds = best < theirs
+        else:
+            amount = f"{share:g} of its {unit}"
+            holds = best <= share * theirs
+        claim = f"K-FAC's rules reach the final loss of {title(self.rival)} in {amount}"
+        return claim, holds, f"{_shown(best)} and {_shown(theirs)} {unit} to {level:.4f}"
 
 
 def final(records: Sequence[Record]) -> float:
-    """The median over seeds of the last held-out loss, ∞ where runs were lost."""
+    """Return the median over seeds of the last held-out loss, ∞ where runs diverged."""
     return median(finite(r["held-out loss"][-1]) for r in records)
 
 
 def reached(records: Sequence[Record], level: float, along: str) -> float:
-    """Steps or seconds at which the median curve is at a loss, between evaluations along a line.
+    """Return the steps or seconds at which the median curve reaches a loss, ∞ if it never does.
+
+    Between two evaluations it is interpolated linearly.
 
     >>> run = {"step": [0, 10, 20], "held-out loss": [3.0, 2.0, 1.0]}
     >>> reached([run], 1.5, "step"), reached([run], 0.5, "step")
     (15.0, inf)
     """
-    count = min(len(r["step"]) for r in records)  # a lost run ends early
-    curve = [median(finite(r["held-out loss"][i]) for r in records) for i in range(count)]
-    places = [median(r[along][i] for r in records) for i in range(count)]
-    for i, loss in enumerate(curve):
-        if loss <= level:
-            if i:
-                before = curve[i - 1]
-            else:
-                before = math.inf
-            if before < math.inf:
-                part = (before - level) / (before - loss)
-            else:
-                part = 1.0
-            if not i:
-                return places[i]
-            return places[i - 1] + part * (places[i] - places[i - 1])
-    return math.inf
+    count = min(len(record["step"]) for record in records)  # a run that diverged ends early
+    losses = [_median_at(records, "held-out loss", i) for i in range(count)]
+    times = [median(record[along][i] for record in records) for i in range(count)]
+    first = next((i for i, loss in enumerate(losses) if loss <= level), None)
+    if first is None:
+        return math.inf
+    if first == 0 or losses[first - 1] == math.inf:
+        return times[first]
+    before = losses[first - 1]
+    fraction = (before - level) / (before - losses[first])
+    return times[first - 1] + fraction * (times[first] - times[first - 1])
 
 
-def _own(found: Found, ours: Sequence[str]) -> list[Sequence[Record]]:
-    """Runs of K-FAC's rules, of full length and shorter."""
-    return [runs for name, runs in found.items() if name in ours or name.startswith("ours")]
+def _median_at(records: Sequence[Record], name: str, i: int) -> float:
+    return median(finite(record[name][i]) for record in records)
 
 
-def table(found: Found, heading: str) -> Table:
-    """Every optimizer with its rate, its end and its times."""
+def _runs_of_ours(records: GroupedRecords, ours: Sequence[str]) -> list[Sequence[Record]]:
+    """Return runs of K-FAC's rules, of full length and shorter."""
+    return [runs for name, runs in records.items() if name in ours or name.startswith("ours")]
+
+
+def table(records: GroupedRecords, heading: str) -> Table:
+    """Return a table of every optimizer with its rate, its final loss and its times."""
     rows = []
-    for name, runs in found.items():
+    for name, runs in records.items():
         rows.append(
             [
                 title(name, runs[0]["method"]),
@@ -124,7 +129,7 @@ def table(found: Found, heading: str) -> Table:
             ]
         )
     columns = ["optimizer", "lr", "steps", "held-out loss", "accuracy", "seconds", "ms/step"]
-    count = len(next(iter(found.values())))
+    count = len(next(iter(records.values())))
     return Table(columns, rows, f"{heading}: medians over {count} seed{'s'[: count > 1]}")
 
 
@@ -162,7 +167,7 @@ _ALONG = {"step": "steps", "seconds": "seconds of training"}
 _FAR = 3  # times the least loss: ends above are not shown
 
 
-def draw(races: Mapping[str, Found], heading: str) -> Figure:
+def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
     """Medians and quartiles over seeds; shorter runs of ours are dashed."""
     figure = plots.new(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
@@ -187,11 +192,11 @@ def draw(races: Mapping[str, Found], heading: str) -> Figure:
     return figure
 
 
-def series(found: Found, along: Iterable[str]) -> list[Series]:
+def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
     """The same lines for a page that draws them itself."""
-    places = plots.places(n for n in found if not _shorter(n))
+    places = plots.places(n for n in records if not _shorter(n))
     lines = []
-    for name, runs in found.items():
+    for name, runs in records.items():
         if runs:
             if _shorter(name):
                 method = runs[0]["method"]
@@ -215,9 +220,9 @@ def _shorter(name: str) -> bool:
     return name.startswith("ours")
 
 
-def _limits(found: Found) -> tuple[float, float]:
+def _limits(records: GroupedRecords) -> tuple[float, float]:
     """Where curves end, and what is above it; their start is far above what matters."""
-    seen = [v for runs in found.values() for r in runs for v in r["held-out loss"]]
+    seen = [v for runs in records.values() for r in runs for v in r["held-out loss"]]
     low = min((v for v in seen if math.isfinite(v)), default=1.0)
-    high = max((v for v in map(final, found.values()) if v < _FAR * low), default=low)
+    high = max((v for v in map(final, records.values()) if v < _FAR * low), default=low)
     return 0.95 * low, max(1.15 * high, 1.2 * low)

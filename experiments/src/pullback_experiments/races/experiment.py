@@ -14,7 +14,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .checks import Found, Lead, series, table
+from .checks import GroupedRecords, Lead, series, table
 from .loop import RaceTask, run
 from .networks import ImageData
 from .optimizers import OURS
@@ -177,7 +177,7 @@ class Race(Experiment):
             loss = record["final"]
         return f"{record['method']} lr {record['lr']:g}, loss {loss:.4f}, {record['ms']:.1f} ms"
 
-    def _found(self, results: Results, task: str) -> Found:
+    def _group_records(self, results: Results, task: str) -> GroupedRecords:
         names = list(self._entrants(results.quick))
         names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
         found = {name: results.of(task, name) for name in names}
@@ -190,7 +190,7 @@ class Race(Experiment):
             return []
         checks = []
         for task, what in self._tasks(False).items():
-            found = self._found(results, task)
+            found = self._group_records(results, task)
             prefix = f"{what.title}: "
             for lead in self.leads:
                 if lead.rival in found:
@@ -202,14 +202,16 @@ class Race(Experiment):
 
     def tables(self, results: Results) -> list[Table]:
         tasks = self._tasks(results.quick)
-        return [table(self._found(results, name), task.title) for name, task in tasks.items()]
+        return [
+            table(self._group_records(results, name), task.title) for name, task in tasks.items()
+        ]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         from .checks import draw
 
         tasks = self._tasks(results.quick)
         seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
-        races = {task.title: self._found(results, name) for name, task in tasks.items()}
+        races = {task.title: self._group_records(results, name) for name, task in tasks.items()}
         return {"": draw(races, f"Held-out loss, medians and quartiles over {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
@@ -217,7 +219,7 @@ class Race(Experiment):
             Chart(
                 f"{task.title}: held-out loss",
                 "held-out loss",
-                series(self._found(results, name), _ALONG),
+                series(self._group_records(results, name), _ALONG),
                 x=_ALONG,
                 logx=False,
                 logy=False,

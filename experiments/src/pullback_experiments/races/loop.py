@@ -179,14 +179,14 @@ class _RaceState:
         """These steps; their seconds."""
         self.model.train()
         synchronize(self.device)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for i, (x, y) in zip(part, batches, strict=True):
             factor = self._schedule((i + 1) / (self.steps + 1))  # neither end has a rate of zero
             for group, rate in zip(self._groups, self._rates, strict=True):
                 group["lr"] = rate * factor
             self._step(x, y)
         synchronize(self.device)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     def _step(self, x: Tensor, y: Tensor) -> None:
         for optimizer in self.optimizers:

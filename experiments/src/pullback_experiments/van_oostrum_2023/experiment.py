@@ -82,11 +82,11 @@ _SOUND = tuple(name for name in INVERSES if name != DAMPED)
 
 def judged(results: Results) -> list[Check]:
     """The theorems, then the examples; one printed number is wrong."""
-    found = [*_theorems(results), *_examples(results)]
+    claims = [*_theorems(results), *_examples(results)]
     # damping is not in the paper; the point that A.2 prints
     ours = 5
     wrong = 8
-    return recorded(found, [i != wrong for i in range(len(found))], {ours})
+    return recorded(claims, [i != wrong for i in range(len(claims))], {ours})
 
 
 def _theorems(results: Results) -> list[Claim]:
@@ -211,25 +211,25 @@ def _framed(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower righ
 
 
 def _plane(axes: Axes, results: Results) -> None:
-    found = results.once("example 1")
+    records = results.once("example 1")
     axes.axhline(0, color=_PHI, lw=0.8, ls="--")
     axes.axvline(0, color=_PSI, lw=0.8, ls="--")
-    _arrow(axes, found["gradient"], INK, "grad L")
-    _arrow(axes, found["moves"][0], _PHI, "through φ")
-    _arrow(axes, found["moves"][1], _PSI, "through ψ")
+    _arrow(axes, records["gradient"], INK, "grad L")
+    _arrow(axes, records["moves"][0], _PHI, "through φ")
+    _arrow(axes, records["moves"][1], _PSI, "through ψ")
     axes.set(xlim=(-0.5, 1.3), ylim=(-0.6, 1.0))
     _framed(axes, "Example 1: spans that meet in zero", "x", "y")
 
 
 def _eight(axes: Axes, results: Results) -> None:
-    found = results.once("example 2")
+    records = results.once("example 2")
     at = [math.pi * (-0.25 + 1.5 * i / 200) for i in range(201)]
     axes.plot([math.sin(2 * t) for t in at], [math.sin(t) for t in at], color=_SOFT, lw=1.2)
     for end, color, name in zip(
-        found["moves"], (_PHI, _PSI), ("φ at ξ₁ = 0", "ψ at θ₁ = 0, ξ₂ = π"), strict=True
+        records["moves"], (_PHI, _PSI), ("φ at ξ₁ = 0", "ψ at θ₁ = 0, ξ₂ = π"), strict=True
     ):
         _arrow(axes, end, color, name)
-    _arrow(axes, found["gradient"], INK, "grad L")
+    _arrow(axes, records["gradient"], INK, "grad L")
     axes.plot(0, 0, "o", color=INK, ms=4)
     _framed(axes, "Example 2: a crossing", "x = sin 2ξ", "y = sin ξ")
     # inside the upper loop, where no line is
@@ -238,10 +238,10 @@ def _eight(axes: Axes, results: Results) -> None:
 
 
 def _space(axes: Axes, results: Results) -> None:
-    found = results.once("A.3")
+    records = results.once("A.3")
     axes.plot([-0.5, 6.5], [6.5, -0.5], color=_SOFT, lw=1.2, label="all y with Gy = ∇L")
-    _arrow(axes, found["y_xi"], _PHI, r"$y_\Xi$ = (3, 3)")
-    _arrow(axes, found["y_theta"], _PSI, r"$y_\Theta$ = (4⅘, 1⅕)")
+    _arrow(axes, records["y_xi"], _PHI, r"$y_\Xi$ = (3, 3)")
+    _arrow(axes, records["y_theta"], _PSI, r"$y_\Theta$ = (4⅘, 1⅕)")
     axes.set(xlim=(-0.5, 6.5), ylim=(-0.5, 6.5))
     _framed(axes, "A.3: two vectors, one move", "y₁", "y₂", "upper right")
 

@@ -199,8 +199,8 @@ class DirectionProbe(Wrapper):
         self.largest = float("nan")
         self.energy = float("nan")
 
-    def solution(self, local: Local, damping: Damping | None, about: Tensor | None) -> Solution:
-        found = local.solve(damping, about)
-        self.largest = float(found.x.abs().max())
-        self.energy = float(local.gradient @ found.x)
-        return found
+    def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
+        solution = local.solve(damping, center)
+        self.largest = float(solution.x.abs().max())
+        self.energy = float(local.gradient @ solution.x)
+        return solution

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,58 +30,85 @@ from .markup import (
 def article(
     path: Path, out: Path, state: Mapping[str, Any], anchor: str, curves: Curves
 ) -> ReportEntry:
-    """The entry of a results file."""
+    """Return the entry of a results file."""
     about = state["about"]
     summary = state["summary"]
-    checks = summary.get("checks") or []
-    figures = summary.get("figures") or []
-    name = str(about["name"])
-    plots = charts.drawn(curves.charts)
-    took = summary.get("seconds")
     verdict = judged(summary)
-    words, partial = _seeds(about, summary)
-    parts = [
-        _heading(anchor, name, about, verdict),
+    seeds = _describe_seeds(about, summary)
+    title = "Environment and configuration, " + str(path.relative_to(out))
+    details = environments(state["environments"]) + listing(state["config"])
+    blocks = [
+        _heading(anchor, str(about["name"]), about, verdict),
         f'<p class="claim">{text(about.get("claim", ""))}</p>',
         _why(summary),
-        f'<p class="seeds{" partial" if partial else ""}">{text(words)}.</p>',
-        _checks(checks),
-        plots,
-        "<noscript><p>The curves are drawn by a script.</p></noscript>" if plots else "",
-        f'<p class="note">{text(curves.note)}</p>' if curves.note else "",
-        pictures(path, figures, name, bool(plots)),
-        *(table(one) for one in summary.get("tables") or []),
-        f'<p class="about">{text(about["about"])}</p>' if about.get("about") else "",
+        seeds.html,
+        _checks(summary.get("checks") or []),
+        *_illustrations(path, about, summary, curves),
+        _paragraph("about", about.get("about")),
         command(_again(path, about, summary)),
-        folded(
-            f"Environment and configuration, {path.relative_to(out)}",
-            environments(state["environments"]) + listing(state["config"]),
-        ),
+        folded(title, details),
     ]
-    asked = [c for c in checks if c.get("of_paper", True)]
-    held = sum(bool(c["holds"]) for c in asked)
-    complete = [int(s) for s in summary.get("complete") or []]
+    html = f'<article id="{text(anchor)}" data-verdict="{verdict}">\n{lines(blocks)}\n</article>'
+    took = summary.get("seconds")
     return ReportEntry(
         anchor=anchor,
         paper=str(about.get("paper") or "Other"),
-        name=name + (" (quick)" if about.get("quick") else ""),
+        name=_name(about),
         figure=str(about.get("figure", "")),
         verdict=verdict,
-        claims=f"{held}/{len(asked)}" if asked else "–",
-        seeds=(ranges(complete) or "none") + (", partial" if partial else ""),
+        claims=_count_claims(summary.get("checks") or []),
+        seeds=seeds.short,
         took=None if took is None else float(took),
-        html=f'<article id="{text(anchor)}" data-verdict="{verdict}">\n{lines(parts)}\n</article>',
+        html=html,
     )
 
 
+def _name(about: Mapping[str, Any]) -> str:
+    if about.get("quick"):
+        return f"{about['name']} (quick)"
+    return str(about["name"])
+
+
+def _count_claims(checks: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many of the paper's claims hold, such as 3/4."""
+    of_paper = [check for check in checks if check.get("of_paper", True)]
+    if not of_paper:
+        return "–"
+    holding = sum(bool(check["holds"]) for check in of_paper)
+    return f"{holding}/{len(of_paper)}"
+
+
+def _paragraph(css_class: str, words: object) -> str:
+    """Return a paragraph, or nothing without words."""
+    if not words:
+        return ""
+    return f'<p class="{css_class}">{text(words)}</p>'
+
+
+def _illustrations(
+    path: Path, about: Mapping[str, Any], summary: Mapping[str, Any], curves: Curves
+) -> list[str]:
+    """Return curves, figures and tables."""
+    plots = charts.drawn(curves.charts)
+    hint = ""
+    if plots:
+        hint = "<noscript><p>The curves are drawn by a script.</p></noscript>"
+    figures = summary.get("figures") or []
+    return [
+        plots,
+        hint,
+        _paragraph("note", curves.note),
+        pictures(path, figures, str(about["name"]), bool(plots)),
+        *map(table, summary.get("tables") or []),
+    ]
+
+
 def judged(summary: Mapping[str, Any]) -> str:
-    """The verdict of a run; words of others are none."""
+    """Return the verdict of a run; "not judged" without one that this version knows."""
     verdict = summary.get("verdict")
-    if verdict is None:
-        word = "not judged"
-    else:
-        word = str(verdict["outcome"])
-    return word if word in VERDICTS else "not judged"
+    if verdict is None or str(verdict["outcome"]) not in VERDICTS:
+        return "not judged"
+    return str(verdict["outcome"])
 
 
 def _heading(anchor: str, name: str, about: Mapping[str, Any], verdict: str) -> str:
@@ -91,12 +119,11 @@ def _heading(anchor: str, name: str, about: Mapping[str, Any], verdict: str) -> 
 
 
 def _why(summary: Mapping[str, Any]) -> str:
-    """The reason of the verdict; claims that do not hold are among the checks below."""
+    """Return the reason of the verdict; claims that do not hold are among the checks below."""
     verdict = summary.get("verdict")
     if verdict is None:
-        silent = summary.get("complete") and not summary.get("checks")
-        if silent:
-            return f'<p class="why">{text(UNJUDGED)}</p>'
+        if summary.get("complete") and not summary.get("checks"):
+            return _paragraph("why", UNJUDGED)
         return ""
     why = str(verdict["why"])
     if summary.get("checks"):
@@ -104,58 +131,94 @@ def _why(summary: Mapping[str, Any]) -> str:
     return f'<p class="why">{text(why[:1].upper() + why[1:])}.</p>'
 
 
-def _seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, bool]:
-    """Which seeds are in, in words, and whether some are missing."""
-    complete = [int(s) for s in summary.get("complete") or []]
-    due = {int(s) for s in about.get("seeds") or []}
+@dataclass(frozen=True)
+class SeedsInWords:
+    """Which seeds are complete: a sentence, a few words, and whether some are missing."""
+
+    sentence: str
+    complete: list[int]
+    is_partial: bool
+
+    @property
+    def html(self) -> str:
+        """The sentence as a paragraph."""
+        css_class = "seeds partial" if self.is_partial else "seeds"
+        return f'<p class="{css_class}">{text(self.sentence)}.</p>'
+
+    @property
+    def short(self) -> str:
+        """The complete seeds, such as "0-9, partial"."""
+        seeds = ranges(self.complete) or "none"
+        if self.is_partial:
+            return f"{seeds}, partial"
+        return seeds
+
+
+def _describe_seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> SeedsInWords:
+    complete = _integers(summary.get("complete"))
+    beside = _integers(summary.get("beside"))
+    expected = set(_integers(about.get("seeds")))
+    missing = expected - set(complete) - set(beside)
     done, total = summary.get("items") or (0, None)
-    words = f"Seeds: {ranges(complete) or 'none complete'}"
-    partial = True
-    beside = _beside(summary)
-    if missing := due - set(complete) - set(beside):
-        words += f"; partial, {len(missing)} of {len(due)} are missing ({ranges(sorted(missing))})"
+    is_finished = total is not None and done >= total
+    clauses = [f"Seeds: {ranges(complete) or 'none complete'}"]
+    if missing:
+        count = f"{len(missing)} of {len(expected)}"
+        clauses.append(f"partial, {count} are missing ({ranges(sorted(missing))})")
     if total is None:
-        words += "; interrupted before anything was judged"
-    elif done < total:
-        words += f"; unfinished, {int(done)} of {int(total)} items"
-    else:
-        partial = not due <= set(complete)
+        clauses.append("interrupted before anything was judged")
+    elif not is_finished:
+        clauses.append(f"unfinished, {int(done)} of {int(total)} items")
     took = summary.get("seconds")
-    words += "" if took is None else f"; {clocked(float(took))} in all"
+    if took is not None:
+        clauses.append(f"{clocked(float(took))} in all")
+    sentence = "; ".join(clauses)
     if beside:
-        words += f". {BESIDE.format(ranges(beside))}; the command below takes them in"
-    return words, partial
+        sentence += f". {BESIDE.format(ranges(beside))}; the command below takes them in"
+    is_partial = not is_finished or not expected <= set(complete)
+    return SeedsInWords(sentence, complete, is_partial)
 
 
-def _beside(summary: Mapping[str, Any]) -> list[int]:
-    return [int(s) for s in summary.get("beside") or []]
+def _integers(numbers: Iterable[Any] | None) -> list[int]:
+    return [int(number) for number in numbers or ()]
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for check in checks:
-        mark, word = ("✓", "holds") if check["holds"] else ("✗", "does not hold")
-        if check["holds"] == check["recorded"]:
-            notes = []
-        else:
-            notes = ["unlike the record"]
-        notes += [] if check.get("of_paper", True) else ["not the paper's"]
-        extra = "".join(f" <em>{text(note)}</em>" for note in notes)
-        rows.append(
-            f'<li class="{"yes" if check["holds"] else "no"}"><span title="{word}" role="img" '
-            f'aria-label="{word}">{mark}</span> {text(check["claim"])} '
-            f"<small>{text(check['numbers'])}</small>{extra}</li>"
-        )
-    if rows:
-        return f'<ul class="checks">\n{lines(rows)}\n</ul>'
-    return ""
+    """Return a list of the checks, or nothing without any."""
+    if not checks:
+        return ""
+    return f'<ul class="checks">\n{lines(list(map(_check, checks)))}\n</ul>'
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    css_class = "no"
+    mark = "✗"
+    word = "does not hold"
+    if check["holds"]:
+        css_class = "yes"
+        mark = "✓"
+        word = "holds"
+    notes = ""
+    if check["holds"] != check["recorded"]:
+        notes += " <em>unlike the record</em>"
+    if not check.get("of_paper", True):
+        notes += " <em>" + text("not the paper's") + "</em>"
+    return (
+        f'<li class="{css_class}"><span title="{word}" role="img" '
+        f'aria-label="{word}">{mark}</span> {text(check["claim"])} '
+        f"<small>{text(check['numbers'])}</small>{notes}</li>"
+    )
 
 
 def _again(path: Path, about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    words = ["pullback", "run", str(about["name"]), *(["--quick"] if about.get("quick") else [])]
-    asked = sorted([*(int(s) for s in summary.get("asked") or []), *_beside(summary)])
-    if asked and asked != sorted(int(s) for s in about.get("seeds") or []):
-        words += ["--seeds", ranges(asked)]
-    if (device := str(summary.get("device", "cpu"))) != "cpu":
+    """Return the command that goes on with the run, or repeats it."""
+    words = ["pullback", "run", str(about["name"])]
+    if about.get("quick"):
+        words.append("--quick")
+    seeds = sorted(_integers(summary.get("asked")) + _integers(summary.get("beside")))
+    if seeds and seeds != sorted(_integers(about.get("seeds"))):
+        words += ["--seeds", ranges(seeds)]
+    device = str(summary.get("device", "cpu"))
+    if device != "cpu":
         words += ["--device", device]
     return shlex.join([*words, "--out", str(path.parent)])

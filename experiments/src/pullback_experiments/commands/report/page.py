@@ -189,9 +189,9 @@ def short(paper: str) -> str:
     >>> short("Yin (2024), Natural Gradient Descent"), short("Other")
     ('Yin (2024)', 'Other')
     """
-    found = re.match(r".*?\(\d{4}\)", paper)
-    if found:
-        return found.group()
+    match = re.match(r".*?\(\d{4}\)", paper)
+    if match:
+        return match.group()
     return paper
 
 
