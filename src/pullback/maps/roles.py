@@ -23,7 +23,7 @@ from .._core.capture import Call, unwrap_model
 from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
 from .layers import Compound, find
-from .layers.product import ProductUse
+from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
 from .output_parts import MadeWeight
 from .record import Entry, ForwardRecord
@@ -204,16 +204,24 @@ def _role_from_uses(
     products = [use.module.product for use in matrices if isinstance(use.module, ProductUse)]
     if len(products) == len(matrices) and products[0].form[0] > 1:
         return _stack_role(name, parameter, products[0], parts)
+    product = products[0] if products else None
+    return _matrix_role(name, parameter, product, parts, f"weight of {kind}", name in heads)
+
+
+def _matrix_role(
+    name: str, parameter: Tensor, product: MatrixProduct | None, parts: Sequence[Sequence[int]],
+    reason: str, is_head: bool,
+) -> ParameterRole:  # fmt: skip
+    """The role of a single matrix, or of several one below the other."""
     axis = 0
-    if products:
-        rows = products[0].form[1]
-    else:
-        rows = parameter.shape[0]
-    if products and products[0].is_transposed:
-        axis = parameter.ndim - 1
+    rows = parameter.shape[0]
+    if product is not None:
+        rows = product.form[1]
+        if product.is_transposed:
+            axis = parameter.ndim - 1
     split, remark = _split_of(parts, rows)
-    reason = f"weight of {kind}{remark}"
-    if name in heads:
+    reason += remark
+    if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
     return ParameterRole(name, Role.MATRIX, split, axis, reason)
 
@@ -388,23 +396,29 @@ def _find_heads(record: ForwardRecord, result: Any) -> set[str]:
     They are the first that a walk down the graph meets, if none of them stands below another: the
     output of a residual network without a head is a sum over all of its blocks.
     """
+    weights = _weights_by_node(record)
+    heads: set[str] = set()
+    for tensor in _main_outputs(result):
+        reached = collect_reachable_nodes(
+            tensor.grad_fn, lambda node: [] if node in weights else _below(node)
+        )
+        first = reached & {*weights}
+        if any(_multiplies_activations(node) for node in reached - first):
+            continue  # similarities of two encoders
+        if not any(first & _reached_below(node) for node in first):
+            heads.update(filter(None, (weights[node] for node in first)))
+    return heads
+
+
+def _weights_by_node(record: ForwardRecord) -> dict[Any, str | None]:
+    """The weights by the node of their output; None at outputs of compound layers."""
     nodes: dict[Any, str | None] = {}
     for entry in record.entries:
         if entry.layer.curvature == "kronecker" and entry.names.get("weight") is not None:
             nodes[entry.edge.node] = entry.names["weight"]
     for call in record.compounds:
         nodes.update((edge.node, None) for edge in call.edges if edge is not None)
-    heads: set[str] = set()
-    for tensor in _main_outputs(result):
-        reached = collect_reachable_nodes(
-            tensor.grad_fn, lambda node: [] if node in nodes else _below(node)
-        )
-        met = reached & {*nodes}
-        if any(_multiplies_activations(node) for node in reached - met):
-            continue  # similarities of two encoders
-        if not any(met & _reached_below(node) for node in met):
-            heads.update(name for node in met if (name := nodes[node]) is not None)
-    return heads
+    return nodes
 
 
 def _multiplies_activations(node: Any) -> bool:

@@ -91,28 +91,41 @@ def _classify_axes(
     entries: ParameterEntries, letters: Letters, index: Tensor | None
 ) -> WeightAxes | None:
     """Sort the weight's axes into stack, rows and columns; None if one is summed by itself."""
-    axes = {
-        letter: Axis(size, stride)
-        for letter, size, stride in zip(letters.weight, entries.size, entries.stride, strict=True)
-    }
+    axes = _own_axes(entries, letters, index)
+    if axes is None:
+        return None
+    stack = []
+    rows = []
+    columns = []
+    for letter in sorted(axes, key=lambda letter: -axes[letter].stride):
+        in_input = letter in letters.input
+        in_output = letter in letters.output
+        if in_input and in_output:
+            stack.append(letter)
+        elif in_output:
+            rows.append(letter)
+        elif in_input:
+            columns.append(letter)
+        else:
+            return None
+    return WeightAxes(axes, stack, rows, columns)
+
+
+def _own_axes(
+    entries: ParameterEntries, letters: Letters, index: Tensor | None
+) -> dict[str, Axis] | None:
+    """The weight's axes, without one that is picked by position and those it is expanded along."""
+    axes = {}
+    for letter, size, stride in zip(letters.weight, entries.size, entries.stride, strict=True):
+        is_shared = letter in letters.input and letter in letters.output
+        if not (is_shared and (size == 1 or stride == 0)):
+            axes[letter] = Axis(size, stride)
     if index is not None:  # axis 0 is picked by position
         picked = letters.weight[0]
         if entries.index is not None and not letters.output.startswith(picked):
             return None
-        axes.pop(picked)
-    for letter, axis in list(axes.items()):
-        is_shared = letter in letters.input and letter in letters.output
-        if is_shared and (axis.size == 1 or axis.stride == 0):  # expanded along it
-            axes.pop(letter)
-    if any(letter not in letters.input and letter not in letters.output for letter in axes):
-        return None
-    by_stride = sorted(axes, key=lambda letter: -axes[letter].stride)
-    return WeightAxes(
-        axes,
-        [a for a in by_stride if a in letters.input and a in letters.output],
-        [a for a in by_stride if a not in letters.input],
-        [a for a in by_stride if a not in letters.output],
-    )
+        axes.pop(picked, None)
+    return axes
 
 
 def _locate_matrices(
@@ -180,11 +193,7 @@ def _arrange(
 ) -> MatrixProduct | None:
     """Say where the axes of input and output go; None if the weight was expanded along one."""
     output = letters.output
-    lead = 0
-    while (
-        lead < len(output) and output[lead] in letters.input and output[lead] not in axes.by_letter
-    ):
-        lead += 1
+    lead = _count_lead(letters, axes)
     positions = [a for a in output[lead:] if a not in axes.by_letter]
     if any(a not in letters.input for a in positions):
         return None
@@ -213,6 +222,16 @@ def _arrange(
         input_stack_axes=len(axes.stack),
         is_linear=is_linear,
     )
+
+
+def _count_lead(letters: Letters, axes: WeightAxes) -> int:
+    """How many axes the output begins with that it has from the input alone."""
+    count = 0
+    for letter in letters.output:
+        if letter not in letters.input or letter in axes.by_letter:
+            break
+        count += 1
+    return count
 
 
 def _summed_axes(letters: Letters, axes: WeightAxes) -> tuple[int, ...]:
