@@ -123,3 +123,11 @@ def test_poisson(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_burgers_inverse() -> None:
     assert abs(run("burgers_inverse", steps=30) - 0.1) < 2e-2
+
+
+def test_ising_chain() -> None:
+    assert run("ising_chain", sites=8, steps=40) < 1e-3
+
+
+def test_own_hamiltonian() -> None:
+    assert run("own_hamiltonian", sites=6, steps=40) < 1e-2

@@ -86,7 +86,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 #: theorems that are numbers alone
-NOT_DRAWN = {"kerekes-2022-theorems", "laplace-uci", "laplace-rotation"}
+NOT_DRAWN = {"kerekes-2022-theorems", "laplace-rotation", "laplace-uci", "vmc-spins"}
 
 #: whose quick version judges nothing, and says so
 TOO_SHORT = {

@@ -123,7 +123,7 @@ def test_samplers_that_do_not_fit_are_refused(
     hamiltonian: vmc.Hamiltonian, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(pb.PullbackError, match=message):
-        make_chains(hamiltonian, 10, **options)
+        make_chains(hamiltonian, 10, 0, **options)
 
 
 def test_rhat_of_mixed_stuck_and_constant_chains() -> None:

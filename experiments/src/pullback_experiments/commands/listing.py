@@ -108,6 +108,7 @@ QUICK: dict[str, float] = {
     "race-text-large": 50,
     "race-vision": 80,
     "pde-benchmarks": 69,
+    "vmc-spins": 25,
     "yin-2024-shallow": 10,
     "yin-2024-deep": 22,
     "yin-2024-poisson": 24,
