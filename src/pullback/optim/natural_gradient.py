@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class NaturalGradient(Optimizer):
             self.rule.numbers or self.rule.vectors
         )
         #: the parameters that were found usable
-        self._checked: list[object] = []
+        self._checked: Sequence[object] = ()
 
     def _synchronize_processes(self) -> None:
         """Raise unless all processes have the same options; begin where the first one is."""
@@ -356,7 +356,7 @@ class NaturalGradient(Optimizer):
             refuse_metric(self.metric)
         params = self._active()
         is_single = self._processes.is_single
-        if closure is None:
+        if objective is not None:
             reduction = self.outputs.reduction or "mean"
             if is_single:
                 return ObjectiveProblem(params, objective, reduction)
