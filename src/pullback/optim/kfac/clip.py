@@ -5,7 +5,8 @@ m' = μm + Δ then
 
     m'ᵀFm' = μ²·mᵀFm + 2μ⟨m, g⟩ + ⟨Δ, g⟩,
 
-two inner products and the last length. When F changes, mᵀFm is computed anew.
+two inner products and the last length. When F changes, mᵀFm is computed anew, and the share ρ of
+m'ᵀFm' that is not the damping's: η²·ρ·m'ᵀFm' ≤ δ until F changes again.
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ class KLClip:
             return
         if self.is_stale:
             _recompute(shares, curvature, params, state)
-            self.is_stale = False
         lengths = [_advance(share, gradients, params, state, measured) for share in shares]
-        totals = [share.lr**2 * n.sum() for share, n in zip(shares, lengths, strict=True)]
+        if self.is_stale:
+            _measure_shares(shares, lengths, curvature, params, state)
+            self.is_stale = False
+        totals: list[Tensor] = []
+        for share, own in zip(shares, lengths, strict=True):
+            ratios = [length_of(params.by_name[n], state)[1] for n in share.names]
+            totals.append(share.lr**2 * (torch.stack(ratios).to(own) * own).sum())
         if not totals:
             return
         total = torch.stack([t.to(totals[0]) for t in totals]).sum()
@@ -99,10 +105,11 @@ def sum_lengths(lengths: Tensors) -> Tensor:
 
 
 def length_of(p: Any, state: State) -> Tensor:
-    """Return what the clip knows of a parameter's last move."""
+    """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
     own = state[p]
     if "length" not in own:
-        own["length"] = torch.zeros((), dtype=compute_dtype(p.dtype), device=p.device)
+        own["length"] = torch.zeros(2, dtype=compute_dtype(p.dtype), device=p.device)
+        own["length"][1] = 1
     elif own["length"].device != p.device or own["length"].dtype != compute_dtype(p.dtype):
         own["length"] = own["length"].to(p.device, compute_dtype(p.dtype))
     return own["length"]
@@ -119,7 +126,29 @@ def _recompute(
         return
     lengths = curvature.lengths(params.gather_whole(moves, "moves"), params.templates, damped=True)
     for name, length in lengths.items():
-        length_of(params.by_name[name], state).copy_(length)
+        length_of(params.by_name[name], state)[0].copy_(length)
+
+
+def _measure_shares(
+    shares: Sequence[Share],
+    lengths: Sequence[Tensor],
+    curvature: KFACState,
+    params: ModelParameters,
+    state: State,
+) -> None:
+    """Find the share of the coming move's length that is not the damping's, group by group."""
+    for share, own in zip(shares, lengths, strict=True):
+        moves: dict[str, Tensor] = {}
+        for i, name in enumerate(share.names):
+            moves[name] = share.directions[i]
+            if share.momentum:
+                moves[name] = moves[name] + share.momentum * share.buffers[i]
+        whole = params.gather_whole(moves, "moves")
+        undamped = sum_lengths(curvature.lengths(whole, params.templates, damped=False))
+        tiny = torch.finfo(own.dtype).tiny
+        ratio = (undamped.to(own) / own.sum().clamp(min=tiny)).clamp(0, 1)
+        for name in share.names:
+            length_of(params.by_name[name], state)[1].copy_(ratio)
 
 
 def _advance(
@@ -140,7 +169,7 @@ def _advance(
     new = params.sum_pieces(share.names, torch.stack([t.to(products[0]) for t in products]))
     if not share.momentum:
         return new
-    old = torch.stack([length_of(params.by_name[n], state).to(new) for n in share.names])
+    old = torch.stack([length_of(params.by_name[n], state)[0].to(new) for n in share.names])
     return share.momentum**2 * old + new
 
 
@@ -150,7 +179,7 @@ def _store(
     """Keep the lengths of moves that are taken, unless the step is void."""
     if not share.momentum:
         return
-    held = [length_of(params.by_name[n], state) for n in share.names]
+    held = [length_of(params.by_name[n], state)[0] for n in share.names]
     if is_void is not None:
         old = torch.stack([t.to(lengths) for t in held])
         lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)

@@ -95,8 +95,8 @@ class Natural(Rule):
             "empirical" the loss's own gradient.
         damping: λ, or an object: `Tikhonov`, `Exact`, `Invariant`, `Adaptive`.
         momentum: μ in m ← μm + F̂⁻¹g; param groups may have their own.
-        kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm, momentum included, with the damped F̂
-            whose inverse is in use. "auto" is 1e-3, or none where a closure controls the step; None
+        kl_clip: δ, such that η²·mᵀF̂m ≤ δ for the step ηm, momentum included. F̂ is that of the
+            last refresh. "auto" is 1e-3, or none where a closure controls the step; None
             switches it off.
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
             linear and convolution layers used once. λ is added to them.
