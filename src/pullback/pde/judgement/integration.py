@@ -1,0 +1,317 @@
+"""An ordinary initial value problem, integrated in time by another method than the network's.
+
+Residuals can be small everywhere while the solution is wrong, because an unstable equation
+amplifies a tiny violation. For ordinary differential equations with initial values the answer can
+be compared with a second discretization, which shares no points, no network and no tangents with
+the first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.integrate import solve_ivp
+from torch import Tensor
+
+from ...maps.jets import Index
+from ..discretization.sites import draw_sites
+from ..domains.sampling import Points
+from ..problem.conditions import Condition, Equation
+from ..problem.fields import Field, View, call_by_name
+from ..problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class IntegrationLimits:
+    """How accurately, and how long, an initial value problem is integrated.
+
+    Attributes:
+        relative_tolerance: of a step; two digits above round-off, and far below errors of networks.
+        newton_steps: for the highest derivatives; equations are nearly always linear in these.
+        newton_tolerance: of a root, relative to its size, at which Newton's method has converged.
+        evaluations: after which the integration is given up; about ten seconds.
+        compared_times: at which two solutions are compared.
+        smallest_field: share of the whole solution below which a field is not judged by itself.
+    """
+
+    relative_tolerance: float = 1e-10
+    newton_steps: int = 12
+    newton_tolerance: float = 1e-9
+    evaluations: int = 30_000
+    compared_times: int = 1000
+    smallest_field: float = 1e-10
+
+
+LIMITS = IntegrationLimits()
+
+#: u(t) of all fields at times (N,): (N, fields)
+Trajectory = Callable[[Tensor], Tensor]
+
+
+class _TooLong(Exception):
+    """The integration takes more evaluations than allowed."""
+
+
+class InitialValueProblem:
+    """F(t, u, u', …, u⁽ᵏ⁾) = 0 with as many initial conditions as u, u', …, u⁽ᵏ⁻¹⁾ has entries.
+
+    `from_problem` returns None for everything else: more coordinates than time, conditions
+    elsewhere than at the start, an algebraic equation, or another number of equations than fields.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        unknowns: Mapping[str, float],
+        equations: list[Condition],
+        initial_conditions: list[Condition],
+    ) -> None:
+        self._problem = problem
+        self._unknowns = {n: torch.tensor(v, dtype=torch.float64) for n, v in unknowns.items()}
+        self._equations = equations
+        self._initial_conditions = initial_conditions
+        self._start = float(problem.domain.low[0])
+        self._end = float(problem.domain.high[0])
+        self._orders = self._find_orders()
+        self._highest = torch.zeros(len(problem.fields), dtype=torch.float64)
+
+    @classmethod
+    def from_problem(
+        cls, problem: Problem, unknowns: Mapping[str, float]
+    ) -> InitialValueProblem | None:
+        """Return the initial value problem that these conditions state, if they state one."""
+        if problem.domain.dim != 1:
+            return None
+        equations: list[Condition] = []
+        initial_conditions: list[Condition] = []
+        for condition in problem.conditions:
+            if isinstance(condition, Equation) and condition.on is None:
+                equations.append(condition)
+            elif _holds_at_start(problem, condition):
+                initial_conditions.append(condition)
+            else:
+                return None
+        candidate = cls(problem, unknowns, equations, initial_conditions)
+        if not candidate._is_square():
+            return None
+        return candidate
+
+    def integrate(self, guess: Trajectory) -> Trajectory | None:
+        """Return the solution, or None if the integration fails.
+
+        Args:
+            guess: near which the initial values are looked for, such as the network's own.
+        """
+        initial_state = self._find_initial_state(guess)
+        if initial_state is None:
+            return None
+        evaluations = 0
+
+        def slope(t: float, state: np.ndarray) -> np.ndarray:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations > LIMITS.evaluations:
+                raise _TooLong
+            return self._slope(t, torch.from_numpy(state)).numpy()
+
+        scale = self._find_scale(initial_state, guess)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = solve_ivp(
+                    slope,
+                    (self._start, self._end),
+                    initial_state.numpy(),
+                    method="LSODA",
+                    rtol=LIMITS.relative_tolerance,
+                    atol=LIMITS.relative_tolerance * 1e-3 * scale,
+                    dense_output=True,
+                )
+        except (_TooLong, ArithmeticError, ValueError, torch.linalg.LinAlgError):
+            return None
+        if not outcome.success or not np.isfinite(outcome.y).all():
+            return None
+        columns = self._value_columns()
+
+        def trajectory(times: Tensor) -> Tensor:
+            states = torch.from_numpy(outcome.sol(times.detach().cpu().double().numpy()).T)
+            return states[:, columns]
+
+        return trajectory
+
+    def _find_scale(self, initial_state: Tensor, guess: Trajectory) -> float:
+        """Return the size of the solution, to which absolute tolerances are relative."""
+        times = torch.linspace(self._start, self._end, 50, dtype=torch.float64)
+        sizes = [float(initial_state.abs().max()), float(guess(times).detach().abs().max())]
+        return max(*sizes, torch.finfo(torch.float64).tiny)
+
+    # --- the equations as functions of the state -------------------------------------------------
+
+    def _find_orders(self) -> list[int]:
+        """Return the highest derivative of each field in the equations."""
+        orders = dict.fromkeys(self._problem.fields, 0)
+
+        def channel(name: str, index: Index | None) -> Tensor:
+            order = 2 if index is None else len(index)
+            orders[name] = max(orders[name], order)
+            return torch.full((1,), 0.7, dtype=torch.float64)
+
+        for condition in (*self._equations, *self._initial_conditions):
+            self._residual(condition, self._start, channel)
+        return [orders[name] for name in self._problem.fields]
+
+    def _is_square(self) -> bool:
+        """Return True if there are as many equations as fields, and initial values as states."""
+        if min(self._orders) == 0:
+            return False
+        state = torch.full((sum(self._orders),), 0.7, dtype=torch.float64)
+        highest = torch.full((len(self._orders),), 0.3, dtype=torch.float64)
+        equations = self._equation_residuals(self._start, state, highest)
+        initial = self._initial_residuals(state)
+        return len(equations) == len(highest) and len(initial) == len(state)
+
+    def _value_columns(self) -> list[int]:
+        """Return where each field's value stands in the state (u₁, u₁', …, u₂, …)."""
+        columns = []
+        position = 0
+        for order in self._orders:
+            columns.append(position)
+            position += order
+        return columns
+
+    def _residual(
+        self, condition: Condition, t: float, channel: Callable[[str, Index | None], Tensor]
+    ) -> Tensor:
+        """Return the residuals of a condition at one time, from the fields' derivatives there."""
+        problem = self._problem
+        time = torch.tensor([[t]], dtype=torch.float64)
+        normals = torch.full((1, 1), -1.0, dtype=torch.float64)
+        points = Points(time, torch.ones(1, dtype=torch.float64), normals)
+        fields = {}
+        for name in problem.fields:
+            fields[name] = Field(
+                lambda index, name=name: channel(name, index), problem.coordinates, normals
+            )
+        sources = {}
+        offered = {"points": time, problem.domain.names[0]: time[:, 0]}
+        for name, source in problem.sources.items():
+            sources[name] = _evaluate_source(source, offered)
+        coordinates = {problem.domain.names[0]: time[:, 0], **sources}
+        view = View([fields], points, coordinates, self._unknowns, {})
+        residuals = condition.residual(view)
+        if not isinstance(residuals, (list, tuple)):
+            residuals = [residuals]
+        values = [r.value if isinstance(r, Field) else r for r in residuals]
+        return torch.cat([v.reshape(-1) for v in values])
+
+    def _channels(self, state: Tensor, highest: Tensor) -> Callable[[str, Index | None], Tensor]:
+        """Return the derivatives by field and order, from the state and the highest ones."""
+        derivatives: dict[str, list[Tensor]] = {}
+        position = 0
+        for number, (name, order) in enumerate(
+            zip(self._problem.fields, self._orders, strict=True)
+        ):
+            lower = [state[k : k + 1] for k in range(position, position + order)]
+            derivatives[name] = [*lower, highest[number : number + 1]]
+            position += order
+
+        def channel(name: str, index: Index | None) -> Tensor:
+            order = 2 if index is None else len(index)
+            return derivatives[name][order]
+
+        return channel
+
+    def _equation_residuals(self, t: float, state: Tensor, highest: Tensor) -> Tensor:
+        channel = self._channels(state, highest)
+        return torch.cat([self._residual(c, t, channel) for c in self._equations])
+
+    def _initial_residuals(self, state: Tensor) -> Tensor:
+        channel = self._channels(state, torch.zeros_like(self._highest))
+        conditions = self._initial_conditions
+        return torch.cat([self._residual(c, self._start, channel) for c in conditions])
+
+    def _slope(self, t: float, state: Tensor) -> Tensor:
+        """Return the state's derivative; Newton's method finds the highest derivatives."""
+        self._highest = _find_root(
+            lambda highest: self._equation_residuals(t, state, highest), self._highest
+        )
+        slopes = []
+        position = 0
+        for number, order in enumerate(self._orders):
+            slopes.append(state[position + 1 : position + order])
+            slopes.append(self._highest[number : number + 1])
+            position += order
+        return torch.cat(slopes)
+
+    def _find_initial_state(self, guess: Trajectory) -> Tensor | None:
+        """Return the state at the start that meets all initial conditions."""
+        state = torch.zeros(sum(self._orders), dtype=torch.float64)
+        start = torch.tensor([self._start], dtype=torch.float64)
+        state[self._value_columns()] = guess(start)[0].detach().cpu().double()
+        try:
+            return _find_root(self._initial_residuals, state)
+        except (ArithmeticError, torch.linalg.LinAlgError):
+            return None
+
+
+def compare_with_integration(
+    problem: Problem, unknowns: Mapping[str, float], solution: Trajectory
+) -> float | None:
+    """Return how far a solution is from that of an integrator, relative in L².
+
+    The largest difference counts: of all fields together, and of each field by itself.
+
+    Returns:
+        None where the problem is no ordinary initial value problem, or cannot be integrated.
+    """
+    initial_value_problem = InitialValueProblem.from_problem(problem, unknowns)
+    if initial_value_problem is None:
+        return None
+    trajectory = initial_value_problem.integrate(solution)
+    if trajectory is None:
+        return None
+    start = float(problem.domain.low[0])
+    end = float(problem.domain.high[0])
+    times = torch.linspace(start, end, LIMITS.compared_times, dtype=torch.float64)
+    reference = trajectory(times)
+    difference = solution(times).detach().cpu().double() - reference
+    size = float(reference.norm())
+    ratios = [float(difference.norm()) / max(size, torch.finfo(torch.float64).tiny)]
+    for column in range(reference.shape[1]):
+        field_size = float(reference[:, column].norm())
+        if field_size > LIMITS.smallest_field * size:
+            ratios.append(float(difference[:, column].norm()) / field_size)
+    return max(ratios)
+
+
+def _holds_at_start(problem: Problem, condition: Condition) -> bool:
+    """Return True if all points of the condition are the beginning of the interval."""
+    (points, *others) = draw_sites(problem, condition, 4, "sobol", 0)
+    return not others and bool((points.x == problem.domain.low).all())
+
+
+def _evaluate_source(source: Callable[..., object], offered: Mapping[str, Tensor]) -> Tensor:
+    """Return a source's value at one time."""
+    value = call_by_name(source, offered, "A source")
+    return torch.as_tensor(value, dtype=torch.float64).reshape(-1)
+
+
+def _find_root(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """Return a root near `start` by Newton's method; raise ArithmeticError if it is not reached."""
+    x = start
+    for _ in range(LIMITS.newton_steps):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            value = function(leaf)
+            rows = [torch.autograd.grad(v, leaf, retain_graph=True)[0] for v in value]
+        jacobian = torch.stack(rows)
+        move = torch.linalg.solve(jacobian, value.detach())
+        x = x - move
+        scale = 1.0 + float(x.abs().max())
+        if float(move.abs().max()) <= LIMITS.newton_tolerance * scale:
+            return x
+    raise ArithmeticError("Newton's method did not converge")
