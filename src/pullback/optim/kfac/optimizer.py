@@ -736,7 +736,7 @@ class KFAC(Optimizer):
             return
         has_moved, has_learned = verdict.flags()
         numbers = self._schedule.numbers
-        if verdict.learning and not has_learned:
+        if verdict.takes_statistics and not has_learned:
             numbers["taken"] -= 1
             self._skipped = has_moved
             notes = report.notes_of(self._curvature, has_moved)
