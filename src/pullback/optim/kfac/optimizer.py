@@ -335,10 +335,11 @@ class KFAC(Optimizer):
                 if name in elementwise and self._assignment.others is not None:
                     if name not in present:
                         curvature.allocate_entries(name, p)
-                elif has_momentum:
+                    continue
+                if has_momentum:
                     update.buffer_of(self.state, p)
-                    if self._clip is not None:
-                        length_of(p, self.state)
+                if self._clip is not None:
+                    length_of(p, self.state)
 
     @property
     def _like(self) -> dict[str, Tensor]:
