@@ -28,6 +28,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         paper="Daxberger et al. (2021), Laplace Redux",
         figure="images under rotation",
         claim="a Laplace posterior is less sure of itself where the data have shifted",
-        about="Fashion-MNIST; test images are turned. The LSTM is refused by laplace-torch.",
+        about="Fashion-MNIST; test images are turned.",
     ),
 )

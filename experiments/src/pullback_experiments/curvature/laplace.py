@@ -292,7 +292,7 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
 
 
 class TextOfRows(nn.Module):
-    """An LSTM that reads an image row by row: a network that laplace-torch refuses."""
+    """An LSTM that reads an image row by row."""
 
     def __init__(self) -> None:
         super().__init__()
