@@ -68,8 +68,10 @@ class KroneckerBlock(SpectralBlock):
         """
         dtype = pair.output_factor.dtype
         double = Pair(pair.output_factor.double(), pair.input_factor.double())
-        fields = vars(double.eigen_block())
-        return cls(form, EigenBlock(**{name: _cast(t, dtype) for name, t in fields.items()}))
+        block = double.eigen_block()
+        eigenvalues = block.eigenvalues.to(dtype)
+        bases = (_cast(block.output_basis, dtype), _cast(block.input_basis, dtype))
+        return cls(form, EigenBlock(*bases, eigenvalues))
 
     def with_values(self, values: Tensor) -> KroneckerBlock:
         """Return the same bases with other eigenvalues."""

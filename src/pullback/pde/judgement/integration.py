@@ -203,9 +203,8 @@ class InitialValueProblem:
         coordinates = {problem.domain.names[0]: time[:, 0], **sources}
         view = View([fields], points, coordinates, self._unknowns, {})
         residuals = condition.residual(view)
-        if not isinstance(residuals, (list, tuple)):
-            residuals = [residuals]
-        values = [r.value if isinstance(r, Field) else r for r in residuals]
+        columns = [residuals] if isinstance(residuals, (Tensor, Field)) else list(residuals)
+        values = [c.value if isinstance(c, Field) else c for c in columns]
         return torch.cat([v.reshape(-1) for v in values])
 
     def _channels(self, state: Tensor, highest: Tensor) -> Callable[[str, Index | None], Tensor]:

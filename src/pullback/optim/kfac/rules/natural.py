@@ -111,6 +111,7 @@ class Natural(Rule):
     squares_gradients: ClassVar = False
     can_rescale: ClassVar = True
     defaults: ClassVar = Defaults(lr=0.1, statistics_every=10, invert_every=100)
+    damping: Damping  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
