@@ -111,7 +111,7 @@ class Natural(Rule):
     squares_gradients: ClassVar = False
     can_rescale: ClassVar = True
     defaults: ClassVar = Defaults(lr=0.1, statistics_every=10, invert_every=100)
-    damping: Damping  # pyright: ignore[reportIncompatibleVariableOverride]
+    damping: Damping
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Natural(Rule):
         estimation: Estimation | None = None,
     ) -> None:
         check(momentum=momentum, kl_clip=kl_clip, ekfac=ekfac, joint=joint, warmup=warmup)
-        self.damping = as_damping(damping)
+        self.damping = as_damping(damping)  # pyright: ignore[reportIncompatibleVariableOverride]
         self.momentum = momentum
         self.ekfac = ekfac
         self.kl_clip = kl_clip
