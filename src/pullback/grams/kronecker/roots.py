@@ -72,8 +72,11 @@ def polar(x: Tensor) -> Tensor:
 
 def _exact_polar(x: Tensor) -> Tensor:
     """Return (XXᵀ)^(-½) X, or X (XᵀX)^(-½) where that is smaller, by `eigh`."""
+    dtype = x.dtype
+    if dtype in (torch.float16, torch.bfloat16):  # `eigh` does not know them
+        return _exact_polar(x.float()).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
-    tiny = torch.finfo(x.dtype).tiny ** 0.5
+    tiny = torch.finfo(dtype).tiny ** 0.5
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
     gram = x.mT @ x if tall else x @ x.mT
     values, vectors = torch.linalg.eigh(gram)
@@ -120,14 +123,16 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
 
 
 def _exact_inverse_root(side: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return (1 + C/λ)^(-½) by `eigh`, and which are finite."""
+    """Return (1 + C/λ)^(-½) by `eigh`, and which are finite; one that is not spoils no other."""
+    is_finite = torch.isfinite(side).flatten(1).all(1)
+    finite_side = torch.where(is_finite[:, None, None], side, torch.zeros_like(side))
     try:
-        values, vectors = torch.linalg.eigh(side)
+        values, vectors = torch.linalg.eigh(finite_side)
     except torch.linalg.LinAlgError:
         return side, torch.zeros(len(side), dtype=torch.bool)
     roots = (1 + values.clamp(min=0) / damping).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
-    return root, torch.isfinite(root).flatten(1).all(1)
+    return root, is_finite & torch.isfinite(root).flatten(1).all(1)
 
 
 def eigenbasis(side: Tensor) -> Tensor:

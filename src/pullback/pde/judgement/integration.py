@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.integrate import solve_ivp
 from torch import Tensor
 
 from ...maps.jets import Index
 from ..discretization.sites import draw_sites
+from ..domains import PointSet, Region
 from ..domains.sampling import Points
 from ..problem.conditions import Condition, Equation
 from ..problem.fields import Field, View, call_by_name
@@ -106,6 +106,8 @@ class InitialValueProblem:
         Args:
             guess: near which the initial values are looked for, such as the network's own.
         """
+        from scipy.integrate import solve_ivp  # slow to import
+
         initial_state = self._find_initial_state(guess)
         if initial_state is None:
             return None
@@ -289,8 +291,11 @@ def compare_with_integration(
 
 def _holds_at_start(problem: Problem, condition: Condition) -> bool:
     """Return True if all points of the condition are the beginning of the interval."""
-    (points, *others) = draw_sites(problem, condition, 4, "sobol", 0)
-    return not others and bool((points.x == problem.domain.low).all())
+    region = condition.region(problem.domain)
+    if condition.is_measured or not isinstance(region, Region) or isinstance(region, PointSet):
+        return False
+    (points,) = draw_sites(problem, condition, 4, "sobol", 0)
+    return bool((points.x == problem.domain.low).all())
 
 
 def _evaluate_source(source: Callable[..., object], offered: Mapping[str, Tensor]) -> Tensor:

@@ -68,6 +68,7 @@ def find_powers(optimizer: Optimizer) -> dict[str, int]:
                 "its bases and roots mix the units of a layer, and are not rescaled with them",
                 "Use KFAC(model, rule='natural'), or SliceSGD",
             )
+        return {**POWERS, "length": 0}  # of the momentum in F̂, which does not see units
     if isinstance(optimizer, RMSprop):  # whose buffer holds gradients over their own size
         return {**POWERS, "momentum_buffer": 0}
     return dict(POWERS)
