@@ -15,7 +15,12 @@ TUTORIALS = sorted((ROOT / "docs/tutorials").glob("[!i]*.md"))
 SLOW = {
     ROOT / f"docs/tutorials/{name}.md"
     for name in ("deep-linear", "energy-natural-gradient", "kfac-invariance")
-} | {ROOT / "docs/notebooks/your-own-pde.md"}
+}
+#: notebooks that train or solve for half a minute
+SLOW |= {
+    ROOT / f"docs/notebooks/{name}.md"
+    for name in ("fit-a-curve", "how-sure", "quantum-spin-chain", "which-samples", "your-own-pde")
+}
 
 
 @pytest.mark.parametrize(

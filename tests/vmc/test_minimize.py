@@ -60,6 +60,7 @@ class AsComplex(nn.Module):
         return torch.view_as_complex(self.network(s))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["phase", "complex"])
 def test_states_with_a_phase(kind: str) -> None:
     """Without the sign rule the ground state has signs, which a real network cannot have."""
