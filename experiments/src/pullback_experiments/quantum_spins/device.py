@@ -286,10 +286,11 @@ def stored_direction(
     rows -= rows.mean(0)
     matrix = rows.flatten(0, 1).div_(math.sqrt(len(samples)))
     whitened = cotangents.flatten() * math.sqrt(len(samples))
-    kernel = matrix @ matrix.T
+    kernel = (matrix @ matrix.T).double()
     kernel.diagonal().add_(damping)
     lower = torch.linalg.cholesky(kernel)
-    return matrix.T @ torch.cholesky_solve(whitened[:, None], lower)[:, 0]
+    solved = torch.cholesky_solve(whitened[:, None].double(), lower)[:, 0]
+    return matrix.T @ solved.to(matrix.dtype)
 
 
 def structured_direction(
@@ -374,7 +375,7 @@ def main() -> None:
     if "compare" in parts and "compare" not in record.parts:
         try:
             record.update(compare=compare_steps(options, device))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, torch.linalg.LinAlgError) as error:
             record.update(compare={"failed": str(error).splitlines()[0]})
     if "train" in parts:
         training = Training(options, arguments.minutes, arguments.folder, device)
