@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -69,6 +69,43 @@ def _look_up_entry(output: Any, selector: str | int) -> Any:
             f"got {type(output).__name__}",
             _NAME_THE_TENSOR,
         ) from error
+
+
+def find_trained_tensor(output: Any) -> Tensor | None:
+    """Return the first tensor of a structured output that has a batch axis and a gradient.
+
+    In (logits, loss), {"loss": ..., "scores": ...} or (reconstruction, mean, variance) it is the
+    logits, the scores and the reconstruction. None where `select_output` knows better: for a plain
+    tensor and for an entry `logits`; and where there is no such tensor.
+    """
+    if isinstance(output, Tensor) or _has_logits(output):
+        return None
+    for tensor in _list_tensors(output):
+        if tensor.ndim > 0 and tensor.requires_grad and tensor.is_floating_point():
+            return tensor
+    return None
+
+
+def _has_logits(output: Any) -> bool:
+    if isinstance(output, Mapping):
+        return "logits" in output
+    return hasattr(output, "logits")
+
+
+def _list_tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
+    branches: Iterable[Any] = ()
+    if isinstance(tree, Mapping):
+        branches = tree.values()
+    elif isinstance(tree, (tuple, list)):
+        branches = tree
+    elif is_dataclass(tree):
+        branches = vars(tree).values()
+    for branch in branches:
+        yield from _list_tensors(branch)
 
 
 def select_returned_output(output: Any, selector: Selector) -> Tensor:

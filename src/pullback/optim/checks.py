@@ -251,7 +251,8 @@ def dense_gradients(
         raise PullbackError(
             "There is no gradient to follow",
             "every parameter's gradient is None",
-            "Call loss.backward() before step()",
+            "Call loss.backward() before step(). If you did, the loss was made by another model "
+            "than the one given to the optimizer: a copy of it, or one built again",
         )
     return gradients
 
@@ -292,6 +293,23 @@ def own_group(
             )
         ids.add(id(p))
     return {**param_group, "params": params}
+
+
+def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[int, str]) -> None:
+    """Raise for parameters that the model received after the optimizer was built."""
+    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if isinstance(params, Tensor) or not isinstance(params, Collection):
+        return
+    given = {id(p) for p in params}
+    for name, p in unwrap_model(model).named_parameters():
+        if id(p) in given and id(p) not in names:
+            raise PullbackError(
+                f"Parameter {name!r} is new in the model",
+                "its layer was added after the optimizer was built, which watches the layers that "
+                "were there",
+                "Build the optimizer again after changing the model; load_state_dict does not "
+                "carry over to other layers",
+            )
 
 
 def _refuse_stranger(p: object) -> None:

@@ -337,3 +337,20 @@ def test_every_output_that_the_metric_does_not_see_is_named_once() -> None:
     assert named("one") == []
     assert ["two.weight, two.bias" in text for text in named("one", "two")] == [True]
     assert named("one", "two") == []
+
+
+def test_steps_skipped_for_gradients_that_are_not_finite_are_warned_of_once() -> None:
+    opt = kfac(model := net())
+    x, y = batch()
+    for i in range(3):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        next(model.parameters()).grad[0, 0] = float("nan")
+        if i:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                opt.step()
+        else:
+            with pytest.warns(RuntimeWarning, match="not finite: the step was skipped"):
+                opt.step()
+        assert not opt.info.accepted

@@ -291,3 +291,29 @@ def test_states_that_do_not_fit_change_nothing(name: str) -> None:
     for opt in (first, second):
         train(opt, opt.model, 4, start=2)
     assert torch.equal(vector(one), vector(second.model))
+
+
+def test_a_layer_that_was_appended_after_construction() -> None:
+    model = net()
+    opt = pb.KFAC(model)
+    model.append(nn.Linear(4, 4))
+    with refused("is new in the model", "added after the optimizer was built", "Build"):
+        opt.add_param_group({"params": list(model[-1].parameters())})
+
+
+def test_another_model_was_trained() -> None:
+    model = net()
+    opt = pb.KFAC(model)
+    x, y = batch()
+    F.cross_entropy(copy.deepcopy(model)(x), y).backward()
+    with refused("no gradient", "is None", "another model"):
+        opt.step()
+
+
+def test_the_remedy_for_missing_statistics_names_compiled_modules() -> None:
+    model = net()
+    opt = pb.KFAC(model)
+    x, y = batch()
+    F.cross_entropy(model[-1](model[:-1](x)), y).backward()
+    with refused("saw no layer", "not called", "KFAC(torch.compile(model))"):
+        opt.step()

@@ -37,7 +37,13 @@ from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
 from ...steps import QuadraticModel
-from ..checks import dense_gradients, own_group, refuse_inference, refuse_model
+from ..checks import (
+    dense_gradients,
+    own_group,
+    refuse_inference,
+    refuse_late_parameters,
+    refuse_model,
+)
 from ..closure import ClosureMemory, ClosureWarning
 from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
@@ -277,6 +283,7 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
         present = {id(p) for group in self.param_groups for p in group["params"]}
+        refuse_late_parameters(param_group, self.model, self._params.names)
         group = own_group(param_group, self._params.names, present, sharded=True)
         arguments.check_group(group, self.defaults)
         super().add_param_group(group)
@@ -490,6 +497,7 @@ class KFAC(Optimizer):
         means = self._collect_statistics(problem, gradients, was_wanted)
         guard = Guard(self._can_defer(means, gradients))
         if not self._check_gradients(gradients, means, guard):
+            self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
         learning = Learning(means, Guard(guard.is_deferred, guard.is_good))
         if not guard.is_deferred or not self._replicas.is_single:
@@ -587,7 +595,8 @@ class KFAC(Optimizer):
                 "A statistics step saw no layer",
                 self._capture.pool.missed,
                 "Call the module given to KFAC, in training mode, and backpropagate from its "
-                "output before step()",
+                "output before step(). If it is compiled, give KFAC the compiled module: "
+                "KFAC(torch.compile(model))",
             )
 
     def _can_defer(self, means: BlockMeans, gradients: Tensors) -> bool:
@@ -752,6 +761,7 @@ class KFAC(Optimizer):
             ):  # what was gathered meanwhile is not due after all
                 self._capture.clear()
             self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
+            self._notices.warn_not_finite()
 
     @contextmanager
     def _transaction(self, problem: StepProblem | None, *, may_learn: bool) -> Iterator[None]:

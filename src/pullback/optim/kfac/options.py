@@ -14,7 +14,7 @@ from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError
 from ...maps.layers.moments import Sharing
 from ...maps.roles import Role
-from ...metrics import Metric
+from ...metrics import Euclidean, Metric
 from ...steps import QuadraticModel
 from ..checks import metric_of, refuse_parameter
 from .arguments import check
@@ -61,6 +61,13 @@ class Options:
     def reads(self) -> Statistics:
         """Which statistics are taken."""
         return self.rule.reads
+
+    @property
+    def reads_metric(self) -> bool:
+        """Whether statistics depend on which tensor is measured at the output, and how."""
+        if self.reads is Statistics.INPUTS:
+            return False
+        return self.fisher != "empirical" or not isinstance(self.metric, Euclidean)
 
     @property
     def measures_diagonals(self) -> bool:

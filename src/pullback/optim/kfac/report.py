@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
 from ...maps.proof import NO_LAYER
-from ..checks import warn_growth
+from ..checks import find_user_stacklevel, warn_growth
 from .assignment import Assignment
 from .factors.averages import gram_of as factor_gram
 from .factors.block import BlockKey, describe, to_block
@@ -258,6 +258,7 @@ class Notices:
     def __init__(self) -> None:
         self._unmeasured: set[str] = set()
         self._has_warned_plain = False
+        self._has_warned_not_finite = False
         #: the first loss of a closure, and steps far above it
         self._growth: list[Any] = []
 
@@ -301,6 +302,19 @@ class Notices:
             f"{plain[most]}. coverage() says what is known of each.",
             RuntimeWarning,
             stacklevel=6,
+        )
+
+    def warn_not_finite(self) -> None:
+        """Say, the first time, that a step was skipped because a gradient is not finite."""
+        if self._has_warned_not_finite:
+            return
+        self._has_warned_not_finite = True
+        warnings.warn(
+            "A gradient is not finite: the step was skipped, and so are others like it, without "
+            "another warning. Look for bad samples, or take a smaller lr; info.accepted of each "
+            "step says whether it was taken.",
+            RuntimeWarning,
+            stacklevel=find_user_stacklevel(),
         )
 
     def watch_growth(self, loss: Any) -> None:

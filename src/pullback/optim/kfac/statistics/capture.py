@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import (
     Watch,
+    find_trained_tensor,
     move_samples_first,
-    select_output,
     select_returned_output,
     unwrap_model,
 )
@@ -266,6 +266,18 @@ class StatisticsCapture:
             self.structure.roles.update((role.name, role) for role in found)
             record.outputs = None
 
+    def _find_output(self, output: Any) -> Tensor:
+        """Return the tensor at which statistics begin.
+
+        Rules that read no metric take the first trained one of a tuple or dict by themselves.
+        """
+        options = self._options
+        if options.output is None and not options.reads_metric:
+            tensor = find_trained_tensor(output)
+            if tensor is not None:
+                return tensor
+        return select_returned_output(output, options.output)
+
     def end_call(self, output: Any) -> None:
         """Wait for the gradient to come back to the output."""
         begun = self._begun
@@ -274,7 +286,7 @@ class StatisticsCapture:
             return
         if isinstance(begun[0], ForwardRecord):
             self._find_roles(begun[0], output, self.leaves())
-        z = select_returned_output(output, self._options.output)
+        z = self._find_output(output)
         me = weakref.ref(self)
         if self._several and not z.numel():
             if z.requires_grad:
@@ -346,7 +358,7 @@ class StatisticsCapture:
             with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
                 output = call(record)
                 self._find_roles(record, output, leaves)
-                root = select_output(output, self._options.output)
+                root = self._find_output(output)
             z = [root.detach()]
             cotangent = cotangent.to(root.dtype)
         else:
