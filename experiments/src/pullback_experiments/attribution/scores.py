@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from pullback.curvature import margin
+from pullback.curvature.measures import Measure, measure_gradient
+from pullback.maps import Call, ModuleMap
 
 
 def rank(values: Tensor) -> Tensor:
@@ -36,17 +37,11 @@ def datamodeling_score(scores: Tensor, subsets: Tensor, measured: Tensor) -> Ten
     return (predicted * actual).sum(1) / norms.clamp(min=1e-12)
 
 
-def sample_gradients(
-    model: nn.Module, measure: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
-) -> Tensor:
+def sample_gradients(model: nn.Module, measure: Measure, x: Tensor, y: Tensor) -> Tensor:
     """Return ∇f of every sample as flat rows, (N, p)."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def value(values: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
-        return measure(functional_call(model, values, (one[None],)), target[None])[0]
-
-    found = vmap(grad(value), in_dims=(None, 0, 0))(parameters, x, y)
-    return torch.cat([found[name].flatten(1) for name in parameters], 1)
+    linear = ModuleMap(model, Call.of(x)).linearize(parameters)
+    return linear.pullback(measure_gradient(measure, linear.value, y)).rows()
 
 
 def trak(

@@ -1,0 +1,106 @@
+"""A small decoder of characters retrained on halves of its sequences."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pullback as pb
+
+from .halves import Halves, score_dampings, score_dot_products, split_subsets
+from .networks import Decoder
+from .parts import PartContext, Sizes, cut_batches
+from .retraining import Schedule, draw_subsets, train_networks
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Characters as numbers: inputs (N, T) and the next characters (N, T)."""
+
+    x: Tensor
+    y: Tensor
+    query_x: Tensor
+    query_y: Tensor
+    letters: int
+
+    @classmethod
+    def load(cls, sizes: Sizes, device: torch.device) -> Sequences:
+        """Return shuffled pieces of `tiny_shakespeare.txt.gz` in the folder of PULLBACK_DATA."""
+        path = Path(os.environ["PULLBACK_DATA"]) / "tiny_shakespeare.txt.gz"
+        text = gzip.decompress(path.read_bytes()).decode()
+        letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
+        length = sizes.text_length + 1
+        needed = (sizes.text_samples + 100) * length
+        tokens = torch.tensor([letters[letter] for letter in text[:needed]], device=device)
+        rows = tokens.view(-1, length)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        training, queries = rows[order.to(device)].split([sizes.text_samples, 100])
+        return cls(training[:, :-1], training[:, 1:], queries[:, :-1], queries[:, 1:], len(letters))
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor]:
+        """Held-out sequences whose loss is explained."""
+        return self.query_x, self.query_y
+
+
+def sum_losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses of sequences, added up over positions: (N,)."""
+    losses = F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")
+    return losses.sum(1)
+
+
+def compute_mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of all positions."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def score_text(context: PartContext) -> None:
+    """Measure how well influence predicts the losses of decoders retrained on halves."""
+    sizes = context.sizes
+    data = Sequences.load(sizes, context.device)
+    shape = (data.letters, 64, 2, 4, sizes.text_length)
+    make = partial(Decoder, *shape, is_tied=False, is_fused=False)
+    schedule = Schedule(
+        epochs=sizes.text_epochs, batch=min(50, len(data.x) // 4), rate=3e-3, decay=1e-4,
+        is_adaptive=True,
+    )  # fmt: skip
+    torch.set_float32_matmul_precision("high")
+    train = partial(train_networks, make, data.x, data.y, measure=compute_mean_loss)
+    everything = torch.arange(len(data.x))[None]
+    networks, trained = context.measure(partial(train, everything, [0], schedule))
+    model = networks.network(0).eval()
+    with torch.no_grad():
+        held_out = float(sum_losses(model(data.query_x), data.query_y).mean())
+    context.record.add(training=trained, loss=held_out / sizes.text_length)
+    total = sizes.subsets + sizes.tuning
+    subsets = draw_subsets(len(data.x), total, seed=1)
+    seeds = list(range(1000, 1000 + total))
+    retrained, trained = context.measure(partial(train, subsets, seeds, schedule))
+    measured = torch.stack([sum_losses(z, data.query_y) for z in retrained.outputs(data.query_x)])
+    context.record.add(retraining=trained)
+    training = cut_batches(data.x, data.y, 200)
+    torch.set_float32_matmul_precision("highest")
+    fit = partial(pb.curvature.fit, model, training, likelihood=pb.likelihoods.Categorical())
+    curvature, fitting = context.measure(fit)
+    # G adds up the positions of a sequence, and training takes their mean
+    decay = schedule.decay * sizes.text_length
+    candidates = score_dampings(curvature, data.queries, training, None, decay)
+    tuning_subsets, judging_subsets = split_subsets(subsets, sizes.tuning)
+    tuning = Halves(tuning_subsets, measured[: sizes.tuning])
+    judging = Halves(judging_subsets, measured[sizes.tuning :])
+    best, by_damping = tuning.choose(candidates)
+    context.record.add(fit=fitting, tuning=by_damping, damping=best)
+    for name, scores in candidates.items():
+        context.record.add(**{f"ekfac, {name}": judging.score(scores)})
+    dot_products = score_dot_products(curvature, data.queries, training, None)
+    context.record.add(
+        ekfac=judging.score(candidates[best]),
+        **{"gradient dot product": judging.score(dot_products)},
+    )
