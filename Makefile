@@ -75,7 +75,8 @@ bench: $(STAMP) ## comparisons with other libraries
 	@echo "==> installing the libraries compared with"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[bench]"
 	@echo "==> benchmarks"
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/pullback bench exact
+	@$(BIN)/pullback bench scale
 
 format: $(STAMP) ## fix what ruff can fix
 	@$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
-from benchmarks.traffic import count
+from pullback_experiments.benchmarks.traffic import count
 from tests.kfac_options import kfac_of
 
 from .training import FEW, MODELS, STEPS, batch, model_of, train

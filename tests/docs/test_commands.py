@@ -14,6 +14,7 @@ from pullback_experiments import registry
 from pullback_experiments.problems import SETUPS
 from tests.docs.snippets import ROOT
 
+BENCHMARKS = ROOT / "experiments" / "src" / "pullback_experiments" / "benchmarks"
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -40,7 +41,7 @@ def test_command_exists(found: tuple[str, ...]) -> None:
         options = {name for param in known.params for name in param.opts}
         asked = {word for word in rest if word.startswith("--")}
         if rest[0] == "bench" and len(rest) > 1 and not rest[1].startswith("-"):
-            module = ROOT / "benchmarks" / f"{rest[1].replace('-', '_')}.py"
+            module = BENCHMARKS / f"{rest[1].replace('-', '_')}.py"
             options |= {option for option in asked if option in module.read_text("utf-8")}
         assert asked <= options
         if rest[0] == "run" and rest[1] != "NAME":

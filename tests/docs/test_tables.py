@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import table
-from benchmarks.table.numbers import RESULTS, record, times
+from pullback_experiments import tables as table
+from pullback_experiments.tables.numbers import RESULTS, record, times
 
 
 def test_every_table_agrees_with_its_record() -> None:
-    names = [page.relative_to(table.ROOT).as_posix() for page in table.stale()]
-    assert not names, f"run `python -m benchmarks.table`: {names}"
+    names = [page.relative_to(table.REPOSITORY).as_posix() for page in table.stale()]
+    assert not names, f"run `python -m pullback_experiments.tables`: {names}"
 
 
 def test_every_table_is_shown_somewhere() -> None:
@@ -45,7 +45,7 @@ def test_ratios(value: float | None, shown: str) -> None:
 
 
 def said(page: str) -> str:
-    return " ".join((table.ROOT / page).read_text("utf-8").split())
+    return " ".join((table.REPOSITORY / page).read_text("utf-8").split())
 
 
 def test_numbers_in_the_limits() -> None:
@@ -87,12 +87,12 @@ def test_costs_that_a_newcomer_reads() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert 600 <= len((table.ROOT / "README.md").read_text("utf-8").split()) <= 800
+    assert 600 <= len((table.REPOSITORY / "README.md").read_text("utf-8").split()) <= 800
 
 
 def test_the_tables_of_yins_problems_are_those_of_the_records() -> None:
     """They are set by hand, for the column of solved seeds; the others are the record's."""
-    page = (table.ROOT / "docs/reproductions/yin-2024.md").read_text("utf-8")
+    page = (table.REPOSITORY / "docs/reproductions/yin-2024.md").read_text("utf-8")
     head = "| method | error | best | worst | solved | stuck | ms/step |\n" + 7 * "|---" + "|\n"
     collected = [part.partition("\n\n")[0].splitlines() for part in page.split(head)[1:]]
     for name, lines in zip(("shallow", "deep", "poisson"), collected, strict=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import kernels
 from pullback.testing import assert_close
+from pullback_experiments.benchmarks import kernels
 from tests.laws.models import conv1d, mlp
 
 

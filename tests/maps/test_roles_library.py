@@ -11,8 +11,8 @@ from torch import nn
 import pullback as pb
 
 pytest.importorskip("transformers")
-models = pytest.importorskip("benchmarks.third_party_models")
-more = pytest.importorskip("benchmarks.third_party_others")
+models = pytest.importorskip("pullback_experiments.benchmarks.third_party_models")
+more = pytest.importorskip("pullback_experiments.benchmarks.third_party_others")
 
 #: by model, some parameters with role and split
 EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {

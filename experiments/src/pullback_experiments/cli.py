@@ -86,9 +86,7 @@ def bench(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Such as cpu, cuda or cuda:1.")] = None,
 ) -> None:
-    """Run a benchmark of this repository, or time one step of each method on this machine."""
-    from .commands import bench as command
-
+    """Run a benchmark, or time one step of each method on this machine."""
     with exit_on_refusal():
         if name is None:
             _time_steps(device or "cpu")
@@ -96,7 +94,7 @@ def bench(
         extra = list(arguments or ())
         if device is not None:
             extra += ["--device", device]
-        command.run(name, extra)
+        registry.run_benchmark(name, extra)
 
 
 bench.context_settings = {"ignore_unknown_options": True}  # pyright: ignore[reportFunctionMemberAccess]
@@ -106,12 +104,12 @@ def _time_steps(device: str) -> None:
     """Print how long one step of each method takes."""
     from pullback.cli.environment import require_device
 
-    from .commands.bench import summaries, table
+    from .commands.bench import table
 
     usable_device = require_device(device)
     terminal = make_console()
     with terminal.status("timing"):
         times = table(usable_device)
     terminal.print(times)
-    for benchmark, summary in summaries().items():
+    for benchmark, summary in registry.list_benchmarks().items():
         terminal.print(f"pullback bench {benchmark:24}{summary}", highlight=False, markup=False)

@@ -1,11 +1,16 @@
-"""Experiments by name. A new one is a folder with a tuple `EXPERIMENTS`, and a line here.
+"""Experiments and benchmarks by name.
 
-Only the folder of the experiment that is asked for is imported.
+A new experiment is a folder with a tuple `EXPERIMENTS`, and a line here. A new benchmark is a
+module of `benchmarks/` with a function `main(arguments)`. Only the folder or module that is asked
+for is imported.
 """
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pullback._core.errors import PullbackError, describe_nearest_names
@@ -66,3 +71,28 @@ def find(name: str) -> Experiment:
         describe_nearest_names(name, names()),
         "`pullback list` shows all",
     )
+
+
+def list_benchmarks() -> dict[str, str]:
+    """Return the names of all benchmarks with the first lines of their docstrings."""
+    summaries: dict[str, str] = {}
+    for path in sorted((Path(__file__).parent / "benchmarks").glob("*.py")):
+        tree = ast.parse(path.read_text("utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if "main" in functions and not path.stem.startswith("_"):
+            docstring = ast.get_docstring(tree) or ""
+            summaries[path.stem.replace("_", "-")] = docstring.partition("\n")[0]
+    return summaries
+
+
+def run_benchmark(name: str, arguments: Sequence[str] = ()) -> None:
+    """Run a benchmark with its options, or raise with the nearest names."""
+    names = list(list_benchmarks())
+    if name not in names:
+        raise PullbackError(
+            f"There is no benchmark {name!r}",
+            describe_nearest_names(name, names),
+            "`pullback bench` shows all",
+        )
+    module = import_module(f".benchmarks.{name.replace('-', '_')}", __package__)
+    module.main(arguments)

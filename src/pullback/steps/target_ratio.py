@@ -35,7 +35,7 @@ class TargetRatio(Step):
 
     Args:
         target: the ratio to exceed; small values keep the steps long. Demanding more, or taking
-            the lowest loss instead of the largest radius, stalls (`benchmarks/trust.py`).
+            the lowest loss instead of the largest radius, stalls (`pullback bench trust`).
         radii: number of trial radii. Their spacing matters more than their range.
         window: radii run from radius/window to radius·window.
         radius: the first one, in parameter space.

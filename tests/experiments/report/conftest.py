@@ -21,4 +21,4 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="session")
 def records() -> Path:
     """The committed results."""
-    return Path(__file__).parents[3] / "benchmarks" / "results"
+    return Path(__file__).parents[3] / "experiments" / "results"

@@ -1,28 +1,25 @@
-"""Benchmarks of the repository by name, and how long one step takes on this machine."""
+"""How long one step of each method takes on this machine."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pullback import KFAC, NaturalGradient, PullbackError
+from pullback import KFAC, NaturalGradient
 from pullback.likelihoods import Categorical
 from pullback.metrics import Fisher
 from pullback.solvers import Cholesky
 from pullback.steps import Constant
 
 from ..framework.tabular import Cell, Table
-from ..learning.training import synchronize
+from ..framework.timing import synchronize
 
 #: layers of the networks
 SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))
@@ -31,41 +28,6 @@ _STEPS = 100
 _PATIENCE = 2.0  # seconds for one method on one network
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def find_laboratory() -> Any:
-    """Return the module `benchmarks.laboratory` of the repository around this folder, or None."""
-    for folder in (Path.cwd(), *Path.cwd().parents):
-        if (folder / "benchmarks" / "laboratory.py").exists():
-            if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))
-            return importlib.import_module("benchmarks.laboratory")
-    return None
-
-
-def summaries() -> dict[str, str]:
-    """Return the benchmarks by name with a line about each; none outside of a checkout."""
-    laboratory = find_laboratory()
-    if laboratory is None:
-        return {}
-    return laboratory.list_benchmarks()
-
-
-def run(name: str, arguments: Sequence[str]) -> None:
-    """Run a benchmark of the repository; raise for a name that is none."""
-    laboratory = find_laboratory()
-    if laboratory is None:
-        raise PullbackError(
-            "There are no benchmarks here",
-            "they are scripts of the repository and not installed with the package",
-            "Call it in a checkout of the repository",
-        )
-    names = laboratory.list_benchmarks()
-    if name not in names:
-        raise PullbackError(
-            f"Unknown benchmark {name!r}", "it has no script", f"Use one of {', '.join(names)}"
-        )
-    laboratory.run_benchmark(name, arguments)
 
 
 def methods() -> dict[str, Build]:

@@ -25,6 +25,7 @@ from pullback.cli import files
 
 from ..framework.experiment import Context, Paused
 from ..framework.records import Record
+from ..framework.timing import synchronize
 from . import schedules
 from .data import DataSet
 from .graphed import graphed as captured
@@ -275,12 +276,6 @@ def autocast(x: Tensor, half: torch.dtype | None) -> Any:
     if half:
         return torch.autocast(x.device.type, half)
     return nullcontext()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that times mean something."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

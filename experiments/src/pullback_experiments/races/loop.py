@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from pullback import KFAC
 
 from ..framework.records import Record
+from ..framework.timing import synchronize
 from ..learning import schedules
-from ..learning.training import autocast, synchronize, tensor_cores
+from ..learning.training import autocast, tensor_cores
 from .optimizers import OPTIMIZERS
 
 Batch = tuple[Tensor, Tensor]

@@ -25,7 +25,7 @@ class SolverThresholds:
     """How the linear system of a step is solved by default."""
 
     #: singular values below this share of the largest are noise in float64; with the usual cut at
-    #: max(n, p)·ε some seeds stall at errors of 1e-9 (`benchmarks/trust.py`)
+    #: max(n, p)·ε some seeds stall at errors of 1e-9 (`pullback bench trust`)
     noise_share: float = 5e-14
     #: residuals and parameters above which a step moves in a random subspace, because a full
     #: factorization is cubic in them

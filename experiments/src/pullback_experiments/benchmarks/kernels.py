@@ -1,0 +1,269 @@
+"""The NTK of networks against torch.func's two documented ways to compute it.
+
+    pullback bench kernels [--device cuda] [--quick] [--only mlp] [--out record.json]
+
+The full kernel (N, N, 10, 10) in float32. The peers are those of torch.func's tutorial: contraction
+of per-sample Jacobians, and NTK-vector products (jvp after vjp, vmapped over all pairs). All routes
+take turns within one run; each is compared with a float64 contraction on a few inputs; the peak of
+memory is that of the route alone, above the model and its inputs, on the CPU in a process of its
+own. A route whose time or memory, by its last size, would pass the limits is left out and named.
+With --cpu-time the seconds are the processor's (one thread: OMP_NUM_THREADS=1), for machines that
+others use too. --merge adds to a record: sizes measured one at a time make one table.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vjp, vmap
+
+from pullback.kernels import ntk
+
+from ..framework.benchmark import make_parser
+from ..framework.timing import compare, describe_machine, peak_bytes
+from .models import Attention, mlp, small_conv
+
+Route = Callable[[nn.Module, Tensor], Tensor]
+
+PROBLEMS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": ("MLP 784-512-512-10", lambda: mlp([784, 512, 512, 10]), (784,)),
+    "conv": ("conv net, 16-64 channels", lambda: small_conv(16), (3, 32, 32)),
+    "attention": ("transformer block, width 64, 16 tokens", lambda: Attention(64), (16, 64)),
+    "wide-attention": (
+        "transformer block, width 256, 16 tokens",
+        lambda: Attention(256),
+        (16, 256),
+    ),
+}
+SIZES = (128, 512, 2048)
+CHECKED = 4  # inputs on which every route meets the float64 kernel
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def single(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return lambda params, x: functional_call(model, params, (x[None],))[0]
+
+
+def contraction(model: nn.Module, x: Tensor) -> Tensor:
+    """Jacobians of all samples, contracted: the tutorial's first form, J formed once."""
+    rows = vmap(jacrev(single(model)), (None, 0))(parameters(model), x)
+    flat = [j.flatten(2) for j in rows.values()]
+    return torch.stack([torch.einsum("Naf,Mbf->NMab", j, j) for j in flat]).sum(0)
+
+
+def products(model: nn.Module, x: Tensor) -> Tensor:
+    """NTK-vector products: the tutorial's second form."""
+    params = parameters(model)
+    function = single(model)
+
+    def pair(one: Tensor, two: Tensor) -> Tensor:
+        value, pull, *_ = vjp(lambda p: function(p, one), params)
+        eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device)
+        return vmap(lambda v: jvp(lambda p: function(p, two), (params,), pull(v))[1])(eye)
+
+    return vmap(vmap(pair, (None, 0)), (0, None))(x, x)
+
+
+ROUTES: dict[str, Route] = {
+    "pullback": lambda model, x: ntk(model, x),
+    "torch.func contraction": contraction,
+    "torch.func vector products": products,
+}
+
+
+def build(problem: str, n: int, device: torch.device) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    _, make, shape = PROBLEMS[problem]
+    return make().to(device), torch.randn(n, *shape).to(device)
+
+
+def error(route: str, problem: str, device: torch.device) -> float:
+    """Against a float64 contraction, relative."""
+    model, x = build(problem, CHECKED, device)
+    want = contraction(copy.deepcopy(model).double(), x.double())
+    return float((ROUTES[route](model, x).double() - want).norm() / want.norm())
+
+
+def peak(problem: str, n: int, route: str, device: torch.device) -> int:
+    """Bytes above what model and inputs take."""
+    if device.type == "cuda":
+        model, x = build(problem, n, device)
+        before = torch.cuda.memory_allocated(device)
+        return peak_bytes(lambda: ROUTES[route](model, x), device) - before
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    arguments = (problem, n, route, torch.get_num_threads(), queue)
+    process = context.Process(target=_measured, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode == 0:
+        return queue.get(timeout=5)
+    return -1
+
+
+def _measured(problem: str, n: int, route: str, threads: int, queue: Any) -> None:
+    torch.set_num_threads(threads)
+    model, x = build(problem, n, torch.device("cpu"))
+    ROUTES[route](model, x[:2])  # what a first call loads is not the route's
+    before = high_water()
+    ROUTES[route](model, x)
+    queue.put(high_water() - before)
+
+
+def high_water() -> int:
+    """The process's peak in bytes; `getrusage` would count the parent's, which exec passes on."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any]:
+    device = torch.device(options.device)
+    errors = {route: error(route, problem, device) for route in ROUTES}
+    result: dict[str, Any] = {"error": errors, "sizes": {}}
+    last = {route: foretold(route, problem, device) for route in ROUTES}
+    print(f"\n{PROBLEMS[problem][0]}")
+    for n in sizes:
+        usable = {}
+        skipped = {}
+        for route in ROUTES:
+            reason = too_much(last[route], n, options)
+            if reason and route != "pullback":
+                skipped[route] = reason
+            else:
+                usable[route] = ROUTES[route]
+        model, x = build(problem, n, device)
+        for route in [r for r in usable if r != "pullback" and not fits(ROUTES[r], model, x)]:
+            del usable[route]
+            skipped[route] = "does not fit the device"
+        runs = {r: partial(run, model, x) for r, run in usable.items()}
+        clock = time.process_time if options.cpu_time else time.perf_counter
+        times = compare(runs, device, repeats=3, patience=options.patience, clock=clock)
+        quiet = options.quick and device.type == "cpu"
+        peaks = {r: 0 if quiet else peak(problem, n, r, device) for r in usable}
+        last.update({r: (n, times[r], peaks[r]) for r in usable})
+        result["sizes"][n] = report(n, times, peaks, errors, skipped)
+    return result
+
+
+def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
+    """Whether a GPU's memory is enough; a CPU's is not tried."""
+    if x.device.type == "cpu":
+        return True
+    try:
+        route(model, x)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
+def foretold(route: str, problem: str, device: torch.device) -> tuple[int, float, int]:
+    """(inputs, seconds, bytes) of a small run."""
+    for n in (CHECKED, 4 * CHECKED):
+        model, x = build(problem, n, device)
+        seconds = compare({"": partial(ROUTES[route], model, x)}, device, repeats=1)[""]
+        if seconds > 3:
+            break
+    return n, seconds, 0
+
+
+def too_much(last: tuple[int, float, int], n: int, options: Any) -> str:
+    """Why a route is left out at n inputs, or nothing: time grows as n², memory at least as n."""
+    before, seconds, peak = last
+    if seconds * (n / before) ** 2 > options.limit:
+        return f"would take {seconds * (n / before) ** 2:.0f} s"
+    if peak * n / before > options.memory * 2**30:
+        return f"would take {peak * n / before / 2**30:.0f} GB"
+    return ""
+
+
+def report(
+    n: int,
+    times: dict[str, float],
+    peaks: dict[str, int],
+    errors: dict[str, float],
+    skipped: dict[str, str],
+) -> dict[str, Any]:
+    ours = times["pullback"]
+    own_peak = max(peaks["pullback"], 1)
+    for route, seconds in times.items():
+        print(
+            f"  N={n:5} {route:27} {seconds:9.3f} s {seconds / ours:8.1f}×"
+            f"   {peaks[route] / 2**20:8.0f} MB {peaks[route] / own_peak:6.1f}×"
+            f"   error {errors[route]:.0e}",
+            flush=True,
+        )
+    for route, reason in skipped.items():
+        print(f"  N={n:5} {route:27} {reason}", flush=True)
+    others = [seconds for route, seconds in times.items() if route != "pullback"]
+    return {
+        "seconds": times,
+        "peak_bytes": peaks,
+        "ratio": min(others) / ours if others else None,
+        "skipped": skipped,
+    }
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="few inputs, for a test")
+    parser.add_argument("--only", choices=PROBLEMS, default=None)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a peer may take")
+    parser.add_argument("--memory", type=float, default=12.0, help="GB a peer may take")
+    parser.add_argument("--patience", type=float, default=15.0, help="seconds of repeats")
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--merge", action="store_true", help="keep what the record has besides")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        sizes = (4,)
+    else:
+        sizes = tuple(options.sizes)
+    if options.only:
+        names = [options.only]
+    else:
+        names = list(PROBLEMS)
+    print(describe_machine(torch.device(options.device)))
+    print("time and peak memory of the full NTK, and as multiples of pullback's; error vs float64")
+    results = {name: measure(name, sizes, options) for name in names}
+    if options.out is not None:
+        machine = describe_machine(torch.device(options.device))
+        record = {
+            "environment": machine,
+            "clock": "processor" if options.cpu_time else "wall",
+            "results": results,
+        }
+        if options.merge and options.out.exists():
+            record = merged(json.loads(options.out.read_text()), record)
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Both records' problems and sizes, the new ones where both have them."""
+    if any(old[key] != new[key] for key in ("environment", "clock")):
+        raise SystemExit(f"the record is from {old['environment']} by {old['clock']} time")
+    results = dict(old["results"])
+    for name, result in new["results"].items():
+        sizes = results.get(name, {}).get("sizes", {})
+        sizes |= {str(n): size for n, size in result["sizes"].items()}
+        ordered = {n: sizes[n] for n in sorted(sizes, key=int)}
+        results[name] = {"error": result["error"], "sizes": ordered}
+    return {**new, "results": results}

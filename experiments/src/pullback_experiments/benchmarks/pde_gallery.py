@@ -1,0 +1,372 @@
+"""The programs of docs/pde-gallery.md, run as they stand there; four of them beside other methods.
+
+    pullback bench pde-gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
+    pullback bench pde-gallery --draw    # the picture again, from the record
+
+Every python fence under a third-level heading of the page is one program. It is executed with the
+page's first fence before it, in the order of the page, and leaves `problem`, `network` and
+`solution`. Errors are relative L² errors against what the program knows, or against a reference of
+this file. The race gives each method the same CPU seconds of the process, the same network and the
+same points: `pde.solve` with its defaults, Adam for a fifth of the time and then L-BFGS, and
+SSBroyden. Records are kept by name, so that --only adds to what is there. The solutions on a grid
+lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from scipy.integrate import solve_bvp, solve_ivp
+from torch import Tensor, nn
+
+from pullback import pde
+
+from ..framework import plots
+from ..framework.benchmark import make_parser
+from ..framework.checkout import REPOSITORY, RESULTS
+from ..framework.timing import describe_machine
+from ..tables.numbers import small
+from .ssbroyden import SSBroyden
+
+PAGE = REPOSITORY / "docs" / "pde-gallery.md"
+RECORD = RESULTS / "pde-gallery.json"
+FIGURE = REPOSITORY / "docs" / "figures" / "pde-gallery.png"
+PANELS = RECORD.with_suffix(".arrays")
+RACE = ("minimal-surface", "elasticity", "wave", "fokkerplanck")
+_PART = re.compile(r"^### (?P<title>.+?)$.*?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+Field = Callable[[Tensor], Tensor]
+_SIDE = 61  # pixels of a panel
+_TRUE = {"eigenvalue": {"lam": 2 * math.pi**2}, "unknown-coefficient": {"k": 0.2}}
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the page."""
+
+    title: str
+    code: str
+
+    @property
+    def name(self) -> str:
+        """As in a link to its heading."""
+        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
+
+    @property
+    def lines(self) -> int:
+        """Lines of code, without empty ones."""
+        return sum(bool(line.strip()) for line in self.code.splitlines())
+
+    def run(self, **options: Any) -> dict[str, Any]:
+        """Execute it; options replace those that it passes to `solve`. Return its names."""
+        solve = pde.solve
+
+        def replaced(problem: pde.Problem, network: nn.Module, **given: Any) -> pde.PDESolution:
+            return solve(problem, network, **{**given, "progress": False, **options})
+
+        names: dict[str, Any] = {}
+        with patch.object(pde, "solve", replaced):
+            exec(f"{_first()}\n{self.code}", names)
+        return names
+
+
+def _first() -> str:
+    match = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert match is not None
+    return match[1]
+
+
+def programs() -> dict[str, Program]:
+    """All of the page, by name."""
+    found = [Program(m["title"], m["code"]) for m in _PART.finditer(PAGE.read_text())]
+    return {program.name: program for program in found}
+
+
+# --- what is true ---------------------------------------------------------------------------------
+
+
+def reaction(solution: Field) -> float:
+    """Against cosines in space (a cell-centered grid of 64) and an implicit integrator."""
+    n = 64
+    x = (np.arange(n) + 0.5) / n
+    modes = np.cos(np.pi * np.outer(x, np.arange(n)))
+    second = modes @ np.diag(-((np.pi * np.arange(n)) ** 2)) @ np.linalg.inv(modes)
+
+    def rates(t: float, z: np.ndarray) -> np.ndarray:
+        u = z[:n]
+        v = z[n:]
+        return np.concatenate([0.05 * second @ u + u - u**3 - v, 0.1 * second @ v + u - v])
+
+    times = np.linspace(0, 2, 41)
+    start = np.concatenate([np.cos(np.pi * x), np.zeros(n)])
+    known = solve_ivp(rates, (0, 2), start, "Radau", times, rtol=1e-10, atol=1e-12).y
+    points = torch.tensor([[a, t] for t in times for a in x])
+    truth = torch.from_numpy(known.reshape(2, n, len(times)).transpose(2, 1, 0).reshape(-1, 2))
+    return float((solution(points) - truth).norm() / truth.norm())
+
+
+def operator(solution: Field) -> float:
+    """Against a boundary value solver, for 20 random sources."""
+    draws = 2 * torch.rand(20, 2, generator=torch.Generator().manual_seed(1)).double() - 1
+    mesh = np.linspace(0, 1, 101)
+    values = []
+    truth = []
+    for a, b in draws.tolist():
+
+        def rates(x: np.ndarray, z: np.ndarray, a: float = a, b: float = b) -> np.ndarray:
+            source = 10 * (a * np.sin(np.pi * x) + b * np.sin(2 * np.pi * x))
+            return np.stack([z[1], z[0] ** 3 - source])
+
+        known = solve_bvp(
+            rates, lambda left, right: np.array([left[0], right[0]]), mesh, np.zeros((2, 101)),
+            tol=1e-10, max_nodes=20_000,
+        )  # fmt: skip
+        truth.append(torch.from_numpy(known.sol(mesh)[0]))
+        x = torch.from_numpy(mesh)
+        values.append(
+            solution(torch.stack([x, torch.full_like(x, a), torch.full_like(x, b)], 1))[:, 0]
+        )
+    return float((torch.cat(values) - torch.cat(truth)).norm() / torch.cat(truth).norm())
+
+
+def eigenfunction(solution: pde.PDESolution) -> float:
+    """Against 2 sin πx sin πy, of either sign."""
+    points = solution.problem.domain.quadrature(2500)
+    truth = 2 * torch.sin(math.pi * points.x).prod(1)
+    values = solution(points.x)[:, 0]
+    sign = torch.sign(points.weights @ (values * truth))
+    return float((points.weights @ (sign * values - truth) ** 2).sqrt())  # ‖u‖ = 1
+
+
+REFERENCES: dict[str, Callable[[Any], float]] = {
+    "reaction-and-diffusion": reaction,
+    "operator": operator,
+    "eigenvalue": eigenfunction,
+}
+
+
+# --- the gallery ----------------------------------------------------------------------------------
+
+
+def measure(program: Program) -> dict[str, Any]:
+    """Run a program and judge what it found."""
+    start = time.process_time()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = program.run()
+    seconds = time.process_time() - start
+    solution: pde.PDESolution = names["solution"]
+    check = solution.check()
+    error = REFERENCES.get(program.name, lambda s: s.error)(solution)
+    save_panel(program.name, solution)
+    return {
+        "title": program.title,
+        "lines": program.lines,
+        "parameters": sum(p.numel() for p in solution.network.parameters()),
+        "steps": len(solution.history),
+        "cpu_seconds": round(seconds, 1),
+        "loss": solution.loss,
+        "error": error,
+        "errors": solution.errors if solution.problem.known else {},
+        "unknowns": dict(solution.unknowns),
+        "true": _TRUE.get(program.name, {}),
+        "estimated": None if check.estimate is None else check.estimate.error,
+        "spread": {} if check.estimate is None else dict(check.estimate.spread),
+        "residual": max(r.relative for r in check.residuals.values()),
+        "verdict": solution.verdict.name,
+        "warned": [str(w.message) for w in caught if issubclass(w.category, UserWarning)],
+    }
+
+
+def save_panel(name: str, solution: pde.PDESolution) -> None:
+    """The first field on a grid over the first two coordinates, others held in the middle."""
+    domain = solution.problem.domain
+    if domain.dim > 1:
+        count = _SIDE
+    else:
+        count = 4 * _SIDE
+    ticks = [
+        torch.linspace(a, b, count, dtype=torch.float64)
+        for a, b in zip(domain.low[:2].tolist(), domain.high[:2].tolist(), strict=True)
+    ]
+    grid = torch.stack(torch.meshgrid(*ticks, indexing="ij"), -1).reshape(-1, len(ticks))
+    middle = (0.3 * domain.low + 0.7 * domain.high)[2:]
+    x = torch.cat([grid, middle.expand(len(grid), -1)], 1)
+    values = solution(x).double()
+    values[~domain.contains(x)] = torch.nan
+    PANELS.mkdir(exist_ok=True)
+    shape = [len(t) for t in ticks]
+    np.savez_compressed(
+        PANELS / f"{name}.npz",
+        values=values.reshape(*shape, -1).numpy().astype(np.float32),
+        ends=np.array([[t[0].item(), t[-1].item()] for t in ticks]),
+        names=np.array(domain.names[:2]),
+        fields=np.array(solution.problem.fields),
+    )
+
+
+def draw(results: dict[str, Any]) -> None:
+    """One sheet of all solutions whose panels are on record."""
+    drawn = {n: r for n, r in results.items() if (PANELS / f"{n}.npz").exists()}
+    columns = 4
+    rows = math.ceil(len(drawn) / columns)
+    figure = plots.new(2.75 * columns, 2.8 * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for ax, (name, result) in zip(axes, drawn.items(), strict=False):
+        panel = np.load(PANELS / f"{name}.npz")
+        values = panel["values"]
+        ends = panel["ends"]
+        names = panel["names"]
+        if len(ends) == 1:
+            x = np.linspace(ends[0, 0], ends[0, 1], len(values))
+            for color, field, line in zip(plots.PALETTE, panel["fields"], values.T, strict=False):
+                ax.plot(x, line, color=color, lw=1.8, label=str(field))
+            ax.legend(frameon=False)
+        else:
+            ax.imshow(
+                values[:, :, 0].T, origin="lower", extent=ends.flatten(), aspect="auto",
+                cmap="viridis", interpolation="bilinear",
+            )  # fmt: skip
+            ax.set_ylabel(str(names[1]), labelpad=1)
+        ax.set_xlabel(str(names[0]), labelpad=1)
+        ax.set_title(f"{result['title']}\n{small(result['error'], 0)}", size=11)
+        ax.locator_params(nbins=3)
+    for ax in axes[len(drawn) :]:
+        ax.set_visible(False)
+    figure.savefig(FIGURE)
+
+
+# --- the race -------------------------------------------------------------------------------------
+
+
+class AdamThenLBFGS(torch.optim.Optimizer):
+    """Adam until `switch()` says so, then L-BFGS with strong Wolfe conditions.
+
+    The loss is multiplied by 1000: torch's L-BFGS drops curvature pairs below 1e-10.
+    """
+
+    def __init__(self, params: Any, switch: Callable[[], bool]) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.switch = switch
+        self.scale = 1e3
+        self.adam = torch.optim.Adam(params, lr=3e-3)
+        self.lbfgs = torch.optim.LBFGS(
+            params, max_iter=1, max_eval=25, history_size=100, tolerance_grad=0.0,
+            tolerance_change=0.0, line_search_fn="strong_wolfe",
+        )  # fmt: skip
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.switch():
+            return self.adam.step(closure)
+
+        def scaled() -> Any:
+            value = closure()
+            for p in self.param_groups[0]["params"]:
+                p.grad.mul_(self.scale)
+            return self.scale * value
+
+        return self.lbfgs.step(scaled) / self.scale
+
+
+def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:
+    """Options of `solve` for each method; `due` ends Adam."""
+    others = {
+        "Adam + L-BFGS": lambda module: AdamThenLBFGS(module.parameters(), due),
+        "SSBroyden": lambda module: SSBroyden(module.parameters()),
+    }
+    fixed = {"patience": None, "refine": None, "measure": 100}
+    return {"Gauss–Newton": {}} | {n: {"optimizer": o, **fixed} for n, o in others.items()}
+
+
+def race(program: Program, seconds: float) -> dict[str, Any]:
+    """The error of each method after the same CPU seconds, and on the way."""
+    out = {}
+    for method, options in optimizers(lambda: False).items():
+        program.run(steps=1, **options)  # what is imported then is not counted
+        begun = time.process_time()
+        curve = []
+
+        def spent(begun: float = begun) -> float:
+            return time.process_time() - begun
+
+        def due(spent: Callable[[], float] = spent) -> bool:
+            return spent() > seconds / 5
+
+        def watch(run: pde.Run, info: Any, spent: Any = spent, curve: Any = curve) -> bool:
+            curve.append((spent(), run.error))
+            return spent() >= seconds or not math.isfinite(info.loss)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            names = program.run(steps=10**9, callbacks=[watch], **optimizers(due)[method])
+        solution = names["solution"]
+        count = len(curve)
+        indices = sorted({*range(0, count, max(1, count // 20)), count - 1})
+        out[method] = {
+            "error": solution.error,
+            "loss": solution.loss,
+            "steps": len(solution.history),
+            "cpu_seconds": round(curve[-1][0], 1),
+            "curve": [[round(curve[i][0], 2), float(f"{curve[i][1]:.2e}")] for i in indices],
+        }
+        print(f"  {method:15} error {solution.error:.1e}, {count} steps", flush=True)
+    return out
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    by_name = programs()
+    parser.add_argument("--only", nargs="*", default=list(by_name), choices=list(by_name))
+    parser.add_argument("--race", nargs="*", default=None, choices=list(by_name))
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each method in the race")
+    parser.add_argument("--draw", action="store_true", help="run nothing, draw what is on record")
+    parser.add_argument("--out", type=Path, default=RECORD)
+    options = parser.parse_args(arguments)
+    if options.draw:
+        draw(json.loads(options.out.read_text())["gallery"])
+        return
+    torch.set_num_threads(1)
+    machine = describe_machine(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
+    if options.out.exists():
+        record = json.loads(options.out.read_text())
+    else:
+        record = {}
+    if record.get("environment") != machine:
+        record = {"environment": machine, "gallery": {}, "race": {}}
+
+    def keep() -> None:
+        record["gallery"] = {n: record["gallery"][n] for n in by_name if n in record["gallery"]}
+        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+    by_name["polygon"].run(steps=1)  # what is imported then is not counted
+    for name in options.only:
+        r = measure(by_name[name])
+        record["gallery"][name] = r
+        shown = {k: r[k] for k in ("cpu_seconds", "steps", "error", "estimated", "residual")}
+        words = ", ".join(f"{k} {v:.3g}" for k, v in shown.items() if v is not None)
+        print(f"{name:32} {words}, {r['verdict']}", flush=True)
+        keep()
+    racing = RACE if options.race is None and len(options.only) == len(by_name) else options.race
+    for name in racing or ():
+        print(name, flush=True)
+        methods = race(by_name[name], options.seconds)
+        record["race"][f"{name}/{options.seconds:g}"] = methods
+        keep()
+    if record["gallery"]:
+        draw(record["gallery"])

@@ -1,0 +1,255 @@
+"""What each part of the spectral rule is worth: the race on text with one choice changed at a time.
+
+    pullback bench race-ablation [--device cuda] [--quick] [--workers N] [--out FILE]
+
+Every run has the same batches, rate, schedule and seed. `Powered` is the rule with factors of any
+power, whitened in their eigenbases: those of the inputs, of the inputs and the loss's own
+cotangents, of sampled ones, or Shampoo's GᵀG and GGᵀ of the gradient. Losses alone are recorded:
+runs share the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pullback.grams.kronecker import Pair, factor_matrix
+from pullback.grams.kronecker.blocks import from_bases, to_bases
+from pullback.likelihoods import Categorical
+from pullback.optim.kfac import AdamW, Estimation, Spectral, Statistics
+from pullback.optim.kfac.rules import (
+    BlockShape,
+    FactorAverages,
+    RefreshReport,
+    RuleState,
+    StepContext,
+)
+from pullback.optim.kfac.rules.spectral import SpectralState
+
+from ..framework.benchmark import RESULTS, Record, make_parser
+from ..framework.timing import describe_machine
+from ..races import optimizers
+from ..races.loop import run
+from ..races.tasks import TASKS
+
+LR = 8e-3
+SEED = 0
+STEPS = 300
+# of Shampoo's factors
+BETA = 0.95
+EVERY = 10
+REST = {"rest": 0.25}  # of the rate, for embeddings, head and gains
+
+
+@dataclass
+class PoweredState(SpectralState):
+    """Eigenbases and mean eigenvalues of both factors, and Shampoo's factors and their roots."""
+
+    bases: tuple[Tensor | None, Tensor | None] = (None, None)
+    values: tuple[Tensor | None, Tensor | None] = (None, None)
+    sides: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+
+class Powered(Spectral):
+    r"""The polar factor of L^(-p) M C^(-p), with every side damped by a share of its mean.
+
+    Blocks are refreshed one by one, so that this rule is for a single process.
+
+    Args:
+        power: p.
+        both: whether the output side L takes part.
+        gradient: whether sides are those of the gradient, GᵀG and GGᵀ, averaged every step.
+        again: whether C^(-p) is applied to the polar factor once more: the steepest descent for
+            the operator norm of ΔC^p.
+        share: λ.
+        sampled: whether cotangents are sampled.
+    """
+
+    name: ClassVar = "powered"
+    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
+
+    def __init__(
+        self, power: float = 0.5, *, both: bool = False, gradient: bool = False,
+        again: bool = False, share: float = 0.2, sampled: bool = False,
+    ) -> None:  # fmt: skip
+        likelihood = Categorical() if sampled else None
+        fisher = "mc" if sampled else "empirical"
+        estimation = Estimation(ema=0.8).with_metric(likelihood, None, fisher=fisher)
+        super().__init__(estimation=estimation, others=AdamW(rate=REST["rest"]))
+        self.power = power
+        self.both = both
+        self.gradient = gradient
+        self.again = again
+        self.share = share
+
+    def init(self, shape: BlockShape) -> PoweredState:
+        return PoweredState(**vars(super().init(shape)))
+
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        assert isinstance(state, PoweredState)
+        pair = averages.divided()
+        assert isinstance(pair, Pair)
+        rows, left = factor_matrix.eigendecompose(pair.output_factor)
+        columns, right = factor_matrix.eigendecompose(pair.input_factor)
+        state.bases = (left, right)
+        state.values = (rows, columns)
+        return RefreshReport()
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        assert isinstance(state, PoweredState)
+        if self.gradient:
+            self._average(state, gradient)
+        d = super().direction(gradient, state, step)
+        if self.again:
+            d = self.whiten(d, state)
+            d = d * (0.2 * d[0].numel() ** 0.5 / d.norm(dim=(1, 2), keepdim=True))
+        return d
+
+    def _average(self, state: PoweredState, g: Tensor) -> None:
+        state.steps += 1
+        for side, new in (("columns", g.mT @ g), ("rows", g @ g.mT)):
+            old = state.sides.get(side, new)
+            state.sides[side] = old.lerp(new, 1 - BETA)
+            if state.steps % EVERY == 1:
+                state.sides[f"{side} root"] = _root(state.sides[side], self.power, self.share)
+
+    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+        assert isinstance(state, PoweredState)
+        m = momentum.float()
+        if self.gradient:
+            m = m @ state.sides["columns root"]
+            return state.sides["rows root"] @ m if self.both else m
+        left, right = state.bases
+        rows, columns = state.values
+        assert rows is not None
+        assert columns is not None
+        m = to_bases(left, m, right) * self._reduced(columns)[:, None]
+        if self.both:
+            m = m * self._reduced(rows)[..., None]
+        return from_bases(left, m, right)
+
+    def _reduced(self, values: Tensor) -> Tensor:
+        return (values / values.mean(1, keepdim=True) + self.share) ** -self.power
+
+
+def _root(s: Tensor, power: float, share: float) -> Tensor:
+    values, basis = torch.linalg.eigh(s)
+    values = (values / values.mean(-1, keepdim=True)).clamp(min=0) + share
+    return (basis * values[:, None] ** -power) @ basis.mT
+
+
+@dataclass
+class GraftedState(SpectralState):
+    """Adam's second moment beside the state of `Spectral`."""
+
+    second: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+class Grafted(Spectral):
+    """The direction of `Spectral`, matrix by matrix as long as Adam's."""
+
+    name: ClassVar = "grafted"
+
+    def __init__(self) -> None:
+        super().__init__(others=AdamW(rate=REST["rest"]))
+
+    def init(self, shape: BlockShape) -> GraftedState:
+        return GraftedState(**vars(super().init(shape)), second=shape.zeros(*shape.size))
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        assert isinstance(state, GraftedState)
+        d = super().direction(gradient, state, step)
+        step.average(state.second, gradient.square(), 1 - BETA if step.count > 1 else 1.0)
+        adam = state.momentum / (state.second.sqrt() + 1e-8)
+        length = adam.norm(dim=(1, 2), keepdim=True)
+        return d * (length / d.norm(dim=(1, 2), keepdim=True).clamp(min=1e-8))
+
+
+class Sphere(Optimizer):
+    """Brings hidden matrices back to the length that they began with, after every step."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self._lengths = [p.detach().norm() for p in params]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for p, length in zip(self.param_groups[0]["params"], self._lengths, strict=True):
+            p.mul_(length / p.norm())
+
+
+def _with(rule: Callable[[], Spectral], **more: Any) -> optimizers.Build:
+    return lambda model, lr, some: [optimizers._ruled(model, lr, rule, {**more, **some})]
+
+
+def _on_a_sphere(model: nn.Module, lr: float, some: Any) -> list[Optimizer]:
+    (own,) = optimizers.spectral(model, lr, {**REST, **some})
+    params = optimizers.hidden(model)
+    ids = {id(p) for p in params}
+    (matrices,) = [g for g in own.param_groups if any(id(p) in ids for p in g["params"])]
+    matrices["weight_decay"] = 0.0
+    return [own, Sphere(params)]
+
+
+def _changed(**some: Any) -> optimizers.Build:
+    return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **some, **more})
+
+
+ROWS: dict[str, optimizers.Build] = {
+    "Spectral, unchanged": _changed(),
+    "no factor: Muon with its rows made even": _changed(damping=1e4),
+    "inputs, power ½, by eigh": _with(Powered),
+    "inputs, power ¼": _with(lambda: Powered(0.25)),
+    "inputs, power 1": _with(lambda: Powered(1.0)),
+    "inputs and own cotangents, power ½": _with(lambda: Powered(both=True)),
+    "inputs and own cotangents, power ¼": _with(lambda: Powered(0.25, both=True)),
+    "inputs and sampled cotangents, power ½": _with(lambda: Powered(both=True, sampled=True)),
+    "GᵀG of the gradient, power ½": _with(lambda: Powered(gradient=True)),
+    "GᵀG and GGᵀ of the gradient, power ¼": _with(lambda: Powered(0.25, both=True, gradient=True)),
+    "the factor again after the polar factor": _with(lambda: Powered(again=True)),
+    "damping 0.02": _changed(damping=0.02),
+    "damping 1": _changed(damping=1.0),
+    "statistics and roots at every step": _changed(statistics_every=1, invert_every=1),
+    "statistics every 20, roots every 100 steps": _changed(statistics_every=20, invert_every=100),
+    "the head follows the rule too": _changed(rule_head=True),
+    "as long as Adam's step": _with(Grafted),
+    "weights on a sphere, no decay": _on_a_sphere,
+}
+
+
+def _run(name: str, task: str, steps: int | None, device: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    optimizers.OPTIMIZERS[name] = ROWS[name]
+    found = run(TASKS[task], name, LR, seed=SEED, device=torch.device(device), steps=steps)
+    return {"final": found["final"], "curve": found["held-out loss"], "steps": found["steps"]}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny decoder, nothing written")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(ROWS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "race-ablation.json")
+    asked = parser.parse_args(arguments)
+    task, steps = ("text-quick", 20) if asked.quick else ("text", STEPS)
+    about = {"environment": describe_machine(torch.device(asked.device))}
+    about |= {"lr": LR, "seed": SEED, "steps": STEPS, "task": task}
+    record = Record(None if asked.quick else asked.out, about, resume=False)
+    with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
+        jobs = {pool.submit(_run, n, task, steps, asked.device): n for n in asked.only}
+        for job in as_completed(jobs):
+            name = jobs[job]
+            error = job.exception()
+            result = {"error": str(error)} if error else job.result()
+            print(f"{name:45} {result.get('final', error)}", flush=True)
+            record.put(name, result)

@@ -1,0 +1,148 @@
+"""Single runs of the races, for searches: one JSON line per run.
+
+pullback bench race-probe --size small --methods adamw,muon --lr 1.5e-3,6e-3 --seed 0,1
+pullback bench race-probe --methods kfac-spectral --lr 4e-3 --set damping=1e-2 --parallel 4
+
+Every method runs with every rate, seed and number of steps; `--pairs adamw:1.5e-3,muon:6e-3` names
+method and rate together instead. `--parallel N` runs N processes on one device, whose milliseconds
+are then not those of a run alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from ast import literal_eval
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from ..framework.benchmark import make_parser
+from ..races.loop import run
+from ..races.tasks import TASKS, TextData, python_files
+
+SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
+_DIGITS = 5  # of the losses in a curve
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    asked = _parser().parse_args(arguments)
+    jobs = list(_jobs(asked))
+    if asked.parallel <= 1:
+        for job in jobs:
+            print(json.dumps(_done(job)), flush=True)
+        return 0
+    spawned = get_context("spawn")
+    with ProcessPoolExecutor(asked.parallel, spawned, _begin, (_corpus(asked),)) as pool:
+        for found in as_completed([pool.submit(_done, job) for job in jobs]):
+            print(json.dumps(found.result()), flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    parser.add_argument("--size", default="small", help=f"{', '.join(SIZES)}, or a task's name")
+    parser.add_argument("--methods", default="", type=_words)
+    parser.add_argument("--lr", default="1e-3", type=_words)
+    parser.add_argument("--pairs", default="", type=_words, help="method:lr,…")
+    parser.add_argument("--steps", default="", type=_words)
+    parser.add_argument("--seed", default="0", type=_words)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="argument of the optimizer; KEY=A|B runs both")  # fmt: skip
+    parser.add_argument("--task", action="append", default=[], metavar="KEY=VALUE",
+                        help="field of the task: clip=1.0, compiled=True")  # fmt: skip
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def _value(text: str) -> Any:
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word
+
+
+def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    pairs = [tuple(pair.split(":")) for pair in asked.pairs]
+    pairs += product(asked.methods, asked.lr)
+    keys = [s.partition("=")[0] for s in asked.set]
+    values = [[_value(v) for v in s.partition("=")[2].split("|")] for s in asked.set]
+    fields = {k: _value(v) for k, _, v in (s.partition("=") for s in asked.task)}
+    for (method, lr), seed, steps, settings in product(
+        pairs, asked.seed, asked.steps or [None], product(*values)
+    ):
+        yield {
+            "task": SIZES.get(asked.size, asked.size),
+            "fields": fields,
+            "method": method,
+            "lr": float(lr),
+            "seed": int(seed),
+            "steps": None if steps is None else int(steps),
+            "settings": dict(zip(keys, settings, strict=True)),
+            "device": asked.device,
+            "threads": asked.threads,
+            "parallel": asked.parallel,
+        }
+
+
+def _done(job: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run in short, or what went wrong."""
+    torch.set_num_threads(job["threads"])
+    task = replace(TASKS[job["task"]], **job["fields"])
+    said = {k: job[k] for k in ("task", "method", "lr", "seed", "settings", "parallel")}
+    device = torch.device(job["device"])
+    try:
+        outcome = run(
+            task, job["method"], job["lr"], seed=job["seed"], device=device, steps=job["steps"],
+            settings=job["settings"],
+        )  # fmt: skip
+    except Exception as error:  # the other runs go on
+        traceback.print_exc(file=sys.stderr)
+        return said | {"error": f"{type(error).__name__}: {error}"}
+    curve = [
+        [s, round(v, _DIGITS)]
+        for s, v in zip(outcome["step"], outcome["held-out loss"], strict=True)
+    ]
+    lists = ("step", "seconds", "held-out loss", "accuracy", "settings")
+    short = {k: v for k, v in outcome.items() if k not in lists}
+    short |= {"seconds": round(outcome["seconds"][-1], 3), "ms": round(outcome["ms"], 3)}
+    if device.type == "cuda":
+        short["peak GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 3)
+        torch.cuda.reset_peak_memory_stats(device)
+    return said | short | {"accuracy": round(outcome["accuracy"][-1], 4), "curve": curve}
+
+
+# --- the corpus is read once and shared -----------------------------------------------------
+
+
+def _corpus(asked: argparse.Namespace) -> tuple[tuple[int, bool], Any] | None:
+    data = TASKS[SIZES.get(asked.size, asked.size)].batches
+    if not isinstance(data, TextData):
+        return None
+    key = (data.most, data.packages)
+    files = python_files(*key)
+    files.train.share_memory_()
+    files.held.share_memory_()
+    return key, files
+
+
+def _begin(shared: tuple[tuple[int, bool], Any] | None) -> None:
+    from ..races import tasks
+
+    if shared is not None:
+        key, files = shared
+        read = tasks.corpus.python_files
+        tasks.corpus.python_files = lambda *asked: files if asked == key else read(*asked)

@@ -1,0 +1,236 @@
+"""K-FAC on models that others wrote: which blocks it finds, what it costs, and how it trains.
+
+    pullback bench third-party [--only NAME ...] [--train] [--out FILE]
+    pullback bench third-party --others [--only NAME ...] [--out FILE]
+
+Models are built from small configurations with random weights. The shares are those of trained
+entries by block, after two steps of natural K-FAC. The ratio is the time of ten steps of
+`KFAC(model)`, statistics and inverses included, beside ten of AdamW. With --train each model learns
+a small task for 30 steps on the same batches: SGD with momentum, Adam and `KFAC(model)`, at three
+rates each: Adam's and K-FAC's are 1, 3 and 10 times their default. A score is the mean loss of the
+last five steps at the best rate. With --others only the training, of models in no table.
+Needs `pip install pullback[models] diffusers`; a model whose package is not there is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+
+from ..framework.benchmark import RESULTS, Record, make_parser
+from ..framework.timing import compare, first_and_later
+from . import third_party_real
+from .kfac import NEVER, combined
+from .third_party_models import Model, models
+from .third_party_others import others
+from .third_party_real import shares
+
+STEPS = 30
+LAST = 5
+RATES = {"SGD": (0.01, 0.1, 1.0), "Adam": (1e-3, 3e-3, 1e-2), "KFAC": (1, 3, 10)}
+
+
+def output_of(case: Model, out: Any) -> Tensor:
+    """The tensor that the loss is made of."""
+    if isinstance(out, Tensor):
+        return out
+    if case.output is None:
+        return out.logits
+    if case.output.isdigit():
+        return out[int(case.output)]
+    return getattr(out, case.output)
+
+
+def kfac(case: Model, model: nn.Module, lr: float | None = None, **options: Any) -> pb.KFAC:
+    """K-FAC with the model's output."""
+    selector = case.output
+    return pb.KFAC(
+        model, lr, output=int(selector) if selector and selector.isdigit() else selector, **options
+    )
+
+
+def natural(case: Model, model: nn.Module, statistics: int, inversion: int = NEVER) -> pb.KFAC:
+    """Natural K-FAC at a rate of zero."""
+    likelihood = case.likelihood or pb.likelihoods.Categorical()
+    schedule = {"statistics_every": statistics, "invert_every": inversion}
+    return kfac(case, model, 0.0, likelihood=likelihood, **schedule)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def train(
+    case: Model, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> list[float]:
+    """The losses of an ordinary loop, on the same batches for every optimizer."""
+    losses = []
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    for _ in range(steps):
+        x, y = case.batch(random)
+        optimizer.zero_grad()
+        loss = case.loss(output_of(case, model(**x)), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def stepping(case: Model, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A training step on the first batch."""
+    x, y = case.batch(torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        case.loss(output_of(case, model(**x)), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def coverage(case: Model) -> dict[str, Any]:
+    """The shares of trained entries by block, and the reasons for diagonals."""
+    torch.manual_seed(0)
+    model = case.make().train()
+    opt = natural(case, model, 1)
+    train(case, model, opt, 2)
+    rows = [r for r in opt.coverage() if r.block not in ("none", "gradient")]
+    return {
+        "parameters": sum(torch.Size(row.shape).numel() for row in rows),
+        "shares": shares(opt),
+        "diagonal": {r.name: r.reason for r in rows if r.block == "diagonal"},
+    }
+
+
+def costs(case: Model) -> dict[str, Any]:
+    """Times in multiples of a step of AdamW, in the processor's seconds within one run.
+
+    Steps of natural K-FAC: plain ones, ones with statistics, ones that invert too, and 10/100 from
+    these; the mean of `KFAC(model)` over 20 steps; the first step over a later statistics step.
+    """
+    torch.manual_seed(0)
+    start = case.make().train()
+    cpu = torch.device("cpu")
+    clock = time.process_time
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "baseline": lambda m: torch.optim.AdamW(trained(m), 0.0, foreach=True),
+        "kfac plain": lambda m: natural(case, m, NEVER),
+        "kfac statistics": lambda m: natural(case, m, 1),
+        "kfac inversion": lambda m: natural(case, m, 1, 1),
+    }
+    copies = {name: copy.deepcopy(start) for name in makers}
+    routes = {
+        name: stepping(case, copies[name], make(copies[name])) for name, make in makers.items()
+    }
+    seconds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
+    base = seconds["baseline"]
+    ratios = {kind: seconds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
+    ratios["10/100"] = combined(seconds, "kfac", (10, 100))
+    model = copy.deepcopy(start)
+    step = stepping(case, model, kfac(case, model, 0.0))
+    began = 0.0
+    for i in range(21):
+        if i == 1:
+            began = clock()
+        else:
+            began = began
+        step()
+    ratios["default"] = (clock() - began) / 20 / base
+    model = copy.deepcopy(start)
+    first, later = first_and_later(stepping(case, model, natural(case, model, 1)), cpu, clock)
+    return {"ratio": ratios, "first step": first / later}
+
+
+def race(case: Model) -> dict[str, Any]:
+    """The scores of three optimizers at each rate."""
+    torch.manual_seed(0)
+    start = case.make().train()
+    scores = {}
+    for name, rates in RATES.items():
+        scores[name] = {}
+        for lr in rates:
+            model = copy.deepcopy(start)
+            params = trained(model)
+            opt: torch.optim.Optimizer
+            if name == "SGD":
+                opt = torch.optim.SGD(params, lr, momentum=0.9)
+            elif name == "Adam":
+                opt = torch.optim.Adam(params, lr)
+            else:
+                opt = kfac(case, model)
+                for group in opt.param_groups:
+                    group["lr"] *= lr
+            losses = train(case, model, opt, STEPS)[-LAST:]
+            score = sum(losses) / LAST
+            scores[name][str(lr)] = score if math.isfinite(score) else None
+    return scores
+
+
+def best(scores: dict[str, float | None]) -> float:
+    """The score at the best rate."""
+    return min((s for s in scores.values() if s is not None), default=math.inf)
+
+
+def summary(name: str, row: dict[str, Any]) -> str:
+    """What was found of a model, on one line."""
+    if row["refused"]:
+        return f"{name}: refused: {row['refused']}"
+    phrases = []
+    if "shares" in row:
+        phrases += [f"{row['parameters']:,}"]
+        phrases += [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
+        phrases += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
+        phrases += [f"first step {row['first step']:.1f}"]
+    phrases += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
+    return f"{name}: {', '.join(phrases)}"
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--others", action="store_true", help="models in no table: training alone")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--real", action="store_true", help="three models at their full sizes")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="with --real: tiny sizes")
+    options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    if options.real:
+        device = torch.device(options.device)
+        out = options.out or RESULTS / f"third-party-real-{device.type}.json"
+        third_party_real.run(device, options.quick, out, options.only)
+        return
+    name = "third-party-others.json" if options.others else "third-party.json"
+    options.out = options.out or RESULTS / name
+    torch.set_num_threads(1)
+    record = Record.on_device(options.out, "cpu")
+    for name, case in (others() if options.others else models()).items():
+        if options.only and name not in options.only:
+            continue
+        row = record.results.setdefault(name, {})
+        try:
+            if not options.others:
+                row |= {**coverage(case), **costs(case)}
+            if options.train or options.others:
+                row["scores"] = race(case)
+            row["refused"] = None
+        except pb.PullbackError as error:
+            row["refused"] = str(error)
+        print(summary(name, row), flush=True)
+        record.put(name, row)
+    raced = [row["scores"] for row in record.results.values() if "scores" in row]
+    scores = [{name: best(losses) for name, losses in race.items()} for race in raced]
+    ahead = [s for s in scores if s["KFAC"] < min(s["SGD"], s["Adam"])]
+    print(f"ahead of SGD and Adam: {len(ahead)} of {len(scores)}")

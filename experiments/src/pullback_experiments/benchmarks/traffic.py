@@ -1,0 +1,216 @@
+"""What K-FAC sends per step, beside the gradients of DistributedDataParallel.
+
+Bytes are counted on paper: the library's own code packs, places and counts; tensors have shapes
+alone, and nothing is sent. With `--measure` two processes with gloo train small networks, and the
+host's time in collectives is measured.
+
+    pullback bench traffic [--processes 8 64 256 1024]
+    pullback bench traffic --measure
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pullback as pb
+from pullback._core.processes import Pending, Processes, Traffic
+from pullback.grams.kronecker.packed_matrix import launch_sum, map_entries
+from pullback.optim.kfac import Natural
+from pullback.optim.kfac.replicas import Replicas
+
+from ..framework.benchmark import RESULTS, make_parser, write_results
+from ..framework.timing import describe_machine
+from .kfac_models import GPT, convnet, resnet50
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "GPT-2": lambda: GPT(depth=12)}
+CATEGORICAL = pb.likelihoods.Categorical()
+RULES: dict[str, dict[str, Any]] = {
+    "natural": {"rule": Natural(CATEGORICAL, kl_clip=None)},
+    "natural, kl_clip": {"likelihood": CATEGORICAL},
+    "eigenbasis": {"rule": "eigenbasis"},
+    "spectral": {"rule": "spectral"},
+}
+
+
+class Paper(Processes):
+    """The first of `size` processes, which counts what it would send."""
+
+    def __init__(self, size: int, traffic: dict[str, Traffic] | None = None) -> None:
+        super().__init__(None, traffic)
+        self.size = size
+
+    def join_subgroup(self, subgroups: Sequence[Sequence[int]]) -> Paper:
+        return Paper(len(subgroups[0]), self._traffic)
+
+    def _all_reduce(self, t: Tensor, operation: str = "SUM", *, is_async: bool = False) -> Any:
+        return Pending(lambda: None)
+
+    def _broadcast(self, t: Tensor, rank: int, what: str) -> None:
+        self._send(what, t.nbytes, lambda: None)
+
+    def _all_gather(self, t: Tensor, what: str) -> Tensor:
+        self._send(what, (self.size - 1) * t.nbytes, lambda: None)
+        return t.new_empty(self.size * t.numel())
+
+
+def shape_of(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+
+def count(
+    model: nn.Module, options: dict[str, Any], size: int, workers: int
+) -> tuple[dict[str, float], float, dict[str, float]]:
+    """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
+
+    Intervals are those of the rule. Passes are those with statistics.
+    """
+    opt = pb.KFAC(model, **options)
+    state = opt.blocks
+    paper = Paper(size)
+    replicas = Replicas(paper, workers, is_wrapped=True)
+    keys = sorted(state.averages, key=lambda key: key.names)
+    sides: list[Any] = []
+    for key in keys:
+        sides += [map_entries(shape_of, t) for t in state.averages[key].value.values()]
+    sums = Paper(size)
+    launch_sum(sides, sums).wait()
+    sent = sum(own.bytes for own in sums.traffic().values())
+    every = opt.statistics_every
+    factors = sent / every
+    passes: dict[str, float] = {"statistics": sent, "statistics_every": every}
+    calls = sum(own.calls for own in sums.traffic().values()) / every
+    for key in keys:
+        state.states.change(key, shape_of)
+        state.states.blocks[key].is_ready = True
+    replicas.place(state.states, state.averages, {*keys})
+    replicas._send(state.states, keys)
+    gradients = {n: shape_of(p) for n, p in model.named_parameters()}
+    replicas.complete(state.states, gradients, [], gradients)
+    opt.close()
+    steps = {"inverses": opt.invert_every, "directions": 1}
+    by_purpose = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
+    calls += sum(own.calls / steps[what] for what, own in paper.traffic().items())
+    return {"factors": factors, **by_purpose}, calls, passes
+
+
+# --- measured -------------------------------------------------------------------------------------
+
+_IMAGES = 16
+_TOKENS = 4
+_LENGTH = 32
+_LETTERS = 96
+#: networks, and batches of one process
+SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...], int]] = {
+    "convnet": (lambda: convnet(16), lambda: torch.randn(_IMAGES, 3, 32, 32), (_IMAGES,), 10),
+    "decoder": (
+        lambda: GPT(_LETTERS, _LENGTH, width=64, depth=2, heads=4),
+        lambda: torch.randint(0, _LETTERS, (_TOKENS, _LENGTH)),
+        (_TOKENS, _LENGTH),
+        _LETTERS,
+    ),
+}
+
+
+def measure(rank: int, size: int, name: str, options: dict[str, Any] | None, steps: int) -> Any:
+    """Return seconds per step, and those in collectives by purpose, from step 100 on."""
+    build, draw, shape, classes = SMALL[name]
+    torch.manual_seed(0)
+    net = DistributedDataParallel(build())
+    if options is None:
+        opt: Any = torch.optim.SGD(net.parameters(), 1e-3)
+    else:
+        opt = pb.KFAC(net, **options)
+    torch.manual_seed(rank)
+    before = {}
+    start = 0.0
+    for step in range(100 + steps):
+        if step == 100:  # inversions become rare
+            dist.barrier()
+            if options is not None:
+                before = opt.traffic()
+            else:
+                before = {}
+            start = time.perf_counter()
+        x = draw()
+        y = torch.randint(0, classes, shape)
+        opt.zero_grad()
+        F.cross_entropy(net(x).flatten(0, -2), y.flatten()).backward()
+        opt.step()
+    dist.barrier()
+    whole = time.perf_counter() - start
+    sent = {}
+    assert options is None or opt.info.accepted
+    if options is not None:
+        for what, own in opt.traffic().items():
+            sent[what] = (own.seconds - before.get(what, Traffic()).seconds) / steps
+    return whole / steps, sent
+
+
+def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    results = []
+    rules = {"SGD": None, **{rule: o for rule, o in RULES.items() if rule != "natural"}}
+    for name in SMALL:
+        for rule, options in rules.items():
+            seconds, sent = measure(rank, size, name, options, steps)
+            spent = sum(sent.values())
+            row = {"model": name, "rule": rule, "processes": size, "seconds": seconds}
+            results.append({**row, "collectives": spent, "share": spent / seconds, **sent})
+            if rank == 0:
+                print(
+                    f"{name:9} {rule:17} {1e3 * seconds:7.1f} ms per step, "
+                    f"{1e3 * spent:6.2f} ms in collectives: {spent / seconds:.1%}",
+                    flush=True,
+                )
+    if rank == 0:
+        record = {"environment": describe_machine(torch.device("cpu")), "results": results}
+        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
+    parser = make_parser(__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[8, 64, 256, 1024])
+    parser.add_argument("--measure", action="store_true", help="time on two processes instead")
+    parser.add_argument("--steps", type=int, default=100, help="that are measured")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    out = options.out or RESULTS / f"traffic{'-time' if options.measure else ''}.json"
+    if options.measure:
+        mp.spawn(_measure_all, (2, str(out), options.steps), nprocs=2)
+        return []
+    results = []
+    for name, build in MODELS.items():
+        model = build()
+        weights = sum(p.nbytes for p in model.parameters())
+        for size, rule in itertools.product(options.processes, RULES):
+            gradients = 2 * (size - 1) / size * weights
+            for workers in (size, 1):
+                sent, calls, passes = count(model, RULES[rule], size, workers)
+                total = sum(sent.values())
+                row = {"model": name, "rule": rule, "processes": size, "workers": workers}
+                more = {"gradients": gradients, **sent, "total": total, "calls": calls, **passes}
+                results.append({**row, **more})
+                print(
+                    f"{name:9} {size:4} processes, {workers:4} workers, {rule:17}"
+                    f"{total / 1e6:7.2f} MB and {calls:.2f} calls per step, "
+                    f"{total / gradients:6.1%} of the gradients",
+                    flush=True,
+                )
+    write_results(out, torch.device("cpu"), results)
+    return results

@@ -1,0 +1,80 @@
+"""Tables of the README and the docs, written from the records in experiments/results.
+
+    python -m pullback_experiments.tables            # write them anew
+    python -m pullback_experiments.tables --check    # say which pages do not agree with the records
+
+A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; ``of:EXPERIMENT`` is the first
+that an experiment's record holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ..framework.checkout import REPOSITORY
+from .costs import ablation, costs, kfac, kfac_versions, races, rules, vision, worth
+from .defaults import pde_defaults, pde_seeds
+from .gallery import pde_gallery, pde_race
+from .models import models, models_others, models_real
+from .numbers import Rows
+from .peers import (
+    exact,
+    greedy,
+    kernels,
+    pde,
+    pde_chosen,
+    pde_large,
+    poisson,
+    scale,
+    spectrum,
+    trust,
+)
+from .traffic import in_collectives, on_paper, traffic
+from .verdicts import own, verdicts
+
+#: name -> its rows, of which the first is the head
+TABLES: dict[str, Callable[[], Rows]] = {
+    table.__name__: table
+    for table in (
+        verdicts,
+        *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
+        *(models, models_others, models_real),
+        *(exact, scale, pde, pde_chosen, pde_large, poisson, trust, spectrum, greedy, kernels),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
+    )
+}
+BLOCK = re.compile(r"<!-- table (?P<name>\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Every page that may hold a table."""
+    return [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
+
+
+def written(text: str) -> str:
+    """A page's text with each of its tables as the records have it."""
+
+    def block(match: re.Match[str]) -> str:
+        table, _, experiment = match["name"].partition("of:")
+        if experiment:
+            rows = own(experiment)
+        else:
+            rows = TABLES[table]()
+        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        head, _, body = lines.partition("\n")
+        rule = "|" + "---|" * len(rows[0])
+        return f"<!-- table {match['name']} -->\n{head}\n{rule}\n{body}\n<!-- end -->"
+
+    return BLOCK.sub(block, text)
+
+
+def stale() -> list[Path]:
+    """Pages whose tables the records do not bear out; days, which git knows, are left out."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"\b\d{4}-\d\d-\d\d\b", "", text)
+
+    texts = {page: page.read_text("utf-8") for page in pages()}
+    return [page for page, text in texts.items() if bare(written(text)) != bare(text)]

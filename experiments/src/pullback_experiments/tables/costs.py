@@ -1,0 +1,197 @@
+"""What a step costs, and what it is worth."""
+
+from __future__ import annotations
+
+import re
+
+from ..benchmarks.kfac_versions import ratios
+from .numbers import RESULTS, Rows, record, seconds, size, times
+
+KFAC = {  # label, batch, parameters
+    "autoencoder": ("autoencoder 784-1000-500-250-30", "512", 2_837_314),
+    "convnet": ("small convnet", "128", 66_570),
+    "resnet50": ("ResNet-50", "64", 25_557_032),
+    "gpt2": ("GPT-2 small, bf16", "8×1024", 124_475_904),
+}
+EXACT = {
+    "cifar-mlp": ("MLP 3072-2634-…-444-10", "256"),
+    "wide-mlp": ("MLP 3072-5120⁴-10", "512"),
+    "resnet18": ("ResNet-18 (group norm)", "128"),
+}
+TRAINED = {
+    "kfac-autoencoder": "deep autoencoder, MNIST",
+    "kfac-convnet": "conv net, Fashion-MNIST",
+    "kfac-vgg": "VGG-16, CIFAR-10",
+    "kfac-shakespeare": "transformer, tiny Shakespeare",
+}
+
+
+def costs() -> Rows:
+    """A step beside one of the first-order method, same model and batch."""
+    rows = [["method", "model", "parameters", "batch", "time", "memory", "where", "record"]]
+    for name, where in (("kfac-cpu", "CPU"), ("kfac-cuda", "H200")):
+        for key, one in record(name)["results"].items():
+            label, batch, count = KFAC[key]
+            more = [label, size(count), batch]
+            ratio = one["ratio"]
+            memory = times(one["ratio"].get("memory"))
+            for schedule in ("10/100", "every step"):
+                method = "K-FAC" if schedule == "10/100" else "K-FAC, every step"
+                cell = times(ratio[schedule])
+                rows.append([method, *more, cell, memory, where, f"`{name}`"])
+    for key, (label, batch) in EXACT.items():
+        one = record("scale_h200")["results"][key]
+        memory = one["peak_bytes"]["natural gradient"] / one["peak_bytes"]["SGD"]
+        method = "exact, sample space"
+        more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(memory)]
+        rows.append([method, *more, "H200", "`scale_h200`"])
+    one = record("slices-cuda")["results"]["mlp"]
+    more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "128"]
+    for method, route in (("`SliceSGD`", "units"), ("`SliceSGD(every=10)`", "units, every 10")):
+        cell = times(one["captured training step"]["ratio"][route]["ratio"])
+        rows.append([method, *more, cell, "–", "H200", "`slices-cuda`"])
+    ours, adam = (float(_yin(name)[-1]) for name in ("E-NGD, target ratio", "Adam"))
+    ratio = times(ours / adam)
+    more = ["2-20-20-1, Poisson", "501", "all points"]
+    rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU", "`yin-2024-poisson`"])
+    return rows
+
+
+def kfac_versions() -> Rows:
+    """The version before the rebuild and this one, in turn on one machine."""
+    steps = ["plain", "statistics", "10/100", "25/250"]
+    rows = [["", "round", "version", "baseline", *steps]]
+    by_device = [record(f"kfac-versions-{device}")["results"] for device in ("cuda", "cpu")]
+    for name, versions in (item for results in by_device for item in results.items()):
+        for version, rounds in versions.items():
+            for i, times_of_round in enumerate(rounds, 1):
+                more = [KFAC[name][0], str(i), version, f"{times_of_round['baseline']:.1f} ms"]
+                rows.append(more + [f"{ratios(times_of_round)[step]:.2f}" for step in steps])
+    return rows
+
+
+def _yin(method: str) -> list[str]:
+    """A method's row of the Poisson experiment: name, loss, error, ..., ms per step."""
+    rows = record("yin-2024-poisson")["summary"]["tables"][0]["rows"]
+    return next(row for row in rows if row[0] == method)
+
+
+def worth() -> Rows:
+    """What was reached, by the best first-order method that ran beside it and here."""
+    rows = [["task", "first order", "here", "record"]]
+    adam, ours = (_yin(name)[2].replace("e-0", "e-") for name in ("Adam", "E-NGD, target ratio"))
+    cells = [f"{adam} (Adam, 2000 steps)", f"{ours} (`TargetRatio`, 100 steps)"]
+    rows.append(["Poisson's equation, 2-20-20-1, error", *cells, "`yin-2024-poisson`"])
+    for name, label in TRAINED.items():
+        if (RESULTS / f"{name}.json").exists() and record(name)["summary"]:
+            rows.append(_trained(name, label))
+    return rows
+
+
+def _trained(name: str, label: str) -> list[str]:
+    """Seconds to the best loss of the first-order methods, of the quickest of them and of K-FAC."""
+    table = record(name)["summary"]["tables"][0]
+    level = next(c for c in table["columns"] if c.startswith("steps to ")).removeprefix("steps to ")
+    column = table["columns"].index("seconds to it")
+    spent = {row[0]: row[column] for row in table["rows"]}
+    said = {k: v if v == "never" else f"{v} s" for k, v in spent.items()}
+    others = (k for k in spent if k != "K-FAC")
+    first = min(others, key=lambda k: float("inf") if spent[k] == "never" else float(spent[k]))
+    cells = [f"{said[k]} ({k})" for k in (first, "K-FAC")]
+    return [f"{label}, time to a loss of {level}", *cells, f"`{name}`"]
+
+
+ASKED = {
+    "kfac-cpu": ("every step", "10/100"),
+    "kfac-cuda": (
+        "10/100", "25/250", "statistics", "memory",
+        "spectral, run", "spectral, memory", "eigenbasis, run", "eigenbasis, memory",
+    ),
+}  # fmt: skip
+SAID = {
+    "statistics": "a statistics step",
+    "memory": "peak memory",
+    "spectral, run": "`Spectral`",
+    "spectral, memory": "`Spectral`, peak memory",
+    "eigenbasis, run": "`Eigenbasis`",
+    "eigenbasis, memory": "`Eigenbasis`, peak memory",
+}
+
+
+def kfac() -> Rows:
+    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
+    measures = "ratio", "kernels", "naive", "floor", "target"
+    for name, steps in ASKED.items():
+        where = ", H200" if name == "kfac-cuda" else ""
+        for key, one in record(name)["results"].items():
+            label, batch, _ = KFAC[key]
+            for step in steps:
+                cells = [one.get(measure, {}).get(step) for measure in measures]
+                what = f"{label}, batch {batch}{where}, {SAID.get(step, step)}"
+                rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
+    return rows
+
+
+def rules() -> Rows:
+    """Time and peak memory of K-FAC's rules at their default schedules."""
+    results = record("kfac-cuda")["results"]
+    names = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
+    head = [f"{label}, {what}" for label in names.values() for what in ("time", "memory")]
+    rows = [["rule", *head]]
+    keys = {
+        "Eigenbasis": ("eigenbasis, run", "eigenbasis, memory"),
+        "Spectral": ("spectral, run", "spectral, memory"),
+        "Natural": ("10/100", "memory"),
+    }
+    for rule, steps in keys.items():
+        cells = [times(results[name]["ratio"][step]) for name in names for step in steps]
+        rows.append([f"`{rule}`", *cells])
+    return rows
+
+
+def vision() -> Rows:
+    """Medians of three seeds on CIFAR-10."""
+    rows = [["network", "optimizer", "rate", "steps", "test loss", "accuracy"]]
+    for table in record("race-vision")["summary"]["tables"]:
+        label = table["title"].partition(":")[0]
+        rows += [[label, *row[:5]] for row in table["rows"]]
+    return rows
+
+
+#: record, title of its table, task as the README calls it, rival
+RACES = [
+    ("race-text", "Decoder of 6 layers", "decoder 10.9M", "AdamW"),
+    ("race-text", "Decoder of 6 layers", "decoder 10.9M", "Muon"),
+    ("race-text-large", "Decoder of 12 layers", "decoder 85.7M", "Muon"),
+    ("race-vision", "ResNet-18", "ResNet-18", "AdamW"),
+    ("race-vision", "ViT of 6 layers", "ViT", "AdamW"),
+]
+
+
+def races() -> Rows:
+    """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
+    rows = [["task, rival", "its loss", "`KFAC`", "steps to its loss", "seconds"]]
+    for name, title, task, rival in RACES:
+        summary = record(name)["summary"]
+        table_rows = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
+        runs = {row[0]: row for row in table_rows}
+        whole = (r for k, r in runs.items() if k.startswith("K-FAC") and "of the steps" not in k)
+        ours = min(whole, key=lambda r: float(r[3]))
+        claim = f"{title}: K-FAC's rules reach the final loss of {rival} in"
+        said = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
+        steps, of = re.findall(r"[\d.]+", said)[:2]
+        spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[rival]))]
+        took = f"{seconds(spent[0])}/{seconds(spent[1])}"
+        losses = runs[rival][3], ours[3]
+        rows.append([f"{task}, {rival}", *losses, f"{float(steps):.0f}/{of}", took])
+    return rows
+
+
+def ablation() -> Rows:
+    """Held-out losses of the spectral rule with one choice changed, the lowest first."""
+    results = record("race-ablation")["results"]
+    base = results["Spectral, unchanged"]["final"]
+    rows = [["changed", "held-out loss", "difference"]]
+    for name, one in sorted(results.items(), key=lambda pair: pair[1]["final"]):
+        rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
+    return rows

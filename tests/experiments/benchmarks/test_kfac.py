@@ -1,0 +1,53 @@
+"""The K-FAC benchmarks run at tiny sizes, and their peer computes what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pullback_experiments.benchmarks import kfac, kfac_floor
+from pullback_experiments.benchmarks.naive_kfac import NaiveKFAC
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    kfac.main(["--quick", "--only", "autoencoder"])
+    assert "10/100, run" in capsys.readouterr().out
+
+
+def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:
+    kinds = {"baseline": 1.0, "kfac plain": 2.0, "kfac statistics": 4.0, "kfac inversion": 10.0}
+    assert kfac.combined(kinds, "kfac", (1, 1)) == pytest.approx(10.0)
+    assert kfac.combined(kinds, "kfac", (2, 6)) == pytest.approx(2.0 + 1.0 + 1.0)
+
+
+def test_the_floor_counts_a_linear_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    floor = kfac_floor.floor(model, lambda: model(x), lambda z: z.sum())
+    assert floor.gradient == 2 * 5 * (2 * 12 + 3 * 8)  # no gradient for the first input
+    assert floor.reverse == 2 * 5 * 8
+    assert floor.products == 5 * (9 + 16 + 16 + 4)
+    assert floor.inverses == 4**3 + 4**3 + 5**3 + 2**3
+    assert floor.apply == 2 * 16 * 8 + 2 * 10 * 7
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_the_naive_peer_divides_by_both_factors() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(20, 3).double()
+    y = torch.randn(20, 2).double()
+    before = torch.cat([model.weight, model.bias[:, None]], 1).detach().clone()
+    optimizer = NaiveKFAC(model, 1.0, damping=0.0, momentum=0.0)
+    (0.5 * (model(x) - y).square().sum() / 20).backward()
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None
+    g = torch.cat([model.weight.grad, model.bias.grad[:, None]], 1).clone()
+    delta = (model(x) - y).detach()
+    a = torch.cat([x, torch.ones(20, 1).double()], 1)
+    optimizer.step()
+    after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    want = torch.linalg.solve(delta.T @ delta / 20, g) @ torch.linalg.inv(a.T @ a / 20)
+    torch.testing.assert_close(before - after, want)

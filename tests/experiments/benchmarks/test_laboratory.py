@@ -1,0 +1,74 @@
+"""One way to run a benchmark and to record it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pullback.cli.app import app
+from pullback_experiments.framework.benchmark import Record
+from pullback_experiments.registry import list_benchmarks
+
+#: benchmarks that import packages which need not be installed
+_WITH_PEERS = {"kernels-neural-tangents"}
+
+
+def test_a_record_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    record = Record(path, {"environment": "here"})
+    record.put("first", 1)
+    again = Record(path, {"environment": "here"})
+    assert "first" in again
+    again.put("second", [2])
+    again.write(summary="two")
+    assert json.loads(path.read_text()) == {
+        "environment": "here",
+        "results": {"first": 1, "second": [2]},
+        "summary": "two",
+    }
+
+
+def test_results_of_another_machine_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    Record(path, {"environment": "here"}).put("first", 1)
+    assert Record(path, {"environment": "there"}).results == {}
+    assert Record(path, {"environment": "here"}, resume=False).results == {}
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = Record(None, {})
+    record.put("first", 1)
+    assert record.results == {"first": 1}
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_benchmark_can_be_called_by_its_name() -> None:
+    summaries = list_benchmarks()
+    assert len(summaries) > 15
+    for name, summary in summaries.items():
+        assert summary, name
+        if name not in _WITH_PEERS:
+            module = importlib.import_module(
+                f"pullback_experiments.benchmarks.{name.replace('-', '_')}"
+            )
+            assert callable(module.main), name
+
+
+def test_the_command_runs_a_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "greedy.json"
+    arguments = ["--forms", "rows", "--rows", "20", "--parameters", "30", "--vectors", "5"]
+    outcome = CliRunner().invoke(app, ["bench", "greedy", *arguments, "--out", str(out)])
+    assert outcome.exit_code == 0, outcome.output
+    assert list(json.loads(out.read_text())["results"]) == ["rows"]
+
+
+def test_unknown_names_are_refused() -> None:
+    outcome = CliRunner().invoke(app, ["bench", "gredy"])
+    assert outcome.exit_code == 1
+    assert "There is no benchmark 'gredy'" in outcome.output
+    assert "greedy" in outcome.output
