@@ -1,0 +1,278 @@
+"""Does `pb.KFAC(model)` suit small networks? Fifteen tasks beside tuned Adam and Muon.
+
+    pullback bench small-tasks [--tasks aside] [--seeds 3] [--parallel 15] [--out FILE]
+
+Rates are constant. Every method has a grid of rates that are multiples of one number; "tuned" is
+the rate with the least median of held-out losses over the seeds, and a best rate at the edge of
+its grid is marked. Adam runs for as many steps as K-FAC, and again for the CPU time of the default
+run. Five of the tasks are kept aside (`--tasks aside`): nothing is chosen by them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from math import isfinite
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import pullback as pb
+
+from ..framework.benchmark import RESULTS, make_parser
+from ..framework.timing import describe_machine
+from .small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
+
+ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+MUON_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
+#: multiples of K-FAC's default rate
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: evaluations, over the last tenth of a run, whose median is its result
+EVALUATIONS = 5
+#: an outcome that is not finite counts as this
+DIVERGED = 1e9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The held-out loss at the end of a run, and the CPU time of a step in seconds."""
+
+    loss: float
+    step_seconds: float
+
+
+def make_adam(rate: float, model: nn.Module) -> list[Optimizer]:
+    """Return Adam for all parameters."""
+    return [torch.optim.Adam(model.parameters(), rate)]
+
+
+def make_muon(rate: float, model: nn.Module) -> list[Optimizer]:
+    """Return Muon for the hidden matrices and AdamW for the rest, at one rate of Adam's scale."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    head = modules[-1].weight if modules else None
+    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not head]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in matrices if id(p) not in embeddings]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[Optimizer] = []
+    if matrices:
+        muon = torch.optim.Muon(
+            matrices, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", momentum=0.9
+        )
+        optimizers.append(muon)
+    return [*optimizers, torch.optim.AdamW(others, rate, weight_decay=0.0)]
+
+
+def make_kfac(multiple: float, model: nn.Module, **options: Any) -> list[Optimizer]:
+    """Return K-FAC as it is by default, at a multiple of its rate."""
+    optimizer = pb.KFAC(model, **options)
+    for group in optimizer.param_groups:
+        group["lr"] *= multiple
+    return [optimizer]
+
+
+def make_kfac_short(multiple: float, model: nn.Module) -> list[Optimizer]:
+    """Return K-FAC with short memories, `betas=(0.5, 0.99)`, as adversarial training asks for."""
+    rule = pb.KFAC(model).rule
+    kind = type(rule)
+    if isinstance(rule, pb.optim.kfac.Eigenbasis):
+        betas = (0.5, 0.99)
+        others = pb.optim.kfac.AdamW(betas)
+        return make_kfac(multiple, model, rule=kind(betas, others=others))
+    return make_kfac(multiple, model, rule=kind(0.5))
+
+
+def make_kfac_long(multiple: float, model: nn.Module) -> list[Optimizer]:
+    """Return K-FAC with a longer memory of squares, 0.99 instead of 0.95."""
+    rule = pb.KFAC(model).rule
+    if isinstance(rule, pb.optim.kfac.Eigenbasis):
+        betas = (0.9, 0.99)
+        others = pb.optim.kfac.AdamW(betas)
+        return make_kfac(multiple, model, rule=pb.optim.kfac.Eigenbasis(betas, others=others))
+    others = pb.optim.kfac.AdamW((0.9, 0.99), rate=0.5)
+    rule = pb.optim.kfac.Spectral(0.9, 0.99, head=rule.takes_head, others=others)
+    return make_kfac(multiple, model, rule=rule)
+
+
+def make_kfac_often(multiple: float, model: nn.Module) -> list[Optimizer]:
+    """Return K-FAC with statistics and refreshes every five steps."""
+    return make_kfac(multiple, model, statistics_every=5, invert_every=5)
+
+
+def make_kfac_seldom(multiple: float, model: nn.Module) -> list[Optimizer]:
+    """Return K-FAC with statistics and refreshes every twenty steps."""
+    return make_kfac(multiple, model, statistics_every=20, invert_every=20)
+
+
+class Together(Optimizer):
+    """Several optimizers that step together."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+METHODS: dict[str, Callable[[float, nn.Module], list[Optimizer]]] = {
+    "adam": make_adam,
+    "muon": make_muon,
+    "kfac": make_kfac,
+    "kfac-short": make_kfac_short,
+    "kfac-long": make_kfac_long,
+    "kfac-often": make_kfac_often,
+    "kfac-seldom": make_kfac_seldom,
+}
+#: other settings of K-FAC, tried where `--variants` asks for them
+VARIANTS = ("kfac-short", "kfac-long", "kfac-often", "kfac-seldom")
+VARIANT_MULTIPLES = (1.0, 2.0, 4.0)
+
+
+def run(name: str, seed: int, method: str, rate: float, longer: float = 1.0) -> Outcome:
+    """Train a task by one method at one rate; `longer` multiplies the steps."""
+    torch.manual_seed(seed)
+    task = TASKS[name]()
+    optimizers = [Together(METHODS[method](rate, model)) for model in task.models]
+    steps = max(1, round(task.steps * longer))
+    first_look = steps - max(EVALUATIONS, steps // 10)
+    looks = {steps - 1 - i * (steps - first_look) // EVALUATIONS for i in range(EVALUATIONS)}
+    draws = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    seconds = 0.0
+    for step in range(steps):
+        rows = torch.randperm(task.samples, generator=draws)[: task.batch]
+        begin = time.process_time()
+        task.train(optimizers, rows)
+        if step:  # the first step prepares
+            seconds += time.process_time() - begin
+        if step in looks:
+            losses.append(_judge(task))
+    return Outcome(statistics.median(losses), seconds / max(1, steps - 1))
+
+
+def _judge(task: Task) -> float:
+    loss = task.judge()
+    return loss if isfinite(loss) else DIVERGED
+
+
+@dataclass(frozen=True)
+class Job:
+    """All runs of one task and seed."""
+
+    task: str
+    seed: int
+    has_variants: bool
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Return all runs of one task and seed, by method and rate."""
+    name = job.task
+    seed = job.seed
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    outcomes: dict[str, Outcome] = {}
+    for rate in ADAM_RATES:
+        outcomes[f"adam {rate:g}"] = run(name, seed, "adam", rate)
+    for rate in MUON_RATES:
+        outcomes[f"muon {rate:g}"] = run(name, seed, "muon", rate)
+    for multiple in MULTIPLES:
+        outcomes[f"kfac {multiple:g}"] = run(name, seed, "kfac", multiple)
+    for variant in _variants_of(job):
+        for multiple in VARIANT_MULTIPLES:
+            outcomes[f"{variant} {multiple:g}"] = run(name, seed, variant, multiple)
+    adam_seconds = statistics.median(outcomes[f"adam {r:g}"].step_seconds for r in ADAM_RATES)
+    kfac_seconds = statistics.median(outcomes[f"kfac {m:g}"].step_seconds for m in MULTIPLES)
+    ratio = kfac_seconds / adam_seconds
+    for rate in ADAM_RATES:
+        outcomes[f"adam-longer {rate:g}"] = run(name, seed, "adam", rate, ratio)
+    runs = {key: asdict(outcome) for key, outcome in outcomes.items()}
+    return {"task": name, "seed": seed, "step over Adam's": ratio, "runs": runs}
+
+
+def _variants_of(job: Job) -> Sequence[str]:
+    if job.has_variants:
+        return VARIANTS
+    return VARIANTS[:1] if job.task == "adversarial" else ()
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best rate of a method: its median loss, the rate, and whether the grid ends there."""
+
+    loss: float
+    rate: float
+    is_edge: bool
+
+
+def find_best(seeds: Sequence[dict[str, Any]], method: str, rates: Iterable[float]) -> Best:
+    """Return the rate with the least median over the seeds of one task."""
+    grid = sorted(rates)
+    medians = {rate: _median(seeds, f"{method} {rate:g}") for rate in grid}
+    rate = min(grid, key=medians.__getitem__)
+    return Best(medians[rate], rate, rate in (grid[0], grid[-1]))
+
+
+def _median(seeds: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(seed["runs"][key]["loss"] for seed in seeds)
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for every task: medians over seeds, and the rates that were best."""
+    table: list[dict[str, Any]] = []
+    for name in dict.fromkeys(row["task"] for row in rows):
+        seeds = [row for row in rows if row["task"] == name]
+        entries: dict[str, Any] = {"task": name, "seeds": len(seeds)}
+        entries["kfac"] = _median(seeds, "kfac 1")
+        entries["step over Adam's"] = statistics.median(s["step over Adam's"] for s in seeds)
+        contests = {
+            "kfac, tuned": ("kfac", MULTIPLES),
+            "adam, tuned": ("adam", ADAM_RATES),
+            "adam, equal time": ("adam-longer", ADAM_RATES),
+            "muon, tuned": ("muon", MUON_RATES),
+        }
+        for variant in VARIANTS:
+            if f"{variant} {VARIANT_MULTIPLES[0]:g}" in seeds[0]["runs"]:
+                contests[variant] = (variant, VARIANT_MULTIPLES)
+        for label, (method, rates) in contests.items():
+            entries[label] = asdict(find_best(seeds, method, rates))
+        table.append(entries)
+    return table
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--tasks", default="open", help="open, aside, all, or names with commas")
+    parser.add_argument("--seeds", default=3, type=int)
+    parser.add_argument("--parallel", default=1, type=int, help="processes, one core each")
+    parser.add_argument("--variants", action="store_true", help="also other settings of K-FAC")
+    parser.add_argument("--out", type=Path, default=RESULTS / "small-tasks-cpu.json")
+    options = parser.parse_args(arguments)
+    sets = {"open": OPEN_TASKS, "aside": ASIDE_TASKS, "all": TASKS}
+    names = list(sets[options.tasks]) if options.tasks in sets else options.tasks.split(",")
+    jobs: list[Job] = []
+    for seed in range(options.seeds):
+        jobs += [Job(name, seed, options.variants) for name in names]
+    rows: list[dict[str, Any]] = []
+    about = {"environment": describe_machine(torch.device("cpu")), "parallel": options.parallel}
+    with ProcessPoolExecutor(options.parallel, get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(run_job, job) for job in jobs]):
+            rows.append(done.result())
+            record = about | {"summary": summarize(rows), "rows": rows}
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+    for line in summarize(rows):
+        print(json.dumps(line), flush=True)

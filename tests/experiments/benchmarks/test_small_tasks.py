@@ -1,0 +1,45 @@
+"""Small tasks train, and the summary picks the best rate of each method."""
+
+import pytest
+import torch
+
+from pullback_experiments.benchmarks.small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
+from pullback_experiments.benchmarks.small_tasks import METHODS, find_best, run
+from pullback_experiments.learning.data import available
+
+
+def _shorten(monkeypatch: pytest.MonkeyPatch, name: str, steps: int) -> None:
+    task = TASKS[name]()
+    short = Task(task.models, task.train, task.judge, task.samples, 16, steps)
+    monkeypatch.setitem(TASKS, name, lambda: short)
+
+
+def test_ten_tasks_to_choose_by_and_five_aside() -> None:
+    assert (len(OPEN_TASKS), len(ASIDE_TASKS)) == (10, 5)
+    assert not OPEN_TASKS.keys() & ASIDE_TASKS.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["tabular", "adversarial", "forecast"])
+def test_every_method_trains(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    _shorten(monkeypatch, name, 6)
+    assert run(name, 0, method, 1e-3 if method in ("adam", "muon") else 1.0).loss < 10
+
+
+@pytest.mark.skipif(not available("digits8x8.npz"), reason="needs the digits")
+def test_structured_outputs_and_batch_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("variational", "convolutions", "siamese"):
+        torch.manual_seed(0)
+        _shorten(monkeypatch, name, 6)
+        assert run(name, 0, "kfac", 1.0).loss < 50
+
+
+def test_the_best_rate_and_whether_it_is_at_the_edge() -> None:
+    seeds = [
+        {"runs": {"adam 0.1": {"loss": 3.0}, "adam 0.2": {"loss": 1.0}, "adam 0.3": {"loss": loss}}}
+        for loss in (0.1, 2.0, 2.0)
+    ]
+    best = find_best(seeds, "adam", (0.3, 0.1, 0.2))
+    assert (best.rate, best.loss, best.is_edge) == (0.2, 1.0, False)
+    assert find_best(seeds, "adam", (0.1, 0.2)).is_edge
