@@ -191,6 +191,30 @@ def test_replicas_are_equal_to_the_bit(world: World, kind: str) -> None:
         assert "gradients" not in sent
 
 
+def _clipped(rank: int, size: int, samples: int) -> tuple[Any, Any]:
+    """A model that is not wrapped, clipped after its gradients were averaged."""
+    model: Any = model_of("dense")
+    group = torch.distributed.group.WORLD if size > 1 else None
+    opt = pb.KFAC(model, 0.05, rule="eigenbasis", statistics_every=2, invert_every=2, group=group)
+    share = slice(rank * samples // size, (rank + 1) * samples // size)
+    for step in range(4):
+        x, y = batch(step, samples, "dense")
+        opt.zero_grad()
+        F.cross_entropy(model(x[share]), y[share]).backward()
+        opt.average_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+    sent = {what: t.calls for what, t in opt.traffic().items()}
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu(), sent
+
+
+def test_gradients_are_averaged_before_they_are_clipped(world: World) -> None:
+    alone, _ = _clipped(0, 1, 36)
+    for parameters, sent in world.run(_clipped, 36):
+        torch.testing.assert_close(parameters, alone, rtol=1e-9, atol=1e-9)
+        assert sent["gradients"] == 4  # not once more in step()
+
+
 def test_traffic(world: World) -> None:
     """Triangles of all sides are sent with statistics."""
     (_, sent), *_ = world.run(_loop, "plain")

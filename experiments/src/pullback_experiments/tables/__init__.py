@@ -31,7 +31,7 @@ from .peers import (
     spectrum,
     trust,
 )
-from .traffic import in_collectives, on_paper, traffic
+from .traffic import traffic
 from .verdicts import own, verdicts
 
 #: name -> its rows, of which the first is the head
@@ -42,7 +42,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
         *(models, models_others, models_real),
         *(exact, scale, pde, pde_chosen, pde_large, poisson, trust, spectrum, greedy, kernels),
-        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, on_paper, in_collectives),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic),
     )
 }
 BLOCK = re.compile(r"<!-- table (?P<name>\S+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -117,7 +117,8 @@ class KFAC(Optimizer):
         output: which tensor of a structured output the metric sees.
         grad_scaler: with fisher="empirical", the scaler of the loss.
         group: the processes that train together, by default those of the model's wrapper. Where a
-            model is not wrapped, its gradients are averaged over them in `step`.
+            model is not wrapped, its gradients are averaged over them in `step`, or before it by
+            `average_gradients`, which clipping needs.
         workers: how many of the processes hold a block's state, a divisor of their number; by
             default all, and one where `fully_shard` has cut the model. With fewer, directions are
             sent instead.
@@ -158,6 +159,8 @@ class KFAC(Optimizer):
             processes, workers, is_wrapped=is_wrapped, is_owned=is_sharded_model
         )
         self._closed = False
+        #: whether gradients were averaged over processes since the last step
+        self._has_averaged = False
         self._notices = Notices()
         self._info = KFACInfo()
         self._clip = self._make_clip()
@@ -359,7 +362,20 @@ class KFAC(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
         super().zero_grad(set_to_none)
+        self._has_averaged = False
         self._capture.clear()
+
+    def average_gradients(self) -> None:
+        """Average the gradients over processes now, so that they can be clipped before `step`.
+
+        `step` then does not average them again. A wrapper (DDP, FSDP) has averaged them in the
+        backward pass, and alone there is nothing to do: then the call changes nothing. All
+        processes call it after the last backward pass of a step.
+        """
+        if self._has_averaged:
+            return
+        self._replicas.average_gradients(self._params, self.param_groups, self._capture.wrapped)
+        self._has_averaged = True
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
@@ -517,7 +533,8 @@ class KFAC(Optimizer):
     def _collect_gradients(self) -> dict[str, Tensor]:
         """Return all gradients by name: whole ones, or pieces of parameters treated by entries."""
         params = self._params
-        self._replicas.average_gradients(params, self.param_groups, self._capture.wrapped)
+        self.average_gradients()
+        self._has_averaged = False
         gradients = dense_gradients(self.param_groups, params.names, params.shapes)
         if not params.shards:
             return gradients
