@@ -14,7 +14,7 @@ from pullback import PullbackError, pde
 from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict
 from pullback.pde.networks.modules import Slabs
-from pullback.pde.networks.windows import continue_from, rescale_time, restrict_to_window
+from pullback.pde.networks.windows import read_initial_values, rescale_time, restrict_to_window
 from pullback.pde.runs.slabs import summarize_verdicts
 
 pi = math.pi
@@ -72,7 +72,9 @@ def test_slabs_together_solve_the_whole(problem: Any) -> None:
 def test_a_slab_starts_where_the_last_one_ended() -> None:
     problem = wave()
     for before in (pde.mlp(2, 5, 1, seed=3), pde.mlp(2, 5, 1, seed=3, activation=nn.ELU)):
-        later = continue_from(problem.conditions[2], problem, before)
+        later = problem.conditions[2].with_initial_values(
+            read_initial_values(before, time_axis=1), problem.fields
+        )
         assert isinstance(later, pde.Initial)
         x = torch.rand(6, 2).double()
         y = x.clone().requires_grad_()
@@ -84,8 +86,10 @@ def test_a_slab_starts_where_the_last_one_ended() -> None:
         torch.testing.assert_close(value(points=x), before(x)[:, 0].detach())
         torch.testing.assert_close(velocity(points=x), g[:, 1])
         torch.testing.assert_close(velocity(points=x.float()), g[:, 1], rtol=1e-4, atol=1e-5)
-    assert continue_from(problem.conditions[1], problem, before) is problem.conditions[1]
-    assert continue_from(problem.conditions[2], problem, None) is problem.conditions[2]
+    values = read_initial_values(before, time_axis=1)
+    assert (
+        problem.conditions[1].with_initial_values(values, problem.fields) is problem.conditions[1]
+    )
 
 
 def test_fields_go_on_each_by_itself() -> None:
@@ -102,7 +106,8 @@ def test_fields_go_on_each_by_itself() -> None:
     network = pde.mlp(2, 4, 2, seed=0)
     x = torch.rand(3, 2).double()
     for i, condition in enumerate(problem.conditions[1:]):
-        later = continue_from(condition, problem, network)
+        values = read_initial_values(network, time_axis=1)
+        later = condition.with_initial_values(values, problem.fields)
         assert torch.equal(later.value(points=x), network(x)[:, i].detach())  # pyright: ignore[reportAttributeAccessIssue]
     solution = pde.solve(
         problem, pde.mlp(2, 8, 2, seed=0), slabs=3, points=36, steps=150, tol=1e-2, progress=False
@@ -269,7 +274,7 @@ def test_a_network_for_later_times_is_the_same_function() -> None:
     domain = heat().domain
     plain = nn.Sequential(pde.PeriodicEmbedding(2, 0, 2.0, 2), *pde.mlp(5, 6, 1, seed=0))
     first = pde.Rescaled(pde.Symmetric(plain, 0, 1), pde.SpaceTime(pde.Interval(0, 1), (0, 0.25)))
-    restricted = restrict_to_window(heat(), 0.5, 0.75, first)
+    restricted = restrict_to_window(heat(), 0.5, 0.75, read_initial_values(first, time_axis=1))
     later = rescale_time(first, restricted, keep_function=True)
     x = restricted.domain.sample(20, "uniform", seed=1).x
     torch.testing.assert_close(later(x), first(x), rtol=1e-12, atol=1e-12)

@@ -43,6 +43,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
     "races": ("race-text", "race-text-large", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
+    "pde_honesty": ("pde-honesty",),
     "curvature": ("influence-mnist", "laplace-uci", "laplace-rotation"),
     "quantum_spins": ("vmc-spins",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,7 @@ def solve(
     else:
         solution = Run(problem, network, settings, checkpoint).advance()
     if solution.verdict.name is Outcome.CONVERGED:
-        error, loose = solution.estimate_error()
-        solution.verdict = replace(solution.verdict, estimated=error, loose=loose)
+        solution.verdict = solution.judge_error()
     if solution.verdict.alarming and find_solve_processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution

@@ -53,10 +53,10 @@ def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, f
     equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
         return weights
-    equation_size = sum(_measure_wave(problem, c, sites[c.name]) * c.weight for c in equations)
+    equation_size = sum(measure_wave(problem, c, sites[c.name]) * c.weight for c in equations)
     for condition in problem.conditions:
         if condition.balanced:
-            ratio = equation_size / _measure_wave(problem, condition, sites[condition.name])
+            ratio = equation_size / measure_wave(problem, condition, sites[condition.name])
             weights[condition.name] = _round_weight(ratio, default=condition.weight)
     return weights
 
@@ -69,7 +69,7 @@ def _round_weight(ratio: float, default: float) -> float:
     return min(max(10.0**power, 1 / THRESHOLDS.heaviest), THRESHOLDS.heaviest)
 
 
-def _measure_wave(problem: Problem, condition: Condition, sites: Sites) -> float:
+def measure_wave(problem: Problem, condition: Condition, sites: Sites) -> float:
     """Return the mean square of a condition's terms for a wave with the domain's own lengths.
 
     It is NaN if the terms are not finite, or vanish.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, isnan
 
 from .estimate import Estimate
 from .validation import Residual
@@ -71,6 +71,8 @@ def _format_estimate(estimate: Estimate) -> str:
     label = "estimated error"
     if not estimate.affine:
         label += " (linearized)"
+    if isnan(estimate.error):
+        return f"{label}: unknown"
     if not isfinite(estimate.error):
         return f"{label}: {NOT_DETERMINED}"
     return f"{label}: {estimate.error:.1e}"

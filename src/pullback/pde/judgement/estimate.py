@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -16,9 +16,10 @@ from ...maps.jets import Unsupported
 from ..discretization.term import build_term
 from ..discretization.trial import UNKNOWNS_PREFIX, Trial
 from ..networks.modules import Slabs
-from ..networks.windows import restrict_to_window
+from ..networks.windows import read_initial_values, restrict_to_window
 from ..problem.conditions import Dirichlet
 from ..problem.problem import Problem
+from .error_profile import ErrorProfile
 from .validation import Validation
 
 
@@ -48,18 +49,36 @@ _SEED = 104_729
 
 @dataclass(frozen=True)
 class Estimate:
-    """The error of a solution by its own tangents.
+    """The error of a solution, by its own tangents or by a second discretization.
 
     Attributes:
-        error: estimated relative L² error, all fields together; infinite where the conditions do
-            not determine them.
+        error: estimated relative L² error, the largest of all fields together and of each by
+            itself; infinite where the conditions do not determine them, NaN where it is unknown.
         spread: standard errors of the unknown coefficients, by name; infinite likewise.
-        affine: whether the problem is linear; otherwise the error must be small for this to hold.
+        affine: whether the problem is linear; otherwise the error must be small for the tangents'
+            estimate to hold.
+        lost_fields: fields that may be zero as far as their errors tell.
+        lost_from: the time from which on the error is as large as the solution, None if it is not.
     """
 
     error: float
     spread: Mapping[str, float]
     affine: bool
+    lost_fields: tuple[str, ...] = ()
+    lost_from: float | None = None
+
+    def combine(self, profile: ErrorProfile, *, is_resolved: bool) -> Estimate:
+        """Return the estimate by a second discretization.
+
+        If that one does not resolve the residuals, the larger error counts. Whether the conditions
+        determine the solution at all is a question to the tangents, unless it was integrated.
+        """
+        error = profile.error
+        is_undetermined = self.error == inf and not profile.is_integrated
+        if not is_resolved or is_undetermined:
+            error = max(error, self.error)
+        lost_fields = profile.lost_fields
+        return replace(self, error=error, lost_fields=lost_fields, lost_from=profile.lost_from)
 
 
 @dataclass(frozen=True)
@@ -170,20 +189,25 @@ class Corrected(nn.Module):
 
 
 def estimate_error(
-    problem: Problem, trial: Trial, weights: Mapping[str, float], affine: bool
+    problem: Problem,
+    trial: Trial,
+    weights: Mapping[str, float],
+    affine: bool,
+    most_parameters: int = THRESHOLDS.most_parameters,
 ) -> Estimate | None:
     """Return the error by the network's own tangents.
 
-    It is None for energies and above 2000 parameters, of a slab.
+    It is None for energies and above so many parameters, of a slab.
 
     Args:
         problem, trial: what was solved, and with what.
         weights: of the conditions in the loss, by name.
         affine: whether the problem is linear.
+        most_parameters: beyond which the tangents take too long.
     """
     network = trial.network
     pieces = network.networks if isinstance(network, Slabs) else [network]
-    if max(map(_count_parameters, pieces)) > THRESHOLDS.most_parameters:
+    if max(map(_count_parameters, pieces)) > most_parameters:
         return None
     if any(condition.is_energy for condition in problem.conditions):
         return None
@@ -217,7 +241,7 @@ def _estimate_slabs(
         carried += field.unexplained**0.5
         squared_error += (end - start) * (field.explained**0.5 + carried) ** 2
         squared_size += (end - start) * field.size
-        previous = field.corrected
+        previous = read_initial_values(field.corrected, time_axis=problem.domain.dim - 1)
         spread = field.spread
     error = (squared_error / max(squared_size, THRESHOLDS.smallest_norm)) ** 0.5
     return Estimate(error, spread, affine)

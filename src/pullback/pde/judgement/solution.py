@@ -23,9 +23,12 @@ from ..discretization.trial import Trial
 from ..networks.modules import Slabs
 from ..problem.problem import Problem
 from .check import Check
+from .correction import CorrectionFailed, correct_solution, is_resolved
+from .error_profile import ErrorProfile
+from .estimate import THRESHOLDS as TANGENTS
 from .estimate import Estimate, estimate_error
 from .history import History
-from .integration import compare_with_integration
+from .integration import IntegrationFailed, compare_with_integration
 from .stop import Stop
 from .validation import Residual, Validation
 from .verdict import PDEVerdict
@@ -150,52 +153,79 @@ class PDESolution:
     def estimate_error(self) -> tuple[float | None, tuple[str, ...]]:
         """Return the relative error that the residuals allow, and unknowns they leave open.
 
-        The error is None where an estimate would take longer than a step: above 1000 parameters
-        (of a slab), for nested derivatives and energies. It is None too if there are data, whose
-        noise is no error.
+        The error is None where it is unknown: no second discretization is possible, and the
+        tangents would take longer than a step (above 1000 parameters of a slab, for nested
+        derivatives and energies). It is None too if there are data, whose noise is no error.
         """
+        verdict = self.judge_error()
+        return verdict.estimated, verdict.loose
+
+    def judge_error(self) -> PDEVerdict:
+        """Return the verdict with an estimate of the error, where there is one."""
         has_noise = any(c.is_measured or c.is_prior for c in self.problem.conditions)
         if has_noise and not self.unknowns:
-            return None, ()
+            return self.verdict
         estimate = self._try_to_estimate()
         if estimate is None:
-            return None, ()
+            return self.verdict
         loose = tuple(name for name, spread in estimate.spread.items() if spread == math.inf)
         if has_noise or math.isnan(estimate.error):
-            return None, loose
-        return estimate.error, loose
+            return replace(self.verdict, loose=loose)
+        return replace(
+            self.verdict,
+            estimated=estimate.error,
+            loose=loose,
+            lost_fields=estimate.lost_fields,
+            lost_from=estimate.lost_from,
+        )
 
     def _try_to_estimate(self) -> Estimate | None:
-        """Return an estimate of the error if it is quick; a solve is not lost for want of it."""
-        if not self._is_quickly_estimated:
-            return None
+        """Return a quick estimate of the error; a solve is not lost for want of it."""
+        most_parameters = THRESHOLDS.estimated_parameters
+        if self.nested:
+            most_parameters = 0
         try:
-            return self._estimate(self.residual)
+            return self._estimate(self.residual, most_parameters)
         except (PullbackError, torch.linalg.LinAlgError):
             return None
 
-    @property
-    def _is_quickly_estimated(self) -> bool:
-        """Return True if an estimate of the error takes about as long as a step."""
-        slabs = len(self.network.networks) if isinstance(self.network, Slabs) else 1
-        parameters = sum(p.numel() for p in self.network.parameters()) // slabs
-        return not self.nested and parameters <= THRESHOLDS.estimated_parameters
+    def _estimate(
+        self, residuals: Mapping[str, Residual], most_parameters: int = TANGENTS.most_parameters
+    ) -> Estimate | None:
+        """Return an estimate by a second discretization, by the tangents, or by both.
 
-    def _estimate(self, residuals: Mapping[str, Residual]) -> Estimate | None:
-        """Return an estimate by the tangents; an integrator's word counts more where there is one.
-
-        The tangents do not see how an unstable ordinary differential equation amplifies errors.
+        The tangents do not see how an unstable equation amplifies errors.
         """
         affine = all(residual.affine for residual in residuals.values())
-        estimate = estimate_error(self.problem, self._trial, self.weights, affine)
+        estimate = self._estimate_by_tangents(affine, most_parameters)
+        try:
+            profile = self._compare_discretizations()
+        except (CorrectionFailed, IntegrationFailed):
+            profile = None
+            estimate = replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)
+        if profile is None:
+            return estimate
         if estimate is None:
+            if not is_resolved(profile):
+                return None
+            estimate = Estimate(math.nan, {}, affine)
+        return estimate.combine(profile, is_resolved=is_resolved(profile))
+
+    def _estimate_by_tangents(self, affine: bool, most_parameters: int) -> Estimate | None:
+        """Return an estimate by the network's tangents, None where they cannot give one."""
+        try:
+            return estimate_error(self.problem, self._trial, self.weights, affine, most_parameters)
+        except (PullbackError, torch.linalg.LinAlgError):
             return None
-        difference = compare_with_integration(
+
+    def _compare_discretizations(self) -> ErrorProfile | None:
+        """Return the error by an integrator or by polynomials, None where neither is possible."""
+        profile = compare_with_integration(
             self.problem, self.unknowns, lambda times: self(times[:, None])
         )
-        if difference is None:
-            return estimate
-        return replace(estimate, error=difference)
+        if profile is not None:
+            return profile
+        return correct_solution(self.problem, self.network, self.unknowns)
 
     def _difference(self, other: PDESolution) -> float:
         x = self.problem.domain.sample(THRESHOLDS.fresh_points, "sobol", seed=_SEED).x

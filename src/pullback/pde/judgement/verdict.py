@@ -15,6 +15,7 @@ class Outcome(StrEnum):
 
     UNJUDGED = ""  # an energy has no residuals to judge it by
     CONVERGED = "converged"
+    INACCURATE = "inaccurate"
     DOUBTFUL = "doubtful"
     UNFINISHED = "unfinished"
     STALLED = "stalled"
@@ -36,6 +37,8 @@ class VerdictThresholds:
     exact: float = 1e-8
     #: the same in lower precisions, in units of the machine epsilon
     exact_in_epsilons: float = 16.0
+    #: estimated relative errors above which small residuals are not enough: four digits as well
+    accurate_error: float = 1e-4
     #: estimated relative errors that small residuals do not outweigh: two digits
     doubtful_error: float = 1e-2
     #: fall of the loss in a step that is worth telling: 1 %, as in `patience`
@@ -46,6 +49,7 @@ THRESHOLDS = VerdictThresholds()
 
 _REMEDIES = {
     Outcome.OVERFITTED: "Use more points=, sampler='sobol' or a smaller network",
+    Outcome.INACCURATE: "More steps= or budget=, a wider network or another weight= lowers it",
     Outcome.DOUBTFUL: "Compare another seed or width by check(against=), or lower the residuals",
     Outcome.STALLED: (
         "Try another seed, a wider or deeper network, slabs= or another weight= first"
@@ -72,6 +76,8 @@ class PDEVerdict:
         falling: the share by which the loss fell in each of the last steps.
         exact: relative residuals that no step improves much in the precision of the solve.
         loose: unknowns that the conditions do not determine.
+        lost_fields: those that are as large as their errors, and may be zero.
+        lost_from: the time from which on the error is as large as the solution, None if it is not.
     """
 
     stop: Stop
@@ -83,6 +89,8 @@ class PDEVerdict:
     falling: float = 0.0
     exact: float = THRESHOLDS.exact
     loose: tuple[str, ...] = ()
+    lost_fields: tuple[str, ...] = ()
+    lost_from: float | None = None
 
     @property
     def reason(self) -> str:
@@ -97,9 +105,7 @@ class PDEVerdict:
         if self._is_overfitted:
             return Outcome.OVERFITTED
         if self.relative <= THRESHOLDS.solved:
-            if self._has_large_error or self.loose:
-                return Outcome.DOUBTFUL
-            return Outcome.CONVERGED
+            return self._judge_error()
         if self.stuck:
             return Outcome.STALLED
         return Outcome.UNFINISHED
@@ -109,9 +115,14 @@ class PDEVerdict:
         is_negligible = self.relative <= THRESHOLDS.negligible
         return not is_negligible and is_overfitted(self.training_loss, self.fresh_loss)
 
-    @property
-    def _has_large_error(self) -> bool:
-        return self.estimated is not None and self.estimated > THRESHOLDS.doubtful_error
+    def _judge_error(self) -> Outcome:
+        """Return the verdict on an error, where residuals are small."""
+        error = self.estimated or 0.0
+        if self.loose or error > THRESHOLDS.doubtful_error:
+            return Outcome.DOUBTFUL
+        if error > THRESHOLDS.accurate_error:
+            return Outcome.INACCURATE
+        return Outcome.CONVERGED
 
     @property
     def text(self) -> str:
@@ -134,16 +145,31 @@ class PDEVerdict:
         if name is Outcome.OVERFITTED:
             losses = f"{self.training_loss:.1e} at its points and {self.fresh_loss:.1e}"
             return f"the loss is {losses} at fresh ones"
-        if name is Outcome.CONVERGED and self.estimated is not None:
-            return f"{residuals} (the error is estimated as {self.estimated:.1g})"
+        if name is Outcome.CONVERGED and self.estimated is None:
+            return f"{residuals}; the error is unknown"
+        if name is Outcome.CONVERGED:
+            return f"{residuals} (the error is estimated as {self.estimated:.1g}{self._losses})"
+        if name is Outcome.INACCURATE:
+            return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
         if self._open_quantities:
             return f"{residuals}, but the conditions do not determine {self._open_quantities}"
         if name is Outcome.DOUBTFUL:
-            error = f"the error that these allow is estimated as {self.estimated:.1g}"
+            error = f"the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
             return f"{residuals}, and {error}"
         if name is Outcome.STALLED:
             return f"at a loss of {self.fresh_loss:.1e} {residuals}"
         return residuals
+
+    @property
+    def _losses(self) -> str:
+        """What is not known beside the whole: small fields and late times."""
+        losses = ""
+        if self.lost_fields:
+            names = " and ".join(self.lost_fields)
+            losses += f"; {names} may be zero as far as that tells"
+        if self.lost_from is not None:
+            losses += f"; from t = {self.lost_from:.4g} on it is as large as the solution"
+        return losses
 
     @property
     def _open_quantities(self) -> str:
@@ -180,7 +206,7 @@ class PDEVerdict:
 
         A run that stalls, or that steps or budget end, says so unless its residuals are exact.
         """
-        if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL}:
+        if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL} or self._losses:
             return True
         return self.relative > self.exact and not self.stop.is_requested
 

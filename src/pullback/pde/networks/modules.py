@@ -248,13 +248,19 @@ class Hard(nn.Module):
         self.lift = lift
 
     def forward(self, x: Any) -> Any:
-        columns = {n: x[:, i : i + 1] for i, n in enumerate(self.names)}
-        offered = {**columns, "points": x}
-        distance = _join_fields(call_by_name(self.distance, offered, "The distance"))
-        values = distance * self.network(x)
+        values = self.distance_at(x) * self.network(x)
         if self.lift is None:
             return values
-        return values + _join_fields(call_by_name(self.lift, offered, "The lift"))
+        return values + _join_fields(call_by_name(self.lift, self._offer(x), "The lift"))
+
+    def distance_at(self, x: Any) -> Any:
+        """Return the distance at points (N, d): (N, fields), or (N, 1) for all of them."""
+        return _join_fields(call_by_name(self.distance, self._offer(x), "The distance"))
+
+    def _offer(self, x: Any) -> dict[str, Any]:
+        """Return all that a function of coordinates may name."""
+        columns = {name: x[:, i : i + 1] for i, name in enumerate(self.names)}
+        return {**columns, "points": x}
 
 
 def _join_fields(values: Any) -> Any:

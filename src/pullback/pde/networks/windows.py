@@ -7,37 +7,37 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from ..._core.errors import PullbackError
 from ...maps import Scheme
 from ..discretization.residual import compute_derivatives
 from ..domains import SpaceTime
-from ..problem.conditions import Condition
+from ..problem.conditions import Condition, FieldAtTime
 from ..problem.problem import Problem
 from .modules import Rescaled
 
 
 def restrict_to_window(
-    problem: Problem, start: float, end: float, previous: nn.Module | None = None
+    problem: Problem, start: float, end: float, initial_values: FieldAtTime | None = None
 ) -> Problem:
     """Return the problem from time `start` to `end`.
 
     Args:
         problem: of the whole time.
         start, end: of the window.
-        previous: the network of the window before, which gives the initial values; None for the
-            first window.
+        initial_values: gives all fields at the beginning of the window, or their time derivatives;
+            None for the first window, which begins as the problem does.
     """
     assert isinstance(problem.domain, SpaceTime)
-    conditions = [continue_from(c, problem, previous) for c in problem.conditions]
+    conditions: list[Condition] = list(problem.conditions)
+    if initial_values is not None:
+        conditions = [c.with_initial_values(initial_values, problem.fields) for c in conditions]
     restricted = problem.restrict(problem.domain.slab(start, end), conditions)
     restricted.name += f", t = {start:.4g} to {end:.4g}"
     return restricted
 
 
-def continue_from(condition: Condition, problem: Problem, previous: nn.Module | None) -> Condition:
-    """Return the condition with initial values of a network; others than initial ones stay."""
-    if previous is None:
-        return condition
-    time_axis = problem.domain.dim - 1
+def read_initial_values(previous: nn.Module, time_axis: int) -> FieldAtTime:
+    """Return the fields of a network, or their time derivatives, as functions of points."""
 
     def evaluate(points: Tensor, order: int) -> Tensor:
         """Return ∂ᵗu of this order at points (N, d): (N, m)."""
@@ -46,7 +46,61 @@ def continue_from(condition: Condition, problem: Problem, previous: nn.Module | 
         x = points.to(next(previous.parameters()))
         return compute_derivatives(previous, x[None], scheme)[scheme.position[index], 0]
 
-    return condition.with_initial_values(evaluate, problem.fields)
+    return evaluate
+
+
+def can_be_cut_in_time(problem: Problem) -> bool:
+    """Return True if the problem can be solved on one window of time after the other."""
+    try:
+        require_cut_in_time(problem)
+    except PullbackError:
+        return False
+    return True
+
+
+def require_cut_in_time(problem: Problem) -> SpaceTime:
+    """Return the domain; raise if the problem cannot be cut in time."""
+    domain = problem.domain
+    if not isinstance(domain, SpaceTime):
+        raise PullbackError(
+            "Time slabs need time", f"the domain is {domain!r}", "Use SpaceTime(space, (t0, t1))"
+        )
+    for condition in problem.conditions:
+        if condition.on is not None and not callable(condition.on):
+            raise PullbackError(
+                f"The condition {condition.name!r} names a region of the whole domain",
+                "every slab has a domain of its own",
+                "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
+            )
+    for condition in problem.conditions:
+        if condition.is_integral and condition.on is None:
+            raise PullbackError(
+                f"The condition {condition.name!r} is an integral over all time",
+                "every slab has a domain of its own",
+                "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
+            )
+    _refuse_repeated(problem, domain)
+    return domain
+
+
+def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
+    """Raise if something else than an `Initial` holds at the first time: only that is handed on."""
+    if not any(condition.is_initial for condition in problem.conditions):
+        raise PullbackError(
+            "Time slabs need an initial condition",
+            "without one the slabs do not know of each other",
+            "State the initial value by Initial(...), not by the network or another condition",
+        )
+    for condition in problem.conditions:
+        if condition.is_initial or condition.is_equation:
+            continue
+        points = condition.region(domain).sample_sites(4)[0]
+        if bool((points.x[:, -1] == domain.time[0]).all()):
+            raise PullbackError(
+                f"The condition {condition.name!r} holds at the first time",
+                "every slab would repeat it at its own beginning",
+                "State it by Initial(...), whose values are handed on from slab to slab",
+            )
 
 
 @torch.no_grad()

@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 from ..._core.errors import PullbackError
-from ..domains import SpaceTime
 from ..judgement.history import History
 from ..judgement.solution import PDESolution
 from ..judgement.stop import StopReason
 from ..judgement.verdict import Outcome, PDEVerdict
 from ..networks.modules import Slabs
-from ..networks.windows import rescale_time, restrict_to_window
+from ..networks.windows import (
+    read_initial_values,
+    require_cut_in_time,
+    rescale_time,
+    restrict_to_window,
+)
 from ..problem.problem import Problem
 from .run import Run
 from .settings import Settings
@@ -67,7 +71,7 @@ class SlabMarch:
         checkpoint: str | Path | None,
         settings: Settings,
     ) -> None:
-        self.domain = _check_slabs_possible(problem)
+        self.domain = require_cut_in_time(problem)
         self._problem = problem
         self._network = network
         self._checkpoint = checkpoint
@@ -145,7 +149,10 @@ class SlabMarch:
     def _begin_slab(self, end: float, slabs_later: float) -> Run:
         """Return a run over the next slab, which shares the budget that is left with later ones."""
         previous = self._networks[-1] if self._networks else None
-        restricted = restrict_to_window(self._problem, self._edges[-1], end, previous)
+        initial_values = None
+        if previous is not None:
+            initial_values = read_initial_values(previous, time_axis=self.domain.dim - 1)
+        restricted = restrict_to_window(self._problem, self._edges[-1], end, initial_values)
         network = rescale_time(
             previous or self._network, restricted, keep_function=previous is not None
         )
@@ -242,51 +249,6 @@ def _place_edges(slabs: int | Sequence[float], start: float, end: float) -> list
             "Give increasing times within the domain's, its ends not among them",
         )
     return edges
-
-
-def _check_slabs_possible(problem: Problem) -> SpaceTime:
-    """Return the domain; raise if the problem cannot be cut in time."""
-    domain = problem.domain
-    if not isinstance(domain, SpaceTime):
-        raise PullbackError(
-            "Time slabs need time", f"the domain is {domain!r}", "Use SpaceTime(space, (t0, t1))"
-        )
-    for condition in problem.conditions:
-        if condition.on is not None and not callable(condition.on):
-            raise PullbackError(
-                f"The condition {condition.name!r} names a region of the whole domain",
-                "every slab has a domain of its own",
-                "Give its region as a function of the domain: on=lambda domain: domain.face(...)",
-            )
-    for condition in problem.conditions:
-        if condition.is_integral and condition.on is None:
-            raise PullbackError(
-                f"The condition {condition.name!r} is an integral over all time",
-                "every slab has a domain of its own",
-                "Give on=lambda domain: domain.final, so that it holds at the end of every slab",
-            )
-    _refuse_repeated(problem, domain)
-    return domain
-
-
-def _refuse_repeated(problem: Problem, domain: SpaceTime) -> None:
-    """Raise if something else than an `Initial` holds at the first time: only that is handed on."""
-    if not any(condition.is_initial for condition in problem.conditions):
-        raise PullbackError(
-            "Time slabs need an initial condition",
-            "without one the slabs do not know of each other",
-            "State the initial value by Initial(...), not by the network or another condition",
-        )
-    for condition in problem.conditions:
-        if condition.is_initial or condition.is_equation:
-            continue
-        points = condition.region(domain).sample_sites(4)[0]
-        if bool((points.x[:, -1] == domain.time[0]).all()):
-            raise PullbackError(
-                f"The condition {condition.name!r} holds at the first time",
-                "every slab would repeat it at its own beginning",
-                "State it by Initial(...), whose values are handed on from slab to slab",
-            )
 
 
 def summarize_verdicts(verdicts: list[PDEVerdict], count: int, *, ended: bool) -> PDEVerdict:

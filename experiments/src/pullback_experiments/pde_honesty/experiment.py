@@ -1,0 +1,144 @@
+"""The experiment: verdict, estimated and true error of every problem and seed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+from pullback import pde
+
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from .problems import PROBLEMS, UNSTABLE
+
+#: a true error above so many estimated ones was not seen
+_SILENT_RATIO = 10.0
+#: verdicts that call a solution good
+_GOOD = ("converged",)
+#: fields below this share of the largest one are zero but for round-off, and are not judged
+_ZERO_SHARE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Honesty(Experiment):
+    """The table of estimated against true errors.
+
+    Attributes:
+        problems, quick_problems: names.
+        seconds, quick_seconds: of every solve.
+        steps: of every solve, at most.
+    """
+
+    name: str = "pde-honesty"
+    paper: str = "Errors without a known solution"
+    figure: str = "estimated and true errors"
+    claim: str = "No solution that is called converged has ten times its estimated error"
+    about: str = (
+        "Every problem is solved by defaults within the same seconds on one thread; a good part "
+        "of them is not solved then. Estimates of these are shown too."
+    )
+    problems: Sequence[str] = tuple(PROBLEMS)
+    quick_problems: Sequence[str] = ("bratu", "total-mass", "unlike-sizes")
+    seconds: float = 60.0
+    quick_seconds: float = 5.0
+    steps: int = 400
+    seeds: Sequence[int] = (11, 12)
+    open_parts: frozenset[str] = frozenset({"problems"})
+    anywhere: bool = False
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "problems": list(self._problems(quick)),
+            "seconds": self._seconds(quick),
+            "steps": self.steps,
+        }
+
+    def _problems(self, quick: bool) -> Sequence[str]:
+        return self.quick_problems if quick else self.problems
+
+    def _seconds(self, quick: bool) -> float:
+        return self.quick_seconds if quick else self.seconds
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, quick_problems=("bratu",), quick_seconds=0.5)
+
+    def items(self, quick: bool) -> list[Item]:
+        return [Item((name,), partial(self._solve, name)) for name in self._problems(quick)]
+
+    def _solve(self, name: str, context: Context) -> Record:
+        problem = PROBLEMS[name]()
+        network = pde.network_for(problem, seed=context.seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            solution = pde.solve(
+                problem,
+                network,
+                steps=self.steps,
+                budget=self._seconds(context.quick),
+                seed=context.seed,
+                progress=False,
+            )
+            estimated = solution.verdict.estimated
+            if estimated is None:
+                estimate = solution.check().estimate
+                estimated = math.nan if estimate is None else estimate.error
+        return {
+            "verdict": str(solution.verdict.name),
+            "estimated": estimated,
+            "true": measure_error(solution),
+            "residual": solution.verdict.relative,
+            "seconds": solution.history.spent,
+            "steps": len(solution.history),
+            "stopped": solution.stopped,
+        }
+
+    def line(self, record: Record) -> str:
+        numbers = f"estimated {record['estimated']:.1e}, true {record['true']:.1e}"
+        return f"{record['verdict']}: {numbers}"
+
+    def judge(self, results: Results) -> list[Check]:
+        records = [r for name in self._problems(results.quick) for r in results.of(name)]
+        good = [record for record in records if record["verdict"] in _GOOD]
+        silent = [record for record in good if is_silent(record)]
+        count = f"{len(silent)} of {len(good)} that are called converged, of {len(records)} solves"
+        return [Check(self.claim, not silent, count)]
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for name in self._problems(results.quick):
+            for seed, record in zip(results.seeds, results.of(name), strict=True):
+                numbers = [f"{record[key]:.1e}" for key in ("residual", "estimated", "true")]
+                kind = "unstable" if name in UNSTABLE else ""
+                seconds = f"{record['seconds']:.0f}"
+                rows.append([name, kind, str(seed), record["verdict"], *numbers, seconds])
+        columns = ["problem", "", "seed", "verdict", "residual", "estimated", "true", "seconds"]
+        return [Table(columns, rows, "Estimated and true relative L² errors", text=4)]
+
+
+def measure_error(solution: pde.PDESolution) -> float:
+    """Return the largest true error: of all fields together, and of each that is not zero."""
+    problem = solution.problem
+    quadrature = problem.domain.quadrature()
+    sizes = problem.truth(quadrature.x).square().mean(0).sqrt()
+    errors = [solution.error]
+    for size, error in zip(sizes.tolist(), solution.errors.values(), strict=True):
+        if size > _ZERO_SHARE * float(sizes.max()):
+            errors.append(error)
+    return max(errors)
+
+
+def is_silent(record: Record) -> bool:
+    """Return True if an error is more than ten times what it was estimated as.
+
+    An error that is said to be unknown is not silent.
+    """
+    if math.isnan(record["estimated"]):
+        return False
+    return record["true"] > _SILENT_RATIO * record["estimated"]

@@ -1,0 +1,233 @@
+"""Errors by a second discretization: estimates beside true ones, where violations are amplified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import pde
+from pullback.pde.judgement.chebyshev import ChebyshevBasis, differentiate_chebyshev
+from pullback.pde.judgement.correction import CorrectionFailed, correct_solution, is_resolved
+from pullback.pde.judgement.error_profile import ErrorProfile
+
+pi = math.pi
+
+
+class Given(nn.Module):
+    """A function of points (N, d) that gives (N, m), with a parameter that does nothing."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x) * self.one
+
+
+def correct(problem: pde.Problem, function: Callable[[Any], Any]) -> tuple[ErrorProfile, float]:
+    """Return the estimated error of a function, and the true one."""
+    network = Given(function)
+    profile = correct_solution(problem, network, {})
+    assert profile is not None
+    return profile, pde.PDESolution(problem, network, pde.History()).error
+
+
+def test_derivatives_of_chebyshev_polynomials() -> None:
+    s = torch.linspace(-0.9, 0.9, 7, dtype=torch.float64)
+    angle = torch.arccos(s)
+    for order in range(4):
+        table = differentiate_chebyshev(s, 6, order)
+        for n in range(6):
+            x = s.clone().requires_grad_()
+            value = torch.cos(n * torch.arccos(x))
+            for _ in range(order):
+                if not value.requires_grad:
+                    value = torch.zeros_like(x)
+                    break
+                (value,) = torch.autograd.grad(
+                    value.sum(), x, create_graph=True, materialize_grads=True
+                )
+            torch.testing.assert_close(table[:, n], value.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(differentiate_chebyshev(s, 6, 0)[:, 5], torch.cos(5 * angle))
+
+
+def test_mixed_derivatives_of_products() -> None:
+    basis = ChebyshevBasis(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 4.0]), [3, 4])
+    x = torch.tensor([[0.3, 1.7], [1.9, 3.2]], dtype=torch.float64)
+    first = differentiate_chebyshev(x[:, 0] - 1, 3, 1)
+    second = differentiate_chebyshev((x[:, 1] - 1) * 2 / 3 - 1, 4, 2) * (2 / 3) ** 2
+    products = (first[:, :, None] * second[:, None, :]).flatten(1)
+    torch.testing.assert_close(basis.derivative(x, (0, 1, 1)), products)
+    assert basis.size == 12
+
+
+def grow(rate: float) -> pde.Problem:
+    """u_t + u_x = rate·u, from the left."""
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 2)),
+        [
+            pde.Equation(lambda u: u.t + u.x - rate * u),
+            pde.Dirichlet(
+                lambda t: torch.exp(rate * t) * torch.cos(t), on=lambda d: d.face("x", "low")
+            ),
+            pde.Initial(lambda x: torch.cos(x)),
+        ],
+        exact=lambda x, t: torch.exp(rate * t) * torch.cos(x - t),
+    )
+
+
+def test_a_small_violation_is_amplified() -> None:
+    """u = e^(5t) cos(x − t) + 1e-6 e^(5t) sin(x − t): its violations are 1e-6 at the start."""
+
+    def spoiled(x: Any) -> Any:
+        phase = x[:, :1] - x[:, 1:]
+        return torch.exp(5 * x[:, 1:]) * (torch.cos(phase) + 1e-6 * torch.sin(phase))
+
+    profile, true = correct(grow(5.0), spoiled)
+    assert true == pytest.approx(profile.error, rel=0.05)
+    assert len(profile.windows) > 1
+    assert is_resolved(profile)
+
+
+def test_backward_heat() -> None:
+    """A second wave of 1e-7 grows by exp(4π²t), and the solution by exp(π²t)."""
+    problem = pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 0.2)),
+        [
+            pde.Equation(lambda u: u.t + u.xx),
+            pde.Dirichlet(0.0),
+            pde.Initial(lambda x: torch.sin(pi * x)),
+        ],
+        exact=lambda x, t: torch.exp(pi**2 * t) * torch.sin(pi * x),
+    )
+
+    def spoiled(x: Any) -> Any:
+        wave = torch.exp(pi**2 * x[:, 1:]) * torch.sin(pi * x[:, :1])
+        return wave + 1e-7 * torch.exp(4 * pi**2 * x[:, 1:]) * torch.sin(2 * pi * x[:, :1])
+
+    profile, true = correct(problem, spoiled)
+    assert true / 3 < profile.error < 3 * true
+
+
+def test_a_nonlinear_equation_and_a_large_error() -> None:
+    """u_t = u(1 − u) is solved from 1e-3, and the answer is that from 2e-3."""
+
+    def logistic(t: Any, start: float) -> Any:
+        return 1 / (1 + (1 / start - 1) * torch.exp(-t))
+
+    problem = pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 8)),
+        [pde.Equation(lambda u: u.t - u * (1 - u)), pde.Initial(1e-3)],
+        exact=lambda t: logistic(t, 1e-3),
+    )
+    profile, true = correct(problem, lambda x: logistic(x[:, 1:], 2e-3))
+    assert true > 0.3
+    assert profile.error == pytest.approx(true, rel=0.1)
+
+
+def test_hard_conditions_are_kept() -> None:
+    """The error of a network with zeros built in has them too."""
+    problem = pde.Poisson(2, hard=True)
+
+    def spoiled(x: Any) -> Any:
+        waves = torch.sin(pi * x[:, :1]) * torch.sin(pi * x[:, 1:])
+        bump = x[:, :1] * (1 - x[:, :1]) * x[:, 1:] * (1 - x[:, 1:])
+        return waves / bump + 1e-3 * x[:, :1]
+
+    def bump(x: Any, y: Any) -> Any:
+        return x * (1 - x) * y * (1 - y)
+
+    network = pde.Hard(Given(spoiled), problem.domain, distance=bump)
+    profile = correct_solution(problem, network, {})
+    assert profile is not None
+    true = pde.PDESolution(problem, network, pde.History()).error
+    assert profile.error == pytest.approx(true, rel=0.05)
+
+
+def small_field(start: float) -> pde.Problem:
+    """A field of size 1 beside another one."""
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u, v: (u.t + u, v.t + v)),
+            pde.Initial(1.0, field="u"),
+            pde.Initial(start, field="v"),
+        ],
+        fields=("u", "v"),
+        exact=lambda t: (torch.exp(-t), start * torch.exp(-t)),
+    )
+
+
+@pytest.mark.parametrize("start", [1e-8, 0.0])
+def test_a_small_field_is_judged_by_itself_unless_it_may_be_zero(start: float) -> None:
+    def spoiled(x: Any) -> Any:
+        u = torch.exp(-x[:, 1:])
+        return torch.cat([u, (start + 1e-8) * u], -1)
+
+    problem = small_field(start)
+    profile, true = correct(problem, spoiled)
+    assert true < 2e-8
+    assert profile.total < 2e-8
+    if start:
+        assert profile.error == pytest.approx(1.0, rel=0.05)
+        assert profile.lost_fields == ()
+    else:
+        assert profile.error < 2e-8
+        assert profile.lost_fields == ("v",)
+    solution = pde.PDESolution(problem, Given(spoiled), pde.History())
+    verdict = solution.judge_error()
+    assert verdict.lost_fields == profile.lost_fields
+
+
+def test_late_times_that_are_lost_are_said() -> None:
+    """e^(−20t) is 2e-9 at last, and an error of 1e-6 larger than it from t = 0.7 on."""
+    problem = pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [pde.Equation(lambda u: u.t + 20 * u), pde.Initial(1.0)],
+        exact=lambda t: torch.exp(-20 * t),
+    )
+    profile, true = correct(problem, lambda x: torch.exp(-20 * x[:, 1:]) + 1e-6)
+    assert true == pytest.approx(profile.error, rel=0.1)
+    assert profile.lost_from is not None
+    assert 0.5 < profile.lost_from < 0.8
+
+
+def test_where_there_is_no_solution_nearby_the_error_is_unknown() -> None:
+    """u² + 1 = 0 has none."""
+    problem = pde.Problem(
+        pde.Interval(0, 1), [pde.Equation(lambda u: u.x + u**2 + 50), pde.Dirichlet(0.0)]
+    )
+    with pytest.raises(CorrectionFailed):
+        correct_solution(problem, Given(lambda x: 0 * x), {})
+    check = pde.PDESolution(problem, Given(lambda x: 0 * x), pde.History()).check()
+    assert check.estimate is not None
+    assert math.isnan(check.estimate.error)
+    assert "unknown" in str(check)
+
+
+def test_data_and_many_dimensions_are_left_to_the_tangents() -> None:
+    points = torch.linspace(0, 1, 5, dtype=torch.float64)
+    measured = pde.Problem(
+        pde.Interval(0, 1), [pde.Equation(lambda u: u.xx), pde.Data(points, points)]
+    )
+    assert correct_solution(measured, pde.mlp(1, 4, 1, seed=0), {}) is None
+    assert correct_solution(pde.Poisson(4), pde.mlp(4, 4, 1, seed=0), {}) is None
+
+
+def test_the_mass_is_known_by_an_integral() -> None:
+    def equation(u: Any, x: Tensor) -> Tensor:
+        return u.xx + pi**2 * torch.cos(pi * x)
+
+    problem = pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(equation), pde.Neumann(0.0), pde.Integral(lambda u: u, 2.0)],
+        exact=lambda x: torch.cos(pi * x) + 2.0,
+    )
+    profile, true = correct(problem, lambda x: torch.cos(pi * x) + 2.001)
+    assert profile.error == pytest.approx(true, rel=0.01)
