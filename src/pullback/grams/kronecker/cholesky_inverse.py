@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.products import full_precision
-from . import factor_matrix
+from . import factor_matrix, panel_inverse
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,17 @@ def invert_factors(
         as_cholesky: give the lower Cholesky factors of matrices instead, to solve with.
     """
     damped = [_DampedFactor.of(*each) for each in zip(factors, scales, shifts, strict=True)]
-    stacks = [
-        _invert_stack(damped, indices, strict=singular, as_cholesky=as_cholesky)
-        for indices in _group_by_shape([each.factor for each in damped])
-    ]
+    can_use_panels = not singular and not as_cholesky
+    stacks: list[_InverseStack] = []
+    with_panels: dict[torch.dtype, list[list[int]]] = {}
+    for indices in _group_by_shape([each.factor for each in damped]):
+        factor = damped[indices[0]].factor
+        if can_use_panels and _has_panels(factor):
+            with_panels.setdefault(factor.dtype, []).append(indices)
+        else:
+            stacks.append(_invert_stack(damped, indices, singular, as_cholesky))
+    for groups in with_panels.values():
+        stacks += _invert_by_panels(damped, groups)
     matrices = [each.factor for each in damped]
     for stack in stacks:
         for i, matrix in zip(stack.indices, stack.matrices.split(stack.group_counts), strict=True):
@@ -145,8 +152,39 @@ def is_inverted_alone(n: int, device: torch.device) -> bool:
     return device.type == "cpu" and n >= _LIMITS.large_on_cpu
 
 
+def _has_panels(factor: Tensor) -> bool:
+    """Return True if many products are faster than one factorization: large matrices on a GPU."""
+    if factor_matrix.is_diagonal(factor) or not factor.is_cuda:
+        return False
+    return factor.shape[-1] >= panel_inverse.SIZES.least_rows
+
+
+def _invert_by_panels(
+    damped: Sequence[_DampedFactor], groups: Sequence[list[int]]
+) -> list[_InverseStack]:
+    """Invert groups of factors, each group of one shape, all together."""
+    padded_stacks: list[Tensor] = []
+    group_counts: list[list[int]] = []
+    for indices in groups:
+        factors = [damped[i].factor for i in indices]
+        counts = [len(factor) for factor in factors]
+        n = factors[0].shape[-1]
+        padded = panel_inverse.allocate_padded(sum(counts), n, factors[0])
+        for i, piece in zip(indices, padded.split(counts), strict=True):
+            damped[i].form(out=piece[:, :n, :n])
+        padded_stacks.append(padded)
+        group_counts.append(counts)
+    stacks: list[_InverseStack] = []
+    inverses = panel_inverse.invert_by_panels(padded_stacks)
+    for indices, counts, inverse in zip(groups, group_counts, inverses, strict=True):
+        n = damped[indices[0]].factor.shape[-1]
+        corner = inverse.matrices[:, :n, :n]
+        stacks.append(_InverseStack(indices, counts, corner, inverse.is_trusted))
+    return stacks
+
+
 def _invert_stack(
-    damped: Sequence[_DampedFactor], indices: list[int], *, strict: bool, as_cholesky: bool
+    damped: Sequence[_DampedFactor], indices: list[int], strict: bool, as_cholesky: bool
 ) -> _InverseStack:
     """Invert factors of one shape together, in memory of their own."""
     factors = [damped[i].factor for i in indices]
