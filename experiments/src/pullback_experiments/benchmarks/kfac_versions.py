@@ -11,13 +11,14 @@ the other, each beside a baseline of its own; all rounds are shown.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[4]
 KINDS = {"plain": (10**9, 10**9), "statistics": (1, 10**9), "inversion": (1, 1)}
 SCHEDULES = {"10/100": (10, 100), "25/250": (25, 250)}
+SPECTRAL = "spectral, run"
+RUN = "natural, run"
 
 
 def import_benchmark(name: str) -> Any:
@@ -36,49 +39,85 @@ def import_benchmark(name: str) -> Any:
         return importlib.import_module(f"benchmarks.{name}")
 
 
-def milliseconds(name: str, device: torch.device, repeats: int) -> dict[str, float]:
-    """Of a step of each kind, by the library that lies in the current folder."""
+def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
+    """Measure the library that lies in the current folder on one case.
+
+    Returns:
+        Milliseconds of a step by kind, those of the device's own kernels as "GPU, ...", and peak
+        memory in MiB as "memory, ...".
+    """
     kfac = import_benchmark("kfac")
     bench = kfac.Bench(kfac.cases(device, False)[name], device)
-    routes = {"baseline": bench.route(bench.baseline)}
-    for kind, (statistics, inversion) in KINDS.items():
-        routes[kind] = bench.route(
-            lambda model, s=statistics, i=inversion: unclipped(
-                model, bench.case.likelihood(), statistics_every=s, invert_every=i
-            )
-        )
+    makers: dict[str, Any] = {"baseline": bench.baseline}
+    for kind, every in KINDS.items():
+        makers[kind] = natural_maker(bench.case.likelihood(), every)
+    makers[SPECTRAL] = bench.rule("spectral")
+    makers[RUN] = natural_maker(bench.case.likelihood(), SCHEDULES["10/100"])
     row = 4 if device.type == "cuda" else 1
+    routes = {kind: bench.route(makers[kind]) for kind in ("baseline", *KINDS)}
     in_rows = {kind: kfac.repeated(step, row) for kind, step in routes.items()}
-    found = kfac.compare(in_rows, device, repeats=repeats, warmup=3, patience=60)
-    return {kind: 1e3 * seconds / row for kind, seconds in found.items()}
+    seconds = kfac.compare(in_rows, device, repeats=repeats, warmup=3, patience=30)
+    numbers = {kind: 1e3 * seconds[kind] / row for kind in routes}
+    cycle = 20 if device.type == "cuda" else 1
+    spectral = {SPECTRAL: kfac.repeated(bench.route(makers[SPECTRAL]), cycle)}
+    seconds = kfac.compare(spectral, device, repeats=3, warmup=3, patience=30)
+    numbers[SPECTRAL] = 1e3 * seconds[SPECTRAL] / cycle
+    if device.type != "cuda":
+        return numbers
+    for kind in ("baseline", "plain", "statistics", "inversion"):
+        numbers[f"GPU, {kind}"] = 1e3 * kfac.kernel_seconds(routes[kind], device, 2)
+    numbers[f"GPU, {SPECTRAL}"] = 1e3 * kfac.kernel_seconds(spectral[SPECTRAL], device, 1) / cycle
+    routes.clear()
+    in_rows.clear()
+    spectral.clear()
+    for kind in ("baseline", RUN, SPECTRAL):
+        gc.collect()
+        step = kfac.repeated(bench.route(makers[kind]), 12)
+        numbers[f"memory, {kind}"] = kfac.peak_bytes(step, device) / 2**20
+        del step
+    return numbers
 
 
-def unclipped(model: Any, likelihood: Any, **every: int) -> Any:
-    """Natural K-FAC at a rate of almost zero without a clip, in the present version or an older."""
-    import pullback as pb
-    from pullback.optim import kfac
+def natural_maker(likelihood: Any, every: tuple[int, int]) -> Callable[[Any], Any]:
+    """Return what makes the natural rule without a clip, at a rate of almost zero."""
+    statistics_every, invert_every = every
 
-    if hasattr(kfac, "Estimation"):  # options of a rule live on the rule
-        rule: Any = kfac.Natural
-        return pb.KFAC(model, 1e-30, rule=rule(likelihood, kl_clip=None, warmup=0), **every)
-    older: Any = {"likelihood": likelihood, "kl_clip": None}
-    return pb.KFAC(model, 1e-30, **older, **every)
+    def make(model: Any) -> Any:
+        import pullback as pb
+        from pullback.optim import kfac
+
+        schedule: dict[str, Any] = {}
+        schedule["statistics_every"] = statistics_every
+        schedule["invert_every"] = invert_every
+        if hasattr(kfac, "Estimation"):  # options of a rule live on the rule
+            rule: Any = kfac.Natural
+            return pb.KFAC(model, 1e-30, rule=rule(likelihood, kl_clip=None, warmup=0), **schedule)
+        older: Any = {"likelihood": likelihood, "kl_clip": None}
+        return pb.KFAC(model, 1e-30, **older, **schedule)
+
+    return make
 
 
 def ratios(times: dict[str, float]) -> dict[str, float]:
-    """Steps over the baseline's, by kind and by schedule."""
-    out = {kind: times[kind] / times["baseline"] for kind in ("plain", "statistics")}
+    """Return steps over the baseline's, by kind and by schedule."""
+    out = {kind: times[kind] / times["baseline"] for kind in ("plain", "statistics", SPECTRAL)}
     for schedule, (statistics, inversion) in SCHEDULES.items():
         extra = (times["statistics"] - times["plain"]) / statistics
         extra += max(0.0, times["inversion"] - times["statistics"]) / inversion
         out[schedule] = (times["plain"] + extra) / times["baseline"]
+    for kind in ("plain", "statistics", SPECTRAL):
+        if f"GPU, {kind}" in times:
+            out[f"GPU, {kind}"] = times[f"GPU, {kind}"] / times["GPU, baseline"]
+    for kind in (RUN, SPECTRAL):
+        if f"memory, {kind}" in times:
+            out[f"memory, {kind}"] = times[f"memory, {kind}"] / times["memory, baseline"]
     return out
 
 
-def apart(tree: Path, name: str, device: str, repeats: int) -> dict[str, float]:
-    """The times in a process whose library and benchmarks are those of `tree`."""
+def measure_apart(tree: Path, name: str, device: str, repeats: int) -> dict[str, float]:
+    """Measure in a process whose library and benchmarks are those of `tree`."""
     call = [sys.executable, __file__, "--measure", name, "--device", device]
-    paths = [tree, tree / "src", tree / "experiments" / "src"]
+    paths = [tree, tree / "src", tree / "experiments" / "src", os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [*call, "--repeats", str(repeats)],
         cwd=tree,
@@ -99,31 +138,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--measure", default=None, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    device = torch.device(given.device)
+    asked = parser.parse_args(arguments)
+    device = torch.device(asked.device)
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     torch.backends.cudnn.allow_tf32 = True
-    if given.measure:
-        print(json.dumps(milliseconds(given.measure, device, given.repeats)))
+    if asked.measure:
+        print(json.dumps(measure(asked.measure, device, asked.repeats)))
         return
 
     from pullback_experiments.framework.timing import describe_machine
 
     if device.type == "cuda":
-        names = ("resnet50", "gpt2")
+        names = ("gpt2", "resnet50")
     else:
         names = ("autoencoder", "convnet")
-    trees = {"before": given.before.resolve(), "now": ROOT}
+    trees = {"before": asked.before.resolve(), "now": ROOT}
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
-    path = given.out or ROOT / "experiments" / "results" / f"kfac-versions-{device.type}.json"
-    for _, name in itertools.product(range(given.rounds), given.only or names):
+    path = asked.out or ROOT / "experiments" / "results" / f"kfac-versions-{device.type}.json"
+    for _, name in itertools.product(range(asked.rounds), asked.only or names):
         for version, tree in trees.items():
-            times = apart(tree, name, given.device, given.repeats)
+            times = measure_apart(tree, name, asked.device, asked.repeats)
             runs.setdefault(name, {}).setdefault(version, []).append(times)
-            shown = "  ".join(f"{k} {r:.2f}" for k, r in ratios(times).items())
+            shown = "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios(times).items())
             print(f"{name:12s} {version:7s} {times['baseline']:7.1f} ms  {shown}", flush=True)
-        record: dict[str, Any] = {"environment": describe_machine(device), "results": runs}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+            record: dict[str, Any] = {"environment": describe_machine(device), "results": runs}
+            path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

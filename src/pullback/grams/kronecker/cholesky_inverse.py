@@ -38,6 +38,9 @@ class FactorInverses:
     #: directions used, per factor and group; None where none was left out
     ranks: list[Tensor | None]
 
+    def __getitem__(self, indices: slice) -> FactorInverses:
+        return FactorInverses(self.matrices[indices], self.failed[indices], self.ranks[indices])
+
 
 @dataclass(frozen=True)
 class _DampedFactor:

@@ -26,10 +26,10 @@ Tensors = Mapping[str, Tensor]
 class Limits:
     """How much is done at once."""
 
-    #: entries of factors that are refreshed together: copies of more would take much memory
-    refresh: int = 2**27
     #: entries of a parameter that is concatenated with others: larger ones are not worth a copy
     concatenated: int = 2**16
+    #: entries at whose multiples rows begin on a GPU
+    alignment: int = 8
 
 
 _LIMITS = Limits()
@@ -68,6 +68,21 @@ class Block:
         is_dense = (self.shape.dense_rows, self.shape.dense_columns)
         dense = [n for n, is_matrix in zip(sizes, is_dense, strict=True) if is_matrix]
         return sum(groups * float(n) ** 3 + entries * n for n in dense) + entries
+
+
+@dataclass(frozen=True)
+class RefreshStack:
+    """Blocks of one form with their averages and states, to be refreshed together."""
+
+    blocks: list[Block]
+    averages: FactorAverages
+    state: RuleState
+    note: str
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that all of the blocks follow."""
+        return self.blocks[0].rule
 
 
 class BlockStates:
@@ -116,10 +131,7 @@ class BlockStates:
         """Bring a block's state to another device or dtype, with all that is in it."""
         block = self.blocks[key]
         block.shape = replace(block.shape, dtype=like.dtype, device=like.device)
-        wanted = block.rule.init(replace(block.shape)).tensors()
-        old = block.state.tensors()
-        tensors = {n: t.to(like.device, wanted[n].dtype) for n, t in old.items()}
-        block.state = replace(block.state, **tensors)
+        block.state = block.rule.convert(block.state, block.shape)
         self._stacks = None
 
     def restack(self) -> None:
@@ -149,8 +161,14 @@ class BlockStates:
     ) -> None:
         """Refresh these blocks with λ = `damping`; where one fails, its last state stays."""
         for portion in self._portions(keys):
-            for alike in self._alike(averages, portion):
-                self._refresh_together(averages, alike, damping, references)
+            groups = self._alike(averages, portion)
+            batches = [[group] for group in groups]
+            if self.blocks[portion[0]].rule.refreshes_together:
+                batches = [groups]
+            for batch in batches:
+                self._refresh_stacks(
+                    [self._stack_averages(averages, alike, damping, references) for alike in batch]
+                )
 
     def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks that are refreshed together, large ones first."""
@@ -160,7 +178,7 @@ class BlockStates:
             entries = self.blocks[key].entries if key.kronecker else 0
             if not portions or entries > room:
                 portions.append([])
-                room = _LIMITS.refresh
+                room = self.blocks[key].rule.refreshed_entries
             portions[-1].append(key)
             room -= entries
         return portions
@@ -178,22 +196,28 @@ class BlockStates:
             kinds.setdefault(kind, []).append(key)
         return list(kinds.values())
 
-    def _refresh_together(
+    def _stack_averages(
         self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any
-    ) -> None:
-        """Refresh blocks of one form as a stack."""
+    ) -> RefreshStack:
+        """Return blocks of one form with their averages and states, stacked."""
         blocks = [self.blocks[key] for key in keys]
         gram, mass = undivided_gram(keys[0], stack_averages([averages[key] for key in keys]))
         is_first = not blocks[0].is_ready
         reference, note = find_reference(keys[0], averages[keys[0]], references)
-        given = FactorAverages(gram, mass, damping, is_first, reference)
-        state = join_states([block.state for block in blocks])
-        report = blocks[0].rule.refresh(given, state)
-        counts = [block.shape.size[0] for block in blocks]
-        starts = [0, *accumulate(counts)]
-        for block, start, count in zip(blocks, starts, counts, strict=False):
-            block.note = note
-            self._accept(block, state, range(start, start + count), report)
+        stacked = FactorAverages(gram, mass, damping, is_first, reference)
+        return RefreshStack(blocks, stacked, join_states([block.state for block in blocks]), note)
+
+    def _refresh_stacks(self, stacks: Sequence[RefreshStack]) -> None:
+        """Refresh stacks, which follow one rule, and give every block its part."""
+        averages = [stack.averages for stack in stacks]
+        reports = stacks[0].rule.refresh_stacks(averages, [stack.state for stack in stacks])
+        for stack, report in zip(stacks, reports, strict=True):
+            start = 0
+            for block in stack.blocks:
+                stop = start + block.shape.size[0]
+                block.note = stack.note
+                self._accept(block, stack.state, range(start, stop), report)
+                start = stop
 
     def _accept(
         self, block: Block, state: RuleState, indices: range, report: RefreshReport
@@ -359,16 +383,33 @@ class Stack:
         if not self._key.kronecker:
             columns = [torch.cat([g.reshape(-1) for g in part]) for part in parts]
             return torch.stack(columns, 1)
+        if self._key.joint:
+            return self._join_with_bias(*parts)
         weight = parts[0][0] if len(parts[0]) == 1 else torch.stack(parts[0])
-        columns = self._columns - self._key.joint
         if self._key.turned:
-            weight = weight.reshape(-1, columns, self._rows).mT.contiguous()
+            return weight.reshape(-1, self._columns, self._rows).mT.contiguous()
+        return weight.reshape(-1, self._rows, self._columns)
+
+    def _join_with_bias(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+        """Return weights with biases as last columns, copied once.
+
+        On a GPU rows begin at multiples of 8 entries: tensor cores read no others.
+        """
+        first = weights[0]
+        columns = self._columns - 1
+        stride = self._columns
+        if first.is_cuda:
+            stride = -(-stride // _LIMITS.alignment) * _LIMITS.alignment
+        counts = [block.shape.size[0] for block in self._blocks]
+        joined = first.new_empty(sum(counts), self._rows, stride)[..., : self._columns]
+        if self._key.turned:
+            sources = [weight.reshape(-1, columns, self._rows).mT for weight in weights]
         else:
-            weight = weight.reshape(-1, self._rows, columns)
-        if not self._key.joint:
-            return weight
-        bias = parts[1][0] if len(parts[1]) == 1 else torch.stack(parts[1])
-        return torch.cat([weight, bias.reshape(-1, self._rows, 1)], 2)
+            sources = [weight.reshape(-1, self._rows, columns) for weight in weights]
+        torch._foreach_copy_(list(joined[..., :columns].split(counts)), sources)
+        bias = biases[0] if len(biases) == 1 else torch.stack(list(biases))
+        joined[..., columns] = bias.reshape(-1, self._rows)
+        return joined
 
     def split(self, direction: Tensor) -> dict[str, Tensor]:
         """Return stacked directions by name, in the parameters' shapes."""
@@ -379,9 +420,12 @@ class Stack:
             for place, column in enumerate(direction.unbind(1)):
                 out |= self._split_flat(column, [block.key.names[place] for block in self._blocks])
             return out
-        weight = direction[..., :-1] if self._key.joint else direction
+        weight = direction
+        if self._key.joint:
+            weight = direction[..., :-1]
         if self._key.turned:
             weight = weight.mT
+        weight = weight.contiguous()  # at once: the update reads no other memory of parameters
         out = self._unbind(weight, 0)
         if self._key.joint:
             out |= self._unbind(direction[..., -1], 1)

@@ -8,7 +8,7 @@ questions: what the state is at first (`init`), what averages of a layer's facto
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -264,6 +264,9 @@ class Rule(ABC):
             the optimizer's schedule.
         can_rescale: whether its state can follow parameters whose units are rescaled (`rescale`).
         first_entries: entries of factors whose first refresh one step may do; None for all.
+        refreshed_entries: entries of factors that are refreshed together: copies of more would
+            take much memory.
+        refreshes_together: whether `refresh_stacks` shares work between stacks.
     """
 
     name: ClassVar[str] = ""
@@ -280,6 +283,8 @@ class Rule(ABC):
     kl_clip: float | str | None = None
     damping: Damping | None = None
     first_entries: ClassVar[int | None] = None
+    refreshed_entries: ClassVar[int] = 2**27
+    refreshes_together: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse a class whose declarations contradict each other."""
@@ -326,6 +331,18 @@ class Rule(ABC):
         if self.reads is Statistics.INPUTS:
             return shape.dense_columns
         return shape.dense_rows and shape.dense_columns
+
+    def refresh_stacks(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> list[RefreshReport]:
+        """Refresh several stacks; a rule that shares work between them overrides this."""
+        return [self.refresh(own, state) for own, state in zip(averages, states, strict=True)]
+
+    def convert(self, state: RuleState, shape: BlockShape) -> RuleState:
+        """Return a state on the device and in the dtype of `shape`."""
+        dtypes = {name: t.dtype for name, t in self.init(shape).tensors().items()}
+        tensors = {n: t.to(shape.device, dtypes[n]) for n, t in state.tensors().items()}
+        return replace(state, **tensors)
 
     def group_options(self) -> dict[str, Any]:
         """Return the options that param groups have for this rule."""

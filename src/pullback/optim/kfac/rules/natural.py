@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...._core.errors import PullbackError
-from ....grams.kronecker import EigenBlock, GramBlock, Pair, Units, factor_matrix, invert_factors
+from ....grams.kronecker import (
+    EigenBlock,
+    FactorInverses,
+    GramBlock,
+    Pair,
+    Units,
+    factor_matrix,
+    invert_factors,
+)
 from ....grams.kronecker.blocks import from_bases, to_bases
 from ....likelihoods import Likelihood
 from ....maps.roles import Role
@@ -32,6 +40,7 @@ from .base import (
     Statistics,
     StepContext,
 )
+from .half_inverse import HalfInverse, apply_in_half, pays_in_half, round_to_half, widen
 
 
 @dataclass(frozen=True)
@@ -51,10 +60,37 @@ _ALIGNED = 8
 
 @dataclass
 class InverseState(RuleState):
-    """R⁻¹ (B, O, O) and C⁻¹ (B, m, m), or diagonals; m is n filled up to a multiple of 8."""
+    """R⁻¹ (B, O, O) and C⁻¹ (B, m, m), or diagonals; m is n filled up to a multiple of 8.
+
+    In float16 they are those of a `HalfInverse`, with its `rows` and `unit`; otherwise these
+    are ones.
+    """
 
     left: Tensor = field(metadata=SYMMETRIC)
     right: Tensor = field(metadata=SYMMETRIC)
+    rows: Tensor = field(metadata=REFRESHED)
+    unit: Tensor = field(metadata=REFRESHED)
+
+    @property
+    def in_half(self) -> HalfInverse | None:
+        """The inverses in float16, if they are held so."""
+        if self.left.dtype != torch.float16:
+            return None
+        return HalfInverse(self.left, self.right, self.rows, self.unit)
+
+    def store(self, left: Tensor, right: Tensor, *, is_half: bool) -> None:
+        """Take up inverse factors, in float16 if `is_half`."""
+        if is_half:
+            half = round_to_half(left, right)
+            self.left = half.left
+            self.right = half.right
+            self.rows = half.rows
+            self.unit = half.unit
+        else:
+            self.left = left
+            self.right = right
+            self.rows = torch.ones_like(self.rows)
+            self.unit = torch.ones_like(self.unit)
 
 
 @dataclass
@@ -111,6 +147,8 @@ class Natural(Rule):
     squares_gradients: ClassVar = False
     can_rescale: ClassVar = True
     defaults: ClassVar = Defaults(lr=0.1, statistics_every=10, invert_every=100)
+    refreshed_entries: ClassVar = 2**29
+    refreshes_together: ClassVar = True
     damping: Damping
 
     def __init__(
@@ -169,17 +207,34 @@ class Natural(Rule):
             return state
         filled = _fill_up(columns)
         wide = (blocks, filled, filled) if shape.dense_columns else (blocks, filled)
-        return InverseState(
-            left=shape.zeros(blocks, rows) if left is None else left, right=shape.zeros(*wide)
-        )
+        right = shape.zeros(*wide)
+        if left is None:
+            left = shape.zeros(blocks, rows)
+        if pays_in_half(left, right):
+            left = left.half()
+            right = right.half()
+        return InverseState(left, right, rows=shape.zeros(blocks, rows), unit=shape.zeros(blocks))
+
+    def convert(self, state: RuleState, shape: BlockShape) -> RuleState:
+        new = self.init(shape)
+        if not isinstance(state, InverseState) or not isinstance(new, InverseState):
+            return super().convert(state, shape)
+        left = state.left
+        right = state.right
+        if state.in_half is not None:
+            left, right = widen(state.in_half)
+        left = left.to(shape.device, shape.dtype)
+        right = right.to(shape.device, shape.dtype)
+        new.store(left, right, is_half=new.in_half is not None)
+        return new
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         if isinstance(state, UnitState):
             return self._refresh_units(averages, state)
         if isinstance(state, EigenState):
             return self._refresh_eigen(averages, state)
-        assert isinstance(state, InverseState)
-        return self._refresh_inverse(averages, state)
+        (report,) = self.refresh_stacks([averages], [state])
+        return report
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         if isinstance(state, UnitState):
@@ -188,41 +243,65 @@ class Natural(Rule):
             coordinates = to_bases(state.left, gradient, state.right) * state.scale
             return from_bases(state.left, coordinates, state.right)
         assert isinstance(state, InverseState)
+        if state.in_half is not None:
+            return apply_in_half(state.in_half, gradient)
         return _apply(state.left, gradient, state.right)
 
     # --- inverses of both factors -----------------------------------------------------------------
 
-    def _refresh_inverse(self, averages: FactorAverages, state: InverseState) -> RefreshReport:
-        """Invert damped factors by Cholesky; blocks where that fails are tried one by one.
+    def refresh_stacks(
+        self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
+    ) -> list[RefreshReport]:
+        """Refresh all stacks; the factors of all of them are inverted together by Cholesky."""
+        reports: dict[int, RefreshReport] = {}
+        indices: list[int] = []
+        for i, (own, state) in enumerate(zip(averages, states, strict=True)):
+            if isinstance(state, InverseState):
+                indices.append(i)
+            else:
+                reports[i] = self.refresh(own, state)
+        inverses = self._invert([averages[i] for i in indices])
+        for i, inverse in zip(indices, inverses, strict=True):
+            state = states[i]
+            assert isinstance(state, InverseState)
+            reports[i] = RefreshReport()
+            left, right = inverse.matrices
+            if any(inverse.failed) or self._inverts_on_range(averages[i]):
+                left, right = self._invert_one_by_one(averages[i], reports[i])
+            state.store(left, _pad(right), is_half=state.in_half is not None)
+        return [reports[i] for i in range(len(states))]
 
-        Without damping, or with an invariant one, a singular factor is inverted on its range.
-        """
-        report = RefreshReport()
-        is_singular = averages.damping == 0 or self.damping.referenced
-        if not is_singular:
-            found = self._invert(averages)
-            if not any(found.failed):
-                state.left = found.matrices[0]
-                state.right = _pad(found.matrices[1])
-                return report
+    def _invert_one_by_one(
+        self, averages: FactorAverages, report: RefreshReport
+    ) -> tuple[Tensor, Tensor]:
+        """Return the inverses of all blocks, each with the damping that it takes."""
         lefts: list[Tensor] = []
         rights: list[Tensor] = []
         for block in range(len(averages.pair.output_factor)):
-            left, right = self._invert_one(averages.select(block), block, report, is_singular)
+            left, right = self._invert_one(averages.select(block), block, report)
             lefts.append(left)
             rights.append(right)
-        state.left = torch.cat(lefts)
-        state.right = _pad(torch.cat(rights))
-        return report
+        return torch.cat(lefts), torch.cat(rights)
 
-    def _invert(self, averages: FactorAverages, *, singular: bool = False) -> Any:
-        """Return inverses of both damped factors, and which failed."""
-        return invert_factors(
-            [averages.pair.output_factor, averages.pair.input_factor],
-            scales=[averages.mass, averages.mass],
-            shifts=self._added(averages),
-            singular=singular,
-        )
+    def _inverts_on_range(self, averages: FactorAverages) -> bool:
+        """Return whether singular factors are inverted on their range.
+
+        They are so without damping, and with an invariant one.
+        """
+        return averages.damping == 0 or self.damping.referenced
+
+    def _invert(self, stacks: Sequence[FactorAverages]) -> list[FactorInverses]:
+        """Return the inverses of both damped factors of each stack."""
+        factors: list[Tensor] = []
+        scales: list[Tensor] = []
+        shifts: list[Tensor] = []
+        for averages in stacks:
+            factors += [averages.pair.output_factor, averages.pair.input_factor]
+            scales += [averages.mass, averages.mass]
+            shifts += self._added(averages)
+        singular = any(self._inverts_on_range(averages) for averages in stacks)
+        inverses = invert_factors(factors, scales=scales, shifts=shifts, singular=singular)
+        return [inverses[2 * i : 2 * i + 2] for i in range(len(stacks))]
 
     def _added(self, averages: FactorAverages) -> list[Tensor]:
         """Return what the damping adds to the left and to the right factor."""
@@ -232,25 +311,25 @@ class Natural(Rule):
         return list(self.damping.added((rows, columns), reference, averages.damping))
 
     def _invert_one(
-        self, averages: FactorAverages, block: int, report: RefreshReport, is_singular: bool
+        self, averages: FactorAverages, block: int, report: RefreshReport
     ) -> list[Tensor]:
         """Return the inverses of one block's factors, with more damping where it takes more."""
-        found = self._invert(averages, singular=is_singular)
+        (inverse,) = self._invert([averages])
         attempts = _RETRIES.most if averages.damping else 1
         for attempt in range(1, attempts):
-            if not any(found.failed):
+            if not any(inverse.failed):
                 break
             raised = averages.damping * _RETRIES.growth**attempt
-            found = self._invert(replace(averages, damping=raised), singular=is_singular)
-            if not any(found.failed):
+            (inverse,) = self._invert([replace(averages, damping=raised)])
+            if not any(inverse.failed):
                 report.note(block, f"its damping was raised to {raised:.3g} to invert it")
-        if any(found.failed):
+        if any(inverse.failed):
             report.fail(block, "its sides could not be inverted")
-        for name, rank in zip(("output", "input"), found.ranks, strict=True):
+        for name, rank in zip(("output", "input"), inverse.ranks, strict=True):
             if rank is not None:
                 least = f"rank {int(rank.min())}, inverted on its range"
                 report.note(block, f"its {name} side is singular: {least}")
-        return found.matrices
+        return inverse.matrices
 
     # --- eigenbases -------------------------------------------------------------------------------
 
@@ -340,8 +419,12 @@ class Natural(Rule):
         if isinstance(state, UnitState):
             scale_both(state.inverse, rows)
         elif isinstance(state, InverseState):
+            half = state.in_half
+            if half is not None:
+                state.left, state.right = widen(half)
             scale_both(state.left, rows)
             scale_both(state.right, columns)
+            state.store(state.left, state.right, is_half=half is not None)
         else:
             assert isinstance(state, EigenState)
             _rescale_eigen(state, rows, columns)
@@ -412,14 +495,23 @@ def _pad(side: Tensor) -> Tensor:
 def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
     """Return R⁻¹ V C⁻¹ for V of shape (B, O, n)."""
     columns = v.shape[-1]
-    v = left[..., None] * v if factor_matrix.is_diagonal(left) else torch.bmm(left, v)
     if factor_matrix.is_diagonal(right):
-        return v * right[:, None, :columns]
+        return _apply_left(left, v) * right[:, None, :columns]
     if right.shape[-1] == columns:
-        return torch.bmm(v, right)
+        return torch.bmm(_apply_left(left, v), right)
     if not v.is_cuda:
-        return torch.bmm(v, right[:, :columns, :columns])
-    return torch.bmm(F.pad(v, (0, right.shape[-1] - columns)), right)[..., :columns]
+        return torch.bmm(_apply_left(left, v), right[:, :columns, :columns])
+    filled = v.new_empty(*v.shape[:2], right.shape[-1])
+    _apply_left(left, v, out=filled[..., :columns])
+    filled[..., columns:] = 0
+    return torch.bmm(filled, right)[..., :columns]
+
+
+def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return R⁻¹ V."""
+    if factor_matrix.is_diagonal(left):
+        return torch.mul(left[..., None], v, out=out)
+    return torch.bmm(left, v, out=out)
 
 
 def _shift(side: Tensor, by: Tensor) -> Tensor:
