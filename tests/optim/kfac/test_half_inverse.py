@@ -93,6 +93,17 @@ def test_training_saving_and_converting(monkeypatch: pytest.MonkeyPatch) -> None
     other.load_state_dict(optimizer.state_dict())
     assert train(other_model, other, 3) == train(model, optimizer, 3)
 
+    key = next(iter(optimizer.blocks.averages))
+    block = optimizer.blocks.states.blocks[key]
+    wide_left, _ = widen(block.state.in_half)
+    memory = block.state.left
+    rows = torch.linspace(0.5, 2, 16)[None]
+    block.rule.rescale(block.state, rows, torch.ones(1, 7))
+    assert block.state.left is memory
+    rescaled, _ = widen(block.state.in_half)
+    expected = wide_left * rows[..., None] * rows[:, None]
+    torch.testing.assert_close(rescaled, expected, rtol=5e-3, atol=5e-3 * float(expected.max()))
+
     for key in optimizer.blocks.averages:
         before = optimizer.blocks.states.blocks[key].state.in_half
         left, right = widen(before)

@@ -419,12 +419,7 @@ class Natural(Rule):
         if isinstance(state, UnitState):
             scale_both(state.inverse, rows)
         elif isinstance(state, InverseState):
-            half = state.in_half
-            if half is not None:
-                state.left, state.right = widen(half)
-            scale_both(state.left, rows)
-            scale_both(state.right, columns)
-            state.store(state.left, state.right, is_half=half is not None)
+            _rescale_inverse(state, rows, columns)
         else:
             assert isinstance(state, EigenState)
             _rescale_eigen(state, rows, columns)
@@ -438,6 +433,19 @@ def scale_both(side: Tensor, by: Tensor) -> None:
         side[..., :n].mul_(by.square())
     else:
         side[..., :n, :n].mul_(by[..., None]).mul_(by[..., None, :])
+
+
+def _rescale_inverse(state: InverseState, rows: Tensor, columns: Tensor) -> None:
+    """Rescale both inverses in their own memory, of which stacks hold views."""
+    if state.in_half is None:
+        scale_both(state.left, rows)
+        scale_both(state.right, columns)
+        return
+    left, right = widen(state.in_half)
+    scale_both(left, rows)
+    scale_both(right, columns)
+    for name, tensor in vars(round_to_half(left, right)).items():
+        getattr(state, name).copy_(tensor)
 
 
 def _rescale_eigen(state: EigenState, rows: Tensor, columns: Tensor) -> None:
