@@ -78,7 +78,7 @@ def make_optimizer() -> tuple[nn.Module, pb.KFAC]:
 
 
 def test_training_saving_and_converting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: training goes as in float32, a state is loaded, and follows the model's dtype."""
+    """As on a GPU: training goes as in float32; states are loaded and converted."""
     model, optimizer = make_optimizer()
     exact_losses = train(model, optimizer, 12)
     monkeypatch.setattr(natural, "pays_in_half", lambda left, right: left.dtype == torch.float32)
