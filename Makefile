@@ -9,7 +9,7 @@ PYTEST   = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(
 CHANGED  = $(BIN)/python -m tests.changed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types contracts unit docs docs-snippets slow bench format clean
+.PHONY: help setup demo test check static lint types contracts unit docs docs-snippets slow bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,9 @@ demo: $(STAMP) ## run the demonstration; its figure is written to demo/
 	@echo "==> running the demonstration"
 	@$(BIN)/python -m pullback_experiments.demo
 
-test: lint types contracts unit docs ## everything a change must pass
+test: $(STAMP) ## everything a change must pass
+	@$(MAKE) --no-print-directory -j2 --output-sync=target static
+	@$(MAKE) --no-print-directory unit
 	@echo "==> all checks passed"
 
 check: lint contracts ## for daily work: what differs from origin/main, or from BASE=commit
@@ -37,6 +39,8 @@ check: lint contracts ## for daily work: what differs from origin/main, or from 
 	@$(CHANGED) sources $(BASE) | xargs -r $(BIN)/basedpyright
 	@echo "==> pytest, tests of changed files"
 	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
+
+static: types lint contracts docs ## everything but the tests; types take longest and go first
 
 lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"

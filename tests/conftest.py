@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,15 @@ def _torch_as_it_was() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     REGISTRY.clear()
     REGISTRY.update(layers)
+
+
+def pytest_collection() -> None:
+    """Collect no garbage while modules are imported: hardly any of it is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Look no more at what was imported: full collections took a fifth of the whole run."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

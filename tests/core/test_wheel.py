@@ -55,6 +55,7 @@ def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     assert plain == {"torch", "numpy", "scipy"}
 
 
+@pytest.mark.slow
 def test_the_first_snippet_runs_where_nothing_else_is_installed(
     wheel: Path, tmp_path: Path
 ) -> None:

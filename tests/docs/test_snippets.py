@@ -21,6 +21,8 @@ SLOW |= {
     ROOT / f"docs/notebooks/{name}.md"
     for name in ("fit-a-curve", "how-sure", "quantum-spin-chain", "which-samples", "your-own-pde")
 }
+#: pages whose programs are those of tests/integrations, tests/geometry and tests/pde
+SLOW |= {ROOT / f"docs/{name}.md" for name in ("audit", "flatness", "loops", "pdes")}
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTrainin
 @pytest.mark.parametrize(
     ("experiment", "methods"),
     [
-        pytest.param(FULL, METHODS[:1], id="10"),
+        pytest.param(FULL, METHODS[:1], id="10", marks=pytest.mark.slow),
         pytest.param(HUNDRED, METHODS[5:], id="100", marks=pytest.mark.slow),
     ],
 )

@@ -42,6 +42,7 @@ SLOW = {
     "race-vision",
     "kerekes-2022-theorems",
     "influence-mnist",
+    "laplace-rotation",
 }
 
 
