@@ -14,22 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..framework.checkout import REPOSITORY
-from .costs import ablation, costs, kfac, kfac_versions, races, rules, vision, worth
+from .costs import costs, kfac, races, rules, vision, worth
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery, pde_race
-from .models import models, models_others, models_real
+from .models import models
 from .numbers import Rows
 from .peers import (
     exact,
-    greedy,
     kernels,
     pde,
     pde_chosen,
-    pde_large,
     poisson,
     scale,
-    spectrum,
-    trust,
 )
 from .traffic import traffic
 from .verdicts import own, verdicts
@@ -39,9 +35,9 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         verdicts,
-        *(costs, worth, kfac, kfac_versions, rules, races, vision, ablation),
-        *(models, models_others, models_real),
-        *(exact, scale, pde, pde_chosen, pde_large, poisson, trust, spectrum, greedy, kernels),
+        *(costs, worth, kfac, rules, races, vision),
+        models,
+        *(exact, scale, pde, pde_chosen, poisson, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic),
     )
 }

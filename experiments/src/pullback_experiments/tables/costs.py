@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from ..benchmarks.kfac_versions import ratios
 from .numbers import RESULTS, Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
@@ -54,19 +53,6 @@ def costs() -> Rows:
     ratio = times(ours / adam)
     more = ["2-20-20-1, Poisson", "501", "all points"]
     rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU", "`yin-2024-poisson`"])
-    return rows
-
-
-def kfac_versions() -> Rows:
-    """The version before the rebuild and this one, in turn on one machine."""
-    steps = ["plain", "statistics", "10/100", "25/250"]
-    rows = [["", "round", "version", "baseline", *steps]]
-    by_device = [record(f"kfac-versions-{device}")["results"] for device in ("cuda", "cpu")]
-    for name, versions in (item for results in by_device for item in results.items()):
-        for version, rounds in versions.items():
-            for i, times_of_round in enumerate(rounds, 1):
-                more = [KFAC[name][0], str(i), version, f"{times_of_round['baseline']:.1f} ms"]
-                rows.append(more + [f"{ratios(times_of_round)[step]:.2f}" for step in steps])
     return rows
 
 
@@ -184,14 +170,4 @@ def races() -> Rows:
         took = f"{seconds(spent[0])}/{seconds(spent[1])}"
         losses = runs[rival][3], ours[3]
         rows.append([f"{task}, {rival}", *losses, f"{float(steps):.0f}/{of}", took])
-    return rows
-
-
-def ablation() -> Rows:
-    """Held-out losses of the spectral rule with one choice changed, the lowest first."""
-    results = record("race-ablation")["results"]
-    base = results["Spectral, unchanged"]["final"]
-    rows = [["changed", "held-out loss", "difference"]]
-    for name, one in sorted(results.items(), key=lambda pair: pair[1]["final"]):
-        rows.append([name, f"{one['final']:.3f}", f"{one['final'] - base:+.3f}".replace("-", "−")])
     return rows

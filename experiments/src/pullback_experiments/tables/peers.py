@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from math import inf
-
 from .costs import EXACT
 from .numbers import Rows, memory, record, seconds, size, small, times
 
@@ -54,18 +51,6 @@ def pde() -> Rows:
     return rows
 
 
-def pde_large() -> Rows:
-    rows = [["problem", "parameters", "residuals", "error", "steps", "seconds", "a step"]]
-    for name, one in record("pde-large")["runs"].items():
-        sizes = [f"{one['parameters']:,}", f"{one['residuals']:,}", small(one["error"])]
-        if one.get("shared"):
-            each = "–"
-        else:
-            each = f"{one['seconds'] / one['steps']:.2f} s"
-        rows.append([f"Poisson {name}", *sizes, str(one["steps"]), seconds(one["seconds"]), each])
-    return rows
-
-
 CHOSEN = ("burgers-smooth", "heat1d", "burgers", "poisson10d", "kdv")
 
 
@@ -95,56 +80,6 @@ def poisson() -> Rows:
     return rows
 
 
-#: the variants of the study that settled the defaults; the record has all of them
-_DECIDING_VARIANTS = (
-    "0.075",
-    "0.15",
-    "0.003",
-    "0.01, lowest loss within 2",
-    "0.01, rcond max(n, p)·ε",
-    "0.01, rcond 5e-14 (the defaults)",
-)
-
-
-def trust() -> Rows:
-    rows = [["`TargetRatio`", "seeds", "median error", "worst", "steps to 1e-9", "missed"]]
-    variants = record("trust")["runs"]
-    for name in _DECIDING_VARIANTS:
-        runs = variants[name]
-        errors = [run["error"] for run in runs.values()]
-        to = [run["to 1e-9"] for run in runs.values()]
-        middle = statistics.median_high(inf if t is None else t for t in to)
-        cells = [small(statistics.median(errors)), small(max(errors))]
-        cells += ["–" if middle == inf else f"{middle:.0f}", str(to.count(None))]
-        rows.append([f"target {name}", str(len(runs)), *cells])
-    return rows
-
-
-def spectrum() -> Rows:
-    rows = [["rows × parameters", "precision", "one CPU thread", "H200"]]
-    ratios: dict[tuple[int, int, str], dict[str, float]] = {}
-    for device in ("cpu", "cuda"):
-        for one in record(f"spectrum-{device}")["results"]:
-            key = (one["rows"], one["parameters"], one["dtype"])
-            ratios.setdefault(key, {})[device] = one["ratio"]
-    for (n, p, dtype), by_device in ratios.items():
-        cells = [f"{by_device[k]:.1f}×" if k in by_device else "–" for k in ("cpu", "cuda")]
-        rows.append([f"{n:,} × {p:,}", dtype, *cells])
-    return rows
-
-
-def greedy() -> Rows:
-    rows = [["Gram", "floor", "`OrthogonalGreedy(500)`", "with `block=10`", "naive"]]
-    for name, one in record("greedy")["results"].items():
-        cells = [one["seconds"].get(k) for k in ("floor", "greedy", "greedy, block of 10", "naive")]
-        if name == "dense":
-            label = name
-        else:
-            label = f"{name}, {one['rows']:,} rows".replace("rows, ", "")
-        rows.append([label, *("–" if c is None else f"{c:.1f} s" for c in cells)])
-    return rows
-
-
 NETWORKS = {
     "mlp": "MLP 784-512-512-10",
     "conv": "conv net, 16–64 channels",
@@ -153,12 +88,17 @@ NETWORKS = {
 }
 
 
+#: numbers of inputs that the table of tangent kernels shows; records have more
+SHOWN_SIZES = ("32", "128", "512")
+
+
 def kernels() -> Rows:
     head = ["network", "N", "pullback", "torch.func", "ratio", "neural-tangents", "ratio"]
     rows = [head]
     other = record("kernels-neural-tangents-cpu")["results"]
     for key, one in record("kernels-cpu")["results"].items():
-        for size_, result in one["sizes"].items():
+        sizes = {n: result for n, result in one["sizes"].items() if n in SHOWN_SIZES}
+        for size_, result in sizes.items():
             both = [
                 f"{took:.2g} s, {result['peak_bytes'][route] / 2**20:.0f} MB"
                 if (took := result["seconds"].get(route))
