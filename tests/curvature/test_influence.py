@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import pullback as pb
-from pullback.curvature import Relative, capture
+from pullback.curvature import Relative, capture, queries, scores
+from pullback.curvature.data import Batch
 
 from .models import CASES, Case, Oracle, make_case
 
@@ -48,11 +49,11 @@ def test_scores_are_those_of_the_dense_curvature(name: str, structure: str) -> N
     gram = curvature.matvec(torch.eye(curvature.space.size))
     oracle = Oracle(case)
     training = oracle.gradients()
-    queries = oracle.gradients(squared_output)
+    measured = oracle.gradients(squared_output)
     found = pb.curvature.influence(
         curvature, case.data, case.data, damping=0.02, measure=squared_output
     )
-    assert distance(found, brute_force(gram, queries, training, 0.02)) < 1e-10
+    assert distance(found, brute_force(gram, measured, training, 0.02)) < 1e-10
     alone = pb.curvature.self_influence(curvature, case.data, damping=0.02)
     want = brute_force(gram, training, training, 0.02).diagonal()
     assert distance(alone, want) < 1e-10
@@ -65,10 +66,10 @@ def test_small_blocks_of_queries_and_panels_of_samples_give_the_same(monkeypatch
     alone = pb.curvature.self_influence(curvature, case.data)
     size = curvature.space.size
     monkeypatch.setattr(capture, "LIMITS", capture.Limits(panel_entries=size))
-    queries = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
+    batches = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
     training = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
     for count in (1, 3, 4, 100):
-        found = pb.curvature.influence(curvature, queries, training, query_bytes=8 * size * count)
+        found = pb.curvature.influence(curvature, batches, training, query_bytes=8 * size * count)
         assert distance(found, want) < 1e-12
     assert distance(pb.curvature.self_influence(curvature, training), alone) < 1e-12
     assert distance(fit(case, "ekfac").eigenvalues(), curvature.eigenvalues()) < 1e-12
@@ -87,11 +88,11 @@ def test_default_damping_is_relative() -> None:
 def test_top_samples() -> None:
     case = make_case("mlp")
     curvature = fit(case, "ekfac")
-    scores = pb.curvature.influence(curvature, case.data, case.data)
+    whole = pb.curvature.influence(curvature, case.data, case.data)
     training = list(zip(case.inputs.split(5), case.targets.split(5), strict=True))
     for is_largest in (True, False):
         found = pb.curvature.top_k(curvature, case.data, training, 4, is_largest=is_largest)
-        want = scores.topk(4, largest=is_largest)
+        want = whole.topk(4, largest=is_largest)
         assert torch.equal(found.indices, want.indices)
         assert torch.allclose(found.scores, want.values, rtol=1e-12)
 
@@ -172,6 +173,61 @@ def test_bfloat16_scores_are_close() -> None:
     assert distance(found, want) < 0.02
 
 
+@pytest.mark.parametrize("error", [0.3, 0.03, 1e-6])
+@pytest.mark.parametrize("name", ["mlp", "conv", "grouped conv", "tied", "lstm"])
+def test_compressed_queries_keep_the_error_that_was_stated(name: str, error: float) -> None:
+    case = make_case(name)
+    curvature = fit(case, "ekfac")
+    gradients = Oracle(case).gradients()
+    want = pb.curvature.influence(curvature, case.data, case.data, damping=0.02)
+    found = pb.curvature.influence(curvature, case.data, case.data, damping=0.02, query_error=error)
+    solved = curvature.solve(gradients, 0.02)
+    bound = error * solved.norm(dim=1)[:, None] * gradients.norm(dim=1)
+    assert bool(((found - want).abs() <= bound * (1 + 1e-9) + 1e-12).all())
+    batches = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
+    by_batches = pb.curvature.influence(
+        curvature, batches, batches, damping=0.02, query_error=error
+    )
+    assert bool(((by_batches - want).abs() <= bound * (1 + 1e-9) + 1e-12).all())
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 9), (3, 1, 9, 5), (2, 3, 4, 4)])
+def test_the_rank_is_the_smallest_for_an_error(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(shape) @ torch.diag(0.2 ** torch.arange(shape[-1]))
+    previous_rank = 0
+    for error in (0.5, 0.1, 0.01, 1e-4):
+        left, right = queries.compress_matrices(matrices, error)
+        gap = matrices - torch.einsum("qrgo,qrgi->qgoi", left, right)
+        relative = gap.flatten(1).norm(dim=1) / matrices.flatten(1).norm(dim=1)
+        assert float(relative.max()) <= error * (1 + 1e-9)
+        fewer = torch.einsum("qrgo,qrgi->qgoi", left[:, :-1], right[:, :-1])
+        without_last = (matrices - fewer).flatten(1).norm(dim=1) / matrices.flatten(1).norm(dim=1)
+        assert float(without_last.max()) > error
+        assert left.shape[1] >= previous_rank
+        previous_rank = left.shape[1]
+
+
+def test_grams_of_positions_score_as_matrices_do() -> None:
+    """With one position and a small rank the gradients of training samples are not formed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3))
+    data = (torch.randn(9, 20), torch.randint(0, 3, (9,)))
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+    reader = scores.GradientReader(curvature)
+    gradient = reader.gradients(Batch(*data), None)[0]
+    gradients = gradient.matrices(slice(0, 9))[:, 0]
+    matrices = curvature.blocks[0].apply(lambda s: 1 / (s + 0.1), gradients)
+    held = queries.hold_queries(matrices, torch.float64, 0.2)
+    assert isinstance(held, queries.LowRankQueries)
+    factors = gradient.position_factors(slice(0, 9))
+    assert factors is not None
+    assert held._should_score_by_grams(factors)
+    expanded = torch.einsum("qrgo,qrgi->qgoi", held.left, held.right).flatten(1)
+    want = expanded @ gradients.flatten(1).T
+    assert distance(held.score(gradient, slice(0, 9)), want) < 1e-12
+
+
 def test_models_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -185,7 +241,7 @@ def test_models_of_transformers() -> None:
     data = ({"input_ids": tokens}, targets)
     curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical(), draws=3)
     assert any("Kronecker 24 ⊗ 9" in row.block for row in curvature.table.rows)
-    scores = pb.curvature.influence(curvature, data, data)
-    assert scores.shape == (6, 6)
-    assert bool((scores.diagonal() > 0).all())
-    assert distance(scores, scores.T) < 1e-10
+    found = pb.curvature.influence(curvature, data, data)
+    assert found.shape == (6, 6)
+    assert bool((found.diagonal() > 0).all())
+    assert distance(found, found.T) < 1e-10

@@ -5,6 +5,7 @@ prediction, `laplace` how certain it is.
 """
 
 from ..solvers import Relative
+from .exact_influence import ExactInfluence, exact_influence
 from .fitted import Curvature, CurvatureStructure, load
 from .fitter import fit
 from .measures import margin
@@ -27,6 +28,8 @@ __all__ = [
     "Relative",
     # influence
     "influence",
+    "exact_influence",
+    "ExactInfluence",
     "influence_by_module",
     "influence_by_token",
     "self_influence",

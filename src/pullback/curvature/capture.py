@@ -74,6 +74,24 @@ class BatchShape:
     is_cuda: bool
 
 
+@dataclass(frozen=True)
+class PositionFactors:
+    """V = Σ_t δ_t ā_tᵀ by its parts.
+
+    Attributes:
+        inputs: ā, (n, G, T, I).
+        cotangents: δ, (n, R, G, T, O).
+    """
+
+    inputs: Tensor
+    cotangents: Tensor
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.inputs.shape[2]
+
+
 class GradientBlock:
     """Gradients V (N, R, G, O, I) of N samples with R covectors each, formed when asked for."""
 
@@ -93,6 +111,10 @@ class GradientBlock:
         for block in self._blocks:
             rows.update(block.narrow(panel.start, panel.stop).rows())
         return self.form.gather(rows)
+
+    def position_factors(self, panel: slice) -> PositionFactors | None:
+        """Return ā and δ of the samples in a slice, or None where V has no such parts."""
+        return None
 
     def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
         """Return UᵀVW of the samples in a slice; None stands for the identity."""
@@ -167,13 +189,18 @@ class AffineGradients(GradientBlock):
     def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
         if not self._should_rotate_factors():
             return super().rotate(left, right, panel)
-        narrowed: Any = self._affine.narrow(panel.start, panel.stop)
-        inputs, cotangents = narrowed.factors()
+        factors = self.position_factors(panel)
+        inputs = factors.inputs
+        cotangents = factors.cotangents
         if left is not None:
             cotangents = cotangents @ left
         if right is not None:
             inputs = inputs @ right
         return torch.einsum("nrgto,ngti->nrgoi", cotangents, inputs)
+
+    def position_factors(self, panel: slice) -> PositionFactors:
+        narrowed: Any = self._affine.narrow(panel.start, panel.stop)
+        return PositionFactors(*narrowed.factors())
 
     def _should_rotate_factors(self) -> bool:
         """Return True if rotating ā and δ at all positions is cheaper than rotating V."""
@@ -266,6 +293,10 @@ class BatchTangent:
     def directional_derivative(self, direction: Tensor) -> Tensor:
         """Return J v for a flat v (p,): (N, *event)."""
         return self._linear.jvp(direction)
+
+    def summed_gradient(self, covector: Tensor) -> Tensor:
+        """Return Jᵀu for u (N, *event), added up over the samples: (p,)."""
+        return self._linear.vjp(covector)
 
 
 def _regroup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,20 @@ class Batch:
     def samples(self) -> int:
         """How many samples the targets say there are."""
         return len(pytree.tree_leaves(self.targets)[0])
+
+
+@contextmanager
+def explain_memory(batch: Batch) -> Iterator[None]:
+    """Name the batch, and smaller ones as the remedy, where the device runs out of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise PullbackError(
+            "The device ran out of memory",
+            f"a batch of {batch.samples} samples was linearized",
+            f"Use batches of {max(1, batch.samples // 4)} samples; in fit() draws=1 or fewer "
+            "parameters, in influence() a smaller query_bytes or query_error=0.01",
+        ) from error
 
 
 def is_pair(data: Any) -> bool:

@@ -28,7 +28,7 @@ from .checks import (
     refuse_random_layers,
     select_parameters,
 )
-from .data import Batch, iterate_batches, sample_losses
+from .data import Batch, explain_memory, iterate_batches, sample_losses
 from .fitted import Curvature, CurvatureStructure, DataTotals, Table, TableRow
 from .forms import BlockForm
 from .passes import DataPass, EigenvaluePass, FactorPass, RowsPass
@@ -244,10 +244,8 @@ def run_pass(
         for number, batch in enumerate(batches()):
             if number < state.batches:
                 continue
-            try:
+            with explain_memory(batch):
                 totals = fitter.add_batch(data_pass, batch, number, forms, state.totals)
-            except torch.OutOfMemoryError as error:
-                raise _explain_memory(batch) from error
             state = PassState(number + 1, totals)
             line.update(state.batches, int(totals.samples))
             checkpoint.write(data_pass, state)
@@ -267,15 +265,6 @@ def _refuse_no_data(state: PassState, data_pass: DataPass) -> None:
             f"the loader was empty in the pass over {data_pass.title}",
             "Give a loader that yields batches on every pass, not an exhausted iterator",
         )
-
-
-def _explain_memory(batch: Batch) -> PullbackError:
-    samples = batch.samples
-    return PullbackError(
-        "The device ran out of memory",
-        f"a batch of {samples} samples was linearized",
-        f"Use batches of {max(1, samples // 4)} samples, draws=1, or fewer parameters",
-    )
 
 
 def fit(

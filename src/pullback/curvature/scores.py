@@ -10,7 +10,7 @@ once for each such block, and their gradients are held for one block of paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from .._core.errors import PullbackError
 from ..solvers import Relative
 from .capture import BatchTangent, GradientBlock
 from .checks import refuse_nonfinite
-from .data import Batch, align_targets, iterate_batches, sample_losses
+from .data import Batch, align_targets, explain_memory, iterate_batches, sample_losses
 from .fitted import Curvature, Damping, damping_of, invert
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
+from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
 
 #: the damping where none is given, a multiple of each block's mean eigenvalue. On an MLP on MNIST
 #: 3 and 10 predicted retraining equally well (two trainings); 0.1 was behind (another training).
@@ -56,6 +57,7 @@ class ScoringOptions:
         measure: f(outputs, targets) -> (N,); None for the loss.
         dtype: in which preconditioned gradients are held and multiplied, such as bfloat16.
         query_bytes: of preconditioned gradients that are held at once.
+        query_error: relative error up to which they are compressed; None for no compression.
         progress: whether to write a line on stderr; None for terminals.
     """
 
@@ -63,7 +65,12 @@ class ScoringOptions:
     measure: Measure | None = None
     dtype: torch.dtype | None = None
     query_bytes: int | None = None
+    query_error: float | None = None
     progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.query_error is not None:
+            refuse_number("The error of queries", self.query_error, positive=True)
 
 
 class GradientReader:
@@ -100,23 +107,13 @@ class GradientReader:
         refuse_nonfinite("The gradients of the measure", covector)
         return tangent.gradients(covector, self._curvature.forms)
 
-
-@dataclass
-class QueryBlock:
-    """Preconditioned gradients of some queries.
-
-    Attributes:
-        start: index of the first query.
-        gradients: (G + λ)⁻¹∇f for each block of the curvature, (queries, size).
-    """
-
-    start: int
-    gradients: list[Tensor]
-
-    @property
-    def count(self) -> int:
-        """How many queries."""
-        return len(self.gradients[0])
+    def flat_gradients(self, batch: Batch, measure: Measure | None) -> Tensor:
+        """Return ∇f of every sample as flat vectors, (N, p)."""
+        flat: dict[str, Tensor] = {}
+        for gradient in self.gradients(batch, measure):
+            matrices = gradient.matrices(slice(0, gradient.samples))[:, 0]
+            flat.update(gradient.form.scatter(matrices))
+        return torch.cat([flat[name] for name in self._curvature.space.names], -1)
 
 
 @dataclass(frozen=True)
@@ -145,12 +142,19 @@ class Scorer:
 
     def tiles(self, queries: Any, training: Any, *, is_summed: bool) -> Iterator[ScoreTile]:
         """Yield the scores tile by tile; with `is_summed` one matrix for all blocks."""
-        for block in self._query_blocks(queries):
+        return self.tiles_of(self._query_blocks(queries), training, is_summed=is_summed)
+
+    def tiles_of(
+        self, blocks: Iterable[QueryBlock], training: Any, *, is_summed: bool
+    ) -> Iterator[ScoreTile]:
+        """Yield the scores of preconditioned queries; the training data are read for each block."""
+        for block in blocks:
             first_sample = 0
             line = ProgressLine("scores", None, self._options.progress)
             for number, batch in enumerate(self._reader.batches(training)):
-                gradients = self._reader.gradients(batch, None)
-                by_block = self._score(block, gradients, is_summed)
+                with explain_memory(batch):
+                    gradients = self._reader.gradients(batch, None)
+                    by_block = self._score(block, gradients, is_summed)
                 yield ScoreTile(block.start, first_sample, by_block)
                 first_sample += gradients[0].samples
                 line.update(number + 1, first_sample)
@@ -165,36 +169,32 @@ class Scorer:
         """Yield as many preconditioned queries at once as the limit of bytes allows."""
         limit = self._options.query_bytes or INFLUENCE_LIMITS.query_bytes
         most = max(1, limit // (self._curvature.space.size * self._dtype.itemsize))
-        is_empty = True
+        pieces: list[QueryBlock] = []
         first_query = 0
-        waiting = 0
-        solved: list[list[Tensor]] = []
         for batch in self._reader.batches(queries):
-            is_empty = False
-            gradients = self._reader.gradients(batch, self._options.measure)
-            position = 0
-            while position < gradients[0].samples:
-                stop = min(gradients[0].samples, position + most - waiting)
-                solved.append(self._precondition(gradients, slice(position, stop)))
-                waiting += stop - position
-                position = stop
-                if waiting == most:
-                    yield QueryBlock(first_query, _join(solved))
-                    first_query += waiting
-                    waiting = 0
-                    solved = []
-        if is_empty:
+            with explain_memory(batch):
+                gradients = self._reader.gradients(batch, self._options.measure)
+            for start in range(0, gradients[0].samples, most):
+                chosen = slice(start, min(start + most, gradients[0].samples))
+                piece = QueryBlock(first_query, self._precondition(gradients, chosen))
+                first_query += piece.count
+                if pieces and sum(p.bytes for p in pieces) + piece.bytes > limit:
+                    yield join_blocks(pieces)
+                    pieces = []
+                pieces.append(piece)
+        if not pieces:
             raise PullbackError("There are no queries", "the data were empty", "Give some")
-        if solved:
-            yield QueryBlock(first_query, _join(solved))
+        yield join_blocks(pieces)
 
-    def _precondition(self, gradients: Sequence[GradientBlock], queries: slice) -> list[Tensor]:
-        """Return (G + λ)⁻¹∇f of the queries in a slice, (n, size) for each block."""
+    def _precondition(
+        self, gradients: Sequence[GradientBlock], queries: slice
+    ) -> list[HeldQueries]:
+        """Return (G + λ)⁻¹∇f of the queries in a slice, for each block."""
         solved = []
         for block, gradient in zip(self._curvature.blocks, gradients, strict=True):
             function = invert(damping_of(block, self._damping))
             matrices = block.apply(function, gradient.matrices(queries)[:, 0])
-            solved.append(matrices.flatten(1).to(self._dtype))
+            solved.append(hold_queries(matrices, self._dtype, self._options.query_error))
         return solved
 
     def _score(
@@ -208,13 +208,16 @@ class Scorer:
         for number, gradient in enumerate(gradients):
             target = scores[0 if is_summed else number]
             for panel in gradient.panels():
-                matrices = gradient.matrices(panel)[:, 0].flatten(1).to(self._dtype)
-                target[:, panel] += block.gradients[number] @ matrices.T
+                target[:, panel] += block.by_block[number].score(gradient, panel)
         return scores
 
 
-def _join(waiting: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [torch.cat(tensors) for tensors in zip(*waiting, strict=True)]
+def assemble_tiles(tiles: Iterable[ScoreTile]) -> Tensor:
+    """Return one matrix from tiles of summed scores."""
+    rows: dict[int, list[Tensor]] = {}
+    for tile in tiles:
+        rows.setdefault(tile.first_query, []).append(tile.by_block[0])
+    return _assemble(rows)
 
 
 def _assemble(pieces: dict[int, list[Tensor]]) -> Tensor:
@@ -231,6 +234,7 @@ def influence(
     measure: Measure | None = None,
     dtype: torch.dtype | None = None,
     query_bytes: int | None = None,
+    query_error: float | None = None,
     progress: bool | None = None,
 ) -> Tensor:
     r"""Return the influence ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ(z) of every sample on every query.
@@ -246,16 +250,16 @@ def influence(
         dtype: in which preconditioned gradients are held and multiplied; by default that of the
             curvature. bfloat16 halves memory.
         query_bytes: of preconditioned gradients that are held at once, by default 2 GiB.
+        query_error: hold (G + λ)⁻¹∇f of each query as matrices of low rank, with a relative error
+            of at most this. A score is then wrong by at most this times ‖(G + λ)⁻¹∇f‖ ‖∇ℓ‖.
         progress: whether to write a line on stderr; by default on terminals.
 
     Returns:
         (queries, training samples), on the model's device.
     """
-    scorer = Scorer(curvature, ScoringOptions(damping, measure, dtype, query_bytes, progress))
-    rows: dict[int, list[Tensor]] = {}
-    for tile in scorer.tiles(queries, training, is_summed=True):
-        rows.setdefault(tile.first_query, []).append(tile.by_block[0])
-    return _assemble(rows)
+    options = ScoringOptions(damping, measure, dtype, query_bytes, query_error, progress)
+    scorer = Scorer(curvature, options)
+    return assemble_tiles(scorer.tiles(queries, training, is_summed=True))
 
 
 def influence_by_module(
@@ -330,13 +334,7 @@ def _query_directions(
 ) -> Iterator[Tensor]:
     """Yield (G + λ)⁻¹∇f as flat vectors, (n, p) per batch of queries."""
     for batch in reader.batches(queries):
-        gradients = reader.gradients(batch, measure)
-        flat: dict[str, Tensor] = {}
-        for gradient in gradients:
-            matrices = gradient.matrices(slice(0, gradient.samples))[:, 0]
-            flat.update(gradient.form.scatter(matrices))
-        vectors = torch.cat([flat[name] for name in curvature.space.names], -1)
-        yield curvature.solve(vectors, damping)
+        yield curvature.solve(reader.flat_gradients(batch, measure), damping)
 
 
 def self_influence(

@@ -21,7 +21,6 @@ import argparse
 import faulthandler
 import json
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,42 +55,33 @@ PARTS: dict[str, Part] = {
 TRACE_SECONDS = 3.0
 
 
-@dataclass(frozen=True)
-class Folders:
-    """Where numbers go, and where one part leaves files for another."""
-
-    results: Path
-    scratch: Path
-
-
-def run_part(name: str, seconds: float, sizes: Sizes, folders: Folders) -> None:
+def run_part(name: str, seconds: float, sizes: Sizes, folder: Path) -> None:
     """Run one part; its error, if any, is in its record."""
     faulthandler.dump_traceback_later(max(1.0, seconds - TRACE_SECONDS), exit=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cudnn.benchmark = True
-    record = Record(folders.scratch / f"{name}.json", seconds)
+    record = Record(folder / f"{name}.json", seconds)
     record.add(environment=describe_environment(sizes, device))
     try:
-        PARTS[name].work(PartContext(sizes, device, record, folders.scratch))
+        PARTS[name].work(PartContext(sizes, device, record, folder))
     except Exception as error:
         record.add(error=f"{type(error).__name__}: {error}")
         raise
 
 
-def collect_records(folders: Folders, names: Sequence[str], notes: dict[str, str]) -> None:
+def collect_records(folder: Path, names: Sequence[str], notes: dict[str, str]) -> None:
     """Write the numbers of all parts to one file, with a note where a part did not end."""
     numbers: dict[str, Any] = {}
     for name in names:
-        path = folders.scratch / f"{name}.json"
+        path = folder / f"{name}.json"
         if path.exists():
             numbers[name] = json.loads(path.read_text())
             numbers["environment"] = numbers[name].pop("environment")
         if name in notes:
             numbers.setdefault(name, {})["note"] = notes[name]
-    (folders.results / "curvature.json").write_text(json.dumps(numbers, indent=1))
+    (folder / "curvature.json").write_text(json.dumps(numbers, indent=1))
 
 
-def run_parts(names: Sequence[str], seconds: float, sizes: Sizes, folders: Folders) -> None:
+def run_parts(names: Sequence[str], seconds: float, sizes: Sizes, folder: Path) -> None:
     """Run parts one after another until the seconds are over."""
     # the parent never touches the GPU, so that its children may
     processes = multiprocessing.get_context("fork")
@@ -104,15 +94,15 @@ def run_parts(names: Sequence[str], seconds: float, sizes: Sizes, folders: Folde
             notes[name] = "there was no time left"
             continue
         print(f"== {name}, at most {limit:.0f} s", flush=True)
-        process = processes.Process(target=run_part, args=(name, limit, sizes, folders))
+        process = processes.Process(target=run_part, args=(name, limit, sizes, folder))
         process.start()
         process.join(limit)
         if process.is_alive():
             notes[name] = f"stopped after {limit:.0f} s"
             process.kill()
         process.join()
-        collect_records(folders, names, notes)
-    collect_records(folders, names, notes)
+        collect_records(folder, names, notes)
+    collect_records(folder, names, notes)
 
 
 def main() -> None:
@@ -125,9 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     sizes = TINY if options.tiny else Sizes()
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = Folders(options.folder, Path(scratch))
-        run_parts(options.parts.split(","), options.seconds, sizes, folders)
+    run_parts(options.parts.split(","), options.seconds, sizes, options.folder)
 
 
 if __name__ == "__main__":

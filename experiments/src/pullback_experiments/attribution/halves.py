@@ -56,11 +56,15 @@ def list_dampings(decay: float) -> dict[str, float | Relative]:
 
 
 def score_dampings(
-    curvature: pb.curvature.Curvature, queries: Any, training: Any, measure: Any, decay: float
+    curvature: pb.curvature.Curvature,
+    queries: Any,
+    training: Any,
+    measure: Any,
+    dampings: Mapping[str, float | Relative],
 ) -> dict[str, Tensor]:
     """Return the scores of every damping, by its name."""
     by_damping = {}
-    for name, damping in list_dampings(decay).items():
+    for name, damping in dampings.items():
         by_damping[name] = score_samples(curvature, queries, training, measure, damping)
     return by_damping
 

@@ -112,6 +112,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of the next token at every position."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.tokens(tokens) + self.positions(places)
+        # one position per token of every sample: the embedding's gradients then have a sample axis
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden = self.tokens(tokens) + self.positions(positions)
         return self.head(self.norm(self.blocks(hidden)))

@@ -28,7 +28,7 @@ class Sizes:
         images, cifar_queries: of two classes of CIFAR-10.
         epoch_factor: multiplies the epochs of ResNet-9's schedules.
         trak_models, trak_dimension: networks and projected gradients of TRAK.
-        text_samples, text_length, text_epochs: of the small decoder.
+        text_samples, text_length, text_epochs, text_rounds: of the small decoder.
     """
 
     samples: int = 25_000
@@ -41,7 +41,7 @@ class Sizes:
     decoder: tuple[int, int, int, int] = (50_257, 768, 12, 12)
     subsets: int = 50
     tuning: int = 16
-    rounds: int = 5
+    rounds: int = 20
     images: int = 5_000
     cifar_queries: int = 500
     epoch_factor: float = 1.0
@@ -49,7 +49,8 @@ class Sizes:
     trak_dimension: int = 2048
     text_samples: int = 2_000
     text_length: int = 64
-    text_epochs: int = 30
+    text_epochs: int = 10
+    text_rounds: int = 4
 
 
 TINY = Sizes(
@@ -72,6 +73,7 @@ TINY = Sizes(
     text_samples=40,
     text_length=16,
     text_epochs=1,
+    text_rounds=2,
 )
 
 
@@ -115,7 +117,7 @@ class PartContext:
         sizes: how large it is.
         device: where it runs.
         record: its numbers.
-        folder: where it may leave files for a later part.
+        folder: where numbers go, and files that a later part reads.
     """
 
     sizes: Sizes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pullback as pb
 
-from .halves import Halves, score_dampings, score_dot_products, split_subsets
+from .halves import Halves, list_dampings, score_dampings, score_dot_products, split_subsets
 from .networks import Decoder
 from .parts import PartContext, Sizes, cut_batches
 from .retraining import Schedule, draw_subsets, train_networks
@@ -81,17 +81,21 @@ def score_text(context: PartContext) -> None:
     context.record.add(training=trained, loss=held_out / sizes.text_length)
     total = sizes.subsets + sizes.tuning
     subsets = draw_subsets(len(data.x), total, seed=1)
-    seeds = list(range(1000, 1000 + total))
-    retrained, trained = context.measure(partial(train, subsets, seeds, schedule))
-    measured = torch.stack([sum_losses(z, data.query_y) for z in retrained.outputs(data.query_x)])
-    context.record.add(retraining=trained)
+    measured = torch.zeros(total, len(data.query_x), device=context.device)
+    for number in range(sizes.text_rounds):
+        seeds = list(range(1000 * (number + 1), 1000 * (number + 1) + total))
+        retrained, trained = context.measure(partial(train, subsets, seeds, schedule))
+        outputs = retrained.outputs(data.query_x)
+        measured += torch.stack([sum_losses(z, data.query_y) for z in outputs])
+        context.record.add(retraining=trained, networks_per_half=number + 1)
     training = cut_batches(data.x, data.y, 200)
     torch.set_float32_matmul_precision("highest")
     fit = partial(pb.curvature.fit, model, training, likelihood=pb.likelihoods.Categorical())
     curvature, fitting = context.measure(fit)
     # G adds up the positions of a sequence, and training takes their mean
     decay = schedule.decay * sizes.text_length
-    candidates = score_dampings(curvature, data.queries, training, None, decay)
+    dampings = list_dampings(decay)
+    candidates = score_dampings(curvature, data.queries, training, None, dampings)
     tuning_subsets, judging_subsets = split_subsets(subsets, sizes.tuning)
     tuning = Halves(tuning_subsets, measured[: sizes.tuning])
     judging = Halves(judging_subsets, measured[sizes.tuning :])

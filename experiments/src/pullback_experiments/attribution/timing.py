@@ -57,6 +57,7 @@ class ImageTask:
     ) -> ImageTask:
         """Return ResNet-9 of a width with so many images, of which the first are the queries."""
         torch.manual_seed(0)
+        torch.backends.cudnn.benchmark = True
         model = resnet9(10, width).to(context.device).eval()
         x = torch.randn(samples, 3, 32, 32, device=context.device)
         y = torch.randint(0, 10, (samples,), device=context.device)
@@ -138,14 +139,10 @@ def time_decoder(context: PartContext) -> None:
     queries = cut_batches(tokens[:few, :-1], tokens[:few, 1:], size)
     context.record.add(parameters=sum(p.numel() for p in model.parameters()))
     likelihood = pb.likelihoods.Categorical()
-    # a rehearsal says early whether the layers are known, and where the time goes
-    short = partial(pb.curvature.fit, model, training[:2], likelihood=likelihood)
-    rehearsed, rehearsal = context.measure(short)
-    reasons = sorted({row.reason for row in rehearsed.table.rows})
-    context.record.add(rehearsal=rehearsal, reasons=reasons)
     fit = partial(pb.curvature.fit, model, training, likelihood=likelihood, progress=True)
     curvature, fitting = context.measure(fit)
-    context.record.add(fit=fitting, metric=curvature.table.metric)
+    reasons = sorted({row.reason for row in curvature.table.rows})
+    context.record.add(fit=fitting, metric=curvature.table.metric, reasons=reasons)
     score = partial(
         pb.curvature.influence, curvature, queries, training, dtype=torch.bfloat16,
         query_bytes=2**35, progress=True,

@@ -1,0 +1,193 @@
+r"""Influence with the exact G where neither G nor its rows fit into memory.
+
+(G + λ)⁻¹∇f of every query comes from conjugate gradients, preconditioned with a fitted EK-FAC. A
+product G v is one pass over the data: J v forward, the metric of the outputs, Jᵀ backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._core.checks import refuse_number
+from .._core.errors import PullbackError, Status
+from ..grams import Gram, Structure
+from ..solvers import ConjugateGradient
+from .data import align_targets
+from .fitted import Curvature, Damping
+from .measures import Measure, measure_gradient
+from .progress import ProgressLine
+from .queries import QueryBlock, hold_queries
+from .scores import DEFAULT_DAMPING, GradientReader, Scorer, ScoringOptions, assemble_tiles
+
+
+class DataGram(Gram):
+    """G as products alone: the mean of Jᵀ M J over data that are read for every product.
+
+    Args:
+        curvature: fitted to these data; of it the model and the likelihood are used, and the trace.
+        data: (inputs, targets), or a loader that can be read again.
+    """
+
+    structure = Structure(holds="operator", factored=False)
+
+    def __init__(self, curvature: Curvature, data: Any) -> None:
+        self._curvature = curvature
+        self._reader = GradientReader(curvature)
+        self._data = data
+        self.size = curvature.space.size
+        self.count = self.size
+        self.dtype = curvature.space.dtype
+        self.device = curvature.space.device
+
+    def matvec(self, v: Tensor) -> Tensor:
+        likelihood = self._curvature.likelihood
+        total = self._curvature.space.zeros(self.size)
+        samples = 0
+        for batch in self._reader.batches(self._data):
+            tangent = self._reader.linearize(batch)
+            outputs = tangent.outputs
+            targets = align_targets(outputs, batch.targets)
+            loss_gradient = measure_gradient(self._reader.loss, outputs, targets)[0]
+            mask = likelihood.counted(outputs, loss_gradient)
+            move = tangent.directional_derivative(v)
+            if mask is not None:
+                move = move * mask
+            covector = likelihood.factor(outputs).matvec(move)
+            if mask is not None:
+                covector = covector * mask
+            total += tangent.summed_gradient(covector)
+            samples += len(outputs)
+        self._refuse_other_data(samples)
+        return total / samples
+
+    def trace(self) -> Tensor:
+        """Return the trace of the fitted curvature: EK-FAC keeps that of G."""
+        return self._curvature.eigenvalues().double().sum()
+
+    def _refuse_other_data(self, samples: int) -> None:
+        if samples != self._curvature.samples:
+            raise PullbackError(
+                "These are not the data of the fit",
+                f"{samples} samples were read, and the curvature is of "
+                f"{self._curvature.samples:.0f}",
+                "Give data= what was given to fit, as something that can be read again",
+            )
+
+
+@dataclass(frozen=True)
+class ExactInfluence:
+    """Scores with the exact curvature, and how exactly each query was solved.
+
+    Attributes:
+        scores: (queries, training samples).
+        residuals: ‖(G + λ)x − ∇f‖/‖∇f‖ of every query.
+        has_converged: whether every residual reached the tolerance.
+    """
+
+    scores: Tensor
+    residuals: Tensor
+    has_converged: bool
+
+
+def exact_influence(
+    curvature: Curvature,
+    queries: Any,
+    training: Any,
+    *,
+    data: Any = None,
+    damping: Damping | None = None,
+    measure: Measure | None = None,
+    tol: float = 1e-6,
+    max_iterations: int = 100,
+    progress: bool | None = None,
+) -> ExactInfluence:
+    r"""Return ∇f(q)ᵀ (G + λ)⁻¹ ∇ℓ(z) with the exact G, by preconditioned conjugate gradients.
+
+    It takes one pass over the data per query and iteration, so call it for a few queries.
+    `fit(structure="exact")` is cheaper where the gradients of all samples fit into memory.
+
+    Args:
+        curvature: the preconditioner, fitted to `data` with "ekfac" or "kfac".
+        queries, training, measure: as for `influence`.
+        data: what the curvature was fitted to; by default `training`.
+        damping: λ, a number or `Relative(r)` for r times the mean eigenvalue of all of G; by
+            default Relative(3.0).
+        tol: of the relative residual.
+        max_iterations: per query; a query that needs more has its residual reported.
+        progress: whether to write a line on stderr; by default on terminals.
+
+    Raises:
+        PullbackError: if `data` has another number of samples than the fit, or as `influence`.
+    """
+    refuse_number("The tolerance", tol, positive=True)
+    refuse_number("The number of iterations", max_iterations, least=1, whole=True)
+    gram = DataGram(curvature, training if data is None else data)
+    solver = _QuerySolver(curvature, gram, damping, measure, tol, max_iterations, progress)
+    scorer = Scorer(curvature, ScoringOptions(damping, measure, progress=progress))
+    scores = assemble_tiles(scorer.tiles_of(solver.blocks(queries), training, is_summed=True))
+    return ExactInfluence(scores, torch.tensor(solver.residuals), solver.has_converged)
+
+
+class _QuerySolver:
+    """(G + λ)⁻¹∇f of queries, one after another, with what is reported of them."""
+
+    def __init__(
+        self,
+        curvature: Curvature,
+        gram: DataGram,
+        damping: Damping | None,
+        measure: Measure | None,
+        tol: float,
+        max_iterations: int,
+        progress: bool | None,
+    ) -> None:
+        self._curvature = curvature
+        self._reader = GradientReader(curvature)
+        self._gram = gram
+        self._measure = measure
+        self._damping = DEFAULT_DAMPING if damping is None else damping
+        self._solver = ConjugateGradient(
+            self._damping,
+            tol=tol,
+            max_iterations=max_iterations,
+            preconditioner=self._precondition,
+        )
+        self._progress = progress
+        self.residuals: list[float] = []
+        self.has_converged = True
+
+    def _precondition(self, v: Tensor) -> Tensor:
+        return self._curvature.solve(v, self._damping)
+
+    def blocks(self, queries: Any) -> Iterator[QueryBlock]:
+        """Yield the preconditioned gradients of each batch of queries."""
+        line = ProgressLine("queries", None, self._progress)
+        first_query = 0
+        for number, batch in enumerate(self._reader.batches(queries)):
+            rows = self._reader.flat_gradients(batch, self._measure)
+            directions = torch.stack([self._solve(row) for row in rows])
+            line.update(number + 1, first_query + len(rows))
+            yield self._hold(directions, first_query)
+            first_query += len(rows)
+        if not first_query:
+            raise PullbackError("There are no queries", "the data were empty", "Give some")
+
+    def _solve(self, gradient: Tensor) -> Tensor:
+        solution = self._solver.solve(self._solver.init(self._gram), gradient)
+        self.residuals.append(float("nan") if solution.residual is None else solution.residual)
+        self.has_converged = self.has_converged and solution.status is Status.OK
+        return solution.x
+
+    def _hold(self, directions: Tensor, first_query: int) -> QueryBlock:
+        """Return flat vectors (n, p) as the blocks of the curvature hold them."""
+        by_name = self._curvature.space.split(directions)
+        pieces = {name: piece.flatten(1) for name, piece in by_name.items()}
+        held = []
+        for form in self._curvature.forms:
+            held.append(hold_queries(form.gather(pieces), directions.dtype, None))
+        return QueryBlock(first_query, held)
