@@ -44,7 +44,7 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "cifar2": Part(score_cifar, 165.0),
+    "cifar2": Part(score_cifar, 56.0),
     "resnet9": Part(time_resnet, 75.0),
     "gpt2": Part(time_decoder, 60.0),
     "text": Part(score_text, 45.0),
