@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pullback.maps import Call, ModuleMap, identity_covectors
 from pullback.maps.layers import REGISTRY, Layer
 from pullback.maps.layers.affine import AffineBlock
+from pullback.maps.layers.gram import Route
 from pullback.testing import assert_close, jacobian
 
 
@@ -124,7 +125,7 @@ def test_layer(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(*shape).double()
     if route == "materialized" and not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         pytest.skip("one route")
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route(route))
     # couple the outputs of a sample, so that δ is dense
     model = nn.Sequential(module, Mixed())
     z = model(x)
@@ -164,7 +165,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("route", ROUTES)
 def test_half_frozen_affine_layers(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the weight, only the bias."""
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route(route))
     torch.manual_seed(0)
     x = torch.randn(3, 2, 5).double()
     for frozen in ("weight", "bias"):

@@ -15,6 +15,7 @@ from pullback import PullbackError
 from pullback._core.products import mirror_lower_triangle
 from pullback.maps import OperatorMap, Scheme
 from pullback.maps.layers import AffineBlock
+from pullback.maps.layers.gram import Route
 from pullback.maps.objective import FunctionLinearization
 from pullback.maps.operator import JetLinearization
 from pullback.testing import assert_close
@@ -380,10 +381,13 @@ def test_both_routes_of_a_block(weight: bool, bias: bool, budget: int) -> None:
     for a, b in ((one, one), (one, two), (two, one), (two, two), (one, one.narrow(1, 4))):
         assert isinstance(b, AffineBlock)
         want = flat_rows(a) @ flat_rows(b).T
-        for route in ("hadamard", "materialized", "contracted") if weight else ("hadamard",):
+        routes = [Route.HADAMARD]
+        if weight:
+            routes += [Route.MATERIALIZED, Route.CONTRACTED]
+        for route in routes:
             out = torch.zeros_like(want)
-            a._add(out, b, route, budget)
-            assert_close(mirror_lower_triangle(out) if b is a else out, want, 1e-13, route)
+            a._add_gram_by(route, out, b, budget)
+            assert_close(mirror_lower_triangle(out) if b is a else out, want, 1e-13, route.value)
         assert_close(gram(a, b, budget), want, 1e-13, "chosen")
     names = {"w": torch.randn(2 * 4 * 3).double(), "b": torch.randn(2 * 4).double()}
     v = torch.cat([names[n] for n in one.names])

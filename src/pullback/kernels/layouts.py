@@ -60,7 +60,7 @@ class Trace(KernelLayout):
     of_features = "iak,jak->ij"
 
     def pull(self, linear: Linearization) -> list[Pulled]:
-        return [linear.pullback(identity_covectors(linear.value)).traced()]
+        return [linear.pullback(identity_covectors(linear.value)).trace_covectors()]
 
     def tile(self, one: list[Pulled], two: list[Pulled], budget: int) -> Tensor:
         return _kernel(one[0], two[0], budget)

@@ -86,9 +86,9 @@ class Pulled:
         blocks = [b.narrow(start, stop) for b in self.blocks.values()]
         return Pulled(self.space, (stop - start, self.shape[1]), blocks, self.coverage)
 
-    def traced(self) -> Pulled:
+    def trace_covectors(self) -> Pulled:
         """For `kernel` alone, one covector a sample whose kernel is the trace over all R."""
-        blocks = [b.traced() for b in self.blocks.values()]
+        blocks = [b.trace_covectors() for b in self.blocks.values()]
         return Pulled(self.space, (self.shape[0], 1), blocks, self.coverage)
 
     def kernel(self, other: Pulled | None = None, *, budget: int = 2**30) -> Tensor:

@@ -27,7 +27,7 @@ from .base import Covered, Linearization, Map, Pulled
 from .jets import Jet, Scheme, Tape, Unsupported, nested
 from .jets.jet import Deltas, Used, prefers_loop, write_rows
 from .layers import AffineBlock, Block, RowsBlock
-from .layers.registry import joined
+from .layers.registry import join_uses
 from .objective import FunctionLinearization
 
 #: (params, x) ↦ u(x), where x is a tensor or a jet
@@ -297,13 +297,13 @@ class JetLinearization(FunctionLinearization):
         for used, pieces in uses:
             inputs.append(self._by_sample(used.channels)[:, None])
             given = [self._by_sample(one)[:, None, None] for one in pieces]
-            deltas.append(joined(given, 1))
+            deltas.append(join_uses(given, 1))
             first = inputs[-1].new_zeros(inputs[-1].shape[2])
             first[: len(first) // len(used.channels)] = 1
             heights.append(first)
-        x = joined(inputs, 2)
-        delta = joined(deltas, 3)
-        h = joined(heights, 0)
+        x = join_uses(inputs, 2)
+        delta = join_uses(deltas, 3)
+        h = join_uses(heights, 0)
         return AffineBlock(weight, bias, x, delta, h)
 
     def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:

@@ -20,8 +20,9 @@ from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
 from . import uses  # noqa: F401  (what is noted of each function)
 from .functions import FunctionMode
-from .layers import Compound, Layer, find
-from .layers.compound import tensors_of
+from .layers import Compound, Layer, find_layer
+from .layers.compound import list_tensors
+from .layers.scale import Normalization
 from .output_parts import OutputParts
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -56,7 +57,7 @@ class Entry:
     edge: GradientEdge
     shape: tuple[int, ...]
     #: mean and 1/σ of a batch normalization, where the graph keeps them
-    kept: tuple[Tensor, Tensor] | None = None
+    normalization: Normalization | None = None
 
     @property
     def path(self) -> str:
@@ -148,7 +149,7 @@ class Sites:
         if key is not None and key in self._known:
             return self._known[key]
         module = make()
-        found = self._site(None, module, find(module))
+        found = self._site(None, module, find_layer(module))
         if key is not None:
             self._known[key] = found
         return found
@@ -195,7 +196,7 @@ class Recorder:
     @staticmethod
     def kind(module: nn.Module) -> Any:
         """What is known of a module that is written down."""
-        return find(module)
+        return find_layer(module)
 
     def __enter__(self) -> Recorder:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
@@ -342,7 +343,7 @@ class ForwardRecord(Recorder):
     @staticmethod
     def kind(module: nn.Module) -> Compound | Layer | None:
         """A compound layer, or one that has factors to give."""
-        found = find(module, Compound) or find(module)
+        found = find_layer(module, Compound) or find_layer(module)
         if found is None or found.curvature == "rows":
             return None
         return found
@@ -357,7 +358,8 @@ class ForwardRecord(Recorder):
         if output._is_view():
             output = output.clone()
         if site.layer.curvature == "units":
-            return Entry(site, x.detach(), edge_of(output), output.shape, _kept_by(output)), output
+            normalization = _read_normalization(output)
+            return Entry(site, x.detach(), edge_of(output), output.shape, normalization), output
         return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
 
     def release(self, node: Any) -> None:
@@ -405,14 +407,14 @@ class ForwardRecord(Recorder):
             if not now or not torch.is_grad_enabled():
                 return None
             now[0].forget({now[0].name(p) for p in module.parameters()})
-            output = _separate(output, compound.outputs(module, output))
-            tensors = compound.outputs(module, output)
+            output = _separate(output, compound.select_outputs(module, output))
+            tensors = compound.select_outputs(module, output)
             edges = [edge_of(t) if t.requires_grad else None for t in tensors]
             if any(e is not None for e in edges):
                 saved = (detach_tensors(args), detach_tensors(kwargs))
-                note = compound.note(module)
+                note = compound.describe_omission(module)
                 if note:
-                    given = tensors_of((args, kwargs))
+                    given = list_tensors((args, kwargs))
                 else:
                     given = []
                 below = [edge_of(t) for t in given if t.requires_grad]
@@ -491,15 +493,15 @@ def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
     return x.to(dtype)
 
 
-def _kept_by(output: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Mean and 1/σ of the batch, which a normalization keeps for its own backward pass."""
+def _read_normalization(output: Tensor) -> Normalization | None:
+    """Return mean and 1/σ of the batch, which a normalization saves for its backward pass."""
     node: Any = output.grad_fn
     if node is None or node.name() not in _NORMS or _packed():
         return None
     mean = node._saved_result1.detach()
     scale = node._saved_result2.detach()
     if mean.numel() == scale.numel() == output.shape[1]:
-        return (mean, scale)
+        return Normalization(mean, scale)
     return None
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .._core.capture import Call, unwrap_model
 from .._core.errors import PullbackError
 from .._core.graph import collect_reachable_nodes
-from .layers import Compound, find
+from .layers import Compound, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
 from .output_parts import MadeWeight
@@ -299,7 +299,7 @@ def _compound_roles(record: ForwardRecord) -> dict[str, ParameterRole]:
     """The roles of the maps inside attention and recurrent layers."""
     out: dict[str, ParameterRole] = {}
     for call in record.compounds:
-        for weight, bias, groups in call.compound.maps(call.module):
+        for weight, bias, groups in call.compound.list_affine_maps(call.module):
             for tensor, is_weight in ((weight, True), (bias, False)):
                 name = record.name(tensor)
                 if tensor is not None and name is not None:
@@ -359,7 +359,7 @@ class _UnusedRoles:
     def role(self, name: str, parameter: Tensor) -> ParameterRole:
         """Return a role with the reason that the pass did not show it."""
         module, key = self._owners.get(id(parameter), (nn.Identity(), ""))
-        layer = find(module, object)
+        layer = find_layer(module, object)
         if layer is None:
             return ParameterRole(name, Role.VECTOR, (), 0, _unknown(parameter), is_used=False)
         if isinstance(layer, Compound):
@@ -378,7 +378,7 @@ class _UnusedRoles:
 
 def _role_inside(name: str, parameter: Tensor, module: nn.Module, layer: Compound) -> ParameterRole:
     """The role of a parameter of a compound layer that the pass did not use."""
-    for weight, _, groups in layer.maps(module):
+    for weight, _, groups in layer.list_affine_maps(module):
         if weight is parameter:
             return _inner_role(name, parameter, module, groups, is_weight=True)
     return _inner_role(name, parameter, module, 1, is_weight=False)

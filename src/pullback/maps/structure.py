@@ -25,7 +25,8 @@ from .._core.graph import collect_reachable_nodes, disable_fused_attention, find
 from .._core.space import relative_tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
-from .layers.moments import SampleLayout, detect
+from .layers.moments import SampleLayout, detect_layout
+from .layers.registry import CotangentStructure
 from .proof import Proof, accumulate
 from .record import Entry
 
@@ -45,7 +46,9 @@ def cotangents(
     if batched and edges:
         found: Any = linear.gradients(covectors, edges, batched=True)
         pairs = zip(found, layouts, strict=True)
-        return [layout.of_batch(gradient).to(linear.space.dtype) for gradient, layout in pairs]
+        return [
+            layout.apply_to_covectors(gradient).to(linear.space.dtype) for gradient, layout in pairs
+        ]
     out: list[Tensor] = []
     for r, u in enumerate(covectors if edges else ()):
         found = linear.gradients(u, edges)
@@ -201,8 +204,8 @@ class LayerStructure:
     rows_by: str | None = None
     #: whether one vectorized reverse pass serves all covectors
     batched: bool = False
-    #: by group of parameters, the shapes its cotangents were seen to have or not
-    looks: dict[Any, dict[str, bool]] = field(default_factory=dict)
+    #: by group of parameters, which structure its cotangents had when they were last tested
+    structure_tests: dict[Any, dict[CotangentStructure, bool]] = field(default_factory=dict)
     #: whether the plan serves other linearizations: every layer answered the probe (under a
     #: zero-initialized output layer any layout fits), and no index says where samples stand
     settled: bool = True
@@ -229,7 +232,7 @@ class LayerStructure:
         for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
             layout = None
             if one is not None and two is not None:
-                layout = detect(one, two, c, entry.features, exact)
+                layout = detect_layout(one, two, c, entry.features, exact)
             if layout is not None:
                 layouts[i] = layout
             else:
@@ -290,7 +293,7 @@ class LayerStructure:
                     x = x.to(linear.space.dtype)
                 uses.append(Use(entry.module, x, deltas[i], entry.features))
             block = first.layer.block(names, uses)
-            block.looks = self.looks.setdefault(first.key, {})
+            block.structure_tests = self.structure_tests.setdefault(first.key, {})
             blocks.append(block)
         return join_tied_blocks(blocks)
 

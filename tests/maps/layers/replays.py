@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import Compound, Tap, find
+from pullback.maps.layers import Compound, Tap, find_layer
 from pullback.testing import assert_close
 
 
@@ -16,9 +16,9 @@ def check(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tap]:
     with torch.no_grad():
         for p in module.parameters():  # attention's biases begin at zero
             p.add_(0.3 * torch.randn_like(p))
-    compound = find(module, Compound)
+    compound = find_layer(module, Compound)
     assert compound is not None
-    real = compound.outputs(module, module(*args, **kwargs))
+    real = compound.select_outputs(module, module(*args, **kwargs))
     with torch.no_grad():  # the replay makes its own graph, as a hook may need
         outputs, taps = compound.replay(module, args, kwargs)
     assert len(real) == len(outputs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import Compound, find
+from pullback.maps.layers import Compound, find_layer
 from tests.maps.layers.replays import check
 from tests.pairs import all_pairs, each_once
 
@@ -112,8 +112,8 @@ def test_a_row_without_any_key_gives_zero_without_weights() -> None:
 
 def test_dropout_of_weights_is_named() -> None:
     module = nn.MultiheadAttention(E, H, dropout=0.3)
-    compound = find(module, Compound)
+    compound = find_layer(module, Compound)
     assert compound is not None
-    assert compound.note(module) == "dropout of attention weights"
-    assert compound.note(module.eval()) == ""
+    assert compound.describe_omission(module) == "dropout of attention weights"
+    assert compound.describe_omission(module.eval()) == ""
     check(module.double(), *(draw(L, B, E),) * 3)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pullback.maps.layers import REGISTRY, Compound, find
+from pullback.maps.layers import REGISTRY, Compound, find_layer
 
 MODULES = {
     nn.RNN: lambda: nn.RNN(3, 4),
@@ -30,9 +30,9 @@ def test_every_compound_is_found_and_is_no_simple_layer() -> None:
     assert {k for k, v in REGISTRY.items() if isinstance(v, Compound)} == set(MODULES)
     for kind, make in MODULES.items():
         module = make()
-        assert find(module, Compound) is REGISTRY[kind]
-        assert find(module) is None
-    assert find(nn.Linear(2, 3), Compound) is None
+        assert find_layer(module, Compound) is REGISTRY[kind]
+        assert find_layer(module) is None
+    assert find_layer(nn.Linear(2, 3), Compound) is None
 
 
 def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
@@ -43,8 +43,8 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
     class Plain(nn.GRUCell):
         """Keeps forward."""
 
-    assert find(Doubled(3, 4), Compound) is None
-    assert find(Plain(3, 4), Compound) is REGISTRY[nn.GRUCell]
+    assert find_layer(Doubled(3, 4), Compound) is None
+    assert find_layer(Plain(3, 4), Compound) is REGISTRY[nn.GRUCell]
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
@@ -96,19 +96,19 @@ def test_a_layer_alone_has_no_dropout(kind: type[nn.Module]) -> None:
     args = tuple(a.double().requires_grad_() for a in arguments(module))
     compound = REGISTRY[kind]
     before = torch.get_rng_state()
-    alone = compound.alone(module, args, {})
+    alone = compound.run_without_dropout(module, args, {})
     replayed, _ = compound.replay(module, args, {})
     assert torch.equal(before, torch.get_rng_state())
     assert module.dropout == 0.5
     assert module.training
-    want = compound.outputs(module.eval(), module(*args))
+    want = compound.select_outputs(module.eval(), module(*args))
     for got, again, y in zip(alone, replayed, want, strict=True):
         assert torch.allclose(got, y, atol=1e-14)
         assert torch.allclose(again, y, atol=1e-14)
     torch.autograd.grad(alone[0].sum(), list(module.parameters()))  # reaches its parameters
     assert all(a.grad is None for a in args)
     with pytest.raises((RuntimeError, AttributeError, TypeError)):
-        compound.alone(module, (None,) * len(args), {})
+        compound.run_without_dropout(module, (None,) * len(args), {})
     assert module.dropout == 0.5
 
 

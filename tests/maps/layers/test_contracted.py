@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pullback.maps.layers import AffineBlock
 from pullback.maps.layers import gram as module
+from pullback.maps.layers.gram import Route
 from pullback.testing import assert_close
 from tests.maps.layers.grams import gram
 from tests.pairs import all_pairs
@@ -33,7 +34,7 @@ def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CACHED_WEIGHTS", cache)
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "contracted")
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route.CONTRACTED)
     if jet:
         height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
     else:
@@ -61,4 +62,4 @@ def test_a_trace_over_covectors(bias: bool) -> None:
     b = block(4, 1, bias=bias)
     whole = gram(a, b).view(5, 3, 4, 3)
     want = torch.einsum("iaja->ij", whole)
-    assert_close(gram(a.traced(), b.traced()), want, 1e-13, "Σ_r")
+    assert_close(gram(a.trace_covectors(), b.trace_covectors()), want, 1e-13, "Σ_r")

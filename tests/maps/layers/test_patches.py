@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import conv, find
+from pullback.maps.layers import conv, find_layer
 from pullback.maps.layers import patches as module_under_test
 from pullback.maps.layers.moments import Sharing
-from pullback.maps.layers.patches import channel_moment, channel_moments, patches
+from pullback.maps.layers.patches import (
+    compute_channel_moment,
+    compute_channel_moments,
+    unfold_patches,
+)
+from pullback.maps.layers.registry import LayerInput
 
 Make = Callable[[], nn.Module]
 DOUBLE = torch.float64
@@ -59,13 +64,13 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
 
 
 def dense(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    a = patches(module, x)
+    a = unfold_patches(module, x)
     return torch.einsum("bgpi,bgpj->gij", a, a), a.sum((0, 2))
 
 
 def moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    found = find(module).inputs(module, x, Sharing(), None)
-    assert found.positions == len(x) * patches(module, x).shape[2]
+    found = find_layer(module).input_moments(module, x, Sharing(), None)
+    assert found.positions == len(x) * unfold_patches(module, x).shape[2]
     return found.second, found.first
 
 
@@ -148,7 +153,7 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = draw(*shape).to(dtype)
     want = torch.einsum("ncp,ndp->cd", x.double().flatten(2), x.double().flatten(2))
     for same in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
-        got = channel_moment(same)
+        got = compute_channel_moment(same)
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
     if len(x):
@@ -156,7 +161,7 @@ def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     else:
         some = []
     for count in range(1, len(some) + 1):
-        got = channel_moments(some[:count])
+        got = compute_channel_moments(some[:count])
         assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
         for one, factor in zip(got, (1, 4, 9), strict=False):
             torch.testing.assert_close(one.double(), factor * want, rtol=2e-2, atol=1e-5)
@@ -187,12 +192,12 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
     ]
     uses += [(wide, 2 * draw(2, 7, 2, 3)), (wide, draw(7, 2, 3)), (modules[3], draw(3, 6, 6))]
     uses += [(wide, draw(2, 2, 3, 7).movedim(3, 1)), (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3))]
-    layer = find(modules[0])
+    layer = find_layer(modules[0])
     assert layer is not None
     for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
-        found = layer.inputs_of([(m, x, None) for m, x in uses], sharing)
+        found = layer.input_moments_of_uses([LayerInput(m, x, None) for m, x in uses], sharing)
         for (module, x), got in zip(uses, found, strict=True):
-            want = layer.inputs(module, x, sharing, None)
+            want = layer.input_moments(module, x, sharing, None)
             torch.testing.assert_close(got.second, want.second)
             assert got.positions == want.positions
             if module.bias is not None:

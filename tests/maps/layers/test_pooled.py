@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pullback.kernels import Tangent, ntk
 from pullback.maps import identity_covectors
 from pullback.maps.layers import AffineBlock
+from pullback.maps.layers.gram import Route
 from pullback.testing import assert_close
 from tests.maps.layers.grams import gram
 from tests.pairs import all_pairs
@@ -31,7 +32,7 @@ def test_it_is_the_gram_of_rows(
     jet: bool, route: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against itself, and against a block whose places are pooled too or are not."""
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route(route))
     if jet:
         height = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0], dtype=torch.float64)
     else:
@@ -44,7 +45,7 @@ def test_it_is_the_gram_of_rows(
     assert_close(gram(a, a), rows[0] @ rows[0].T, 1e-13, "one block")
     assert_close(gram(a.narrow(1, 3), b), rows[0][2:6] @ rows[1].T, 1e-13, "a part")
     traced = torch.einsum("irp,jrp->ij", rows[0].view(4, 2, -1), rows[1].view(3, 2, -1))
-    assert_close(gram(a.traced(), b.traced()), traced, 1e-13, "trace")
+    assert_close(gram(a.trace_covectors(), b.trace_covectors()), traced, 1e-13, "trace")
 
 
 class Mean(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from pullback.maps.layers import Compound, find
+from pullback.maps.layers import Compound, find_layer
 from tests.maps.layers.replays import check
 from tests.pairs import each_once
 
@@ -89,7 +89,7 @@ def test_the_gru_gates_part_at_n_only() -> None:
     """δ of u and v agree at r and z; at n, v's is r times u's."""
     torch.manual_seed(0)
     module = nn.GRUCell(3, 2).double()
-    compound = find(module, Compound)
+    compound = find_layer(module, Compound)
     assert compound is not None
     outputs, (ih, hh) = compound.replay(module, (draw(4, 3), draw(4, 2)), {})
     u, v = torch.autograd.grad(outputs, [*ih.outputs, *hh.outputs], [draw(4, 2)])
@@ -101,7 +101,7 @@ def test_the_gru_gates_part_at_n_only() -> None:
 def test_several_covectors_from_one_replay() -> None:
     torch.manual_seed(0)
     module = nn.LSTM(3, 4, num_layers=2).double()
-    compound = find(module, Compound)
+    compound = find_layer(module, Compound)
     assert compound is not None
     outputs, taps = compound.replay(module, (draw(5, 2, 3),), {})
     wanted = [z for tap in taps for z in tap.outputs]
@@ -118,10 +118,10 @@ def test_several_covectors_from_one_replay() -> None:
 
 def test_dropout_between_layers_is_named() -> None:
     module = nn.GRU(3, 4, num_layers=2, dropout=0.5)
-    compound = find(module, Compound)
+    compound = find_layer(module, Compound)
     assert compound is not None
-    assert compound.note(module) == "dropout between layers"
-    assert compound.note(module.eval()) == ""
-    assert compound.note(nn.GRU(3, 4, num_layers=2)) == ""
-    assert compound.note(nn.GRUCell(3, 4)) == ""
+    assert compound.describe_omission(module) == "dropout between layers"
+    assert compound.describe_omission(module.eval()) == ""
+    assert compound.describe_omission(nn.GRU(3, 4, num_layers=2)) == ""
+    assert compound.describe_omission(nn.GRUCell(3, 4)) == ""
     check(module.double(), draw(5, 4, 3))

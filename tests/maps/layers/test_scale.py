@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback.maps.layers import find
+from pullback.maps.layers import find_layer
 from pullback.maps.layers.moments import Sharing
-from pullback.maps.layers.scale import Scale, second_moments, unit_rows
+from pullback.maps.layers.scale import Scale, compute_unit_moments, form_unit_rows
 
 DOUBLE = torch.float64
 SHAPES = {
@@ -53,13 +53,13 @@ def test_rows(shape: tuple[int, ...], training: bool, last: bool) -> None:
     want = dense(module, x, delta)
     if last:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-    layer = find(module)
+    layer = find_layer(module)
     roles = ["weight", "bias"]
     assert isinstance(layer, Scale)
-    rows = unit_rows([layer.unit_sums(module, x, delta, roles, Sharing())])
+    rows = form_unit_rows([layer.compute_unit_sums(module, x, delta, roles, Sharing())])
     torch.testing.assert_close(rows, want)
-    sums = layer.unit_sums(module, x, delta, ["bias", "weight"], Sharing())
-    units = second_moments([sums])[0]
+    sums = layer.compute_unit_sums(module, x, delta, ["bias", "weight"], Sharing())
+    units = compute_unit_moments([sums])[0]
     torch.testing.assert_close(units, torch.einsum("nuk,nul->ukl", want, want).flip(1, 2))
 
 
@@ -69,9 +69,11 @@ def test_half_precision_is_added_up_in_single() -> None:
     delta = draw((8, 3, 9, 9), 1)
     x = x.bfloat16()
     delta = delta.bfloat16()
-    layer = find(module)
+    layer = find_layer(module)
     assert isinstance(layer, Scale)
-    rows = unit_rows([layer.unit_sums(module, x, delta, ["weight", "bias"], Sharing())])
+    rows = form_unit_rows(
+        [layer.compute_unit_sums(module, x, delta, ["weight", "bias"], Sharing())]
+    )
     assert rows.dtype == torch.float32
     want = dense(module, x.double(), delta.double()).float()
     torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-3)
@@ -84,11 +86,11 @@ def test_several_layers_at_once() -> None:
     for roles in (("weight", "bias"), ("bias", "weight"), ("weight",), ("bias",)):
         sums = []
         for module, x, delta in uses:
-            layer = find(module)
+            layer = find_layer(module)
             assert isinstance(layer, Scale)
-            sums.append(layer.unit_sums(module, x, delta, roles, Sharing()))
-        assert len({s.kind for s in sums}) == 1
+            sums.append(layer.compute_unit_sums(module, x, delta, roles, Sharing()))
+        assert len({s.join_key for s in sums}) == 1
         order = [("weight", "bias").index(r) for r in roles]
-        for (module, x, delta), got in zip(uses, second_moments(sums), strict=True):
+        for (module, x, delta), got in zip(uses, compute_unit_moments(sums), strict=True):
             want = dense(module, x, delta)[..., order]
             torch.testing.assert_close(got, torch.einsum("nuk,nul->ukl", want, want))

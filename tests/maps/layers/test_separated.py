@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pullback.kernels import ntk
 from pullback.maps.layers import AffineBlock
 from pullback.maps.layers import gram as module
-from pullback.maps.layers.gram import SeparatedCotangents
+from pullback.maps.layers.gram import Route, SeparatedCotangents
 from pullback.testing import assert_close
 from tests.maps.layers.grams import gram
 from tests.pairs import all_pairs, each_once
@@ -41,7 +41,7 @@ def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CACHED_PRODUCTS", cache)
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: "separated")
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route.SEPARATED)
     if jet:
         height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)
     else:

@@ -19,7 +19,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
     else:
         keep = None
     monkeypatch.setattr(moments, "_TOGETHER", together * uses[0].nbytes)
-    found = moments.stacked(uses, keep)
+    found = moments.compute_stacked_moments(uses, keep)
     for i, (x, m) in enumerate(zip(uses, found, strict=True)):
         rows = x.reshape(-1, 3).double()
         if keep is None:
@@ -32,7 +32,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
 
 
 def test_without_places() -> None:
-    found = moments.stacked([torch.zeros(0, 3), torch.zeros(0, 3)])
+    found = moments.compute_stacked_moments([torch.zeros(0, 3), torch.zeros(0, 3)])
     assert [m.second.abs().sum() + m.first.abs().sum() for m in found] == [0, 0]
     assert [m.positions for m in found] == [0, 0]
 
@@ -44,7 +44,7 @@ def test_without_places() -> None:
 def test_half_precision_on_a_gpu(n: int, dtype: torch.dtype) -> None:
     x = torch.randn(513, n, device="cuda").to(dtype)
     want = x.double().T @ x.double()
-    found = moments.stacked([x, x + 1])
+    found = moments.compute_stacked_moments([x, x + 1])
     torch.testing.assert_close(
         found[1].first[0].double(), (x + 1).double().sum(0), rtol=1e-5, atol=1e-3
     )

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.maps import Call, ModuleMap, identity_covectors
-from pullback.maps.layers import Use, find
+from pullback.maps.layers import Use, find_layer
 from pullback.maps.layers.affine import AffineBlock
+from pullback.maps.layers.gram import Route
 from pullback.testing import assert_close, jacobian
 
 CASES = {
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
 @pytest.mark.parametrize("route", ["hadamard", "materialized"])
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 def test_one_layer_twice(frozen: str | None, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AffineBlock, "_route", lambda self, other: route)
+    monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route(route))
     torch.manual_seed(0)
     model = Decoder().double()
     if frozen is not None:
@@ -83,7 +84,7 @@ def test_the_reported_route_is_the_one_taken(wide: bool) -> None:
     x = torch.randn(2, module.in_channels, 2 if wide else 40)
     delta = torch.randn_like(module(x))[:, None]
     names = {"weight": "weight", "bias": "bias"}
-    block = find(module).block(names, [Use(module, x, delta, 2)] * 2)
+    block = find_layer(module).block(names, [Use(module, x, delta, 2)] * 2)
     assert block.route == ("hadamard" if wide else "materialized")
 
 

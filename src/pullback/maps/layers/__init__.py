@@ -13,7 +13,7 @@ from . import (
 )
 from .affine import AffineBlock
 from .compound import Compound, Tap
-from .registry import REGISTRY, Block, Layer, RowsBlock, Use, find, register
+from .registry import REGISTRY, Block, Layer, RowsBlock, Use, find_layer, register
 
 __all__ = [
     "REGISTRY",
@@ -27,7 +27,7 @@ __all__ = [
     "attention",
     "conv",
     "embedding",
-    "find",
+    "find_layer",
     "linear",
     "product",
     "recurrent",

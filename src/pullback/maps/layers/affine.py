@@ -1,15 +1,15 @@
-"""Layers whose output is W·a + b at every place that shares the weight.
+"""Layers whose output is W·a + b at all positions that share the weight.
 
 With the sharing axis t and groups g, and inputs ā_t = (a_t, h_t) whose homogeneous coordinate h_t
 is what the bias multiplies (1, but 0 at the derivatives of a jet),
 
     row    = Σ_t δ_t ⊗ ā_t
-    A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one place)
+    A Aᵀ   = Σ_tt' (ā_t·ā'_t') (δ_t·δ'_t')        (Hadamard of Grams when there is one position)
     A v    = Σ_t δ_tᵀ V ā_t
     Aᵀ c   = Σ_t (Σ_r c_r δ_rt) ⊗ ā_t
 
-Where a mean over positions follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t: one
-place, whatever their number. K-FAC asks for the sides of the Kronecker product, and squared rows.
+Where a mean over positions follows, all of them have one cotangent and the row is δ ⊗ Σ_t ā_t, as
+from one position. K-FAC asks for the sides of the Kronecker product, and squared rows.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from torch import Tensor
 
 from ..._core.products import add_cross_gram
 from .gram import (
+    ContractedInputs,
+    Route,
     SeparatedCotangents,
     add_contracted,
     add_hadamard,
     add_materialized,
     add_separated,
-    cheapest,
-    inner,
+    estimate_costs,
+    multiply_inputs,
 )
-from .registry import Block
+from .registry import Block, CotangentStructure
 
 _SQUARES = 2**24  # entries of samples' gradients held at once
 
 
-def _moment(x: Tensor, longest: int) -> Tensor:
-    """Σ xxᵀ over the positions of (G, P, n)."""
+def _sum_outer_products(x: Tensor, longest: int) -> Tensor:
+    """Return Σ xxᵀ over the positions of (G, P, n), or its diagonal where n exceeds `longest`."""
     if x.shape[-1] > longest:
         return x.square().sum(1)
     return x.mT @ x
@@ -61,7 +63,7 @@ class AffineBlock(Block):
         *,
         width: int = 0,
         is_transposed: bool = False,
-        looks: dict[str, bool] | None = None,
+        structure_tests: dict[CotangentStructure, bool] | None = None,
     ) -> None:
         if isinstance(inputs, Tensor):
             inputs, width = inputs.__getitem__, inputs.shape[-1]
@@ -70,109 +72,123 @@ class AffineBlock(Block):
         self._bias = bias
         self._h = homogeneous
         self.is_transposed = is_transposed
-        if looks is None:
-            self.looks = {}
-        else:
-            self.looks = looks
+        self.structure_tests: dict[CotangentStructure, bool] = {}
+        if structure_tests is not None:
+            self.structure_tests = structure_tests
         self.names = tuple(n for n in (weight, bias) if n is not None)
         self._inputs_of = inputs
         self.shape = (n, g, t, width)
         self._delta = delta
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is found anew."""
-        return {k: v for k, v in vars(self).items() if k not in ("_pooled", "_separated")}
+        """Return all attributes but the cached properties."""
+        cached = ("_pooled", "_separated")
+        return {name: value for name, value in vars(self).items() if name not in cached}
 
     def _inputs(self) -> Tensor:
         return self._inputs_of(slice(0, self.shape[0]))
 
-    def _like(
+    def _replace_data(
         self, inputs: Callable[[slice], Tensor], delta: Tensor, height: Tensor | None
     ) -> AffineBlock:
-        """A block of the same parameters."""
-        kept: dict[str, Any] = {"is_transposed": self.is_transposed, "looks": self.looks}
-        names = self._weight, self._bias
-        return AffineBlock(*names, inputs, delta, height, width=self.shape[3], **kept)
+        """Return a block of the same parameters with other inputs and cotangents."""
+        return AffineBlock(
+            self._weight,
+            self._bias,
+            inputs,
+            delta,
+            height,
+            width=self.shape[3],
+            is_transposed=self.is_transposed,
+            structure_tests=self.structure_tests,
+        )
 
     def narrow(self, start: int, stop: int) -> Block:
-        def inputs(some: slice) -> Tensor:
-            return self._inputs_of(slice(start + some.start, start + some.stop))
+        def inputs(samples: slice) -> Tensor:
+            return self._inputs_of(slice(start + samples.start, start + samples.stop))
 
-        return self._like(inputs, self._delta[start:stop], self._h)
+        return self._replace_data(inputs, self._delta[start:stop], self._h)
 
-    def traced(self) -> Block:
-        """The covectors become output features: Σ_r δ_r·δ'_r is one product."""
+    def trace_covectors(self) -> Block:
+        """Return a block whose covectors are output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)
-        return self._like(self._inputs_of, delta, self._h)
+        return self._replace_data(self._inputs_of, delta, self._h)
 
-    def _shifts(self) -> Tensor:
-        """Σ_t h_t δ_t, the cotangents of the bias: (N, R, G, O)."""
+    def _bias_cotangents(self) -> Tensor:
+        """Return Σ_t h_t δ_t, (N, R, G, O)."""
         if self._h is None:
             return self._delta.sum(3)
         return torch.einsum("nrgto,t->nrgo", self._delta, self._h)
 
     @cached_property
     def _pooled(self) -> AffineBlock:
-        """For `add_gram`, the same rows from one place, where all positions have one cotangent."""
-        t = self.shape[2]
+        """A block with the same rows from one position, if all positions have one cotangent.
+
+        It serves `add_gram`. Elsewhere it is this block.
+        """
+        if not self._has_equal_positions():
+            return self
+
+        def inputs(samples: slice) -> Tensor:
+            return self._inputs_of(samples).sum(2, keepdim=True)
+
         first = self._delta[:, :, :, :1]
-        before = self.looks.get("pooled")
-        if t == 1 or before is False:
-            return self
-        # a layer whose positions differ shows it at the second one already
-        if before:
-            some = (t,)
-        else:
-            some = (2, t)
-        alike = all(bool((self._delta[:, :, :, :k] == first).all()) for k in some)
-        self.looks["pooled"] = alike
-        if not alike:
-            return self
-
-        def inputs(some: slice) -> Tensor:
-            return self._inputs_of(some).sum(2, keepdim=True)
-
         if self._h is None:
-            height = first.new_tensor([t])
+            height = first.new_tensor([self.shape[2]])
         else:
             height = self._h.sum().reshape(1)
-        return self._like(inputs, first, height)
+        return self._replace_data(inputs, first, height)
+
+    def _has_equal_positions(self) -> bool:
+        """Return True if several positions all have the same cotangents."""
+        positions = self.shape[2]
+        was_equal = self.structure_tests.get(CotangentStructure.EQUAL_POSITIONS)
+        if positions == 1 or was_equal is False:
+            return False
+        first = self._delta[:, :, :, :1]
+        # positions that differ usually differ at the second one already
+        is_equal = was_equal or bool((self._delta[:, :, :, :2] == first).all())
+        is_equal = is_equal and bool((self._delta == first).all())
+        self.structure_tests[CotangentStructure.EQUAL_POSITIONS] = is_equal
+        return is_equal
 
     @cached_property
     def _separated(self) -> list[SeparatedCotangents]:
-        """By group, the factors of the cotangents where covectors and positions separate."""
-        before = self.looks.get("separated")
-        found = []
-        if before is False:
+        """The factors v and g of the cotangents of each group; empty if they do not separate."""
+        was_separated = self.structure_tests.get(CotangentStructure.SEPARATED)
+        if was_separated is False:
             return []
+        groups = []
         for g in range(self.shape[1]):
-            one = SeparatedCotangents.of(self._delta[:, :, g], hopeful=bool(before))
-            self.looks["separated"] = one is not None
-            if one is None:
+            factors = SeparatedCotangents.of(self._delta[:, :, g], is_likely=bool(was_separated))
+            self.structure_tests[CotangentStructure.SEPARATED] = factors is not None
+            if factors is None:
                 return []
-            found.append(one)
-        return found
+            groups.append(factors)
+        return groups
 
     @property
     def route(self) -> str:
-        return self._pooled._route(self._pooled)
+        return self._pooled._choose_route(self._pooled).value
 
-    def _route(self, other: AffineBlock) -> str:
-        """The cheapest way to the Gram, by operations."""
+    def _choose_route(self, other: AffineBlock) -> Route:
+        """Return the formula for the Gram that takes the fewest operations."""
         if self._weight is None:
-            return "rows"
-        way, look = cheapest(self._delta, other._delta, self.shape[3])
-        if look and self._separated and other._separated:
-            return "separated"
-        return way
+            return Route.ROWS
+        costs = estimate_costs(self._delta, other._delta, self.shape[3])
+        if costs.is_separation_worth_testing and self._separated and other._separated:
+            return Route.SEPARATED
+        return costs.cheapest
 
     def rows(self) -> dict[str, Tensor]:
         out = {}
         if self._weight is not None:
             rows = torch.einsum("nrgto,ngti->nrgoi", self._delta, self._inputs())
-            out[self._weight] = (rows.mT if self.is_transposed else rows).flatten(2)
+            if self.is_transposed:
+                rows = rows.mT
+            out[self._weight] = rows.flatten(2)
         if self._bias is not None:
-            out[self._bias] = self._shifts().flatten(2)
+            out[self._bias] = self._bias_cotangents().flatten(2)
         return out
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
@@ -180,7 +196,7 @@ class AffineBlock(Block):
         o = self._delta.shape[-1]
         y: Tensor | float = 0.0
         if self._weight is not None:
-            x = self._by_group(self._inputs())
+            x = self._group_positions(self._inputs())
             w = v[self._weight]
             if self.is_transposed:
                 w = w.reshape(g, i, o).mT
@@ -190,19 +206,24 @@ class AffineBlock(Block):
             y = y.view(g, n, t, o).transpose(0, 1)
         if self._bias is not None:
             shift = v[self._bias].reshape(1, g, 1, o)
-            y = y + (shift if self._h is None else shift * self._h[:, None])
+            if self._h is not None:
+                shift = shift * self._h[:, None]
+            y = y + shift
         return torch.einsum("nrgto,ngto->nr", self._delta, torch.as_tensor(y).expand(n, g, t, o))
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
         delta = torch.einsum("nrgto,nr->ngto", self._delta, c)
         out = {}
         if self._weight is not None:
-            x = self._by_group(self._inputs())
-            d = self._by_group(delta)
-            shares = [a.T @ b for a, b in zip(d, x, strict=True)]
+            x = self._group_positions(self._inputs())
+            d = self._group_positions(delta)
+            gradients = [a.T @ b for a, b in zip(d, x, strict=True)]
             if self.is_transposed:
-                shares = [x.T for x in shares]
-            out[self._weight] = (shares[0] if len(shares) == 1 else torch.stack(shares)).flatten()
+                gradients = [gradient.T for gradient in gradients]
+            if len(gradients) == 1:
+                out[self._weight] = gradients[0].flatten()
+            else:
+                out[self._weight] = torch.stack(gradients).flatten()
         if self._bias is not None:
             if self._h is not None:
                 delta = delta * self._h[:, None]
@@ -211,7 +232,7 @@ class AffineBlock(Block):
 
     @property
     def weight(self) -> str | None:
-        """The weight's name, where it takes part."""
+        """The weight's name, or None if the block has no weight."""
         return self._weight
 
     @property
@@ -224,15 +245,15 @@ class AffineBlock(Block):
     def sides(self, longest: int) -> tuple[Tensor, Tensor]:
         r"""Σ δδᵀ, (G, O, O), and mean āāᵀ, (G, I, I) or with the bias (G, I + 1, I + 1).
 
-        Their Kronecker product takes every place for a sample of its own. Sides longer than
+        Their Kronecker product takes each position for a sample of its own. Sides longer than
         `longest` are diagonals, (G, n).
         """
         d = self._delta.flatten(0, 1).transpose(0, 1).flatten(1, 2)
-        a = self._extended().transpose(0, 1).flatten(1, 2)
-        return _moment(d, longest), _moment(a, longest) / a.shape[1]
+        a = self._append_height().transpose(0, 1).flatten(1, 2)
+        return _sum_outer_products(d, longest), _sum_outer_products(a, longest) / a.shape[1]
 
-    def _extended(self) -> Tensor:
-        """ā, (N, G, T, I) or with the bias (N, G, T, I + 1)."""
+    def _append_height(self) -> Tensor:
+        """Return ā, (N, G, T, I) or with the bias (N, G, T, I + 1)."""
         x = self._inputs()
         if self._bias is None:
             return x
@@ -243,7 +264,7 @@ class AffineBlock(Block):
 
         The last column of ā belongs to the bias where there is one; a row is Σ_t δ_t ⊗ ā_t.
         """
-        return self._extended(), self._delta
+        return self._append_height(), self._delta
 
     def squares(self, u: Tensor | None, w: Tensor | None) -> Tensor:
         r"""Σ_n (UᵀV_nW)² of the rows V_n = Σ_t δ_t ⊗ ā_t, entry by entry: (G, O, I or I + 1).
@@ -254,8 +275,10 @@ class AffineBlock(Block):
         delta = self._delta.flatten(0, 1)  # (N·R, G, T, O)
         if u is not None:
             delta = delta @ u
-        x = self._extended()
-        x = (x if w is None else x @ w).repeat_interleave(len(delta) // n, 0)
+        x = self._append_height()
+        if w is not None:
+            x = x @ w
+        x = x.repeat_interleave(len(delta) // n, 0)
         if t == 1:
             return torch.einsum("ngto,ngti->goi", delta.square(), x.square())
         panel = max(1, _SQUARES // (delta.shape[-1] * x.shape[-1] * x.shape[1]))
@@ -263,63 +286,80 @@ class AffineBlock(Block):
         return torch.stack([(d.mT @ a).square().sum(0) for d, a in pieces]).sum(0)
 
     @staticmethod
-    def _by_group(x: Tensor) -> Tensor:
-        """(N, G, T, ·) -> (G, N·T, ·)."""
+    def _group_positions(x: Tensor) -> Tensor:
+        """Return (N, G, T, ·) as (G, N·T, ·)."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
-        """Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ)."""
+        """Add Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ) to `out`."""
         assert isinstance(other, AffineBlock)
-        one = self._pooled
-        if other is self:
-            two = one
-        else:
-            two = other._pooled
-        one._add(out, two, one._route(two), budget)
+        pooled = self._pooled
+        pooled_other = pooled
+        if other is not self:
+            pooled_other = other._pooled
+        pooled._add_gram_by(pooled._choose_route(pooled_other), out, pooled_other, budget)
 
-    def _add(self, out: Tensor, other: AffineBlock, route: str, budget: int) -> None:
-        same = other is self
+    def _add_gram_by(self, route: Route, out: Tensor, other: AffineBlock, budget: int) -> None:
+        """Add the Gram by a formula; a bias alone has rows only."""
+        if self._weight is None or route is Route.MATERIALIZED:
+            self._add_from_rows(out, other, budget)
+        elif route is Route.SEPARATED:
+            self._add_separated(out, other, budget)
+        else:
+            self._add_by_pairs(out, other, route, budget)
+
+    def _add_from_rows(self, out: Tensor, other: AffineBlock, budget: int) -> None:
+        """Add the Gram of the weight's rows, formed a panel at a time, and of the bias's."""
         if self._weight is not None:
-            x = self._inputs()
-        else:
-            x = None
-        if same or x is None:
-            y = x
-        else:
-            y = other._inputs()
-        if x is None or y is None or route == "materialized":
-            if x is not None and y is not None:
-                add_materialized(out, self._delta, other._delta, x, y, budget)
-            if self._bias is not None:
-                shifts = self._shifts().flatten(2).flatten(0, 1)
-                add_cross_gram(
-                    out, shifts, shifts if same else other._shifts().flatten(2).flatten(0, 1)
-                )
-            return
-        if self._bias is None:
-            heights = None
-        else:
-            heights = self._height[:, None, None] * other._height
-        for g in range(self.shape[1]):
-            if route == "separated":
-                one = self._moments(g, x)
-                add_separated(out, one, one if same else other._moments(g, y), budget)
-                continue
-            d1 = self._delta[:, :, g]
-            if same:
-                d2 = d1
-            else:
-                d2 = other._delta[:, :, g]
-            if route == "contracted":
-                add = add_contracted
-            else:
-                add = add_hadamard
-            add(out, d1, d2, partial(inner, x[:, g], y[:, g], heights), budget)
+            inputs = self._inputs()
+            other_inputs = inputs
+            if other is not self:
+                other_inputs = other._inputs()
+            add_materialized(out, self._delta, other._delta, inputs, other_inputs, budget)
+        if self._bias is not None:
+            rows = self._bias_cotangents().flatten(2).flatten(0, 1)
+            other_rows = rows
+            if other is not self:
+                other_rows = other._bias_cotangents().flatten(2).flatten(0, 1)
+            add_cross_gram(out, rows, other_rows)
 
-    def _moments(self, g: int, inputs: Tensor) -> tuple[SeparatedCotangents, Tensor]:
-        """The factors of a group and their moments with the inputs."""
-        if self._bias is None:
-            heights = None
-        else:
+    def _add_separated(self, out: Tensor, other: AffineBlock, budget: int) -> None:
+        """Add the Gram from separated cotangents, group by group."""
+        inputs = self._inputs()
+        other_inputs = inputs
+        if other is not self:
+            other_inputs = other._inputs()
+        for g in range(self.shape[1]):
+            factors = self._contract_inputs(g, inputs)
+            other_factors = factors
+            if other is not self:
+                other_factors = other._contract_inputs(g, other_inputs)
+            add_separated(out, factors, other_factors, budget)
+
+    def _add_by_pairs(self, out: Tensor, other: AffineBlock, route: Route, budget: int) -> None:
+        """Add the Gram from the inner products of inputs at pairs of positions, group by group."""
+        inputs = self._inputs()
+        other_inputs = inputs
+        if other is not self:
+            other_inputs = other._inputs()
+        heights = None
+        if self._bias is not None:
+            heights = self._height[:, None, None] * other._height
+        add = add_hadamard
+        if route is Route.CONTRACTED:
+            add = add_contracted
+        for g in range(self.shape[1]):
+            delta = self._delta[:, :, g]
+            other_delta = delta  # the same object: then half of the products is formed
+            if other is not self:
+                other_delta = other._delta[:, :, g]
+            weights = partial(multiply_inputs, inputs[:, g], other_inputs[:, g], heights)
+            add(out, delta, other_delta, weights, budget)
+
+    def _contract_inputs(self, g: int, inputs: Tensor) -> ContractedInputs:
+        """Return the factors of a group's cotangents with M_oi = Σ_t g_to a_ti."""
+        heights = None
+        if self._bias is not None:
             heights = self._height
-        return self._separated[g], self._separated[g].moments(inputs[:, g], heights)
+        factors = self._separated[g]
+        return ContractedInputs(factors.v, factors.contract(inputs[:, g], heights))

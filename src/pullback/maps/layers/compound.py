@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,17 @@ from torch.utils import _pytree as pytree
 from ..._core.space import compute_dtype
 
 
+class AffineMap(NamedTuple):
+    """The parameters of an affine map inside a compound layer."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    #: how many maps with different inputs the parameters pack by their rows
+    groups: int
+
+
 class Tap:
-    """One affine map z = W a + b inside a compound layer, W and b held fixed, called at each step.
+    """One affine map z = W a + b inside a compound layer, W and b constant, called at each step.
 
     A parameter may pack G maps of different inputs by its rows (the query, key and value of
     attention); elsewhere G = 1. The positions P_t are whatever shares the map at step t: samples,
@@ -42,21 +51,19 @@ class Tap:
         self.weight = weight
         self.bias = bias
         self._groups = groups
-        if weight is None:
-            self._w = None
-        else:
-            self._w = _split(weight, groups, weight.shape[-1])
-        if bias is None:
-            self._b = None
-        else:
-            self._b = _split(bias, groups, 1)
+        self._w: Tensor | None = None
+        self._b: Tensor | None = None
+        if weight is not None:
+            self._w = _split_groups(weight, groups, weight.shape[-1])
+        if bias is not None:
+            self._b = _split_groups(bias, groups, 1)
         #: a per step, each (G, P_t, I), without a graph
         self.inputs: list[Tensor] = []
         #: z per step, each (G, P_t, O), in the replay's graph
         self.outputs: list[Tensor] = []
-        #: how many of the Σ_t P_t positions are real, per group; the rest, last, have a = 0, δ = 0
+        #: how many of the Σ_t P_t positions are real, per group; padding comes last, with a = δ = 0
         self.positions: tuple[int, ...] = ()
-        #: how these are laid out, per group: samples by positions, or empty where nobody knows
+        #: the shape of the real positions, per group: samples by positions, empty if unknown
         self.grids: tuple[tuple[int, ...], ...] = ()
         #: the axis of a grid that counts samples
         self.batch_dim = 0
@@ -89,12 +96,14 @@ class Tap:
     def finish(
         self, grids: Sequence[tuple[int, ...]] = (), batch_dim: int = 0, backwards: bool = False
     ) -> Tap:
-        """Say how positions lie, after the last step; `backwards` puts that one first.
+        """Record the shape of the positions, after the last step, and return the tap.
 
-        Without grids all positions are real.
+        Without grids all positions are real. `backwards` reverses the order of the steps.
         """
-        every = sum(a.shape[1] for a in self.inputs)
-        self.positions = tuple(prod(g) for g in grids) or (every,) * self._groups
+        self.positions = tuple(prod(grid) for grid in grids)
+        if not grids:
+            total = sum(a.shape[1] for a in self.inputs)
+            self.positions = (total,) * self._groups
         self.grids = tuple(grids)
         self.batch_dim = batch_dim
         if backwards:
@@ -106,9 +115,10 @@ class Tap:
 class Compound(ABC):
     """A kind of layer with affine maps inside, entered by `register`.
 
-    `outputs` picks the tensors of the layer's result, `steps` computes the same tensors from the
-    arguments through taps, and `note` says what it leaves out: a dropout that only the
-    layer's own kernel knows. Then ȳ is that of the layer as it was, ∂y/∂z that of one without.
+    `select_outputs` picks the tensors of the layer's result, `replay_steps` computes the same
+    tensors from the arguments through taps, and `describe_omission` names what the replay leaves
+    out: a dropout that only the layer's own kernel knows. Then ȳ comes from the layer with
+    dropout, and ∂y/∂z from the layer without.
     """
 
     #: the kind of use, by which saved statistics name it
@@ -117,70 +127,81 @@ class Compound(ABC):
     input_first: bool = False
 
     @abstractmethod
-    def outputs(self, module: Any, output: Any) -> list[Tensor]:
-        """The tensors of the layer's result that may receive gradients, in a fixed order."""
+    def select_outputs(self, module: Any, output: Any) -> list[Tensor]:
+        """Return the tensors of the layer's result that may receive gradients, in a fixed order."""
 
     @abstractmethod
-    def steps(self, module: Any, *args: Any, **kwargs: Any) -> tuple[list[Tensor], list[Tap]]:
-        """`forward`, taken apart; the arguments come without a graph, in the replay's dtype."""
+    def replay_steps(
+        self, module: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[Tensor], list[Tap]]:
+        """Return the outputs of `forward`, computed through taps, and the taps.
+
+        The arguments have no graph, and they have the dtype of the replay.
+        """
 
     @abstractmethod
-    def maps(self, module: Any) -> list[tuple[Tensor | None, Tensor | None, int]]:
-        """Weight, bias and groups of every affine map inside."""
+    def list_affine_maps(self, module: Any) -> list[AffineMap]:
+        """Return the parameters of the affine maps inside."""
 
-    def note(self, module: Any) -> str:
-        """What the replay does not reproduce, or an empty string."""
+    def describe_omission(self, module: Any) -> str:
+        """Return in words what the replay does not reproduce, or an empty string."""
         return ""
 
     def replay(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[list[Tensor], list[Tap]]:
-        """The outputs recomputed, in the order of `outputs`, and the taps in their graph.
+        """Return the recomputed outputs in the order of `select_outputs`, and their taps.
 
-        Half precision and autocast are left: the replay runs in float32 at least, and cotangents
-        of another dtype are the caller's to cast.
+        The replay runs in float32 at least, without autocast. The caller casts cotangents of
+        another dtype.
         """
-        some = next(module.parameters())
-        args, kwargs = _fixed((args, kwargs), compute_dtype(some.dtype))
-        with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
-            return self.steps(module, *args, **kwargs)
+        parameter = next(module.parameters())
+        args, kwargs = _detach_arguments((args, kwargs), compute_dtype(parameter.dtype))
+        with torch.enable_grad(), torch.autocast(parameter.device.type, enabled=False):
+            return self.replay_steps(module, *args, **kwargs)
 
-    def alone(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The outputs by the layer's own forward without dropout: what `replay` must reproduce."""
-        some = next(module.parameters())
+    def run_without_dropout(
+        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Return what `replay` must reproduce: the outputs of the layer's forward, no dropout."""
+        parameter = next(module.parameters())
         dropout = module.dropout
-        args, kwargs = _fixed((args, kwargs), some.dtype)
+        args, kwargs = _detach_arguments((args, kwargs), parameter.dtype)
         module.dropout = 0.0  # not eval(): cuDNN's recurrences have gradients in training alone
         try:
-            with torch.enable_grad(), torch.autocast(some.device.type, enabled=False):
+            with torch.enable_grad(), torch.autocast(parameter.device.type, enabled=False):
                 result = module.forward(*args, **kwargs)
         finally:
             module.dropout = dropout
-        return self.outputs(module, result)
+        return self.select_outputs(module, result)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors among a call's arguments."""
-    leaves = pytree.tree_leaves(tree)
-    found = [v.data if isinstance(v, PackedSequence) else v for v in leaves]
-    return [v for v in found if isinstance(v, Tensor)]
+def list_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors among a call's arguments."""
+    tensors = []
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, PackedSequence):
+            tensors.append(leaf.data)
+        elif isinstance(leaf, Tensor):
+            tensors.append(leaf)
+    return tensors
 
 
-def _split(parameter: Tensor, groups: int, columns: int) -> Tensor:
-    """(G·O, I) -> (G, O, I)."""
+def _split_groups(parameter: Tensor, groups: int, columns: int) -> Tensor:
+    """Return (G·O, I) as (G, O, I), without a graph."""
     return parameter.detach().to(compute_dtype(parameter.dtype)).reshape(groups, -1, columns)
 
 
-def _fixed(tree: Any, dtype: torch.dtype) -> Any:
-    """Arguments without their graph, floating point tensors in `dtype`."""
+def _detach_arguments(tree: Any, dtype: torch.dtype) -> Any:
+    """Return the arguments without their graph, floating point tensors in `dtype`."""
 
-    def fixed(value: Any) -> Any:
+    def detach(value: Any) -> Any:
         if isinstance(value, PackedSequence):
-            return value._replace(data=fixed(value.data))
+            return value._replace(data=detach(value.data))
         if not isinstance(value, Tensor):
             return value
         if value.is_floating_point():
             return value.detach().to(dtype)
         return value.detach()
 
-    return pytree.tree_map(fixed, tree)
+    return pytree.tree_map(detach, tree)

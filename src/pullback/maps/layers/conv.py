@@ -6,24 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .moments import Moments, Sharing, counted, shared_moments, shared_second_moment
-from .patches import (
-    channel_bytes,
-    channel_moment,
-    channel_moments,
-    lines,
-    of_samples,
-    patch_moment,
-    patch_sum,
-    patches,
-    pointwise,
+from .moments import (
+    Moments,
+    Sharing,
+    compute_shared_moments,
+    compute_shared_second_moment,
+    find_counted_positions,
 )
-from .registry import Block, Layer, Seen, Use, joined, register
+from .patches import (
+    apply_to_images,
+    compute_channel_moment,
+    compute_channel_moments,
+    compute_patch_moment,
+    count_channel_bytes,
+    is_pointwise,
+    list_channels,
+    sum_patches,
+    unfold_patches,
+)
+from .registry import Block, Layer, LayerInput, Use, join_uses, register
 
 
 @dataclass(frozen=True)
@@ -46,38 +52,42 @@ class Conv(Layer):
         return 1 + len(module.kernel_size)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        delta = joined(
-            [of_samples(partial(lines, u.module), u.delta, 2, u.features) for u in uses], 3
-        )
+        cotangents = []
+        for use in uses:
+            form = partial(list_channels, use.module)
+            cotangents.append(apply_to_images(form, use.delta, 2, use.features))
+        delta = join_uses(cotangents, 3)
         module = uses[0].module
         width = module.in_channels // module.groups * prod(module.kernel_size)
-        inputs = partial(_inputs, [(u.module, u.features, u.input) for u in uses])
+        inputs = partial(_unfold_samples, [_ImageUse(u.module, u.input, u.features) for u in uses])
         return AffineBlock(names["weight"], names["bias"], inputs, delta, width=width)
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        """(B, *positions), or (B,) where the loss ignores samples as a whole."""
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        """Return a mask (B, *positions), or (B,) if the loss ignores whole samples."""
         if delta.ndim != 2 + len(module.kernel_size):
             delta = delta[None]
         if keep.ndim == 1:
-            return counted(delta.flatten(1), keep)
-        return counted(delta, keep, 1)
+            return find_counted_positions(delta.flatten(1), keep)
+        return find_counted_positions(delta, keep, 1)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
         if x.ndim != 2 + len(module.kernel_size):
             x = x[None]
         width = module.in_channels // module.groups * prod(module.kernel_size)
         if sharing.reduce:
-            return shared_moments(patches(module, x), sharing, keep)
+            return compute_shared_moments(unfold_patches(module, x), sharing, keep)
         is_blocked = module.groups > 1 or width > sharing.longest
         if is_blocked or (keep is not None and keep.ndim > 1):
             return _gather_moments(module, x, sharing, keep)
-        positions = prod(output_sizes(module, x))
+        positions = prod(compute_output_sizes(module, x))
         if keep is None:
-            return Moments(*patch_moment(module, x), len(x) * positions)
+            return Moments(*compute_patch_moment(module, x), len(x) * positions)
         x = x * keep.view(-1, *[1] * (x.ndim - 1))
-        return Moments(*patch_moment(module, x), keep.sum() * positions)
+        return Moments(*compute_patch_moment(module, x), keep.sum() * positions)
 
-    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
+    def input_moments_of_uses(self, uses: Sequence[LayerInput], sharing: Sharing) -> list[Moments]:
         """The moments of several uses; pointwise ones of one shape are formed together."""
         by_use: dict[int, Moments] = {}
         pointwise_uses: dict[Any, list[int]] = {}
@@ -85,45 +95,47 @@ class Conv(Layer):
             if keep is None and _is_pointwise(module, x, sharing):
                 pointwise_uses.setdefault((x.shape, x.dtype, x.device), []).append(i)
             else:  # these need the most memory, and come while few moments are there
-                by_use[i] = self.inputs(module, x, sharing, keep)
+                by_use[i] = self.input_moments(module, x, sharing, keep)
         for indices in pointwise_uses.values():
             _add_pointwise(by_use, uses, indices)
         return [by_use[i] for i in range(len(uses))]
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        if delta.ndim == 2 + len(module.kernel_size):
-            d = delta
-        else:
-            d = delta[None]
-        if module.groups == 1 and not sharing.reduce and d.shape[1] <= sharing.longest:
-            return channel_moment(d)
-        return shared_second_moment(d.unflatten(1, (module.groups, -1)).flatten(3).mT, sharing)
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        if delta.ndim != 2 + len(module.kernel_size):
+            delta = delta[None]
+        if module.groups == 1 and not sharing.reduce and delta.shape[1] <= sharing.longest:
+            return compute_channel_moment(delta)
+        return compute_shared_second_moment(list_channels(module, delta), sharing)
 
 
-def _add_pointwise(by_use: dict[int, Moments], uses: Sequence[Seen], indices: list[int]) -> None:
+def _add_pointwise(
+    by_use: dict[int, Moments], uses: Sequence[LayerInput], indices: list[int]
+) -> None:
     """Add the moments of pointwise convolutions whose inputs have one shape, some at a time."""
-    first_input = uses[indices[0]][1]
-    step = max(1, _MEMORY.moments // channel_bytes(first_input))
+    first_input = uses[indices[0]].input
+    step = max(1, _MEMORY.moments // count_channel_bytes(first_input))
     positions = first_input.shape[0] * prod(first_input.shape[2:])
     for start in range(0, len(indices), step):
         batch = indices[start : start + step]
-        second = channel_moments([uses[i][1] for i in batch])
+        second = compute_channel_moments([uses[i].input for i in batch])
         for i, moment in zip(batch, second.split(1), strict=True):
             module, x, _ = uses[i]
-            by_use[i] = Moments(moment, patch_sum(module, x, moment), positions)
+            by_use[i] = Moments(moment, sum_patches(module, x, moment), positions)
 
 
 def _gather_moments(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    """Moments from all patches, of some samples at a time; those count that `keep` says."""
+    """Return the moments of all patches at counted positions, formed for some samples at a time."""
     patch_entries = x.shape[1] * prod(module.kernel_size)
-    sample_bytes = prod(output_sizes(module, x)) * patch_entries * x.element_size()
+    sample_bytes = prod(compute_output_sizes(module, x)) * patch_entries * x.element_size()
     step = max(1, _MEMORY.moments // max(1, sample_bytes))
     total = None
     for start in range(0, len(x), step):
         mask = None
         if keep is not None:
             mask = keep[start : start + step]
-        share = shared_moments(patches(module, x[start : start + step]), sharing, mask)
+        share = compute_shared_moments(
+            unfold_patches(module, x[start : start + step]), sharing, mask
+        )
         if total is None:
             total = share
         else:
@@ -133,14 +145,14 @@ def _gather_moments(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | Non
 
 
 def _is_pointwise(module: Any, x: Tensor, sharing: Sharing) -> bool:
-    """Whether patches are single pixels, and their second moment a full matrix."""
+    """Return True if patches are single pixels and their second moment is a full matrix."""
     if sharing.reduce or module.groups > 1 or x.shape[1] > sharing.longest:
         return False
-    return pointwise(module, x)
+    return is_pointwise(module, x)
 
 
-def output_sizes(module: Any, x: Tensor) -> list[int]:
-    """The output's positions along each axis."""
+def compute_output_sizes(module: Any, x: Tensor) -> list[int]:
+    """Return the output's number of positions along each axis."""
     pad = module._reversed_padding_repeated_twice
     sizes = []
     for axis, size in enumerate(x.shape[2:]):
@@ -151,7 +163,18 @@ def output_sizes(module: Any, x: Tensor) -> list[int]:
     return sizes
 
 
-def _inputs(seen: Sequence[tuple[Any, int, Tensor]], some: slice) -> Tensor:
-    """The patches (N, G, T, I) of a slice of samples, from modules, feature axes and inputs."""
-    found = [of_samples(partial(patches, module), x[some], 1, dims) for module, dims, x in seen]
-    return joined(found, 2)
+class _ImageUse(NamedTuple):
+    """A module, its input images, and how many trailing axes are channels and space."""
+
+    module: Any
+    images: Tensor
+    features: int
+
+
+def _unfold_samples(uses: Sequence[_ImageUse], samples: slice) -> Tensor:
+    """Return the patches (N, G, T, I) that all uses see in a slice of samples."""
+    patches = []
+    for use in uses:
+        form = partial(unfold_patches, use.module)
+        patches.append(apply_to_images(form, use.images[samples], 1, use.features))
+    return join_uses(patches, 2)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..._core.products import add_at
 from ..._core.space import compute_dtype
 from .gram import add_hadamard
-from .moments import Moments, Sharing, counted, second_moment
-from .registry import Block, Layer, Use, joined, register
+from .moments import Moments, Sharing, compute_second_moment, find_counted_positions
+from .registry import Block, Layer, Use, join_uses, register
 
 
 class GatherBlock(Block):
@@ -34,7 +34,7 @@ class GatherBlock(Block):
         delta = self._delta[start:stop]
         return GatherBlock(self._name, self._table, index, delta)
 
-    def traced(self) -> Block:
+    def trace_covectors(self) -> Block:
         delta = self._delta.transpose(1, 2).flatten(2).unsqueeze(1)
         return GatherBlock(self._name, self._table, self._index, delta)
 
@@ -98,18 +98,20 @@ class Embedding(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module
-        index = joined([u.input[:, None].flatten(1) for u in uses], 1)
-        delta = joined([u.delta[:, :, None].flatten(2, -2) for u in uses], 2)
+        index = join_uses([u.input[:, None].flatten(1) for u in uses], 1)
+        delta = join_uses([u.delta[:, :, None].flatten(2, -2) for u in uses], 2)
         if module.padding_idx is not None:
             delta = delta * (index != module.padding_idx)[:, None, :, None]
         name = names["weight"]
         assert name is not None
         return GatherBlock(name, (module.num_embeddings, module.embedding_dim), index, delta)
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return counted(delta, keep)
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return find_counted_positions(delta, keep)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
         if module.padding_idx is not None:
             words = x != module.padding_idx
             if keep is None:
@@ -127,10 +129,10 @@ class Embedding(Layer):
             positions = keep.sum().clamp(min=1)
         return Moments(counts[None], counts[None], positions)
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         if module.padding_idx is not None:
             delta = delta * (x != module.padding_idx)[..., None]
-        return second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)
+        return compute_second_moment(delta.reshape(1, -1, delta.shape[-1]), sharing)
 
 
 @register(BagUse)
@@ -151,16 +153,18 @@ class EmbeddingBag(Layer):
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         table = uses[0].module._parameters["weight"].shape
-        index = joined([use.input for use in uses], 1)
+        index = join_uses([use.input for use in uses], 1)
         shares = [use.delta[:, :, None] * use.module.weights[:, None, :, None] for use in uses]
         name = names["weight"]
         assert name is not None
-        return GatherBlock(name, (table[0], table[1]), index, joined(shares, 2))
+        return GatherBlock(name, (table[0], table[1]), index, join_uses(shares, 2))
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return counted(delta, keep)
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return find_counted_positions(delta, keep)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
         table = module._parameters["weight"]
         bags = x.new_zeros(len(x), len(table), dtype=compute_dtype(table.dtype))
         bags.scatter_add_(1, x, module.weights.to(bags.dtype))
@@ -170,5 +174,5 @@ class EmbeddingBag(Layer):
             positions = keep.sum().clamp(min=1)
         return Moments(bags.square().sum(0)[None], bags.sum(0)[None], positions)
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        return second_moment(delta[None], sharing)
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        return compute_second_moment(delta[None], sharing)

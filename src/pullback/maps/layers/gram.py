@@ -1,4 +1,4 @@
-"""Ways to the Gram K of rows Σ_t δ_t ⊗ a_t, for N samples with R covectors each.
+"""Formulas for the Gram K of rows Σ_t δ_t ⊗ a_t, for N samples with R covectors each.
 
 *Hadamard*: K = Σ_tt' (a_t·a'_t') (δ_t·δ'_t'), a product of two small Grams, without the rows.
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
 
 import torch
@@ -29,14 +30,35 @@ from ..._core.products import add_cross_gram, cross_gram
 
 Weights = Callable[[slice, slice], Tensor]
 
-_WIDTH = 512  # rows and columns of a tile that stays in a CPU's cache
-# elsewhere, panels of a symmetric product, and rows from which they pay
-_PANELS = 6
-_LONG = 4096
+
+class Route(Enum):
+    """A formula for the Gram of an affine layer's rows."""
+
+    #: the rows themselves: the layer has only a bias
+    ROWS = "rows"
+    HADAMARD = "hadamard"
+    CONTRACTED = "contracted"
+    MATERIALIZED = "materialized"
+    SEPARATED = "separated"
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """Sizes of the tiles in which a Gram is formed."""
+
+    #: rows and columns of a tile that stays in a CPU's cache
+    cached_width: int = 512
+    #: on a GPU, panels into which the lower half of a symmetric product is divided at most
+    panels: int = 6
+    #: on a GPU, rows of a panel below which a further division costs more than it saves
+    panel_rows: int = 4096
+
+
+_TILING = _Tiling()
 
 
 def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
-    """out += Σ_tt' w_tt' (δ_t·δ'_t') for cotangents (N, R, T, O) and `out` (N·R, N'·R').
+    """Add Σ_tt' w_tt' (δ_t·δ'_t') to `out` (N·R, N'·R') for cotangents (N, R, T, O).
 
     `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Panels of samples keep the
     largest temporary within the budget, and where d2 is d1 only the lower half is formed.
@@ -44,107 +66,128 @@ def add_hadamard(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: 
     n, r, t, _ = d1.shape
     n2, r2, t2, _ = d2.shape
     if t * t2 == 1:
-        one = d1.flatten(1, 2)
-        _add_one_place(out, one, one if d2 is d1 else d2.flatten(1, 2), weights, budget)
+        left = d1.flatten(1, 2)
+        right = left
+        if d2 is not d1:
+            right = d2.flatten(1, 2)
+        _add_single_position(out, left, right, weights, budget)
         return
     panel = max(1, budget // (4 * r * t * n2 * r2 * t2 * d1.element_size()))
-    for a in range(0, n, panel):
-        b = min(a + panel, n)
+    for start in range(0, n, panel):
+        stop = min(start + panel, n)
+        columns = n2
         if d2 is d1:
-            stop = b
-        else:
-            stop = n2
-        tile = _panel(d1, d2, weights, slice(a, b), slice(0, stop))
-        out[a * r : b * r, : stop * r2] += tile
+            columns = stop
+        tile = _form_tile(d1, d2, weights, slice(start, stop), slice(0, columns))
+        out[start * r : stop * r, : columns * r2] += tile
 
 
-def _add_one_place(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
-    """out += w (δ·δ') for (N, R, O): each tile is multiplied, weighted and added while in cache."""
+def _add_single_position(
+    out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int
+) -> None:
+    """Add w (δ·δ') to `out` for (N, R, O), tile by tile, so that a tile stays in cache."""
     n, r, _ = d1.shape
     n2, r2, _ = d2.shape
     left = d1.flatten(0, 1)
-    if d2 is d1:
-        right = left
-    else:
+    right = left
+    if d2 is not d1:
         right = d2.flatten(0, 1)
     w = weights(slice(0, n), slice(0, n2)).view(n, n2)
-    for rows, some in _tiles(d1, d2, budget):
-        tile = cross_gram(
-            left[rows.start * r : rows.stop * r], right[some.start * r2 : some.stop * r2]
-        )
-        target = out[rows.start * r : rows.stop * r, some.start * r2 : some.stop * r2]
-        along = w[rows, some].repeat_interleave(r2, 1)[:, None]  # long lines are fast lines
-        target.unflatten(0, (-1, r)).addcmul_(tile.unflatten(0, (-1, r)), along)
+    for samples, other_samples in _split_into_tiles(d1, d2, budget):
+        rows = slice(samples.start * r, samples.stop * r)
+        columns = slice(other_samples.start * r2, other_samples.stop * r2)
+        tile = cross_gram(left[rows], right[columns])
+        # weights are repeated along the rows, so that the product runs over long lines of memory
+        row_weights = w[samples, other_samples].repeat_interleave(r2, 1)[:, None]
+        target = out[rows, columns].unflatten(0, (-1, r))
+        target.addcmul_(tile.unflatten(0, (-1, r)), row_weights)
 
 
-def _tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of samples; where d2 is d1, those on and below the diagonal."""
+def _split_into_tiles(d1: Tensor, d2: Tensor, budget: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of samples of both sides; where d2 is d1, on and below the diagonal."""
     n, r, _ = d1.shape
     n2, r2, _ = d2.shape
     if d1.device.type == "cpu":
-        high = 2 * _WIDTH // r
-        wide = min(_WIDTH, max(_WIDTH // 8, n2 * r2 // 8)) // r2
+        width = _TILING.cached_width
+        tile_rows = 2 * width // r
+        tile_columns = min(width, max(width // 8, n2 * r2 // 8)) // r2
     else:
-        high = n
-        wide = budget // (4 * n * r * r2 * d1.element_size())
-        if d2 is d1:  # what stands above the diagonal is left out by whole panels
-            wide = min(wide, -(-n // max(1, min(_PANELS, n * r // _LONG))))
-    high = max(1, high)
-    wide = max(1, wide)
-    for a in range(0, n2, wide):
-        for b in range(a if d2 is d1 else 0, n, high):
-            yield slice(b, min(b + high, n)), slice(a, min(a + wide, n2))
+        tile_rows = n
+        tile_columns = budget // (4 * n * r * r2 * d1.element_size())
+        if d2 is d1:  # tiles above the diagonal are left out
+            panels = max(1, min(_TILING.panels, n * r // _TILING.panel_rows))
+            tile_columns = min(tile_columns, -(-n // panels))
+    tile_rows = max(1, tile_rows)
+    tile_columns = max(1, tile_columns)
+    for column in range(0, n2, tile_columns):
+        first_row = 0
+        if d2 is d1:
+            first_row = column
+        for row in range(first_row, n, tile_rows):
+            rows = slice(row, min(row + tile_rows, n))
+            yield rows, slice(column, min(column + tile_columns, n2))
 
 
-def _panel(d1: Tensor, d2: Tensor, weights: Weights, one: slice, two: slice) -> Tensor:
-    left = d1[one].flatten(0, 2)
-    if d2 is d1 and one == two:
-        right = left
-    else:
-        right = d2[two].flatten(0, 2)
-    rows, r, t, _ = d1[one].shape
-    columns, r2, t2, _ = d2[two].shape
-    out = cross_gram(left, right).view(rows, r, t, columns, r2, t2)
-    out *= weights(one, two).view(rows, 1, t, columns, 1, t2)
-    return out.sum((2, 5)).view(rows * r, columns * r2)
+def _form_tile(
+    d1: Tensor, d2: Tensor, weights: Weights, samples: slice, other_samples: slice
+) -> Tensor:
+    """Return Σ_tt' w_tt' (δ_t·δ'_t') for slices of samples, (n·R, n'·R')."""
+    left = d1[samples].flatten(0, 2)
+    right = left
+    if d2 is not d1 or samples != other_samples:
+        right = d2[other_samples].flatten(0, 2)
+    n, r, t, _ = d1[samples].shape
+    n2, r2, t2, _ = d2[other_samples].shape
+    products = cross_gram(left, right).view(n, r, t, n2, r2, t2)
+    products *= weights(samples, other_samples).view(n, 1, t, n2, 1, t2)
+    return products.sum((2, 5)).view(n * r, n2 * r2)
 
 
-def inner(x: Tensor, y: Tensor, heights: Tensor | None, one: slice, two: slice) -> Tensor:
-    """ā_t·ā'_t' for slices of samples, (n, T, n', T')."""
-    left = x[one].flatten(0, 1)
-    same = x.data_ptr() == y.data_ptr() and one == two
-    out = cross_gram(left, left if same else y[two].flatten(0, 1))
-    out = out.view(*x[one].shape[:2], *y[two].shape[:2])
+def multiply_inputs(
+    x: Tensor, y: Tensor, heights: Tensor | None, samples: slice, other_samples: slice
+) -> Tensor:
+    """Return ā_t·ā'_t' for slices of samples, (n, T, n', T'), from inputs (N, T, I)."""
+    left = x[samples].flatten(0, 1)
+    right = left
+    if x.data_ptr() != y.data_ptr() or samples != other_samples:
+        right = y[other_samples].flatten(0, 1)
+    products = cross_gram(left, right).view(*x[samples].shape[:2], *y[other_samples].shape[:2])
     if heights is None:
-        return out
-    return out.add_(heights)
+        return products
+    return products.add_(heights)
 
 
 _CACHED_WEIGHTS = 2**20  # entries of p held at once on a CPU
 
 
 def add_contracted(out: Tensor, d1: Tensor, d2: Tensor, weights: Weights, budget: int) -> None:
-    """out += Σ_tt' w_tt' (δ_t·δ'_t') for cotangents (N, R, T, O) and `out` (N·R, N'·R').
+    """Add Σ_tt' w_tt' (δ_t·δ'_t') to `out` (N·R, N'·R') for cotangents (N, R, T, O).
 
-    `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Where d2 is d1 each pair of
-    samples is met once.
+    `weights` gives a_t·a'_t' as (n, T, n', T') for slices of samples. Where d2 is d1 only the lower
+    half is formed.
     """
     n, r, t, o = d1.shape
     n2, r2, t2, _ = d2.shape
     left = d1.reshape(n, r, t * o)
     right = d2.permute(0, 2, 3, 1).reshape(n2, t2, o * r2)
     target = out.view(n, r, n2, r2)
-    size = budget // (4 * d1.element_size())
-    size = (min(size, _CACHED_WEIGHTS) if d1.device.type == "cpu" else size) // (t * o * r2)
-    high = min(n, max(1, size))
-    wide = max(1, size // high)
-    for j in range(0, n2, wide):
-        k = min(j + wide, n2)
-        for a in range(j if d2 is d1 else 0, n, high):
-            b = min(a + high, n)
-            w = weights(slice(a, b), slice(j, k)).permute(2, 0, 1, 3).reshape(k - j, -1, t2)
-            p = torch.bmm(w, right[j:k]).view(k - j, b - a, t * o, r2)
-            target[a:b, :, j:k] += (left[a:b] @ p).permute(1, 2, 0, 3)
+    entries = budget // (4 * d1.element_size())
+    if d1.device.type == "cpu":
+        entries = min(entries, _CACHED_WEIGHTS)
+    pairs = entries // (t * o * r2)
+    tile_rows = min(n, max(1, pairs))
+    tile_columns = max(1, pairs // tile_rows)
+    for column in range(0, n2, tile_columns):
+        columns = slice(column, min(column + tile_columns, n2))
+        first_row = 0
+        if d2 is d1:
+            first_row = column
+        for row in range(first_row, n, tile_rows):
+            rows = slice(row, min(row + tile_rows, n))
+            count = columns.stop - column
+            w = weights(rows, columns).permute(2, 0, 1, 3).reshape(count, -1, t2)
+            p = torch.bmm(w, right[columns]).view(count, rows.stop - row, t * o, r2)
+            target[rows, :, columns] += (left[rows] @ p).permute(1, 2, 0, 3)
 
 
 _CACHED_ROWS = 2**22  # entries of rows held at once on a CPU
@@ -153,10 +196,10 @@ _CACHED_ROWS = 2**22  # entries of rows held at once on a CPU
 def add_materialized(
     out: Tensor, d1: Tensor, d2: Tensor, x: Tensor, y: Tensor, budget: int
 ) -> None:
-    """out += Σ_gtt' (a_t·a'_t') (δ_t·δ'_t') for cotangents (N, R, G, T, O), inputs (N, G, T, I).
+    """Add Σ_gtt' (a_t·a'_t') (δ_t·δ'_t') to `out`, (N·R, N'·R').
 
-    `out` is (N·R, N'·R'). Panels of groups or of output features keep the rows within the budget.
-    Where d2 is d1 so is y x, and half of the products is formed.
+    Cotangents are (N, R, G, T, O) and inputs (N, G, T, I). Panels of groups or of output features
+    keep the rows within the budget. If d2 is d1, then y is x, and half of the products is formed.
     """
     n, r, g, _, o = d1.shape
     n2, r2 = d2.shape[:2]
@@ -168,17 +211,20 @@ def add_materialized(
     elif d2 is d1:
         height = n * r
     panel = max(1, size // (height * i))
-    many = max(1, panel // o)  # groups at a time
-    for b in range(0, g, many):
-        groups = slice(b, b + many)
-        for a in range(0, o, panel):
-            some = (slice(None), slice(None), groups, slice(None), slice(a, a + panel))
-            one = _rows(d1[some], x[:, groups])
-            add_cross_gram(out, one, one if d2 is d1 else _rows(d2[some], y[:, groups]))
+    group_step = max(1, panel // o)
+    for first_group in range(0, g, group_step):
+        groups = slice(first_group, first_group + group_step)
+        for first_feature in range(0, o, panel):
+            features = slice(first_feature, first_feature + panel)
+            rows = _form_rows(d1[:, :, groups, :, features], x[:, groups])
+            other_rows = rows
+            if d2 is not d1:
+                other_rows = _form_rows(d2[:, :, groups, :, features], y[:, groups])
+            add_cross_gram(out, rows, other_rows)
 
 
-def _rows(delta: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_t δ_t ⊗ a_t as a matrix: (N, R, G, T, O), (N, G, T, I) -> (N·R, G·O·I)."""
+def _form_rows(delta: Tensor, inputs: Tensor) -> Tensor:
+    """Return Σ_t δ_t ⊗ a_t, (N·R, G·O·I), for cotangents (N, R, G, T, O), inputs (N, G, T, I)."""
     n, r, g, t, o = delta.shape
     left = delta.permute(0, 2, 1, 4, 3).reshape(n * g, r * o, t)
     rows = torch.bmm(left, inputs.reshape(n * g, t, -1)).view(n, g, r, -1)
@@ -191,112 +237,144 @@ _PASS = 2**19  # cotangents looked at once there
 
 @dataclass(frozen=True)
 class SeparatedCotangents:
-    """v (R, O) and g (N, T, O)."""
+    """Factors v (R, O) and g (N, T, O) of cotangents δ_rto = v_ro g_to."""
 
     v: Tensor
     g: Tensor
 
     @classmethod
-    def of(cls, delta: Tensor, *, hopeful: bool = False) -> SeparatedCotangents | None:
-        """The factors of cotangents (N, R, T, O), where they have them up to rounding.
+    def of(cls, delta: Tensor, *, is_likely: bool = False) -> SeparatedCotangents | None:
+        """Return the factors of cotangents (N, R, T, O), or None if they do not separate.
 
-        Unless there is hope, a few are looked at first, which show it already if they have none.
+        Unless separation is likely, a few cotangents are tested first: that is cheaper, and most
+        cotangents without factors fail there.
         """
         few = delta[:2, :, :2]
-        if not hopeful and few.shape != delta.shape and _factors(few) is None:
+        if not is_likely and few.shape != delta.shape and _separate(few) is None:
             return None
-        return _factors(delta)
+        return _separate(delta)
 
-    def moments(self, inputs: Tensor, heights: Tensor | None) -> Tensor:
-        """M (O, N, I), with the bias (O, N, I + 1), for inputs (N, T, I)."""
+    def contract(self, inputs: Tensor, heights: Tensor | None) -> Tensor:
+        """Return M (O, N, I), with the bias (O, N, I + 1), for inputs (N, T, I)."""
         m = torch.bmm(self.g.mT, inputs)
         if heights is not None:
             m = torch.cat([m, torch.einsum("nto,t->no", self.g, heights)[..., None]], 2)
         return m.transpose(0, 1).contiguous()
 
 
-def _factors(delta: Tensor) -> SeparatedCotangents | None:
-    """v from each feature's largest cotangents, g by least squares, and the proof."""
+@dataclass(frozen=True)
+class ContractedInputs:
+    """Rows v_ro M_oi of separated cotangents: v (R, O) and M (O, N, I)."""
+
+    v: Tensor
+    m: Tensor
+
+
+def _separate(delta: Tensor) -> SeparatedCotangents | None:
+    """Return the factors of δ (N, R, T, O), or None if their product differs from δ.
+
+    v are the cotangents where each output feature has its largest one, and g solves the least
+    squares problem. Their product must agree with δ up to rounding.
+    """
     n, r, t, o = delta.shape
+    step = r
     if delta.device.type == "cpu":
-        some = max(1, _PASS // (n * t * o))
-    else:
-        some = r
-    parts = delta.split(some, 1)
-    sizes = reduce(torch.maximum, (p.abs().amax(1) for p in parts))
-    largest, place = sizes.flatten(0, 1).max(0)  # (O,) over samples and positions
-    v = delta[place // t, :, place % t, torch.arange(o, device=delta.device)].T  # (R, O)
+        step = max(1, _PASS // (n * t * o))
+    pieces = delta.split(step, 1)
+    sizes = reduce(torch.maximum, (piece.abs().amax(1) for piece in pieces))
+    largest, position = sizes.flatten(0, 1).max(0)  # (O,) over samples and positions
+    v = delta[position // t, :, position % t, torch.arange(o, device=delta.device)].T  # (R, O)
     norms = v.square().sum(0)
-    weights = (v / torch.where(norms == 0, 1, norms)).split(some)
-    shares = ((p * w[:, None]).sum(1) for p, w in zip(parts, weights, strict=True))
+    weights = (v / torch.where(norms == 0, 1, norms)).split(step)
+    shares = ((piece * w[:, None]).sum(1) for piece, w in zip(pieces, weights, strict=True))
     g = reduce(torch.Tensor.add_, shares)
-    left = [
-        torch.addcmul(p, w[:, None], g[:, None], value=-1).abs_().amax((0, 1, 2))
-        for p, w in zip(parts, v.split(some), strict=True)
-    ]
+    errors = []
+    for piece, w in zip(pieces, v.split(step), strict=True):
+        difference = torch.addcmul(piece, w[:, None], g[:, None], value=-1)
+        errors.append(difference.abs_().amax((0, 1, 2)))
     bound = 32 * torch.finfo(delta.dtype).eps * largest
-    if bool((torch.stack(left) <= bound).all()):
+    if bool((torch.stack(errors) <= bound).all()):
         return SeparatedCotangents(v, g)
     return None
 
 
 def add_separated(
-    out: Tensor,
-    one: tuple[SeparatedCotangents, Tensor],
-    two: tuple[SeparatedCotangents, Tensor],
-    budget: int,
+    out: Tensor, rows: ContractedInputs, other_rows: ContractedInputs, budget: int
 ) -> None:
-    """out += K for factors and moments of both sides, and `out` (N·R, N'·R').
+    """Add K_rr' = Σ_o v_ro v'_r'o (M_o · M'_o) to `out`, (N·R, N'·R').
 
-    Where `two` is `one` the lower half is formed.
+    If both are the same object, only the lower half is formed.
     """
-    a, m = one
-    b, m2 = two
+    m = rows.m
+    m2 = other_rows.m
     o, n, _ = m.shape
     n2 = m2.shape[1]
-    r = len(a.v)
-    r2 = len(b.v)
-    pairs = (a.v[:, None] * b.v).flatten(0, 1)  # (R·R', O)
-    size = budget // (4 * m.element_size())
+    r = len(rows.v)
+    r2 = len(other_rows.v)
+    pairs = (rows.v[:, None] * other_rows.v).flatten(0, 1)  # (R·R', O)
+    entries = budget // (4 * m.element_size())
     if m.device.type == "cpu":
-        size = min(size, _CACHED_PRODUCTS)
-    panel = max(1, size // ((o + r * r2) * n2))
+        entries = min(entries, _CACHED_PRODUCTS)
+    panel = max(1, entries // ((o + r * r2) * n2))
     target = out.view(n, r, n2, r2)
     for start in range(0, n, panel):
         stop = min(start + panel, n)
-        if two is one:
-            end = stop
-        else:
-            end = n2
-        products = torch.bmm(m[:, start:stop], m2[:, :end].mT)  # (O, n, n')
+        columns = n2
+        if other_rows is rows:
+            columns = stop
+        products = torch.bmm(m[:, start:stop], m2[:, :columns].mT)  # (O, n, n')
         share = cross_gram(products.flatten(1).T, pairs)
-        target[start:stop, :, :end] += share.view(-1, end, r, r2).transpose(1, 2)
+        target[start:stop, :, :columns] += share.view(-1, columns, r, r2).transpose(1, 2)
 
 
-def cheapest(d1: Tensor, d2: Tensor, i: int) -> tuple[str, bool]:
-    """The cheapest way that is open to all cotangents, and whether to look if they separate.
+@dataclass(frozen=True)
+class _Costs:
+    """Costs besides multiply-adds, in multiply-adds of equal time."""
 
-    For cotangents (N, R, G, T, O) of both sides and inputs of width I, by multiply-adds.
+    #: a pass over an entry of the product, for one position and for several
+    entry: int = 4
+    entry_of_several_positions: int = 40
+    #: writing an intermediate entry and reading it again, on a CPU and on a GPU
+    round_trip: int = 8
+    round_trip_on_gpu: int = 400
+    #: comparing a cotangent with the product of its factors
+    comparison: int = 16
+
+
+_COSTS = _Costs()
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """The cheapest formula that serves all cotangents, and how separation compares with it."""
+
+    cheapest: Route
+    #: separation would take less than half of that time, and the test of it may fail
+    is_separation_worth_testing: bool
+
+
+def estimate_costs(d1: Tensor, d2: Tensor, i: int) -> RouteCosts:
+    """Compare the formulas by multiply-adds.
+
+    Cotangents of both sides are (N, R, G, T, O), and inputs have width I.
     """
     n, r, g, t, o = d1.shape
     n2, r2, _, t2, _ = d2.shape
     pairs = n * r * n2 * r2
-    # multiply-adds in the time of passing over an entry
+    entry = _COSTS.entry
     if t * t2 > 1:
-        sweep = 40
-    else:
-        sweep = 4
-    # the same for one pass out and back
+        entry = _COSTS.entry_of_several_positions
+    round_trip = _COSTS.round_trip
     if d1.is_cuda:
-        passing = 400
-    else:
-        passing = 8
-    looking = 16 * (n * r * t + n2 * r2 * t2)  # the same for the proof of separation
-    ways = {
-        "hadamard": g * t * t2 * (n * n2 * i + pairs * (o + sweep)),
-        "materialized": g * o * i * (pairs + t * (n * r + n2 * r2)),
-        "contracted": g * t * (n * n2 * (t2 * i + r2 * o * (2 * t2 + passing)) + 2 * pairs * o),
+        round_trip = _COSTS.round_trip_on_gpu
+    contraction = t2 * i + r2 * o * (2 * t2 + round_trip)
+    costs = {
+        Route.HADAMARD: g * t * t2 * (n * n2 * i + pairs * (o + entry)),
+        Route.MATERIALIZED: g * o * i * (pairs + t * (n * r + n2 * r2)),
+        Route.CONTRACTED: g * t * (n * n2 * contraction + 2 * pairs * o),
     }
-    way = min(ways, key=lambda way: ways[way])
-    separated = g * o * (i * (n * t + n2 * t2) + n * n2 * i + 4 * pairs + looking)
-    return way, r * r2 > 1 and 2 * separated < ways[way]  # the look may be in vain
+    cheapest = min(costs, key=lambda route: costs[route])
+    test = _COSTS.comparison * (n * r * t + n2 * r2 * t2)
+    separated = g * o * (i * (n * t + n2 * t2) + n * n2 * i + 4 * pairs + test)
+    is_worth_testing = r * r2 > 1 and 2 * separated < costs[cheapest]
+    return RouteCosts(cheapest, is_worth_testing)

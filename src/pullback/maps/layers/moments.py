@@ -1,7 +1,7 @@
 """Second moments over the positions that share a weight: the sides of K-FAC's Kronecker products.
 
 With inputs ā_nt and cotangents δ_nt at the positions t of sample n, the Gram of a weight is
-Σ_n (Σ_t δ_nt ⊗ ā_nt)(Σ_t δ_nt ⊗ ā_nt)ᵀ. Sharing by *expansion* takes every place for a sample,
+Σ_n (Σ_t δ_nt ⊗ ā_nt)(Σ_t δ_nt ⊗ ā_nt)ᵀ. Sharing by *expansion* takes each position for a sample,
 
     Σ_nt δδᵀ ⊗ mean_nt āāᵀ,
 
@@ -9,16 +9,17 @@ and by *reduction* adds up first, Σ_n (Σ_t δ)(Σ_t δ)ᵀ ⊗ mean_n (mean_t 
 exact for deep linear nets whose loss is a sum over positions, reduction where the positions are
 averaged.
 
-Means are over the positions that *count*: all of them, unless the loss ignores some of the
-output's. Then these are the others and all that have a cotangent (see `counted`): one learns from
-an ignored prompt as well, by way of what attends to it, and from padding not. Where the samples
-stand among a layer's leading axes is established by a probe and not by guess.
+Means are over the positions that *count*. These are all positions, unless the loss ignores some
+positions of the output; then they are the counted ones and all that have a cotangent (see
+`find_counted_positions`): the model learns from an ignored prompt, through the tokens that attend
+to it, but not from padding. Which axis of a layer counts samples is tested by a probe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
@@ -28,56 +29,75 @@ from torch import Tensor
 from ..._core.products import column_gram, write_half_precision_moment
 from ..._core.space import compute_dtype, relative_tolerance
 
-_LEAK = 0.25  # of a covector that may reach other samples, by way of a batch normalization say
+
+@dataclass(frozen=True)
+class _Limits:
+    #: share of a covector's squared length that may reach other samples, through a batch norm say
+    leak: float = 0.25
+    #: cotangents up to this many units in the last place of the largest one are round-off
+    round_off: int = 10
+
+
+_LIMITS = _Limits()
+
+
+class SampleAxis(StrEnum):
+    """Where the samples stand among a layer's leading axes."""
+
+    FIRST = "first"
+    SECOND = "second"
+    #: axis 0 has N·positions entries, the samples slow or fast
+    FOLDED = "folded"
+    FOLDED_LAST = "folded-last"
+    #: a single sample has no axis
+    WHOLE = "whole"
 
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """A way to read leading axes as (N, positions): batch first, second, or folded into axis 0."""
+    """How to read a layer's leading axes as (N, positions)."""
 
-    kind: str
+    axis: SampleAxis
     samples: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x with the samples first."""
-        n = self.samples
-        if self.kind == "first":
+        """Return x with the samples first."""
+        if self.axis is SampleAxis.FIRST:
             return x
-        if self.kind == "second":
+        if self.axis is SampleAxis.SECOND:
             return x.transpose(0, 1)
-        if self.kind == "folded":
-            return x.unflatten(0, (n, -1))
-        if self.kind == "folded-last":
-            return x.unflatten(0, (-1, n)).transpose(0, 1)
+        if self.axis is SampleAxis.FOLDED:
+            return x.unflatten(0, (self.samples, -1))
+        if self.axis is SampleAxis.FOLDED_LAST:
+            return x.unflatten(0, (-1, self.samples)).transpose(0, 1)
         return x.unsqueeze(0)
 
-    def of_batch(self, x: Tensor) -> Tensor:
-        """The same for covectors side by side, (R, ...), as a view: (N, R, ...)."""
+    def apply_to_covectors(self, x: Tensor) -> Tensor:
+        """Return cotangents of R covectors, (R, ...), with the samples first: (N, R, ...)."""
         return self(x.movedim(0, -1)).movedim(-1, 1)
 
 
-def candidates(lead: tuple[int, ...], samples: int) -> Iterator[SampleLayout]:
-    """The layouts that the sizes allow, most common first."""
+def list_layouts(lead: tuple[int, ...], samples: int) -> Iterator[SampleLayout]:
+    """Yield the layouts that the sizes allow, most common first."""
     if lead and lead[0] == samples:
-        yield SampleLayout("first", samples)
+        yield SampleLayout(SampleAxis.FIRST, samples)
     if len(lead) > 1 and lead[1] == samples:
-        yield SampleLayout("second", samples)
+        yield SampleLayout(SampleAxis.SECOND, samples)
     if lead and lead[0] % samples == 0:
-        yield SampleLayout("folded", samples)
-        yield SampleLayout("folded-last", samples)
+        yield SampleLayout(SampleAxis.FOLDED, samples)
+        yield SampleLayout(SampleAxis.FOLDED_LAST, samples)
     if samples == 1:
-        yield SampleLayout("whole", samples)
+        yield SampleLayout(SampleAxis.WHOLE, samples)
 
 
-def detect(
+def detect_layout(
     base: Tensor, scaled: Tensor, scales: Tensor, features: int, dtype: torch.dtype | None = None
 ) -> SampleLayout | None:
-    """The layout under which `scaled` is `base` with sample n multiplied by scales[n].
+    """Return the layout under which `scaled` is `base` with sample n multiplied by scales[n].
 
-    `dtype` is that of the arithmetic on the way, by default the cotangents' own.
-
-    The two are the layer's cotangents for outputs u and scales∘u: they agree exactly when
-    the samples do not interact and are read from the right axis. A layer that met nothing has none.
+    The two are the layer's cotangents for output covectors u and scales∘u. They agree exactly if
+    the samples do not interact and are read from the right axis. None if no layout fits, or if the
+    layer has no cotangents. `dtype` is the arithmetic's, by default that of the cotangents.
     """
     if not base.numel():
         return None
@@ -85,56 +105,55 @@ def detect(
     if dtype is None or base.dtype != torch.float64:
         dtype = base.dtype
     bound = relative_tolerance(dtype) * base.abs().max()
-    for layout in candidates(lead, len(scales)):
-        one = layout(base)
-        two = layout(scaled)
-        c = scales.to(one.dtype).view(-1, *[1] * (one.ndim - 1))
-        if bool(((two - c * one).abs() <= bound).all()):
+    for layout in list_layouts(lead, len(scales)):
+        by_sample = layout(base)
+        factors = scales.to(base.dtype).view(-1, *[1] * (by_sample.ndim - 1))
+        if bool(((layout(scaled) - factors * by_sample).abs() <= bound).all()):
             return layout
     return None
 
 
 def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | None:
-    """The layout that shows cotangents at the chosen samples, (N,), at all of these and no others.
+    """Return the layout that shows cotangents at all of the chosen samples, (N,), and no others.
 
-    The covector that was pulled back is zero at the others. None where nothing came of it, or where
-    it is spread over all samples whatever the layout.
+    The covector that was pulled back is zero at the others. None if all cotangents are zero, or if
+    they are spread over all samples whatever the layout.
     """
     axes = tuple(range(delta.ndim - features, delta.ndim))
-    size = torch.linalg.vector_norm(delta, dim=axes, dtype=compute_dtype(delta.dtype)).square()
-    total = size.sum()
-    found = []
+    squares = torch.linalg.vector_norm(delta, dim=axes, dtype=compute_dtype(delta.dtype)).square()
+    total = squares.sum()
     if not bool(total > 0):
         return None
-    for layout in candidates(tuple(size.shape), len(chosen)):
-        own = layout(size)[:, None].flatten(1).sum(1) / total
-        leak = float(own[~chosen].sum())
-        silent = float((own[chosen] == 0).double().mean())
-        if leak <= _LEAK:
-            found.append((leak + silent, layout))
-    if found:
-        return min(found, key=lambda pair: pair[0])[1]
-    return None
+    best = None
+    smallest_defect = torch.inf
+    for layout in list_layouts(tuple(squares.shape), len(chosen)):
+        share = layout(squares)[:, None].flatten(1).sum(1) / total
+        leak = float(share[~chosen].sum())
+        silent = float((share[chosen] == 0).double().mean())
+        if leak <= _LIMITS.leak and leak + silent < smallest_defect:
+            smallest_defect = leak + silent
+            best = layout
+    return best
 
 
-_ROUND_OFF = 10  # in units of the last place
 _TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How positions enter, which axis counts samples, and from where on sides are diagonals.
+    """How the positions that share a weight enter its Kronecker product."""
 
-    `layout` says where the samples of one layer stand, if it is elsewhere than on `batch_dim`.
-    """
-
+    #: by reduction, or else by expansion
     reduce: bool = False
+    #: the axis that counts samples
     batch_dim: int = 0
+    #: sides longer than this are diagonals
     longest: int = 8192
+    #: where the samples of one layer stand, if not on `batch_dim`
     layout: SampleLayout | None = None
 
     def by_sample(self, x: Tensor, features: int = 1) -> Tensor:
-        """(N, positions, *features), from leading axes in any order."""
+        """Return x as (N, positions, *features), from leading axes in any order."""
         lead = x.ndim - features
         if lead == 0:
             return x[None, None]
@@ -148,13 +167,13 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Moments:
-    """Σ a aᵀ, (G, n, n) or a diagonal (G, n); Σ a, (G, n); and how many positions (or G counts).
+    """Sums over positions of a layer's inputs a."""
 
-    The second moment may be held in another form that can be added.
-    """
-
+    #: Σ a aᵀ, (G, n, n), or its diagonal (G, n), or another form that can be added
     second: Any
+    #: Σ a, (G, n)
     first: Tensor
+    #: how many positions were added, one number or one for each group (G,)
     positions: Tensor | float
 
     def __add__(self, other: Moments) -> Moments:
@@ -163,65 +182,93 @@ class Moments:
         )
 
 
-def counted(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
-    """Which positions count, the shape of δ without `axis`, its features: kept, or with δ ≠ 0
-    beyond round-off.
+def find_counted_positions(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
+    """Return a mask of the positions that count, with the shape of δ without `axis`, its features.
+
+    A position counts if the loss keeps it, or if δ ≠ 0 beyond round-off.
 
     `keep` says which positions of the model's output the loss counts, (N, *positions). A layer
-    whose positions begin like these keeps the same. Elsewhere they are others (an encoder's beside
-    those of a decoder, an image's before it is pooled), and a sample's are all kept if its outputs
-    are: so all count where nothing is ignored, padded sources too, and a target that is ignored
-    leaves out none but positions of its own sample. Where no axis is as long as the samples' (rows
-    that an expert was given), δ alone tells, unless there is none at all.
+    with the same leading axes keeps the same positions. A layer with other positions (an encoder
+    beside a decoder, an image before it is pooled) keeps all positions of a sample whose outputs
+    are all kept. So all positions count where nothing is ignored, padded sources too, and an
+    ignored target leaves out only positions of its own sample. If no axis is as long as the number
+    of samples (rows that were routed to an expert), only δ decides, and all count if δ = 0.
     """
-    reached = _reached(delta, axis)
-    if (found := _placed(keep, reached)) is not None:
-        return reached | found
-    if (agree := _agree(keep.shape, reached.shape)) is not None:
-        whole = keep.movedim(agree[0], 0).flatten(1).all(1)
-        reached = reached | whole.view([-1 if i == agree[1] else 1 for i in range(reached.ndim)])
+    reached = _find_reached(delta, axis)
+    aligned = _align_mask(keep, reached)
+    if aligned is not None:
+        return reached | aligned
+    axes = _match_axes(keep.shape, reached.shape)
+    if axes is not None:
+        keep_axis, layer_axis = axes
+        whole_samples = keep.movedim(keep_axis, 0).flatten(1).all(1)
+        reached = reached | _place_on_axis(whole_samples, layer_axis, reached.ndim)
     return reached | ~reached.any()
 
 
-def _reached(delta: Tensor, axis: int) -> Tensor:
-    """Where δ is not zero but for round-off: a first query, say, has but one key to choose."""
+def _find_reached(delta: Tensor, axis: int) -> Tensor:
+    """Return where δ is not zero; round-off counts as zero.
+
+    The first query of a causal attention, for instance, has one key only, and the cotangent of
+    its score is zero but for round-off.
+    """
     if not delta.numel() or delta.dtype == torch.bool:
         return delta.any(axis)
     length = torch.linalg.vector_norm(delta, torch.inf, axis)
-    return length > _ROUND_OFF * torch.finfo(compute_dtype(delta.dtype)).eps * length.amax()
+    eps = torch.finfo(compute_dtype(delta.dtype)).eps
+    return length > _LIMITS.round_off * eps * length.amax()
 
 
-def _placed(keep: Tensor, reached: Tensor) -> Tensor | None:
-    """`keep` beside the positions of a layer, where it can be told which of its axes are theirs.
+def _align_mask(keep: Tensor, reached: Tensor) -> Tensor | None:
+    """Return `keep` broadcast to a layer's positions, or None if its axes are not among them.
 
-    Samples and positions may be as many, and a layer inside may have them the other way round: then
-    it is the way in which fewer cotangents stand where `keep` has none.
+    If several alignments fit (there are as many samples as positions, and a layer may have them in
+    either order), it is the one with the fewest cotangents at positions that are not kept.
     """
-    ends = [1] * (reached.ndim - keep.ndim)
-    if keep.shape == reached.shape[: keep.ndim]:
-        found = [keep.view(*keep.shape, *ends)]
-    else:
-        found = []
+    alignments = _list_alignments(keep, reached)
+    if not alignments:
+        return None
+    if len(alignments) == 1:
+        return alignments[0]
+    outside = torch.stack([(reached & ~aligned).sum() for aligned in alignments])
+    return alignments[int(outside.argmin())]
+
+
+def _list_alignments(keep: Tensor, reached: Tensor) -> list[Tensor]:
+    """Return all ways to broadcast `keep` to the shape of `reached`, leading axes first."""
+    alignments = []
+    trailing = [1] * (reached.ndim - keep.ndim)
+    is_leading = keep.shape == reached.shape[: keep.ndim]
+    if is_leading:
+        alignments.append(keep.view(*keep.shape, *trailing))
     if keep.ndim == 1:
-        axes = [i for i, n in enumerate(reached.shape) if n == len(keep) and (i or not found)]
-        found += [keep.view([-1 if i == j else 1 for j in range(reached.ndim)]) for i in axes]
-    elif found and keep.ndim == 2 and keep.shape[0] == keep.shape[1]:
-        found.append(keep.T.reshape(*keep.shape, *ends))
-    if len(found) > 1:
-        astray = torch.stack([(reached & ~one).sum() for one in found])
-        return found[int(astray.argmin())]
-    if found:
-        return found[0]
+        for axis, size in enumerate(reached.shape):
+            if size == len(keep) and (axis > 0 or not is_leading):
+                alignments.append(_place_on_axis(keep, axis, reached.ndim))
+    elif is_leading and keep.ndim == 2 and keep.shape[0] == keep.shape[1]:
+        alignments.append(keep.T.reshape(*keep.shape, *trailing))
+    return alignments
+
+
+def _place_on_axis(values: Tensor, axis: int, ndim: int) -> Tensor:
+    """Return a vector as a view with `ndim` axes, its entries along one of them."""
+    shape = [1] * ndim
+    shape[axis] = -1
+    return values.view(shape)
+
+
+def _match_axes(shape: torch.Size, other: torch.Size) -> tuple[int, int] | None:
+    """Return an axis of each shape with the same length, the same axis where possible."""
+    for axis, (size, other_size) in enumerate(zip(shape, other, strict=False)):
+        if size == other_size:
+            return axis, axis
+    for axis, size in enumerate(shape):
+        if size in other:
+            return axis, other.index(size)
     return None
 
 
-def _agree(one: torch.Size, two: torch.Size) -> tuple[int, int] | None:
-    """An axis of each with the same length, the same axis where possible."""
-    found = [(i, j) for i, a in enumerate(one) for j, b in enumerate(two) if a == b]
-    return min(found, key=lambda pair: pair[0] != pair[1], default=None)
-
-
-def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def average_positions(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return means over the positions of (N, P, *features), and which samples have any, (N,).
 
     `keep`, (N, P), says which positions count; all of them where it is None.
@@ -233,8 +280,8 @@ def means(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return (x * keep).sum(1) / counts.clamp(min=1), counts.flatten() > 0
 
 
-def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
-    """Σ_p x xᵀ over the positions of (G, P, n), as a diagonal where n is too long."""
+def compute_second_moment(x: Tensor, sharing: Sharing) -> Tensor:
+    """Return Σ_p x xᵀ over the positions of (G, P, n), or its diagonal where n is too long."""
     if x.shape[-1] > sharing.longest:
         return torch.linalg.vector_norm(x, dim=1, dtype=compute_dtype(x.dtype)).square()
     if x.shape[0] == 1:
@@ -243,47 +290,55 @@ def second_moment(x: Tensor, sharing: Sharing) -> Tensor:
     return x.mT @ x
 
 
-def stackable(x: Tensor) -> bool:
-    """Whether products of x can be written where they are wanted, in another precision than x's."""
+def can_stack(x: Tensor) -> bool:
+    """Return True if products of x can be written into a tensor of higher precision."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
 
 
-def stacked(uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None) -> list[Moments]:
-    """The moments of several (..., n) in half precision on a GPU, of one shape, side by side.
+def compute_stacked_moments(
+    uses: Sequence[Tensor], keep: Sequence[Tensor] | None = None
+) -> list[Moments]:
+    """Return the moments of several half-precision (..., n) of one shape, on a GPU.
 
-    `keep` says for each which positions count, (...). Small ones are copied to be multiplied at
-    once: a launch each takes longer than to move them.
+    `keep` has a mask (...) of the positions that count for each. Small inputs are copied and
+    multiplied together: that takes less time than a launch for each.
     """
     x = uses[0]
     count = len(uses)
     n = x.shape[-1]
-    if keep is None:
-        mask = None
-    else:
+    mask: Tensor | None = None
+    positions: Sequence[Tensor | float] = [x.numel() // n] * count
+    if keep is not None:
         mask = torch.stack([k.flatten() for k in keep])[..., None]
-    if mask is None:
-        positions = [x.numel() // n] * count
-    else:
         positions = mask.sum((1, 2)).unbind()
     second = x.new_empty(count, 1, n, n, dtype=torch.float32)
     first = x.new_empty(count, 1, n, dtype=torch.float32)
     step = max(1, _TOGETHER // max(1, x.nbytes))
-    for a in range(0, count, step):
-        some = [x.reshape(1, -1, n) for x in uses[a : a + step]]
-        if len(some) == 1:
-            rows = some[0]
-        else:
-            rows = torch.cat(some)
+    for start in range(0, count, step):
+        batch = slice(start, start + step)
+        rows = _concatenate([x.reshape(1, -1, n) for x in uses[batch]])
         if mask is not None:
-            rows = rows * mask[a : a + step]
-        if len(some) == 1 and rows.dtype != second.dtype:
-            write_half_precision_moment(second[a, 0], rows[0])
-        else:
-            _batched_into(second[a : a + step, 0], rows.mT, rows)
-        ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(some), -1, -1)
-        _batched_into(first[a : a + step], ones, rows)
-    each = zip(second.unbind(), first.unbind(), positions, strict=True)
-    return [Moments(*one) for one in each]
+            rows = rows * mask[batch]
+        _write_moments(second[batch, 0], first[batch], rows)
+    sums = zip(second.unbind(), first.unbind(), positions, strict=True)
+    return [Moments(*moments) for moments in sums]
+
+
+def _concatenate(tensors: list[Tensor]) -> Tensor:
+    """Return the tensors along axis 0; one alone is not copied."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors)
+
+
+def _write_moments(second: Tensor, first: Tensor, rows: Tensor) -> None:
+    """Write Σ x xᵀ (K, n, n) and Σ x (K, 1, n) of rows (K, P, n)."""
+    if len(rows) == 1 and rows.dtype != second.dtype:
+        write_half_precision_moment(second[0], rows[0])
+    else:
+        _multiply_into(second, rows.mT, rows)
+    ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(rows), -1, -1)
+    _multiply_into(first, ones, rows)
 
 
 @lru_cache(8)
@@ -291,51 +346,53 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(1, 1, n, dtype=dtype, device=device)
 
 
-def _batched_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+def _multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == out.dtype:
         torch.bmm(x, y, out=out)
     else:
         torch.bmm(x, y, out_dtype=out.dtype, out=out)
 
 
-def moments(
+def compute_moments(
     x: Tensor, sharing: Sharing, keep: Tensor | None = None, *, first: bool = True
 ) -> Moments:
-    """The moments of (G, P, n); `keep` says which positions count, (P,) or for each group (G, P).
+    """Return the moments of (G, P, n) over the positions of a mask `keep`, (P,) or (G, P).
 
-    Where nobody needs the first one, since there is no bias, it is zero, (G, 1).
+    Without `first` (a layer without bias does not need it) the first moment is zero, (G, 1).
     """
     positions: Tensor | float = x.shape[1]
     if keep is not None:
         x = x * keep[..., None]
         positions = keep.sum(-1)
-    second = second_moment(x, sharing)
+    second = compute_second_moment(x, sharing)
     dtype = compute_dtype(x.dtype)
     if first:
-        ones = x.sum(1, dtype=dtype)
+        total = x.sum(1, dtype=dtype)
     else:
-        ones = x.new_zeros(x.shape[0], 1, dtype=dtype)
-    return Moments(second, ones, positions)
+        total = x.new_zeros(x.shape[0], 1, dtype=dtype)
+    return Moments(second, total, positions)
 
 
-def shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-    """The moments of (B, G, positions, n); `keep` says which samples, (B,), or positions count."""
+def compute_shared_moments(a: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    """Return the moments of (B, G, positions, n), shared by expansion or reduction.
+
+    `keep` is a mask of the samples, (B,), or of the positions that count.
+    """
     if keep is not None:
         keep = keep.reshape(len(keep), -1).expand(len(a), a.shape[2])
-    if not sharing.reduce:
-        if keep is None:
-            kept = None
-        else:
-            kept = keep.flatten()
-        return moments(a.transpose(0, 1).flatten(1, 2), sharing, kept)
-    if keep is not None:
-        keep = sharing.by_sample(keep).flatten(1)
-    a, kept = means(sharing.by_sample(a.transpose(1, 2), 3).flatten(1, 2), keep)
-    return moments(a.transpose(0, 1), sharing, kept)
-
-
-def shared_second_moment(d: Tensor, sharing: Sharing) -> Tensor:
-    """Σ δδᵀ of cotangents (B, G, positions, n), which are added up over positions by reduction."""
     if sharing.reduce:
-        return second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
-    return second_moment(d.transpose(0, 1).flatten(1, 2), sharing)
+        if keep is not None:
+            keep = sharing.by_sample(keep).flatten(1)
+        by_sample = sharing.by_sample(a.transpose(1, 2), 3).flatten(1, 2)
+        averages, has_positions = average_positions(by_sample, keep)
+        return compute_moments(averages.transpose(0, 1), sharing, has_positions)
+    if keep is not None:
+        keep = keep.flatten()
+    return compute_moments(a.transpose(0, 1).flatten(1, 2), sharing, keep)
+
+
+def compute_shared_second_moment(d: Tensor, sharing: Sharing) -> Tensor:
+    """Return Σ δδᵀ of cotangents (B, G, positions, n); by reduction positions are added first."""
+    if sharing.reduce:
+        return compute_second_moment(sharing.by_sample(d.sum(2), 2).sum(1).transpose(0, 1), sharing)
+    return compute_second_moment(d.transpose(0, 1).flatten(1, 2), sharing)

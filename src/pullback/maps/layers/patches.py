@@ -1,8 +1,8 @@
 """What the positions of a convolution see: patches, and their second moments.
 
-The patch at place t is a = (x[c, t + u])₍c,u₎, with u the kernel's offsets in the padded image x. A
-pointwise convolution's patches are the image itself. Of others, all patches of some samples are
-copied with the channels last, which moves whole lines of memory, and multiplied at once.
+The patch at position t is a = (x[c, t + u])₍c,u₎, with the kernel's offsets u in the padded image
+x. A pointwise convolution's patches are the image itself. For others, all patches of some samples
+are copied with the channels last, which moves whole lines of memory, and multiplied at once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ _MEMORY = 2**27  # bytes unfolded at a time
 _ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores read no others
 
 
-def patches(module: Any, x: Tensor) -> Tensor:
-    """The inputs (B, G, positions, C/G·kernel) that each output place sees, channel-major."""
+def unfold_patches(module: Any, x: Tensor) -> Tensor:
+    """Return the inputs that each output position sees, (B, G, positions, C/G·kernel).
+
+    A patch is channel-major.
+    """
     pad = module._reversed_padding_repeated_twice
     mode = module.padding_mode
-    return windows(module, F.pad(x, pad, "constant" if mode == "zeros" else mode))
+    if mode == "zeros":
+        mode = "constant"
+    return unfold_windows(module, F.pad(x, pad, mode))
 
 
-def windows(module: Any, x: Tensor) -> Tensor:
-    """The same of an input that is already padded."""
+def unfold_windows(module: Any, x: Tensor) -> Tensor:
+    """Return the patches (B, G, positions, C/G·kernel) of an input that is already padded."""
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for axis, (k, s, d) in enumerate(axes, start=2):
         x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
@@ -40,151 +45,163 @@ def windows(module: Any, x: Tensor) -> Tensor:
     return x.flatten(2 + dims).flatten(2, 1 + dims)
 
 
-def lines(module: Any, x: Tensor) -> Tensor:
-    """The channels (B, G, positions, C/G) at each place of (B, C, *space)."""
+def list_channels(module: Any, x: Tensor) -> Tensor:
+    """Return the channels at each position of (B, C, *space), as (B, G, positions, C/G)."""
     return x.unflatten(1, (module.groups, -1)).flatten(3).mT
 
 
-def of_samples(form: Callable[[Tensor], Tensor], x: Tensor, lead: int, dims: int) -> Tensor:
-    """What `form` makes of (B, C, *space), (B, G, positions, n), for (*lead, *calls, C, *space).
+def apply_to_images(form: Callable[[Tensor], Tensor], x: Tensor, lead: int, dims: int) -> Tensor:
+    """Apply `form`, (B, C, *space) -> (B, G, positions, n), to (*lead, *calls, C, *space).
 
-    The positions of all calls come one after the other: (*lead, G, T, n). `dims` counts C and
-    space.
+    Returns (*lead, G, T, n), the positions of all calls one after the other. `dims` counts the axes
+    C and space.
     """
-    found = form(x.reshape(-1, *x.shape[-dims:])).unflatten(0, (*x.shape[:lead], -1))
-    return found.transpose(lead, lead + 1).flatten(lead + 1, lead + 2)
+    formed = form(x.reshape(-1, *x.shape[-dims:])).unflatten(0, (*x.shape[:lead], -1))
+    return formed.transpose(lead, lead + 1).flatten(lead + 1, lead + 2)
 
 
-def patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and positions, for one group of channels.
+def compute_patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and positions, for one group.
 
     I is channel-major, as in `weight.flatten(1)`. Half precision is accumulated in float32, and
-    the result stays there. Where the layer has no bias, which alone would need the second, (1, 1)
-    stands in for it.
+    the result has that dtype. Only a bias needs the second: without one it is a dummy (1, 1).
     """
-    if _sees_one(module):
+    if _has_single_pixels(module):
         x = x[(..., *(slice(None, None, s) for s in module.stride))]
-        second = channel_moment(x)
-        return second, patch_sum(module, x, second)
+        second = compute_channel_moment(x)
+        return second, sum_patches(module, x, second)
     k = prod(module.kernel_size)
     c = x.shape[1]
     copied = x.nbytes * k // prod(module.stride)
     # sums over few samples would move the moments more often than the inputs
     limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
-    some, *others = _channels_last(module, x).chunk(max(1, -(-copied // limit)))
-    second = _line_moment(module, some)
-    for some in others:
-        second += _line_moment(module, some)
+    chunk, *others = _pad_channels_last(module, x).chunk(max(1, -(-copied // limit)))
+    second = _offset_major_moment(module, chunk)
+    for chunk in others:
+        second += _offset_major_moment(module, chunk)
     second = second.view(k, c, k, c).permute(1, 0, 3, 2).reshape(1, k * c, k * c)
-    return second, patch_sum(module, x, second)
+    return second, sum_patches(module, x, second)
 
 
-def _line_moment(module: Any, x: Tensor) -> Tensor:
-    """Σ a aᵀ with offsets before channels; the patches are gone with the call."""
+def _offset_major_moment(module: Any, x: Tensor) -> Tensor:
+    """Return Σ a aᵀ of padded (B, *space, C), the kernel's offsets before the channels.
+
+    The call ends the life of the patches, so that those of the next samples take their memory.
+    """
     width = prod(module.kernel_size) * x.shape[-1]
-    return column_gram(_unfolded(module, x, _ALIGNED))[:width, :width]
+    return column_gram(_unfold(module, x, _ALIGNED))[:width, :width]
 
 
-def patch_sum(module: Any, x: Tensor, second: Tensor) -> Tensor:
-    """Σ a (1, I), which is linear in x: of the samples' sum; (1, 1) where there is no bias."""
+def sum_patches(module: Any, x: Tensor, second: Tensor) -> Tensor:
+    """Return Σ a (1, I), or a dummy (1, 1) if the layer has no bias.
+
+    The sum is linear in x, so it is formed from the sum of the samples.
+    """
     if module._parameters.get("bias", x) is None:
         return second[:1, 0, :1]
-    if _sees_one(module):
+    if _has_single_pixels(module):
         return x.flatten(2).sum((0, 2), dtype=compute_dtype(x.dtype))[None]
-    alone = x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))
-    seen = _unfolded(module, _channels_last(module, alone)).sum(0)
-    return seen.view(-1, x.shape[1]).T.reshape(1, -1)
+    sample_sum = x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))
+    patch_total = _unfold(module, _pad_channels_last(module, sample_sum)).sum(0)
+    return patch_total.view(-1, x.shape[1]).T.reshape(1, -1)
 
 
-def pointwise(module: Any, x: Tensor) -> bool:
-    """Whether the patches are the image x (B, C, *space) itself, as it lies in memory."""
-    plain = x.ndim == 2 + len(module.kernel_size) and x.is_contiguous() and x.numel() > 0
-    return plain and _sees_one(module) and set(module.stride) == {1}
+def is_pointwise(module: Any, x: Tensor) -> bool:
+    """Return True if the patches are the image x (B, C, *space) itself, as it lies in memory."""
+    is_dense_batch = x.ndim == 2 + len(module.kernel_size) and x.is_contiguous() and x.numel() > 0
+    return is_dense_batch and _has_single_pixels(module) and set(module.stride) == {1}
 
 
-def _sees_one(module: Any) -> bool:
+def _has_single_pixels(module: Any) -> bool:
+    """Return True if a patch is one pixel, and no patch lies in the padding."""
     return set(module.kernel_size) == {1} and not any(module._reversed_padding_repeated_twice)
 
 
-def channel_moment(x: Tensor) -> Tensor:
-    """Σ x xᵀ (1, C, C) over samples and positions of (B, C, *space), by what moves fewer bytes.
+def compute_channel_moment(x: Tensor) -> Tensor:
+    """Return Σ x xᵀ (1, C, C) over samples and positions of (B, C, *space).
 
     One product per sample copies nothing, but its results are B·C² numbers; one product of all
-    needs the channels as lines.
+    needs the channels as lines. The function takes what moves fewer bytes.
     """
-    if _by_samples(x):
-        each = x.flatten(2)
-        return multiply_batches(each, each).sum(0, keepdim=True)
-    found = channel_lines(x)[None]
-    return multiply_batches(found, found)
+    if _should_multiply_by_sample(x):
+        samples = x.flatten(2)
+        return multiply_batches(samples, samples).sum(0, keepdim=True)
+    channels = arrange_channels(x)[None]
+    return multiply_batches(channels, channels)
 
 
-def channel_moments(some: Sequence[Tensor]) -> Tensor:
-    """The same for several of one shape and row by row in memory, (K, C, C), in fewer launches."""
-    x = some[0]
-    count = len(some)
-    if count == 1 or (_by_samples(x) and x.dtype != compute_dtype(x.dtype)):
-        return torch.cat([channel_moment(x) for x in some])
-    if _by_samples(x):
-        each = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
-        for out, found in zip(each.unbind(), (x.flatten(2) for x in some), strict=True):
-            torch.bmm(found, found.mT, out=out)
-        return each.sum(1)
-    found = _turned(some)
-    return multiply_batches(found, found)
+def compute_channel_moments(images: Sequence[Tensor]) -> Tensor:
+    """Return the `compute_channel_moment` of several contiguous inputs of one shape, (K, C, C).
+
+    It takes fewer launches than one call for each.
+    """
+    x = images[0]
+    count = len(images)
+    by_sample = _should_multiply_by_sample(x)
+    if count == 1 or (by_sample and x.dtype != compute_dtype(x.dtype)):
+        return torch.cat([compute_channel_moment(x) for x in images])
+    if by_sample:
+        products = x.new_empty(count, x.shape[0], x.shape[1], x.shape[1])
+        for out, image in zip(products.unbind(), images, strict=True):
+            samples = image.flatten(2)
+            torch.bmm(samples, samples.mT, out=out)
+        return products.sum(1)
+    channels = _stack_channels(images)
+    return multiply_batches(channels, channels)
 
 
-def _turned(some: Sequence[Tensor]) -> Tensor:
-    """The channels of several (B, C, *space) of one shape, each in order: (K, C, B·positions)."""
-    c = some[0].shape[1]
-    count = len(some)
-    return torch.cat([x.flatten(2).transpose(0, 1) for x in some]).view(count, c, -1)
+def _stack_channels(images: Sequence[Tensor]) -> Tensor:
+    """Return the channels of several (B, C, *space) of one shape, (K, C, B·positions)."""
+    channels = torch.cat([x.flatten(2).transpose(0, 1) for x in images])
+    return channels.view(len(images), images[0].shape[1], -1)
 
 
-def channel_bytes(x: Tensor) -> int:
-    """Return the bytes that `channel_moments` takes per input."""
-    each = x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
-    if _by_samples(x):
-        return each
+def count_channel_bytes(x: Tensor) -> int:
+    """Return the bytes that `compute_channel_moments` takes per input."""
+    if _should_multiply_by_sample(x):
+        return x.shape[0] * x.shape[1] ** 2 * compute_dtype(x.dtype).itemsize
     return x.nbytes
 
 
-def _by_samples(x: Tensor) -> bool:
-    """Whether to multiply sample by sample."""
+def _should_multiply_by_sample(x: Tensor) -> bool:
+    """Return True if one product per sample moves fewer bytes than one product of all."""
     n, c, *space = x.shape
-    fewer = c * compute_dtype(x.dtype).itemsize <= prod(space) * x.itemsize
-    return fewer and n > 1 and x.is_contiguous()
+    is_smaller = c * compute_dtype(x.dtype).itemsize <= prod(space) * x.itemsize
+    return is_smaller and n > 1 and x.is_contiguous()
 
 
-def _unfolded(module: Any, x: Tensor, aligned: int = 1) -> Tensor:
-    """The patches of padded (B, *space, C), (B·positions, kernel·C): offsets before channels.
+def _unfold(module: Any, x: Tensor, multiple: int = 1) -> Tensor:
+    """Return the patches of padded (B, *space, C), (B·positions, kernel·C).
 
-    Lines are filled up with zeros to a multiple of `aligned`.
+    The kernel's offsets come before the channels, and zeros fill up the lines to a multiple of
+    `multiple` entries.
     """
-    shape = [x.shape[0]]
-    strides = [x.stride(0)]
-    offsets = []
-    steps = []
+    positions = [x.shape[0]]
+    position_strides = [x.stride(0)]
+    offset_strides = []
     axes = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for i, (k, s, d) in enumerate(axes, start=1):
-        shape.append((x.shape[i] - d * (k - 1) - 1) // s + 1)
-        strides.append(s * x.stride(i))
-        offsets.append(k)
-        steps.append(d * x.stride(i))
-    wide = x.shape[-1]
-    seen = x.as_strided((*shape, *offsets, wide), (*strides, *steps, 1), x.storage_offset())
-    positions = prod(shape)
-    width = prod(offsets) * wide
-    if not width % aligned:
-        return seen.reshape(positions, width)
-    out = x.new_empty(positions, -(-width // aligned) * aligned)
-    out[:, :width].view(seen.shape).copy_(seen)
+        positions.append((x.shape[i] - d * (k - 1) - 1) // s + 1)
+        position_strides.append(s * x.stride(i))
+        offset_strides.append(d * x.stride(i))
+    channels = x.shape[-1]
+    windows = x.as_strided(
+        (*positions, *module.kernel_size, channels),
+        (*position_strides, *offset_strides, 1),
+        x.storage_offset(),
+    )
+    count = prod(positions)
+    width = prod(module.kernel_size) * channels
+    if not width % multiple:
+        return windows.reshape(count, width)
+    out = x.new_empty(count, -(-width // multiple) * multiple)
+    out[:, :width].view(windows.shape).copy_(windows)
     out[:, width:].zero_()
     return out
 
 
-def _channels_last(module: Any, x: Tensor) -> Tensor:
-    """Padded, (B, *space, C) in memory, by one copy where it is padded with zeros."""
+def _pad_channels_last(module: Any, x: Tensor) -> Tensor:
+    """Return the padded input as (B, *space, C) in memory, by one copy if padded with zeros."""
     pad = module._reversed_padding_repeated_twice
     mode = module.padding_mode
     if not any(pad):
@@ -193,18 +210,19 @@ def _channels_last(module: Any, x: Tensor) -> Tensor:
         return F.pad(x, pad, mode).movedim(1, -1).contiguous()
     sides = list(zip(pad[::2], pad[1::2], strict=True))[::-1]
     space = [n + before + after for n, (before, after) in zip(x.shape[2:], sides, strict=True)]
-    out = inner = x.new_zeros(x.shape[0], *space, x.shape[1])
+    out = x.new_zeros(x.shape[0], *space, x.shape[1])
+    inner = out
     for axis, (before, _) in enumerate(sides, start=1):
         inner = inner.narrow(axis, before, x.shape[1 + axis])
     inner.copy_(x.movedim(1, -1))
     return out
 
 
-def channel_lines(x: Tensor) -> Tensor:
-    """The channels of (B, C, *space) as lines (C, B·positions), not copied where they come last."""
-    last = x.movedim(1, -1)
-    if last.is_contiguous():
-        return last.reshape(-1, x.shape[1]).T
+def arrange_channels(x: Tensor) -> Tensor:
+    """Return (B, C, *space) as (C, B·positions), a view if the channels come last in memory."""
+    channels_last = x.movedim(1, -1)
+    if channels_last.is_contiguous():
+        return channels_last.reshape(-1, x.shape[1]).T
     if x.is_contiguous() and x.numel():
-        return _turned([x])[0]
+        return _stack_channels([x])[0]
     return x.transpose(0, 1).reshape(x.shape[1], -1)

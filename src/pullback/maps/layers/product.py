@@ -19,8 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from .affine import AffineBlock
-from .moments import Moments, Sharing, counted, means, moments, second_moment
-from .registry import Block, Layer, Use, joined, register
+from .moments import (
+    Moments,
+    Sharing,
+    average_positions,
+    compute_moments,
+    compute_second_moment,
+    find_counted_positions,
+)
+from .registry import Block, Layer, Use, join_uses, register
 
 
 @dataclass(frozen=True)
@@ -117,16 +124,18 @@ class Matrices(Layer):
         products = [use.module.product for use in uses]
         if any(p.index is not None or p.used != p.form[0] for p in products):
             return StackBlock(names, uses, is_transposed=self.is_transposed)
-        inputs = joined([_inputs_by_matrix(use) for use in uses], 2)
-        delta = joined([_cotangents_by_matrix(use) for use in uses], 3)
+        inputs = join_uses([_inputs_by_matrix(use) for use in uses], 2)
+        delta = join_uses([_cotangents_by_matrix(use) for use in uses], 3)
         weight = names["weight"]
         bias = names.get("bias")
         return AffineBlock(weight, bias, inputs, delta, is_transposed=self.is_transposed)
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return counted(module.product.arrange_outputs(delta), keep)
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return find_counted_positions(module.product.arrange_outputs(delta), keep)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
         product = module.product
         if product.index is not None:
             return _picked_moments(product, x, sharing, keep)
@@ -137,19 +146,19 @@ class Matrices(Layer):
             mask = keep.movedim(-1, 0).flatten(1)
             if len(mask) == 1:
                 mask = mask[0]
-        return _spread_moments(product, moments(_by_matrix(x), sharing, mask))
+        return _spread_moments(product, compute_moments(_by_matrix(x), sharing, mask))
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         product = module.product
         cotangents = product.arrange_outputs(delta)
         if product.index is not None:
             segments = _segments(product, cotangents, None)
-            return torch.cat([second_moment(rows[None], sharing) for rows, _ in segments])
+            return torch.cat([compute_second_moment(rows[None], sharing) for rows, _ in segments])
         if sharing.reduce:
             cotangents = sharing.by_sample(cotangents, 3).sum((1, 2)).transpose(0, 1)
         else:
             cotangents = _by_matrix(cotangents)
-        return _spread(product, second_moment(cotangents, sharing))
+        return _spread(product, compute_second_moment(cotangents, sharing))
 
 
 @register(TransposedProductUse)
@@ -177,15 +186,17 @@ def _mean_moments(x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
         else:  # each matrix has positions of its own
             by_sample = by_sample * mask[..., None]
             mask = None
-    by_sample, mask = means(by_sample, mask)
-    return moments(by_sample.transpose(0, 1), sharing, mask)
+    by_sample, mask = average_positions(by_sample, mask)
+    return compute_moments(by_sample.transpose(0, 1), sharing, mask)
 
 
 def _picked_moments(
     product: MatrixProduct, x: Tensor, sharing: Sharing, keep: Tensor | None
 ) -> Moments:
     """Moments of the positions that picked each matrix."""
-    by_matrix = [moments(rows[None], sharing, mask) for rows, mask in _segments(product, x, keep)]
+    by_matrix = [
+        compute_moments(rows[None], sharing, mask) for rows, mask in _segments(product, x, keep)
+    ]
     counts = [torch.as_tensor(m.positions, device=x.device) for m in by_matrix]
     return Moments(
         torch.cat([m.second for m in by_matrix]),

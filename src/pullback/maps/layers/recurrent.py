@@ -9,7 +9,7 @@ With the states h_t, and c_t of the LSTM,
     LSTM   (i, f, g, o) = (σ, σ, tanh, σ)(u_t + v_t),  c_t = f ∘ c_{t−1} + i ∘ g,
            h_t = W_hr (o ∘ tanh c_t)                                      W_hr only with `proj_size`
 
-the maps u and v are tapped apart: their cotangents agree except at the GRU's n. All gates read the
+the maps u and v have a tap each: their cotangents agree except at the GRU's n. All gates read the
 same input, so each map is one group. u_t does not recur: one step of the replay holds all times.
 """
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .compound import Compound, Tap
+from .compound import AffineMap, Compound, Tap
 from .registry import register
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) for the LSTM: each (B, ·)
@@ -34,10 +34,10 @@ class Recurrence(Compound):
 
     @abstractmethod
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
-        """The next state, before the LSTM's projection; u and v are (P_t, gates)."""
+        """Return the next state, before the LSTM's projection, from u and v, (P_t, gates)."""
 
-    def widths(self, module: Any) -> tuple[int, ...]:
-        """How wide each part of the state is."""
+    def state_widths(self, module: Any) -> tuple[int, ...]:
+        """Return the width of each tensor of the state."""
         return (module.hidden_size,)
 
     def sweep(
@@ -50,42 +50,30 @@ class Recurrence(Compound):
         reverse: bool = False,
         packed: bool = False,
     ) -> tuple[Tensor, State, list[Tap]]:
-        """One direction of one layer: x (Σ P_t, I), packed time after time, P_t = `sizes`.
+        """Run one direction of one layer on x (Σ P_t, I), all times in a row, P_t = `sizes`.
 
         Returns all h_t (Σ P_t, O) in the order of x, the last state, and the taps, whose positions
         have that order too.
         """
-        found = [getattr(module, f"{name}{suffix}", None) for name in _ROLES]
-        ih = Tap(found[0], found[2])
-        hh = Tap(found[1], found[3])
-        if found[4] is None:
-            hr = None
-        else:
-            hr = Tap(found[4], None)
-        u = ih(x[None])[0].split(list(sizes))
-        steps = range(len(sizes))
-        h: list[Tensor] = [u[0]] * len(sizes)
-        for t in reversed(steps) if reverse else steps:
-            n = sizes[t]
-            now = tuple(s[:n] for s in state)
-            new = self.cell(module, u[t], hh(now[0][None])[0], now)
-            if hr is not None:
-                new = (hr(new[0][None])[0], *new[1:])
-            h[t] = new[0]
-            # samples past n have ended, or (in reverse) have not begun: their state waits
-            pairs = zip(new, state, strict=True)
-            state = tuple(a if n == len(b) else torch.cat([a, b[n:]]) for a, b in pairs)
-        if hr is None:
-            maps = [ih, hh]
-        else:
-            maps = [ih, hh, hr]
-        if packed:
-            grids = []
-        else:
+        taps = _DirectionTaps(module, suffix)
+        u = taps.input(x[None])[0].split(list(sizes))
+        times = list(range(len(sizes)))
+        if reverse:
+            times.reverse()
+        outputs: list[Tensor] = [u[0]] * len(sizes)
+        for t in times:
+            alive = tuple(s[: sizes[t]] for s in state)
+            v = taps.hidden(alive[0][None])[0]
+            new_state = taps.project(self.cell(module, u[t], v, alive))
+            outputs[t] = new_state[0]
+            state = _replace_leading(state, new_state)
+        grids = []
+        if not packed:
             grids = [(len(sizes), sizes[0])]
-        return torch.cat(h), state, [m.finish(grids, batch_dim=1, backwards=reverse) for m in maps]
+        finished = [tap.finish(grids, batch_dim=1, backwards=reverse) for tap in taps.all]
+        return torch.cat(outputs), state, finished
 
-    def outputs(self, module: Any, output: Any) -> list[Tensor]:
+    def select_outputs(self, module: Any, output: Any) -> list[Tensor]:
         if isinstance(module, nn.RNNCellBase):
             if isinstance(output, Tensor):
                 return [output]
@@ -97,107 +85,151 @@ class Recurrence(Compound):
             return [y, last]
         return [y, *last]
 
-    def steps(
+    def replay_steps(
         self, module: Any, input: Tensor | PackedSequence, hx: Tensor | State | None = None
     ) -> tuple[list[Tensor], list[Tap]]:
         if isinstance(hx, Tensor):
-            given = (hx,)
+            initial = (hx,)
         else:
-            given = hx
+            initial = hx
         if isinstance(input, PackedSequence):
-            return self._packed(module, input, given)
+            return self._replay_packed(module, input, initial)
         if isinstance(module, nn.RNNCellBase):
-            return self._cell(module, input, given)
-        return self._padded(module, input, given)
+            return self._replay_cell(module, input, initial)
+        return self._replay_padded(module, input, initial)
 
-    def _cell(self, module: Any, x: Tensor, given: State | None) -> tuple[list[Tensor], list[Tap]]:
-        """One step: x (B, I) or (I)."""
-        batched = x.ndim == 2
-        if not batched:
-            x = x[None]
-        if given is None:
-            given = tuple(x.new_zeros(len(x), w) for w in self.widths(module))
-        elif not batched:
-            given = tuple(s[None] for s in given)
-        _, state, taps = self.sweep(module, "", x, [len(x)], given)
-        return [s if batched else s[0] for s in state], taps
-
-    def _padded(
-        self, module: Any, x: Tensor, given: State | None
+    def _replay_cell(
+        self, module: Any, x: Tensor, initial: State | None
     ) -> tuple[list[Tensor], list[Tap]]:
-        """x (T, B, I), (B, T, I) or (T, I)."""
-        batched = x.ndim == 3
-        if not batched:
+        """Return the next state of a cell, from x (B, I) or (I), and the taps."""
+        is_batched = x.ndim == 2
+        if not is_batched:
+            x = x[None]
+        if initial is None:
+            initial = tuple(x.new_zeros(len(x), w) for w in self.state_widths(module))
+        elif not is_batched:
+            initial = tuple(s[None] for s in initial)
+        _, state, taps = self.sweep(module, "", x, [len(x)], initial)
+        if not is_batched:
+            return [s[0] for s in state], taps
+        return list(state), taps
+
+    def _replay_padded(
+        self, module: Any, x: Tensor, initial: State | None
+    ) -> tuple[list[Tensor], list[Tap]]:
+        """Return outputs and last state for x (T, B, I), (B, T, I) or (T, I), and the taps."""
+        is_batched = x.ndim == 3
+        if not is_batched:
             x = x[:, None]
-            if given is None:
-                given = None
-            else:
-                given = tuple(s[:, None] for s in given)
+            if initial is not None:
+                initial = tuple(s[:, None] for s in initial)
         elif module.batch_first:
             x = x.transpose(0, 1)
         times, batch = x.shape[:2]
-        y, last, taps = self._layers(module, x.flatten(0, 1), [batch] * times, given)
+        y, last, taps = self._replay_layers(module, x.flatten(0, 1), [batch] * times, initial)
         y = y.unflatten(0, (times, batch))
-        if not batched:
+        if not is_batched:
             return [y[:, 0], *(s[:, 0] for s in last)], taps
-        return [y.transpose(0, 1) if module.batch_first else y, *last], taps
+        if module.batch_first:
+            y = y.transpose(0, 1)
+        return [y, *last], taps
 
-    def _packed(
-        self, module: Any, x: PackedSequence, given: State | None
+    def _replay_packed(
+        self, module: Any, x: PackedSequence, initial: State | None
     ) -> tuple[list[Tensor], list[Tap]]:
-        """Samples sorted by length, so that those alive at time t come first."""
-        if given is not None and x.sorted_indices is not None:
-            given = tuple(s[:, x.sorted_indices] for s in given)
-        y, last, taps = self._layers(module, x.data, x.batch_sizes.tolist(), given, packed=True)
+        """Return outputs and last state for samples sorted by length, and the taps.
+
+        The samples that have not ended at time t come first.
+        """
+        if initial is not None and x.sorted_indices is not None:
+            initial = tuple(s[:, x.sorted_indices] for s in initial)
+        sizes = x.batch_sizes.tolist()
+        y, last, taps = self._replay_layers(module, x.data, sizes, initial, packed=True)
         if x.unsorted_indices is not None:
             last = tuple(s[:, x.unsorted_indices] for s in last)
         return [y, *last], taps
 
-    def _layers(
+    def _replay_layers(
         self,
         module: Any,
         x: Tensor,
         sizes: Sequence[int],
-        given: State | None,
+        initial: State | None,
         *,
         packed: bool = False,
     ) -> tuple[Tensor, State, list[Tap]]:
-        """All layers and directions; states are (layers·directions, B, ·)."""
-        if module.bidirectional:
-            directions = 2
-        else:
-            directions = 1
-        if given is None:
+        """Run all layers and directions; states are (layers·directions, B, ·)."""
+        directions = 1 + int(module.bidirectional)
+        if initial is None:
             lead = (module.num_layers * directions, sizes[0])
-            given = tuple(x.new_zeros(*lead, w) for w in self.widths(module))
+            initial = tuple(x.new_zeros(*lead, w) for w in self.state_widths(module))
         last: list[State] = []
         taps: list[Tap] = []
         for layer in range(module.num_layers):
-            both = []
-            for d in range(directions):
-                start = tuple(s[layer * directions + d] for s in given)
-                suffix = f"_l{layer}{'_reverse' * d}"
-                y, state, found = self.sweep(module, suffix, x, sizes, start, d == 1, packed)
-                both.append(y)
+            outputs = []
+            for direction in range(directions):
+                start = tuple(s[layer * directions + direction] for s in initial)
+                suffix = f"_l{layer}{'_reverse' * direction}"
+                y, state, direction_taps = self.sweep(
+                    module, suffix, x, sizes, start, direction == 1, packed
+                )
+                outputs.append(y)
                 last.append(state)
-                taps.extend(found)
-            x = torch.cat(both, -1)
+                taps.extend(direction_taps)
+            x = torch.cat(outputs, -1)
         return x, tuple(torch.stack(s) for s in zip(*last, strict=True)), taps
 
-    def maps(self, module: Any) -> list[tuple[Tensor | None, Tensor | None, int]]:
-        held = module._parameters
-        weights = [n for n, p in held.items() if n.startswith("weight") and p is not None]
-        return [(held[n], held.get(n.replace("weight", "bias", 1)), 1) for n in weights]
+    def list_affine_maps(self, module: Any) -> list[AffineMap]:
+        parameters = module._parameters
+        maps = []
+        for name, weight in parameters.items():
+            if name.startswith("weight") and weight is not None:
+                bias = parameters.get(name.replace("weight", "bias", 1))
+                maps.append(AffineMap(weight, bias, 1))
+        return maps
 
-    def note(self, module: Any) -> str:
+    def describe_omission(self, module: Any) -> str:
         layers = getattr(module, "num_layers", 1)  # a cell has neither layers nor dropout
-        drops = layers > 1 and module.training and module.dropout > 0
-        if drops:
+        has_dropout = layers > 1 and module.training and module.dropout > 0
+        if has_dropout:
             return "dropout between layers"
         return ""
 
 
-_ROLES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+class _DirectionTaps:
+    """The taps of one direction of one layer: of the input, the state, and the projection."""
+
+    def __init__(self, module: Any, suffix: str) -> None:
+        def parameter(name: str) -> Tensor | None:
+            return getattr(module, f"{name}{suffix}", None)
+
+        self.input = Tap(parameter("weight_ih"), parameter("bias_ih"))
+        self.hidden = Tap(parameter("weight_hh"), parameter("bias_hh"))
+        self.all = [self.input, self.hidden]
+        self._projection: Tap | None = None
+        if parameter("weight_hr") is not None:
+            self._projection = Tap(parameter("weight_hr"), None)
+            self.all.append(self._projection)
+
+    def project(self, state: State) -> State:
+        """Return the state with W_hr applied to h, if the layer has a projection."""
+        if self._projection is None:
+            return state
+        return (self._projection(state[0][None])[0], *state[1:])
+
+
+def _replace_leading(state: State, new_state: State) -> State:
+    """Return the state with its first samples replaced.
+
+    Later samples have ended already or, in reverse, have not begun: their state stays.
+    """
+    replaced = []
+    for old, new in zip(state, new_state, strict=True):
+        if len(new) == len(old):
+            replaced.append(new)
+        else:
+            replaced.append(torch.cat([new, old[len(new) :]]))
+    return tuple(replaced)
 
 
 @register(nn.RNN, nn.RNNCell)
@@ -207,7 +239,9 @@ class Elman(Recurrence):
     use = "elman"
 
     def cell(self, module: Any, u: Tensor, v: Tensor, state: State) -> State:
-        return (torch.tanh(u + v) if module.nonlinearity == "tanh" else torch.relu(u + v),)
+        if module.nonlinearity == "tanh":
+            return (torch.tanh(u + v),)
+        return (torch.relu(u + v),)
 
 
 @register(nn.GRU, nn.GRUCell)
@@ -236,5 +270,5 @@ class LSTM(Recurrence):
         c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
 
-    def widths(self, module: Any) -> tuple[int, ...]:
+    def state_widths(self, module: Any) -> tuple[int, ...]:
         return getattr(module, "proj_size", 0) or module.hidden_size, module.hidden_size

@@ -11,13 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..._core.products import add_cross_gram
-from .moments import Moments, Sharing, counted
+from .moments import Moments, Sharing, find_counted_positions
+
+
+class CotangentStructure(Enum):
+    """A property of a layer's cotangents that makes its Gram cheaper."""
+
+    #: all positions of a sample have the same cotangent
+    EQUAL_POSITIONS = "equal positions"
+    #: covectors and positions separate, δ_rto = v_ro g_to
+    SEPARATED = "separated"
 
 
 class Block(ABC):
@@ -25,13 +35,13 @@ class Block(ABC):
 
     #: names of the parameters, in the map's parameter space
     names: tuple[str, ...]
-    #: shapes that cotangents may have, and whether they had them when last looked at: what they
-    #: did not have is not looked for again, what they had is proved anew
-    looks: dict[str, bool]
+    #: whether the cotangents had a structure when it was last tested. Failed tests are not
+    #: repeated. A structure that was there is verified again for each block.
+    structure_tests: dict[CotangentStructure, bool]
 
     @property
     def route(self) -> str:
-        """How the Gram will be computed, for reports."""
+        """Name of the formula by which the Gram will be computed, for reports."""
         return "rows"
 
     @abstractmethod
@@ -40,25 +50,26 @@ class Block(ABC):
 
     @abstractmethod
     def narrow(self, start: int, stop: int) -> Block:
-        """The same block for the samples in [start, stop)."""
+        """Return the block of the samples in [start, stop)."""
 
-    def traced(self) -> Block:
-        """For `add_gram` alone, one covector whose products are Σ_r of those of all R."""
+    def trace_covectors(self) -> Block:
+        """Return a block with one covector whose Gram is the trace over all R covectors.
+
+        The result serves `add_gram` alone: its rows are no rows of J.
+        """
         return RowsBlock({n: rows.flatten(1)[:, None] for n, rows in self.rows().items()})
 
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
-        """out += A A'ᵀ against `other` of the same parameters, (N·R, N'·R').
+        """Add A A'ᵀ to `out`, (N·R, N'·R'), for another block of the same parameters.
 
-        Where `other` is this block, on and below the diagonal.
+        If `other` is this block, only entries on and below the diagonal are added.
         """
-        mine = self.rows()
-        if other is self:
-            theirs = mine
-        else:
-            theirs = other.rows()
+        rows = {name: value.flatten(0, 1) for name, value in self.rows().items()}
+        other_rows = rows
+        if other is not self:
+            other_rows = {name: value.flatten(0, 1) for name, value in other.rows().items()}
         for name in self.names:
-            x = mine[name].flatten(0, 1)
-            add_cross_gram(out, x, x if other is self else theirs[name].flatten(0, 1))
+            add_cross_gram(out, rows[name], other_rows[name])
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """A v: (N, R)."""
@@ -71,7 +82,7 @@ class Block(ABC):
 
 
 class RowsBlock(Block):
-    """Rows held as they are: small layers, tied weights, layers without known structure."""
+    """Rows as a matrix: small layers, tied weights, layers without known structure."""
 
     def __init__(self, rows: Mapping[str, Tensor]) -> None:
         self.names = tuple(rows)
@@ -87,41 +98,55 @@ class RowsBlock(Block):
 class JointBlock(Block):
     """Blocks of one layer's parameters, side by side."""
 
-    def __init__(self, parts: Sequence[Block]) -> None:
-        self._parts = parts
-        self.names = tuple(name for part in parts for name in part.names)
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        names: list[str] = []
+        for block in blocks:
+            names.extend(block.names)
+        self.names = tuple(names)
 
     @property
     def route(self) -> str:
-        return self._parts[0].route
+        return self._blocks[0].route
 
     def narrow(self, start: int, stop: int) -> Block:
-        return JointBlock([part.narrow(start, stop) for part in self._parts])
+        return JointBlock([block.narrow(start, stop) for block in self._blocks])
 
     def rows(self) -> dict[str, Tensor]:
-        return {n: rows for part in self._parts for n, rows in part.rows().items()}
+        rows: dict[str, Tensor] = {}
+        for block in self._blocks:
+            rows.update(block.rows())
+        return rows
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([part.project(v) for part in self._parts]).sum(0)
+        return torch.stack([block.project(v) for block in self._blocks]).sum(0)
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
-        return {n: share for part in self._parts for n, share in part.lift(c).items()}
+        lifted: dict[str, Tensor] = {}
+        for block in self._blocks:
+            lifted.update(block.lift(c))
+        return lifted
 
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         assert isinstance(other, JointBlock)
-        for one, two in zip(self._parts, other._parts, strict=True):
-            one.add_gram(out, two, budget)
+        for block, other_block in zip(self._blocks, other._blocks, strict=True):
+            block.add_gram(out, other_block, budget)
 
 
-def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """The uses of one layer along their sharing axis; a single use is not copied."""
+def join_uses(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Return the tensors of a layer's uses, concatenated along `dim`; one alone is not copied."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(list(tensors), dim)
 
 
-#: a module, what it saw, and which of its positions count
-Seen = tuple[Any, Tensor, Tensor | None]
+class LayerInput(NamedTuple):
+    """A module with the input that it received."""
+
+    module: Any
+    input: Tensor
+    #: which positions count, from `Layer.counted_positions`; all of them where it is None
+    keep: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -142,14 +167,14 @@ class Layer(ABC):
     """A kind of layer.
 
     `parameters` gives the tensors by role, `features` how many trailing axes of the output
-    belong to one place, and `block` assembles the uses of the same parameters. For K-FAC, `inputs`
-    and `outputs` give the second moments of one use.
+    belong to one position, and `block` assembles the uses of the same parameters. For K-FAC,
+    `input_moments` and `output_moment` give the second moments of one use.
     """
 
     #: the kind of use, by which saved statistics name it: never change it for a layer that exists
     use: ClassVar[str] = "layer"
-    #: what K-FAC holds for the parameters: "kronecker" (from `inputs` and `outputs`), "units" for
-    #: elementwise gains, or "rows": the layer has but `block`, and its parameters are diagonals
+    #: what K-FAC holds for the parameters: "kronecker" (from the moments), "units" for
+    #: elementwise gains, or "rows": the layer has only `block`, and its parameters are diagonals
     curvature: str = "rows"
     #: whether the weight's rows belong to the layer's input, as an embedding's do
     input_first: bool = False
@@ -161,16 +186,19 @@ class Layer(ABC):
     one_hot: bool = False
 
     def parameters(self, module: Any) -> dict[str, Tensor | None]:
-        """The tensors that take part, by role; a parametrized one is no parameter of the module."""
-        held = module._parameters
-        return {"weight": held.get("weight"), "bias": held.get("bias")}
+        """Return the trained tensors by role, None for a role that the module lacks.
+
+        A parametrized weight is computed from others, and so it is no parameter of the module.
+        """
+        parameters = module._parameters
+        return {"weight": parameters.get("weight"), "bias": parameters.get("bias")}
 
     def features(self, module: Any, ndim: int) -> int:
-        """How many trailing axes of an output with `ndim` axes are features of one place."""
+        """Return how many trailing axes of an output (`ndim` axes) are features of a position."""
         return 1
 
     def form(self, module: Any) -> tuple[int, int, int]:
-        """Groups, rows and columns of the weight's matrices, as the parameter holds them."""
+        """Return groups, rows and columns of the weight's matrices, as the parameter holds them."""
         weight = self.parameters(module)["weight"]
         groups = getattr(module, "groups", 1)
         if weight is None or not weight.numel() or not weight.ndim:
@@ -179,53 +207,58 @@ class Layer(ABC):
 
     @abstractmethod
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
-        """The block of these parameters, from every use of them in one forward pass."""
+        """Return the block of these parameters, from all of their uses in one forward pass."""
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        """Which of the positions that share the weight count, given the output's in `keep`."""
-        return counted(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        """Return which positions enter the moments, from the model outputs that the loss counts."""
+        return find_counted_positions(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        """Second moments of the inputs at the positions that count: `keep` is from `counted`."""
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
+        """Return the moments of the inputs at the positions that count.
+
+        `keep` comes from `counted_positions`; all positions count where it is None.
+        """
         raise NotImplementedError(type(self).__name__)
 
-    def inputs_of(self, uses: Sequence[Seen], sharing: Sharing) -> list[Moments]:
-        """The same for several uses, some of which may be cheaper at once."""
-        return [self.inputs(module, x, sharing, keep) for module, x, keep in uses]
+    def input_moments_of_uses(self, uses: Sequence[LayerInput], sharing: Sharing) -> list[Moments]:
+        """Return `input_moments` of several uses; layers override it to form some together."""
+        return [self.input_moments(module, x, sharing, keep) for module, x, keep in uses]
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        """Second moments Σ δδᵀ of one covector's cotangents, (G, O, O) or (G, O)."""
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        """Return Σ δδᵀ of one covector's cotangents, (G, O, O), or its diagonal (G, O)."""
         raise NotImplementedError(type(self).__name__)
 
-    def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        """The same for a bias alone; where `joint`, it meets the weight's cotangents."""
-        return self.outputs(module, x, delta, sharing)
+    def bias_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        """Return Σ δδᵀ at the bias, which is `output_moment` where the layer is `joint`."""
+        return self.output_moment(module, x, delta, sharing)
 
 
 REGISTRY: dict[type[nn.Module], Any] = {}
 
 
-def register(*kinds: type[nn.Module]):
+def register(*module_types: type[nn.Module]):
     """Class decorator: `@register(nn.Linear)` enters a `Layer` or `Compound` for these types."""
 
     def enter(layer: Any) -> Any:
-        for kind in kinds:
-            REGISTRY[kind] = layer()
+        for module_type in module_types:
+            REGISTRY[module_type] = layer()
         return layer
 
     return enter
 
 
-def find(module: Any, kind: Any = Layer) -> Any:
-    """The layer of a module (or its compound, for `kind`), or None.
+def find_layer(module: Any, layer_type: Any = Layer) -> Any:
+    """Return the `Layer` (or other `layer_type`) that is registered for a module, or None.
 
-    A subclass of a registered type counts while it keeps `forward`.
+    A subclass of a registered type counts if it does not override `forward`.
     """
     for base in type(module).__mro__:
         if base in REGISTRY:
-            found = REGISTRY[base]
-            same = type(module).forward is base.forward
-            if same and isinstance(found, kind):
-                return found
-            return None
+            layer = REGISTRY[base]
+            has_own_forward = type(module).forward is not base.forward
+            if has_own_forward or not isinstance(layer, layer_type):
+                return None
+            return layer
     return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,52 +14,63 @@ from torch import Tensor, nn
 
 from ..._core.space import compute_dtype
 from .moments import Sharing
-from .registry import Block, Layer, RowsBlock, Use, joined, register
+from .registry import Block, Layer, RowsBlock, Use, join_uses, register
 
-#: mean and 1/σ of a normalization
-Kept = tuple[Tensor, Tensor] | None
+
+class Normalization(NamedTuple):
+    """Mean and 1/σ of each unit, (U,)."""
+
+    mean: Tensor
+    inverse_deviation: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSums:
-    """By role, "weight" and "bias", Σδx̂ and Σδ over the positions of each sample and unit: (N, U).
+    """Sums Σδx̂ ("weight") and Σδ ("bias") over the positions of each sample and unit: (N, U).
 
-    Where `kept` has μ and 1/σ, (U,), "weight" is Σδx, and Σδx̂ = (Σδx − μΣδ)/σ is yet to come.
+    With a `normalization` (μ, 1/σ), "weight" is Σδx, and `form_unit_rows` computes
+    Σδx̂ = (Σδx − μΣδ)/σ from it.
     """
 
-    by: dict[str, Tensor]
+    by_role: dict[str, Tensor]
     roles: tuple[str, ...]
-    kept: Kept = None
+    normalization: Normalization | None = None
 
     @property
     def shape(self) -> torch.Size:
         """(N, U)."""
-        return next(iter(self.by.values())).shape
+        return next(iter(self.by_role.values())).shape
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """Return what sums must have in common for `unit_rows` to join them."""
-        some = next(iter(self.by.values()))
-        return some.shape[0], some.dtype, some.device, self.roles, self.kept is None
+    def join_key(self) -> tuple[object, ...]:
+        """What sums must have in common for `form_unit_rows` to join them."""
+        sums = next(iter(self.by_role.values()))
+        return sums.shape[0], sums.dtype, sums.device, self.roles, self.normalization is None
 
 
-def unit_rows(some: Sequence[UnitSums]) -> Tensor:
-    """The rows (N, ΣU, k) of layers of one kind, side by side."""
-    first = some[0]
-    beside = joined([x.by[role] for role in first.by for x in some], 1).chunk(len(first.by), 1)
-    by = dict(zip(first.by, beside, strict=True))
-    kept = [x.kept for x in some if x.kept]
-    if kept:
-        mean, scale = joined([t for pair in zip(*kept, strict=True) for t in pair], 0).chunk(2)
-        by["weight"] = torch.addcmul(by["weight"], mean, by["bias"], value=-1).mul_(scale)
-    return torch.stack([by[role] for role in first.roles], -1)
+def form_unit_rows(layers: Sequence[UnitSums]) -> Tensor:
+    """Return the rows (N, ΣU, k) of layers with one `join_key`, side by side."""
+    first = layers[0]
+    sums = []  # one concatenation of all roles takes fewer launches than one for each
+    for role in first.by_role:
+        sums.extend([layer.by_role[role] for layer in layers])
+    chunks = join_uses(sums, 1).chunk(len(first.by_role), 1)
+    by_role = dict(zip(first.by_role, chunks, strict=True))
+    normalizations = [layer.normalization for layer in layers if layer.normalization]
+    if normalizations:
+        means = [normalization.mean for normalization in normalizations]
+        scales = [normalization.inverse_deviation for normalization in normalizations]
+        mean, scale = join_uses([*means, *scales], 0).chunk(2)
+        weight = torch.addcmul(by_role["weight"], mean, by_role["bias"], value=-1)
+        by_role["weight"] = weight.mul_(scale)
+    return torch.stack([by_role[role] for role in first.roles], -1)
 
 
-def second_moments(some: Sequence[UnitSums]) -> list[Tensor]:
-    """Σ_n rows rowsᵀ, (U, k, k), of each of these layers of one kind."""
-    rows = unit_rows(some)
+def compute_unit_moments(layers: Sequence[UnitSums]) -> list[Tensor]:
+    """Return Σ_n rows rowsᵀ, (U, k, k), of each of these layers with one `join_key`."""
+    rows = form_unit_rows(layers)
     units = torch.bmm(rows.permute(1, 2, 0), rows.transpose(0, 1))
-    return list(units.split([x.shape[1] for x in some]))
+    return list(units.split([layer.shape[1] for layer in layers]))
 
 
 class Scale(Layer):
@@ -68,12 +79,12 @@ class Scale(Layer):
     use = "scale"
     curvature = "units"
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
-        """x̂, what the gain multiplies."""
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
+        """Return x̂, which the gain multiplies."""
         raise NotImplementedError(type(self).__name__)
 
-    def positions(self, module: Any, ndim: int) -> list[int]:
-        """The feature axes (counted from the end) that share one gain."""
+    def shared_axes(self, module: Any, ndim: int) -> list[int]:
+        """Return the feature axes, as negative numbers, along which one gain is shared."""
         return []
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
@@ -83,43 +94,48 @@ class Scale(Layer):
             delta = use.delta
             features = use.features
             lead = use.input.shape[: use.input.ndim - features]
-            x = self.normalized(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
-            shared = [*range(2, delta.ndim - features), *self.positions(module, features)]
+            x = self.normalize(module, use.input.flatten(0, len(lead) - 1)).unflatten(0, lead)
+            shared = [*range(2, delta.ndim - features), *self.shared_axes(module, features)]
             for role, value in (("weight", delta * x[:, None]), ("bias", delta)):
-                if (name := names.get(role)) is not None:
-                    if shared:
-                        row = value.sum(shared)
-                    else:
-                        row = value
-                    row = row.reshape(*delta.shape[:2], -1)
-                    rows[name] = rows[name] + row if name in rows else row
+                name = names.get(role)
+                if name is None:
+                    continue
+                if shared:
+                    value = value.sum(shared)
+                row = value.reshape(*delta.shape[:2], -1)
+                if name in rows:
+                    rows[name] = rows[name] + row
+                else:
+                    rows[name] = row
         return RowsBlock(rows)
 
-    def unit_sums(
+    def compute_unit_sums(
         self,
         module: Any,
         x: Tensor,
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
+        normalization: Normalization | None = None,
     ) -> UnitSums:
-        """What the rows of one covector are made of; `kept` has mean and 1/σ, if they are known."""
+        """Return the sums of which `form_unit_rows` makes one covector's rows.
+
+        A batch norm reuses the `normalization` of the forward pass where it is known.
+        """
         features = self.features(module, x.ndim)
         dtype = compute_dtype(delta.dtype)
-        by = {}
+        by_role = {}
         for role in roles:
             value = delta
             if role == "weight":
+                samples = x[None]
                 if x.ndim > features:
-                    flat = x.flatten(0, x.ndim - features - 1)
-                else:
-                    flat = x[None]
-                value = self.normalized(module, flat.to(dtype)).view(x.shape) * delta
+                    samples = x.flatten(0, x.ndim - features - 1)
+                value = self.normalize(module, samples.to(dtype)).view(x.shape) * delta
             value = sharing.by_sample(value, features)
-            value = value.sum([1, *self.positions(module, features)], dtype=dtype)
-            by[role] = value.reshape(len(value), -1)
-        return UnitSums(by, tuple(roles))
+            value = value.sum([1, *self.shared_axes(module, features)], dtype=dtype)
+            by_role[role] = value.reshape(len(value), -1)
+        return UnitSums(by_role, tuple(roles))
 
 
 @register(nn.LayerNorm, nn.RMSNorm)
@@ -129,7 +145,7 @@ class TrailingNorm(Scale):
     def features(self, module: Any, ndim: int) -> int:
         return len(module.normalized_shape)
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         if isinstance(module, nn.RMSNorm):
             return F.rms_norm(x, module.normalized_shape, None, module.eps)
         return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
@@ -141,7 +157,7 @@ class ChannelScale(Scale):
     def features(self, module: Any, ndim: int) -> int:
         return ndim - 1
 
-    def positions(self, module: Any, ndim: int) -> list[int]:
+    def shared_axes(self, module: Any, ndim: int) -> list[int]:
         return [-k for k in range(1, ndim)]
 
 
@@ -149,7 +165,7 @@ class ChannelScale(Scale):
 class GroupNorm(ChannelScale):
     """Normalized within groups of channels of one sample."""
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, module.num_groups, None, None, module.eps)
 
 
@@ -157,49 +173,56 @@ class GroupNorm(ChannelScale):
 class BatchNorm(ChannelScale):
     """Normalized by the running averages, or over the batch, which couples what comes before."""
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         if module.training or module.running_mean is None:
             return F.batch_norm(x, None, None, training=True, eps=module.eps)
         return F.batch_norm(x, module.running_mean, module.running_var, eps=module.eps)
 
-    def unit_sums(
+    def compute_unit_sums(
         self,
         module: Any,
         x: Tensor,
         delta: Tensor,
         roles: Sequence[str],
         sharing: Sharing,
-        kept: Kept = None,
+        normalization: Normalization | None = None,
     ) -> UnitSums:
-        """Σδ and Σδx by sample and channel, without forming x̂."""
+        """Return Σδ and Σδx by sample and channel, without forming x̂."""
         if not module.training and module.running_mean is not None:
-            kept = module.running_mean, (module.running_var + module.eps).rsqrt()
-        elif kept is None:
+            scale = (module.running_var + module.eps).rsqrt()
+            normalization = Normalization(module.running_mean, scale)
+        elif normalization is None:
             channels = x.to(compute_dtype(delta.dtype)).reshape(*x.shape[:2], -1)
             variance, mean = torch.var_mean(channels, (0, 2), correction=0)
-            kept = mean, (variance + module.eps).rsqrt()
-        gain, shift = _channel_sums(x, delta)
+            normalization = Normalization(mean, (variance + module.eps).rsqrt())
+        gain, shift = _sum_channels(x, delta)
         if sharing.layout is not None:
-            gain, shift = (sharing.by_sample(t).sum(1) for t in (gain, shift))
-        kept = kept[0].to(gain.dtype), kept[1].to(gain.dtype)
-        return UnitSums({"weight": gain, "bias": shift}, tuple(roles), kept)
+            gain = sharing.by_sample(gain).sum(1)
+            shift = sharing.by_sample(shift).sum(1)
+        mean, scale = (statistic.to(gain.dtype) for statistic in normalization)
+        sums = {"weight": gain, "bias": shift}
+        return UnitSums(sums, tuple(roles), Normalization(mean, scale))
 
 
-def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Σδx and Σδ over the positions of each sample and channel, (N, C).
+def _sum_channels(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σδx and Σδ over the positions of each sample and channel, (N, C).
 
-    They are the gradients of N·C gains and shifts of what is not normalized any further, which one
-    pass over x and δ gives where no precision is lost on the way.
+    They are the gradients of N·C gains and shifts with mean 0 and σ = 1. The backward kernel of
+    group norm gives them in one pass over x and δ; it is used where it loses no precision.
     """
     n, c, *space = x.shape
     dtype = compute_dtype(delta.dtype)
     positions = prod(space)
     if x.dtype == delta.dtype == dtype and x.is_contiguous() and delta.is_contiguous():
-        lines = (1, n * c, positions)
+        shape = (1, n * c, positions)
         _, gain, shift = torch.ops.aten.native_group_norm_backward.default(
-            delta.view(lines), x.view(lines), *_standard(n * c, dtype, x.device), *lines, n * c,
+            delta.view(shape),
+            x.view(shape),
+            *_identity_normalization(n * c, dtype, x.device),
+            *shape,
+            n * c,
             [False, True, True],
-        )  # fmt: skip
+        )
         return gain.view(n, c), shift.view(n, c)
     delta = delta.reshape(n, c, positions)
     product = x.reshape(n, c, positions).to(dtype) * delta
@@ -207,8 +230,10 @@ def _channel_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(32)
-def _standard(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean 0 and 1/σ = 1 of n channels of one sample, (1, n), and their gains 1."""
+def _identity_normalization(
+    n: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean 0 and 1/σ = 1 of n channels of one sample, (1, n), and their gains 1."""
     zeros = torch.zeros(1, n, dtype=dtype, device=device)
     return zeros, torch.ones_like(zeros), zeros.new_ones(n)
 
@@ -220,7 +245,7 @@ class InstanceNorm(ChannelScale):
     def features(self, module: Any, ndim: int) -> int:
         return module._get_no_batch_dim()
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         if module.training or not module.track_running_stats:
             return F.instance_norm(x, eps=module.eps)  # without the buffers: it would write them
         return F.instance_norm(
@@ -237,12 +262,12 @@ class PReLU(ChannelScale):
             return 0
         return ndim - 1
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         return x.clamp(max=0)
 
 
 class Gain(nn.Module):
-    """A use z = g ∘ x, or z = x + g, in the place of a module.
+    """A use z = g ∘ x, or z = x + g, written as a module.
 
     `shape` is that with which g meets x, without leading ones.
     """
@@ -253,12 +278,11 @@ class Gain(nn.Module):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply, or add."""
-        held: Any = self._parameters
-        gain = held["weight"]
-        shift = held["bias"]
+        """Return g ∘ x, or x + g."""
+        parameters: Any = self._parameters
+        gain = parameters["weight"]
         if gain is None:
-            return x + shift.reshape(self.shape)
+            return x + parameters["bias"].reshape(self.shape)
         return x * gain.reshape(self.shape)
 
 
@@ -269,8 +293,8 @@ class ElementwiseGain(Scale):
     def features(self, module: Any, ndim: int) -> int:
         return len(module.shape)
 
-    def positions(self, module: Any, ndim: int) -> list[int]:
+    def shared_axes(self, module: Any, ndim: int) -> list[int]:
         return [i - ndim for i, n in enumerate(module.shape) if n == 1]
 
-    def normalized(self, module: Any, x: Tensor) -> Tensor:
+    def normalize(self, module: Any, x: Tensor) -> Tensor:
         return x

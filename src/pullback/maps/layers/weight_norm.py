@@ -1,6 +1,6 @@
 r"""Layers whose weight is W = g v/‖v‖, by weight normalization.
 
-With c = g/‖v‖ and v̂ = v/‖v‖ on each slice that has a length of its own, moves of v turn W,
+With c = g/‖v‖ and v̂ = v/‖v‖ on each slice that has a length of its own, moves of v rotate W,
 
     dW = c (dv − v̂ ⟨v̂, dv⟩),        so a row for v is  c (V − v̂ ⟨v̂, V⟩)  of the row V for W.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .moments import Moments, Sharing
-from .registry import Block, Layer, Use, find, register
+from .registry import Block, Layer, Use, find_layer, register
 
 
 class WeightNormUse(nn.Module):
@@ -40,8 +40,8 @@ class WeightNormUse(nn.Module):
     @property
     def direction(self) -> Tensor:
         """v."""
-        held: Any = self._parameters
-        return held["weight"].detach()
+        parameters: Any = self._parameters
+        return parameters["weight"].detach()
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -51,18 +51,18 @@ class WeightNormUse(nn.Module):
             return 1, 1, shape.numel()
         return prod(shape[: self.dim]), shape[self.dim], prod(shape[self.dim + 1 :])
 
-    def scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """c, (slices,), and v̂ (before, slices, after)."""
-        v = self.direction.to(like).reshape(self.sizes)
+    def compute_scale(self, reference: Tensor) -> tuple[Tensor, Tensor]:
+        """Return c, (slices,), and v̂ (before, slices, after), in the dtype of `reference`."""
+        v = self.direction.to(reference).reshape(self.sizes)
         norm = torch.linalg.vector_norm(v, dim=(0, 2))
-        return self.length.detach().to(like).flatten() / norm, v / norm[:, None]
+        return self.length.detach().to(reference).flatten() / norm, v / norm[:, None]
 
-    def through(self, rows: Tensor) -> Tensor:
-        """Rows (..., numel) for W as rows for v; this is its own adjoint."""
-        c, unit = self.scale(rows)
+    def pull_back(self, rows: Tensor) -> Tensor:
+        """Return rows (..., numel) for v from rows for W; the map is its own adjoint."""
+        c, unit = self.compute_scale(rows)
         rows = rows.unflatten(-1, self.sizes)
-        along = (rows * unit).sum((-3, -1), keepdim=True)
-        return (c[:, None] * (rows - along * unit)).flatten(-3)
+        radial = (rows * unit).sum((-3, -1), keepdim=True)
+        return (c[:, None] * (rows - radial * unit)).flatten(-3)
 
 
 @register(WeightNormUse)
@@ -74,43 +74,50 @@ class WeightNormLayer(Layer):
     joint = False
 
     def features(self, module: Any, ndim: int) -> int:
-        return find(module.inner).features(module.inner, ndim)
+        return find_layer(module.inner).features(module.inner, ndim)
 
     def form(self, module: Any) -> tuple[int, int, int]:
-        return find(module.inner).form(module.inner)
+        return find_layer(module.inner).form(module.inner)
 
     def block(self, names: Mapping[str, str | None], uses: Sequence[Use]) -> Block:
         module = uses[0].module.inner
-        inner = find(module).block(names, [replace(u, module=module) for u in uses])
+        inner = find_layer(module).block(names, [replace(u, module=module) for u in uses])
         return WeightNormBlock(names["weight"], uses[0].module, inner)
 
-    def counted(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return find(module.inner).counted(module.inner, x, delta, keep)
+    def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
+        return find_layer(module.inner).counted_positions(module.inner, x, delta, keep)
 
-    def inputs(self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:
-        found = find(module.inner).inputs(module.inner, x, sharing, keep)
+    def input_moments(
+        self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
+    ) -> Moments:
+        moments = find_layer(module.inner).input_moments(module.inner, x, sharing, keep)
         if module.dim <= 0:
-            return found
+            return moments
         before, slices, after = module.sizes
         rows = len(module.direction)
-        c = module.scale(found.first)[0]
+        c = module.compute_scale(moments.first)[0]
         c = c[:, None].expand(before // rows, slices, after).flatten()
-        dense = len(found.second.shape) == 3
-        return replace(
-            found, second=found.second * (c[:, None] * c if dense else c.square()),
-            first=found.first * c if found.first.shape[-1] == len(c) else found.first,
-        )  # fmt: skip
+        first = moments.first
+        if first.shape[-1] == len(c):
+            first = first * c
+        return replace(moments, second=_scale_moment(moments.second, c[None]), first=first)
 
-    def outputs(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        found = self.shifts(module, x, delta, sharing)
+    def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        moment = self.bias_moment(module, x, delta, sharing)
         if module.dim > 0:
-            return found
-        c = module.scale(found)[0].expand(found.shape[0] * found.shape[1])
-        c = c.reshape(found.shape[0], -1)
-        return found * (c[:, :, None] * c[:, None] if found.ndim == 3 else c.square())
+            return moment
+        c = module.compute_scale(moment)[0].expand(moment.shape[0] * moment.shape[1])
+        return _scale_moment(moment, c.reshape(moment.shape[0], -1))
 
-    def shifts(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
-        return find(module.inner).outputs(module.inner, x, delta, sharing)
+    def bias_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
+        return find_layer(module.inner).output_moment(module.inner, x, delta, sharing)
+
+
+def _scale_moment(moment: Tensor, c: Tensor) -> Tensor:
+    """Return the moment (G, n, n), or its diagonal (G, n), of vectors scaled by c (G, n)."""
+    if moment.ndim == 3:
+        return moment * (c[:, :, None] * c[:, None])
+    return moment * c.square()
 
 
 class WeightNormBlock(Block):
@@ -121,20 +128,23 @@ class WeightNormBlock(Block):
         self._module = module
         self._inner = inner
         self.names = inner.names
-        self.looks = {}
+        self.structure_tests = {}
 
     def narrow(self, start: int, stop: int) -> Block:
         return WeightNormBlock(self._weight, self._module, self._inner.narrow(start, stop))
 
-    def _of(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        turn = self._module.through
-        return {n: turn(t) if n == self._weight else t for n, t in found.items()}
+    def _pull_back_weight(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows with those for W replaced by those for v."""
+        pulled = dict(rows)
+        if self._weight is not None:
+            pulled[self._weight] = self._module.pull_back(rows[self._weight])
+        return pulled
 
     def rows(self) -> dict[str, Tensor]:
-        return self._of(self._inner.rows())
+        return self._pull_back_weight(self._inner.rows())
 
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
-        return self._inner.project(self._of({n: v[n].flatten() for n in self.names}))
+        return self._inner.project(self._pull_back_weight({n: v[n].flatten() for n in self.names}))
 
     def lift(self, c: Tensor) -> dict[str, Tensor]:
-        return self._of(self._inner.lift(c))
+        return self._pull_back_weight(self._inner.lift(c))

@@ -13,7 +13,13 @@ from torch.nn import functional as F
 from ...._core.graph import find_nodes_reached_outside
 from ....grams.kronecker.packed_matrix import pack, unpack
 from ....maps.layers import Tap
-from ....maps.layers.moments import Moments, Sharing, counted, moments, second_moment
+from ....maps.layers.moments import (
+    Moments,
+    Sharing,
+    compute_moments,
+    compute_second_moment,
+    find_counted_positions,
+)
 from ....maps.proof import Proof, accumulate, norm
 from ....maps.record import CompoundCall
 from .covectors import Descent
@@ -92,7 +98,7 @@ class CompoundReplays:
 
     def _alone(self, call: CompoundCall, ends: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """A layer's gradients by itself, without what its replay leaves out."""
-        outputs = call.compound.alone(call.module, call.args, call.kwargs)
+        outputs = call.compound.run_without_dropout(call.module, call.args, call.kwargs)
         name = self._way.record.name
         named = {n: p for p in call.module.parameters() if (n := name(p)) is not None}
         found = _pull(outputs, list(named.values()), ends)
@@ -109,7 +115,7 @@ class CompoundReplays:
                 if not any(tap.positions):
                     continue
                 names = self._names(tap)
-                second = pack(second_moment(delta, sharing))
+                second = pack(compute_second_moment(delta, sharing))
                 if (key := plan.weight_block(names)) is not None:
                     inputs, outputs = factors_of(call.compound, key)
                     if self._way.inputs:
@@ -125,7 +131,7 @@ class CompoundReplays:
 
 def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:
     """Return the moments of a map's inputs, at the positions of a mask (G, P) or at all."""
-    found = moments(torch.cat(tap.inputs, 1), sharing, mask)
+    found = compute_moments(torch.cat(tap.inputs, 1), sharing, mask)
     groups = tap.positions
     if mask is not None:
         return found
@@ -160,6 +166,8 @@ def _counted(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
         axis = 0
     rows = []
     for own, n, grid in zip(delta, tap.positions, grids, strict=True):
-        mask = counted(own[:n].unflatten(0, grid).movedim(axis, 0), keep).movedim(0, axis)
+        mask = find_counted_positions(own[:n].unflatten(0, grid).movedim(axis, 0), keep).movedim(
+            0, axis
+        )
         rows.append(F.pad(mask.flatten(), (0, delta.shape[1] - n)))
     return torch.stack(rows)

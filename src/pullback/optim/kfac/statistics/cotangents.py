@@ -24,8 +24,8 @@ from ...._core.space import compute_dtype
 from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, pack, pack_stacked, unpack
 from ....maps.layers import AffineBlock, Block, Use
 from ....maps.layers.moments import Moments, Sharing
-from ....maps.layers.registry import Seen
-from ....maps.layers.scale import Scale, UnitSums, second_moments
+from ....maps.layers.registry import LayerInput
+from ....maps.layers.scale import Scale, UnitSums, compute_unit_moments
 from ....maps.proof import Proof, accumulate
 from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
@@ -59,7 +59,7 @@ class UseMoments:
     sharing: Sharing
     inputs: Moments | None = None
     #: what the layer saw and which of its positions count, of which the moments are to be formed
-    seen: Seen | None = None
+    seen: LayerInput | None = None
     outputs: FactorMatrix | None = None
     shifts: FactorMatrix | None = None
     #: sums by sample of gain and shift, until Σ rows rowsᵀ, (U, k, k), is formed of them
@@ -164,7 +164,7 @@ class CotangentPass:
             own.units = coupling.units(entry, delta, roles, own.sharing)
             return
         given = entry.module, entry.input, delta, roles, own.sharing
-        own.rows = layer.unit_sums(*given, entry.kept)
+        own.rows = layer.compute_unit_sums(*given, entry.normalization)
         if own.rows.shape.numel() > _FEW:
             _form_units([own])
 
@@ -186,18 +186,18 @@ class CotangentPass:
                 if way.keep is None:
                     keep = None
                 else:
-                    keep = layer.counted(module, x, delta, way.keep)
+                    keep = layer.counted_positions(module, x, delta, way.keep)
                 if x.device.type == "cpu":
-                    own.inputs = layer.inputs(module, x, sharing, keep)
+                    own.inputs = layer.input_moments(module, x, sharing, keep)
                 else:
-                    own.seen = module, x, keep
-            own.outputs = pack(layer.outputs(module, x, delta, sharing))
+                    own.seen = LayerInput(module, x, keep)
+            own.outputs = pack(layer.output_moment(module, x, delta, sharing))
         if "bias" in roles:
             joint = layer.joint and own.outputs is not None
             if joint:
                 own.shifts = own.outputs
             else:
-                own.shifts = layer.shifts(module, x, delta, sharing)
+                own.shifts = layer.bias_moment(module, x, delta, sharing)
 
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add what was measured to the blocks of the plan."""
@@ -307,9 +307,9 @@ def _form_units(uses: Sequence[UseMoments]) -> None:
     kinds: dict[Any, list[UseMoments]] = {}
     for own in uses:
         if own.rows is not None:
-            kinds.setdefault(own.rows.kind, []).append(own)
+            kinds.setdefault(own.rows.join_key, []).append(own)
     for some in kinds.values():
-        found = second_moments([own.rows for own in some if own.rows is not None])
+        found = compute_unit_moments([own.rows for own in some if own.rows is not None])
         for own, units in zip(some, found, strict=True):
             own.rows = None
             own.units = units
@@ -328,7 +328,9 @@ def form_inputs(uses: Sequence[UseMoments]) -> None:
         else:
             step = len(every)
         for some in (every[a : a + step] for a in range(0, len(every), step)):
-            found = layer.inputs_of([own.seen for own in some if own.seen is not None], sharing)
+            found = layer.input_moments_of_uses(
+                [own.seen for own in some if own.seen is not None], sharing
+            )
             second = pack_stacked([moments.second for moments in found])
             for own, moments, side in zip(some, found, second, strict=True):
                 own.seen = None

@@ -38,8 +38,8 @@ from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.graph import Root, pull_back
 from ...._core.space import compute_dtype
-from ....maps.layers.moments import Moments, Sharing, candidates, find_layout
-from ....maps.layers.scale import unit_rows
+from ....maps.layers.moments import Moments, Sharing, find_layout, list_layouts
+from ....maps.layers.scale import form_unit_rows
 from ....maps.record import Entry, ForwardRecord
 from ....metrics import Fisher, Metric
 from ..options import Options
@@ -87,7 +87,9 @@ class Coupling:
     def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
         """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer: Any = entry.layer
-        rows = unit_rows([layer.unit_sums(entry.module, entry.input, delta, roles, sharing)])
+        rows = form_unit_rows(
+            [layer.compute_unit_sums(entry.module, entry.input, delta, roles, sharing)]
+        )
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 
@@ -111,12 +113,12 @@ class Coupling:
     def inputs(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
         """Σ āāᵀ of L⁻¹ā with ā = (a, 1), and its number of positions as 1ᵀK⁻¹1 counts them."""
         axis = samples_axis(entry, sharing)
-        found = entry.layer.inputs(entry.module, self.whiten(x, axis), sharing, None)
+        found = entry.layer.input_moments(entry.module, self.whiten(x, axis), sharing, None)
         weights = self.inverse.mT @ self.inverse.sum(1)  # K⁻¹1
         # Σ_ij K⁻¹_ij a_i is linear in a: that of one sample, the weighted sum of all
         total = torch.tensordot(weights.to(x.dtype), x.movedim(axis, 0), 1)[None]
         cheap = replace(sharing, longest=0)  # its second moment is of no use
-        one = entry.layer.inputs(entry.module, total.movedim(0, axis), cheap, None)
+        one = entry.layer.input_moments(entry.module, total.movedim(0, axis), cheap, None)
         return Moments(found.second, one.first, found.positions * weights.mean())
 
 
@@ -394,7 +396,7 @@ class Descent:
         if not layout:
             return self.sharing
         lead = tuple(entry.shape[: len(entry.shape) - entry.features])
-        fitting = [at for at in candidates(lead, self.samples) if at.kind == layout]
+        fitting = [at for at in list_layouts(lead, self.samples) if at.axis == layout]
         if fitting:
             known = {"layout": fitting[0]}
         else:
@@ -402,7 +404,7 @@ class Descent:
         return replace(self.sharing, **known)
 
     def locate_samples(self, apart: bool) -> list[str]:
-        """By use: empty where the axis tells, the kind of a `SampleLayout`, or `UNKNOWN`.
+        """By use: empty where the axis tells, the axis of a `SampleLayout`, or `UNKNOWN`.
 
         `apart` says that all layers have to tell samples apart, and not only gains and shifts.
         """
@@ -421,7 +423,7 @@ class Descent:
             if delta.numel():
                 delta = delta.reshape(*entries[i].shape, 1)
                 layout = find_layout(delta, chosen, entries[i].features + 1)
-                out[i] = out[i] if layout is None else layout.kind
+                out[i] = out[i] if layout is None else layout.axis
 
         for i in doubtful:
             out[i] = "" if self._on_batch_axis(entries[i]) else UNKNOWN

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...._core.capture import unwrap_model
 from ...._core.space import compute_dtype
-from ....maps.layers import Compound, Layer, find
+from ....maps.layers import Compound, Layer, find_layer
 from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
@@ -148,7 +148,7 @@ def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -
     flat = options.reads is Statistics.INPUTS
     names = {id(p): n for n, p in chosen.items()}
     every = list(unwrap_model(model).modules())
-    inside = {m for c in every if find(c, Compound) for m in c.modules() if m is not c}
+    inside = {m for c in every if find_layer(c, Compound) for m in c.modules() if m is not c}
     found = [use for module in every if module not in inside for use in _uses(module, names)]
     covered = {n for use, *_ in found for n in use.names.values()}
     rest = {n: "" for n in chosen if n not in covered}
@@ -209,15 +209,15 @@ def _uses(
 ) -> Iterator[tuple[LayerUse, Layer | Compound, int, str]]:
     """The uses that a module makes of its parameters, with layer, groups, and its kind in words."""
     kind = type(module).__name__
-    found = find(module, (Layer, Compound))
+    found = find_layer(module, (Layer, Compound))
     if isinstance(found, Layer) and found.curvature != "rows":
         own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
         if any(n is not None for n in own.values()):
             yield use_of(found, module, own), found, found.form(module)[0], kind
     elif isinstance(found, Compound):
-        note = found.note(module)
+        note = found.describe_omission(module)
         text = f"{kind}, replayed" + (f" without {note}" if note else "")
-        for weight, bias, groups in found.maps(module):
+        for weight, bias, groups in found.list_affine_maps(module):
             own = {"weight": names.get(id(weight)), "bias": names.get(id(bias))}
             if weight is None:
                 form = (groups, 0, 0)

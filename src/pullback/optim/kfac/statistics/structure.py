@@ -15,6 +15,7 @@ from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
+from ....maps.layers.registry import LayerInput
 from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, UNUSED, Proof
 from ....maps.record import Entry, ForwardRecord
 from ....maps.roles import ParameterRole, Role
@@ -157,7 +158,7 @@ class BlockStructure:
         pool = Pool()
         uses = [UseMoments(e, self._sharing) for e in record.entries if e.names.get("weight")]
         for own in uses:
-            own.seen = own.entry.module, _some_places(own.entry), None
+            own.seen = LayerInput(own.entry.module, _some_places(own.entry), None)
         form_inputs([own for own in uses if own.entry.layer.curvature == "kronecker"])
         # a weight that is used transposed as well is whitened by what it sees as it is
         untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.is_transposed}
