@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant
+from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant, update
 from pullback.steps import QuadraticModel
 from tests.kfac_options import kfac_of
 
@@ -414,3 +414,21 @@ def test_a_loss_that_has_grown_tenfold_is_said_once() -> None:
         warnings.simplefilter("error")
         for _ in range(30):
             opt.step(closure)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16])
+def test_a_shortened_step(momentum: float, dtype: torch.dtype) -> None:
+    """m ← c(μm + Δ) and w ← (1 − η·decay)w − ηm, with and without a fused kernel."""
+    start = torch.linspace(1, 2, 6, dtype=dtype)
+    direction = torch.linspace(-1, 1, 6, dtype=dtype)
+    buffer = torch.linspace(3, 1, 6, dtype=dtype)
+    expected = 0.25 * (momentum * buffer + direction)
+    w = start.clone()
+    buffers = [buffer.clone()] if momentum else []
+    update.move([update.Share(["w"], [w], [direction], buffers, 0.5, momentum, 0.5, 0.25)])
+    tolerance = 1e-12 if dtype == DOUBLE else 2e-2
+    after = 0.75 * start - 0.5 * expected
+    torch.testing.assert_close(w, after, rtol=tolerance, atol=tolerance)
+    if momentum:
+        torch.testing.assert_close(buffers[0], expected, rtol=tolerance, atol=tolerance)

@@ -48,7 +48,7 @@ class KLClip:
         state: State,
         is_void: Tensor | None,
     ) -> None:
-        """Replace directions Δ by c·m' − μm, so that `move` takes the step ηc·m'."""
+        """Shorten the steps ηm' of all shares to ηc·m' with η²c²·m'ᵀFm' ≤ δ."""
         measured = {n for key in curvature.learned for n in key.names}
         shares = [share for share in shares if not measured.isdisjoint(share.names)]
         if self._is_exact:
@@ -73,13 +73,20 @@ class KLClip:
             _store(share, own * factor.square().to(own), params, state, is_void)
 
     def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
+        """Set the factor c of each share; on a device the host does not know it.
+
+        There directions Δ are replaced by cΔ + (c − 1)μm, for which m' is c(μm + Δ).
+        """
+        if not factor.is_cuda:
+            for share in shares:
+                share.factor = float(factor)
+            return
         for share in shares:
+            directions = torch._foreach_mul(share.directions, factor)
             if share.momentum:
-                summed = torch._foreach_add(share.directions, share.buffers, alpha=share.momentum)
-                share.directions = list(summed)
-            share.directions = [d * factor.to(d.device, d.dtype) for d in share.directions]
-            if share.momentum:
-                torch._foreach_add_(share.directions, share.buffers, alpha=-share.momentum)
+                change = torch._foreach_mul(share.buffers, (factor - 1) * share.momentum)
+                torch._foreach_add_(directions, change)
+            share.directions = list(directions)
 
 
 def _exact_total(shares: Sequence[Share], curvature: KFACState, params: ModelParameters) -> Tensor:
@@ -156,21 +163,27 @@ def _advance(
 ) -> Tensor:
     """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
     pieces, _ = params.cut_pieces(share.names, [gradients[n] for n in share.names], [])
-    ahead = share.directions
-    if share.momentum:
-        ahead = torch._foreach_add(share.directions, share.buffers, alpha=2 * share.momentum)
     products: list[Tensor] = []
-    for name, x, g in zip(share.names, ahead, pieces, strict=True):
-        dtype = compute_dtype(x.dtype)
-        if name in measured:
-            products.append(torch.dot(x.reshape(-1).to(dtype), g.reshape(-1).to(dtype)))
-        else:
-            products.append(x.new_zeros((), dtype=dtype))
+    for i, name in enumerate(share.names):
+        if name not in measured:
+            direction = share.directions[i]
+            products.append(direction.new_zeros((), dtype=compute_dtype(direction.dtype)))
+            continue
+        product = _dot(share.directions[i], pieces[i])
+        if share.momentum:
+            product = product + 2 * share.momentum * _dot(share.buffers[i], pieces[i])
+        products.append(product)
     new = params.sum_pieces(share.names, torch.stack([t.to(products[0]) for t in products]))
     if not share.momentum:
         return new
     old = torch.stack([length_of(params.by_name[n], state)[0].to(new) for n in share.names])
     return share.momentum**2 * old + new
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return ⟨x, y⟩, of halves in float32."""
+    dtype = compute_dtype(x.dtype)
+    return torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype))
 
 
 def _store(

@@ -1,8 +1,8 @@
 r"""The one update path, with the parameters' momentum: functions on lists of tensors.
 
-    m ← μm + Δ,    w ← (1 − η·decay)w − ηm,
+    m ← c(μm + Δ),    w ← (1 − η·decay)w − ηm,
 
-and nothing moves where a flag on the device says that a direction is not finite.
+with c = 1 unless the step is clipped, and nothing moves where a flag on the device says that a direction is not finite.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class Share:
     lr: float | Tensor
     momentum: float
     decay: float
+    #: c of m ← c(μm + Δ), what a clip shortens the step by
+    factor: float = 1.0
 
 
 def shares_of(
@@ -109,13 +111,13 @@ def _share_of(
 
 
 def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
-    """Set w ← (1 − η·decay)w, m ← μm + Δ and w ← w − ηm, in one pass where there is a kernel.
+    """Set w ← (1 − η·decay)w, m ← c(μm + Δ) and w ← w − ηm, in one pass where there is a kernel.
 
     Where the float32 flag `is_void` is 1, nothing changes.
     """
     for share in shares:
         decay = share.decay
-        if decay and share.momentum:  # of which the kernel knows no decay
+        if decay and (share.momentum or share.factor != 1):  # of which the kernel knows no decay
             _decay(share, is_void)
             decay = 0.0
         kinds: dict[object, list[int]] = {}  # one kernel knows one device and dtype
@@ -143,17 +145,21 @@ def _move_alike(share: Share, indices: list[int], decay: float, is_void: Tensor 
     # a rate on the device is read in single precision
     is_exact = isinstance(share.lr, Tensor) and first.is_cuda and first.dtype != torch.float64
     rate: Any = share.lr if is_exact else float(share.lr)
+    momentum = share.factor * share.momentum
+    dampening = 1 - share.factor
+    if not share.momentum and share.factor != 1:
+        rate = share.factor * rate
     has_kernel = first.dtype in (torch.float32, torch.float64)  # on a CPU it is wrong for halves
     if first.is_cuda or (has_kernel and all(p.is_contiguous() for p in params)):
         torch._fused_sgd_(
-            params, directions, buffers, weight_decay=decay, momentum=share.momentum, lr=rate,
-            dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+            params, directions, buffers, weight_decay=decay, momentum=momentum, lr=rate,
+            dampening=dampening, nesterov=False, maximize=False, is_first_step=False,
             grad_scale=None, found_inf=None if is_void is None else is_void.to(first.device),
         )  # fmt: skip
         return
     if share.momentum:
-        torch._foreach_mul_(buffers, share.momentum)
-        torch._foreach_add_(buffers, directions)
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, directions, alpha=share.factor)
         directions = buffers
     if decay:
         torch._foreach_mul_(params, 1 - rate * decay)
