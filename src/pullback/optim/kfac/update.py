@@ -2,7 +2,8 @@ r"""The one update path, with the parameters' momentum: functions on lists of te
 
     m ← c(μm + Δ),    w ← (1 − η·decay)w − ηm,
 
-with c = 1 unless the step is clipped, and nothing moves where a flag on the device says that a direction is not finite.
+with c = 1 unless the step is clipped. Nothing moves where a flag on the device says that a
+direction is not finite.
 """
 
 from __future__ import annotations
