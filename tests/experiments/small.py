@@ -62,7 +62,7 @@ class Small(Experiment):
         self.made.append((f"lr {rate}", context.seed))
         w = torch.rand(1, device=context.device, dtype=torch.float64) + 1
         if self.once:
-            w = w * context.done.once("reference")["start"]
+            w = w * context.finished.once("reference")["start"]
         path = [w.item()]
         for _ in range(steps):
             path.append(path[-1] * (1 - rate))

@@ -232,8 +232,8 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
         name="short",
         figure="",
         claim="",
-        held=expected_checks,
-        quick_held=expected_checks,
+        expected_outcomes=expected_checks,
+        quick_expected_outcomes=expected_checks,
         searched=1,
         lr=0.1,
     )
@@ -248,7 +248,9 @@ def test_figure2_searches_trains_and_draws(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) -> None:
-    short = _Short(name="short", figure="", claim="", held=(), quick_held=())
+    short = _Short(
+        name="short", figure="", claim="", expected_outcomes=(), quick_expected_outcomes=()
+    )
     store = short.opened(False, tmp_path)
     record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
     store.put((("SGD",), 0), record, 1.0, {})

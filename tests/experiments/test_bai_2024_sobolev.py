@@ -162,9 +162,9 @@ def test_every_figure_names_methods_of_its_experiment() -> None:
         names = {m.name for m in experiment.methods}
         for chosen in experiment.figures.values():
             assert set(chosen) <= names
-        assert len(experiment.claims({n: [curve(0.2)] for n in names}, experiment.held)) == len(
-            experiment.held
-        )
+        assert len(
+            experiment.claims({n: [curve(0.2)] for n in names}, experiment.expected_outcomes)
+        ) == len(experiment.expected_outcomes)
 
 
 def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTraining:
@@ -188,7 +188,7 @@ def test_quick_training(
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
     outcome = executor.run(experiment, True, None, tmp_path, quiet())
     assert outcome.status == 0
-    assert outcome.done == len(experiment.methods)
+    assert outcome.finished == len(experiment.methods)
     state = json.loads((tmp_path / f"{experiment.name}-quick.json").read_text())
     for run in state["runs"]:
         assert all(math.isfinite(v) for v in run["record"]["train loss"]), run["key"]
@@ -222,7 +222,7 @@ def test_the_tuned_comparison_runs_and_shows_both_settings(tmp_path: Path) -> No
     assert isinstance(TUNED, Tuned)
     console = quiet()
     outcome = executor.run(replace(TUNED, epochs=2), True, [0], tmp_path, console)
-    assert outcome.done == outcome.total
+    assert outcome.finished == outcome.total
     assert [c.of_paper for c in outcome.checks] == [True, True, False, False, False, False]
     assert "K-FAC's settings" in said(console)
     state = json.loads((tmp_path / f"{TUNED.name}-quick.json").read_text())
@@ -236,7 +236,7 @@ def test_the_tuned_comparison_runs_and_shows_both_settings(tmp_path: Path) -> No
         assert runs[net, method, "own settings"]["settings"] == [best["lr"], best["damping"]]
     shared = runs[net, "K-FAC", "own settings"]["settings"]
     assert runs[net, "Sobolev", "K-FAC's settings"]["settings"] == shared
-    assert len(TUNED.held) == 6 * len(TASKS)
+    assert len(TUNED.expected_outcomes) == 6 * len(TASKS)
 
 
 def test_the_grid_has_no_pair_twice() -> None:

@@ -128,11 +128,11 @@ def test_the_flows_jacobian_is_autograds(depth: int) -> None:
     v = draw(2, 3, seed=9)
     whole = jacfwd(actual.velocity)(v)
     assert isinstance(whole, Tensor)
-    jacobian = actual.both(v)[1].dense()
+    jacobian = actual.velocity_and_jacobian(v)[1].dense()
     for i in range(2):  # problems that share a batch do not touch
         torch.testing.assert_close(jacobian[i], whole[i, :, i], rtol=1e-10, atol=1e-13)
     assert float(whole[0, :, 1].abs().max()) == 0
-    torch.testing.assert_close(actual.both(v)[0], actual.velocity(v))
+    torch.testing.assert_close(actual.velocity_and_jacobian(v)[0], actual.velocity(v))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -193,10 +193,12 @@ def test_samples_of_no_weight_do_not_bend_the_path(
     x, y = separable(40, 25)
     fast = EuclideanFlow(Signed.of([(x, y)]), depth, 0.1, rtol=1e-4)
     v = fast.run(300.0)
-    assert fast.both(v)[1].left.shape[2] < 25  # so that steps are solved by Woodbury's identity
+    assert (
+        fast.velocity_and_jacobian(v)[1].left.shape[2] < 25
+    )  # so that steps are solved by Woodbury's identity
     monkeypatch.setattr(margins, "_COUNTS", -1.0)
     whole = fast.run(300.0)
-    assert fast.both(whole)[1].left.shape[2] == 42
+    assert fast.velocity_and_jacobian(whole)[1].left.shape[2] == 42
     assert angle(fast.beta(v)[0], fast.beta(whole)[0]) < 1e-3
 
 

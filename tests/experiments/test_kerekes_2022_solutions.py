@@ -104,7 +104,7 @@ def test_quasi_norms_reach_the_best_vertex_of_the_plane(p: float) -> None:
             size = size[size > 1e-12]
             best = min(best, float((size**p).sum() ** (1 / p)))
     actual = lp_max_margin(x, y, p)
-    assert actual.kind == "stationary point"
+    assert actual.status == "stationary point"
     assert abs(actual.norm / best - 1) < 1e-8
 
 

@@ -55,7 +55,7 @@ def quiet() -> Console:
 def test_twins_start_as_one_function_with_other_weights(net: Net) -> None:
     pair = net.make(1)
     with torch.no_grad():
-        one, two = (side.seen(side.model(pair.held)) for side in (pair.one, pair.two))
+        one, two = (side.readout(side.model(pair.probe_inputs)) for side in (pair.one, pair.two))
     torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-11)
     for p, q in zip(pair.one.model.parameters(), pair.two.model.parameters(), strict=True):
         assert p.shape == q.shape
@@ -128,7 +128,10 @@ def test_a_diverged_run_is_no_agreement() -> None:
     with torch.no_grad():
         for p in pair.two.model.parameters():
             p.fill_(math.nan)
-    assert run(TwinPair(pair.one, pair.two, pair.batch, pair.held), METHODS[-1], 1).worst > 1e100
+    assert (
+        run(TwinPair(pair.one, pair.two, pair.batch, pair.probe_inputs), METHODS[-1], 1).worst
+        > 1e100
+    )
 
 
 def test_claims_are_as_recorded_when_theory_holds() -> None:

@@ -37,7 +37,7 @@ def test_two_processes_make_the_records_of_one(tmp_path: Path) -> None:
     executor.run(ours, True, [0], tmp_path / "one")
     outcome = executor.run(ours, True, [0], tmp_path / "two", console, workers=2)
     assert outcome.status == 0
-    assert outcome.done == outcome.total
+    assert outcome.finished == outcome.total
     assert records(tmp_path / "one") == records(tmp_path / "two")
     assert f"[{outcome.total}/{outcome.total}]" in said(console)
     assert not (tmp_path / "two" / f"{NAME}-quick.work").exists()

@@ -56,7 +56,9 @@ def test_a_run_pauses_and_goes_on(tmp_path: Path) -> None:
     with pytest.raises(Paused):
         solved(actual, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
     record = solved(actual, options, 60.0, context(tmp_path))
-    fresh = solved(actual, options, 60.0, replace(context(tmp_path), place=tmp_path / "other"))
+    fresh = solved(
+        actual, options, 60.0, replace(context(tmp_path), checkpoint_folder=tmp_path / "other")
+    )
     assert record["step"][-1] == fresh["step"][-1] == 12
     assert math.isclose(record["error"][-1], fresh["error"][-1], rel_tol=1e-9)
 

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def test_windows_are_seen_once_and_files_held_out() -> None:
     corpus = Corpus(torch.arange(101, dtype=torch.uint8), torch.arange(120, 201, dtype=torch.uint8))
-    actual = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held=4)
+    actual = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held_out=4)
     assert actual.passes == 1
     batches = actual.of(range(5))
     starts = [int(x[0]) for xs, _ in batches for x in xs]
@@ -40,19 +40,21 @@ def test_windows_are_seen_once_and_files_held_out() -> None:
 
 def test_short_texts_are_seen_again_and_shorter_ones_refused() -> None:
     text = torch.arange(41, dtype=torch.uint8)
-    batches = Corpus(text, text).batches(length=10, batch=4, steps=3, seed=1, device=CPU, held=9)
+    batches = Corpus(text, text).batches(
+        length=10, batch=4, steps=3, seed=1, device=CPU, held_out=9
+    )
     assert batches.passes == 3
     for x, _ in batches.of(range(3)):
         assert sorted(x[:, 0].tolist()) == [0, 10, 20, 30]
     with pytest.raises(PullbackError, match="too short"):
-        Corpus(text, text[:5]).batches(length=10, batch=1, steps=1, seed=0, device=CPU, held=1)
+        Corpus(text, text[:5]).batches(length=10, batch=1, steps=1, seed=0, device=CPU, held_out=1)
 
 
 def test_the_standard_library_is_enough_for_quick_runs() -> None:
     corpus = python_files(4_000_000, packages=False)
     assert corpus.size >= 4_000_000
-    assert 0.03 < len(corpus.held) / corpus.size < 0.1
-    assert b"import" in bytes(corpus.held.tolist())
+    assert 0.03 < len(corpus.held_out) / corpus.size < 0.1
+    assert b"import" in bytes(corpus.held_out.tolist())
     repeated = python_files.__wrapped__(4_000_000, packages=False)
     assert torch.equal(repeated.train, corpus.train)
 
@@ -95,9 +97,9 @@ def _count(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     ("model", "outer"),
     [
-        (Decoder(256, 8, 8, 1, 2), {"tokens.weight", "places.weight", "head.weight"}),
+        (Decoder(256, 8, 8, 1, 2), {"tokens.weight", "positions.weight", "head.weight"}),
         (ResNet(width=4, depths=(1, 1)), {"stem.weight", "head.weight"}),
-        (VisionTransformer(10, 8, 1, 2), {"patches.weight", "places.weight", "head.weight"}),
+        (VisionTransformer(10, 8, 1, 2), {"patches.weight", "positions.weight", "head.weight"}),
     ],
 )
 def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) -> None:

@@ -24,7 +24,9 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
     decay = 0.05
     interval = 3
     weight = nn.Parameter(torch.ones(shape, dtype=torch.float64))
-    soap = SOAP([weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, every=interval)
+    soap = SOAP(
+        [weight], lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, refresh_every=interval
+    )
     first, *others = _gradients(shape, 8)
     weight.grad = first
     soap.step()
@@ -62,7 +64,7 @@ def test_stacks_are_matrices_one_by_one() -> None:
     draw = torch.Generator().manual_seed(1)
     start = [torch.randn(s, generator=draw) for s in shapes]
     grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
-    for make_optimizer in (Muon, lambda params, lr: SOAP(params, lr, every=2)):
+    for make_optimizer in (Muon, lambda params, lr: SOAP(params, lr, refresh_every=2)):
         together, apart = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
         one = make_optimizer(together, 0.1)
         several = [make_optimizer([p], 0.1) for p in apart]

@@ -34,7 +34,7 @@ def test_a_run_leaves_results_figures_and_a_verdict(tmp_path: Path) -> None:
     console = quiet()
     outcome = executor.run(Small(drawn=True), out=tmp_path, console=console)
     assert outcome.status == 0
-    assert (outcome.done, outcome.total, outcome.seeds) == (6, 6, (0, 1, 2))
+    assert (outcome.finished, outcome.total, outcome.seeds) == (6, 6, (0, 1, 2))
     assert outcome.verdict is not None
     assert outcome.verdict.outcome == "reproduced"
     names = {p.name for p in outcome.files}
@@ -163,7 +163,7 @@ class Few(Small):
 def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:
     ours = Few()
     outcome = executor.run(ours, out=tmp_path)
-    assert (outcome.done, outcome.total, outcome.seeds) == (4, 4, (0, 1, 2))
+    assert (outcome.finished, outcome.total, outcome.seeds) == (4, 4, (0, 1, 2))
     assert ours.made == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
     assert len(outcome.checks) == 1
 
@@ -214,7 +214,7 @@ def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> Non
     outcome = executor.run(Small(before=clock.second), out=tmp_path, console=console, seconds=3.5)
     assert outcome.status == UNFINISHED
     # the fourth would end after 4 s, and items are known to take one
-    assert outcome.done == 3
+    assert outcome.finished == 3
     assert "Unfinished: 3 of 6 items, 1 of 3 seeds" in said(console)
     assert state(tmp_path)["summary"]["items"] == [3, 6]
     # the seed that is complete is judged
@@ -228,7 +228,9 @@ def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> Non
 
 def test_every_slice_gets_on_even_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
     for outcome in range(1, 4):
-        assert executor.run(Small(before=clock.second), out=tmp_path, seconds=0.1).done == outcome
+        assert (
+            executor.run(Small(before=clock.second), out=tmp_path, seconds=0.1).finished == outcome
+        )
 
 
 def test_an_item_with_checkpoints_goes_on_where_it_was(tmp_path: Path, clock: Clock) -> None:
@@ -464,13 +466,13 @@ def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
 
     ours = Small(rates=(0.1,), before=other)
     assert executor.run(ours, seeds=[0], out=tmp_path, seconds=3).status == UNFINISHED
-    assert executor.run(ours, seeds=[0], out=tmp_path).done == 1
+    assert executor.run(ours, seeds=[0], out=tmp_path).finished == 1
     assert not (tmp_path / "small.work").exists()
 
 
 def test_a_folder_of_checkpoints_may_be_cleared_by_another(tmp_path: Path) -> None:
     def cleared(key: str, context: Context) -> None:
-        shutil.rmtree(context.place.parent, ignore_errors=True)
+        shutil.rmtree(context.checkpoint_folder.parent, ignore_errors=True)
 
     assert executor.run(Small(before=cleared), out=tmp_path).status == 0
 
@@ -503,7 +505,7 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
     assert not list(tmp_path.iterdir())
     staying = {n for n in registry.names() if not registry.find(n).anywhere}
     yin = {f"yin-2024-{n}" for n in ("shallow", "deep", "poisson")}
-    assert staying == yin | {"luk-grosse-2018", "demo"}
+    assert staying == yin | {"luk-grosse-2018", "demo", "pde-honesty"}
 
 
 def test_the_registry_names_what_folders_hold() -> None:

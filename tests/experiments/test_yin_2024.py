@@ -164,7 +164,7 @@ def test_entries_are_few_and_reach_the_end() -> None:
 def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:
     for experiment in EXPERIMENTS.values():
         assert experiment.short
-        assert set(experiment.short) <= set(range(len(experiment.held)))
+        assert set(experiment.short) <= set(range(len(experiment.expected_outcomes)))
     few = FitSetting(problems.least_squares, (2, 6, 1), {"equation": 60})
     short = replace(EXPERIMENTS["shallow"], setting=few, quick_steps=3)
     outcome = executor.run(short, True, [0], tmp_path, quiet())

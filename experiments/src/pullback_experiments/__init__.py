@@ -47,7 +47,7 @@ To add one, make a folder `author_year_topic/` here whose `__init__.py` has a tu
 
 Long items take checkpoints: `Item(..., resumable=True)`; write them under `context.folder()`, and
 where `context.due` save and `raise Paused`. `training.fit` does that for networks. Items of
-`once=True` come before the seeds (a search for settings) and are read by `context.done.once(key)`.
+`once=True` come before the seeds (a search for settings); `context.finished.once(key)` reads them.
 `data.py` has the data sets, `plots` the palette, bands over seeds and axes, `curves` medians of
 runs that end early. From Python: `run(Decay(…), quick=True, out=Path("results"))`; with `workers=2`
 items are done in two processes, after those of `once=True`.

@@ -45,26 +45,26 @@ def run(
     from .framework.progress import seed_range
 
     with exit_on_refusal():
-        found = registry.find(name)
+        experiment = registry.find(name)
         if seeds is None:
             asked = None
         else:
             asked = seed_range(seeds)
         try:
-            done = executor.run(
-                found, quick, asked, out, make_console(),
+            outcome = executor.run(
+                experiment, quick, asked, out, make_console(),
                 device=device, seconds=seconds, workers=workers,
             )  # fmt: skip
         except KeyboardInterrupt:
-            kept = out / f"{found.stem(quick)}.json"
-            if kept.exists():
-                where = f"What was finished is in {kept}"
+            results_file = out / f"{experiment.stem(quick)}.json"
+            if results_file.exists():
+                where = f"What was finished is in {results_file}"
             else:
                 where = "Nothing was finished"
             words = f"Interrupted. {where}; the same command goes on."
             make_console().print(words, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from None
-    raise typer.Exit(done.status)
+    raise typer.Exit(outcome.status)
 
 
 def report(out: Out = RESULTS) -> None:

@@ -72,10 +72,10 @@ def main(
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
     races = []
-    found, missing = problems()
+    solved, missing = problems()
     for words in missing:
         console.print(f"Skipped: {words}", style="yellow", markup=False)
-    for problem in found:
+    for problem in solved:
         if repeat_search:
             search(console, problem)
         else:

@@ -25,10 +25,10 @@ def merge(
     experiment: Experiment, sources: Sequence[Path], out: Path, *, quick: bool = False
 ) -> list[int]:
     """Copy finished items into `out`; those already there stay. The seeds that it now knows of."""
-    held = experiment.opened(quick, make_folder(out))
+    merged = experiment.opened(quick, make_folder(out))
     seeds: set[int] = set()
     for source in sources:
-        path = source / held.path.name
+        path = source / merged.path.name
         if not path.is_file():
             raise PullbackError(
                 f"There are no results of {experiment.name} in {source}",
@@ -45,9 +45,9 @@ def merge(
             name = (tuple(map(str, run["key"])), seed)
             if seed is not None:
                 seeds.add(seed)
-            if name not in held:
-                here = state["environments"][run["environment"]]
-                held.put(name, other.record(name), run["took"] or 0.0, here)
+            if name not in merged:
+                environment = state["environments"][run["environment"]]
+                merged.put(name, other.record(name), run["took"] or 0.0, environment)
     return sorted(seeds)
 
 
@@ -58,12 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="+", type=Path, help="folders of its runs")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--quick", action="store_true", help="results of the short version")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        seeds = merge(registry.find(given.name), given.sources, given.out, quick=given.quick)
+        seeds = merge(
+            registry.find(options.name), options.sources, options.out, quick=options.quick
+        )
     except PullbackError as error:
         raise SystemExit(str(error)) from None
-    print(f"{given.out} has items of the seeds {', '.join(map(str, seeds))}")
+    print(f"{options.out} has items of the seeds {', '.join(map(str, seeds))}")
 
 
 if __name__ == "__main__":

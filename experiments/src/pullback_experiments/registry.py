@@ -52,15 +52,15 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 def names() -> list[str]:
     """All that can be run."""
-    return [name for there in FOLDERS.values() for name in there]
+    return [name for experiment_names in FOLDERS.values() for name in experiment_names]
 
 
 def find(name: str) -> Experiment:
     """The experiment of this name, or a refusal that offers the nearest ones."""
-    for folder, there in FOLDERS.items():
-        if name in there:
-            found = import_module(f".{folder}", __package__).EXPERIMENTS
-            return next(e for e in found if e.name == name)
+    for folder, experiment_names in FOLDERS.items():
+        if name in experiment_names:
+            experiments = import_module(f".{folder}", __package__).EXPERIMENTS
+            return next(e for e in experiments if e.name == name)
     from .problems import SETUPS  # slow to import
 
     if name in SETUPS:

@@ -69,20 +69,20 @@ class Projection(Experiment):
     """A wide network, whose tangent space holds every move of its data, and a narrow one.
 
     Attributes:
-        wide, narrow: hidden units and data.
+        wide_sizes, narrow: hidden units and data.
         resolutions: points of the circle on which norms of ∇ℓ are computed.
-        held: which claims held in the full runs.
+        expected_outcomes: which claims held in the full runs.
     """
 
-    wide: tuple[int, int] = (40, 7)
+    wide_sizes: tuple[int, int] = (40, 7)
     narrow: tuple[int, int] = (2, 41)
     resolutions: Sequence[int] = tuple(2**k for k in range(6, 17))
-    held: Sequence[bool] = (True,) * 9
+    expected_outcomes: Sequence[bool] = (True,) * 9
     seeds: Sequence[int] = tuple(range(5))
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "wide": list(self.wide),
+            "wide": list(self.wide_sizes),
             "narrow": list(self.narrow),
             "scale": moves.SCALE,
             "sizes": list(moves.SIZES),
@@ -93,7 +93,7 @@ class Projection(Experiment):
     def items(self, quick: bool) -> list[Item]:
         return [
             Item(("resolution",), self._resolution, once=True),
-            Item(("wide",), partial(self._moves, self.wide)),
+            Item(("wide",), partial(self._moves, self.wide_sizes)),
             Item(("narrow",), partial(self._moves, self.narrow)),
         ]
 
@@ -128,7 +128,7 @@ class Projection(Experiment):
         return {"resolution": list(self.resolutions), "norms": norms}
 
     def judge(self, results: Results) -> list[Check]:
-        return judged(results, self.held)
+        return judged(results, self.expected_outcomes)
 
     def curves(self, results: Results) -> list[Chart]:
         return charts(results)
@@ -138,9 +138,9 @@ class Projection(Experiment):
         for name in ("wide", "narrow"):
             records = results.of(name)
             for method in METHODS:
-                found = [r["moves"][method] for r in records]
-                worst = max(f["error"][2] / f["size"][2] for f in found)
-                orders = [slope(f["size"], f["error"]) for f in found]
+                moves = [r["moves"][method] for r in records]
+                worst = max(f["error"][2] / f["size"][2] for f in moves)
+                orders = [slope(f["size"], f["error"]) for f in moves]
                 rows.append([name, method, worst, f"{min(orders):.2f} to {max(orders):.2f}"])
         columns = ["network", "step", "error at |Δf| = 0.1, relative", "order in η"]
         title = f"Predicted against actual moves at held-out points, {len(results.seeds)} seeds"
@@ -168,21 +168,21 @@ def slope(x: Sequence[float], y: Sequence[float], most: float = SMALL) -> float:
     return sum((a - u) * (b - v) for a, b in pairs) / sum((a - u) ** 2 for a, _ in pairs)
 
 
-def judged(results: Results, held: Sequence[bool]) -> list[Check]:
+def judged(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
     """All of them; the order of the error is what we add."""
-    both = [r for name in ("wide", "narrow") for r in results.of(name)]
+    records = [r for name in ("wide", "narrow") for r in results.of(name)]
     claims = [
-        _at_most(both, "forms", 1e-8, "the three forms of P∇ℓ agree at points without data"),
-        _at_most(both, "P twice", 1e-8, "P² = P"),
-        _least(both, "S twice", 0.1, "S² ≠ S: the standard gradient is no projection"),
-        _at_most(both, "orthogonal", 1e-7, "∇ℓ − P∇ℓ is orthogonal to the tangent space"),
+        _at_most(records, "forms", 1e-8, "the three forms of P∇ℓ agree at points without data"),
+        _at_most(records, "P twice", 1e-8, "P² = P"),
+        _least(records, "S twice", 0.1, "S² ≠ S: the standard gradient is no projection"),
+        _at_most(records, "orthogonal", 1e-7, "∇ℓ − P∇ℓ is orthogonal to the tangent space"),
         _at_most(
             results.of("wide"), "smoothed", 1e-6, "wide: a Sobolev step moves the data by −ηK∇ℓ"
         ),
-        _order(both),
+        _order(records),
         *_resolution(results),
     ]
-    return recorded(claims, held, ours={5})
+    return recorded(claims, expected_outcomes, ours={5})
 
 
 def _at_most(records: Sequence[dict], law: str, most: float, claim: str) -> Claim:
@@ -196,10 +196,12 @@ def _least(records: Sequence[dict], law: str, least: float, claim: str) -> Claim
 
 
 def _order(records: Sequence[dict]) -> Claim:
-    found = [slope(r["moves"][m]["size"], r["moves"][m]["error"]) for r in records for m in METHODS]
+    slopes = [
+        slope(r["moves"][m]["size"], r["moves"][m]["error"]) for r in records for m in METHODS
+    ]
     claim = "the move is predicted up to an error ∝ η²"
-    holds = all(abs(a - 2) <= 0.15 for a in found)
-    return claim, holds, f"exponents {min(found):.3f} to {max(found):.3f}"
+    holds = all(abs(a - 2) <= 0.15 for a in slopes)
+    return claim, holds, f"exponents {min(slopes):.3f} to {max(slopes):.3f}"
 
 
 def _resolution(results: Results) -> list[Claim]:

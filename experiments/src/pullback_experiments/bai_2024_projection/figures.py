@@ -22,13 +22,13 @@ _GREEN = "#009E73"
 
 def draw(results: Results) -> Figure:
     """Of the first seed; the errors of all."""
-    wide = results.of("wide")[0]
+    wide_record = results.of("wide")[0]
     narrow = results.of("narrow")[0]
     figure = plots.new(10.5, 11.5, "Gradient steps as moves of the function")
     grid = figure.subplots(3, 2).reshape(2, 3)
-    _function(grid[0][0], wide)
-    _gradients(grid[0][1], wide)
-    _moves(grid[0][2], wide)
+    _function(grid[0][0], wide_record)
+    _gradients(grid[0][1], wide_record)
+    _moves(grid[0][2], wide_record)
     _projection(grid[1][0], narrow)
     _errors(grid[1][1], results)
     _resolution(grid[1][2], results.once("resolution"))
@@ -56,9 +56,9 @@ def _gradients(axes: Axes, r: Record) -> None:
         r["grid"], r["gradient"], color=_GREEN, lw=1.2, ls="--", label="∇ℓ in the Sobolev space"
     )
     for method in METHODS:
-        found = r["moves"][method]
-        rate = found["rate"]
-        at = found["at data"]
+        move = r["moves"][method]
+        rate = move["rate"]
+        at = move["at data"]
         # the standard gradient has another unit: it is shown at the length of the natural one
         unit = 1.0
         if method == "standard":
@@ -72,22 +72,22 @@ def _gradients(axes: Axes, r: Record) -> None:
 
 def _moves(axes: Axes, r: Record) -> None:
     for method in METHODS:
-        found = r["moves"][method]
+        move = r["moves"][method]
         color = _COLORS[method]
-        axes.plot(r["grid"], found["predicted"], color=color, lw=1.8, label=f"{method}: predicted")
-        axes.plot(r["grid"][::8], found["actual"][::8], "o", color=color, ms=4, mfc="white")
+        axes.plot(r["grid"], move["predicted"], color=color, lw=1.8, label=f"{method}: predicted")
+        axes.plot(r["grid"][::8], move["actual"][::8], "o", color=color, ms=4, mfc="white")
     axes.plot([], [], "o", color=plots.INK, ms=4, mfc="white", label="actual, after the step")
     axes.plot(r["x"], 0 * r["x"], "|", color=plots.INK, ms=7, label="data")
     _panel(axes, "c  Δf of one step, where there are no data", "x", "")
 
 
 def _projection(axes: Axes, r: Record) -> None:
-    found = r["moves"]["Sobolev"]
+    move = r["moves"]["Sobolev"]
     axes.plot(r["grid"], r["gradient"], color=_GREEN, lw=1.5, ls="--", label="∇ℓ")
-    axes.plot(r["grid"], found["rate"], color=_COLORS["Sobolev"], lw=2, label="P∇ℓ")
-    axes.fill_between(r["grid"], r["gradient"], found["rate"], color=_GREEN, alpha=0.12, lw=0,
+    axes.plot(r["grid"], move["rate"], color=_COLORS["Sobolev"], lw=2, label="P∇ℓ")
+    axes.fill_between(r["grid"], r["gradient"], move["rate"], color=_GREEN, alpha=0.12, lw=0,
                       label="∇ℓ − P∇ℓ, orthogonal")  # fmt: skip
-    low = min(r["gradient"].min(), found["rate"].min())
+    low = min(r["gradient"].min(), move["rate"].min())
     axes.plot(r["x"], 0 * r["x"] + low, "|", color=plots.INK, ms=5, label="data")
     title = f"d  2 hidden units: P keeps {100 * r['laws']['kept']:.0f} % of ‖∇ℓ‖²"
     _panel(axes, title, "x", "")
@@ -96,13 +96,13 @@ def _projection(axes: Axes, r: Record) -> None:
 def _errors(axes: Axes, results: Results) -> None:
     for name, style in (("wide", "-"), ("narrow", ":")):
         for method in METHODS:
-            for place, record in enumerate(results.of(name)):
-                found = record["moves"][method]
-                if place == 0:
+            for number, record in enumerate(results.of(name)):
+                move = record["moves"][method]
+                if number == 0:
                     label = f"{method}, {name}"
                 else:
                     label = None
-                axes.plot(found["size"], found["error"], style, color=_COLORS[method], lw=1.1,
+                axes.plot(move["size"], move["error"], style, color=_COLORS[method], lw=1.1,
                           label=label)  # fmt: skip
     sizes = results.of("wide")[0]["moves"]["natural"]["size"]
     axes.plot(sizes, [s * s for s in sizes], color=plots.INK, lw=1.2, ls="--", label="slope 2")
@@ -149,8 +149,8 @@ def _error_chart(results: Results) -> Chart:
     series = []
     for name, style in _NETS.items():
         for record in results.of(name)[:1]:
-            for method, found in record["moves"].items():
-                line = Line(found["size"], found["error"])
+            for method, move in record["moves"].items():
+                line = Line(move["size"], move["error"])
                 color = _PLACES.get(method)
                 series.append(Series(f"{method}, {name}", {"size": line}, color, style))
     return Chart(

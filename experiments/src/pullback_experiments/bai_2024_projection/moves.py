@@ -88,9 +88,9 @@ class NetworkData:
     @property
     def gradient(self) -> Expansion:
         """∇ℓ = Σ_i K(·, x_i) c_i in the Sobolev space."""
-        found = functional_gradient(Matern(scale=SCALE), self.x, self.residuals)
-        assert isinstance(found, Expansion)
-        return found
+        expansion = functional_gradient(Matern(scale=SCALE), self.x, self.residuals)
+        assert isinstance(expansion, Expansion)
+        return expansion
 
     def change(self, method: str) -> FunctionChange:
         """The direction v and its dφ·v; a step is −η times this."""
@@ -98,9 +98,9 @@ class NetworkData:
         c = self.residuals
         if method == "standard":
             return surject(tangent, self.x, gradient=c / len(c))
-        found = project(tangent, self.x, gradient=c, metric=metric_of(method))
-        assert isinstance(found, FunctionChange)
-        return found
+        projection = project(tangent, self.x, gradient=c, metric=metric_of(method))
+        assert isinstance(projection, FunctionChange)
+        return projection
 
     def stepped(self, method: str, lr: float) -> nn.Sequential:
         """A copy of the network after one step of the optimizer."""
@@ -168,7 +168,7 @@ def projections(scene: NetworkData) -> dict[str, float]:
     ]
     first, *others = (form(scene.grid) for form in forms)
     moved = forms[0](x)
-    again = project(tangent, x, values=moved, metric=metric)(x)
+    projected_twice = project(tangent, x, values=moved, metric=metric)(x)
     standard = surject(tangent, x, gradient=c)(x)
     twice = surject(tangent, x, values=standard)(x)
     kernel = metric.kernel(x, x.dtype)
@@ -177,7 +177,7 @@ def projections(scene: NetworkData) -> dict[str, float]:
     left = linear.vjp(c - torch.linalg.solve(kernel, moved))
     return {
         "forms": max(relative(other, first) for other in others),
-        "P twice": relative(again, moved),
+        "P twice": relative(projected_twice, moved),
         "S twice": relative(twice, standard),
         "orthogonal": float(left.norm() / linear.vjp(c).norm()),
         "kept": float((c * moved).sum() / (c * (kernel @ c)).sum()),

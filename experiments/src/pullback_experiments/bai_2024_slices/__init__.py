@@ -34,8 +34,8 @@ EXPERIMENTS = (
         "approach II performs like approach I.",
         about="SGD, its control and slices with learning rate 0.01; the polar kernel and Adam with "
         "the best of four by held-out images.",
-        held=(True, True, False, True, True, True, False, False, False, False),
-        quick_held=(True, False, False, False, True, True, True, False, False, False),
+        expected_outcomes=(True, True, False, True, True, True, False, False, False, False),
+        quick_expected_outcomes=(True, False, False, False, True, True, True, False, False, False),
     ),
     Rescaling(
         name="bai-2024-slices-rescaled",

@@ -26,7 +26,9 @@ GroupedRecords = Mapping[str, Sequence[Record]]
 TIMED = (1, 2)
 
 
-def claims(records: GroupedRecords, law: Record, level: float, held: Sequence[bool]) -> list[Check]:
+def claims(
+    records: GroupedRecords, law: Record, level: float, expected_outcomes: Sequence[bool]
+) -> list[Check]:
     """The paper's three; then what of them the start explains, and what the others do."""
     return recorded(
         [
@@ -41,7 +43,7 @@ def claims(records: GroupedRecords, law: Record, level: float, held: Sequence[bo
             _above(records, POLAR, FIRST),
             _above(records, SLICED, ADAM),
         ],
-        held,
+        expected_outcomes,
         ours=range(4, 10),
     )
 

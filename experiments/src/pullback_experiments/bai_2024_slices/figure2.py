@@ -45,14 +45,14 @@ class Figure2(Experiment):
     times what one step takes where nothing else runs: runs may share a GPU.
 
     Attributes:
-        held, quick_held: which claims held in the full and in the quick runs.
+        expected_outcomes, quick_expected_outcomes: which claims the full and the quick runs met.
         widths, epochs, batch, lr: of the full version.
         searched: epochs of a trial.
         quick_epochs: of the quick version.
     """
 
-    held: Sequence[bool]
-    quick_held: Sequence[bool]
+    expected_outcomes: Sequence[bool]
+    quick_expected_outcomes: Sequence[bool]
     widths: Sequence[int] = PAPER_WIDTHS
     epochs: int = 200
     batch: int = 128
@@ -106,9 +106,9 @@ class Figure2(Experiment):
     def _tried(self, method: SliceMethod, rate: float, context: Context) -> Record:
         torch.manual_seed(_SEARCH_SEED)
         config = self.config(context.quick)
-        kept = _held_out(load(config["dataset"], str(context.device)))
+        data = _held_out(load(config["dataset"], str(context.device)))
         context = replace(context, seed=_SEARCH_SEED)
-        record = self._train(method, rate, kept, self.searched, context)
+        record = self._train(method, rate, data, self.searched, context)
         return {"rate": rate, "score": max(record["test accuracy"])}
 
     def _chosen(self, method: SliceMethod, context: Context) -> Record:
@@ -117,7 +117,7 @@ class Figure2(Experiment):
         if context.quick:
             rate = method.quick or rate
         elif method.rates:
-            tried = [context.done.once(*_trial(method, r)) for r in method.rates]
+            tried = [context.finished.once(*_trial(method, r)) for r in method.rates]
             rate = max(tried, key=lambda t: t["score"])["rate"]
         images = load(config["dataset"], str(context.device))
         return {"rate": rate, **self._train(method, rate, images, config["epochs"], context)}
@@ -148,11 +148,13 @@ class Figure2(Experiment):
         return {m.name: [_alone(results, m, r) for r in results.of(m.name)] for m in METHODS}
 
     def judge(self, results: Results) -> list[Check]:
-        held = self.quick_held if results.quick else self.held
+        expected_outcomes = (
+            self.quick_expected_outcomes if results.quick else self.expected_outcomes
+        )
         level = self.config(results.quick)["level"]
-        found = claims(self._found(results), results.once("law"), level, held)
+        checks = claims(self._found(results), results.once("law"), level, expected_outcomes)
         # seconds of a tiny network are Python's
-        return [c for i, c in enumerate(found) if not (results.quick and i in TIMED)]
+        return [c for i, c in enumerate(checks) if not (results.quick and i in TIMED)]
 
     def curves(self, results: Results) -> list[Chart]:
         return training(self._found(results))
@@ -196,13 +198,13 @@ _STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted", SLICED: "dashe
 _ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
 
 
-def training(found: Mapping[str, Sequence[Record]]) -> list[Chart]:
+def training(records: Mapping[str, Sequence[Record]]) -> list[Chart]:
     """Test accuracy and training loss of each group of methods."""
     return [
         Chart(
             f"{title}: {group}",
             title.lower(),
-            [_series(name, found[name], what) for name in names],
+            [_series(name, records[name], what) for name in names],
             x=_ALONG,
             logx=False,
             logy=what == "train loss",
@@ -220,21 +222,21 @@ def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
     return Series(name, lines, _PLACES[name], _STYLES.get(name, "solid"))
 
 
-def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
     figure = plots.new(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
     grid = figure.subplots(len(ROWS), 3, squeeze=False)
     for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
-        names = [n for n in all_names if found[n]]
+        names = [n for n in all_names if records[n]]
         for axes, along in zip(row, ("seconds", "epoch"), strict=False):
             for name in names:
-                mean_band(axes, found[name], along, "test accuracy", name)
+                mean_band(axes, records[name], along, "test accuracy", name)
             plots.dress(axes, logx=False, logy=False)
             plots.label(
                 axes, "epoch" if along == "epoch" else "seconds of training", "test accuracy"
             )
         for name in names:
-            mean_band(row[2], found[name], "epoch", "train loss", name)
+            mean_band(row[2], records[name], "epoch", "train loss", name)
         plots.dress(row[2], logx=False)
         plots.label(row[2], "epoch", "training loss")
         plots.label(row[0], title=group)

@@ -35,9 +35,9 @@ def law(context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64) -> 
         the largest after one step, and geometric means over some networks after two, by rate; the
         slope of their logarithms against that of the rate.
     """
-    some = digits(torch.float64)
-    x = some.x[:samples].to(context.device)
-    y = some.y[:samples].to(context.device)
+    images = digits(torch.float64)
+    x = images.x[:samples].to(context.device)
+    y = images.y[:samples].to(context.device)
     seeds = range(context.seed, context.seed + NETWORKS)
 
     def apart(lr: float, steps: int) -> list[float]:

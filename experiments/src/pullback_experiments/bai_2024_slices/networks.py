@@ -54,11 +54,11 @@ def _weights(network: str, trained: bool, seed: int) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     model = NETWORKS[network]().double()
     if trained:
-        some = digits(torch.float64)
+        images = digits(torch.float64)
         optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for index in torch.randint(len(some.x), (_TRAINED, _BATCH)):
+        for index in torch.randint(len(images.x), (_TRAINED, _BATCH)):
             optimizer.zero_grad()
-            F.cross_entropy(model(some.x[index]), some.y[index]).backward()
+            F.cross_entropy(model(images.x[index]), images.y[index]).backward()
             optimizer.step()
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 

@@ -129,13 +129,13 @@ class Rescaling(Experiment):
     Attributes:
         sizes: 0 is the network as it was.
         epochs, batch: of every run.
-        held: which claims held in the full runs.
+        expected_outcomes: which claims held in the full runs.
     """
 
     sizes: Sequence[int] = (0, 1, 2, 3)
     epochs: int = 5
     batch: int = 64
-    held: Sequence[bool] = (True,) * 5
+    expected_outcomes: Sequence[bool] = (True,) * 5
     paper: str = PAPER
     seeds: Sequence[int] = (0, 1, 2)
 
@@ -169,11 +169,11 @@ class Rescaling(Experiment):
     def _search(self, network: str, method: RescaledMethod, context: Context) -> Record:
         """The rate of the lowest mean logarithm of the training loss, on the net as it was."""
         scores = []
-        for place, rate in enumerate(method.rates):
+        for number, rate in enumerate(method.rates):
             torch.manual_seed(_SEARCH_SEED)
-            folder = context.place / str(place)
-            here = replace(context, seed=_SEARCH_SEED, place=folder)
-            record = self._train(network, False, method, 0, rate, here)
+            folder = context.checkpoint_folder / str(number)
+            search_context = replace(context, seed=_SEARCH_SEED, checkpoint_folder=folder)
+            record = self._train(network, False, method, 0, rate, search_context)
             losses = [finite(v) for v in record["train loss"][1:]]
             scores.append(sum(math.log(max(v, 1e-12)) for v in losses) / len(losses))
         best = min(range(len(scores)), key=scores.__getitem__)
@@ -181,7 +181,7 @@ class Rescaling(Experiment):
 
     def _chosen(self, name: str, method: RescaledMethod, size: int, context: Context) -> Record:
         network, trained = STARTS[name]
-        rate = context.done.once("search", network, method.name)["rate"]
+        rate = context.finished.once("search", network, method.name)["rate"]
         return self._train(network, trained, method, size, rate, context)
 
     def _train(
@@ -221,13 +221,13 @@ class Rescaling(Experiment):
         }
 
     def judge(self, results: Results) -> list[Check]:
-        return claims(self._ends(results), self.held)
+        return claims(self._ends(results), self.expected_outcomes)
 
     def curves(self, results: Results) -> list[Chart]:
         return rescaled(self._ends(results))
 
     def tables(self, results: Results) -> list[Table]:
-        return [table(name, found) for name, found in self._ends(results).items()]
+        return [table(name, ends) for name, ends in self._ends(results).items()]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         return {"": draw(self._ends(results), len(results.seeds))}
@@ -240,14 +240,14 @@ SLOW = 3.0  # times the loss
 _SLICED = tuple(m.name for m in METHODS if m.sliced)
 
 
-def claims(found: Ends, held: Sequence[bool]) -> list[Check]:
+def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
     """None of these is in the paper, which does not rescale."""
-    largest = max(max(sizes) for methods in found.values() for sizes in methods.values())
+    largest = max(max(sizes) for methods in ends.values() for sizes in methods.values())
     checks = [
-        _same(found, _SLICED),
-        *(_slow(found, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
+        _same(ends, _SLICED),
+        *(_slow(ends, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
     ]
-    return recorded(checks, held, ours=range(len(checks)))
+    return recorded(checks, expected_outcomes, ours=range(len(checks)))
 
 
 def final(records: Sequence[Record]) -> float:
@@ -264,10 +264,10 @@ def apart(one: Record, two: Record) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def _same(found: Ends, names: Sequence[str]) -> Claim:
+def _same(ends: Ends, names: Sequence[str]) -> Claim:
     worst = max(
         apart(run, plain)
-        for methods in found.values()
+        for methods in ends.values()
         for name in names
         for size, runs in methods[name].items()
         if size
@@ -277,8 +277,8 @@ def _same(found: Ends, names: Sequence[str]) -> Claim:
     return claim, worst <= SAME, f"losses at all epochs within {worst:.0e}, relative"
 
 
-def _slow(found: Ends, name: str, size: int) -> Claim:
-    each = {start: (final(by[name][size]), final(by[name][0])) for start, by in found.items()}
+def _slow(ends: Ends, name: str, size: int) -> Claim:
+    each = {start: (final(by[name][size]), final(by[name][0])) for start, by in ends.items()}
     holds = all(a >= SLOW * b for a, b in each.values())
     numbers = "; ".join(f"{start}: {_loss(a)} for {_loss(b)}" for start, (a, b) in each.items())
     claim = f"after {_factor(size)} {name} breaks or ends with {SLOW:g} times the loss and more"
@@ -301,15 +301,15 @@ def _loss(value: float) -> str:
     return "lost"
 
 
-def table(start: str, found: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
+def table(start: str, records_by_size: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
     """Final training losses by size, medians over seeds."""
-    sizes = list(next(iter(found.values())))
+    sizes = list(next(iter(records_by_size.values())))
     rows = [
         [name, f"{by[0][0]['rate']:g}", *(_loss(final(by[s])) for s in sizes)]
-        for name, by in found.items()
+        for name, by in records_by_size.items()
     ]
     heads = ["as it was" if s == 0 else _factor(s) for s in sizes]
-    count = len(next(iter(found.values()))[0])
+    count = len(next(iter(records_by_size.values()))[0])
     return Table(["method", "lr", *heads], rows, f"{start}: median training loss of {count} seeds")
 
 
@@ -318,13 +318,13 @@ _MARKS = "os^D"
 _PLACES = plots.places(m.name for m in METHODS)
 
 
-def draw(found: Ends, seeds: int) -> Figure:
+def draw(ends_by_start: Ends, seeds: int) -> Figure:
     """One panel per start; a sliced optimizer is a dashed line, another a solid one."""
     title = r"Training loss after rescaling each unit by $10^{\pm s}$"
     title += f"; {seeds} seeds, medians and range"
-    figure = plots.new(4.2 * len(found) + 2.2, 5.4, title, dpi=110)
-    grid = figure.subplots(1, len(found), squeeze=False, sharey=True)[0]
-    for axes, (name, methods) in zip(grid, found.items(), strict=True):
+    figure = plots.new(4.2 * len(ends_by_start) + 2.2, 5.4, title, dpi=110)
+    grid = figure.subplots(1, len(ends_by_start), squeeze=False, sharey=True)[0]
+    for axes, (name, methods) in zip(grid, ends_by_start.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
         for i, m in enumerate(METHODS):
             color = plots.PALETTE[_PLACES[m.name]]
@@ -348,7 +348,7 @@ def draw(found: Ends, seeds: int) -> Figure:
     return figure
 
 
-def rescaled(found: Ends) -> list[Chart]:
+def rescaled(ends: Ends) -> list[Chart]:
     """The final loss against the size."""
     return [
         Chart(
@@ -362,7 +362,7 @@ def rescaled(found: Ends) -> list[Chart]:
             logx=False,
             note="medians and range over seeds; dashed: on a slice; losses above 30 are left out",
         )
-        for name, methods in found.items()
+        for name, methods in ends.items()
     ]
 
 

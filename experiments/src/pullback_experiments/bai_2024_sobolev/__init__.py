@@ -45,7 +45,7 @@ EXPERIMENTS = (
         methods=METHODS,
         figures={"figure3": FIGURES, "figure5": VARIANTS},
         claims=paper_claims,
-        held=(True, False, False, False, False, True, False, False),
+        expected_outcomes=(True, False, False, False, False, True, False, False),
     ),
     VGGTraining(
         name="bai-2024-sobolev-cifar100",
@@ -55,7 +55,7 @@ EXPERIMENTS = (
         methods=METHODS,
         figures={"figure4": FIGURES, "figure6": VARIANTS},
         claims=paper_claims,
-        held=(True,) * 8,  # as the paper has it
+        expected_outcomes=(True,) * 8,  # as the paper has it
         dataset="cifar100",
     ),
     Tuned(

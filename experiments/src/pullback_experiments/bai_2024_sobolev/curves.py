@@ -27,12 +27,12 @@ def reached(record: Record, measure: str, level: float) -> float:
     sign = -1.0 if "accuracy" in measure else 1.0
     values = [sign * v for v in record[measure]]
     goal = sign * level
-    for place, value in enumerate(values):
+    for epoch, value in enumerate(values):
         if value <= goal:  # NaN is not
-            if place == 0:
+            if epoch == 0:
                 return float(record["epoch"][0])
-            before = values[place - 1]
-            a, b = record["epoch"][place - 1 : place + 1]
+            before = values[epoch - 1]
+            a, b = record["epoch"][epoch - 1 : epoch + 1]
             return a + (b - a) * (before - goal) / (before - value)
     return math.inf
 
@@ -79,18 +79,18 @@ _NAMES = {
 }
 
 
-def charts(found: Mapping[str, Sequence[Record]], title: str = "") -> list[Chart]:
+def charts(records: Mapping[str, Sequence[Record]], title: str = "") -> list[Chart]:
     """One for each measure."""
     measures = ("train loss", "test loss", "train accuracy", "test accuracy")
-    return [chart(found, measure, title) for measure in measures]
+    return [chart(records, measure, title) for measure in measures]
 
 
-def chart(found: Mapping[str, Sequence[Record]], measure: str, title: str) -> Chart:
+def chart(records: Mapping[str, Sequence[Record]], measure: str, title: str) -> Chart:
     """A measure of every method, against epochs, seconds or steps."""
     return Chart(
         title or _NAMES[measure].capitalize(),
         _NAMES[measure],
-        [over_seeds(name, runs, measure, _ALONG) for name, runs in found.items()],
+        [over_seeds(name, runs, measure, _ALONG) for name, runs in records.items()],
         x=_ALONG,
         logx=False,
         logy="loss" in measure,
@@ -106,20 +106,20 @@ _PANELS = (
 )
 
 
-def curves(found: Mapping[str, Sequence[Record]], title: str) -> Figure:
+def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """One panel per measure: medians over seeds, quartiles as bands."""
     figure = plots.new(14, 3.9, f"{title}: medians and quartiles", dpi=110)
     grid = figure.subplots(1, 4)
     for axes, (measure, name) in zip(grid, _PANELS, strict=True):
-        panel(axes, found, measure)
+        panel(axes, records, measure)
         plots.label(axes, "epoch", title=name)
     grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
 
 
-def panel(axes: Axes, found: Mapping[str, Sequence[Record]], measure: str) -> None:
+def panel(axes: Axes, records: Mapping[str, Sequence[Record]], measure: str) -> None:
     """A measure of every method."""
-    for name, color in plots.colors(found).items():
-        runs = found[name]
+    for name, color in plots.colors(records).items():
+        runs = records[name]
         plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
     plots.dress(axes, logx=False, logy="loss" in measure)

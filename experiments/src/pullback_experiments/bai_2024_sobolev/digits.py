@@ -50,9 +50,9 @@ class SmallTask:
 @lru_cache(maxsize=1)
 def _clothes() -> DataSet:
     """1000 and 1000 pictures of 14×14: means over squares of four pixels."""
-    some = data.fashion_mnist().first(1000, 1000)
-    x, test = (F.avg_pool2d(t, 2) for t in (some.x, some.test_x))
-    return replace(some, x=x, test_x=test)
+    images = data.fashion_mnist().first(1000, 1000)
+    x, test = (F.avg_pool2d(t, 2) for t in (images.x, images.test_x))
+    return replace(images, x=x, test_x=test)
 
 
 TASKS = {
@@ -88,14 +88,14 @@ class Tuned(Experiment):
     Attributes:
         dampings, ratios: of the grid; learning rates are ratio·damping, from slow runs to those
             that diverge.
-        held: which claims held in the full runs.
+        expected_outcomes: which claims held in the full runs.
     """
 
     dampings: Sequence[float] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     ratios: Sequence[float] = (0.3, 1.0, 3.0)
     epochs: int = 12
     batch: int = 128
-    held: Sequence[bool] = (False,) * 6 + (True,) * 5 + (False,)
+    expected_outcomes: Sequence[bool] = (False,) * 6 + (True,) * 5 + (False,)
     seeds: Sequence[int] = tuple(range(5))
     quick_seeds: Sequence[int] = (0, 1, 2)
 
@@ -132,16 +132,16 @@ class Tuned(Experiment):
     def items(self, quick: bool) -> list[Item]:
         out = []
         for net, method in product(self._tasks(quick), METRICS):
-            for place, pair in enumerate(self._grid(quick)):
+            for number, pair in enumerate(self._grid(quick)):
                 work = partial(self._tried, net, method, pair)
-                out.append(Item(_trial(net, method, place), work, once=True, resumable=True))
+                out.append(Item(_trial(net, method, number), work, once=True, resumable=True))
             for rank in range(self._finalists(quick)):
                 work = partial(self._final, net, method, rank)
                 out.append(Item(("final", net, method, str(rank)), work, once=True))
             work = partial(self._chosen, net, method, method)
             out.append(Item((net, method, "own settings"), work, resumable=True))
             if method == "K-FAC":
-                work = partial(self._chosen, net, method, method, place=1)
+                work = partial(self._chosen, net, method, method, grid_number=1)
                 out.append(Item((net, method, "second settings"), work, resumable=True))
             else:
                 work = partial(self._chosen, net, method, "K-FAC")
@@ -155,8 +155,8 @@ class Tuned(Experiment):
         return {"lr": pair[0], "damping": pair[1], "score": self._score(net, method, pair, context)}
 
     def _final(self, net: str, method: str, rank: int, context: Context) -> Record:
-        places = range(len(self._grid(context.quick)))
-        tried = [context.done.once(*_trial(net, method, place)) for place in places]
+        numbers = range(len(self._grid(context.quick)))
+        tried = [context.finished.once(*_trial(net, method, number)) for number in numbers]
         one = sorted(tried, key=lambda t: t["score"])[rank]
         pair = one["lr"], one["damping"]
         more = [self._score(net, method, pair, context, seed) for seed in SEARCH_SEEDS[1:]]
@@ -172,15 +172,17 @@ class Tuned(Experiment):
     ) -> float:
         """The mean logarithm of the training loss over the epochs, ∞ where it is lost."""
         torch.manual_seed(seed)
-        place = context.place / str(seed)
-        record = self._train(net, method, pair, replace(context, seed=seed, place=place))
+        folder = context.checkpoint_folder / str(seed)
+        record = self._train(
+            net, method, pair, replace(context, seed=seed, checkpoint_folder=folder)
+        )
         losses = [v if math.isfinite(v) else math.inf for v in record["train loss"][1:]]
         return sum(math.log(max(v, 1e-12)) for v in losses) / len(losses)
 
     def _chosen(
-        self, net: str, method: str, whose: str, context: Context, place: int = 0
+        self, net: str, method: str, whose: str, context: Context, grid_number: int = 0
     ) -> Record:
-        pair = best(context.done, net, whose, self._finalists(context.quick), place)
+        pair = best(context.finished, net, whose, self._finalists(context.quick), grid_number)
         return self._train(net, method, pair, context)
 
     def _train(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
@@ -207,7 +209,7 @@ class Tuned(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         nets = list(self._tasks(results.quick))  # the quick version has the first
-        return judged(results, nets, self.held[: PER_NETWORK * len(nets)])
+        return judged(results, nets, self.expected_outcomes[: PER_NETWORK * len(nets)])
 
     def curves(self, results: Results) -> list[Chart]:
         return tuned(results, list(self._tasks(results.quick)), list(METRICS))
@@ -220,14 +222,16 @@ class Tuned(Experiment):
         return {"": draw(results, list(self._tasks(results.quick)), list(METRICS))}
 
 
-def _trial(net: str, method: str, place: int) -> tuple[str, ...]:
-    return ("search", net, method, str(place))
+def _trial(net: str, method: str, grid_number: int) -> tuple[str, ...]:
+    return ("search", net, method, str(grid_number))
 
 
-def best(done: Results, net: str, method: str, count: int, place: int = 0) -> tuple[float, float]:
+def best(
+    results: Results, net: str, method: str, count: int, grid_rank: int = 0
+) -> tuple[float, float]:
     """The learning rate and damping of the finalist with the lowest score, or of another place."""
-    finals = [done.once("final", net, method, str(rank)) for rank in range(count)]
-    won = sorted(finals, key=lambda t: t["score"])[place]
+    finals = [results.once("final", net, method, str(rank)) for rank in range(count)]
+    won = sorted(finals, key=lambda t: t["score"])[grid_rank]
     return won["lr"], won["damping"]
 
 
@@ -249,7 +253,7 @@ def mark(results: Results, net: str) -> float:
     return final([{**r, "train loss": r["train loss"][: half + 1]} for r in runs], "train loss")
 
 
-def judged(results: Results, nets: Sequence[str], held: Sequence[bool]) -> list[Check]:
+def judged(results: Results, nets: Sequence[str], expected_outcomes: Sequence[bool]) -> list[Check]:
     """For every network: faster at K-FAC's settings, as good; and at its own, in either metric."""
     claims: list[Claim] = []
     for net in nets:
@@ -262,7 +266,7 @@ def judged(results: Results, nets: Sequence[str], held: Sequence[bool]) -> list[
             _than_second(results, net),
         ]
     ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
-    return recorded(claims, held, ours=ours)
+    return recorded(claims, expected_outcomes, ours=ours)
 
 
 def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
@@ -322,14 +326,14 @@ def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figur
     figure = plots.new(14, 0.6 + 4.4 * len(nets), title, dpi=110)
     grid = figure.subplots(len(nets), 4, squeeze=False)
     for row, net in zip(grid, nets, strict=True):
-        for place, (settings, measure) in enumerate(
+        for column, (settings, measure) in enumerate(
             (s, m) for s in (SHARED, OWN) for m in ("train loss", "test accuracy")
         ):
-            found = {m: runs_of(results, net, m, settings) for m in methods}
-            panel(row[place], found, measure)
+            records = {m: runs_of(results, net, m, settings) for m in methods}
+            panel(row[column], records, measure)
             name = {"train loss": "training loss"}.get(measure, measure)
             who = "all at K-FAC's settings" if settings == SHARED else "each at its own"
-            plots.label(row[place], "epoch", name, f"{net}: {who}" if place % 2 == 0 else "")
+            plots.label(row[column], "epoch", name, f"{net}: {who}" if column % 2 == 0 else "")
         _share(row[0], row[2])
         _share(row[1], row[3])
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)

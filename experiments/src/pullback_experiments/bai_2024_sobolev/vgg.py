@@ -113,7 +113,7 @@ SIMILAR = 0.01  # of test accuracies
 GroupedRecords = Mapping[str, Sequence[Record]]
 
 
-def paper_claims(records: GroupedRecords, held: Sequence[bool]) -> list[Check]:
+def paper_claims(records: GroupedRecords, expected_outcomes: Sequence[bool]) -> list[Check]:
     """Faster, as good in the end, and not by schedule or scaling; then, by the metric alone?"""
     ours = records["Sobolev"]
     theirs = records["K-FAC"]
@@ -123,11 +123,11 @@ def paper_claims(records: GroupedRecords, held: Sequence[bool]) -> list[Check]:
         for level in levels
     ]
     claims += [_similar(ours, theirs), _no_benefit(records)]
-    same = records["Sobolev − schedule"]
-    claims.append(_sooner("Sobolev − schedule", same, "K-FAC", theirs, "train loss", 0.1))
-    both = records["K-FAC + both"]
-    claims.append(_sooner("Sobolev", ours, "K-FAC + both", both, "train loss", 0.1))
-    return recorded(claims, held, ours={6, 7})
+    unscheduled = records["Sobolev − schedule"]
+    claims.append(_sooner("Sobolev − schedule", unscheduled, "K-FAC", theirs, "train loss", 0.1))
+    with_all_options = records["K-FAC + both"]
+    claims.append(_sooner("Sobolev", ours, "K-FAC + both", with_all_options, "train loss", 0.1))
+    return recorded(claims, expected_outcomes, ours={6, 7})
 
 
 def _sooner(
@@ -177,7 +177,7 @@ class VGGTraining(Experiment):
         methods: to compare.
         figures: names of methods by what is added to the figure's name.
         claims: (records by method, held) ↦ the claims with their numbers.
-        held: which of them held in the full runs.
+        expected_outcomes: which of them held in the full runs.
         dataset: "cifar10", or "cifar100" where `cifar100.npz` is at hand.
         settings: of K-FAC, for all methods.
         epochs, batch: of the full version.
@@ -186,7 +186,7 @@ class VGGTraining(Experiment):
     methods: Sequence[SobolevMethod]
     figures: Mapping[str, Sequence[str]]
     claims: Callable[[GroupedRecords, Sequence[bool]], list[Check]]
-    held: Sequence[bool]
+    expected_outcomes: Sequence[bool]
     dataset: str = "cifar10"
     settings: Mapping[str, Any] = field(default_factory=lambda: dict(SETTINGS))
     epochs: int = 50
@@ -244,17 +244,17 @@ class VGGTraining(Experiment):
     def judge(self, results: Results) -> list[Check]:
         if results.quick:
             return []
-        return self.claims(self._found(results), self.held)
+        return self.claims(self._found(results), self.expected_outcomes)
 
     def draw(self, results: Results) -> dict[str, Figure]:
         from .curves import curves
 
-        found = self._found(results)
+        records = self._found(results)
         count = len(results.seeds)
         title = f"VGG-16 on {_set(self.dataset)}, {count} seed{'s' if count > 1 else ''}"
         return {
-            part: curves({m: found[m] for m in chosen}, title)
-            for part, chosen in self.figures.items()
+            suffix: curves({m: records[m] for m in chosen}, title)
+            for suffix, chosen in self.figures.items()
         }
 
     def curves(self, results: Results) -> list[Chart]:

@@ -47,7 +47,7 @@ class Problem:
     loss: Callable[[Tensor, Tensor], Tensor]
     #: training data, of which batches are drawn, and held-out data
     train: Pair
-    held: Pair
+    held_out: Pair
     batch: int
     steps: int
 
@@ -80,16 +80,16 @@ def regression() -> Problem:
     x = 2 * torch.rand(1536, 8, generator=torch.Generator().manual_seed(0)) - 1
     y = torch.sin(3 * x[:, :1]) * x[:, 1:2] + x[:, 2:3] ** 2 - torch.cos(2 * x[:, 3:4] * x[:, 4:5])
     layers = (nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    train, held = ((x[rows], y[rows]) for rows in (slice(1024), slice(1024, None)))
-    return Problem(nn.Sequential(*layers), F.mse_loss, train, held, 128, 500)
+    train, held_out = ((x[rows], y[rows]) for rows in (slice(1024), slice(1024, None)))
+    return Problem(nn.Sequential(*layers), F.mse_loss, train, held_out, 128, 500)
 
 
 def characters() -> Problem:
     """Bytes of Python's standard library, a decoder of two layers of width 96, windows of 64."""
     text = python_files(4_000_000, False)
-    windows = [t[: len(t) // 65 * 65].view(-1, 65).long() for t in (text.train, text.held)]
-    train, held = ((w[:, :-1], w[:, 1:]) for w in windows)
-    return Problem(Decoder(256, 64, 96, 2, 4), _classes, train, held, 32, 300)
+    windows = [t[: len(t) // 65 * 65].view(-1, 65).long() for t in (text.train, text.held_out)]
+    train, held_out = ((w[:, :-1], w[:, 1:]) for w in windows)
+    return Problem(Decoder(256, 64, 96, 2, 4), _classes, train, held_out, 32, 300)
 
 
 def resnet() -> Problem:
@@ -120,7 +120,9 @@ def train(
     torch.manual_seed(seed)
     problem = TASKS[task]()
     model = problem.model.to(device)
-    (x, y), held = ([t.to(device) for t in tensors] for tensors in (problem.train, problem.held))
+    (x, y), held_out = (
+        [t.to(device) for t in tensors] for tensors in (problem.train, problem.held_out)
+    )
     optimizer = build(model)
     draws = torch.Generator().manual_seed(seed)
     steps = max(1, round(problem.steps * longer))
@@ -147,7 +149,7 @@ def train(
         synchronize(torch.device(device))
         times.append(time.perf_counter() - began)
         if i >= steps - 5:
-            ends.append((judge((x, y)), judge(held)))
+            ends.append((judge((x, y)), judge(held_out)))
     fitted, others = (statistics.median(e) for e in zip(*ends, strict=True))
     seconds = sum(times[1:]) / max(1, steps - 1)  # the first step prepares kernels
     return {"start": start, "train": fitted, "held-out": others, "seconds a step": seconds}
@@ -168,10 +170,10 @@ def one_seed(job: tuple[str, int, str]) -> dict[str, Any]:
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """What holds for each task: counts of seeds, and medians of losses."""
     for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row["runs"] for row in rows if row["task"] == task]
+        runs_by_seed = [row["runs"] for row in rows if row["task"] == task]
 
-        def value(name: str, what: str = "train", own: Any = own) -> float:
-            return statistics.median(runs[name][what] for runs in own)
+        def value(name: str, what: str = "train", runs_of_seeds: Any = runs_by_seed) -> float:
+            return statistics.median(runs[name][what] for runs in runs_of_seeds)
 
         best = min((f"adam {lr:g}" for lr in ADAM), key=value)
 
@@ -185,7 +187,7 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         rates = [f"adam {lr:g}" for lr in ADAM]
         yield {
             "task": task,
-            "seeds": len(own),
+            "seeds": len(runs_by_seed),
             "start": value("kfac ×1", "start"),
             "kfac": value("kfac ×1"),
             "kfac, held-out": value("kfac ×1", "held-out"),
@@ -195,11 +197,11 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "at": best,
             "its held-out": value(best, "held-out"),
             "adam 1e-3, equal time": value("adam 0.001, equal time"),
-            "seeds below start at all rates": sum(map(safe, own)),
-            "seeds below adam 1e-3": sum(below(runs, "adam 0.001") for runs in own),
-            "seeds below adam's best": sum(below(runs, *rates) for runs in own),
+            "seeds below start at all rates": sum(map(safe, runs_by_seed)),
+            "seeds below adam 1e-3": sum(below(runs, "adam 0.001") for runs in runs_by_seed),
+            "seeds below adam's best": sum(below(runs, *rates) for runs in runs_by_seed),
             "seeds below adam at equal time": sum(
-                below(runs, "adam 0.001, equal time") for runs in own
+                below(runs, "adam 0.001, equal time") for runs in runs_by_seed
             ),
         }
 

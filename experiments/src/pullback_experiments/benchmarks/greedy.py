@@ -40,8 +40,8 @@ def ours(gram: Gram, g: Tensor, r: Tensor | None, k: int, **options: Any) -> Rou
     return lambda: solver.solve(solver.init(gram), g, whitened=r).x
 
 
-def floor(product: Route, like: Tensor, k: int, other: Route = lambda: None) -> Route:
-    block = torch.eye(k, dtype=like.dtype, device=like.device) + 0.5
+def floor(product: Route, gradient: Tensor, k: int, other: Route = lambda: None) -> Route:
+    block = torch.eye(k, dtype=gradient.dtype, device=gradient.device) + 0.5
 
     def route() -> None:
         other()

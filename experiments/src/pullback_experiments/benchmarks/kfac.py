@@ -96,32 +96,34 @@ class Bench:
     def routes(self, who: str) -> dict[str, Callable[[], Any]]:
         """A step of each kind, and the baseline's; inverting ones take statistics as well."""
         make = {"kfac": self.kfac, "naive": self.naive}[who]
-        every = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
-        own = {f"{who} {kind}": self.route(make(*s)) for kind, s in every.items()}
-        return {"baseline": self.route(self.baseline), **own}
+        schedules = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
+        routes_of_kfac = {
+            f"{who} {step_type}": self.route(make(*s)) for step_type, s in schedules.items()
+        }
+        return {"baseline": self.route(self.baseline), **routes_of_kfac}
 
     def kernels(self) -> dict[str, float]:
         """The GPU's own time over that of the baseline, by schedule, kind of step and rule."""
-        kinds = {}
-        for kind, step in self.routes("kfac").items():
+        seconds = {}
+        for step_type, step in self.routes("kfac").items():
             repeated(step, 4)()  # the fifth and sixth statistics renew no inverse
-            kinds[kind] = kernel_seconds(step, self.device, 2)
-        out = {s: combined(kinds, "kfac", v) for s, v in SCHEDULES.items()}
-        for kind in ("plain", "statistics"):
-            out[kind] = kinds[f"kfac {kind}"] / kinds["baseline"]
+            seconds[step_type] = kernel_seconds(step, self.device, 2)
+        out = {s: combined(seconds, "kfac", v) for s, v in SCHEDULES.items()}
+        for step_type in ("plain", "statistics"):
+            out[step_type] = seconds[f"kfac {step_type}"] / seconds["baseline"]
         for rule in RULES:  # a whole cycle of statistics and renewals
             step = self.route(self.rule(rule))
             repeated(step, 61)()  # every basis has been begun
-            out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / kinds["baseline"]
+            out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / seconds["baseline"]
         return out
 
     def seconds(self, who: str, repeats: int) -> dict[str, float]:
         """Of a step of each kind, and of the baseline."""
         row = IN_A_ROW[self.device.type]
         routes = self.routes(who)
-        in_rows = {kind: repeated(step, row) for kind, step in routes.items()}
-        found = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
-        return {kind: seconds / row for kind, seconds in found.items()}
+        in_rows = {step_type: repeated(step, row) for step_type, step in routes.items()}
+        seconds_of_rows = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
+        return {step_type: seconds / row for step_type, seconds in seconds_of_rows.items()}
 
     def memory(self) -> dict[str, int]:
         """Peak bytes of each optimizer alone, statistics and inversion included."""
@@ -140,19 +142,19 @@ def repeated(step: Callable[[], Any], count: int) -> Callable[[], Any]:
     return lambda: [step() for _ in range(count)]
 
 
-def combined(kinds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
+def combined(seconds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
     """Seconds per step by the schedule, in multiples of the baseline."""
-    plain = kinds[f"{who} plain"]
-    statistics = kinds[f"{who} statistics"]
-    inversion = kinds[f"{who} inversion"] - statistics
+    plain = seconds[f"{who} plain"]
+    statistics = seconds[f"{who} statistics"]
+    inversion = seconds[f"{who} inversion"] - statistics
     mean = plain + (statistics - plain) / schedule[0] + max(0.0, inversion) / schedule[1]
-    return mean / kinds["baseline"]
+    return mean / seconds["baseline"]
 
 
-def least(kinds: dict[str, float], at: dict[str, float], schedule: tuple[int, int]) -> float:
+def least(seconds: dict[str, float], at: dict[str, float], schedule: tuple[int, int]) -> float:
     """The same of the floor."""
     extra = at["apply"] + at["statistics"] / schedule[0] + at["inversion"] / schedule[1]
-    return 1 + extra / kinds["baseline"]
+    return 1 + extra / seconds["baseline"]
 
 
 def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
@@ -190,7 +192,7 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
         repeats = 2
     else:
         repeats = max(10, 40 // IN_A_ROW[device.type])
-    kinds = bench.seconds("kfac", repeats)
+    step_seconds = bench.seconds("kfac", repeats)
     gc.collect()
     if case.naive:
         theirs = bench.seconds("naive", max(2, repeats // 2))
@@ -198,15 +200,15 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
         theirs = {}
     gc.collect()
     # no floor lies above what was reached: the baseline's own rate is one that the machine has
-    reached = work.gradient / kinds["baseline"]
+    reached = work.gradient / step_seconds["baseline"]
     full = 0.0 if case.half else reached
     lowest = work.seconds(at.best(rates(device, case.half)).best(Rates(reached, full, 0.0)))
-    ratios = {s: combined(kinds, "kfac", v) for s, v in SCHEDULES.items()}
-    ratios["statistics"] = kinds["kfac statistics"] / kinds["baseline"]
-    ratios["plain"] = kinds["kfac plain"] / kinds["baseline"]
-    floors = {s: least(kinds, lowest, v) for s, v in SCHEDULES.items()}
-    floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / kinds["baseline"]
-    floors["plain"] = 1 + lowest["apply"] / kinds["baseline"]
+    ratios = {s: combined(step_seconds, "kfac", v) for s, v in SCHEDULES.items()}
+    ratios["statistics"] = step_seconds["kfac statistics"] / step_seconds["baseline"]
+    ratios["plain"] = step_seconds["kfac plain"] / step_seconds["baseline"]
+    floors = {s: least(step_seconds, lowest, v) for s, v in SCHEDULES.items()}
+    floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / step_seconds["baseline"]
+    floors["plain"] = 1 + lowest["apply"] / step_seconds["baseline"]
     if theirs:
         peer = {s: combined(theirs, "naive", v) for s, v in SCHEDULES.items()}
     else:
@@ -219,18 +221,20 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
         ratios["memory"] = memory["kfac"] / memory["baseline"]
         ratios |= {f"{rule}, memory": memory[rule] / memory["baseline"] for rule in RULES}
     print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
-    kinds = {**theirs, **kinds}
-    for kind, seconds in kinds.items():
-        print(f"  {kind:18} {1e3 * seconds:9.2f} ms")
-    print("  floor " + ", ".join(f"{part} {1e3 * s:.2f} ms" for part, s in lowest.items()))
+    step_seconds = {**theirs, **step_seconds}
+    for step_type, seconds in step_seconds.items():
+        print(f"  {step_type:18} {1e3 * seconds:9.2f} ms")
+    print(
+        "  floor " + ", ".join(f"{operation} {1e3 * s:.2f} ms" for operation, s in lowest.items())
+    )
     print(f"  {'× baseline':18} {'kfac':>6} {'GPU':>7} {'floor':>7} {'naive':>7} {'target':>7}")
-    for kind, ratio in ratios.items():
-        cells = [kernels.get(kind), floors.get(kind), peer.get(kind)]
-        cells.append(case.targets.get(kind.removesuffix(", run")))
+    for step_type, ratio in ratios.items():
+        cells = [kernels.get(step_type), floors.get(step_type), peer.get(step_type)]
+        cells.append(case.targets.get(step_type.removesuffix(", run")))
         shown = " ".join(f"{'' if c is None else format(c, '.2f'):>7}" for c in cells)
-        print(f"  {kind:18} {ratio:6.2f} {shown}")
+        print(f"  {step_type:18} {ratio:6.2f} {shown}")
     return {
-        "milliseconds": {k: 1e3 * s for k, s in kinds.items()},
+        "milliseconds": {k: 1e3 * s for k, s in step_seconds.items()},
         "floor_milliseconds": {k: 1e3 * s for k, s in lowest.items()},
         "ratio": ratios,
         "kernels": kernels,

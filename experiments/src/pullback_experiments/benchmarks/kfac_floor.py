@@ -89,10 +89,10 @@ class Floor:
 
 def floor(model: nn.Module, forward: Callable[[], Tensor], loss: Callable[[Tensor], Any]) -> Floor:
     """Counted on one forward and backward pass."""
-    seen: list[tuple[nn.Module, Tensor, Tensor]] = []
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        seen.append((module, args[0].detach(), output))
+        calls.append((module, args[0].detach(), output))
 
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     handles = [m.register_forward_hook(keep) for m in layers]
@@ -101,14 +101,18 @@ def floor(model: nn.Module, forward: Callable[[], Tensor], loss: Callable[[Tenso
         value = loss(z)
         with FlopCounterMode(display=False) as back:
             torch.autograd.grad(
-                z, [y for _, _, y in seen], torch.ones_like(z), retain_graph=True, allow_unused=True
+                z,
+                [y for _, _, y in calls],
+                torch.ones_like(z),
+                retain_graph=True,
+                allow_unused=True,
             )
         value.backward()
     for handle in handles:
         handle.remove()
     model.zero_grad()
     sums = [0.0, 0.0, 0.0, 0.0]
-    for module, x, y in seen:
+    for module, x, y in calls:
         sums = [s + t for s, t in zip(sums, _layer(module, x, y), strict=True)]
     reverse = back.get_total_flops()
     return Floor(whole.get_total_flops() - reverse, reverse, *sums)
@@ -119,21 +123,21 @@ def _layer(module: Any, x: Tensor, y: Tensor) -> tuple[float, float, float, floa
     o = module.weight.shape[0]
     i = module.weight[0].numel()
     if isinstance(module, nn.Conv2d):
-        places = len(y) * prod(y.shape[2:])
+        positions = len(y) * prod(y.shape[2:])
         k = module.kernel_size[0]
         channels = x.shape[1]
-        inputs = float(places * i**2)
+        inputs = float(positions * i**2)
         if k > 1 and module.stride == (1, 1):
-            inputs = min(inputs, ((2 * k - 1) ** 2 + 1) * places * channels**2)
+            inputs = min(inputs, ((2 * k - 1) ** 2 + 1) * positions * channels**2)
     else:
-        places = x.numel() // x.shape[-1]
-        inputs = float(places * i**2)
+        positions = x.numel() // x.shape[-1]
+        inputs = float(positions * i**2)
     i += module.bias is not None
     products = inputs
     inverses = 0.0
     apply = 0.0
     state = 0.0
-    products += places * o**2 if o <= LONGEST else 0
+    products += positions * o**2 if o <= LONGEST else 0
     for n in (o, i):
         if n <= LONGEST:
             inverses += float(n) ** 3

@@ -49,31 +49,31 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
     kfac = import_benchmark("kfac")
     bench = kfac.Bench(kfac.cases(device, False)[name], device)
     makers: dict[str, Any] = {"baseline": bench.baseline}
-    for kind, every in KINDS.items():
-        makers[kind] = natural_maker(bench.case.likelihood(), every)
+    for step_type, schedule in KINDS.items():
+        makers[step_type] = natural_maker(bench.case.likelihood(), schedule)
     makers[SPECTRAL] = bench.rule("spectral")
     makers[RUN] = natural_maker(bench.case.likelihood(), SCHEDULES["10/100"])
     row = 4 if device.type == "cuda" else 1
-    routes = {kind: bench.route(makers[kind]) for kind in ("baseline", *KINDS)}
-    in_rows = {kind: kfac.repeated(step, row) for kind, step in routes.items()}
+    routes = {step_type: bench.route(makers[step_type]) for step_type in ("baseline", *KINDS)}
+    in_rows = {step_type: kfac.repeated(step, row) for step_type, step in routes.items()}
     seconds = kfac.compare(in_rows, device, repeats=repeats, warmup=3, patience=30)
-    numbers = {kind: 1e3 * seconds[kind] / row for kind in routes}
+    numbers = {step_type: 1e3 * seconds[step_type] / row for step_type in routes}
     cycle = 20 if device.type == "cuda" else 1
     spectral = {SPECTRAL: kfac.repeated(bench.route(makers[SPECTRAL]), cycle)}
     seconds = kfac.compare(spectral, device, repeats=3, warmup=3, patience=30)
     numbers[SPECTRAL] = 1e3 * seconds[SPECTRAL] / cycle
     if device.type != "cuda":
         return numbers
-    for kind in ("baseline", "plain", "statistics", "inversion"):
-        numbers[f"GPU, {kind}"] = 1e3 * kfac.kernel_seconds(routes[kind], device, 2)
+    for step_type in ("baseline", "plain", "statistics", "inversion"):
+        numbers[f"GPU, {step_type}"] = 1e3 * kfac.kernel_seconds(routes[step_type], device, 2)
     numbers[f"GPU, {SPECTRAL}"] = 1e3 * kfac.kernel_seconds(spectral[SPECTRAL], device, 1) / cycle
     routes.clear()
     in_rows.clear()
     spectral.clear()
-    for kind in ("baseline", RUN, SPECTRAL):
+    for step_type in ("baseline", RUN, SPECTRAL):
         gc.collect()
-        step = kfac.repeated(bench.route(makers[kind]), 12)
-        numbers[f"memory, {kind}"] = kfac.peak_bytes(step, device) / 2**20
+        step = kfac.repeated(bench.route(makers[step_type]), 12)
+        numbers[f"memory, {step_type}"] = kfac.peak_bytes(step, device) / 2**20
         del step
     return numbers
 
@@ -100,17 +100,20 @@ def natural_maker(likelihood: Any, every: tuple[int, int]) -> Callable[[Any], An
 
 def ratios(times: dict[str, float]) -> dict[str, float]:
     """Return steps over the baseline's, by kind and by schedule."""
-    out = {kind: times[kind] / times["baseline"] for kind in ("plain", "statistics", SPECTRAL)}
+    out = {
+        step_type: times[step_type] / times["baseline"]
+        for step_type in ("plain", "statistics", SPECTRAL)
+    }
     for schedule, (statistics, inversion) in SCHEDULES.items():
         extra = (times["statistics"] - times["plain"]) / statistics
         extra += max(0.0, times["inversion"] - times["statistics"]) / inversion
         out[schedule] = (times["plain"] + extra) / times["baseline"]
-    for kind in ("plain", "statistics", SPECTRAL):
-        if f"GPU, {kind}" in times:
-            out[f"GPU, {kind}"] = times[f"GPU, {kind}"] / times["GPU, baseline"]
-    for kind in (RUN, SPECTRAL):
-        if f"memory, {kind}" in times:
-            out[f"memory, {kind}"] = times[f"memory, {kind}"] / times["memory, baseline"]
+    for step_type in ("plain", "statistics", SPECTRAL):
+        if f"GPU, {step_type}" in times:
+            out[f"GPU, {step_type}"] = times[f"GPU, {step_type}"] / times["GPU, baseline"]
+    for step_type in (RUN, SPECTRAL):
+        if f"memory, {step_type}" in times:
+            out[f"memory, {step_type}"] = times[f"memory, {step_type}"] / times["memory, baseline"]
     return out
 
 
@@ -118,7 +121,7 @@ def measure_apart(tree: Path, name: str, device: str, repeats: int) -> dict[str,
     """Measure in a process whose library and benchmarks are those of `tree`."""
     call = [sys.executable, __file__, "--measure", name, "--device", device]
     paths = [tree, tree / "src", tree / "experiments" / "src", os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
+    process = subprocess.run(
         [*call, "--repeats", str(repeats)],
         cwd=tree,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
@@ -126,7 +129,7 @@ def measure_apart(tree: Path, name: str, device: str, repeats: int) -> dict[str,
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -159,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for version, tree in trees.items():
             times = measure_apart(tree, name, asked.device, asked.repeats)
             runs.setdefault(name, {}).setdefault(version, []).append(times)
-            shown = "  ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios(times).items())
+            shown = "  ".join(
+                f"{step_type} {ratio:.3f}" for step_type, ratio in ratios(times).items()
+            )
             print(f"{name:12s} {version:7s} {times['baseline']:7.1f} ms  {shown}", flush=True)
             record: dict[str, Any] = {"environment": describe_machine(device), "results": runs}
             path.write_text(json.dumps(record, indent=1) + "\n")

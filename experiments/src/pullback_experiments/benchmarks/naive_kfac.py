@@ -40,7 +40,7 @@ class NaiveKFAC(torch.optim.SGD):
         self.layers = [m for m in layers if max(len(m.weight), m.weight[0].numel()) <= LONGEST]
         self.factors: dict[nn.Module, list[Tensor]] = {}
         self.inverses: dict[nn.Module, list[Tensor]] = {}
-        self._held: dict[nn.Module, Tensor] = {}
+        self._inputs: dict[nn.Module, Tensor] = {}
         self._new: dict[nn.Module, list[Tensor]] = {}
         for m in self.layers:
             m.register_forward_hook(self._forward)
@@ -52,14 +52,14 @@ class NaiveKFAC(torch.optim.SGD):
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._due and torch.is_grad_enabled():
-            self._held[module] = args[0].detach()
+            self._inputs[module] = args[0].detach()
 
     @torch.no_grad()
     def _backward(self, module: Any, grad_input: Any, grad_output: Any) -> None:
         if not self._due:
             return
         dtype = module.weight.dtype
-        a = self._held.pop(module).to(dtype)
+        a = self._inputs.pop(module).to(dtype)
         d = grad_output[0].to(dtype)
         n = len(a)
         if isinstance(module, nn.Conv2d):

@@ -79,16 +79,16 @@ _MARGIN = 45.0  # seconds that a run takes beside its budget: imports, reference
 
 def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = ()) -> nn.Module:
     """The network that a user would be given, or one with other hidden layers."""
-    found = pde.network_for(problem, seed=seed)
+    default_network = pde.network_for(problem, seed=seed)
     if hidden:
-        inner = list(found.get_submodule("network").children())
+        inner = list(default_network.get_submodule("network").children())
         first = next(m for m in inner if isinstance(m, nn.Linear))
         sizes = first.in_features, *hidden, len(problem.fields)
         embeddings = [m for m in inner if isinstance(m, pde.PeriodicEmbedding)]
-        found.network = nn.Sequential(*embeddings, *pde.mlp(*sizes, seed=seed))
+        default_network.network = nn.Sequential(*embeddings, *pde.mlp(*sizes, seed=seed))
     if name in _SINGLE:
-        return found.float()
-    return found
+        return default_network.float()
+    return default_network
 
 
 def one(

@@ -73,8 +73,10 @@ class Program:
         """Execute it; options replace those that it passes to `solve`. Return its names."""
         solve = pde.solve
 
-        def replaced(problem: pde.Problem, network: nn.Module, **given: Any) -> pde.PDESolution:
-            return solve(problem, network, **{**given, "progress": False, **options})
+        def replaced(
+            problem: pde.Problem, network: nn.Module, **solve_options: Any
+        ) -> pde.PDESolution:
+            return solve(problem, network, **{**solve_options, "progress": False, **options})
 
         names: dict[str, Any] = {}
         with patch.object(pde, "solve", replaced):
@@ -90,8 +92,8 @@ def _first() -> str:
 
 def programs() -> dict[str, Program]:
     """All of the page, by name."""
-    found = [Program(m["title"], m["code"]) for m in _PART.finditer(PAGE.read_text())]
-    return {program.name: program for program in found}
+    programs_of_page = [Program(m["title"], m["code"]) for m in _PART.finditer(PAGE.read_text())]
+    return {program.name: program for program in programs_of_page}
 
 
 # --- what is true ---------------------------------------------------------------------------------
@@ -296,11 +298,11 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
     out = {}
     for method, options in optimizers(lambda: False).items():
         program.run(steps=1, **options)  # what is imported then is not counted
-        begun = time.process_time()
+        start = time.process_time()
         curve = []
 
-        def spent(begun: float = begun) -> float:
-            return time.process_time() - begun
+        def spent(race_start: float = start) -> float:
+            return time.process_time() - race_start
 
         def due(spent: Callable[[], float] = spent) -> bool:
             return spent() > seconds / 5

@@ -188,20 +188,20 @@ class Sphere(Optimizer):
 
 
 def _with(rule: Callable[[], Spectral], **more: Any) -> optimizers.Build:
-    return lambda model, lr, some: [optimizers._ruled(model, lr, rule, {**more, **some})]
+    return lambda model, lr, settings: [optimizers._ruled(model, lr, rule, {**more, **settings})]
 
 
-def _on_a_sphere(model: nn.Module, lr: float, some: Any) -> list[Optimizer]:
-    (own,) = optimizers.spectral(model, lr, {**REST, **some})
+def _on_a_sphere(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+    (optimizer,) = optimizers.spectral(model, lr, {**REST, **settings})
     params = optimizers.hidden(model)
     ids = {id(p) for p in params}
-    (matrices,) = [g for g in own.param_groups if any(id(p) in ids for p in g["params"])]
+    (matrices,) = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
     matrices["weight_decay"] = 0.0
-    return [own, Sphere(params)]
+    return [optimizer, Sphere(params)]
 
 
-def _changed(**some: Any) -> optimizers.Build:
-    return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **some, **more})
+def _changed(**settings: Any) -> optimizers.Build:
+    return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **settings, **more})
 
 
 ROWS: dict[str, optimizers.Build] = {
@@ -229,8 +229,8 @@ ROWS: dict[str, optimizers.Build] = {
 def _run(name: str, task: str, steps: int | None, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     optimizers.OPTIMIZERS[name] = ROWS[name]
-    found = run(TASKS[task], name, LR, seed=SEED, device=torch.device(device), steps=steps)
-    return {"final": found["final"], "curve": found["held-out loss"], "steps": found["steps"]}
+    record = run(TASKS[task], name, LR, seed=SEED, device=torch.device(device), steps=steps)
+    return {"final": record["final"], "curve": record["held-out loss"], "steps": record["steps"]}
 
 
 def main(arguments: Sequence[str] = ()) -> None:

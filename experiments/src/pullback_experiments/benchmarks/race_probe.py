@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] = ()) -> int:
         return 0
     spawned = get_context("spawn")
     with ProcessPoolExecutor(asked.parallel, spawned, _begin, (_corpus(asked),)) as pool:
-        for found in as_completed([pool.submit(_done, job) for job in jobs]):
-            print(json.dumps(found.result()), flush=True)
+        for future in as_completed([pool.submit(_done, job) for job in jobs]):
+            print(json.dumps(future.result()), flush=True)
     return 0
 
 
@@ -135,7 +135,7 @@ def _corpus(asked: argparse.Namespace) -> tuple[tuple[int, bool], Any] | None:
     key = (data.most, data.packages)
     files = python_files(*key)
     files.train.share_memory_()
-    files.held.share_memory_()
+    files.held_out.share_memory_()
     return key, files
 
 

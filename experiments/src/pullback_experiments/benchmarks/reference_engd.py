@@ -103,6 +103,6 @@ def _flat(params: Params, n: int) -> Tensor:
     return torch.cat(flat_pieces, -1)
 
 
-def _split(vector: Tensor, like: Params) -> Params:
-    pieces = vector.split([p.numel() for p in like.values()])
-    return {n: piece.view_as(p) for piece, (n, p) in zip(pieces, like.items(), strict=True)}
+def _split(vector: Tensor, shapes: Params) -> Params:
+    pieces = vector.split([p.numel() for p in shapes.values()])
+    return {n: piece.view_as(p) for piece, (n, p) in zip(pieces, shapes.items(), strict=True)}

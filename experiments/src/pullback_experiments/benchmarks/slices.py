@@ -57,9 +57,9 @@ def in_rounds(
     order = list(blocks)
     shuffle = random.Random(0).shuffle
     times: dict[str, list[float]] = {name: [] for name in blocks}
-    begun = time.perf_counter()
+    round_start = time.perf_counter()
     for round_number in range(-warmup, rounds):
-        if round_number >= 3 and time.perf_counter() - begun > seconds:
+        if round_number >= 3 and time.perf_counter() - round_start > seconds:
             break
         shuffle(order)
         for name in order:
@@ -110,7 +110,7 @@ def bandwidth(device: torch.device, quick: bool) -> float:
 
 
 def captured(
-    routes: Mapping[str, Route], alone: bool, device: torch.device
+    routes: Mapping[str, Route], step_only: bool, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Blocks as graphs in one pool of memory; and those that could not be recorded."""
     blocks = {}
@@ -118,7 +118,7 @@ def captured(
     pool = torch.cuda.graph_pool_handle()
     for name, route in routes.items():
         try:
-            step = route.alone if alone else route.train
+            step = route.alone if step_only else route.train
             blocks[name] = route.captured(step, pool, device)
         except RuntimeError as error:
             torch.cuda.synchronize(device)
@@ -126,16 +126,16 @@ def captured(
     return blocks, failed
 
 
-def show(title: str, part: Mapping[str, Any]) -> None:
-    print(f"\n{title}: {part['rounds']} rounds")
-    for name, ms in part["milliseconds"].items():
-        ratio = part["ratio"].get(name)
+def show(title: str, ratios: Mapping[str, Any]) -> None:
+    print(f"\n{title}: {ratios['rounds']} rounds")
+    for name, ms in ratios["milliseconds"].items():
+        ratio = ratios["ratio"].get(name)
         if ratio:
             shown = f"{ratio['ratio']:6.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         else:
             shown = ""
         print(f"  {name:24} {ms:9.4f} ms {shown}", flush=True)
-    for name, why in part.get("failed", {}).items():
+    for name, why in ratios.get("failed", {}).items():
         print(f"  {name:24} not captured: {why}")
 
 

@@ -146,11 +146,11 @@ def convolutions() -> Task:
 class CharacterGRU(nn.Module):
     """The next character by a recurrent network."""
 
-    def __init__(self, kinds: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(kinds, 32)
+        self.embedding = nn.Embedding(vocabulary, 32)
         self.recurrent = nn.GRU(32, width, batch_first=True)
-        self.head = nn.Linear(width, kinds)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, text: Tensor) -> Tensor:
         return self.head(self.recurrent(self.embedding(text))[0])
@@ -199,9 +199,9 @@ def variational() -> Task:
 class SequenceClassifier(nn.Module):
     """A transformer encoder whose mean is classified."""
 
-    def __init__(self, kinds: int, length: int, classes: int) -> None:
+    def __init__(self, vocabulary: int, length: int, classes: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(kinds, 48)
+        self.embedding = nn.Embedding(vocabulary, 48)
         self.positions = nn.Parameter(0.02 * torch.randn(length, 48))
         layer = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -215,7 +215,7 @@ def transformer() -> Task:
     """Classification: how many different kinds of tokens follow a marker in a sequence."""
     tokens = torch.randint(0, 12, (4000, 24), generator=generator())
     follows = F.pad(tokens[:, :-1] == 0, (1, 0))
-    present = torch.stack([(follows & (tokens == kind)).any(1) for kind in range(12)], 1)
+    present = torch.stack([(follows & (tokens == token)).any(1) for token in range(12)], 1)
     y = present.sum(1).clamp(max=4)
     model = SequenceClassifier(12, 24, 5)
     return supervised(model, Split.cut(tokens, y, 3200), classify, 64, 300)
@@ -239,10 +239,10 @@ def adversarial() -> Task:
 
     def train(optimizers: Sequence[Optimizer], rows: Tensor) -> None:
         real = x[rows]
-        made = maker(torch.randn(len(rows), 8))
-        critic_loss = F.softplus(-critic(real)).mean() + F.softplus(critic(made.detach())).mean()
+        outputs = maker(torch.randn(len(rows), 8))
+        critic_loss = F.softplus(-critic(real)).mean() + F.softplus(critic(outputs.detach())).mean()
         minimize(optimizers[1], critic_loss)
-        minimize(optimizers[0], F.softplus(-critic(made)).mean())
+        minimize(optimizers[0], F.softplus(-critic(outputs)).mean())
 
     def judge() -> float:
         return measure(maker, lambda: energy_distance(maker(held_noise), x[-1000:]))
@@ -263,8 +263,10 @@ def siamese() -> Task:
         others = images.roll(1, 0)
         labels_of_others = labels.roll(1, 0)
         distances = (model(images) - model(others)).square().sum(1).add(1e-9).sqrt()
-        same = labels == labels_of_others
-        return torch.where(same, distances.square(), (1 - distances).clamp(min=0).square()).mean()
+        is_positive = labels == labels_of_others
+        return torch.where(
+            is_positive, distances.square(), (1 - distances).clamp(min=0).square()
+        ).mean()
 
     def train(optimizers: Sequence[Optimizer], rows: Tensor) -> None:
         minimize(optimizers[0], contrast(data.x[rows], data.y[rows]))
@@ -279,24 +281,24 @@ def autoencoder() -> Task:
     """Digits through a bottleneck of eight numbers, five hidden layers."""
     data = load_digits()
     x = data.x.flatten(1)
-    held = data.held_x.flatten(1)
+    held_out = data.held_x.flatten(1)
     model = make_mlp(64, 96, 48, 8, 48, 96, 64, activation=nn.Tanh)
-    return supervised(model, Split(x, x, held, held), F.mse_loss, 128, 300)
+    return supervised(model, Split(x, x, held_out, held_out), F.mse_loss, 128, 300)
 
 
 class CharacterDecoder(nn.Module):
     """The next character by a causal transformer of two blocks."""
 
-    def __init__(self, kinds: int, length: int) -> None:
+    def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(kinds, 64)
+        self.embedding = nn.Embedding(vocabulary, 64)
         self.positions = nn.Embedding(length, 64)
         layer = nn.TransformerEncoderLayer(
             64, 4, 128, dropout=0.0, batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(64)
-        self.head = nn.Linear(64, kinds)
+        self.head = nn.Linear(64, vocabulary)
 
     def forward(self, text: Tensor) -> Tensor:
         length = text.shape[1]

@@ -84,12 +84,12 @@ def make_kfac(multiple: float, model: nn.Module, **options: Any) -> list[Optimiz
 def make_kfac_short(multiple: float, model: nn.Module) -> list[Optimizer]:
     """Return K-FAC with short memories, `betas=(0.5, 0.99)`, as adversarial training asks for."""
     rule = pb.KFAC(model).rule
-    kind = type(rule)
+    rule_class = type(rule)
     if isinstance(rule, pb.optim.kfac.Eigenbasis):
         betas = (0.5, 0.99)
         others = pb.optim.kfac.AdamW(betas)
-        return make_kfac(multiple, model, rule=kind(betas, others=others))
-    return make_kfac(multiple, model, rule=kind(0.5))
+        return make_kfac(multiple, model, rule=rule_class(betas, others=others))
+    return make_kfac(multiple, model, rule=rule_class(0.5))
 
 
 def make_kfac_long(multiple: float, model: nn.Module) -> list[Optimizer]:
@@ -270,8 +270,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     rows: list[dict[str, Any]] = []
     about = {"environment": describe_machine(torch.device("cpu")), "parallel": options.parallel}
     with ProcessPoolExecutor(options.parallel, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(run_job, job) for job in jobs]):
-            rows.append(done.result())
+        for future in as_completed([pool.submit(run_job, job) for job in jobs]):
+            rows.append(future.result())
             record = about | {"summary": summarize(rows), "rows": rows}
             options.out.write_text(json.dumps(record, indent=1) + "\n")
     for line in summarize(rows):

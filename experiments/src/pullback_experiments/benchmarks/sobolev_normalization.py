@@ -150,8 +150,8 @@ def compared(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str
     in_eigenbasis = su.T @ layer.gradient @ au
     direction = {}
     for name, z in chosen.items():
-        got = su @ (in_eigenbasis / (sv[:, None] * av / z + DAMPING)) @ au.T
-        direction[name] = float((got.flatten() - want).norm() / want.norm())
+        kfac_direction = su @ (in_eigenbasis / (sv[:, None] * av / z + DAMPING)) @ au.T
+        direction[name] = float((kfac_direction.flatten() - want).norm() / want.norm())
     return frobenius, float((best * one - g).norm() / g.norm()), direction
 
 
@@ -182,12 +182,12 @@ def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
     return records
 
 
-def table(found: list[Record]) -> str:
+def table(records: list[Record]) -> str:
     """Medians over networks, batches and layers, by scale."""
     lines = ["scale/median  cond K | ‖A⊗S − G‖/‖G‖: " + "  ".join(CHOICES) + "  best multiple | "]
     lines[0] += "direction: " + "  ".join(CHOICES)
-    for scale in sorted({r.scale for r in found}):
-        at_scale = [r for r in found if r.scale == scale]
+    for scale in sorted({r.scale for r in records}):
+        at_scale = [r for r in records if r.scale == scale]
         frobenius = [median(r.frobenius[c] for r in at_scale) for c in CHOICES]
         direction = [median(r.direction[c] for r in at_scale) for c in CHOICES]
         best = median(r.best for r in at_scale)
@@ -196,10 +196,10 @@ def table(found: list[Record]) -> str:
         lines.append(f"{row}  {best:9.3g} | " + " ".join(f"{v:9.3g}" for v in direction))
     for measure in ("frobenius", "direction"):
         wins = dict.fromkeys(CHOICES, 0)
-        for r in found:
+        for r in records:
             errors = getattr(r, measure)
             wins[min(errors, key=errors.__getitem__)] += 1
-        lines.append(f"closest ({measure}), of {len(found)}: {wins}")
+        lines.append(f"closest ({measure}), of {len(records)}: {wins}")
     return "\n".join(lines)
 
 

@@ -98,8 +98,8 @@ def updated(
         return inverse
     phi, tau = _factors(-length * float(s @ gradient) / ys, yhy / ys, len(s)) if scaled else (1, 1)
     v = math.sqrt(yhy) * (s / ys - hy / yhy)
-    kept = inverse - torch.outer(hy, hy) / yhy + phi * torch.outer(v, v)
-    return kept / tau + torch.outer(s, s) / ys
+    scaled_inverse = inverse - torch.outer(hy, hy) / yhy + phi * torch.outer(v, v)
+    return scaled_inverse / tau + torch.outer(s, s) / ys
 
 
 def _factors(b: float, h: float, n: int) -> tuple[float, float]:

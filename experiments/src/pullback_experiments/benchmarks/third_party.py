@@ -135,7 +135,10 @@ def costs(case: Model) -> dict[str, Any]:
     }
     seconds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
     base = seconds["baseline"]
-    ratios = {kind: seconds[f"kfac {kind}"] / base for kind in ("plain", "statistics", "inversion")}
+    ratios = {
+        step_type: seconds[f"kfac {step_type}"] / base
+        for step_type in ("plain", "statistics", "inversion")
+    }
     ratios["10/100"] = combined(seconds, "kfac", (10, 100))
     model = copy.deepcopy(start)
     step = stepping(case, model, kfac(case, model, 0.0))
@@ -189,10 +192,14 @@ def summary(name: str, row: dict[str, Any]) -> str:
     phrases = []
     if "shares" in row:
         phrases += [f"{row['parameters']:,}"]
-        phrases += [f"{kind} {100 * share:.1f} %" for kind, share in row["shares"].items()]
-        phrases += [f"{kind} {row['ratio'][kind]:.2f}x" for kind in ("10/100", "default")]
+        phrases += [f"{schedule} {100 * share:.1f} %" for schedule, share in row["shares"].items()]
+        phrases += [
+            f"{schedule} {row['ratio'][schedule]:.2f}x" for schedule in ("10/100", "default")
+        ]
         phrases += [f"first step {row['first step']:.1f}"]
-    phrases += [f"{kind} {best(scores):.3f}" for kind, scores in row.get("scores", {}).items()]
+    phrases += [
+        f"{schedule} {best(scores):.3f}" for schedule, scores in row.get("scores", {}).items()
+    ]
     return f"{name}: {', '.join(phrases)}"
 
 

@@ -123,7 +123,7 @@ class GraphNetwork(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         sizes = [8, width, width]
-        self.own, self.near = (
+        self.self_maps, self.near = (
             nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in pairwise(sizes))
             for _ in range(2)
         )
@@ -131,8 +131,8 @@ class GraphNetwork(nn.Module):
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         edges = edges / edges.sum(-1, keepdim=True).clamp(min=1)
-        for own, near in zip(self.own, self.near, strict=True):
-            x = torch.relu(x @ own + edges @ (x @ near))
+        for self_map, near in zip(self.self_maps, self.near, strict=True):
+            x = torch.relu(x @ self_map + edges @ (x @ near))
         return x @ self.head
 
 
@@ -309,13 +309,13 @@ def diffusers_models() -> dict[str, Model]:
 
 def models() -> dict[str, Model]:
     """Every model whose package is installed."""
-    found: dict[str, Model] = {
+    models_by_name: dict[str, Model] = {
         "graph network, plain torch": Model(GraphNetwork, nodes),
         "nn.Transformer": Model(Sequences, translation),
     }
     for make_models in (transformers_models, torchvision_models, diffusers_models):
         try:
-            found |= make_models()
+            models_by_name |= make_models()
         except ImportError as error:
             print(f"left out: {make_models.__name__} ({error})")
-    return found
+    return models_by_name

@@ -92,8 +92,8 @@ class GraphAttention(nn.Module):
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         edges = (edges + torch.eye(edges.shape[-1])).clamp(max=1)
-        for own, score in zip(self.maps, self.scores, strict=True):
-            x = own(x)
+        for value_map, score in zip(self.maps, self.scores, strict=True):
+            x = value_map(x)
             a, b = score(x).unbind(-1)
             weight = F.leaky_relu(a[:, :, None] + b[:, None], 0.2).masked_fill(edges == 0, -1e9)
             x = F.elu(weight.softmax(-1) @ x)
@@ -103,11 +103,11 @@ class GraphAttention(nn.Module):
 class Mixer(nn.Module):
     """MLPs over places and over channels in turn."""
 
-    def __init__(self, width: int = 32, places: int = 16) -> None:
+    def __init__(self, width: int = 32, positions: int = 16) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 8, 8)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
-        sizes = [places, width, places, width]
+        sizes = [positions, width, positions, width]
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(n, 2 * n), nn.GELU(), nn.Linear(2 * n, n)) for n in sizes
         )
@@ -237,7 +237,7 @@ def torchvision_models() -> dict[str, Model]:
         return model
 
     regnet = tv.regnet.BlockParams([1, 2], [16, 32], [8, 8], [1.0, 1.0], [2, 2], 0.25)
-    found = {
+    models_by_name = {
         "DenseNet": lambda: tv.DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES),
         "Inception": inception,
         "SqueezeNet": lambda: tv.squeezenet1_1(num_classes=CLASSES, dropout=0.0),
@@ -250,7 +250,7 @@ def torchvision_models() -> dict[str, Model]:
         "EfficientNetV2": efficientnet,
         "ResNeXt": resnext,
     }
-    return {name: Model(make, pictures("x")) for name, make in found.items()}
+    return {name: Model(make, pictures("x")) for name, make in models_by_name.items()}
 
 
 def transformers_models() -> dict[str, Model]:
@@ -321,7 +321,7 @@ def transformers_models() -> dict[str, Model]:
 
     pixels = pictures("pixel_values")
     plain = text(use_cache=False)
-    found = {
+    settings = {
         "RoBERTa": (hf.RobertaForSequenceClassification, hf.RobertaConfig,
                     {**small, **label}, sentences),
         "ALBERT": (hf.AlbertForSequenceClassification, hf.AlbertConfig,
@@ -340,8 +340,13 @@ def transformers_models() -> dict[str, Model]:
         "DeiT": (hf.DeiTForImageClassification, hf.DeiTConfig, image, pixels),
     }  # fmt: skip
     out = {
-        name: Model(lambda kind=kind, config=config, own=own: kind(config(**own)), batch)
-        for name, (kind, config, own, batch) in found.items()
+        name: Model(
+            lambda model_class=architecture, config=config, options=configuration: model_class(
+                config(**options)
+            ),
+            batch,
+        )
+        for name, (architecture, config, configuration, batch) in settings.items()
     }
     return out | {
         "OPT": Model(opt, plain),

@@ -147,10 +147,12 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     }
     gc.collect()
     seconds_by_step = bench.seconds("kfac", 1 if quick else 8)
-    row["milliseconds"] = {kind: 1e3 * seconds for kind, seconds in seconds_by_step.items()}
+    row["milliseconds"] = {
+        step_type: 1e3 * seconds for step_type, seconds in seconds_by_step.items()
+    }
     ratio = {
-        kind: seconds_by_step[f"kfac {kind}"] / seconds_by_step["baseline"]
-        for kind in ("plain", "statistics")
+        step_type: seconds_by_step[f"kfac {step_type}"] / seconds_by_step["baseline"]
+        for step_type in ("plain", "statistics")
     }
     ratio["inversion"] = seconds_by_step["kfac inversion"] / seconds_by_step["baseline"]
     ratio["10/100"] = combined(seconds_by_step, "kfac", (10, 100))

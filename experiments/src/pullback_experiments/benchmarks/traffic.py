@@ -87,11 +87,11 @@ def count(
         sides += [map_entries(shape_of, t) for t in state.averages[key].value.values()]
     sums = Paper(size)
     launch_sum(sides, sums).wait()
-    sent = sum(own.bytes for own in sums.traffic().values())
-    every = opt.statistics_every
-    factors = sent / every
-    passes: dict[str, float] = {"statistics": sent, "statistics_every": every}
-    calls = sum(own.calls for own in sums.traffic().values()) / every
+    sent = sum(traffic.bytes for traffic in sums.traffic().values())
+    period = opt.statistics_every
+    factors = sent / period
+    passes: dict[str, float] = {"statistics": sent, "statistics_every": period}
+    calls = sum(traffic.calls for traffic in sums.traffic().values()) / period
     for key in keys:
         state.states.change(key, shape_of)
         state.states.blocks[key].is_ready = True
@@ -101,8 +101,8 @@ def count(
     replicas.complete(state.states, gradients, [], gradients)
     opt.close()
     steps = {"inverses": opt.invert_every, "directions": 1}
-    by_purpose = {what: own.bytes / steps[what] for what, own in paper.traffic().items()}
-    calls += sum(own.calls / steps[what] for what, own in paper.traffic().items())
+    by_purpose = {what: traffic.bytes / steps[what] for what, traffic in paper.traffic().items()}
+    calls += sum(traffic.calls / steps[what] for what, traffic in paper.traffic().items())
     return {"factors": factors, **by_purpose}, calls, passes
 
 
@@ -154,8 +154,8 @@ def measure(rank: int, size: int, name: str, options: dict[str, Any] | None, ste
     sent = {}
     assert options is None or opt.info.accepted
     if options is not None:
-        for what, own in opt.traffic().items():
-            sent[what] = (own.seconds - before.get(what, Traffic()).seconds) / steps
+        for what, traffic in opt.traffic().items():
+            sent[what] = (traffic.seconds - before.get(what, Traffic()).seconds) / steps
     return whole / steps, sent
 
 

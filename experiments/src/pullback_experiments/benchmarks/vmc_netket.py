@@ -117,21 +117,21 @@ def compare(name: str, python: str) -> dict[str, float] | None:
     samples = chains.draw(evaluator).flatten(0, 1)
     ours = compute_ours(hamiltonian, network, samples)
     with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "given.npz"
+        inputs_file = Path(folder) / "given.npz"
         answer = Path(folder) / "answer.npz"
         np.savez(
-            given,
+            inputs_file,
             samples=samples.numpy(),
             weight=network.hidden.weight.detach().numpy(),
             bias=network.hidden.bias.detach().numpy(),
             hamiltonian=name,
         )
-        command = [python, "-c", NETKET_SIDE, str(given), str(answer)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if "missing" in done.stdout:
+        command = [python, "-c", NETKET_SIDE, str(inputs_file), str(answer)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "missing" in process.stdout:
             return None
-        if done.returncode:
-            raise RuntimeError(done.stderr)
+        if process.returncode:
+            raise RuntimeError(process.stderr)
         theirs = dict(np.load(answer))
     force = np.concatenate([theirs["kernel"].T.reshape(-1), theirs["bias"]]).real
     tensor = reorder(theirs["tensor"].real, sites, 2 * sites)
@@ -153,12 +153,12 @@ def main() -> None:
         return
     record = {}
     for name in ("ising", "heisenberg"):
-        found = compare(name, python)
-        if found is None:
+        differences = compare(name, python)
+        if differences is None:
             print("skipped: that interpreter has no NetKet")
             return
-        record[name] = found
-        print(name, json.dumps(found))
+        record[name] = differences
+        print(name, json.dumps(differences))
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 

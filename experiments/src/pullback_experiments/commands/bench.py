@@ -91,10 +91,10 @@ def timed(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
 
 def network(layers: tuple[int, ...]) -> nn.Sequential:
     """Linear layers with tanh between them."""
-    parts: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for a, b in pairwise(layers):
-        parts += [nn.Linear(a, b), nn.Tanh()]
-    return nn.Sequential(*parts[:-1])
+        modules += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*modules[:-1])
 
 
 def _count(layers: tuple[int, ...]) -> int:

@@ -47,12 +47,12 @@ def experiments(out: Path, width: int) -> RenderableType:
 
 def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Group:
     """(name, what is known, sentence) as a line and a paragraph each, for narrow terminals."""
-    parts: list[RenderableType] = [Text(heading, style="bold underline")]
+    lines: list[RenderableType] = [Text(heading, style="bold underline")]
     for name, known, words in rows:
-        told = ", ".join(word for word in known if word not in ("", "–"))
-        parts += [Text.assemble((name, "bold"), f"   {told}".rstrip())]
-        parts += [Padding(Text(words), (0, 0, 0, 3))]
-    return Group(*parts)
+        facts = ", ".join(word for word in known if word not in ("", "–"))
+        lines += [Text.assemble((name, "bold"), f"   {facts}".rstrip())]
+        lines += [Padding(Text(words), (0, 0, 0, 3))]
+    return Group(*lines)
 
 
 def known(experiment: Experiment, out: Path) -> tuple[str, str]:
@@ -72,9 +72,9 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
 
 def _told(state: dict[str, Any]) -> tuple[str, str]:
     took = [run["took"] for run in state["runs"] if run["took"] is not None]
-    done, total = state["summary"].get("items") or (0, 1)
+    finished, total = state["summary"].get("items") or (0, 1)
     verdict = state["summary"].get("verdict") or {}
-    if done < total:
+    if finished < total:
         word = "unfinished"
     else:
         word = verdict.get("outcome", "")
@@ -111,6 +111,7 @@ QUICK: dict[str, float] = {
     "influence-mnist": 40,
     "laplace-uci": 30,
     "laplace-rotation": 60,
+    "pde-honesty": 20,
     "vmc-spins": 25,
     "yin-2024-shallow": 10,
     "yin-2024-deep": 22,

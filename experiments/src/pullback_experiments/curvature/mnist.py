@@ -194,9 +194,9 @@ def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str,
     seconds = {}
     for name, method in methods.items():
         start = time.monotonic()
-        found = datamodeling_score(method(), subsets, measured)
+        score = datamodeling_score(method(), subsets, measured)
         seconds[name] = time.monotonic() - start
-        scores[name] = float(found.mean())
+        scores[name] = float(score.mean())
         context.watch(0.5, f"{name} {scores[name]:.3f}")
     outputs = copy_network(full, 0)(digits.query_x)
     accuracy = float((outputs.argmax(1) == digits.query_y).float().mean())
@@ -305,6 +305,6 @@ def find_wrong_labels(setting: InfluenceMNIST, context: Context) -> dict[str, An
     shares: dict[str, Any] = {}
     for name, values in ranked.items():
         order = values.cpu().argsort(descending=True)
-        tops = [int(setting.samples * part) for part in (0.1, 0.2)]
+        tops = [int(setting.samples * share) for share in (0.1, 0.2)]
         shares[name] = [float(is_wrong[order[:top]].sum()) / count for top in tops]
     return shares

@@ -117,7 +117,7 @@ class Outcome:
 
     Attributes:
         checks, verdict: of the seeds that are complete.
-        done, total: items, of those that were asked for.
+        finished, total: items, of those that were asked for.
         seeds: complete.
         files: that were written.
         beside: seeds that are complete in the same file and were not asked for.
@@ -125,7 +125,7 @@ class Outcome:
 
     checks: tuple[Check, ...]
     verdict: Verdict | None
-    done: int
+    finished: int
     total: int
     seeds: tuple[int, ...]
     files: tuple[Path, ...]
@@ -134,7 +134,7 @@ class Outcome:
     @property
     def status(self) -> int:
         """0 if all is done and every check is as recorded, 1 if a check is not, 3 if unfinished."""
-        if self.done < self.total:
+        if self.finished < self.total:
             return UNFINISHED
         if all(check.agrees for check in self.checks):
             return 0
@@ -151,10 +151,9 @@ def tell(console: Console, outcome: Outcome, tables: Sequence[Table], asked: Seq
         console.print(str(outcome.verdict), soft_wrap=True, markup=False, style="bold")
     if outcome.seeds and not outcome.checks:
         console.print(UNJUDGED, soft_wrap=True, style="yellow")
-    if outcome.done < outcome.total:
-        partial = (
-            f"{outcome.done} of {outcome.total} items, {len(outcome.seeds)} of {len(asked)} seeds"
-        )
+    if outcome.finished < outcome.total:
+        items = f"{outcome.finished} of {outcome.total} items"
+        partial = f"{items}, {len(outcome.seeds)} of {len(asked)} seeds"
         console.print(f"Unfinished: {partial}; the same command goes on.", style="yellow")
     if outcome.beside:
         seeds = BESIDE.format(ranges(outcome.beside))

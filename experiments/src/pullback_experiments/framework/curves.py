@@ -38,13 +38,13 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
     ordered = sorted(values)
 
     def at(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        low = ordered[math.floor(place)]
-        high = ordered[math.ceil(place)]
+        position = share * (len(ordered) - 1)
+        low = ordered[math.floor(position)]
+        high = ordered[math.ceil(position)]
         # ∞ − ∞ is no number
         if low == high:
             return low
-        return low + (place % 1) * (high - low)
+        return low + (position % 1) * (high - low)
 
     return at(0.25), at(0.5), at(0.75)
 
@@ -109,8 +109,8 @@ class Chart:
 
     def axes(self) -> dict[str, str]:
         """Key and name of all that some line runs along."""
-        found = dict.fromkeys(key for s in self.shown() for key in s.lines)
-        order = [*(k for k in self.x if k in found), *(k for k in found if k not in self.x)]
+        keys = dict.fromkeys(key for s in self.shown() for key in s.lines)
+        order = [*(k for k in self.x if k in keys), *(k for k in keys if k not in self.x)]
         return {key: self.x.get(key, _NAMES.get(key, key)) for key in order}
 
 
@@ -152,14 +152,14 @@ def quartiles(
     logarithm, which suits times: no two runs share one. Places are > 0 unless `zero` is asked for.
     """
     if spaced:
-        places = _spaced(xs)
+        grid = _spaced(xs)
     else:
-        places = sorted({float(x) for one in xs for x in one if x > 0})
+        grid = sorted({float(x) for one in xs for x in one if x > 0})
     if zero and any(one[0] == 0 for one in xs if len(one)):
-        places = [0.0, *places]
-    spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in places]
+        grid = [0.0, *grid]
+    spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in grid]
     low, middle, high = ([_number(s[i]) for s in spread] for i in range(3))
-    return Line(places, middle, low, high)
+    return Line(grid, middle, low, high)
 
 
 def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Line:

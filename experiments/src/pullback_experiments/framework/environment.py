@@ -28,11 +28,11 @@ def commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode == 0:
-        return done.stdout.strip()
+    if process.returncode == 0:
+        return process.stdout.strip()
     return None

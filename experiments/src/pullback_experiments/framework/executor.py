@@ -168,7 +168,7 @@ class RunPlan:
         outcome = Outcome(
             checks=tuple(checks),
             verdict=self._decide(checks),
-            done=sum(name in self.store for name in self.names),
+            finished=sum(name in self.store for name in self.names),
             total=len(self.names),
             seeds=tuple(seeds),
             files=(self.store.path, *figures),
@@ -197,13 +197,13 @@ class RunPlan:
         self, outcome: Outcome, tables: Sequence[Table], figures: Sequence[Path]
     ) -> Record:
         """Return the outcome as the results file has it."""
-        seconds = [taken for name in self.names if (taken := self._seconds(name)) is not None]
+        seconds = [spent for name in self.names if (spent := self._seconds(name)) is not None]
         verdict = outcome.verdict
         return {
             "asked": self.seeds,
             "complete": list(outcome.seeds),
             "beside": list(outcome.beside),
-            "items": [outcome.done, outcome.total],
+            "items": [outcome.finished, outcome.total],
             "seconds": round(sum(seconds), 3) if seconds else None,
             "device": self._describe_device(),
             "checks": [asdict(check) for check in outcome.checks],

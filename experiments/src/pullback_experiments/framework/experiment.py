@@ -34,8 +34,8 @@ class Context:
         seed: of this item; 0 where it is done once for all seeds.
         device: where to compute.
         quick: whether this is the short version.
-        place: folder of this item's checkpoints, kept until it is finished; `folder()` makes it.
-        done: what is finished, so that an item can build on one before it.
+        checkpoint_folder: of this item, kept until it is finished; `folder()` makes it.
+        finished: what is finished, so that an item can build on one before it.
         deadline: when the time is over, by `time.monotonic()`, or None.
         watch: (share done, a few words) ↦ nothing; shown as progress.
     """
@@ -43,15 +43,15 @@ class Context:
     seed: int
     device: torch.device
     quick: bool
-    place: Path
-    done: Results
+    checkpoint_folder: Path
+    finished: Results
     deadline: float | None = None
     watch: Callable[[float, str], None] = field(default=lambda share, words: None)
 
     def folder(self) -> Path:
         """The folder of checkpoints."""
-        self.place.mkdir(parents=True, exist_ok=True)
-        return self.place
+        self.checkpoint_folder.mkdir(parents=True, exist_ok=True)
+        return self.checkpoint_folder
 
     @property
     def left(self) -> float:
@@ -94,7 +94,7 @@ class Item:
         Seconds before a pause count; they are kept beside the checkpoint.
         """
         start = time.monotonic()
-        before = _before(context.place)
+        before = _before(context.checkpoint_folder)
         try:
             if context.device.type == "cuda":
                 devices = [context.device]
@@ -110,10 +110,10 @@ class Item:
         return record, before + time.monotonic() - start
 
 
-def _before(place: Path) -> float:
+def _before(folder: Path) -> float:
     """Seconds that a paused item had already taken."""
     try:
-        return float((place / "seconds").read_text())
+        return float((folder / "seconds").read_text())
     except (OSError, ValueError):
         return 0.0
 

@@ -44,7 +44,7 @@ class Job:
         experiment, quick, out: which results it is part of.
         name: item and seed.
         seeds: of the run.
-        device, place: as in `Context`.
+        device, checkpoint_folder: as in `Context`.
         until: when the time is over, by `time.time()`, which processes share.
     """
 
@@ -54,7 +54,7 @@ class Job:
     name: Name
     seeds: tuple[int, ...]
     device: str
-    place: Path
+    checkpoint_folder: Path
     until: float | None
 
 
@@ -97,8 +97,8 @@ class Workers:
 
     def finished(self) -> Iterator[tuple[Name, Sent]]:
         """Wait until a job ends; return all that have ended."""
-        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
-        for future in done:
+        completed, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for future in completed:
             name = self._running.pop(future)
             try:
                 yield name, future.result()
@@ -171,9 +171,9 @@ def _work(job: Job) -> Sent:
         deadline = None
     else:
         deadline = time.monotonic() + job.until - time.time()
-    done = Results(store, job.seeds, job.quick)
+    results = Results(store, job.seeds, job.quick)
     context = Context(
-        seed or 0, torch.device(job.device), job.quick, job.place, done, deadline
+        seed or 0, torch.device(job.device), job.quick, job.checkpoint_folder, results, deadline
     )  # fmt: skip
     try:
         record, took = item.run(context)

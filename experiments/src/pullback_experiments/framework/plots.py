@@ -56,10 +56,12 @@ def places(names: Iterable[str]) -> dict[str, int]:
     {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
     """
     names = list(names)
-    own = {name: place for name in names if (place := _own(name)) is not None}
-    free = [i for i in reversed(range(COMMON)) if i not in own.values()]
-    rest = dict(zip([name for name in names if name not in own], free, strict=False))
-    return {name: {**own, **rest}[name] for name in names if name in own or name in rest}
+    fixed = {name: index for name in names if (index := _own(name)) is not None}
+    free = [i for i in reversed(range(COMMON)) if i not in fixed.values()]
+    assigned = dict(zip([name for name in names if name not in fixed], free, strict=False))
+    return {
+        name: {**fixed, **assigned}[name] for name in names if name in fixed or name in assigned
+    }
 
 
 def known(name: str) -> bool:
@@ -81,7 +83,7 @@ def dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
 
 def colors(names: Iterable[str]) -> dict[str, str]:
     """The colors at these places."""
-    return {name: PALETTE[place] for name, place in places(names).items()}
+    return {name: PALETTE[index] for name, index in places(names).items()}
 
 
 #: Okabe and Ito's, which color-blind readers can tell apart, then darker ones for variants
@@ -174,15 +176,15 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # once is enough
     written = []
-    for kind in ("png", "svg"):
-        if kind == "svg":
+    for suffix in ("png", "svg"):
+        if suffix == "svg":
             extra = {"metadata": {"Date": None}}
         else:
             extra = {}
 
-        def fill(file: IO[bytes], kind: str = kind, extra: dict[str, Any] = extra) -> None:
+        def fill(file: IO[bytes], file_format: str = suffix, extra: dict[str, Any] = extra) -> None:
             with rc_context({"svg.hashsalt": "pullback"}):
-                figure.savefig(file, format=kind, **extra)
+                figure.savefig(file, format=file_format, **extra)
 
-        written.append(files.write(stem.with_name(f"{stem.name}.{kind}"), fill))
+        written.append(files.write(stem.with_name(f"{stem.name}.{suffix}"), fill))
     return written

@@ -42,7 +42,7 @@ class Progress:
         self._console = console
         self._title = title
         self._total = total
-        self._done = 0
+        self._finished = 0
         self._left = 0.0
         self._last = 0.0
         self._bars = Bars(
@@ -69,12 +69,12 @@ class Progress:
     ) -> None:
         self._bars.__exit__(error_type, error, trace)
 
-    def start(self, done: int) -> None:
+    def start(self, finished: int) -> None:
         """Set the number of items that are done already."""
-        self._done = done
-        self._bars.update(self._task, completed=done)
-        if done:
-            self._print(f"{self._title}: {done} of {self._total} items are there already")
+        self._finished = finished
+        self._bars.update(self._task, completed=finished)
+        if finished:
+            self._print(f"{self._title}: {finished} of {self._total} items are there already")
 
     @contextmanager
     def item(self, name: Name, left: float) -> Iterator[Callable[[float, str], None]]:
@@ -100,20 +100,20 @@ class Progress:
 
     def _show(self, share: float, words: str, left: float) -> None:
         clock = f"{clocked(left)} left" if left else ""
-        completed = self._done + share
+        completed = self._finished + share
         self._bars.update(self._task, completed=completed, words=escape(words), left=clock)
 
     def said(self, name: Name, took: float, line: str) -> None:
         """Count an item that is done, and print its line; without a terminal not too often."""
-        self._done += 1
-        is_last = self._done == self._total
+        self._finished += 1
+        is_last = self._finished == self._total
         time_of_line = time.monotonic()
         interval = _LIMITS.line_interval
         is_soon = time_of_line - self._last < interval and took < interval
         if is_soon and not is_last and not self._console.is_terminal:
             return
         self._last = time_of_line
-        text = f"[{self._done}/{self._total}] {spoken(name)}: {clocked(took)}"
+        text = f"[{self._finished}/{self._total}] {spoken(name)}: {clocked(took)}"
         if line:
             text += f", {line}"
         left = max(self._left - took, 0.0)

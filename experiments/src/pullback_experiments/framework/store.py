@@ -54,14 +54,16 @@ def content(path: Path) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """The content of a results file; refused where it is none."""
     state = content(path)
-    if (found := state.get("format")) != FORMAT:
+    if (version := state.get("format")) != FORMAT:
         why = f'its "format" is not {FORMAT!r}'
-        if isinstance(found, str) and found.startswith("pullback"):
-            why += f" but {found!r}, of another version of pullback"
+        if isinstance(version, str) and version.startswith("pullback"):
+            why += f" but {version!r}, of another version of pullback"
         raise PullbackError(f"{path} holds no results of an experiment", why, _REMEDY)
     try:
-        kinds = {"config": dict, "environments": list, "about": dict, "summary": dict}
-        if wrong := [k for k, kind in kinds.items() if not isinstance(state[k], kind)]:
+        types = {"config": dict, "environments": list, "about": dict, "summary": dict}
+        if wrong := [
+            k for k, expected_type in types.items() if not isinstance(state[k], expected_type)
+        ]:
             raise TypeError(f"{', '.join(wrong)} malformed")
         if not all(isinstance(e, dict) for e in state["environments"]):
             raise TypeError("environments malformed")
@@ -103,12 +105,12 @@ class Store:
         self.open_parts = open_parts
         self._runs: dict[Name, dict[str, Any]] = {}
         self._lines: dict[Name, str] = {}
-        self._seen: object = None
+        self._stamp_read: object = None
         self._merge()
 
     def _merge(self) -> None:
         """Take over what is on disk, another process's items included."""
-        if not self.path.exists() or (stamp := self._stamp()) == self._seen:
+        if not self.path.exists() or (stamp := self._stamp()) == self._stamp_read:
             return
         state = read(self.path)  # another process may write meanwhile, and then it is read again
         try:
@@ -129,18 +131,18 @@ class Store:
                 f"{', '.join(differ)} differ, so the runs cannot be compared",
                 _REMEDY,
             )
-        for part in self.open_parts & old.keys() & self.config.keys():
-            self.config[part] = {**old[part], **self.config[part]}
+        for open_part in self.open_parts & old.keys() & self.config.keys():
+            self.config[open_part] = {**old[open_part], **self.config[open_part]}
         first = not self._runs
         if first:
             self.environments = state["environments"]
             self.summary = state["summary"]
-        places = [self._place(e) for e in state["environments"]]
+        numbers = [self._place(e) for e in state["environments"]]
         for run in state["runs"]:
             name = _name(run)
             if name not in self._runs:
-                self._keep(name, {**run, "environment": places[run["environment"]]})
-        self._seen = stamp
+                self._keep(name, {**run, "environment": numbers[run["environment"]]})
+        self._stamp_read = stamp
 
     def _stamp(self) -> object:
         at = self.path.stat()
@@ -193,13 +195,13 @@ class Store:
         self, name: Name, record: Mapping[str, Any], took: float, environment: dict[str, Any]
     ) -> None:
         """Keep an item, on disk as well: its arrays first, then the file that names them."""
-        content, found = records.split(record)
+        content, arrays = records.split(record)
         key, seed = name
         run: dict[str, Any] = {"key": list(key), "seed": seed, "took": round(took, 4)}
         run["environment"] = self._place(environment)
-        if found:
+        if arrays:
             run["arrays"] = f"{slug(name)}.npz"
-            files.write(self._folder / run["arrays"], lambda f: records.save(f, found))
+            files.write(self._folder / run["arrays"], lambda f: records.save(f, arrays))
         self._keep(name, {**run, "record": content})
         self.save()
 
@@ -221,7 +223,7 @@ class Store:
         text = json.dumps(head, indent=1, ensure_ascii=False, allow_nan=False)[:-2]
         lines = ",\n".join(f"  {line}" for line in self._lines.values())
         files.write_text(self.path, f'{text},\n "runs": [\n{lines}\n ]\n}}\n')
-        self._seen = self._stamp()
+        self._stamp_read = self._stamp()
 
 
 def slug(name: Name) -> str:
@@ -265,13 +267,13 @@ def settled(config: Mapping[str, Any]) -> dict[str, Any]:
 def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
     """What differs, by name."""
     out = []
-    for part in sorted(old.keys() | new.keys()):
-        one = old.get(part)
-        two = new.get(part)
-        if part in open_parts and isinstance(one, dict) and isinstance(two, dict):
-            out += sorted(f"{part} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
+    for key in sorted(old.keys() | new.keys()):
+        one = old.get(key)
+        two = new.get(key)
+        if key in open_parts and isinstance(one, dict) and isinstance(two, dict):
+            out += sorted(f"{key} {k!r}" for k in one.keys() & two.keys() if one[k] != two[k])
         elif one != two:
-            out.append(part)
+            out.append(key)
     return out
 
 
@@ -302,9 +304,9 @@ def _locked(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
         return True
     import fcntl
 
-    kind = {"wait": fcntl.LOCK_EX, "share": fcntl.LOCK_SH, "try": fcntl.LOCK_EX | fcntl.LOCK_NB}
+    flags = {"wait": fcntl.LOCK_EX, "share": fcntl.LOCK_SH, "try": fcntl.LOCK_EX | fcntl.LOCK_NB}
     try:
-        fcntl.flock(file, kind[how])
+        fcntl.flock(file, flags[how])
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
@@ -348,8 +350,8 @@ class Results:
 
     def took(self, *key: str) -> list[float]:
         """Seconds of an item, in the order of the seeds."""
-        found = [self._store.took((key, seed)) for seed in self.seeds]
-        return [t for t in found if t is not None]
+        seconds = [self._store.took((key, seed)) for seed in self.seeds]
+        return [t for t in seconds if t is not None]
 
     def has(self, *key: str, seed: int | None = None) -> bool:
         """Whether an item is done for this seed, or once for all."""
@@ -372,28 +374,28 @@ def checkpoints(store: Store) -> Iterator[Path]:
 
     It goes once there are no checkpoints in it and no other process is about to write some.
     """
-    place = store.path.with_suffix(".work")
-    _check(place, store)
-    with inside(files.make_folder(place)) as last:
-        files.write_text(place / _CONFIG, json.dumps(store.config, ensure_ascii=False))
+    folder = store.path.with_suffix(".work")
+    _check(folder, store)
+    with inside(files.make_folder(folder)) as last:
+        files.write_text(folder / _CONFIG, json.dumps(store.config, ensure_ascii=False))
         try:
-            yield place
+            yield folder
         finally:
-            if last() and not any(p.is_dir() for p in place.glob("*")):
-                shutil.rmtree(place, ignore_errors=True)
+            if last() and not any(p.is_dir() for p in folder.glob("*")):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(place: Path, store: Store) -> None:
-    if not any(p.is_dir() for p in place.glob("*")):
+def _check(folder: Path, store: Store) -> None:
+    if not any(p.is_dir() for p in folder.glob("*")):
         return
     try:
-        old = json.loads((place / _CONFIG).read_text("utf-8"))
+        old = json.loads((folder / _CONFIG).read_text("utf-8"))
         differ = changed(old, store.config, store.open_parts)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         differ = [str(error)]
     if differ:
         raise PullbackError(
-            f"{place} holds checkpoints of another configuration",
+            f"{folder} holds checkpoints of another configuration",
             f"{', '.join(differ)} differ",
             "Move it away to start these items over",
         )

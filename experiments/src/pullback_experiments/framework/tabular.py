@@ -59,9 +59,9 @@ class Table:
         """Columns and rules, at any width."""
         # as texts, since brackets in a string would be markup
         table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
-        for place, name in enumerate(self.columns):
-            words = place < self.text
-            table.add_column(Text(name), justify="left" if words else "right", no_wrap=place == 0)
+        for column, name in enumerate(self.columns):
+            words = column < self.text
+            table.add_column(Text(name), justify="left" if words else "right", no_wrap=column == 0)
         for line in self.lines():
             table.add_row(*(Text(cell) for cell in line))
         return table

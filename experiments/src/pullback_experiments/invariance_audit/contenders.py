@@ -30,11 +30,11 @@ def _kfac(damping: float | Damping, **options: Any) -> Callable[[nn.Module], Opt
 def _muon(model: nn.Module) -> list[Optimizer]:
     """Muon for matrices, and plain gradient steps for all other parameters."""
     params = [p for p in model.parameters() if p.requires_grad]
-    found: list[Optimizer] = [
+    optimizers: list[Optimizer] = [
         torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)
     ]
-    rest = [p for p in params if p.ndim != 2]
-    return found + ([torch.optim.SGD(rest, lr=0.02)] if rest else [])
+    vectors = [p for p in params if p.ndim != 2]
+    return optimizers + ([torch.optim.SGD(vectors, lr=0.02)] if vectors else [])
 
 
 def optimizers() -> list[Contender]:

@@ -44,7 +44,7 @@ _STEPS = 5
 
 def contenders(net: str) -> list[Contender]:
     """Those of the geometry's table, and SliceSGD where units may be rescaled."""
-    first, *rest = optimizers()
+    first, *others = optimizers()
     sliced = Contender(
         SLICED,
         lambda m: SliceSGD(m, lr=0.02, momentum=0.9),
@@ -52,8 +52,8 @@ def contenders(net: str) -> list[Contender]:
         "whose units cannot be rescaled",
     )
     if net == "leaky":
-        return [first, sliced, *rest]
-    return [first, *rest]
+        return [first, sliced, *others]
+    return [first, *others]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class InvarianceAudit(Experiment):
     )
 
     def smoke(self) -> Self:
-        some = [(net, c) for net, c in self.pairs if net == "tanh" and c.name in ("SGD", KFAC[0])]
-        return replace(self, judged=False, pairs=some)
+        pairs = [(net, c) for net, c in self.pairs if net == "tanh" and c.name in ("SGD", KFAC[0])]
+        return replace(self, judged=False, pairs=pairs)
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
@@ -96,18 +96,18 @@ class InvarianceAudit(Experiment):
         return claims(self._group_records(results))
 
     def draw(self, results: Results) -> dict[str, Figure]:
-        found = self._group_records(results)
-        return {net: grid(worst(found, net)) for net in self._nets}
+        records = self._group_records(results)
+        return {net: grid(worst(records, net)) for net in self._nets}
 
     def tables(self, results: Results) -> list[Table]:
-        found = self._group_records(results)
+        records = self._group_records(results)
         out = []
         for net in self._nets:
-            told = worst(found, net)
-            columns = list(dict.fromkeys(t for _, t in told))
+            verdicts = worst(records, net)
+            columns = list(dict.fromkeys(t for _, t in verdicts))
             rows = []
-            for name in dict.fromkeys(o for o, _ in told):
-                cells = [told[name, t] for t in columns]
+            for name in dict.fromkeys(o for o, _ in verdicts):
+                cells = [verdicts[name, t] for t in columns]
                 rows.append([name, *(None if c is None else f"{c[0]} {c[1]}" for c in cells)])
             out.append(Table(["optimizer", *columns], rows, f"On a {net} network", text=7))
         return out
@@ -131,8 +131,8 @@ def _work(net: str, contender: Contender, context: Context) -> dict[str, Any]:
         y = teacher(x) + 0.1 * _normal((_SAMPLES, 2), generator)
     probes = _normal((50, 4), generator).to(context.device)
     batch = x.to(context.device), y.to(context.device)
-    found = audit(contender, model.to(context.device), batch, steps=_STEPS, probes=probes)
-    return {"rows": found.records()}
+    report = audit(contender, model.to(context.device), batch, steps=_STEPS, probes=probes)
+    return {"rows": report.records()}
 
 
 def _network(activation: Callable[[], nn.Module], generator: torch.Generator) -> nn.Module:
@@ -177,7 +177,7 @@ class _Selection:
     networks: tuple[str, ...]
     optimizers: tuple[str, ...]
     transformations: tuple[str, ...] | None = None
-    place: str = "batch"
+    audited_on: str = "batch"
 
     def rows(self, records: GroupedRecords) -> list[Row]:
         """Return the audits of all seeds."""
@@ -188,7 +188,7 @@ class _Selection:
         return rows
 
     def _accepts(self, row: Row) -> bool:
-        if row["place"] != self.place:
+        if row["place"] != self.audited_on:
             return False
         return self.transformations is None or row["transformation"] in self.transformations
 
@@ -255,24 +255,28 @@ def _agreed(claim: str, rows: list[Row]) -> Check:
     """Single steps only: along a run units saturate, and parameters become superfluous."""
     sizes = [k.removeprefix("mismatch ") for k in (rows[0] if rows else ()) if "mismatch" in k]
     pairs = [(r[f"mismatch {s}"], r[f"round-off {s}"]) for r in rows for s in sizes]
-    held = sum(m <= SLACK * off for m, off in pairs)
-    numbers = f"{held} of {len(pairs)} steps"
+    agreements = sum(m <= SLACK * off for m, off in pairs)
+    numbers = f"{agreements} of {len(pairs)} steps"
     if pairs:
         numbers += f"; mismatch up to {format_mismatch(max(m for m, _ in pairs))}"
-    return Check(claim, bool(pairs) and held == len(pairs), numbers, of_paper=False)
+    return Check(claim, bool(pairs) and agreements == len(pairs), numbers, of_paper=False)
 
 
 def worst(records: GroupedRecords, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
     """The worst verdict over seeds, with the largest mismatch; None where there is none."""
     out: dict[tuple[str, str], tuple[Verdict, str] | None] = {}
     for (where, name), rows in records.items():
-        for kind in standard() if where == net else ():
-            mine = [r for r in rows if r["place"] == "batch" and r["transformation"] == kind.name]
-            last = max(mine, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)
-            largest = max((r["direction"] for r in mine), default=0.0)
+        for transformation in standard() if where == net else ():
+            audits = [
+                r
+                for r in rows
+                if r["place"] == "batch" and r["transformation"] == transformation.name
+            ]
+            last = max(audits, key=lambda r: _RANKS.get(r["verdict"], 2), default=None)
+            largest = max((r["direction"] for r in audits), default=0.0)
             if last is None:
-                told = None
+                verdict = None
             else:
-                told = (Verdict(last["verdict"]), format_mismatch(largest))
-            out[name, kind.name] = told
+                verdict = (Verdict(last["verdict"]), format_mismatch(largest))
+            out[name, transformation.name] = verdict
     return out

@@ -24,12 +24,12 @@ _FILL = {
 Cell = tuple[Verdict, str] | None  # a verdict and its mismatch
 
 
-def grid(found: Mapping[tuple[str, str], Cell]) -> Figure:
+def grid(cells: Mapping[tuple[str, str], Cell]) -> Figure:
     """Cells by optimizer and transformation."""
-    rows, columns = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
     figure = new(2.4 + 1.45 * len(columns), 1.6 + 0.55 * len(rows), dpi=130)
     axes = figure.subplots()
-    for (row, column), cell in found.items():
+    for (row, column), cell in cells.items():
         _cell(axes, rows.index(row), columns.index(column), cell)
     axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0))
     names = [name.replace(" ", "\n", 1) for name in columns]

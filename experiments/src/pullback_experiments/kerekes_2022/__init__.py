@@ -52,7 +52,7 @@ EXPERIMENTS = (
         lr=1 / 3,
         end=10.0,
         seeds=(0, 1, 2),
-        held=(True, True, False, False, True, True, True, True, True, True),
+        expected_outcomes=(True, True, False, False, True, True, True, True, True, True),
     ),
     Completion(
         name="kerekes-2022-figure5",
@@ -71,7 +71,7 @@ EXPERIMENTS = (
         natural_depths=(1, 2, 3),
         small=(30, 3, (10, 20, 60, 100), (1, 2, 3)),
         seeds=tuple(range(5)),
-        held=(False, False, False, False, True, True, False, True, True, True),
+        expected_outcomes=(False, False, False, False, True, True, False, True, True, True),
     ),
     Theorems(
         name="kerekes-2022-theorems",

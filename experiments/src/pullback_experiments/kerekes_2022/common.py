@@ -106,6 +106,6 @@ def population_descent(
 def natural_flow(model: DiagonalNetwork, x: Tensor, y: Tensor, end: float) -> Tensor:
     """β of natural gradient flow at time `end`."""
     data = Supervised(x, (1 + y) / 2, Bernoulli(), "sum")
-    found = integrate(model, data, t=(0.0, end), rtol=1e-10, atol=1e-12, at=[end])
-    factors = [w.to(DTYPE) for w in found.parameters().values()]
+    trajectory = integrate(model, data, t=(0.0, end), rtol=1e-10, atol=1e-12, at=[end])
+    factors = [w.to(DTYPE) for w in trajectory.parameters().values()]
     return torch.stack(factors).prod(0)

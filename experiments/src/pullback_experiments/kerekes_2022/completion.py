@@ -43,7 +43,7 @@ class Completion(Repeated):
         steps: of EGD at most.
         collapsed: the depth whose random start the controls have.
         trials: of the search for NGD that completes.
-        held: which claims held in the full runs.
+        expected_outcomes: which claims held in the full runs.
     """
 
     size: int = 100
@@ -57,7 +57,7 @@ class Completion(Repeated):
     steps: int = 20_000
     collapsed: int = 6
     trials: int = 48
-    held: Sequence[bool] = (True,) * 6 + (False,) * 2
+    expected_outcomes: Sequence[bool] = (True,) * 6 + (False,) * 2
 
     def config(self, quick: bool) -> dict[str, Any]:
         sizes = (self.size, self.rank, tuple(self.counts), tuple(self.depths))
@@ -96,11 +96,11 @@ class Completion(Repeated):
         return "error " + ", ".join(f"{e:.2g}" for e in record["error"])
 
     def judge(self, results: Results) -> list[Check]:
-        found = claims(results, self.config(results.quick))
+        checks = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
         if results.quick:
             return []
-        return recorded(found, self.held, ours={6, 7})
+        return recorded(checks, self.expected_outcomes, ours={6, 7})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.completion(results, self.config(results.quick))
@@ -138,8 +138,8 @@ def _euclidean(depth: int, times: int, config: dict[str, Any], context: Context)
     start = _factors(depth, times, config["start"], config["size"], context)
     factors = [w.expand(len(data.mask), *w.shape) for w in start]
     steps = config["steps"]
-    done = descend(factors, data, steps=steps, watch=lambda i: context.watch(i / steps, "steps"))
-    return _measured(product(done), data)
+    descent = descend(factors, data, steps=steps, watch=lambda i: context.watch(i / steps, "steps"))
+    return _measured(product(descent), data)
 
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
@@ -150,7 +150,7 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     start = _factors(depth, 1, 1.0, config["size"], context)
     for truth, mask in zip(data.truth, data.mask, strict=True):
         model = DeepMatrix.of(start)
-        taken = 0
+        steps_taken = 0
         for _ in range(100):
             gap = (model.beta.detach() - truth).masked_fill(~mask, 0.0)
             try:
@@ -167,9 +167,9 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
             with torch.no_grad():
                 for w, move in zip(model.factors, moves, strict=True):
                     w -= lr * move
-            taken += 1
+            steps_taken += 1
         out.append(model.beta.detach())
-        steps.append(taken)
+        steps.append(steps_taken)
     return _measured(torch.stack(out), data) | {
         "steps": steps,
         "moved": _moved(torch.stack(out) - product(start), data),
@@ -187,12 +187,12 @@ def _moved(change: Tensor, data: Observed) -> list[float]:
 def _nuclear(config: dict[str, Any], context: Context) -> Record:
     data = problem(config, context)
     size = config["size"]
-    found = []
+    norms = []
     for truth, mask in zip(data.truth, data.mask, strict=True):
         rows, columns = mask.nonzero().T
-        done = nuclear_norm_completion((size, size), rows, columns, truth[mask], tol=1e-3)
-        found.append(done.matrix)
-    return _measured(torch.stack(found), data)
+        completion = nuclear_norm_completion((size, size), rows, columns, truth[mask], tol=1e-3)
+        norms.append(completion.matrix)
+    return _measured(torch.stack(norms), data)
 
 
 def _measured(beta: Tensor, data: Observed) -> Record:
@@ -273,7 +273,7 @@ def best(results: Results, fisher: str, damped: bool) -> float:
     """The smallest error of trials that fit the observations, median over seeds."""
 
     def of(record: Any) -> float:
-        some = [
+        records = [
             t["error"]
             for t in record["trials"]
             if t["fisher"] == fisher
@@ -281,7 +281,7 @@ def best(results: Results, fisher: str, damped: bool) -> float:
             and t["error"] is not None
             and t["training"] < 0.1
         ]
-        return min(some, default=float("inf"))
+        return min(records, default=float("inf"))
 
     return float(np.median([of(r) for r in results.of("search")]))
 

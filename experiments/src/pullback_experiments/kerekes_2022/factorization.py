@@ -145,8 +145,8 @@ def search(trials: int, steps: int, context: Context) -> Record:
     """Random depth 2–3, learning rate, size of the start, damping; and EGD with L = 2, 3 beside."""
     # tiny decompositions
     source = generator(20_000 + context.seed)
-    here = torch.device("cpu")
-    truth = normal((SIZE, RANK), source, here) @ normal((RANK, SIZE), source, here)
+    cpu = torch.device("cpu")
+    truth = normal((SIZE, RANK), source, cpu) @ normal((RANK, SIZE), source, cpu)
     data = Observed.of(truth * (SIZE / truth.norm()), [COUNT], source)
     out = []
     for i in range(trials):
@@ -164,8 +164,8 @@ def _euclidean(depth: int, data: Observed, seed: int, steps: int) -> float:
         1e-3 ** (1 / depth) * normal((SIZE, SIZE), source, data.truth.device) / SIZE**0.5
         for _ in range(depth)
     ]
-    done = descend([w[None] for w in factors], data, steps=steps)
-    return float(data.error(product(done))[0])
+    descent = descend([w[None] for w in factors], data, steps=steps)
+    return float(data.error(product(descent))[0])
 
 
 def _trial(number: int, data: Observed, source: torch.Generator) -> Record:

@@ -39,10 +39,10 @@ def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
     series: list[Series | None] = [
         Series(
             f"EGD, L = {depth}",
-            {"level": quartiles(levels, [r["angles"][place] for r in runs])},
+            {"level": quartiles(levels, [r["angles"][number] for r in runs])},
             depth,
         )
-        for place, depth in enumerate(depths)
+        for number, depth in enumerate(depths)
     ]
     if natural:
         ends = [[r["descent angle"]] * len(levels[0]) for r in natural]
@@ -151,12 +151,12 @@ def _logits(runs: Sequence[Record]) -> list[Chart]:
 def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     """Errors and effective ranks against observed entries, and the effect of the start."""
     at = {"observed": "observed entries"}
-    kinds: list[_Kind] = []
+    methods: list[_Kind] = []
     for method, style in _METHODS.items():
         for depth in config["depths"]:
-            place = depth if method == "EGD" else _NATURAL
-            kinds.append((f"{method}, L = {depth}", (method, f"L={depth}"), place, style))
-    kinds.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
+            color_number = depth if method == "EGD" else _NATURAL
+            methods.append((f"{method}, L = {depth}", (method, f"L={depth}"), color_number, style))
+    methods.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
     starts: list[_Kind] = []
     for d in (2, 3):
         words = f"L = {d}, start of L = {config['collapsed']}"
@@ -173,8 +173,8 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
         return Chart(title, y, series, x=at, logx=False, note=note)
 
     return [
-        chart("Error", "relative error elsewhere", "error", kinds),
-        chart("Effective rank", "effective rank", "rank", kinds),
+        chart("Error", "relative error elsewhere", "error", methods),
+        chart("Effective rank", "effective rank", "rank", methods),
         chart("EGD from starts of two depths", "relative error elsewhere", "error", starts),
     ]
 
@@ -184,17 +184,17 @@ _SUPPORT = {"margin": 1, "natural": _NATURAL}
 
 def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
     """Shares of samples that are support vectors."""
-    found = {r: results.of(f"D/N={r:g}") for r in ratios}
-    found = {r: runs for r, runs in found.items() if runs}
-    count = min(map(len, found.values()), default=0)
+    records = {r: results.of(f"D/N={r:g}") for r in ratios}
+    records = {r: runs for r, runs in records.items() if runs}
+    count = min(map(len, records.values()), default=0)
     names = {"margin": "ℓ2 margin (EGD)", "natural": "NGD = least squares"}
     series = [
         Series(
             name,
             {
                 "ratio": quartiles(
-                    [list(found)] * count,
-                    [[100 * runs[i][what] for runs in found.values()] for i in range(count)],
+                    [list(records)] * count,
+                    [[100 * runs[i][what] for runs in records.values()] for i in range(count)],
                 )
             },
             _SUPPORT[what],
@@ -220,23 +220,23 @@ def draw_planar(
     x, y = points(results.seeds[0], torch.device("cpu"))
     for axes, method in ((left, "EGD"), (middle, "NGD")):
         _scatter(axes, x, y)
-        for place, depth in enumerate(depths):
+        for number, depth in enumerate(depths):
             color = plots.PALETTE[depth]
-            beta = _first(results, method, place, depth)
+            beta = _first(results, method, number, depth)
             if method == "EGD":
                 width = 1.6
             else:
-                width = 0.9 * (len(depths) - place) + 0.8
+                width = 0.9 * (len(depths) - number) + 0.8
             _separator(axes, beta, color, f"L = {depth}", width)
         axes.legend(edgecolor="none", framealpha=0.9, fontsize=8, loc="lower right")
         plots.label(axes, "x₁", "x₂", f"{method}, seed {results.seeds[0]}")
     runs = results.of("EGD")
-    for place, depth in enumerate(depths):
+    for number, depth in enumerate(depths):
         color = plots.PALETTE[depth]
         xs = [r["level"] for r in runs]
-        ys = [r["angles"][place] for r in runs]
+        ys = [r["angles"][number] for r in runs]
         plots.band(right, xs, ys, color, f"EGD, L = {depth}")
-        limit = sorted(r["limit angle"][place] for r in runs)[len(runs) // 2]
+        limit = sorted(r["limit angle"][number] for r in runs)[len(runs) // 2]
         right.axhline(limit, color=color, lw=0.9, ls=":")
     natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
     middle_angle = natural[len(natural) // 2]
@@ -249,17 +249,17 @@ def draw_planar(
     return figure
 
 
-def _first(results: Results, method: str, place: int, depth: int) -> Sequence[float]:
+def _first(results: Results, method: str, number: int, depth: int) -> Sequence[float]:
     """β of the first seed."""
     if method == "EGD":
-        return results.of("EGD")[0]["beta"][place]
+        return results.of("EGD")[0]["beta"][number]
     return results.of("NGD", f"L={depth}")[0]["beta"]
 
 
 def _scatter(axes: Axes, x: Tensor, y: Tensor) -> None:
     for sign, mark in ((1, "o"), (-1, "x")):
-        some = x[y == sign]
-        axes.plot(some[:, 0], some[:, 1], mark, color=plots.INK, ms=4, alpha=0.6)
+        points = x[y == sign]
+        axes.plot(points[:, 0], points[:, 1], mark, color=plots.INK, ms=4, alpha=0.6)
     plots.dress(axes, logx=False, logy=False)
     axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
 
@@ -326,16 +326,16 @@ def _logit_panel(axes: Axes, results: Results) -> None:
 def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
     euclidean = results.of("EGD")[0]
     natural = results.of("NGD", "L=1")[0]
-    kinds = [(f"EGD, L = {d}", d, euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
-    kinds += [
+    rows = [(f"EGD, L = {d}", d, euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
+    rows += [
         ("NGD", _NATURAL, natural["beta"]),
         ("NGD, population", _NATURAL, results.of("NGD, population")[0]["beta"]),
     ]
     shown = min(config["dim"], 5 * config["nonzero"])
-    for row, (name, place, beta) in enumerate(kinds):
+    for row, (name, color_number, beta) in enumerate(rows):
         values = np.asarray(beta)[:shown] / np.abs(beta).max()
         low = -2.4 * row
-        color = plots.PALETTE[place]
+        color = plots.PALETTE[color_number]
         axes.vlines(np.arange(shown), low, low + values, color=color, lw=1.2)
         axes.axhline(low, color=color, lw=0.5)
         axes.text(shown, low + 0.5, name, color=color, ha="right", size=8)
@@ -356,13 +356,13 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     figure = plots.new(15, 5.0, title)
     left, middle, right = figure.subplots(1, 3)
     depths = config["depths"]
-    kinds: list[tuple[str, str, tuple[str, ...], Any]] = [
+    rows: list[tuple[str, str, tuple[str, ...], Any]] = [
         (plots.PALETTE[d], f"EGD, L = {d}", ("EGD", f"L={d}"), "-") for d in depths
     ]
     natural = plots.PALETTE[_NATURAL]
-    kinds += [(natural, f"NGD, L = {d}", ("NGD", f"L={d}"), _DASHES[d]) for d in depths]
-    kinds.append((plots.INK, "nuclear norm", ("nuclear norm",), "--"))
-    for color, name, key, style in kinds:
+    rows += [(natural, f"NGD, L = {d}", ("NGD", f"L={d}"), _DASHES[d]) for d in depths]
+    rows.append((plots.INK, "nuclear norm", ("nuclear norm",), "--"))
+    for color, name, key, style in rows:
         _line(left, results, config, key, "error", color, name, style)
         _line(middle, results, config, key, "rank", color, "", style)
     middle.axhline(rank, color=plots.INK, lw=0.6)

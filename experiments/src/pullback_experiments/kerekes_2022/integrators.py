@@ -45,25 +45,25 @@ class Jacobian:
 
     def solver(self, c: Tensor) -> Solve:
         """r ↦ (1 − cJ)⁻¹r for c > 0 (B, 1) and r (B, n)."""
-        rest = 1 - c * self.diagonal
+        remainder = 1 - c * self.diagonal
         n, k = self.left.shape[1:]
-        if k >= n or bool((rest.abs() < _SMALL).any()):
+        if k >= n or bool((remainder.abs() < _SMALL).any()):
             return self._directly(c)
-        return self._woodbury(c, rest)
+        return self._woodbury(c, remainder)
 
     def _directly(self, c: Tensor) -> Solve:
         whole = self.dense().mul_(-c[..., None])
         whole.diagonal(dim1=-2, dim2=-1).add_(1)
         return _factored(whole)
 
-    def _woodbury(self, c: Tensor, rest: Tensor) -> Solve:
-        left = self.left / rest[..., None]
+    def _woodbury(self, c: Tensor, remainder: Tensor) -> Solve:
+        left = self.left / remainder[..., None]
         inner = (self.right.mT @ left).mul_(-c[..., None])
         inner.diagonal(dim1=-2, dim2=-1).add_(1)
         solve = _factored(inner)
 
         def whole(r: Tensor) -> Tensor:
-            first = r / rest
+            first = r / remainder
             inside = solve((self.right.mT @ first[..., None])[..., 0])
             return first + c * (left @ inside[..., None])[..., 0]
 
@@ -121,28 +121,28 @@ def march(
     many steps, or where a step has to be shorter than 1e-12 of the longest.
     """
     h = torch.full_like(y[:, 0], first)
-    now = clock(y)
+    time = clock(y)
     slack = 1e-3 * (1 + abs(end))
     most = torch.full_like(h, 3.0)  # of growth; none right after a step was refused
     for count in range(max_steps):
-        going = ~(now >= end)
+        going = ~(time >= end)
         if not bool(going.any()) or bool((h < 1e-12 * longest).any()):
             break
         moved, error = pair.step(y, h)
         error = torch.where(torch.isfinite(error), error, 1e6)
-        then = clock(moved)
+        new_time = clock(moved)
         fine = error <= 1
-        past = then > end + slack
+        past = new_time > end + slack
         change = (0.8 * error.clamp(min=1e-6) ** (-1 / pair.order)).clamp(min=0.2).minimum(most)
-        back = ((end + 0.5 * slack - now) / (then - now)).clamp(0.1, 0.95)
+        back = ((end + 0.5 * slack - time) / (new_time - time)).clamp(0.1, 0.95)
         y = torch.where((fine & ~past & going)[:, None], moved, y)
-        now = torch.where(fine & ~past & going, then, now)
+        time = torch.where(fine & ~past & going, new_time, time)
         change = torch.where(fine & past, back, change)
         h = torch.where(going, (h * change).clamp(max=longest), h)
         most = torch.where(fine, 3.0, 1.0)
         if count % 20 == 0:
-            watch(now)
-    return y, ~(now >= end)
+            watch(time)
+    return y, ~(time >= end)
 
 
 _STAGES = (
@@ -207,19 +207,19 @@ class Stiff:
 
     Attributes:
         velocity: f.
-        both: y ↦ f (B, n) and ∂f/∂y.
+        velocity_and_jacobian: y ↦ f (B, n) and ∂f/∂y.
         size: of errors, in units of the tolerance.
     """
 
     velocity: Of
-    both: Callable[[Tensor], tuple[Tensor, Jacobian]]
+    velocity_and_jacobian: Callable[[Tensor], tuple[Tensor, Jacobian]]
     size: Size = field(default_factory=relative)
     order: int = 3
 
     def step(self, y: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """y after a step of h (B,), and its error in units of the tolerance, (B,)."""
         step = h[:, None]
-        f0, jacobian = self.both(y)
+        f0, jacobian = self.velocity_and_jacobian(y)
         solve = jacobian.solver(_D * step)
         k1 = solve(f0)
         f1 = self.velocity(y + 0.5 * step * k1)

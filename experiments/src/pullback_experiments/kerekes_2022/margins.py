@@ -82,12 +82,12 @@ class EuclideanFlow:
         rtol: float = 1e-5,
         logits: float = 0.05,
     ) -> None:
-        like = data.rows.new_ones(len(data.rows), 1)
+        ones = data.rows.new_ones(len(data.rows), 1)
         self.data = data
         self.rtol = rtol
         self.logits = logits
-        self.others = like * like.new_tensor(depths).reshape(-1, 1) - 1  # L − 1, (B, 1)
-        self.scale = like * like.new_tensor(scales).reshape(-1, 1)
+        self.others = ones * ones.new_tensor(depths).reshape(-1, 1) - 1  # L − 1, (B, 1)
+        self.scale = ones * ones.new_tensor(scales).reshape(-1, 1)
         self.scale = torch.where(self.others > 0, self.scale, 1.0)
 
     def beta(self, v: Tensor) -> Tensor:
@@ -122,63 +122,63 @@ class EuclideanFlow:
 
     def velocity(self, v: Tensor) -> Tensor:
         """dv/dτ, (B, D)."""
-        here = self._local(v)
-        return here.move / self._speed(v, here)[0]
+        point = self._local(v)
+        return point.move / self._speed(v, point)[0]
 
-    def _speed(self, v: Tensor, here: _FlowPoint) -> tuple[Tensor, Tensor, Tensor]:
+    def _speed(self, v: Tensor, point: _FlowPoint) -> tuple[Tensor, Tensor, Tensor]:
         """dτ/dt̂ = Q/(1 + λ) + ‖P∘G‖/(‖v‖ + α), Q = ‖h∘G‖² = dλ/dt̂; and both parts, (B, 1)."""
-        fall = (here.p * here.slope * here.gradient.square()).sum(1, keepdim=True)
-        fall = fall / (1 + here.level.clamp(min=0))
-        growth = here.move.norm(dim=1, keepdim=True) / (v.norm(dim=1, keepdim=True) + self.scale)
+        fall = (point.p * point.slope * point.gradient.square()).sum(1, keepdim=True)
+        fall = fall / (1 + point.level.clamp(min=0))
+        growth = point.move.norm(dim=1, keepdim=True) / (v.norm(dim=1, keepdim=True) + self.scale)
         growth = torch.where(self.others > 0, growth, 0.0)
         return fall + growth, fall, growth
 
-    def both(self, v: Tensor) -> tuple[Tensor, Jacobian]:
+    def velocity_and_jacobian(self, v: Tensor) -> tuple[Tensor, Jacobian]:
         """f = dv/dτ = P∘G/ρ and ∂f/∂v, ρ = dτ/dt̂, of low rank but for a diagonal.
 
         ρ ∂f/∂v = diag(P'∘G) + diag(P)(GGᵀ − ZᵀZ)diag(dβ/dv) − f ∇ρᵀ
         """
-        here = self._local(v)
-        g = here.gradient
-        p = here.p
-        slope = here.slope
+        point = self._local(v)
+        g = point.gradient
+        p = point.p
+        slope = point.slope
         p1 = self.others * v / (v.square() + self.scale.square()) * p  # P'
-        z = self._curvature(here)
-        rho, rho1 = self._speed_and_slope(v, here, p1, z)
-        f = here.move / rho
+        z = self._curvature(point)
+        rho, rho1 = self._speed_and_slope(v, point, p1, z)
+        f = point.move / rho
         left = torch.cat([-z, g[:, None], -(f / p)[:, None]], 1).mT * (p / rho)[..., None]
         right = torch.cat([z, g[:, None], (rho1 / slope)[:, None]], 1).mT * slope[..., None]
         return f, Jacobian(p1 * g / rho, left, right)
 
     def _speed_and_slope(
-        self, v: Tensor, here: _FlowPoint, p1: Tensor, z: Tensor
+        self, v: Tensor, point: _FlowPoint, p1: Tensor, z: Tensor
     ) -> tuple[Tensor, Tensor]:
         """ρ = dτ/dt̂ and ∇ρ, (B, 1) and (B, D)."""
-        g = here.gradient
-        p = here.p
-        slope = here.slope
+        g = point.gradient
+        p = point.p
+        slope = point.slope
 
         def bend(t: Tensor) -> Tensor:
             """∂G/∂β t = G(Gᵀt) − Zᵀ(Z t)."""
             return g * (g * t).sum(1, keepdim=True) - _times(z.mT, _times(z, t))
 
-        rho, fall, growth = self._speed(v, here)
-        level = 1 + here.level.clamp(min=0)
+        rho, fall, growth = self._speed(v, point)
+        level = 1 + point.level.clamp(min=0)
         square = v.square() + self.scale.square()
         slope1 = p1 * (slope / p) + p * 2 * self.others * v * (self.scale / square).square()
         q1 = (p1 * slope + p * slope1) * g.square() + 2 * slope * bend(p * slope * g)
-        rho1 = q1 / level - fall / level * torch.where(here.level > 0, g * slope, 0.0)
-        size = here.move.norm(dim=1, keepdim=True)
+        rho1 = q1 / level - fall / level * torch.where(point.level > 0, g * slope, 0.0)
+        size = point.move.norm(dim=1, keepdim=True)
         length = v.norm(dim=1, keepdim=True)
-        grown = (slope * bend(p * here.move) + p1 * g * here.move) / size
+        grown = (slope * bend(p * point.move) + p1 * g * point.move) / size
         grown = (grown - size * v / length / (length + self.scale)) / (length + self.scale)
         return rho, rho1 + torch.where(growth > 0, grown, 0.0)
 
-    def _curvature(self, here: _FlowPoint) -> Tensor:
+    def _curvature(self, point: _FlowPoint) -> Tensor:
         """Z, (B, k, D), the rows of weights that count, times √(weight φ(u))."""
-        weights = here.weights * torch.sigmoid(here.margins)
-        some = _counting(weights).any(0)
-        return weights[:, some, None].sqrt() * self.data.rows[:, some]
+        weights = point.weights * torch.sigmoid(point.margins)
+        is_counted = _counting(weights).any(0)
+        return weights[:, is_counted, None].sqrt() * self.data.rows[:, is_counted]
 
     def size(self, v: Tensor, moved: Tensor, error: Tensor) -> Tensor:
         """Of the error e of a step, in units of what is allowed, (B,): the largest of
@@ -189,12 +189,12 @@ class EuclideanFlow:
         """
         entries = relative(self.rtol, 0.1 * self.rtol * self.scale)(v, moved, error)
         weights, level = _weights(self._margins(moved), self.data.counts)
-        some = _counting(weights)
-        off = some * _times(self.data.rows, self._slope(moved) * error)
-        mean = (weights * off).sum(1, keepdim=True) / (weights * some).sum(1, keepdim=True)
-        apart = (some * (off - mean)).abs().amax(1)
-        together = (mean.abs() / (1 + level.clamp(min=0)))[:, 0]
-        return entries.maximum(apart.maximum(together) / self.logits)
+        is_counted = _counting(weights)
+        off = is_counted * _times(self.data.rows, self._slope(moved) * error)
+        mean = (weights * off).sum(1, keepdim=True) / (weights * is_counted).sum(1, keepdim=True)
+        deviation = (is_counted * (off - mean)).abs().amax(1)
+        drift = (mean.abs() / (1 + level.clamp(min=0)))[:, 0]
+        return entries.maximum(deviation.maximum(drift) / self.logits)
 
     def run(
         self, level: float, start: Tensor | None = None, watch: Callable[..., None] | None = None
@@ -206,13 +206,13 @@ class EuclideanFlow:
             v = 1e-3 * self.scale * v / v.norm(dim=1, keepdim=True).clamp(min=1e-300)
         watch = watch or (lambda clock: None)
         gentle = Explicit(self.velocity, self.size)
-        stiff = Stiff(self.velocity, self.both, self.size)
+        stiff = Stiff(self.velocity, self.velocity_and_jacobian, self.size)
         v, _ = march(gentle, v, self.level, min(level, _GENTLE), max_steps=_MANY, watch=watch)
-        v, late = march(stiff, v, self.level, level, watch=watch)
-        if bool(late.any()):
+        v, has_failed = march(stiff, v, self.level, level, watch=watch)
+        if bool(has_failed.any()):
             raise PullbackError(
                 "The flow did not arrive",
-                f"{int(late.sum())} of {len(v)} are still on their way to a loss of e^−{level:g}",
+                f"{int(has_failed.sum())} of {len(v)} have not reached a loss of e^−{level:g}",
                 "Change `rtol` and `logits`, or ask for a larger loss; are the data separable?",
             )
         return v
@@ -247,9 +247,9 @@ def _counting(weights: Tensor) -> Tensor:
 
 def _log_loss(u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """log φ(−u), −∞ beyond the counts, and log mean log(1 + e^{−u}); (B, N) and (B,)."""
-    there = torch.arange(u.shape[1], device=u.device) < counts[:, None]
+    is_sample = torch.arange(u.shape[1], device=u.device) < counts[:, None]
     tail = u > 20  # log(1 + e^{−u}) = e^{−u}(1 − e^{−u}/2 + …)
     near = F.softplus(-torch.where(tail, 0.0, u)).log()
     losses = torch.where(tail, -u - 0.5 * (-u.clamp(min=0)).exp(), near)
-    total = losses.masked_fill(~there, -torch.inf).logsumexp(1) - counts.log()
-    return F.logsigmoid(-u).masked_fill(~there, -torch.inf), total
+    total = losses.masked_fill(~is_sample, -torch.inf).logsumexp(1) - counts.log()
+    return F.logsigmoid(-u).masked_fill(~is_sample, -torch.inf), total

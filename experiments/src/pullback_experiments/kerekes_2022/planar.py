@@ -119,14 +119,14 @@ class Planar(Repeated):
     def tables(self, results: Results) -> list[Table]:
         rows = []
         egd = results.of("EGD")
-        for place, depth in enumerate(self.config(results.quick)["depths"]):
+        for number, depth in enumerate(self.config(results.quick)["depths"]):
             ngd = results.of("NGD", f"L={depth}")
             rows.append(
                 [
                     f"L = {depth}",
-                    _median(r["angles"][place][-1] for r in egd),
-                    _median(r["limit angle"][place] for r in egd),
-                    max(r["off"][place] for r in egd),
+                    _median(r["angles"][number][-1] for r in egd),
+                    _median(r["limit angle"][number] for r in egd),
+                    max(r["off"][number] for r in egd),
                     _median(r["descent angle"] for r in ngd),
                     _median(r["flow angle"] for r in ngd),
                 ]
@@ -160,14 +160,16 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     for level in config["levels"]:
         v = flow.run(level, v)
         beta = flow.beta(v).cpu()
-        for some, one in zip(angles, beta, strict=False):
-            some.append(angle(one, AXIS))
+        for candidates, one in zip(angles, beta, strict=False):
+            candidates.append(angle(one, AXIS))
     limits = [lp_max_margin(x, y, 2 / depth).beta.cpu() for depth in depths]
     return {
         "level": list(config["levels"]),
         "angles": angles,
         "beta": beta[: len(depths)].tolist(),
-        "by scale": [[angle(b, AXIS) for b in some] for some in beta.split(len(depths))],
+        "by scale": [
+            [angle(b, AXIS) for b in candidates] for candidates in beta.split(len(depths))
+        ],
         "limit": [one.tolist() for one in limits],
         "limit angle": [angle(one, AXIS) for one in limits],
         "off": [angle(one, two) for one, two in zip(beta, limits, strict=False)],
@@ -192,8 +194,8 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
 def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
     runs = results.of("EGD")
     out = []
-    for place, depth in enumerate(depths):
-        off = max(r["off"][place] for r in runs)
+    for number, depth in enumerate(depths):
+        off = max(r["off"][number] for r in runs)
         claim = f"EGD with L = {depth} finds the ℓp margin for p = 2/{depth}"
         out.append((claim, off < 0.01, f"at most {off:.1g}° from it"))
     deepest = max(r["angles"][-1][-1] for r in runs)
@@ -222,7 +224,7 @@ def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
             for r, first in zip(runs, by[0], strict=True)
         )
 
-    apart = [
+    angles = [
         min(abs(r["descent angle"] - a) for a in e["limit angle"])
         for r, e in zip(by[0], results.of("EGD"), strict=True)
     ]
@@ -233,8 +235,8 @@ def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
         ("so does its flow, to the integrator's accuracy", ngf < 1e-5, f"{ngf:.1g}°"),
         (
             "it is none of the margins",
-            _median(apart) > 1,
-            f"median {_median(apart):.1f}°, at least {min(apart):.2g}° from the nearest",
+            _median(angles) > 1,
+            f"median {_median(angles):.1f}°, at least {min(angles):.2g}° from the nearest",
         ),
     ]
 

@@ -65,14 +65,14 @@ class Margin:
         beta: β, (D,).
         norm: ‖β‖_p, whose inverse is the margin.
         support: the samples with y_n x_nᵀβ = 1, as indices.
-        kind: "optimum", or "stationary point" where the problem is not convex.
+        status: "optimum", or "stationary point" where the problem is not convex.
         gap: a bound on the relative excess of the norm over the optimum, where there is one.
     """
 
     beta: Tensor
     norm: float
     support: Tensor
-    kind: str = "optimum"
+    status: str = "optimum"
     gap: float | None = None
 
 
@@ -133,11 +133,11 @@ def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int
     rng = np.random.default_rng(seed)
     dim = z.shape[1]
     points = [_weighted_l1(z, np.ones(dim))[0], _polished(z, _nonnegative(z) > 0)]
-    found = [_reweighted(z, point, p, 1.0) for point in points[: max(1, starts)]]
+    candidates = [_reweighted(z, point, p, 1.0) for point in points[: max(1, starts)]]
     for _ in range(starts - 2):  # far apart, and without the smoothing that leads back to ℓ1
-        found.append(_reweighted(z, np.exp(4 * rng.standard_normal(dim)), p, 1e-3))
-    beta = min(found, key=lambda b: _quasi_norm(b, p))
-    return _margin(beta, _quasi_norm(beta, p), z, x, kind="stationary point")
+        candidates.append(_reweighted(z, np.exp(4 * rng.standard_normal(dim)), p, 1e-3))
+    beta = min(candidates, key=lambda b: _quasi_norm(b, p))
+    return _margin(beta, _quasi_norm(beta, p), z, x, status="stationary point")
 
 
 def separates(x: Tensor, y: Tensor) -> bool:
@@ -220,9 +220,9 @@ def _reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np
         for _ in range(20):
             weights = (np.abs(beta) + epsilon) ** (p - 1)
             moved, _ = _weighted_l1(z, weights / weights.max())
-            done = np.allclose(moved, beta, rtol=1e-9, atol=1e-12)
+            has_converged = np.allclose(moved, beta, rtol=1e-9, atol=1e-12)
             beta = moved
-            if done:
+            if has_converged:
                 break
         if i == 0 or _quasi_norm(beta, p) < _quasi_norm(best, p):
             best = beta
@@ -240,17 +240,17 @@ def _margin(
     beta: np.ndarray,
     norm: float,
     z: np.ndarray,
-    like: Tensor,
-    kind: str = "optimum",
+    template: Tensor,
+    status: str = "optimum",
     gap: float | None = None,
 ) -> Margin:
     slack = z @ beta - 1
     support = np.flatnonzero(slack <= 1e-7 * max(1.0, float(np.abs(slack).max())))
     return Margin(
-        torch.as_tensor(beta).to(like),
+        torch.as_tensor(beta).to(template),
         norm,
-        torch.as_tensor(support, device=like.device),
-        kind,
+        torch.as_tensor(support, device=template.device),
+        status,
         gap,
     )
 

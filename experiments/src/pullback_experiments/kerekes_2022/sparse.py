@@ -52,7 +52,7 @@ class Sparse(Repeated):
         levels: −log ℓ at which EGD is looked at; the last is taken for its limit.
         lr: of NGD with the sample Fisher matrix.
         end: lr times its steps.
-        held: which claims held in the full runs.
+        expected_outcomes: which claims held in the full runs.
     """
 
     dim: int
@@ -65,7 +65,7 @@ class Sparse(Repeated):
     levels: Sequence[float] = (2, 5, 10, 100, 1000)
     lr: float = 0.1
     end: float = 20.0
-    held: Sequence[bool]
+    expected_outcomes: Sequence[bool]
 
     def config(self, quick: bool) -> dict[str, Any]:
         sizes = (self.dim, self.nonzero, tuple(self.samples), tuple(self.depths))
@@ -99,11 +99,11 @@ class Sparse(Repeated):
         return "accuracy " + ", ".join(f"{100 * a:.0f}%" for a in last)
 
     def judge(self, results: Results) -> list[Check]:
-        found = claims(results, self.config(results.quick))
+        checks = claims(results, self.config(results.quick))
         # small sizes show the same, less clearly: only the full version says so of the paper
         if results.quick:
             return []
-        return recorded(found, self.held, ours={len(found) - 1})
+        return recorded(checks, self.expected_outcomes, ours={len(checks) - 1})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.sparse(results, self.config(results.quick))
@@ -134,10 +134,10 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     path = []
     ends = []
     arrived = []
-    for place, (depth, pair) in enumerate(runs):  # one by one: sizes and times differ widely
+    for number, (depth, pair) in enumerate(runs):  # one by one: sizes and times differ widely
 
-        def watch(level: float, done: float, place: int = place) -> None:
-            context.watch((place + done) / len(runs), f"loss e^−{level:g}")
+        def watch(level: float, reached: float, first_run: int = number) -> None:
+            context.watch((first_run + reached) / len(runs), f"loss e^−{level:g}")
 
         betas = _levels(Signed.of([pair]), depth, config["scale"], levels, watch)
         arrived.append(levels[len(betas) - 1])
@@ -166,10 +166,10 @@ def _levels(
     flow = EuclideanFlow(data, depth, scale, rtol=3e-4)
     v = None
     betas = []
-    for place, level in enumerate(levels):
+    for number, level in enumerate(levels):
 
-        def share(reached: Tensor, place: int = place, level: float = level) -> None:
-            watch(level, (place + float((reached / level).clamp(0, 1))) / len(levels))
+        def share(reached: Tensor, first_level: int = number, level: float = level) -> None:
+            watch(level, (first_level + float((reached / level).clamp(0, 1))) / len(levels))
 
         try:
             v = flow.run(level, v, share)
@@ -192,7 +192,7 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
     logits = []
     beta = torch.zeros(dim, dtype=data[0][0].dtype, device=context.device)
     below = max((n for n in config["samples"] if n < dim), default=None)
-    for place, (x, y) in enumerate(data):
+    for number, (x, y) in enumerate(data):
         model = flat_start(dim, depth, 1.0, context.device)
         times = 0
         try:
@@ -200,7 +200,7 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
                 times += 1
                 if len(x) == below:
                     logits.append((y * (x @ beta))[:50].cpu())
-                context.watch((place + times / steps) / len(data), f"{len(x)} samples")
+                context.watch((number + times / steps) / len(data), f"{len(x)} samples")
         except PullbackError:  # a logit of the wrong sign grew beyond measure: it ends there
             beta = model.beta.detach()
         accuracy.append(float(expected_accuracy(beta, nonzero)))
@@ -333,7 +333,7 @@ def _late(results: Results) -> str:
     levels = [
         np.asarray(r["arrived"]) < r["levels"][-1] for r in results.of("EGD") if "arrived" in r
     ]
-    count = sum(int(late.sum()) for late in levels)
+    count = sum(int(has_failed.sum()) for has_failed in levels)
     if count == 1:
         what = "1 flow"
     else:

@@ -56,10 +56,12 @@ class Support(Repeated):
         n = config["samples"]
         ratios = config["ratios"]
         runs = {r: results.of(f"D/N={r:g}") for r in ratios}
-        natural = min(x["natural"] for some in runs.values() for x in some)
-        near = max(x["margin"] for r, some in runs.items() if r <= 1.5 for x in some)
-        far = min(_mean(x["margin"] for x in some) for r, some in runs.items() if r > 3 * log(n))
-        least = max(x["angle"] for some in runs.values() for x in some)
+        natural = min(x["natural"] for records in runs.values() for x in records)
+        near = max(x["margin"] for r, records in runs.items() if r <= 1.5 for x in records)
+        far = min(
+            _mean(x["margin"] for x in records) for r, records in runs.items() if r > 3 * log(n)
+        )
+        least = max(x["angle"] for records in runs.values() for x in records)
         claims = [
             (
                 "NGD makes every sample a support vector as soon as D > N",

@@ -61,11 +61,11 @@ class Kernels(Repeated):
         depths = self.config(results.quick)["depths"]
         deep = depths[1:]
 
-        def worst(method: str, some: Sequence[int], name: str = "elsewhere") -> float:
-            return max(r[name][method] for d in some for r in results.of(f"L={d}"))
+        def worst(method: str, depths: Sequence[int], name: str = "elsewhere") -> float:
+            return max(r[name][method] for d in depths for r in results.of(f"L={d}"))
 
-        def least(method: str, some: Sequence[int], name: str) -> float:
-            return min(r[name][method] for d in some for r in results.of(f"L={d}"))
+        def least(method: str, depths: Sequence[int], name: str) -> float:
+            return min(r[name][method] for d in depths for r in results.of(f"L={d}"))
 
         direct = worst("EGF", [1])
         ngf = worst("NGF", depths)
@@ -109,8 +109,8 @@ class Kernels(Repeated):
 
 
 def _median(results: Results, method: str, depth: int) -> float:
-    found = sorted(r["elsewhere"][method] for r in results.of(f"L={depth}"))
-    return found[len(found) // 2]
+    distances = sorted(r["elsewhere"][method] for r in results.of(f"L={depth}"))
+    return distances[len(distances) // 2]
 
 
 def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
@@ -120,27 +120,27 @@ def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
     rows = at.repeat_interleave(size)
     columns = at.repeat(size)
     middle = size // 2
-    place = middle * size + middle
-    one = rows[place : place + 1], columns[place : place + 1]
-    found = {
+    center = middle * size + middle
+    one = rows[center : center + 1], columns[center : center + 1]
+    moves = {
         "EGF": ntk(model, (rows, columns), one, layout="trace").view(size, size),
-        "NGF": natural_ntk(model, (rows, columns), layout="trace")[:, place].view(size, size),
+        "NGF": natural_ntk(model, (rows, columns), layout="trace")[:, center].view(size, size),
     }
     pull = torch.zeros(size, size, dtype=DTYPE, device=context.device)
     pull[middle, middle] = 1.0  # −∂L/∂β of an entry that is too small by one
     euclidean = torch.autograd.grad((model.beta * pull).sum(), list(model.factors))
-    found["EGD"] = _stepped(model, euclidean, lr)
-    found["NGD"] = _stepped(model, model.natural_gradient(pull), lr)
-    found[LONG] = _stepped(model, model.natural_gradient(pull), 10 * lr)
+    moves["EGD"] = _stepped(model, euclidean, lr)
+    moves["NGD"] = _stepped(model, model.natural_gradient(pull), lr)
+    moves[LONG] = _stepped(model, model.natural_gradient(pull), 10 * lr)
     record: Record = {"depth": depth, "elsewhere": {}, "off the cross": {}}
     for name in (*METHODS, LONG):
-        kernel = found[name].detach() / found[name][middle, middle].detach()
-        rest = kernel.abs().clone()
-        rest[middle, middle] = 0.0
-        record["elsewhere"][name] = float(rest.max())
-        rest[middle] = 0.0
-        rest[:, middle] = 0.0
-        record["off the cross"][name] = float(rest.max())
+        kernel = moves[name].detach() / moves[name][middle, middle].detach()
+        remainder = kernel.abs().clone()
+        remainder[middle, middle] = 0.0
+        record["elsewhere"][name] = float(remainder.max())
+        remainder[middle] = 0.0
+        remainder[:, middle] = 0.0
+        record["off the cross"][name] = float(remainder.max())
         record[name] = kernel.cpu()
     return record
 

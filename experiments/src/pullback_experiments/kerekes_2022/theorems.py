@@ -71,8 +71,8 @@ def theorem_2(context: Context) -> Record:
 def theorem_3(context: Context) -> Record:
     """N < D: s_i(t) = y_i log(e^{t+c_i} − 1); and far out β is along X⁺y."""
     x, y, _, start = drawn(5, 9, context)
-    found = flow(LinearModel(9, start), x, y)
-    error = _largest(lambda t: found.values(t) - margins(x @ start, y, t))
+    trajectory = flow(LinearModel(9, start), x, y)
+    error = _largest(lambda t: trajectory.values(t) - margins(x @ start, y, t))
     far = flow(LinearModel(9, torch.zeros_like(start)), x, y, 300.0)
     slope = float((y * far.values() / 300.0 - 1).abs().max())
     cosine = torch.cosine_similarity(far.flat(), ridgeless(x, y), dim=0)
@@ -94,13 +94,13 @@ def theorem_4(context: Context) -> Record:
     for model in models:
         with torch.no_grad():
             start = model(x)
-        found = flow(model, x, y)
-        errors.append(_largest(partial(_off, found, start, y)))
+        trajectory = flow(model, x, y)
+        errors.append(_largest(partial(_off, trajectory, start, y)))
     return {"error": max(errors)}
 
 
-def _off(found: Trajectory, start: Tensor, y: Tensor, t: float) -> Tensor:
-    return found.values(t) - margins(start, y, t)
+def _off(trajectory: Trajectory, start: Tensor, y: Tensor, t: float) -> Tensor:
+    return trajectory.values(t) - margins(start, y, t)
 
 
 def invariance(context: Context) -> Record:

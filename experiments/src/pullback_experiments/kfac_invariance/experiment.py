@@ -53,8 +53,8 @@ class Invariance(Experiment):
     exhibits: Sequence[Net] = field(default=EXHIBITS)
 
     def smoke(self) -> Self:
-        some = {"nets": self.nets[:2], "exhibits": self.exhibits[:1], "quick_seeds": (0,)}
-        return replace(self, judged=False, **some)
+        changes = {"nets": self.nets[:2], "exhibits": self.exhibits[:1], "quick_seeds": (0,)}
+        return replace(self, judged=False, **changes)
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
@@ -86,15 +86,15 @@ class Invariance(Experiment):
         return charts(self._group_records(results), self.nets)
 
     def tables(self, results: Results) -> list[Table]:
-        found = self._group_records(results)
-        return [main_table(found, self.nets), exhibit_table(found, self.exhibits)]
+        records = self._group_records(results)
+        return [main_table(records, self.nets), exhibit_table(records, self.exhibits)]
 
     def _group_records(self, results: Results) -> GroupedRecords:
-        found: dict[tuple[str, str], list[TwinRun]] = {}
+        groups: dict[tuple[str, str], list[TwinRun]] = {}
         for net, method in self._pairs():
             runs = [TwinRun(**one) for one in results.of(net.name, method.name)]
-            found.setdefault((net.name, method.group), []).extend(runs)
-        return found
+            groups.setdefault((net.name, method.group), []).extend(runs)
+        return groups
 
 
 def _work(net: Net, method: TwinMethod, steps: int, context: Context) -> dict[str, Any]:
@@ -256,19 +256,23 @@ def _of(records: GroupedRecords, group: str) -> list[TwinRun]:
 
 
 def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
-    kept = sound(records)
-    worst = max(r.worst for r in kept)
+    sound_records = sound(records)
+    worst = max(r.worst for r in sound_records)
     claim = f"{what}: the same function to {SAME:.0e} where conditions are at most {SOUND:.0e}"
-    return claim, worst <= SAME, f"{worst:.0e} at most in {len(kept)} of {len(records)} runs"
+    return (
+        claim,
+        worst <= SAME,
+        f"{worst:.0e} at most in {len(sound_records)} of {len(records)} runs",
+    )
 
 
-def _dead(found: GroupedRecords) -> Claim:
-    records = [*found["dead inputs", UNDAMPED], *found["dead inputs", INVARIANT]]
-    told = sum(any("input side is singular" in note for note in r.notes) for r in records)
+def _dead(records_by_net: GroupedRecords) -> Claim:
+    records = [*records_by_net["dead inputs", UNDAMPED], *records_by_net["dead inputs", INVARIANT]]
+    warned = sum(any("input side is singular" in note for note in r.notes) for r in records)
     worst = max(r.worst for r in records)
-    holds = told == len(records) and worst <= SAME
+    holds = warned == len(records) and worst <= SAME
     claim = "directions that never occur are left out, reported, and change nothing"
-    return claim, holds, f"{told} of {len(records)} runs report, mismatch {worst:.0e}"
+    return claim, holds, f"{warned} of {len(records)} runs report, mismatch {worst:.0e}"
 
 
 def _others(records: GroupedRecords) -> Claim:
@@ -283,14 +287,14 @@ def _start(records: GroupedRecords, net: str, claim: str) -> Claim:
     return claim, worst <= SAME, f"before any step {worst:.0e}"
 
 
-def _same(found: GroupedRecords, net: str, claim: str) -> Claim:
-    records = [r for (n, g), rs in found.items() if n == net and g in _KFAC for r in rs]
+def _same(records_by_net: GroupedRecords, net: str, claim: str) -> Claim:
+    records = [r for (n, g), rs in records_by_net.items() if n == net and g in _KFAC for r in rs]
     worst = max(r.worst for r in records)
     return claim, worst <= SAME, f"mismatch {worst:.0e}"
 
 
-def _softmax(found: GroupedRecords) -> Claim:
-    records = found["softmax", UNDAMPED]
-    told = sum(any("softmax" in d for d in r.degenerate) for r in records)
+def _softmax(records_by_net: GroupedRecords) -> Claim:
+    records = records_by_net["softmax", UNDAMPED]
+    warned = sum(any("softmax" in d for d in r.degenerate) for r in records)
     claim = "the metric of softmax logits is degenerate, and `degenerate()` says so"
-    return claim, told == len(records), f"{told} of {len(records)} runs"
+    return claim, warned == len(records), f"{warned} of {len(records)} runs"

@@ -117,14 +117,14 @@ class TwinRun:
 def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
     """So many steps of both networks on the same batches."""
     optimizers = [method.build(side) for side in (pair.one, pair.two)]
-    both = list(zip((pair.one, pair.two), optimizers, strict=True))
-    first, other = (_values(side, pair.held) for side in (pair.one, pair.two))
+    twins = list(zip((pair.one, pair.two), optimizers, strict=True))
+    first, other = (_values(side, pair.probe_inputs) for side in (pair.one, pair.two))
     record = TwinRun([_relative(first - other, float(first.norm()))])
     moved = 0.0
     worst = 1.0
     for _ in range(steps):
         x, y = pair.batch()
-        for side, optimizer in both:
+        for side, optimizer in twins:
             optimizer.zero_grad()
             loss = side.loss(side.model(x), y)
             loss.backward()
@@ -133,7 +133,7 @@ def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
                 record.loss.append(_short(float(loss.detach())))
             if isinstance(optimizer, KFAC):
                 worst = max(worst, condition(optimizer))
-        f, g = (_values(side, pair.held) for side in (pair.one, pair.two))
+        f, g = (_values(side, pair.probe_inputs) for side in (pair.one, pair.two))
         moved = max(moved, float((f - first).norm()))
         record.mismatch.append(_relative(f - g, moved))
     for optimizer in optimizers:
@@ -151,7 +151,7 @@ def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
 
 @torch.no_grad()
 def _values(side: TwinSide, x: Tensor) -> Tensor:
-    return side.seen(side.model(x))
+    return side.readout(side.model(x))
 
 
 def _relative(difference: Tensor, scale: float) -> float:

@@ -110,13 +110,13 @@ class TwinSide:
         model: the network.
         metric: on its outputs.
         loss: (outputs, targets) ↦ the loss.
-        seen: what counts as the function, from the outputs.
+        readout: what counts as the function, from the outputs.
     """
 
     model: nn.Module
     metric: metrics.Metric
     loss: Callable[[Tensor, Tensor], Tensor]
-    seen: Callable[[Tensor], Tensor]
+    readout: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,13 @@ class TwinPair:
     Attributes:
         one, two: the network, and the twin.
         batch: draws the next batch, always a fresh one.
-        held: inputs at which the functions are compared, none of them trained on.
+        probe_inputs: inputs at which the functions are compared, none of them trained on.
     """
 
     one: TwinSide
     two: TwinSide
     batch: Callable[[], tuple[Tensor, Tensor]]
-    held: Tensor
+    probe_inputs: Tensor
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _pair(
     *,
     gain: float = 1.5,
     dead: int = 0,
-    seen: Callable[[Tensor], Tensor] = lambda z: z,
+    readout: Callable[[Tensor], Tensor] = lambda z: z,
 ) -> TwinPair:
     """Inputs with correlated channels and a mean; a teacher of the same kind as the network."""
     generator = _random(seed)
@@ -234,7 +234,7 @@ def _pair(
 
     twin_of = other(model, _random(1000 + seed), inputs)
     metric = metrics.Fisher(likelihood)
-    one, two = (TwinSide(m, metric, loss, seen) for m in (model, twin_of))
+    one, two = (TwinSide(m, metric, loss, readout) for m in (model, twin_of))
     return TwinPair(one, two, batch, inputs(HELD))
 
 
@@ -242,14 +242,14 @@ def _reparametrized(
     model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
 ) -> nn.Module:
     """In random coordinates of every layer; without γ if not `shifted`."""
-    found = layers(model)
-    inputs_to = [random_change(m.weight.shape[1], generator) for m in found]
-    outputs_to = [random_change(m.weight.shape[0], generator) for m in found]
+    named_layers = layers(model)
+    inputs_to = [random_change(m.weight.shape[1], generator) for m in named_layers]
+    outputs_to = [random_change(m.weight.shape[0], generator) for m in named_layers]
     if shifted:
-        kept = inputs_to
+        input_map = inputs_to
     else:
-        kept = [c.linear() for c in inputs_to]
-    return twin(model, list(zip(kept, outputs_to, strict=True)))
+        input_map = [c.linear() for c in inputs_to]
+    return twin(model, list(zip(input_map, outputs_to, strict=True)))
 
 
 def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
@@ -304,21 +304,21 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
     """
 
     def make(seed: int) -> TwinPair:
-        found = _mlp_pair((5, 7, 6, 3), likelihoods.Gaussian())(seed)
+        mlp_pair = _mlp_pair((5, 7, 6, 3), likelihoods.Gaussian())(seed)
         flat = metrics.Euclidean()
-        one = TwinSide(found.one.model, flat, found.one.loss, found.one.seen)
+        one = TwinSide(mlp_pair.one.model, flat, mlp_pair.one.loss, mlp_pair.one.readout)
         if metric == "inner":
-            two = TwinSide(found.two.model, flat, found.two.loss, found.two.seen)
-            return TwinPair(one, two, found.batch, found.held)
+            two = TwinSide(mlp_pair.two.model, flat, mlp_pair.two.loss, mlp_pair.two.readout)
+            return TwinPair(one, two, mlp_pair.batch, mlp_pair.probe_inputs)
         change = random_change(3, _random(2000 + seed))
         back = AffineMap(change.inverse())
         two = TwinSide(
-            nn.Sequential(found.two.model, AffineMap(change)),
+            nn.Sequential(mlp_pair.two.model, AffineMap(change)),
             flat if metric == "euclidean" else _carried(change),
-            lambda z, y: found.two.loss(back(z), y),
+            lambda z, y: mlp_pair.two.loss(back(z), y),
             back,
         )
-        return TwinPair(one, two, found.batch, found.held)
+        return TwinPair(one, two, mlp_pair.batch, mlp_pair.probe_inputs)
 
     return make
 
@@ -361,7 +361,7 @@ NETS = (
     Net(
         "softmax",
         "5-6-4, Categorical, compared by probabilities",
-        _mlp_pair((5, 6, 4), likelihoods.Categorical(), seen=_probabilities),
+        _mlp_pair((5, 6, 4), likelihoods.Categorical(), readout=_probabilities),
     ),
 )
 

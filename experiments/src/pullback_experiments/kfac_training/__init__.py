@@ -60,7 +60,7 @@ EXPERIMENTS = (
         epochs={"SGD": 40, "Adam": 40, "K-FAC": 20},
         quick_epochs={"SGD": 40, "Adam": 40, "K-FAC": 20},
         batch=500,
-        quick_held=(),
+        quick_expected_outcomes=(),
     ),
     KFACTraining(
         name="kfac-vgg",
@@ -77,7 +77,7 @@ EXPERIMENTS = (
         quick_batch=64,
         search_seeds=(100,),
         fewer=1.0,
-        quick_held=(),
+        quick_expected_outcomes=(),
     ),
     KFACTraining(
         name="kfac-shakespeare",
@@ -95,7 +95,7 @@ EXPERIMENTS = (
         quick_batch=64,
         search_seeds=(100,),
         fewer=1.0,
-        held=(False, False),
-        quick_held=(),
+        expected_outcomes=(False, False),
+        quick_expected_outcomes=(),
     ),
 )

@@ -49,8 +49,8 @@ class KFACTraining(Experiment):
         search_seeds: of a trial, of which the worst counts.
         fewer, less: how many times fewer steps and less time K-FAC is said to take.
         ours: whether the claims are ours, of a network that is not in the paper.
-        held: which of them held in the full runs.
-        quick_held: of the quick version, which has the first alone, or none.
+        expected_outcomes: which of them held in the full runs.
+        quick_expected_outcomes: of the quick version, which has the first alone, or none.
     """
 
     task: TrainingTask
@@ -68,8 +68,8 @@ class KFACTraining(Experiment):
     fewer: float = 2.0
     less: float = 1.0
     ours: bool = True
-    held: Sequence[bool] = (True, True)
-    quick_held: Sequence[bool] = (True,)
+    expected_outcomes: Sequence[bool] = (True, True)
+    quick_expected_outcomes: Sequence[bool] = (True,)
     paper: str = PAPER
     seeds: Sequence[int] = (0, 1, 2)
 
@@ -94,39 +94,39 @@ class KFACTraining(Experiment):
     def items(self, quick: bool) -> list[Item]:
         out = []
         for m in self._methods(quick):
-            for place, some in enumerate(m.grid):
-                work = partial(self._tried, m, some)
-                out.append(Item(_trial(m, place), work, once=True, resumable=True))
+            for number, settings in enumerate(m.grid):
+                work = partial(self._tried, m, settings)
+                out.append(Item(_trial(m, number), work, once=True, resumable=True))
             out.append(Item((m.name,), partial(self._chosen, m), resumable=True))
         return out
 
-    def _tried(self, method: TunedMethod, some: Settings, context: Context) -> Record:
+    def _tried(self, method: TunedMethod, settings: Settings, context: Context) -> Record:
         ends = []
         for seed in self.search_seeds:
             torch.manual_seed(seed)
-            place = context.place / str(seed)
-            own = replace(context, seed=seed, place=place)
-            record = self._train(method, some, own, graphed=True)
+            folder = context.checkpoint_folder / str(seed)
+            trial_context = replace(context, seed=seed, checkpoint_folder=folder)
+            record = self._train(method, settings, trial_context, graphed=True)
             ends.append(finite(record["train loss"][-1]))
-        return {"settings": dict(some), "score": max(ends)}
+        return {"settings": dict(settings), "score": max(ends)}
 
     def _chosen(self, method: TunedMethod, context: Context) -> Record:
         def scores(m: TunedMethod) -> list[float]:
-            return [context.done.once(*_trial(m, i))["score"] for i in range(len(m.grid))]
+            return [context.finished.once(*_trial(m, i))["score"] for i in range(len(m.grid))]
 
         rivals = [m for m in self._methods(context.quick) if m.name in method.rivals]
         mark = min((s for m in rivals for s in scores(m)), default=math.inf)
-        some = dict(method.best(scores(method), mark))
-        return {"settings": some, **self._train(method, some, context)}
+        settings = dict(method.best(scores(method), mark))
+        return {"settings": settings, **self._train(method, settings, context)}
 
     def _train(
-        self, method: TunedMethod, some: Settings, context: Context, *, graphed: bool = False
+        self, method: TunedMethod, settings: Settings, context: Context, *, graphed: bool = False
     ) -> Record:
         config = self.config(context.quick)
         model, images = self.task.made(context.quick, context.device)
-        optimizer = method.on(model, self.task.likelihood(), context.seed, some)
+        optimizer = method.on(model, self.task.likelihood(), context.seed, settings)
         run = {"epochs": config["epochs"][method.name], "batch": config["batch"]}
-        run |= {k: some[k] for k in OF_THE_RUN if k in some}
+        run |= {k: settings[k] for k in OF_THE_RUN if k in settings}
         run |= self.task.run(images)
         with (
             optimizer if isinstance(optimizer, KFAC) else nullcontext(),  # which ends its hooks
@@ -145,11 +145,13 @@ class KFACTraining(Experiment):
         return {m.name: results.of(m.name) for m in self._methods(results.quick)}
 
     def judge(self, results: Results) -> list[Check]:
-        found = claims(self._group_records(results), self.less, self.fewer)
+        checks = claims(self._group_records(results), self.less, self.fewer)
         # seconds of a tiny network are Python's; and only the full version speaks of the paper
         if results.quick:
-            return recorded(found[: len(self.quick_held)], self.quick_held, ours={0})
-        return recorded(found, self.held, ours={0, 1} if self.ours else ())
+            return recorded(
+                checks[: len(self.quick_expected_outcomes)], self.quick_expected_outcomes, ours={0}
+            )
+        return recorded(checks, self.expected_outcomes, ours={0, 1} if self.ours else ())
 
     def tables(self, results: Results) -> list[Table]:
         return [table(self._group_records(results), _told)]
@@ -159,12 +161,12 @@ class KFACTraining(Experiment):
         return {"": draw(self._group_records(results), f"{self.task.title}, {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
-        found = self._group_records(results)
+        records = self._group_records(results)
         return [
             Chart(
                 f"{self.task.title}: {side} loss",
                 f"{side} loss",
-                [over_seeds(name, runs, f"{key} loss", _ALONG) for name, runs in found.items()],
+                [over_seeds(name, runs, f"{key} loss", _ALONG) for name, runs in records.items()],
                 x=_ALONG,
                 note="medians and quartiles over seeds",
             )
@@ -172,12 +174,12 @@ class KFACTraining(Experiment):
         ]
 
 
-def _trial(method: TunedMethod, place: int) -> tuple[str, ...]:
-    return ("search", method.name, str(place))
+def _trial(method: TunedMethod, number: int) -> tuple[str, ...]:
+    return ("search", method.name, str(number))
 
 
-def _told(some: Settings) -> str:
-    return ", ".join(f"{k} {v:g}" if math.isfinite(v) else k for k, v in some.items())
+def _told(settings: Settings) -> str:
+    return ", ".join(f"{k} {v:g}" if math.isfinite(v) else k for k, v in settings.items())
 
 
 #: records, one per seed, by method
@@ -228,13 +230,13 @@ def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> li
     return out
 
 
-def table(records: GroupedRecords, told: Callable[[Mapping[str, float]], str]) -> Table:
+def table(records: GroupedRecords, describe: Callable[[Mapping[str, float]], str]) -> Table:
     """Every method with its settings, ends and times."""
     level = mark(records)
     rows = [
         [
             name,
-            told(runs[0]["settings"]),
+            describe(runs[0]["settings"]),
             f"{final(runs):.4g}",
             f"{median(finite(r['test loss'][-1]) for r in runs):.4g}",
             _said(to(runs, level, "step")),

@@ -57,30 +57,32 @@ class TunedMethod:
         steps = {i: self.grid[i]["epochs"] / self.grid[i]["batch"] for i in enough}
         return self.grid[min(enough, key=lambda i: (steps[i], scores[i]))]
 
-    def on(self, model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+    def on(
+        self, model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings
+    ) -> Optimizer:
         """The optimizer of a model."""
-        own = {k: v for k, v in some.items() if k not in OF_THE_RUN}
-        return self.build(model, likelihood, seed, {**own, **self.common})
+        options = {k: v for k, v in settings.items() if k not in OF_THE_RUN}
+        return self.build(model, likelihood, seed, {**options, **self.common})
 
 
-def sgd(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+def sgd(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
     """With Nesterov's momentum."""
-    return torch.optim.SGD(model.parameters(), nesterov=True, **some)
+    return torch.optim.SGD(model.parameters(), nesterov=True, **settings)
 
 
-def adam(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+def adam(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
     """Adam."""
-    return torch.optim.Adam(model.parameters(), **some)
+    return torch.optim.Adam(model.parameters(), **settings)
 
 
-def adamw(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> Optimizer:
+def adamw(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> Optimizer:
     """Adam with decoupled weight decay."""
-    return torch.optim.AdamW(model.parameters(), **some)
+    return torch.optim.AdamW(model.parameters(), **settings)
 
 
-def kfac(model: nn.Module, likelihood: Likelihood, seed: int, some: Settings) -> KFAC:
+def kfac(model: nn.Module, likelihood: Likelihood, seed: int, settings: Settings) -> KFAC:
     """K-FAC in the Fisher metric of the likelihood."""
-    return natural_kfac(model, likelihood=likelihood, seed=seed, **some)
+    return natural_kfac(model, likelihood=likelihood, seed=seed, **settings)
 
 
 SGD = "SGD"

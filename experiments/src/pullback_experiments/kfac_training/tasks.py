@@ -78,7 +78,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -101,8 +101,8 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (N, T) ↦ logits of the next ones, (N, T, vocabulary)."""
-        places = torch.arange(x.shape[1], device=x.device)
-        x = self.tokens(x) + self.places(places)
+        positions = torch.arange(x.shape[1], device=x.device)
+        x = self.tokens(x) + self.positions(positions)
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -175,21 +175,21 @@ def categorical(z: Tensor, y: Tensor) -> Tensor:
 
 def _itself(load: Callable[[], DataSet]) -> DataSet:
     """Images as vectors, which are to be given back."""
-    some = load().flat()
-    return replace(some, y=some.x, test_y=some.test_x)
+    images = load().flat()
+    return replace(images, y=images.x, test_y=images.test_x)
 
 
 def _clothes() -> DataSet:
     """10,000 and 10,000 pictures of 14×14: means over squares of four pixels."""
-    some = data.fashion_mnist().first(10_000, 10_000)
-    return replace(some, x=F.avg_pool2d(some.x, 2), test_x=F.avg_pool2d(some.test_x, 2))
+    images = data.fashion_mnist().first(10_000, 10_000)
+    return replace(images, x=F.avg_pool2d(images.x, 2), test_x=F.avg_pool2d(images.test_x, 2))
 
 
 def large_digits(train: int = 640, side: int = 32) -> DataSet:
     """Digits as colored images, of 32×32 unless said otherwise."""
-    some = data.digits(train).first(train, 256)
-    x, test_x = (F.interpolate(t, side).expand(-1, 3, -1, -1) for t in (some.x, some.test_x))
-    return replace(some, x=x, test_x=test_x)
+    images = data.digits(train).first(train, 256)
+    x, test_x = (F.interpolate(t, side).expand(-1, 3, -1, -1) for t in (images.x, images.test_x))
+    return replace(images, x=x, test_x=test_x)
 
 
 AUTOENCODER = TrainingTask(

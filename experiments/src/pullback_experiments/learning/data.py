@@ -63,8 +63,8 @@ class DataSet:
     def first(self, train: int, test: int | None = None) -> DataSet:
         """The first so many of each."""
         test = train if test is None else test
-        parts = self.x[:train], self.y[:train], self.test_x[:test], self.test_y[:test]
-        return DataSet(*parts, self.classes)
+        tensors = self.x[:train], self.y[:train], self.test_x[:test], self.test_y[:test]
+        return DataSet(*tensors, self.classes)
 
     def flat(self) -> DataSet:
         """Images as vectors."""
@@ -73,10 +73,10 @@ class DataSet:
 
 def file(name: str) -> Path:
     """A file of the folder; refused with what to set and where to get it."""
-    place = os.environ.get(VARIABLE)
-    path = Path(place or "data") / name
+    folder = os.environ.get(VARIABLE)
+    path = Path(folder or "data") / name
     if not path.is_file():
-        if place:
+        if folder:
             where = f"{path} is not there"
         else:
             where = f"{VARIABLE} is not set, and {path} not there"
@@ -101,8 +101,8 @@ def available(name: str) -> bool:
 @lru_cache(maxsize=4)
 def _arrays(path: Path, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     try:
-        with np.load(path, allow_pickle=False) as held:
-            return tuple(held[name] for name in names)
+        with np.load(path, allow_pickle=False) as arrays:
+            return tuple(arrays[name] for name in names)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise PullbackError(
             f"{path} cannot be read", str(error), f"Replace it; it needs {', '.join(names)}"
@@ -121,9 +121,9 @@ def mnist(name: str = "mnist") -> DataSet:
 
 def fashion_mnist() -> DataSet:
     """60000 and 10000 pictures of clothes, (N, 1, 28, 28) in [0, 1]."""
-    found = mnist("fashion_mnist")
+    images = mnist("fashion_mnist")
     (classes,) = _arrays(file("fashion_mnist.npz"), ("class_names",))
-    return DataSet(found.x, found.y, found.test_x, found.test_y, tuple(map(str, classes)))
+    return DataSet(images.x, images.y, images.test_x, images.test_y, tuple(map(str, classes)))
 
 
 def cifar10(sheets: int | None = None, halves: Sequence[str] = ("a", "b")) -> DataSet:
@@ -133,8 +133,8 @@ def cifar10(sheets: int | None = None, halves: Sequence[str] = ("a", "b")) -> Da
         sheets: only so many of 500 images from each file.
         halves: of the training set, which come in a file each.
     """
-    parts = [_sheets(file(f"cifar10_train_{half}.npz"), sheets) for half in halves]
-    x, y = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    halves_read = [_sheets(file(f"cifar10_train_{half}.npz"), sheets) for half in halves]
+    x, y = (torch.cat([sheet[i] for sheet in halves_read]) for i in (0, 1))
     tx, ty = _sheets(file("cifar10_test.npz"), sheets)
     (classes,) = _arrays(file("cifar10_test.npz"), ("class_names",))
     return DataSet(x, y, tx, ty, tuple(map(str, classes)))
@@ -151,9 +151,9 @@ def _sheets(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
             "Install it with `pip install pillow`",
         ) from None
     data, ends, labels = _arrays(path, ("webp", "offsets", "labels"))
-    held = data.tobytes()
+    content = data.tobytes()
     ends = ends[: None if limit is None else limit + 1]
-    sheets = [Image.open(io.BytesIO(held[a:b])).convert("RGB") for a, b in pairwise(ends)]
+    sheets = [Image.open(io.BytesIO(content[a:b])).convert("RGB") for a, b in pairwise(ends)]
     x = np.concatenate([np.asarray(s).reshape(-1, 32, 32, 3) for s in sheets])
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (_MEAN, _STD))
     images = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
@@ -182,8 +182,8 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
             f"scikit-learn is not installed, and {VARIABLE} names no folder with digits8x8.npz",
             'Install it with `pip install scikit-learn` or `pip install -e ".[dev]"`',
         ) from None
-    held: Any = load_digits()
-    return held.images, held.target
+    bunch: Any = load_digits()
+    return bunch.images, bunch.target
 
 
 def generated(

@@ -27,9 +27,9 @@ class Captured:
         self._work = work
         self._clear = clear
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._static_inputs: tuple[Tensor, Tensor] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._done = 0
+        self._warm_steps = 0
 
     @property
     def ready(self) -> bool:
@@ -38,23 +38,23 @@ class Captured:
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         """The work on this batch."""
-        if self._held is None or self._stream is None:
-            self._held = (x.clone(), y.clone())
+        if self._static_inputs is None or self._stream is None:
+            self._static_inputs = (x.clone(), y.clone())
             self._stream = torch.cuda.Stream(x.device)
-        for held, given in zip(self._held, (x, y), strict=True):
-            held.copy_(given)
-        if self._done < _WARM:
-            self._done += 1
+        for captured_input, new in zip(self._static_inputs, (x, y), strict=True):
+            captured_input.copy_(new)
+        if self._warm_steps < _WARM:
+            self._warm_steps += 1
             self._stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(self._stream):
-                self._work(*self._held)
+                self._work(*self._static_inputs)
             torch.cuda.current_stream(x.device).wait_stream(self._stream)
             return
         if self._graph is None:
             self._clear()  # gradients then live in the graph's pool
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._work(*self._held)
+                self._work(*self._static_inputs)
         self._graph.replay()
 
 

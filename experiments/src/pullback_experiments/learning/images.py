@@ -46,14 +46,14 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
     if dataset == "generated":
         return data.generated((3, 32, 32), CLASSES[dataset], samples=100)
     if sheets is None:
-        some = None
+        images = None
     else:
-        some = 500 * sheets
+        images = 500 * sheets
     path = data.file("cifar100.npz")
     try:
-        with np.load(path, allow_pickle=False) as held:
-            x, tx = (_normalized(held[k][:some]) for k in ("train_images", "test_images"))
-            y, ty = (held[k][:some].astype(np.int64) for k in ("train_labels", "test_labels"))
+        with np.load(path, allow_pickle=False) as arrays:
+            x, tx = (_normalized(arrays[k][:images]) for k in ("train_images", "test_images"))
+            y, ty = (arrays[k][:images].astype(np.int64) for k in ("train_labels", "test_labels"))
     except (OSError, ValueError, KeyError) as error:
         why = "it needs train_images, train_labels, test_images and test_labels"
         raise PullbackError(f"{path} cannot be read", f"{error}; {why}", "Replace it") from None

@@ -23,6 +23,6 @@ def natural_kfac(model: nn.Module, lr: float | None = None, **settings: Any) -> 
     set: the recorded runs were made so.
     """
     estimation = {n: settings.pop(n) for n in _OF_ESTIMATION if n in settings}
-    own = {n: settings.pop(n) for n in _OF_THE_RULE if n in settings}
-    rule = Natural(**{"warmup": 0, **own}, estimation=Estimation(**estimation))
+    rule_options = {n: settings.pop(n) for n in _OF_THE_RULE if n in settings}
+    rule = Natural(**{"warmup": 0, **rule_options}, estimation=Estimation(**estimation))
     return KFAC(model, lr, rule=rule, **settings)

@@ -19,13 +19,13 @@ def vgg16(classes: int = 10, narrow: int = 1) -> nn.Sequential:
     layers: list[nn.Module] = []
     channels = 3
     for width, count in _BLOCKS:
-        wide = max(1, width // narrow)
+        out_channels = max(1, width // narrow)
         for _ in range(count):
-            conv = nn.Conv2d(channels, wide, 3, padding=1)
-            nn.init.normal_(conv.weight, std=math.sqrt(2 / (9 * wide)))
+            conv = nn.Conv2d(channels, out_channels, 3, padding=1)
+            nn.init.normal_(conv.weight, std=math.sqrt(2 / (9 * out_channels)))
             nn.init.zeros_(conv.bias)  # pyright: ignore[reportArgumentType]
-            layers += [conv, nn.BatchNorm2d(wide), nn.ReLU(inplace=True)]
-            channels = wide
+            layers += [conv, nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
+            channels = out_channels
         layers.append(nn.MaxPool2d(2))
     head = nn.Linear(channels, classes)
     nn.init.normal_(head.weight, std=0.01)

@@ -33,7 +33,7 @@ def falls(at: Sequence[float], factor: float = 0.1) -> Schedule:
     >>> falls([0.5, 0.75])(0.6)
     0.1
     """
-    return lambda share: factor ** sum(share >= place for place in at)
+    return lambda share: factor ** sum(share >= milestone for milestone in at)
 
 
 def warmed(schedule: Schedule, until: float) -> Schedule:

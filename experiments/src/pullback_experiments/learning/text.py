@@ -54,18 +54,18 @@ def windows(text: str, length: int) -> DataSet:
     Those to train on overlap by half: first those that begin at multiples of `length`, then those
     between. Those of the rest do not.
     """
-    kinds = sorted(set(text))
-    number = {kind: i for i, kind in enumerate(kinds)}
+    characters = sorted(set(text))
+    number = {character: i for i, character in enumerate(characters)}
     codes = torch.tensor([number[c] for c in text])
     cut = len(codes) - len(codes) // _HELD_OUT
     if len(codes) // _HELD_OUT <= length:
         why = f"a tenth of {len(codes)} characters holds no window of {length} and one more"
         raise PullbackError("The text is too short", why, "Take a longer text, or a shorter window")
 
-    def cuts(part: Tensor, start: int) -> Tensor:
-        return part[start:].unfold(0, length + 1, length)
+    def cuts(text: Tensor, start: int) -> Tensor:
+        return text[start:].unfold(0, length + 1, length)
 
     train = torch.cat([cuts(codes[:cut], start) for start in (0, length // 2)])
     test = cuts(codes[cut:], 0)
     x, y, test_x, test_y = (t.contiguous() for s in (train, test) for t in (s[:, :-1], s[:, 1:]))
-    return DataSet(x, y, test_x, test_y, tuple(kinds))
+    return DataSet(x, y, test_x, test_y, tuple(characters))

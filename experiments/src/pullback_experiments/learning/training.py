@@ -76,16 +76,16 @@ def fit(
         else:
             measures = {"accuracy": accuracy}
     graphed = graphed and context.device.type == "cuda"
-    seen = Evaluation(model, data, {"loss": loss, **measures}, evaluated, half)
+    evaluation = Evaluation(model, data, {"loss": loss, **measures}, evaluated, half)
     loop = _Loop(
         model, optimizer, data, loss, context, batch, schedule, augment, half, epochs, graphed
     )
     if not loop.restore():
-        loop.note(seen, 0.0)
+        loop.note(evaluation, 0.0)
     while loop.epoch < epochs and not loop.lost:
         start = time.monotonic()
         seconds = loop.advance()
-        loop.note(seen, seconds)
+        loop.note(evaluation, seconds)
         loop.save(time.monotonic() - start)
         said = f"epoch {loop.epoch}, loss {loop.record['train loss'][-1]:.3g}"
         context.watch(loop.epoch / epochs, said)
@@ -170,12 +170,12 @@ class _Loop:
         value.backward()
         return value
 
-    def note(self, seen: Evaluation, seconds: float) -> None:
+    def note(self, evaluation: Evaluation, seconds: float) -> None:
         """One more entry."""
         before = self.record.get("seconds", [0.0])[-1]
         rate = self.optimizer.param_groups[0]["lr"]
         entry = {"epoch": self.epoch, "step": self.step, "seconds": before + seconds, "lr": rate}
-        for name, value in {**entry, **seen.now()}.items():
+        for name, value in {**entry, **evaluation.now()}.items():
             self.record.setdefault(name, []).append(value)
 
     # --- checkpoints -------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class _Loop:
 
     def restore(self) -> bool:
         """Go on from the checkpoint; whether there is one."""
-        path = self.context.place / "training.pt"
+        path = self.context.checkpoint_folder / "training.pt"
         if not path.exists():
             return False
         try:
@@ -254,20 +254,20 @@ class Evaluation:
         d = self.data
         most = self.most
         sets = {"train": (d.x[:most], d.y[:most]), "test": (d.test_x, d.test_y)}
-        found = {}
+        measured = {}
         for side, (x, y) in sets.items():
             if len(x):
-                found |= {f"{side} {k}": v for k, v in self._means(x, y).items()}
+                measured |= {f"{side} {k}": v for k, v in self._means(x, y).items()}
         self.model.train(training)
-        return found
+        return measured
 
     def _means(self, x: Tensor, y: Tensor) -> dict[str, float]:
         sums = dict.fromkeys(self.measures, 0.0)
-        for part, truth in zip(x.split(self.most), y.split(self.most), strict=True):
-            with autocast(part, self.half):
-                z = self.model(part)
+        for batch, truth in zip(x.split(self.most), y.split(self.most), strict=True):
+            with autocast(batch, self.half):
+                z = self.model(batch)
             for name, measure in self.measures.items():
-                sums[name] += float(measure(z.float() if self.half else z, truth)) * len(part)
+                sums[name] += float(measure(z.float() if self.half else z, truth)) * len(batch)
         return {name: total / len(x) for name, total in sums.items()}
 
 

@@ -91,14 +91,14 @@ class Benchmarks(Experiment):
     def _tried(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
         seconds = self._seconds(context.quick) / 4
         context = replace(context, seed=_SEARCH_SEED)
-        found = self._run(problem, method.options(rate), seconds, context)
-        return {"rate": rate, "loss": found["loss"]}
+        record = self._run(problem, method.options(rate), seconds, context)
+        return {"rate": rate, "loss": record["loss"]}
 
     def _solved(self, problem: str, method: PdeMethod, context: Context) -> Record:
         seconds = self._seconds(context.quick)
         if not method.rates:
             return self._run(problem, method.options(), seconds, context)
-        tried = [context.done.once(*_trial(problem, method, r)) for r in method.rates]
+        tried = [context.finished.once(*_trial(problem, method, r)) for r in method.rates]
         finite = [t for t in tried if math.isfinite(t["loss"])] or tried
         rate = min(finite, key=lambda t: t["loss"])["rate"]
         return {"rate": rate, **self._run(problem, method.options(rate), seconds, context)}
@@ -106,17 +106,17 @@ class Benchmarks(Experiment):
     def _run(
         self, problem: str, options: dict[str, Any], seconds: float, context: Context
     ) -> Record:
-        found = setup(problem)
-        options = {**found.options, "steps": _ENDLESS, **options}
+        tuned_setup = setup(problem)
+        options = {**tuned_setup.options, "steps": _ENDLESS, **options}
         if context.quick:
-            points = found.options["points"]
+            points = tuned_setup.options["points"]
             if isinstance(points, dict):
                 each = points
             else:
                 each = {"": points}
             fewer = {name: round(self.quick_points * n) for name, n in each.items()}
             options["points"] = fewer if isinstance(points, dict) else fewer[""]
-        return solved(found, options, seconds, context)
+        return solved(tuned_setup, options, seconds, context)
 
     def line(self, record: Record) -> str:
         if "error" not in record:
@@ -128,8 +128,8 @@ class Benchmarks(Experiment):
         return {p: {m.name: results.of(p, m.name) for m in METHODS} for p in problems}
 
     def judge(self, results: Results) -> list[Check]:
-        found = self._group_records(results)
-        return claims(found, {} if results.quick else TARGETS, self.missed)
+        records = self._group_records(results)
+        return claims(records, {} if results.quick else TARGETS, self.missed)
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
@@ -167,16 +167,18 @@ def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
 _ENTRIES = 60  # of a curve
 
 
-def solved(found: pde.Setup, options: dict[str, Any], seconds: float, context: Context) -> Record:
+def solved(
+    tuned_setup: pde.Setup, options: dict[str, Any], seconds: float, context: Context
+) -> Record:
     """So many seconds of steps, unless the run ends before; it goes on from its checkpoint."""
 
     def watch(run: pde.Run, info: Any) -> bool:
         context.watch(min(run.history.spent / seconds, 1.0), f"error {run.error:.1e}")
         return context.due or run.history.spent >= seconds or not math.isfinite(info.loss)
 
-    network = found.network(context.seed)
+    network = tuned_setup.network(context.seed)
     solution = pde.solve(
-        found.problem, network, **{**options, "seed": context.seed}, callbacks=[watch],
+        tuned_setup.problem, network, **{**options, "seed": context.seed}, callbacks=[watch],
         checkpoint=context.folder() / "run.pt", device=context.device, progress=False,
     )  # fmt: skip
     history = solution.history
@@ -184,12 +186,12 @@ def solved(found: pde.Setup, options: dict[str, Any], seconds: float, context: C
     if unfinished and "callback" in solution.stopped:
         raise Paused
     count = len(history.error)
-    places = sorted({*range(0, count, max(1, count // _ENTRIES)), count - 1})
+    entries = sorted({*range(0, count, max(1, count // _ENTRIES)), count - 1})
     return {
         "parameters": sum(p.numel() for p in network.parameters()),
-        "step": [history.measured[i] for i in places],
-        "seconds": [history.clock[i] for i in places],
-        "error": [history.error[i] for i in places],
+        "step": [history.measured[i] for i in entries],
+        "seconds": [history.clock[i] for i in entries],
+        "error": [history.error[i] for i in entries],
         "loss": solution.loss,
         "stopped": solution.stopped,
     }
@@ -282,15 +284,17 @@ def _ahead(records: GroupedRecords) -> Check:
         for problem, by in records.items()
     }
     least = min(ratios, key=ratios.__getitem__)
-    held = sum(r >= AHEAD for r in ratios.values())
+    count = sum(r >= AHEAD for r in ratios.values())
     claim = "after the same seconds the natural gradient's error is "
     claim += f"{AHEAD:g} times below Adam's, L-BFGS's"
-    numbers = f"{held} of {len(ratios)} problems; the least is {ratios[least]:.1e} for {least}"
-    return Check(claim, held == len(ratios), numbers, of_paper=False)
+    numbers = f"{count} of {len(ratios)} problems; the least is {ratios[least]:.1e} for {least}"
+    return Check(claim, count == len(ratios), numbers, of_paper=False)
 
 
 def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
-    found = final(records)
+    errors = final(records)
     seconds = reached(records, target)
-    numbers = f"{found:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
-    return Check(f"the natural gradient solves {problem} to {target:.1e}", found <= target, numbers)
+    numbers = f"{errors:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
+    return Check(
+        f"the natural gradient solves {problem} to {target:.1e}", errors <= target, numbers
+    )

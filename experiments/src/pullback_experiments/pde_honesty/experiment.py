@@ -115,9 +115,9 @@ class Honesty(Experiment):
         for name in self._problems(results.quick):
             for seed, record in zip(results.seeds, results.of(name), strict=True):
                 numbers = [f"{record[key]:.1e}" for key in ("residual", "estimated", "true")]
-                kind = "unstable" if name in UNSTABLE else ""
+                remark = "unstable" if name in UNSTABLE else ""
                 seconds = f"{record['seconds']:.0f}"
-                rows.append([name, kind, str(seed), record["verdict"], *numbers, seconds])
+                rows.append([name, remark, str(seed), record["verdict"], *numbers, seconds])
         columns = ["problem", "", "seed", "verdict", "residual", "estimated", "true", "seconds"]
         return [Table(columns, rows, "Estimated and true relative L² errors", text=4)]
 

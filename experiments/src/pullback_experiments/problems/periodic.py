@@ -149,17 +149,17 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     width = torch.sqrt(4 * diffusion * t + _TINY)
     first = 0.0
     third = 0.0
-    same = 0.0
+    shift = 0.0
     for gap in (1 - x, 1 + x):
         one, three = _iterated(gap / width)
         first = first + one
         third = third + three
         kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
-        same = same + kinks * torch.exp(-(gap**2) / _NEAR**2)
+        shift = shift + kinks * torch.exp(-(gap**2) / _NEAR**2)
     smooth = x**2 * torch.cos(math.pi * x)
     cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
-    layer = same + 2 * width * first - math.pi**2 * cubic
-    return smooth - same + torch.exp(-decay * t) * layer
+    layer = shift + 2 * width * first - math.pi**2 * cubic
+    return smooth - shift + torch.exp(-decay * t) * layer
 
 
 def _iterated(z: Any) -> tuple[Any, Any]:

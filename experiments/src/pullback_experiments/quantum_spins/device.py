@@ -79,13 +79,13 @@ class JsonRecord:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.parts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
-    def update(self, **parts: Any) -> None:
+    def update(self, **entries: Any) -> None:
         """Replace parts and write the file, all or nothing."""
-        self.parts.update(parts)
+        self.entries.update(entries)
         partial_path = self._path.with_suffix(".part")
-        partial_path.write_text(json.dumps(self.parts, indent=1))
+        partial_path.write_text(json.dumps(self.entries, indent=1))
         partial_path.replace(self._path)
 
 
@@ -172,7 +172,7 @@ class Training:
         hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
         network = build_network(options, self._device)
         sampler = vmc.Metropolis(chains=options.samples, moves=options.moves)
-        already = float(self._record.parts.get("seconds", 0.0)) if self._path.exists() else 0.0
+        already = float(self._record.entries.get("seconds", 0.0)) if self._path.exists() else 0.0
         result = vmc.minimize(
             hamiltonian,
             network,
@@ -370,14 +370,14 @@ def main() -> None:
     options = Options(**{name: getattr(arguments, name) for name in asdict(Options())})
     device = torch.device(arguments.device)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    parts = arguments.parts.split(",")
+    names = arguments.parts.split(",")
     record = JsonRecord(arguments.folder / "j1j2.json")
-    if "compare" in parts and "compare" not in record.parts:
+    if "compare" in names and "compare" not in record.entries:
         try:
             record.update(compare=compare_steps(options, device))
         except (torch.OutOfMemoryError, torch.linalg.LinAlgError) as error:
             record.update(compare={"failed": str(error).splitlines()[0]})
-    if "train" in parts:
+    if "train" in names:
         training = Training(options, arguments.minutes, arguments.folder, device)
         training.run(arguments.call_minutes, arguments.steps)
 

@@ -128,7 +128,7 @@ class QuantumSpins(Experiment):
         torch.manual_seed(context.seed)
         network = vmc.Rbm(vmc.Chain(sized.sites), sized.features).double()
         start = time.process_time()
-        found = vmc.minimize(
+        outcome = vmc.minimize(
             sized.hamiltonian(),
             network,
             steps=sized.steps,
@@ -142,12 +142,12 @@ class QuantumSpins(Experiment):
         )
         scale = abs(sized.exact)
         return {
-            "relative_error": (found.energy - sized.exact) / scale,
-            "statistical_error": found.error / scale,
-            "variance": found.variance,
-            "verdict": found.verdict.name,
+            "relative_error": (outcome.energy - sized.exact) / scale,
+            "statistical_error": outcome.error / scale,
+            "variance": outcome.variance,
+            "verdict": outcome.verdict.name,
             "cpu_seconds": time.process_time() - start,
-            "steps": len(found.history),
+            "steps": len(outcome.history),
         }
 
     def line(self, record: Record) -> str:

@@ -171,10 +171,10 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
     """Medians and quartiles over seeds; shorter runs of ours are dashed."""
     figure = plots.new(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
-    for row, (name, found) in zip(panels, races.items(), strict=True):
-        colors = plots.colors(n for n in found if not _shorter(n))
+    for row, (name, records) in zip(panels, races.items(), strict=True):
+        colors = plots.colors(n for n in records if not _shorter(n))
         for axes, along in zip(row, _ALONG, strict=True):
-            for method, runs in found.items():
+            for method, runs in records.items():
                 xs = _places(runs, along)
                 ys = [r["held-out loss"] for r in runs]
                 color = colors[runs[0]["method"] if _shorter(method) else method]
@@ -184,17 +184,17 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
                     style = {}
                 plots.band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
             plots.dress(axes, logx=False, logy=False)
-            axes.set_ylim(*_limits(found))
+            axes.set_ylim(*_limits(records))
             axes.set_xlim(left=0)
             plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
-        place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        row[-1].legend(frameon=False, fontsize=9, **place)
+        legend = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+        row[-1].legend(frameon=False, fontsize=9, **legend)
     return figure
 
 
 def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
     """The same lines for a page that draws them itself."""
-    places = plots.places(n for n in records if not _shorter(n))
+    colors = plots.places(n for n in records if not _shorter(n))
     lines = []
     for name, runs in records.items():
         if runs:
@@ -204,7 +204,7 @@ def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
                 method = name
             style = "dashed" if _shorter(name) else "solid"
             words = title(name, method)
-            color = places.get(method)
+            color = colors.get(method)
             lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
     return [line for line in lines if line is not None]
 
@@ -222,7 +222,7 @@ def _shorter(name: str) -> bool:
 
 def _limits(records: GroupedRecords) -> tuple[float, float]:
     """Where curves end, and what is above it; their start is far above what matters."""
-    seen = [v for runs in records.values() for r in runs for v in r["held-out loss"]]
-    low = min((v for v in seen if math.isfinite(v)), default=1.0)
+    losses = [v for runs in records.values() for r in runs for v in r["held-out loss"]]
+    low = min((v for v in losses if math.isfinite(v)), default=1.0)
     high = max((v for v in map(final, records.values()) if v < _FAR * low), default=low)
     return 0.95 * low, max(1.15 * high, 1.2 * low)

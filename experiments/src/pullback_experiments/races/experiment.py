@@ -55,7 +55,7 @@ class Race(Experiment):
         search: the share of the steps with which rates are compared.
         lengths: shares of the steps for which the best of ours runs too, each with its schedule.
         leads: what is claimed, of each task.
-        held: which of the claims held in the full runs, task after task; all if empty.
+        expected_outcomes: which of the claims held in the full runs, task after task; all if empty.
         changes: fields of the tasks that are set otherwise, such as `compiled` and `clip`.
     """
 
@@ -66,7 +66,7 @@ class Race(Experiment):
     search: float = 1 / 3
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
     leads: Sequence[Lead] = ()
-    held: Sequence[bool] = ()
+    expected_outcomes: Sequence[bool] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
     paper: str = "Races"
     seeds: Sequence[int] = (0, 1, 2)
@@ -112,26 +112,26 @@ class Race(Experiment):
                 pace = partial(self._paced, task, name)
                 out.append(Item(("pace", task, name), pace, once=True))
             for name, entrant in self._entrants(quick).items():
-                for place in range(len(entrant.rates)):
-                    work = partial(self._tried, task, name, place)
-                    out.append(Item(_trial(task, name, place), work, once=True))
+                for number in range(len(entrant.rates)):
+                    work = partial(self._tried, task, name, number)
+                    out.append(Item(_trial(task, name, number), work, once=True))
                 out.append(Item((task, name), partial(self._chosen, task, [name], 1.0)))
             for share in self._shorter(quick):
                 work = partial(self._chosen, task, self._ours(quick), share)
                 out.append(Item((task, f"ours, {share:g}"), work))
         return out
 
-    def _tried(self, task: str, name: str, place: int, context: Context) -> Record:
+    def _tried(self, task: str, name: str, number: int, context: Context) -> Record:
         """One rate, on the seed of searches."""
-        rate = self._entrants(context.quick)[name].rates[place]
-        found = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
-        return {"method": name, "lr": rate, "score": finite(found["final"]), "ms": found["ms"]}
+        rate = self._entrants(context.quick)[name].rates[number]
+        record = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
+        return {"method": name, "lr": rate, "score": finite(record["final"]), "ms": record["ms"]}
 
     def _paced(self, task: str, name: str, context: Context) -> Record:
         """How long a step takes, of a run that should be alone on its device."""
         what = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
-        found = run(
+        record = run(
             replace(what, evaluations=2),
             name,
             entrant.rates[0],
@@ -140,17 +140,17 @@ class Race(Experiment):
             steps=min(_PACE, what.steps),
             settings=entrant.settings,
         )
-        _, first, last = found["step"]
-        _, before, after = found["seconds"]
+        _, first, last = record["step"]
+        _, before, after = record["seconds"]
         return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
 
     def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
         """The best of these optimizers at the best of their rates."""
         entrants = self._entrants(context.quick)
         trials = [
-            context.done.once(*_trial(task, name, place))
+            context.finished.once(*_trial(task, name, number))
             for name in names
-            for place in range(len(entrants[name].rates))
+            for number in range(len(entrants[name].rates))
         ]
         best = min(trials, key=lambda trial: trial["score"])
         return self._run(task, best["method"], best["lr"], share, context)
@@ -180,9 +180,9 @@ class Race(Experiment):
     def _group_records(self, results: Results, task: str) -> GroupedRecords:
         names = list(self._entrants(results.quick))
         names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
-        found = {name: results.of(task, name) for name in names}
+        records = {name: results.of(task, name) for name in names}
         return {
-            n: [_at_pace(run, task, results) for run in runs] for n, runs in found.items() if runs
+            n: [_at_pace(run, task, results) for run in runs] for n, runs in records.items() if runs
         }
 
     def judge(self, results: Results) -> list[Check]:
@@ -190,14 +190,15 @@ class Race(Experiment):
             return []
         checks = []
         for task, what in self._tasks(False).items():
-            found = self._group_records(results, task)
+            records = self._group_records(results, task)
             prefix = f"{what.title}: "
             for lead in self.leads:
-                if lead.rival in found:
-                    checks += [(prefix + c, *rest) for c, *rest in lead.judged(found, OURS)]
-        held = self.held or [True] * len(checks)
+                if lead.rival in records:
+                    checks += [(prefix + c, *details) for c, *details in lead.judged(records, OURS)]
+        expected_outcomes = self.expected_outcomes or [True] * len(checks)
         return [
-            Check(*one, recorded=was, of_paper=False) for one, was in zip(checks, held, strict=True)
+            Check(*one, recorded=was, of_paper=False)
+            for one, was in zip(checks, expected_outcomes, strict=True)
         ]
 
     def tables(self, results: Results) -> list[Table]:
@@ -238,5 +239,5 @@ def _at_pace(run: Record, task: str, results: Results) -> Record:
     return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
 
 
-def _trial(task: str, name: str, place: int) -> tuple[str, ...]:
-    return ("search", task, name, str(place))
+def _trial(task: str, name: str, number: int) -> tuple[str, ...]:
+    return ("search", task, name, str(number))

@@ -130,8 +130,14 @@ def run(
             watch(share, f"{race.record['held-out loss'][-1]:.4g}")
     record = race.record
     spent = record["seconds"][-1] / max(record["step"][-1], 1)
-    own = {"method": method, "lr": lr, "steps": steps, "settings": dict(settings or {})}
-    return {**own, **about, **record, "final": record["held-out loss"][-1], "ms": 1e3 * spent}
+    settings_of_run = {"method": method, "lr": lr, "steps": steps, "settings": dict(settings or {})}
+    return {
+        **settings_of_run,
+        **about,
+        **record,
+        "final": record["held-out loss"][-1],
+        "ms": 1e3 * spent,
+    }
 
 
 @dataclass
@@ -160,28 +166,28 @@ class _RaceState:
         """Train to the end, or until the loss is lost; yield the share done at evaluations."""
         count = min(self.task.evaluations, self.steps)
         ends = [round(self.steps * (i + 1) / count) for i in range(count)]
-        done = 0
+        steps_done = 0
         seconds = 0.0
         self._note(0, 0.0)
         for end in ends:
-            while done < end:
-                part = range(done, min(end, done + _SEGMENT))
+            while steps_done < end:
+                segment = range(steps_done, min(end, steps_done + _SEGMENT))
                 batches = [
-                    (x.to(memory_format=self.task.layout), y) for x, y in self.batches.of(part)
+                    (x.to(memory_format=self.task.layout), y) for x, y in self.batches.of(segment)
                 ]
-                seconds += self._train(part, batches)
-                done = part.stop
-            self._note(done, seconds)
-            yield done / self.steps
+                seconds += self._train(segment, batches)
+                steps_done = segment.stop
+            self._note(steps_done, seconds)
+            yield steps_done / self.steps
             if not math.isfinite(self.record["held-out loss"][-1]):
                 return
 
-    def _train(self, part: range, batches: list[Batch]) -> float:
+    def _train(self, segment: range, batches: list[Batch]) -> float:
         """These steps; their seconds."""
         self.model.train()
         synchronize(self.device)
         start = time.perf_counter()
-        for i, (x, y) in zip(part, batches, strict=True):
+        for i, (x, y) in zip(segment, batches, strict=True):
             factor = self._schedule((i + 1) / (self.steps + 1))  # neither end has a rate of zero
             for group, rate in zip(self._groups, self._rates, strict=True):
                 group["lr"] = rate * factor

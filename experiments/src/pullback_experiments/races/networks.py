@@ -54,7 +54,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
+        self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(AttentionBlock(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Bytes (N, T) ↦ logits of the next ones, (N, T, vocabulary)."""
-        x = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -120,7 +120,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patch = patch
         self.patches = nn.Linear(3 * patch**2, width, bias=False)
-        self.places = nn.Embedding((32 // patch) ** 2, width)
+        self.positions = nn.Embedding((32 // patch) ** 2, width)
         self.blocks = nn.Sequential(
             *(AttentionBlock(width, heads, causal=False) for _ in range(depth))
         )
@@ -131,7 +131,7 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (N, 3, H, W), at most of 32×32, ↦ logits (N, classes)."""
         x = self.patches(F.unfold(x, self.patch, stride=self.patch).mT)
-        x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
@@ -157,8 +157,8 @@ class ImageData:
         order = torch.cat([torch.randperm(len(images.x), generator=draw) for _ in range(epochs)])
         chosen = order[: steps * size].view(steps, size).to(device)
         augment = replace(CropAndFlip.of(images.x), margin=self.margin)
-        found = ImageBatches(images, chosen, augment, seed)
-        return found, {"passes": steps * size / len(images.x)}
+        batches = ImageBatches(images, chosen, augment, seed)
+        return batches, {"passes": steps * size / len(images.x)}
 
 
 @dataclass(frozen=True)

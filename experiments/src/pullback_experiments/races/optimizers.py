@@ -25,7 +25,7 @@ Settings = Mapping[str, Any]
 #: (model, rate, settings of the constructor) ↦ optimizers that step one after the other
 Build = Callable[[nn.Module, float, Settings], list[Optimizer]]
 
-_OUTER = ("tokens", "places", "head", "patches", "stem")
+_OUTER = ("tokens", "positions", "head", "patches", "stem")
 _DECAY = 0.1
 
 
@@ -35,73 +35,73 @@ def hidden(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _inner(name: str) -> bool:
-    return not any(part in _OUTER for part in name.split("."))
+    return not any(component in _OUTER for component in name.split("."))
 
 
-def _adamw(params: Iterable[Tensor], lr: float, some: Settings) -> Optimizer:
+def _adamw(params: Iterable[Tensor], lr: float, settings: Settings) -> Optimizer:
     params = list(params)
     decaying = [p for p in params if p.ndim > 1]
     others = [p for p in params if p.ndim <= 1]
     groups = [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
     fused = any(p.is_cuda for p in params)
-    own = {"betas": (0.9, 0.95), "weight_decay": _DECAY, "fused": fused, **some}
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr, **own)
+    options = {"betas": (0.9, 0.95), "weight_decay": _DECAY, "fused": fused, **settings}
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr, **options)
 
 
 def _rest(model: nn.Module, lr: float) -> Optimizer:
-    taken = {id(p) for p in hidden(model)}
-    return _adamw([p for p in model.parameters() if id(p) not in taken], lr, {})
+    hidden_ids = {id(p) for p in hidden(model)}
+    return _adamw([p for p in model.parameters() if id(p) not in hidden_ids], lr, {})
 
 
-def adamw(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def adamw(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """AdamW for everything; fused on CUDA."""
-    return [_adamw(model.parameters(), lr, some)]
+    return [_adamw(model.parameters(), lr, settings)]
 
 
-def sgd(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def sgd(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """With Nesterov's momentum."""
-    own = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, **some}
-    return [torch.optim.SGD(model.parameters(), lr, fused=_cuda(model), **own)]
+    options = {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, **settings}
+    return [torch.optim.SGD(model.parameters(), lr, fused=_cuda(model), **options)]
 
 
-def muon(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
-    own = {"weight_decay": _DECAY, **some}
-    rate = own.pop("rest_lr", lr)
-    return [Muon(hidden(model), lr, **own), _rest(model, rate)]
+    options = {"weight_decay": _DECAY, **settings}
+    rate = options.pop("rest_lr", lr)
+    return [Muon(hidden(model), lr, **options), _rest(model, rate)]
 
 
-def torch_muon(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
-    own = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **some}
-    rate = own.pop("rest_lr", lr)
-    return [torch.optim.Muon(hidden(model), lr, **own), _rest(model, rate)]
+    options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
+    rate = options.pop("rest_lr", lr)
+    return [torch.optim.Muon(hidden(model), lr, **options), _rest(model, rate)]
 
 
-def soap(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def soap(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """SOAP for hidden matrices."""
-    own = {"weight_decay": _DECAY, **some}
-    rate = own.pop("rest_lr", lr)
-    return [SOAP(hidden(model), lr, **own), _rest(model, rate)]
+    options = {"weight_decay": _DECAY, **settings}
+    rate = options.pop("rest_lr", lr)
+    return [SOAP(hidden(model), lr, **options), _rest(model, rate)]
 
 
-def natural(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """K-FAC's natural step for everything."""
-    own = {"likelihood": Categorical(), "kl_clip": 1e-4, "damping": 1e-2, **some}
-    return [natural_kfac(model, lr, **own)]
+    options = {"likelihood": Categorical(), "kl_clip": 1e-4, "damping": 1e-2, **settings}
+    return [natural_kfac(model, lr, **options)]
 
 
-def spectral(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """K-FAC's input factor, then the polar factor."""
-    return [_ruled(model, lr, Spectral, some)]
+    return [_ruled(model, lr, Spectral, settings)]
 
 
-def eigenbasis(model: nn.Module, lr: float, some: Settings) -> list[Optimizer]:
+def eigenbasis(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Adam in the eigenbases of K-FAC's factors."""
-    return [_ruled(model, lr, Eigenbasis, some)]
+    return [_ruled(model, lr, Eigenbasis, settings)]
 
 
-def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Settings) -> Optimizer:
+def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], settings: Settings) -> Optimizer:
     """KFAC by a rule, whose own settings begin with `rule_`.
 
     `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
@@ -110,22 +110,22 @@ def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], some: Setting
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
     chosen: dict[str, Any] = {}
-    own: dict[str, Any] = {}
-    for name, value in some.items():
+    rule_options: dict[str, Any] = {}
+    for name, value in settings.items():
         if name == "rest":
             chosen["others"] = AdamW(rate=value)
         elif name == "damping" or name.startswith("rule_"):
             chosen[name.removeprefix("rule_")] = value
         else:
-            own[name] = value
+            rule_options[name] = value
     params = [g for g in groups if g["params"]]
-    return KFAC(model, lr, rule=rule(**chosen), params=params, **own)
+    return KFAC(model, lr, rule=rule(**chosen), params=params, **rule_options)
 
 
 OPTIMIZERS: dict[str, Build] = {
     "adamw": adamw,
     "muon": muon,
-    "muon-0.9": lambda model, lr, some: muon(model, lr, {"momentum": 0.9, **some}),
+    "muon-0.9": lambda model, lr, settings: muon(model, lr, {"momentum": 0.9, **settings}),
     "muon-torch": torch_muon,
     "soap": soap,
     "sgd": sgd,
@@ -165,8 +165,8 @@ class StackedOptimizer(Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     shapes.setdefault((len(p), p.numel() // len(p)), []).append(p)
-            for some in shapes.values():
-                self._move(some, group)
+            for same_shape in shapes.values():
+                self._move(same_shape, group)
         return loss
 
     def _move(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -236,8 +236,8 @@ class SOAP(StackedOptimizer):
         U = Q [ (QᵀMP)/(1 − β₁ᵗ) / (√(V/(1 − β₂ᵗ)) + ε) ] Pᵀ
 
     Q and P are the eigenvectors of L and R of the first gradient, which takes no step. Every
-    `every` steps one step of orthogonal iteration renews them, Q ← qr(LQ), after the columns, and
-    V with them, are put in the order of the eigenvalues diag QᵀLQ.
+    `refresh_every` steps one step of orthogonal iteration renews them, Q ← qr(LQ), after the
+    columns, and V with them, are put in the order of the eigenvalues diag QᵀLQ.
 
     Args:
         params: matrices.
@@ -245,7 +245,7 @@ class SOAP(StackedOptimizer):
         betas: β₁ and β₂; β₂ is also that of the factors.
         eps: ε.
         weight_decay: λ, decoupled.
-        every: steps between two renewals of the eigenbases.
+        refresh_every: steps between two renewals of the eigenbases.
     """
 
     def __init__(
@@ -256,10 +256,16 @@ class SOAP(StackedOptimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
-        every: int = 10,
+        refresh_every: int = 10,
     ) -> None:
-        some = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "every": every}
-        super().__init__(params, some)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "every": refresh_every,
+        }
+        super().__init__(params, defaults)
 
     def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         beta1, beta2 = group["betas"]

@@ -44,18 +44,18 @@ class Corpus:
     """Bytes of files to train on and of held-out files, uint8 of one axis."""
 
     train: Tensor
-    held: Tensor
+    held_out: Tensor
 
     @property
     def size(self) -> int:
         """Bytes of both parts."""
-        return len(self.train) + len(self.held)
+        return len(self.train) + len(self.held_out)
 
     def batches(
-        self, length: int, batch: int, steps: int, seed: int, device: torch.device, held: int
+        self, length: int, batch: int, steps: int, seed: int, device: torch.device, held_out: int
     ) -> Windows:
         """Windows of this length in a random order that follows from the seed."""
-        count = min(len(self.train), len(self.held)) - 1
+        count = min(len(self.train), len(self.held_out)) - 1
         if count < length:
             why = f"its smaller part has {count + 1} bytes, a window and its next byte {length + 1}"
             raise PullbackError("The corpus is too short", why, "Take more files")
@@ -64,10 +64,16 @@ class Corpus:
         passes = -(-steps * batch // len(starts))
         order = torch.cat([torch.randperm(len(starts), generator=draw) for _ in range(passes)])
         chosen = starts[order[: steps * batch]].view(steps, batch)
-        room = (len(self.held) - 1) // length
-        last = torch.arange(min(held, room)) * room // min(held, room) * length  # evenly apart
-        parts = (self.train.to(device), chosen.to(device), self.held.to(device), last.to(device))
-        return Windows(*parts, length, steps * batch / len(starts))
+        room = (len(self.held_out) - 1) // length
+        count = min(held_out, room)
+        last = torch.arange(count) * room // count * length  # evenly apart
+        tensors = (
+            self.train.to(device),
+            chosen.to(device),
+            self.held_out.to(device),
+            last.to(device),
+        )
+        return Windows(*tensors, length, steps * batch / len(starts))
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class Windows:
     """Windows of a corpus on the device.
 
     Attributes:
-        train, held: bytes.
+        train, held_out_text: bytes.
         chosen: where the windows of every step begin, (steps, batch).
         last: where those begin that are held out.
         length: bytes of a window.
@@ -84,7 +90,7 @@ class Windows:
 
     train: Tensor
     chosen: Tensor
-    held: Tensor
+    held_out_text: Tensor
     last: Tensor
     length: int
     passes: float
@@ -96,12 +102,12 @@ class Windows:
     def held_out(self, size: int) -> Iterator[Batch]:
         """All that is held out, so many windows at a time."""
         for starts in self.last.split(size):
-            yield self._cut(self.held, starts)
+            yield self._cut(self.held_out_text, starts)
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
-        places = torch.arange(self.length + 1, device=text.device)
-        found = text[starts[:, None] + places].long()
-        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        offsets = torch.arange(self.length + 1, device=text.device)
+        windows = text[starts[:, None] + offsets].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @lru_cache(maxsize=2)
@@ -112,38 +118,40 @@ def python_files(most: int, packages: bool) -> Corpus:
         most: bytes, at most so many.
         packages: whether site-packages is read too.
     """
-    parts: tuple[list[bytes], list[bytes]] = [], []
+    contents: tuple[list[bytes], list[bytes]] = [], []
     sizes = [0, 0]
-    seen = set()
+    hashes = set()
     for path in _paths(packages):
         try:
             content = path.read_bytes()
         except OSError:
             continue
         digest = sha256(content).digest()
-        if not 0 < len(content) <= _LARGEST or digest in seen:
+        if not 0 < len(content) <= _LARGEST or digest in hashes:
             continue
-        seen.add(digest)
+        hashes.add(digest)
         side = int(sizes[1] * _HELD_OUT <= sum(sizes))  # files in a random order fill both evenly
-        parts[side].append(content + _BETWEEN)
+        contents[side].append(content + _BETWEEN)
         sizes[side] += len(content) + 1
         if sum(sizes) >= most:
             break
-    train, held = (torch.from_numpy(np.frombuffer(b"".join(p), np.uint8).copy()) for p in parts)
-    return Corpus(train, held)
+    train, held_out = (
+        torch.from_numpy(np.frombuffer(b"".join(p), np.uint8).copy()) for p in contents
+    )
+    return Corpus(train, held_out)
 
 
 def _paths(packages: bool) -> list[Path]:
     """Python files in a random order that depends on their names alone."""
     known = sysconfig.get_paths()
     library = Path(known["stdlib"])
-    found = [p for p in library.rglob("*.py") if not _INSTALLED & set(p.parts)]
-    named = [(str(p.relative_to(library)), p) for p in found]
+    paths = [p for p in library.rglob("*.py") if not _INSTALLED & set(p.parts)]
+    named = [(str(p.relative_to(library)), p) for p in paths]
     if packages:
-        places = {Path(known["purelib"]), Path(known["platlib"])}
-        places |= {Path(p) for p in sys.path if Path(p).name in _INSTALLED}
-        for place in places:
-            named += [(str(p.relative_to(place)), p) for p in place.rglob("*.py")]
+        site_packages = {Path(known["purelib"]), Path(known["platlib"])}
+        site_packages |= {Path(p) for p in sys.path if Path(p).name in _INSTALLED}
+        for folder in site_packages:
+            named += [(str(p.relative_to(folder)), p) for p in folder.rglob("*.py")]
     named.sort()
     Random(0).shuffle(named)
     return [path for _, path in named]
@@ -155,23 +163,23 @@ class TextData:
 
     Attributes:
         length, batch: bytes of a window, and windows of a step.
-        held: windows that the held-out loss is taken of.
+        held_out: windows that the held-out loss is taken of.
         most: bytes of the corpus at most.
         packages: whether installed packages are read beside the standard library.
     """
 
     length: int
     batch: int
-    held: int
+    held_out: int
     most: int = 80_000_000
     packages: bool = True
 
     def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
         files = python_files(self.most, self.packages)
-        found = files.batches(self.length, self.batch, steps, seed, device, self.held)
+        batches = files.batches(self.length, self.batch, steps, seed, device, self.held_out)
         small = files.size < ENOUGH
-        about = {"corpus bytes": files.size, "passes": found.passes}
-        return found, about | ({"corpus": "below 20 MB"} if small else {})
+        about = {"corpus bytes": files.size, "passes": batches.passes}
+        return batches, about | ({"corpus": "below 20 MB"} if small else {})
 
 
 def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
@@ -182,8 +190,8 @@ def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads:
 
 def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) -> RaceTask:
     data = ImageData(partial(images.load, "cifar10"), batch)
-    kind = torch.channels_last if model is ResNet else torch.preserve_format
-    return RaceTask(title, model, data, steps, 10, held_batch=2000, layout=kind)
+    memory_format = torch.channels_last if model is ResNet else torch.preserve_format
+    return RaceTask(title, model, data, steps, 10, held_batch=2000, layout=memory_format)
 
 
 def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:

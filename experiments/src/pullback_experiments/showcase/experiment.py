@@ -77,7 +77,7 @@ class Demonstration(Experiment):
 
     def races(self, results: Results) -> list[tuple[DemoProblem, list[Curve]]]:
         """The curves of each problem, of those that are done."""
-        found = [
+        entries = [
             (
                 p,
                 [
@@ -88,7 +88,7 @@ class Demonstration(Experiment):
             )
             for p in problems()[0]
         ]
-        return [(problem, curves) for problem, curves in found if curves]
+        return [(problem, curves) for problem, curves in entries if curves]
 
     def draw(self, results: Results) -> dict[str, Figure]:
         return {"": draw(self.races(results))}
@@ -114,14 +114,14 @@ class Demonstration(Experiment):
 @cache
 def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
     """The problems whose data can be had, and why others cannot."""
-    found = []
+    entries = []
     missing = []
     for make in PROBLEMS.values():
         try:
-            found.append(make())
+            entries.append(make())
         except PullbackError as error:
             missing.append(str(error))
-    return tuple(found), tuple(missing)
+    return tuple(entries), tuple(missing)
 
 
 def budget(problem: DemoProblem, quick: bool) -> float:

@@ -33,8 +33,8 @@ _KFAC_BATCH = 256
 
 def load() -> tuple[Tensor, Tensor]:
     """Pixels in [0, 1], (1797, 64), and labels, in a fixed random order."""
-    some = data.digits(1797).flat()
-    return some.x.double(), some.y
+    images = data.digits(1797).flat()
+    return images.x.double(), images.y
 
 
 class Digits(SupervisedTask):

@@ -99,7 +99,7 @@ def kernels() -> Rows:
     for key, one in record("kernels-cpu")["results"].items():
         sizes = {n: result for n, result in one["sizes"].items() if n in SHOWN_SIZES}
         for size_, result in sizes.items():
-            both = [
+            costs = [
                 f"{took:.2g} s, {result['peak_bytes'][route] / 2**20:.0f} MB"
                 if (took := result["seconds"].get(route))
                 else "–"
@@ -108,5 +108,5 @@ def kernels() -> Rows:
             best = min(other.get(key, {}).get(size_, {}).values(), default=None)
             ratio = best and best / result["seconds"]["pullback"]
             cells = [times(result["ratio"]), f"{best:.2g} s" if best else "–", times(ratio)]
-            rows.append([NETWORKS[key], size_, *both, *cells])
+            rows.append([NETWORKS[key], size_, *costs, *cells])
     return rows

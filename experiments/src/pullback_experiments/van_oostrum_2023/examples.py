@@ -45,11 +45,11 @@ def rotated(context: Context) -> Record:
 
     one = Point(phi, at)
     two = Point(psi, at)
-    both = torch.linalg.matrix_rank(torch.cat([one.image(), two.image()], 1))
+    joint_rank = torch.linalg.matrix_rank(torch.cat([one.image(), two.image()], 1))
     return {
         "gradient": list(_SLOPE),
         "moves": [_moved(one, _linear), _moved(two, _linear)],
-        "ranks": [one.rank.rank, two.rank.rank, int(both)],
+        "ranks": [one.rank.rank, two.rank.rank, int(joint_rank)],
     }
 
 
@@ -94,12 +94,12 @@ def parameters(context: Context) -> Record:
     f = _vector(2, 1).to(context.device)
     one = Point(phi, _vector(2, 1).to(context.device))
     two = Point(lambda t: phi(f * t), _vector(1, 1).to(context.device))
-    mine = one.natural_gradient(loss)
+    gradient = one.natural_gradient(loss)
     other = two.natural_gradient(loss)
-    assert isinstance(mine, Tensor)
+    assert isinstance(gradient, Tensor)
     assert isinstance(other, Tensor)
     return {
-        "y_xi": mine.tolist(),
+        "y_xi": gradient.tolist(),
         "y_theta": (f * other).tolist(),
-        "moves": [one.pushforward(mine).tolist(), two.pushforward(other).tolist()],
+        "moves": [one.pushforward(gradient).tolist(), two.pushforward(other).tolist()],
     }

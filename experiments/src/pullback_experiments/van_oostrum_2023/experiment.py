@@ -172,8 +172,8 @@ def _examples(results: Results) -> list[Claim]:
     ]
 
 
-def _off(found: object, truth: object) -> float:
-    return max(abs(a - b) for a, b in zip(found, truth, strict=True))  # pyright: ignore
+def _off(value: object, truth: object) -> float:
+    return max(abs(a - b) for a, b in zip(value, truth, strict=True))  # pyright: ignore
 
 
 _PHI = PALETTE[1]

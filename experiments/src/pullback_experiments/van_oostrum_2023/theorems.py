@@ -39,8 +39,8 @@ class RandomModel:
         source = torch.Generator().manual_seed(context.seed)
 
         def draw(*shape: int) -> Tensor:
-            found = torch.randn(*shape, generator=source, dtype=torch.float64)
-            return found.to(context.device)
+            matrix = torch.randn(*shape, generator=source, dtype=torch.float64)
+            return matrix.to(context.device)
 
         self.seed = context.seed
         self._b = draw(INNER, INPUTS)
@@ -87,9 +87,9 @@ def _relative(one: Tensor, two: Tensor) -> float:
 
 
 def _coefficients(point: Point, solver: Solver) -> Tensor:
-    found = point.natural_gradient(RandomModel.loss, solver)
-    assert isinstance(found, Tensor)
-    return found
+    gradient = point.natural_gradient(RandomModel.loss, solver)
+    assert isinstance(gradient, Tensor)
+    return gradient
 
 
 def theorems(context: Context) -> Record:
@@ -102,11 +102,11 @@ def theorems(context: Context) -> Record:
     model = {}
     space = {}
     for name, make in INVERSES.items():
-        mine, other = (_coefficients(p, make(scene.seed)) for p in (one, two))
-        push = one.pushforward(mine)
+        coefficients, other = (_coefficients(p, make(scene.seed)) for p in (one, two))
+        push = one.pushforward(coefficients)
         projection[name] = _relative(push, truth)
         model[name] = _relative(two.pushforward(other), push)
-        space[name] = _relative(jacobian @ other, mine)
+        space[name] = _relative(jacobian @ other, coefficients)
     still = Point(lambda t: scene.phi(scene.xi + t**3), torch.zeros_like(scene.xi), scene.metric)
     nothing = still.pushforward(_coefficients(still, MoorePenrose(1e-10)))
     return {
@@ -120,14 +120,16 @@ def theorems(context: Context) -> Record:
 def steps(sizes: Sequence[float], context: Context) -> Record:
     """‖φ(ξ − ηx) − ψ(θ − ηx')‖ over how far φ moved, for every η: Moore–Penrose and damped."""
     scene = RandomModel(context)
-    found = {}
+    differences = {}
     one, two = scene.points()
     for name in ("Moore–Penrose", DAMPED):
-        mine, other = (_coefficients(p, INVERSES[name](scene.seed)) for p in (one, two))
+        coefficients, other = (_coefficients(p, INVERSES[name](scene.seed)) for p in (one, two))
         ends = []
         for eta in sizes:
-            here = scene.phi(scene.xi - eta * mine)
-            there = scene.psi(scene.theta - eta * other)
-            ends.append(float((here - there).norm() / (here - one.value).norm()))
-        found[name] = ends
-    return {"size": list(sizes), "apart": found}
+            first_point = scene.phi(scene.xi - eta * coefficients)
+            second_point = scene.psi(scene.theta - eta * other)
+            ends.append(
+                float((first_point - second_point).norm() / (first_point - one.value).norm())
+            )
+        differences[name] = ends
+    return {"size": list(sizes), "apart": differences}

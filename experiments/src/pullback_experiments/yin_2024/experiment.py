@@ -37,7 +37,7 @@ class Comparison(Experiment):
         methods: each with its number of steps.
         groups: methods that share a row of the figure, by title.
         claims: (summaries by method, p, held) ↦ the claims with their numbers.
-        held: which of them held over seeds 0–9 when this was written.
+        expected_outcomes: which of them held over seeds 0–9 when this was written.
         short: places of those that the quick version can tell.
         quick_steps: of every method, at most.
     """
@@ -46,7 +46,7 @@ class Comparison(Experiment):
     methods: Sequence[tuple[DescentMethod, int]]
     groups: Mapping[str, Sequence[str]]
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
-    held: Sequence[bool]
+    expected_outcomes: Sequence[bool]
     short: Sequence[int]
     quick_steps: int = EARLY
     paper: str = PAPER
@@ -91,10 +91,10 @@ class Comparison(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         """Some of the claims do not hold, as recorded; the quick version judges `short`."""
-        found = self.claims(self._found(results), self.setting.size, self.held)
+        checks = self.claims(self._found(results), self.setting.size, self.expected_outcomes)
         if results.quick:
-            return [found[i] for i in self.short]
-        return found
+            return [checks[i] for i in self.short]
+        return checks
 
     def _found(self, results: Results) -> dict[str, Summary]:
         return {m.name: Summary(records(results, m.name)) for m, _ in self.methods}

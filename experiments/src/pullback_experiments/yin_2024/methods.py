@@ -137,25 +137,25 @@ class _NaturalStepper(Stepper):
             "metric_batch": fit.values if method.l2 else None,
         }
         self._warm = torch.optim.Adam(fit.model.parameters(), lr=1e-2)
-        self._taken = 0
+        self._steps_taken = 0
         self._rejected = 0
 
     def _built(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
         return NaturalGradient(self._fit.model, solver=solver, step=rule, gram=self._method.gram)
 
     def step(self) -> StepNumbers:
-        self._taken += 1
-        if self._taken <= self._method.pretrain:
+        self._steps_taken += 1
+        if self._steps_taken <= self._method.pretrain:
             return _Gradient(self._fit, self._warm).step()
         info = self._optimizer.step(**self._options)
         if info.accepted:
             self._rejected = 0
         else:
             self._rejected = self._rejected + 1
-        seen = {"rank": float(info.rank or 0), "size": info.step_size}
+        numbers = {"rank": float(info.rank or 0), "size": info.step_size}
         if self._watch is not None:
-            seen |= {"largest": self._watch.largest}
-        return seen
+            numbers |= {"largest": self._watch.largest}
+        return numbers
 
     def probe(self) -> StepNumbers:
         """∇Lᵀh of a greedy choice over ∇Lᵀx of the method's own direction.
@@ -167,7 +167,7 @@ class _NaturalStepper(Stepper):
         full = self._built(self._method.solver()).direction(**self._options)
         few = self._built(OrthogonalGreedy(self._method.greedy)).direction(**self._options)
         gradient = torch.autograd.grad(self._fit.loss(), list(self._fit.model.parameters()))
-        g = torch.cat([part.flatten() for part in gradient])
+        g = torch.cat([tensor.flatten() for tensor in gradient])
         return {"share": float(g @ few.x) / float(g @ full.x)}
 
     @property

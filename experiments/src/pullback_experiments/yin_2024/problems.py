@@ -79,15 +79,15 @@ class Fit:
         self, problem: pde.Problem, layers: tuple[int, ...], points: Mapping[str, int], seed: int
     ) -> None:
         network = pde.mlp(*layers, seed=seed)
-        like = next(network.parameters())
-        self.model = Trial(network, problem.unknowns, like)
+        parameter = next(network.parameters())
+        self.model = Trial(network, problem.unknowns, parameter)
         plan = SamplingPlan(problem, self.size, points=points, sampler="uniform", seed=seed)
         sites = plan.draw(0)
         self.objective = Objective(
             [build_term(problem, c, self.model, sites[c.name]) for c in problem.conditions]
         )
         self._inside = sites[problem.conditions[0].name][0].x
-        self._yardstick = Yardstick(problem, like)
+        self._yardstick = Yardstick(problem, parameter)
 
     @property
     def size(self) -> int:

@@ -26,7 +26,7 @@ class DescentRun:
         steps, seconds: so far. Seconds are CPU time, which other processes do not lengthen;
             measuring is not counted.
         loss, error: after that step.
-        seen: other numbers about the step, by name, None where there are none.
+        step_numbers: other numbers about the step, by name, None where there are none.
         stuck: the step from which on nothing changes, or None.
     """
 
@@ -34,21 +34,25 @@ class DescentRun:
     seconds: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     error: list[float] = field(default_factory=list)
-    seen: dict[str, list[float | None]] = field(default_factory=dict)
+    step_numbers: dict[str, list[float | None]] = field(default_factory=dict)
     stuck: int | None = None
 
-    def add(self, step: int, seconds: float, loss: float, error: float, seen: StepNumbers) -> None:
+    def add(
+        self, step: int, seconds: float, loss: float, error: float, numbers: StepNumbers
+    ) -> None:
         """One more entry."""
-        for name in {*self.seen, *seen}:
-            self.seen.setdefault(name, [None] * len(self.steps)).append(_short(seen.get(name)))
+        for name in {*self.step_numbers, *numbers}:
+            self.step_numbers.setdefault(name, [None] * len(self.steps)).append(
+                _short(numbers.get(name))
+            )
         self.steps.append(step)
         self.seconds.append(round(seconds, 4))
         self.loss.append(float(f"{loss:.5e}"))
         self.error.append(float(f"{error:.5e}"))
 
     def values(self, name: str) -> list[float]:
-        """The entries of `seen` that are there."""
-        return [v for v in self.seen.get(name, []) if v is not None]
+        """The entries of `step_numbers` that are there."""
+        return [v for v in self.step_numbers.get(name, []) if v is not None]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists, to save."""
@@ -85,14 +89,14 @@ def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> De
     spent = 0.0
     for step in range(1, steps + 1):
         start = time.process_time()
-        seen = stepper.step()
+        numbers = stepper.step()
         spent += time.process_time() - start
         over = stepper.stuck
         if step in due or over:
             loss = float(fit.loss().detach())
             lost = not math.isfinite(loss)
             record.add(
-                step, spent, loss, fit.error(), seen if lost else {**seen, **stepper.probe()}
+                step, spent, loss, fit.error(), numbers if lost else {**numbers, **stepper.probe()}
             )
             over = over or lost
         if over:
@@ -158,7 +162,7 @@ class Summary:
 
 
 def _median(values: Iterable[float]) -> float:
-    kept = list(values)
-    if kept:
-        return statistics.median(kept)
+    ordered = list(values)
+    if ordered:
+        return statistics.median(ordered)
     return math.nan

@@ -17,9 +17,11 @@ from .problems import FitSetting
 from .runs import EARLY, SOLVED, Summary
 
 
-def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+def least_squares_claims(
+    summaries: dict[str, Summary], size: int, expected_outcomes: Sequence[bool]
+) -> list[Check]:
     """What section 2.1 shows and section 1.1 promises, for p = size parameters."""
-    full, greedy, damped = (found[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
+    full, greedy, damped = (summaries[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
     return recorded(
         [
             _singular(full, size),
@@ -31,16 +33,18 @@ def least_squares_claims(found: dict[str, Summary], size: int, held: Sequence[bo
             _never_stuck("NGD-OGA", greedy),
             _never_stuck("NGD-OGA, damped", damped),
         ],
-        held,
+        expected_outcomes,
         ours={7},
     )
 
 
-def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -> list[Check]:
+def poisson_claims(
+    summaries: dict[str, Summary], size: int, expected_outcomes: Sequence[bool]
+) -> list[Check]:
     """What section 2.2 says, for p = size parameters."""
-    cut, greedy, plain = (found[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
+    cut, greedy, plain = (summaries[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
     first = cut.first("largest")
-    pretrained = found["E-NGD, pre-trained"]
+    pretrained = summaries["E-NGD, pre-trained"]
     return recorded(
         [
             _singular(plain, size),
@@ -53,10 +57,10 @@ def poisson_claims(found: dict[str, Summary], size: int, held: Sequence[bool]) -
             _safer("E-NGD", cut, "E-NGD, not cut", plain),
             _safer("E-NGD, pre-trained", pretrained, "E-NGD", cut),
             _small("E-NGD, pre-trained", pretrained),
-            _safer("E-NGD, backtracking", found["E-NGD, backtracking"], "E-NGD", cut),
-            _safer("E-NGD, from rows", found["E-NGD, from rows"], "E-NGD, not cut", plain),
+            _safer("E-NGD, backtracking", summaries["E-NGD, backtracking"], "E-NGD", cut),
+            _safer("E-NGD, from rows", summaries["E-NGD, from rows"], "E-NGD, not cut", plain),
         ],
-        held,
+        expected_outcomes,
         ours={11},
     )
 
@@ -196,7 +200,7 @@ def _fit(
             "Beyond the paper": ["NGD", "NGD-OGA", *(m.name for m in natural[3:])],
         },
         claims=least_squares_claims,
-        held=recorded,
+        expected_outcomes=recorded,
         short=_SHORT,
     )
 
@@ -256,7 +260,7 @@ def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200
             ],
         },
         claims=poisson_claims,
-        held=_POISSON,
+        expected_outcomes=_POISSON,
         short=_POISSON_SHORT,
         quick_steps=10,
     )

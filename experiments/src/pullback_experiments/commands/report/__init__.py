@@ -53,13 +53,13 @@ def gathered(out: Path) -> tuple[list[ReportEntry], list[str]]:
     entries: list[ReportEntry] = []
     left_out: list[str] = []
     for path in sorted(out.rglob("*.json"), key=lambda p: p.with_suffix("").parts):
-        place = path.relative_to(out)
+        relative_path = path.relative_to(out)
         try:
-            entries.append(_entry(path, out, _anchor(place, {e.anchor for e in entries})))
+            entries.append(_entry(path, out, _anchor(relative_path, {e.anchor for e in entries})))
         except PullbackError as error:
-            left_out.append(f"{place}: {error.why}")
+            left_out.append(f"{relative_path}: {error.why}")
         except (*MALFORMED, RecursionError) as error:
-            left_out.append(f"{place}: incomplete or changed by hand ({error!r})")
+            left_out.append(f"{relative_path}: incomplete or changed by hand ({error!r})")
     return entries, left_out
 
 
@@ -71,10 +71,10 @@ def _entry(path: Path, out: Path, anchor: str) -> ReportEntry:
     return article(path, out, state, anchor, curves(path, state))
 
 
-def _anchor(place: Path, taken: set[str]) -> str:
+def _anchor(relative_path: Path, anchors: set[str]) -> str:
     """The name of the file in letters that an address can have, unique on the page."""
-    words = [*place.parts[:-1], place.stem]
+    words = [*relative_path.parts[:-1], relative_path.stem]
     longer = ("-".join(words[-n:]) for n in range(1, len(words) + 1))
     plain = [re.sub(r"[^\w.-]+", "-", one).strip("-") or "result" for one in longer]
     numbered = (f"{plain[-1]}-{number}" for number in count(2))
-    return next(one for one in chain(plain, numbered) if one not in taken)
+    return next(one for one in chain(plain, numbered) if one not in anchors)

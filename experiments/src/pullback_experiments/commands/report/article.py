@@ -159,8 +159,8 @@ def _describe_seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> See
     beside = _integers(summary.get("beside"))
     expected = set(_integers(about.get("seeds")))
     missing = expected - set(complete) - set(beside)
-    done, total = summary.get("items") or (0, None)
-    is_finished = total is not None and done >= total
+    finished, total = summary.get("items") or (0, None)
+    is_finished = total is not None and finished >= total
     clauses = [f"Seeds: {ranges(complete) or 'none complete'}"]
     if missing:
         count = f"{len(missing)} of {len(expected)}"
@@ -168,7 +168,7 @@ def _describe_seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> See
     if total is None:
         clauses.append("interrupted before anything was judged")
     elif not is_finished:
-        clauses.append(f"unfinished, {int(done)} of {int(total)} items")
+        clauses.append(f"unfinished, {int(finished)} of {int(total)} items")
     took = summary.get("seconds")
     if took is not None:
         clauses.append(f"{clocked(float(took))} in all")

@@ -24,19 +24,19 @@ _DIGITS = 6
 
 def drawn(charts: Sequence[Chart]) -> str:
     """Places for the script to draw in; hidden until it does."""
-    parts = []
+    blocks = []
     for chart in charts:
         if chart.shown():
-            same = chart.title.lower() == chart.y.lower()
-            if same:
+            repeats_title = chart.title.lower() == chart.y.lower()
+            if repeats_title:
                 small = ""
             else:
                 small = f" <small>{text(chart.y)}</small>"
             head = f"<h4>{text(chart.title)}{small}</h4>"
             data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
-            parts.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
-    if parts:
-        return f'<div class="charts">\n{chr(10).join(parts)}\n</div>'
+            blocks.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
+    if blocks:
+        return f'<div class="charts">\n{chr(10).join(blocks)}\n</div>'
     return ""
 
 
@@ -66,19 +66,19 @@ def as_data(chart: Chart) -> dict[str, Any]:
 def _colored(shown: Sequence[Series]) -> list[dict[str, Any]]:
     """Methods in the colors of the figures; other series in the order of the palette."""
     names = [series.name for series in shown]
-    if any(map(known, names)) and len(own := places(names)) == len(set(names)):
-        return [_series(series, own[series.name], series.style) for series in shown]
+    if any(map(known, names)) and len(fixed_colors := places(names)) == len(set(names)):
+        return [_series(series, fixed_colors[series.name], series.style) for series in shown]
     # a palette that has been used up goes on with dashes
     return [
-        _series(s, place % COMMON, "dashed" if s.color is None and place >= COMMON else s.style)
-        for place, s in enumerate(shown)
+        _series(s, number % COMMON, "dashed" if s.color is None and number >= COMMON else s.style)
+        for number, s in enumerate(shown)
     ]
 
 
-def _series(series: Series, place: int, style: Style) -> dict[str, Any]:
+def _series(series: Series, number: int, style: Style) -> dict[str, Any]:
     return {
         "name": series.name,
-        "color": place if series.color is None else series.color,
+        "color": number if series.color is None else series.color,
         "style": style,
         "lines": {key: _line(line) for key, line in series.lines.items()},
     }
@@ -89,8 +89,8 @@ def _line(line: Line) -> dict[str, list[float | None]]:
     columns = {name: values for name, values in columns.items() if len(values)}
     if len({len(values) for values in columns.values()}) > 1:
         raise ValueError(f"a line has {', '.join(f'{len(v)} {k}' for k, v in columns.items())}")
-    kept = thinned([_plain(v) for v in line.y])
-    return {name: [_plain(values[i]) for i in kept] for name, values in columns.items()}
+    entries = thinned([_plain(v) for v in line.y])
+    return {name: [_plain(values[i]) for i in entries] for name, values in columns.items()}
 
 
 def _plain(value: float) -> float | None:
@@ -119,14 +119,17 @@ def thinned(y: Sequence[float | None], most: int = _MOST) -> list[int]:
     even = {round(i * n / count) for i in range(count + 1)}
     growing = {round(n ** (i / count)) for i in range(count)}
     cuts = sorted({0, n} | even | growing)
-    kept = {0, n - 1}
+    indices = {0, n - 1}
     for start, end in pairwise(cuts):
         known = [i for i in range(start, end) if y[i] is not None]
         if known:
-            kept |= {min(known, key=lambda i: y[i] or 0.0), max(known, key=lambda i: y[i] or 0.0)}
+            indices |= {
+                min(known, key=lambda i: y[i] or 0.0),
+                max(known, key=lambda i: y[i] or 0.0),
+            }
         else:
-            kept.add(start)  # a gap stays one
-    return sorted(kept)
+            indices.add(start)  # a gap stays one
+    return sorted(indices)
 
 
 #: what records that were changed by hand make of a computation
@@ -151,8 +154,8 @@ def curves(path: Path, state: Mapping[str, Any]) -> Curves:
         experiment = registry.find(name)
         if path.stem != experiment.stem(quick):
             return Curves(note=f"No curves: results of {name} are called {experiment.stem(quick)}.")
-        held = experiment.opened(quick, path.parent)
-        return Curves(experiment.curves(Available(held, quick)))
+        store = experiment.opened(quick, path.parent)
+        return Curves(experiment.curves(Available(store, quick)))
     except PullbackError as error:
         return Curves(note=f"No curves: {error.why}.")
     except MALFORMED as error:

@@ -54,23 +54,25 @@ def text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
-def lines(parts: Iterable[str]) -> str:
+def lines(blocks: Iterable[str]) -> str:
     """The parts that are there, one below the other."""
-    return "\n".join(part for part in parts if part)
+    return "\n".join(block for block in blocks if block)
 
 
 def badge(verdict: str) -> str:
     """A verdict with its mark: never by color alone."""
-    mark, kind = VERDICTS[verdict]
-    return f'<span class="badge {kind}"><span aria-hidden="true">{mark}</span> {verdict}</span>'
+    mark, css_class = VERDICTS[verdict]
+    return (
+        f'<span class="badge {css_class}"><span aria-hidden="true">{mark}</span> {verdict}</span>'
+    )
 
 
 def table(content: Mapping[str, Any]) -> str:
     """A table of `Table.as_dict`; the script makes its headings sort."""
     flush = int(content.get("text", 1))
 
-    def kind(place: int) -> str:
-        return "" if place < flush else ' class="number"'
+    def kind(row: int) -> str:
+        return "" if row < flush else ' class="number"'
 
     columns = list(content["columns"])
     head = "".join(f'<th scope="col"{kind(i)}>{text(c)}</th>' for i, c in enumerate(columns))
@@ -94,10 +96,10 @@ def command(words: str) -> str:
     return f'<pre class="command"><code>{text(words)}</code></pre>'
 
 
-def environments(found: Sequence[Mapping[str, Any]]) -> str:
+def environments(records: Sequence[Mapping[str, Any]]) -> str:
     """Names and values, one list for each environment."""
     out = []
-    for one in found:
+    for one in records:
         items = "".join(f"<dt>{text(k)}</dt><dd>{text(v)}</dd>" for k, v in one.items())
         out.append(f"<dl>{items}</dl>")
     return lines(out)
@@ -119,15 +121,15 @@ _LARGEST = 1_500_000  # bytes of an SVG, above which the PNG is shown
 
 def found(path: Path, figures: Sequence[str]) -> list[Path]:
     """One file of every figure that lies beside the results: SVG unless it is huge."""
-    seen: dict[str, Path] = {}
-    for kind in _KINDS:
+    files: dict[str, Path] = {}
+    for suffix in _KINDS:
         for name in map(str, figures):
             file = path.with_name(Path(name).name)  # never outside of the folder
-            if file.suffix != kind or file.is_symlink() or not file.is_file():
+            if file.suffix != suffix or file.is_symlink() or not file.is_file():
                 continue
-            if kind == ".png" or file.stat().st_size <= _LARGEST:
-                seen.setdefault(file.stem, file)
-    return list(seen.values())
+            if suffix == ".png" or file.stat().st_size <= _LARGEST:
+                files.setdefault(file.stem, file)
+    return list(files.values())
 
 
 def pictures(path: Path, figures: Sequence[str], name: str, beside: bool) -> str:
@@ -148,7 +150,7 @@ def pictures(path: Path, figures: Sequence[str], name: str, beside: bool) -> str
 
 def _figure(path: Path, file: Path, name: str) -> str:
     data = base64.b64encode(file.read_bytes()).decode()
-    part = file.stem.removeprefix(path.stem).strip("-")
-    words = text(f"Figure of {name}{f', {part}' if part else ''}")
+    panel = file.stem.removeprefix(path.stem).strip("-")
+    words = text(f"Figure of {name}{f', {panel}' if panel else ''}")
     image = f'<img alt="{words}" src="data:{_KINDS[file.suffix]};base64,{data}">'
     return f'<figure data-zoom aria-label="{words}">{image}</figure>'

@@ -41,7 +41,7 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
         [
             _filters(papers) if entries else "",
             _overview(papers) if entries else _nothing(left_out),
-            *(_section(paper, some) for paper, some in papers.items()),
+            *(_section(paper, entries_of_paper) for paper, entries_of_paper in papers.items()),
             _left_out(left_out),
         ]
     )
@@ -106,13 +106,13 @@ def _policy(style: str, script: str) -> str:
 
 
 def _counted(papers: dict[str, list[ReportEntry]]) -> str:
-    entries = [e for some in papers.values() for e in some]
+    entries = [e for entries_of_paper in papers.values() for e in entries_of_paper]
     if not entries:
         return "No results."
     words = f"{len(entries)} result{'s' * (len(entries) != 1)}"
     counts = {v: sum(e.verdict == v for e in entries) for v in VERDICTS}
-    told = [f"{n} {'differ' if v == 'differs' and n > 1 else v}" for v, n in counts.items() if n]
-    return f"{words}: {', '.join(told)}."
+    phrases = [f"{n} {'differ' if v == 'differs' and n > 1 else v}" for v, n in counts.items() if n]
+    return f"{words}: {', '.join(phrases)}."
 
 
 def _nothing(left_out: Sequence[str]) -> str:
@@ -122,11 +122,11 @@ def _nothing(left_out: Sequence[str]) -> str:
 
 def _filters(papers: dict[str, list[ReportEntry]]) -> str:
     """Shown by the script."""
-    found = {e.verdict for some in papers.values() for e in some}
+    shown_verdicts = {e.verdict for entries in papers.values() for e in entries}
     verdicts = "".join(
         f'<button type="button" aria-pressed="true" data-verdict="{v}">{badge(v)}</button>'
         for v in VERDICTS
-        if v in found
+        if v in shown_verdicts
     )
     options = "".join(f'<option value="{_key(p)}">{text(short(p))}</option>' for p in papers)
     return f"""<form class="filters" role="search" hidden>

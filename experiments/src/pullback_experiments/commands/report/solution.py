@@ -46,10 +46,10 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
             ["loss", _short(result["loss"])],
             *([k, _short(v)] for k, v in (result.get("unknowns") or {}).items()),
             ["stopped", result["stopped"]]]  # fmt: skip
-    again = shlex.join(
+    repeat_command = shlex.join(
         ["pullback", "solve", name, "--seed", str(config["seed"]), "--out", str(path.parent)]
     )
-    parts = [
+    blocks = [
         f'<h3><a class="anchor" href="#{text(anchor)}">{text(name)}</a> '
         f"<small>seed {text(config['seed'])}</small> {badge('not judged')}</h3>",
         f'<p class="claim">{text(words)}.</p>',
@@ -57,34 +57,34 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         plots,
         pictures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
-        command(again),
+        command(repeat_command),
         folded(
             f"Environment and configuration, {path.relative_to(out)}",
             environments([state["environment"]]) + listing(config),
         ),
     ]
-    html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(parts)}\n</article>'
+    html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(blocks)}\n</article>'
     took = float(result["seconds"])
     seed = str(config["seed"])
     return ReportEntry(anchor, PAPER, name, "pullback solve", "not judged", "–", seed, took, html)
 
 
-def history(found: Mapping[str, Any]) -> list[Chart]:
+def history(record: Mapping[str, Any]) -> list[Chart]:
     """Loss after every step, error where it was measured."""
-    loss = _numbers(found["loss"])
-    seconds = _numbers(found["seconds"])
-    error = _numbers(found["error"])
-    clock = _numbers(found["clock"])
+    loss = _numbers(record["loss"])
+    seconds = _numbers(record["seconds"])
+    error = _numbers(record["error"])
+    clock = _numbers(record["clock"])
     steps = list(range(1, len(loss) + 1))
-    measured = _numbers(found["measured"])
+    measured = _numbers(record["measured"])
     shown = [
         ("Loss", "loss", {"step": Line(steps, loss), "seconds": Line(seconds, loss)}),
         ("Error", "relative L² error",
          {"step": Line(measured, error), "seconds": Line(clock, error)}),
     ]  # fmt: skip
     return [
-        Chart(title, y, [Series(y, lines, place)], x=_AXES, logx=False)
-        for place, (title, y, lines) in enumerate(shown)
+        Chart(title, y, [Series(y, lines, number)], x=_AXES, logx=False)
+        for number, (title, y, lines) in enumerate(shown)
         if len(lines["step"].y)
     ]
 

@@ -23,9 +23,9 @@ def shifted_vander(x: Array, degree: int) -> Array:
 
 def differentiate(c: Array, axis: int) -> Array:
     """Coefficients of the derivative in x ∈ [0, 1], padded to the same shape."""
-    found = 2 * legendre.legder(c, axis=axis)
-    widths = [(0, c.shape[i] - found.shape[i]) for i in range(c.ndim)]
-    return np.pad(found, widths)
+    coefficients = 2 * legendre.legder(c, axis=axis)
+    widths = [(0, c.shape[i] - coefficients.shape[i]) for i in range(c.ndim)]
+    return np.pad(coefficients, widths)
 
 
 class Clamped:
@@ -98,8 +98,8 @@ class Clamped:
         """The a (M, M) with (Δψ, Δφ_ij) = rhs_ij for all i, j."""
         a = np.empty_like(rhs)
         for rows, cols, factor in self._blocks:
-            part = rhs[rows, cols]
-            a[rows, cols] = scipy.linalg.cho_solve(factor, part.ravel()).reshape(part.shape)
+            block = rhs[rows, cols]
+            a[rows, cols] = scipy.linalg.cho_solve(factor, block.ravel()).reshape(block.shape)
         return a
 
     def potential(self, fx: Array, fy: Array) -> Array:
@@ -149,11 +149,11 @@ class Cavity(Reference):
             )
 
     def values(self, points: Array) -> Array:
-        parts = [
+        fields = [
             self._at(points[i : i + _CHUNK], self._arrays["psi"], self._arrays["head"])
             for i in range(0, len(points), _CHUNK)
         ]
-        return np.concatenate([np.zeros((0, 3)), *parts])
+        return np.concatenate([np.zeros((0, 3)), *fields])
 
     @property
     def accuracy(self) -> float:
@@ -264,9 +264,11 @@ class _Newton:
     def head(self, psi: Array, fields: tuple[Array, Array, Array]) -> Array:
         """H with ∇H = νΔu − ω × u = ν(h_y, −h_x) + h(ψ_x, ψ_y), and p = H − ½|u|² of mean zero."""
         dx, dy, h = fields
-        own = differentiate(differentiate(psi, 0), 0) + differentiate(differentiate(psi, 1), 1)
-        fx = self.nu * self.field(differentiate(own, 1)) + h * dx
-        fy = -self.nu * self.field(differentiate(own, 0)) + h * dy
+        laplacian = differentiate(differentiate(psi, 0), 0) + differentiate(
+            differentiate(psi, 1), 1
+        )
+        fx = self.nu * self.field(differentiate(laplacian, 1)) + h * dx
+        fy = -self.nu * self.field(differentiate(laplacian, 0)) + h * dy
         head = self.space.potential(fx, fy)
         head[0, 0] = (self.space.weights * 0.5 * (dx**2 + dy**2)).sum()
         return head

@@ -38,8 +38,8 @@ def coefficients(linear: Array, h: float) -> Coefficients:
     e = np.exp(c)
 
     def mean(values: Array) -> Array:
-        found = h * values.mean(axis=-1)
-        return found.real if real else found
+        coefficients = h * values.mean(axis=-1)
+        return coefficients.real if real else coefficients
 
     return Coefficients(
         full=np.exp(z),
@@ -89,8 +89,8 @@ class FourierTrajectory:
         nodal = self.coefficients[p]
         at = scipy.interpolate.BarycentricInterpolator(np.linspace(low, high, len(nodal)), nodal)
         size = max(1, 2**21 // nodal.shape[1])
-        some = range(0, len(x), size)
-        return np.concatenate([fourier_sum(at(t[i : i + size]), x[i : i + size]) for i in some])
+        starts = range(0, len(x), size)
+        return np.concatenate([fourier_sum(at(t[i : i + size]), x[i : i + size]) for i in starts])
 
 
 def fourier_sum(c: Array, x: Array) -> Array:
@@ -124,7 +124,7 @@ def integrate(
     Between two nodes there are at least two steps.
     """
     v = start
-    found = []
+    states = []
     for low, high in pairwise(edges):
         node = (high - low) / degree
         steps = max(2, int(np.ceil(node / longest - 1e-9)))
@@ -134,5 +134,5 @@ def integrate(
             for _ in range(steps):
                 v = step(v, nonlinear, k)
             rows.append(v)
-        found.append(np.stack(rows))
-    return np.stack(found)
+        states.append(np.stack(rows))
+    return np.stack(states)

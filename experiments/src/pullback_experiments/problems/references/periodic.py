@@ -70,8 +70,8 @@ class Pseudospectral(Reference):
         x = points[:, 0]
         t = points[:, 1]
         low, high = self.domain[0]
-        place = -1 + 2 * (x - low) / (high - low)
-        return np.stack([self.known(x, t) + field(place, t) for field in trajectories], axis=1)
+        scaled = -1 + 2 * (x - low) / (high - low)
+        return np.stack([self.known(x, t) + field(scaled, t) for field in trajectories], axis=1)
 
     @property
     def accuracy(self) -> float:
@@ -156,9 +156,11 @@ class AllenCahn(Pseudospectral):
 
     def equation(self, modes: int) -> tuple[Array, Array]:
         x = np.linspace(-1, 0, modes)
-        rest = _to_cosines(x**2 * (1 + np.cos(math.pi * x)))
+        coefficients = _to_cosines(x**2 * (1 + np.cos(math.pi * x)))
         wave = math.pi * np.arange(modes)
-        return -self.diffusion * wave**2, rest + self.known_coefficients(modes, np.zeros(()))
+        return -self.diffusion * wave**2, coefficients + self.known_coefficients(
+            modes, np.zeros(())
+        )
 
     def nonlinear(self, c: Array) -> Array:
         u = _from_cosines(c)
