@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from pullback import __version__, pde
 from pullback.cli import doctor, record
 from pullback.cli.app import app
+from pullback.pde.judgement.stop import StopReason
 from pullback.pde.networks.modules import Slabs
 
 run = CliRunner()
@@ -115,7 +116,11 @@ def test_a_problem_from_a_file(tmp_path: Path) -> None:
     done = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "Mine" in done.stdout
-    assert json.loads((tmp_path / "mine.json").read_text())["config"]["network"] == "1-5-1"
+    config = json.loads((tmp_path / "mine.json").read_text())["config"]
+    assert config["network"] == "1-5-1"
+    report = run.invoke(app, ["report", "--out", str(tmp_path)])
+    assert report.exit_code == 0, report.output
+    assert f"pullback solve {file} --seed 0" in (tmp_path / "report.html").read_text("utf-8")
 
 
 PROBLEM = (
@@ -261,3 +266,25 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1
     assert done.stdout.count("wrong") == 3
     assert "ValueError: [oh] no" in done.stdout
+
+
+def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
+    file = tmp_path / "warning_problem.py"
+    file.write_text(
+        "import warnings\nfrom pullback import pde\nproblem = pde.Poisson(dim=1)\n"
+        'network = lambda seed: pde.mlp(1, 4, 1, seed=seed)\nwarnings.warn("mind the gap")\n'
+    )
+    command = [sys.executable, "-m", "pullback", "solve", str(file), "--steps", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "warning: mind the gap" in done.stderr
+    assert "warnings.warn" not in done.stderr
+    assert "warning_problem.py:" not in done.stderr
+
+
+def test_solve_ends_at_round_off() -> None:
+    solution = pde.solve(pde.Poisson(dim=1), pde.mlp(1, 12, 1, seed=0), steps=300, progress=False)
+    assert solution.verdict.stop.reason is StopReason.ROUNDOFF_REACHED
+    assert len(solution.history) < 150
+    assert solution.error < 1e-13

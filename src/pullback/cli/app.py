@@ -15,6 +15,7 @@ from .terminal import (
     exit_on_refusal,
     make_console,
     replace_unknown_characters,
+    show_plain_warnings,
 )
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ def _group(
 ) -> None:
     """Natural gradients for PyTorch."""
     replace_unknown_characters()
+    show_plain_warnings()
 
 
 @app.command()

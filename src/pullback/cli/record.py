@@ -39,21 +39,26 @@ def summarize(solution: PDESolution) -> Table:
 
 
 def make_report(
-    name: str, setup: Setup, seed: int, device: str, options: dict[str, Any], solution: PDESolution
-) -> dict[str, Any]:
-    """Return all of a run but its parameters: configuration, result, history, environment."""
+    setup_name: str, setup: Setup, seed: int, device: str, options: dict[str, Any],
+    solution: PDESolution,
+) -> dict[str, Any]:  # fmt: skip
+    """Return all of a run but its parameters: configuration, result, history, environment.
+
+    `setup_name` is the argument of `pullback solve`: a set-up, or the path of a Python file.
+    """
     history = solution.history
     error = history.error[-1] if history.error else None
     return {
         "format": FORMAT,
         "config": {
-            "name": name,
+            "name": Path(setup_name).stem,
             "problem": setup.problem.name,
             "equation": getattr(setup.problem, "equation", ""),
             "conditions": [c.name for c in setup.problem.conditions],
             "network": describe_network(solution.network),
             "parameters": count_parameters(solution.network),
             "dtype": str(next(solution.network.parameters()).dtype),
+            "setup": setup_name,
             "seed": seed,
             "options": {key: _to_json(value) for key, value in options.items()},
         },

@@ -92,7 +92,7 @@ def solve_setup(request: SolveRequest, console: Console) -> bool:
     console.print(summarize(solution))
     picture = request.result("png")
     record = request.result("json")
-    report = make_report(request.stem, setup, request.seed, request.device, options, solution)
+    report = make_report(request.name, setup, request.seed, request.device, options, solution)
     write(record, report)
     solution.plot(picture)
     _print_line(console, f"Written: {picture}, {record}, {request.checkpoint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,16 @@ def replace_unknown_characters() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
+
+
+def show_plain_warnings() -> None:
+    """Print warnings as one line each, without the file and the source line they came from."""
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        text = f"warning: {message}"
+        Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False)
+
+    warnings.showwarning = show
 
 
 @contextmanager

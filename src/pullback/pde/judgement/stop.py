@@ -16,6 +16,7 @@ class StopReason(StrEnum):
     BUDGET_SPENT = "budget spent"
     STEPS_REJECTED = "steps rejected"
     LOSS_LEVEL = "loss level"
+    ROUNDOFF_REACHED = "round-off reached"
     CALLBACK = "callback"
     SIGNAL = "signal"
 
@@ -28,6 +29,7 @@ _SENTENCES = {
     StopReason.BUDGET_SPENT: "the budget of {:g} s is spent",
     StopReason.STEPS_REJECTED: "{:.0f} steps in a row could not lower the loss",
     StopReason.LOSS_LEVEL: "the loss fell by less than 1 % in {:.0f} steps",
+    StopReason.ROUNDOFF_REACHED: "round-off is reached, and {:.0f} steps changed the loss little",
     StopReason.CALLBACK: "a callback asked for it",
     StopReason.SIGNAL: "a process was interrupted",
 }

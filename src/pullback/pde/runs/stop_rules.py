@@ -31,6 +31,8 @@ class StopRules:
         """Return why no more is to be expected, None if the loss still falls."""
         context = self._context
         patience = context.settings.limits.patience
+        if patience is not None and context.is_level_at_roundoff:
+            return Stop(StopReason.ROUNDOFF_REACHED, THRESHOLDS.roundoff_steps)
         if context.rejects_all_steps:
             return Stop(StopReason.STEPS_REJECTED, THRESHOLDS.rejected_steps)
         if patience is not None and context.has_level_loss(patience, PATIENCE_FALL):

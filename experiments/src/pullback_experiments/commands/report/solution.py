@@ -46,8 +46,9 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
             ["loss", _short(result["loss"])],
             *([k, _short(v)] for k, v in (result.get("unknowns") or {}).items()),
             ["stopped", result["stopped"]]]  # fmt: skip
+    setup = str(config.get("setup", name))  # a file's path, where one was solved
     repeat_command = shlex.join(
-        ["pullback", "solve", name, "--seed", str(config["seed"]), "--out", str(path.parent)]
+        ["pullback", "solve", setup, "--seed", str(config["seed"]), "--out", str(path.parent)]
     )
     blocks = [
         f'<h3><a class="anchor" href="#{text(anchor)}">{text(name)}</a> '
