@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import pullback as pb
+from pullback._core.errors import PullbackError
 from pullback.curvature import fitter, passes
 from pullback.curvature.fitted import Curvature
 
@@ -204,3 +206,30 @@ def test_the_table_names_every_parameter() -> None:
     curvature = fit(case, "ekfac")
     assert [row.parameter for row in curvature.table.rows] == list(curvature.space.names)
     assert "Kronecker 2 ⊗ 4" in str(curvature.table)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "grouped conv", "conv1d", "tied"])
+def test_the_product_of_the_factors_is_the_block(name: str) -> None:
+    curvature = fit(make_case(name), "kfac")
+    for block in curvature.blocks:
+        pair = curvature.factors(block.form.names[0])
+        v = torch.randn(block.form.shape)
+        want = block.apply(lambda values: values, v)
+        assert distance(pair.matvec(v), want) < 1e-12
+
+
+def test_factors_of_ekfac_have_its_trace() -> None:
+    curvature = fit(make_case("mlp"), "ekfac")
+    for block in curvature.blocks:
+        pair = curvature.factors(block.form.names[0])
+        trace = pair.output_factor[0].trace() * pair.input_factor[0].trace()
+        assert abs(float(trace / block.eigenvalues().sum()) - 1) < 1e-12
+
+
+def test_factors_that_are_not_there_are_refused() -> None:
+    with pytest.raises(PullbackError, match="no Kronecker factors of 'nothing'"):
+        fit(make_case("mlp"), "kfac").factors("nothing")
+    curvature = fit(make_case("mlp"), "exact")
+    curvature = replace(curvature, blocks=())
+    with pytest.raises(PullbackError, match="no Kronecker factors"):
+        curvature.factors("0.weight")

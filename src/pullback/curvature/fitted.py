@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from .. import likelihoods
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
+from ..grams.kronecker import Pair
 from ..likelihoods import Likelihood
 from ..solvers import Relative
 from .checks import Fingerprint, refuse_changed
 from .forms import BlockForm
-from .spectra import SpectralBlock, SpectralFunction, restore_block
+from .spectra import KroneckerBlock, SpectralBlock, SpectralFunction, restore_block
 
 #: a number that is added to G, or a multiple of each block's mean eigenvalue
 Damping = float | Relative
@@ -171,6 +172,21 @@ class Curvature:
         """Return all eigenvalues of G, largest first: (p,)."""
         values = torch.cat([block.eigenvalues() for block in self.blocks])
         return values.sort(descending=True).values
+
+    def factors(self, parameter: str) -> Pair:
+        """Return the output factor R and the input factor C of the block of a parameter.
+
+        G of a weight (O, I) is about R ⊗ C, with R (groups, O, O) and C (groups, I, I); a bias is
+        one more column of C. Factors that are diagonal have shape (groups, n).
+        """
+        for block in self.blocks:
+            if parameter in block.form.names and isinstance(block, KroneckerBlock):
+                return block.factors()
+        raise PullbackError(
+            f"There are no Kronecker factors of {parameter!r}",
+            f"the curvature is {self.structure.value!r} of {len(self.space.names)} parameters",
+            'Fit with structure="kfac" or "ekfac", and give a name of curvature.space.names',
+        )
 
     def save(self, path: str | Path) -> None:
         """Write G to a file that `pullback.curvature.load` reads; the model is not in it."""

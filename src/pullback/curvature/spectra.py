@@ -92,6 +92,17 @@ class KroneckerBlock(SpectralBlock):
         weights = function(self.gram.eigenvalues).flatten()
         return (coordinates * weights) @ coordinates.mT
 
+    def factors(self) -> Pair:
+        """Return R and C with the partial traces of the block; for K-FAC, R ⊗ C is the block."""
+        values = self.gram.eigenvalues
+        trace = values.sum((1, 2), keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+        output_values = values.sum(2)
+        input_values = (values / trace).sum(1)
+        return Pair(
+            _rotate_back(self.gram.output_basis, output_values),
+            _rotate_back(self.gram.input_basis, input_values),
+        )
+
     def describe(self) -> str:
         groups, rows, columns = self.form.shape
         if self.gram.output_basis is None and self.gram.input_basis is None:
@@ -108,6 +119,13 @@ class KroneckerBlock(SpectralBlock):
     def tensors(self) -> dict[str, Tensor]:
         tensors = vars(self.gram)
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _rotate_back(basis: Tensor | None, values: Tensor) -> Tensor:
+    """Return U diag(values) Uᵀ, (G, n, n), or the values where there is no basis, (G, n)."""
+    if basis is None:
+        return values
+    return (basis * values[:, None]) @ basis.mT
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
