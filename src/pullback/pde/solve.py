@@ -23,6 +23,7 @@ from .problem.problem import Problem
 from .runs.run import Run, find_solve_processes
 from .runs.settings import Callback, Limits, MethodOptions, SamplingOptions, Settings
 from .runs.slabs import SlabMarch
+from .runs.strategy import Strategy, should_use_strategy
 
 
 def solve(
@@ -59,7 +60,9 @@ def solve(
     Args:
         problem: what must hold, and where.
         network: (N, d) ↦ (N, fields); its dtype is the precision of the solve.
-        steps: at most this many.
+        steps: at most this many. If the network does not get on in the first tenth of them,
+            networks with other initial values take as many. If none of these gets on, an initial
+            value problem is solved in slabs of time. The verdict says what was tried.
         points: of the equations (others get a quarter), or by condition name.
         sampler: "grid", "gauss", "sobol", "lhs", "uniform"; by default a grid in up to two
             dimensions of space, and Sobol points beyond or where there is time.
@@ -74,7 +77,8 @@ def solve(
         slabs: time is cut into so many pieces, or at these times, that are solved one after the
             other. With "auto" they are as long as they converge. Each has at most so many steps.
         tol: stop when the error (the loss, where no solution is known) is at most this.
-        patience: stop when the loss fell by less than 1 % in so many steps.
+        patience: stop when the loss fell by less than 1 % in so many steps. None tries no other
+            network either.
         budget: seconds; a run with a checkpoint goes on from there when called again.
         measure: steps between two measurements of the error.
         checkpoint: file that the run is saved to, after every minute of steps and at the end, and
@@ -108,9 +112,13 @@ def solve(
     )
     _check_slabs(slabs)
     _warn_of_soft_network(problem, network)
-    has_slabs = slabs != 1 and (slabs != "auto" or problem.domain.evolves)
+    evolves = problem.domain.evolves or problem.domain.names == ("t",)
+    has_slabs = slabs != 1 and (slabs != "auto" or evolves)
+    has_checkpoint = checkpoint is not None
     if has_slabs:
         solution = SlabMarch(problem, network, checkpoint, settings).solve(slabs)
+    elif should_use_strategy(problem, settings, has_checkpoint=has_checkpoint):
+        solution = Strategy(problem, network, settings).solve()
     else:
         solution = Run(problem, network, settings, checkpoint).advance()
     if solution.verdict.name is Outcome.CONVERGED:

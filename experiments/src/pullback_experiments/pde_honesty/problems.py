@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pullback import pde
 
-from ..problems import setup
+from ..problems import AllenCahn, KdV
 
 pi = math.pi
 
@@ -419,7 +419,7 @@ READY: dict[str, Callable[[], pde.Problem]] = {
     "helmholtz": lambda: pde.Helmholtz(),
     "kovasznay": lambda: pde.Kovasznay(),
     "schroedinger": lambda: pde.Schroedinger(),
-    "allen-cahn": lambda: setup("allen-cahn").problem,
-    "kdv": lambda: setup("kdv").problem,
+    "allen-cahn": lambda: AllenCahn(),
+    "kdv": lambda: KdV(initial_weight=100),
 }
 PROBLEMS = {**UNSTABLE, **OTHERS, **READY}

@@ -25,6 +25,8 @@ class WeightThresholds:
     #: the heaviest balanced weight, and one over the lightest: beyond it digits of the other
     #: conditions are lost
     heaviest: float = 1e6
+    #: a balanced weight from which on 1 is not enough: operators of order four, short lengths
+    unbalanced: float = 100.0
     #: ridge of the prior's precision matrix, as a share of its largest entry: directions that
     #: neither equation nor prior see
     ridge_share: float = 1e-12
@@ -48,17 +50,35 @@ def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, f
     A wave with the domain's own lengths, ∂ᵢ ~ π/Lᵢ, has residuals of some size in the equation and
     of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
     Squared it would count errors of the solution alike, and 1 counts residuals alike.
+
+    If one of the balanced weights is large, 1 would leave the boundary free: that of a biharmonic
+    equation ends with an error of 5, and with balanced weights of 1e-3. Then all conditions without
+    a weight of their own are balanced.
     """
     weights = {condition.name: condition.weight for condition in problem.conditions}
+    balanced = _measure_balance(problem, sites)
+    is_unbalanced = max(balanced.values(), default=0.0) >= THRESHOLDS.unbalanced
+    for condition in problem.conditions:
+        is_chosen = condition.balanced or (condition.has_default_weight and is_unbalanced)
+        if is_chosen and condition.name in balanced:
+            weights[condition.name] = balanced[condition.name]
+    return weights
+
+
+def _measure_balance(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
+    """Return the balanced weights of conditions that hold at points other than the equations'."""
     equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
-        return weights
+        return {}
     equation_size = sum(measure_wave(problem, c, sites[c.name]) * c.weight for c in equations)
+    balanced = {}
     for condition in problem.conditions:
-        if condition.balanced:
+        is_point_value = condition.balanced or condition.prescribes_values or condition.paired
+        is_inner = condition in equations or condition.is_integral or condition.is_energy
+        if is_point_value and not is_inner and not condition.is_measured:
             ratio = equation_size / measure_wave(problem, condition, sites[condition.name])
-            weights[condition.name] = _round_weight(ratio, default=condition.weight)
-    return weights
+            balanced[condition.name] = _round_weight(ratio, default=condition.weight)
+    return balanced
 
 
 def _round_weight(ratio: float, default: float) -> float:

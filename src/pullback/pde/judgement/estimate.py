@@ -211,6 +211,8 @@ def estimate_error(
         return None
     if any(condition.is_energy for condition in problem.conditions):
         return None
+    if isinstance(network, Slabs) and not problem.domain.evolves:
+        return None  # an ordinary equation in slabs: it is integrated
     if isinstance(network, Slabs):
         return _estimate_slabs(problem, trial, network, weights, affine)
     field = ErrorField(problem, trial, weights)

@@ -72,6 +72,11 @@ class History:
             self.error.append(error)
             self.clock.append(self.spent)
 
+    def delay(self, seconds: float) -> None:
+        """Count so many seconds before the first step, spent on other networks."""
+        self.seconds = [s + seconds for s in self.seconds]
+        self.clock = [s + seconds for s in self.clock]
+
     def forget(self, step: int) -> None:
         """Drop an error measured after this step, because the parameters have changed since."""
         if self.measured[-1:] == [step]:

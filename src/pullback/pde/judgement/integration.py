@@ -108,6 +108,11 @@ class InitialValueProblem:
             return None
         return candidate
 
+    @property
+    def orders(self) -> list[int]:
+        """The highest derivative of each field in the equations."""
+        return list(self._orders)
+
     def integrate(self, guess: Trajectory) -> Trajectory | None:
         """Return the solution, or None if the integration fails.
 

@@ -78,6 +78,7 @@ class PDEVerdict:
         loose: unknowns that the conditions do not determine.
         lost_fields: those that are as large as their errors, and may be zero.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
+        tried: what was tried where the given network did not get on, the best first.
     """
 
     stop: Stop
@@ -91,6 +92,7 @@ class PDEVerdict:
     loose: tuple[str, ...] = ()
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
+    tried: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str:
@@ -135,7 +137,15 @@ class PDEVerdict:
         pace = ""
         if self.ended_early:
             pace = f" while the loss fell by {self.falling:.0%} a step"
-        return f"{self.name}: {self.reason}{pace}; {self._numbers}{self._remedy}"
+        return f"{self.name}: {self.reason}{pace}; {self._numbers}{self._attempts}{self._remedy}"
+
+    @property
+    def _attempts(self) -> str:
+        """What was tried, or nothing."""
+        if not self.tried:
+            return ""
+        best, *others = self.tried
+        return f"; the best was {best}, beside {', '.join(others)}"
 
     @property
     def _numbers(self) -> str:

@@ -115,8 +115,8 @@ def rescale_time(network: nn.Module, restricted: Problem, *, keep_function: bool
     wrapper = next((m for m in rescaled.modules() if isinstance(m, Rescaled)), None)
     if wrapper is None:
         return rescaled
-    assert isinstance(restricted.domain, SpaceTime)
-    start, end = restricted.domain.time
+    start = float(restricted.domain.low[-1])
+    end = float(restricted.domain.high[-1])
     low = float(wrapper.low[-1])
     high = float(wrapper.high[-1])
     wrapper.low[-1] = start

@@ -25,8 +25,8 @@ class Condition(ABC):
 
     Args:
         on: the region, or a function of the domain; each kind has its own default.
-        weight: of the mean square in the loss, 1 by default; "balanced" weighs a condition against
-            the equations.
+        weight: of the mean square in the loss; "balanced" weighs a condition against the equations.
+            By default it is 1, unless a balanced weight of the problem is 100 or more.
         points: how many; by default `solve` decides.
         name: what reports call it.
 
@@ -66,6 +66,7 @@ class Condition(ABC):
         self.on = on
         self.points = points
         self.balanced = weight == "balanced"
+        self.has_default_weight = weight is None
         self.weight = 1.0
         if weight not in (None, "balanced"):
             self.weight = float(number)

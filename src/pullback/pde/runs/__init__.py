@@ -1,1 +1,1 @@
-"""Solve a discretized problem step by step: the phases of a run, stops, restarts, slabs of time."""
+"""Solve a discretized problem step by step: strategy, phases of a run, stops, restarts, slabs."""

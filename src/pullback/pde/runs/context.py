@@ -61,6 +61,7 @@ class RunContext:
         history: what happened so far.
         share: of the steps and the budget, that the present call may use.
         seconds_before: spent before the present call.
+        seconds_elsewhere: of the budget, that other networks took.
         rejected_steps: so many were rejected in a row.
     """
 
@@ -75,6 +76,7 @@ class RunContext:
     history: History = field(default_factory=History)
     share: float = 1.0
     seconds_before: float = 0.0
+    seconds_elsewhere: float = 0.0
     rejected_steps: int = 0
 
     @property
@@ -99,7 +101,7 @@ class RunContext:
         last = seconds[-1 - THRESHOLDS.timed_steps :]
         durations = sorted(end - start for start, end in pairwise(last))
         median = durations[THRESHOLDS.timed_steps // 2]
-        seconds_left = limits.budget + self.seconds_before - seconds[-1]
+        seconds_left = limits.budget - self.seconds_elsewhere - self.seconds_spent
         return min(steps, seconds_left / max(median, 1e-9))
 
     def measure_losses(self) -> Losses:

@@ -121,6 +121,23 @@ def shuffle_parameters(
     return shuffled
 
 
+@torch.no_grad()
+def reinitialize(network: nn.Module, generator: torch.Generator, gain: float) -> None:
+    """Give a network other initial values of the same distribution.
+
+    Args:
+        network: whose parameters are still initial values; they change in place.
+        generator: of their order.
+        gain: factor of the weights of the first linear layer.
+    """
+    parameters = dict(network.named_parameters())
+    for name, value in shuffle_parameters(parameters, network, generator).items():
+        parameters[name].copy_(value)
+    first = next((m for m in network.modules() if isinstance(m, nn.Linear)), None)
+    if first is not None and first.weight.requires_grad:
+        first.weight.mul_(gain)
+
+
 def _draw_normal(template: Tensor, generator: torch.Generator) -> Tensor:
     """Return standard normal numbers in the shape, dtype and device of a tensor."""
     return torch.randn(template.shape, generator=generator, dtype=torch.float64).to(template)

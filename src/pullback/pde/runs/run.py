@@ -168,14 +168,16 @@ class Run:
         unknowns = select_unknowns(dict(self._context.trial.named_parameters()))
         return {name: value.item() for name, value in unknowns.items()}
 
-    def advance(self, share: float = 1.0) -> PDESolution:
+    def advance(self, share: float = 1.0, *, seconds_elsewhere: float = 0.0) -> PDESolution:
         """Step until there is a reason to stop; steps that were taken are kept in any case.
 
         Args:
             share: of the steps and of the budget. A first call with less than 1 shows how the run
                 gets on; the next call goes on from there.
+            seconds_elsewhere: of the budget, that other networks took.
         """
         context = self._context
+        context.seconds_elsewhere = seconds_elsewhere
         is_first_call = not self._has_started
         self._has_started = True
         context.share = share

@@ -17,15 +17,11 @@ from ..judgement.solution import PDESolution
 from ..judgement.stop import StopReason
 from ..judgement.verdict import Outcome, PDEVerdict
 from ..networks.modules import Slabs
-from ..networks.windows import (
-    read_initial_values,
-    require_cut_in_time,
-    rescale_time,
-    restrict_to_window,
-)
+from ..networks.windows import read_initial_values, rescale_time
 from ..problem.problem import Problem
 from .run import Run
 from .settings import Settings
+from .time_windows import find_time_windows
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,12 @@ class SlabMarch:
         checkpoint: str | Path | None,
         settings: Settings,
     ) -> None:
-        self.domain = require_cut_in_time(problem)
+        self._windows = find_time_windows(problem)
         self._problem = problem
         self._network = network
         self._checkpoint = checkpoint
         self._settings = settings
-        self._edges = [self.domain.time[0]]
+        self._edges = [self._windows.start]
         self._networks: list[nn.Module] = []
         self._verdicts: list[PDEVerdict] = []
         self._last: PDESolution | None = None
@@ -85,12 +81,17 @@ class SlabMarch:
         self._spent = 0.0
         self._attempts = 0
 
-    def solve(self, slabs: int | str | Sequence[float]) -> PDESolution:
-        """Solve so many slabs, those that end at given times, or "auto"."""
+    def solve(self, slabs: int | str | Sequence[float], *, first_share: float = 1.0) -> PDESolution:
+        """Solve so many slabs, those that end at given times, or "auto".
+
+        Args:
+            slabs: a number, inner edges, or "auto".
+            first_share: of the whole time, that is tried first with "auto".
+        """
         if isinstance(slabs, str):
-            self._solve_adaptively()
+            self._solve_adaptively(first_share)
         else:
-            self._solve_up_to(_place_edges(slabs, *self.domain.time))
+            self._solve_up_to(_place_edges(slabs, self._windows.start, self._windows.end))
         return self._join_slabs()
 
     def _solve_up_to(self, edges: list[float]) -> None:
@@ -101,11 +102,12 @@ class SlabMarch:
             if self._keep(run, run.advance(), end):
                 break
 
-    def _solve_adaptively(self) -> None:
+    def _solve_adaptively(self, first_share: float) -> None:
         """Solve slabs that are as long as they converge."""
-        start, end = self.domain.time
-        length = end - start
-        shortest = THRESHOLDS.shortest_share * length
+        end = self._windows.end
+        duration = end - self._windows.start
+        length = first_share * duration
+        shortest = THRESHOLDS.shortest_share * duration
         residuals: list[float] = []  # of the attempts at this slab
         while (time_left := end - self._edges[-1]) > 0:
             length = min(length, time_left)
@@ -136,6 +138,11 @@ class SlabMarch:
         is_within_tolerance = verdict.stop.reason is StopReason.TOLERANCE_REACHED
         return verdict.name in {Outcome.CONVERGED, Outcome.UNJUDGED} or is_within_tolerance
 
+    @property
+    def seconds_spent(self) -> float:
+        """Seconds of all steps, those of slabs that were given up too."""
+        return self._spent
+
     def _exhausts_budget(self, run: Run) -> bool:
         """Return True if the budget of all slabs is spent.
 
@@ -151,8 +158,8 @@ class SlabMarch:
         previous = self._networks[-1] if self._networks else None
         initial_values = None
         if previous is not None:
-            initial_values = read_initial_values(previous, time_axis=self.domain.dim - 1)
-        restricted = restrict_to_window(self._problem, self._edges[-1], end, initial_values)
+            initial_values = read_initial_values(previous, self._problem.domain.dim - 1)
+        restricted = self._windows.restrict(self._edges[-1], end, initial_values)
         network = rescale_time(
             previous or self._network, restricted, keep_function=previous is not None
         )
@@ -185,14 +192,14 @@ class SlabMarch:
         self._spent += run.seconds_spent
         self._history = self._history.join(solution.history)
         self._last = solution
-        if not self._ends_march(solution) or end >= self.domain.time[1]:
+        if not self._ends_march(solution) or end >= self._windows.end:
             return False
         message = f"{self._problem.name} is solved up to t = {end:.4g} alone"
         if solution.verdict.stop.reason is StopReason.BUDGET_SPENT:
             message += ", and extrapolated beyond. Call again to go on from the checkpoint"
         if run.is_main_process:
             warnings.warn(message, stacklevel=5)
-        self._edges[-1] = self.domain.time[1]
+        self._edges[-1] = self._windows.end
         return True
 
     def _ends_march(self, solution: PDESolution) -> bool:

@@ -57,4 +57,4 @@ class StopRules:
         share = context.share
         if context.is_resumable:  # the run goes on from its checkpoint when it is called again
             share = 1.0
-        return context.seconds_spent >= share * budget
+        return context.seconds_spent + context.seconds_elsewhere >= share * budget

@@ -1,0 +1,303 @@
+"""Which networks are tried, and for how long, where the first one does not get on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..._core.errors import PullbackError
+from ..judgement.solution import PDESolution
+from ..problem.problem import Problem
+from .perturbation import reinitialize
+from .run import Run
+from .settings import Settings
+from .slabs import SlabMarch
+from .time_windows import can_march
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """How a network begins that is tried beside the given one.
+
+    Attributes:
+        words: what the verdict calls it.
+        gain: factor of the weights of the first layer; sharp fronts want large ones.
+    """
+
+    words: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class StrategyThresholds:
+    """When other networks are tried, and when they are dropped.
+
+    Attributes:
+        look_share: of the steps and the budget, after which a network is looked at first; bad seeds
+            of Burgers' equation are known by then (step 60 of 600).
+        fewest_steps: of a run that is looked at; shorter ones are over too soon.
+        looked_steps: at least so many are taken before a look: the pace of the loss is measured
+            over twenty. If a small budget allows fewer, nothing can be said.
+        promising_residual: relative residuals of a network that gets on.
+        falling_residual: larger ones that are forgiven if the loss falls quickly; near 1 a falling
+            loss may lead to the trivial solution.
+        promising_fall: of the loss in a step; residuals fall by ten in fifty steps then.
+        useful_ratio: of residuals, below which another network replaces the first one: one half,
+            since residuals that are nearly alike say nothing about the end.
+        march_steps_share: of the steps, that a slab of time may take.
+        march_first_share: of the whole time, that the first slab has.
+    """
+
+    look_share: float = 0.1
+    fewest_steps: int = 100
+    looked_steps: int = 25
+    promising_residual: float = 1e-2
+    falling_residual: float = 0.1
+    promising_fall: float = 0.05
+    useful_ratio: float = 0.5
+    march_steps_share: float = 0.25
+    march_first_share: float = 0.25
+
+
+THRESHOLDS = StrategyThresholds()
+#: networks beside the given one
+CANDIDATES = (
+    Candidate("other initial values", 1.0),
+    Candidate("a first layer twice as steep", 2.0),
+    Candidate("other initial values again", 1.0),
+)
+#: what the verdict calls a march in time
+_SLABS = "slabs of time"
+#: between the seeds of two candidates, a prime
+_SEED_STRIDE = 6151
+
+
+class Attempt:
+    """A network that is tried.
+
+    Attributes:
+        words: what the verdict calls it.
+        run: its solve in progress.
+        solution: what it has come to.
+    """
+
+    def __init__(self, words: str, run: Run) -> None:
+        self.words = words
+        self.run = run
+        self.solution: PDESolution | None = None
+
+    def get_solution(self) -> PDESolution:
+        """Return what it has come to, after a call of `advance`."""
+        assert self.solution is not None
+        return self.solution
+
+    def advance(self, share: float, seconds_elsewhere: float = 0.0) -> PDESolution:
+        """Step up to a share of the steps and the budget, of which others took some seconds."""
+        self.solution = self.run.advance(share, seconds_elsewhere=seconds_elsewhere)
+        return self.solution
+
+    @property
+    def residual(self) -> float:
+        """The largest residual at fresh points, as a share of its terms.
+
+        The loss may be small where a condition of small values is not met at all.
+        """
+        return self.get_solution().verdict.relative
+
+    @property
+    def is_promising(self) -> bool:
+        """Return True if residuals are small, or the loss falls quickly."""
+        if self.residual <= THRESHOLDS.promising_residual:
+            return True
+        is_falling = self.get_solution().verdict.falling >= THRESHOLDS.promising_fall
+        return is_falling and self.residual <= THRESHOLDS.falling_residual
+
+    @property
+    def is_slow(self) -> bool:
+        """Return True if the budget allowed too few steps to say anything."""
+        return len(self.run.history) < THRESHOLDS.looked_steps
+
+    def describe(self) -> str:
+        """Return what was tried and how far it came."""
+        steps = len(self.run.history)
+        return f"{self.words} (residuals of {self.residual:.1g} after {steps} steps)"
+
+
+def should_use_strategy(problem: Problem, settings: Settings, *, has_checkpoint: bool) -> bool:
+    """Return True if several networks may be tried.
+
+    A caller who chooses the optimizer, who wants no patience, or whose run goes on from a
+    checkpoint gets the one network alone. Energies have no residuals to compare networks by.
+    """
+    limits = settings.limits
+    if has_checkpoint or limits.patience is None or settings.method.optimizer is not None:
+        return False
+    if any(condition.is_energy for condition in problem.conditions):
+        return False
+    return limits.steps >= THRESHOLDS.fewest_steps
+
+
+class Strategy:
+    """Solves with the given network, and looks for another beginning where that one creeps.
+
+    1. Look: the network takes a tenth of its steps. If it gets on it takes the others too, and
+       nothing else happens.
+    2. Scout: networks with other initial values take as many steps, until one gets on. The better
+       half takes as many again (successive halving, arXiv:1502.07943).
+    3. March: if none gets on and the problem has an initial value, time is cut into slabs.
+    4. Finish: the best network takes all its steps. Time is cut where that was not enough.
+
+    All stages share the budget. What was tried is in the verdict.
+
+    Args:
+        problem, network: what is solved, and with what; the network has the best parameters at the
+            end, unless time was cut.
+        settings: the options of `solve`.
+    """
+
+    def __init__(self, problem: Problem, network: nn.Module, settings: Settings) -> None:
+        self._problem = problem
+        self._network = network
+        self._settings = settings
+        self._initial = copy.deepcopy(network)
+        least_share = THRESHOLDS.looked_steps / settings.limits.steps
+        self._look_share = max(THRESHOLDS.look_share, least_share)
+        self._attempts: list[Attempt] = []
+        self._march_seconds = 0.0
+
+    def solve(self) -> PDESolution:
+        """Return the best solution."""
+        first = Attempt("the given network", Run(self._problem, self._network, self._settings))
+        self._attempts.append(first)
+        solution = first.advance(self._look_share)
+        if first.is_promising or first.is_slow or self._has_ended(solution):
+            return self._finish(first)
+        best = self._scout(first)
+        if not best.is_promising and self._can_march:
+            marched = self._march()
+            if self._has_ended(marched) or marched.verdict.relative < best.residual:
+                return self._describe(marched, _SLABS)
+        return self._finish(best)
+
+    @property
+    def _seconds_spent(self) -> float:
+        return sum(a.run.seconds_spent for a in self._attempts) + self._march_seconds
+
+    @property
+    def _seconds_left(self) -> float | None:
+        """Seconds of the budget that are left; None without a budget."""
+        budget = self._settings.limits.budget
+        if budget is None:
+            return None
+        return max(0.0, budget - self._seconds_spent)
+
+    @property
+    def _can_march(self) -> bool:
+        """Return True if time can be cut, was not cut before, and seconds are left."""
+        return not self._march_seconds and self._has_budget and can_march(self._problem)
+
+    @property
+    def _has_budget(self) -> bool:
+        seconds = self._seconds_left
+        return seconds is None or seconds > 0
+
+    def _has_ended(self, solution: PDESolution) -> bool:
+        """Return True if the caller has what was asked for, or ended the solve."""
+        return solution.verdict.stop.is_requested
+
+    def _scout(self, first: Attempt) -> Attempt:
+        """Return the best of several networks after a fifth of the steps each, at most."""
+        rivals = [first]
+        for number, candidate in enumerate(CANDIDATES, start=1):
+            if not self._has_budget:
+                break
+            attempt = self._try_candidate(number, candidate)
+            if attempt is None:
+                continue
+            rivals.append(attempt)
+            if attempt.is_promising or self._has_ended(attempt.get_solution()):
+                return attempt
+        rivals.sort(key=lambda attempt: attempt.residual)
+        for attempt in rivals[: len(CANDIDATES) // 2 + 1]:
+            if not self._has_budget or self._has_ended(attempt.advance(2 * self._look_share)):
+                break
+        return _choose(rivals, first)
+
+    def _try_candidate(self, number: int, candidate: Candidate) -> Attempt | None:
+        """Return a network after its first steps; None if it is flat, or its residuals overflow."""
+        try:
+            attempt = Attempt(
+                candidate.words,
+                Run(self._problem, self._make_network(number, candidate), self._settings),
+            )
+            attempt.advance(self._look_share)
+        except PullbackError:
+            return None
+        self._attempts.append(attempt)
+        return attempt
+
+    def _make_network(self, number: int, candidate: Candidate) -> nn.Module:
+        """Return a copy of the given network with other initial values."""
+        network = copy.deepcopy(self._initial)
+        seed = self._settings.sampling.seed + _SEED_STRIDE * number
+        reinitialize(network, torch.Generator().manual_seed(seed), candidate.gain)
+        return network
+
+    def _march(self) -> PDESolution:
+        """Return the solution in slabs of time, by what is left of the budget."""
+        limits = self._settings.limits
+        steps = max(1, int(THRESHOLDS.march_steps_share * limits.steps))
+        limits = replace(limits, steps=steps, budget=self._seconds_left)
+        march = SlabMarch(
+            self._problem,
+            copy.deepcopy(self._initial),
+            None,
+            replace(self._settings, limits=limits),
+        )
+        solution = march.solve("auto", first_share=THRESHOLDS.march_first_share)
+        self._march_seconds = march.seconds_spent
+        return solution
+
+    def _finish(self, best: Attempt) -> PDESolution:
+        """Return the solution of a network after all its steps; the given one gets its values."""
+        solution = best.get_solution()
+        if not self._has_ended(solution):
+            seconds_elsewhere = self._seconds_spent - best.run.seconds_spent
+            solution = best.advance(1.0, seconds_elsewhere)
+        if best.run.network is not self._network:
+            self._network.load_state_dict(best.run.network.state_dict())
+            solution.network = self._network
+        if self._is_unsolved(solution) and self._can_march:
+            marched = self._march()
+            if marched.verdict.relative < best.residual:
+                return self._describe(marched, _SLABS)
+        return self._describe(solution, best.words)
+
+    def _is_unsolved(self, solution: PDESolution) -> bool:
+        """Return True if residuals are large after all steps."""
+        is_far = solution.verdict.relative > THRESHOLDS.promising_residual
+        return is_far and not self._has_ended(solution)
+
+    def _describe(self, solution: PDESolution, words: str) -> PDESolution:
+        """Return the solution with the seconds of all attempts, and what these were."""
+        if len(self._attempts) == 1 and not self._march_seconds:
+            return solution
+        seconds_elsewhere = self._seconds_spent - solution.history.spent
+        solution.history.delay(max(0.0, seconds_elsewhere))
+        others = [attempt.describe() for attempt in self._attempts if attempt.words != words]
+        if self._march_seconds and words != _SLABS:
+            others.append(_SLABS)
+        solution.verdict = replace(solution.verdict, tried=(words, *others))
+        return solution
+
+
+def _choose(rivals: Sequence[Attempt], first: Attempt) -> Attempt:
+    """Return the network with the smallest residual; the first one unless another is half."""
+    best = min(rivals, key=lambda attempt: attempt.residual)
+    if best.residual > THRESHOLDS.useful_ratio * first.residual:
+        return first
+    return best
