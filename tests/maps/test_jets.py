@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pullback.maps.jets import Index, Jet, Scheme, Unsupported, nested
+from pullback.maps.jets import Index, Jet, Scheme, Unsupported, differentiate_nested
 from pullback.maps.jets.jet import RULES
 from pullback.maps.jets.towers import TOWERS
 
@@ -57,7 +57,7 @@ def agree(function: Function, x: Tensor, scheme: Scheme, tol: float = 1e-10) -> 
     """Channel by channel, relative to the channel's own size (or that of the value)."""
     jet = function(Jet.input(x, scheme))
     assert isinstance(jet, Jet)
-    got = jet.stacked().detach()
+    got = jet.stack_channels().detach()
     want = oracle(function, x, scheme)
     assert got.shape == want.shape
     assert bool(torch.isfinite(want).all())
@@ -112,8 +112,10 @@ def test_every_tower(function: Any) -> None:
     if method:
         return
     with torch.no_grad():  # where torch takes other formulas
-        plain = u(Jet.input(points(), FULL)).stacked()
-    torch.testing.assert_close(plain, u(Jet.input(points(), FULL)).stacked(), rtol=1e-12, atol=0)
+        plain = u(Jet.input(points(), FULL)).stack_channels()
+    torch.testing.assert_close(
+        plain, u(Jet.input(points(), FULL)).stack_channels(), rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,8 +247,8 @@ def test_some_of_the_points(mask: Any) -> None:
         whole = oracle(lambda x: torch.sin(x) * x, points(), scheme)
         jet: Any = Jet.input(points(), scheme)
         for got in (torch.sin(jet[mask]) * jet[mask, :], (torch.sin(jet) * jet)[mask]):
-            torch.testing.assert_close(got.stacked(), whole[:, mask], rtol=1e-12, atol=1e-14)
-        assert jet[mask].stacked().shape == whole[:, mask].shape
+            torch.testing.assert_close(got.stack_channels(), whole[:, mask], rtol=1e-12, atol=1e-14)
+        assert jet[mask].stack_channels().shape == whole[:, mask].shape
 
 
 def shifted_together(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
@@ -281,7 +283,7 @@ def test_points_that_see_each_other_move_together(scheme: Scheme) -> None:
         lambda x: x @ (x.transpose(0, 1) @ torch.sin(x)),
     ]  # fmt: skip
     for function in functions:
-        got = function(Jet.input(points(), scheme)).stacked()
+        got = function(Jet.input(points(), scheme)).stack_channels()
         want = shifted_together(function, points(), scheme)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
@@ -337,7 +339,7 @@ ANY: dict[str, Function] = {
 def test_nested_is_the_same(name: str) -> None:
     for scheme in (MIXED, COLLAPSED, PLAIN):
         want = oracle(ANY[name], points(), scheme)
-        got = nested(ANY[name], points(), scheme)
+        got = differentiate_nested(ANY[name], points(), scheme)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 

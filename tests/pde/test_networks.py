@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import PullbackError, pde
-from pullback.maps.jets import Jet, Scheme, nested
+from pullback.maps.jets import Jet, Scheme, differentiate_nested
 from pullback.pde.networks.modules import ACTIVATIONS
 
 X = torch.rand(6, 2, generator=torch.Generator().manual_seed(0)).double()
@@ -20,8 +20,8 @@ SCHEME = Scheme.of([(0, 0, 1), (1, 1)], laplacian=(0, 1))
 
 def jets(network: nn.Module, x: Tensor = X) -> None:
     with torch.no_grad():
-        channels = network(Jet.input(x, SCHEME)).stacked()
-        want = nested(network, x, SCHEME)
+        channels = network(Jet.input(x, SCHEME)).stack_channels()
+        want = differentiate_nested(network, x, SCHEME)
     torch.testing.assert_close(channels, want, rtol=1e-10, atol=1e-10)
 
 

@@ -59,7 +59,7 @@ class Pulled:
         matrix: Tensor,
         coverage: Sequence[Covered] = (),
     ) -> Pulled:
-        """The same from A itself, (N·R, p)."""
+        """Return the rows of a matrix A, (N·R, p)."""
         rows = matrix.view(*shape, space.size)
         block = RowsBlock({name: rows[..., at] for name, at in space.slices().items()})
         return cls(space, shape, [block], coverage, matrix)
@@ -82,12 +82,12 @@ class Pulled:
         return out.flatten(0, 1)
 
     def narrow(self, start: int, stop: int) -> Pulled:
-        """The same covectors for the samples in [start, stop)."""
+        """Return the rows of the samples in [start, stop)."""
         blocks = [b.narrow(start, stop) for b in self.blocks.values()]
         return Pulled(self.space, (stop - start, self.shape[1]), blocks, self.coverage)
 
     def trace_covectors(self) -> Pulled:
-        """For `kernel` alone, one covector a sample whose kernel is the trace over all R."""
+        """Return one row per sample, for `kernel` only, which is then the trace over all R."""
         blocks = [b.trace_covectors() for b in self.blocks.values()]
         return Pulled(self.space, (self.shape[0], 1), blocks, self.coverage)
 
@@ -101,16 +101,16 @@ class Pulled:
             if other is self:
                 return mirror_lower_triangle(out)
             return out
-        mine = dict(self.blocks)
-        theirs = dict(other.blocks)
+        blocks = dict(self.blocks)
+        other_blocks = dict(other.blocks)
         for key in self.blocks:
-            if type(mine[key]) is type(theirs.get(key)):
-                mine.pop(key).add_gram(out, theirs.pop(key), budget)
-        # calls that took different ways through the model cover these parameters differently
-        one = _rows(mine.values())
-        two = _rows(theirs.values())
-        for name in one.keys() & two.keys():
-            out += one[name] @ two[name].T
+            if type(blocks[key]) is type(other_blocks.get(key)):
+                blocks.pop(key).add_gram(out, other_blocks.pop(key), budget)
+        # calls with different paths through the model cover the remaining parameters differently
+        rows = _collect_rows(blocks.values())
+        other_rows = _collect_rows(other_blocks.values())
+        for name in rows.keys() & other_rows.keys():
+            out += rows[name] @ other_rows[name].T
         if other is self:
             return mirror_lower_triangle(out)
         return out
@@ -137,9 +137,13 @@ class Pulled:
         return out
 
 
-def _rows(blocks: Iterable[Block]) -> dict[str, Tensor]:
-    """The blocks' rows, (N·R, numel) by name."""
-    return {n: rows.flatten(0, 1) for block in blocks for n, rows in block.rows().items()}
+def _collect_rows(blocks: Iterable[Block]) -> dict[str, Tensor]:
+    """Return the rows of all blocks, (N·R, numel) by name."""
+    collected = {}
+    for block in blocks:
+        for name, rows in block.rows().items():
+            collected[name] = rows.flatten(0, 1)
+    return collected
 
 
 class Linearization(ABC):
@@ -163,17 +167,16 @@ class Linearization(ABC):
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
 
-    def factored(self, covectors: Tensor) -> Pulled:
-        """The same, with inputs and cotangents kept apart also where rows would be smaller."""
+    def pullback_factored(self, covectors: Tensor) -> Pulled:
+        """Return the same rows, in factors (inputs and cotangents) even if a matrix is smaller."""
         return self.pullback(covectors)
 
     def kernel(self, other: Linearization | None = None) -> Tensor:
         """J J'ᵀ against another linearization at the same parameters: (N·|event|, N'·|event|)."""
+        pulled = self.pullback(identity_covectors(self.value))
         if other is None:
-            theirs = None
-        else:
-            theirs = other.pullback(identity_covectors(other.value))
-        return self.pullback(identity_covectors(self.value)).kernel(theirs)
+            return pulled.kernel()
+        return pulled.kernel(other.pullback(identity_covectors(other.value)))
 
     def closed_form(self, factor: Factor) -> Any:
         """The Gram Jᵀ S Sᵀ J in closed form, where the map knows one; None elsewhere."""

@@ -64,26 +64,26 @@ class FunctionLinearization(Linearization):
         return torch.cat([columns[name] for name in self.space.names], 1)
 
     def columns(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The columns (n, numel) of J that belong to these parameters."""
+        """Return the columns (n, numel) of J that belong to these parameters."""
         n = self.value.numel()
         sizes = dict(zip(self.space.names, self.space.sizes, strict=True))
         if sum(sizes[name] for name in names) <= 4 * n:
             # a pushed tangent costs a fraction of a pulled-back covector
             try:
-                return {name: self._pushed(name) for name in names}
+                return {name: self._push_columns(name) for name in names}
             except (RuntimeError, NotImplementedError) as error:
                 reraise_fatal(error)  # else an operation has no forward-mode rule
-        some = {name: self._point[name] for name in names}
+        free = {name: self._point[name] for name in names}
         chunk = self._chunk(sum(sizes[name] for name in names))
 
         def function(point: dict[str, Tensor]) -> Tensor:
             return self._source({**self._point, **point}).flatten()
 
-        pulled = jacrev(function, chunk_size=chunk)(some)
+        pulled = jacrev(function, chunk_size=chunk)(free)
         return {name: rows.reshape(n, -1).to(self.space.dtype) for name, rows in pulled.items()}
 
-    def _pushed(self, name: str) -> Tensor:
-        """The columns of J for one parameter: the others stay constants in the push."""
+    def _push_columns(self, name: str) -> Tensor:
+        """Return the columns of J for one parameter by forward mode; the others are constants."""
         value = self._point[name]
         n = self.value.numel()
         size = value.numel()
@@ -96,16 +96,16 @@ class FunctionLinearization(Linearization):
         return pushed.reshape(size, n).T.to(self.space.dtype)
 
     def _chunk(self, width: int) -> int:
-        """How many tangents to push at once, at about 32 intermediate copies of each."""
+        """Return how many tangents to push at once, at about 32 intermediate copies of each."""
         return max(1, 2**30 // (32 * width * self._flat.element_size()))
 
     def pullback(self, covectors: Tensor) -> Pulled:
         columns = self.columns(self.space.names)
-        block = RowsBlock({n: self.contracted(covectors, rows) for n, rows in columns.items()})
+        block = RowsBlock({n: self.contract(covectors, rows) for n, rows in columns.items()})
         return Pulled(self.space, (self.value.shape[0], covectors.shape[0]), [block])
 
-    def contracted(self, covectors: Tensor, columns: Tensor) -> Tensor:
-        """Σ_k u_rnk J_nk, (N, R, numel), from columns (N·|event|, numel)."""
+    def contract(self, covectors: Tensor, columns: Tensor) -> Tensor:
+        """Return Σ_k u_rnk J_nk, (N, R, numel), from columns (N·|event|, numel) of J."""
         u = covectors.flatten(2).to(self.space.dtype)
         if u.shape[0] == u.shape[2] == 1:
             return (u[0] * columns)[:, None]
@@ -117,32 +117,15 @@ Objective = Callable[[dict[str, Tensor]], Any]
 Weighted = tuple[Tensor, Tensor | float]
 
 
-def residuals(output: Any, *, shared: bool = False) -> dict[str, Weighted]:
-    """The objective's return value in one form: a tensor, (tensor, weight), or a dict of these.
+def read_residuals(output: Any, *, shared: bool = False) -> dict[str, Weighted]:
+    """Return the residuals with their weights by name.
 
-    Where it is `shared` with other processes, residuals may be empty here.
+    An objective returns a tensor, a pair (tensor, weight), or a dict of these. If it is `shared`
+    with other processes, residuals may be empty here.
     """
     if not isinstance(output, Mapping):
         output = {"residual": output}
-    named: dict[str, Weighted] = {}
-    for name, item in output.items():
-        if isinstance(item, tuple):
-            pair = item
-        else:
-            pair = (item, 1.0)
-        if len(pair) != 2 or not isinstance(pair[0], Tensor):
-            raise PullbackError(
-                f"The objective's entry {name!r} is not a residual",
-                f"got {type(item).__name__}",
-                "Return a tensor, a pair (tensor, weight), or a dict of these",
-            )
-        if pair[0].is_complex():
-            raise PullbackError(
-                f"The residual {name!r} is complex",
-                "its square is no loss",
-                "Return real and imaginary parts (torch.view_as_real)",
-            )
-        named[name] = pair
+    named = {name: _read_residual(name, item) for name, item in output.items()}
     if not shared and (not named or any(r.numel() == 0 for r, _ in named.values())):
         raise PullbackError(
             "The objective has an empty residual",
@@ -150,6 +133,26 @@ def residuals(output: Any, *, shared: bool = False) -> dict[str, Weighted]:
             "Give every residual at least one point",
         )
     return named
+
+
+def _read_residual(name: str, item: Any) -> Weighted:
+    """Return one residual with its weight; raise for what is no real residual."""
+    pair = item
+    if not isinstance(item, tuple):
+        pair = (item, 1.0)
+    if len(pair) != 2 or not isinstance(pair[0], Tensor):
+        raise PullbackError(
+            f"The objective's entry {name!r} is not a residual",
+            f"got {type(item).__name__}",
+            "Return a tensor, a pair (tensor, weight), or a dict of these",
+        )
+    if pair[0].is_complex():
+        raise PullbackError(
+            f"The residual {name!r} is complex",
+            "its square is no loss",
+            "Return real and imaginary parts (torch.view_as_real)",
+        )
+    return pair
 
 
 class ObjectiveMap(Map):
@@ -177,30 +180,42 @@ class ObjectiveMap(Map):
         self.totals = totals
         self.rows = rows
 
-    def samples(self, params: Mapping[str, Tensor]) -> dict[str, int]:
-        """How many samples each residual has on this process."""
-        found = residuals(self.objective(dict(params)), shared=True)
-        return {n: len(r) if r.ndim else 1 for n, (r, _) in found.items()}
+    def count_samples(self, params: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return how many samples each residual has on this process."""
+        residuals = read_residuals(self.objective(dict(params)), shared=True)
+        return {name: len(torch.atleast_1d(value)) for name, (value, _) in residuals.items()}
 
     def __call__(self, params: Mapping[str, Tensor]) -> Tensor:
         """z: (n, 1)."""
-        pieces = []
-        found = residuals(self.objective(dict(params)), shared=self.totals is not None)
-        for name, (value, given) in found.items():
-            value = torch.atleast_1d(value)[:, None].flatten(1)
-            weight = torch.as_tensor(given, dtype=value.dtype, device=value.device)
-            if weight.ndim > 0:
-                if weight.numel() not in (1, value.shape[0]):
-                    raise PullbackError(
-                        f"The weight of residual {name!r} does not fit",
-                        f"{weight.numel()} weights for {value.shape[0]} samples",
-                        "Give one number, or one weight per sample",
-                    )
-                weight = weight.reshape(-1, 1)
+        weighted_residuals = []
+        residuals = read_residuals(self.objective(dict(params)), shared=self.totals is not None)
+        for name, (residual, user_weight) in residuals.items():
+            value = torch.atleast_1d(residual)[:, None].flatten(1)
+            weight = _read_weight(name, user_weight, value)
             if self.reduction == "mean":
-                weight = weight / (value.shape[0] if self.totals is None else self.totals[name])
-            pieces.append((value * weight.sqrt()).flatten())
-        return torch.cat(pieces)[:, None]
+                weight = weight / self._count_all_samples(name, value)
+            weighted_residuals.append((value * weight.sqrt()).flatten())
+        return torch.cat(weighted_residuals)[:, None]
+
+    def _count_all_samples(self, name: str, value: Tensor) -> int:
+        """Return how many samples a residual has on all processes."""
+        if self.totals is None:
+            return value.shape[0]
+        return self.totals[name]
 
     def linearize(self, params: Mapping[str, Tensor]) -> FunctionLinearization:
         return FunctionLinearization(self, params)
+
+
+def _read_weight(name: str, user_weight: Tensor | float, value: Tensor) -> Tensor:
+    """Return the weight of a residual (N, ·) as a number or as (N, 1); raise if it does not fit."""
+    weight = torch.as_tensor(user_weight, dtype=value.dtype, device=value.device)
+    if weight.ndim == 0:
+        return weight
+    if weight.numel() not in (1, value.shape[0]):
+        raise PullbackError(
+            f"The weight of residual {name!r} does not fit",
+            f"{weight.numel()} weights for {value.shape[0]} samples",
+            "Give one number, or one weight per sample",
+        )
+    return weight.reshape(-1, 1)

@@ -13,10 +13,10 @@ The Jacobian of an integral is one row, qᵀJ of the integrand: the reverse pass
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .._core.space import relative_tolerance
 from .base import Covered, Linearization, Map, Pulled
-from .jets import Jet, Scheme, Tape, Unsupported, nested
-from .jets.jet import Deltas, Used, prefers_loop, write_rows
+from .jets import Jet, Scheme, Tape, Unsupported, differentiate_nested
+from .jets.jet import Deltas, LinearUse, should_loop_over_features, write_rows
 from .layers import AffineBlock, Block, RowsBlock
 from .layers.registry import join_uses
 from .objective import FunctionLinearization
@@ -37,20 +37,23 @@ Operator = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 class Channels:
-    """A jet's channels, indexed as a tensor (T, S, N, m): what no index takes is not computed."""
+    """A jet's channels, indexed as a tensor (T, S, N, m); only channels that are read are computed.
 
-    def __init__(self, jet: Jet, positions: Sequence[int]) -> None:
+    `points` is (S, N).
+    """
+
+    def __init__(self, jet: Jet, points: Sequence[int]) -> None:
         self._jet = jet
-        self._places = positions
+        self._points = points
 
     def __getitem__(self, index: Any) -> Tensor:
-        at, *rest = index if isinstance(index, tuple) else (index,)
-        if not isinstance(at, int):
-            return self._jet.stacked().unflatten(1, self._places)[index]
-        channel = self._jet.channel(at % len(self._jet.scheme)).unflatten(0, self._places)
-        if rest:
-            return channel[tuple(rest)]
-        return channel
+        if not isinstance(index, tuple):
+            index = (index,)
+        channel = index[0]
+        if not isinstance(channel, int):
+            return self._jet.stack_channels().unflatten(1, self._points)[index]
+        values = self._jet.channel(channel % len(self._jet.scheme)).unflatten(0, self._points)
+        return values[index[1:]]
 
 
 _SMALL = 2**22  # entries of A up to which it is formed at once
@@ -84,23 +87,23 @@ class OperatorMap(Map):
         self.nested_because = ""
 
     def scale(self, factors: Tensor) -> None:
-        """Multiply the given weights by factors (N,) from now on."""
+        """Multiply the original weights by factors (N,) from now on."""
         self._root = (self._weights * factors).sqrt()[:, None]
 
     def channels(self, params: dict[str, Tensor], tape: Tape | None = None) -> Tensor | Channels:
-        """The network's jet, (T, S, N, m), each channel computed when it is taken."""
+        """Return the network's jet, (T, S, N, m); channels are computed when they are read."""
         if not self.nested_because:
             try:
-                out = self.network(params, self._coordinates.taped(tape))
+                out = self.network(params, self._coordinates.record_on(tape))
                 if not isinstance(out, Jet):
                     raise Unsupported("an output that does not depend on the input")
-                return Channels(out.full(), self.x.shape[:2])
+                return Channels(out.expand_channels(), self.x.shape[:2])
             except Unsupported as missing:
                 self.nested_because = f"jets have no rule for {missing}"
             except _REFUSALS as error:  # of what is no tensor: nested derivatives say if not
                 self.nested_because = f"the network does not take jets ({error})"
         points = self.x.flatten(0, 1)
-        out = nested(lambda x: self.network(params, x), points, self.scheme)
+        out = differentiate_nested(lambda x: self.network(params, x), points, self.scheme)
         return out.unflatten(1, self.x.shape[:2])
 
     def __call__(self, params: Mapping[str, Tensor], tape: Tape | None = None) -> Tensor:
@@ -115,34 +118,54 @@ class OperatorMap(Map):
     def linearize(self, params: Mapping[str, Tensor]) -> FunctionLinearization:
         if not self.nested_because:
             linear = JetLinearization(self, params)
-            if not self.nested_because:  # which the first attempt may find out
+            if not self.nested_because:  # the evaluation may have met an operation without rule
                 if not self._checked:
                     self._check(linear)
                 return linear
         return FunctionLinearization(self, params)
 
     def _check(self, linear: JetLinearization) -> None:
-        """Once: are the rows of each point its own, and do they make up autograd's gradient?"""
+        """Raise unless the rows of each point are its own and add up to autograd's gradient.
+
+        It runs once for each map.
+        """
         self._checked = True
         u = torch.ones_like(linear.value)
         u[::2] = 0
-        want = FunctionLinearization.vjp(linear, u)
-        got = linear.vjp(u)
-        if not bool(want.any()) and not bool(linear.jvp(torch.ones_like(want)).any()):
+        gradient = FunctionLinearization.vjp(linear, u)
+        if not bool(gradient.any()) and not bool(linear.jvp(torch.ones_like(gradient)).any()):
             raise PullbackError(
                 "A residual does not depend on the parameters",
                 "its gradient vanishes at every point",
                 "Leave out detach, sign, comparisons and rounding of the field",
             )
-        size, leak = linear.coupling(u)
-        noise = 1e3 * torch.finfo(want.dtype).eps * size
-        off = (got - want).norm() > relative_tolerance(want.dtype) * want.norm() + noise
-        if bool(off) or leak:
+        coupling = linear.measure_coupling(u)
+        noise = 1e3 * torch.finfo(gradient.dtype).eps * coupling.scale
+        limit = relative_tolerance(gradient.dtype) * gradient.norm() + noise
+        has_other_gradient = bool((linear.vjp(u) - gradient).norm() > limit)
+        if has_other_gradient or coupling.is_coupled:
             raise PullbackError(
                 "The network's value at one point depends on other points",
                 "so it has no derivatives at a point",
                 "Evaluate each point by itself: no statistics of the batch, no network.train()",
             )
+
+
+class LayerUse(NamedTuple):
+    """One use of a linear layer with its cotangents."""
+
+    use: LinearUse
+    deltas: Deltas
+
+
+@dataclass(frozen=True)
+class _Coupling:
+    """How the points of a batch depend on each other."""
+
+    #: Σ ‖δ‖‖ā‖ over the layers: round-off in the rows is relative to it
+    scale: float
+    #: points with covector 0 have cotangents at a layer, so others depend on them
+    is_coupled: bool
 
 
 @dataclass(frozen=True)
@@ -151,7 +174,7 @@ class _LayerUses:
 
     weight: str | None
     bias: str | None
-    uses: list[tuple[Used, Deltas]]
+    uses: list[LayerUse]
 
     @property
     def names(self) -> list[str]:
@@ -166,8 +189,10 @@ class JetLinearization(FunctionLinearization):
     def __init__(self, source: OperatorMap, params: Mapping[str, Tensor]) -> None:
         self._map = source
         super().__init__(source, params)
-        widest = max((sum(x.numel() for x in u.output.tensors()) for u in self._uses), default=0)
-        self.footprint = max(16 * self.value.numel(), 8 * widest)
+        largest = 0
+        for use in self._uses:
+            largest = max(largest, sum(x.numel() for x in use.output.tensors()))
+        self.footprint = max(16 * self.value.numel(), 8 * largest)
 
     def _evaluate(self) -> Tensor:
         self._leaves = {n: p.clone().requires_grad_() for n, p in self._point.items()}
@@ -178,144 +203,187 @@ class JetLinearization(FunctionLinearization):
         self._uses = tape.uses
         return self._graph.detach().to(self.space.dtype)
 
-    def _reverse(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
-        """Cotangents (S·N, …, O) of the recorded outputs' channels; parameters reached elsewhere.
+    def _pull_to_layers(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:
+        """Return the cotangents (S·N, …, O) of each layer's output channels.
 
-        Those of channels that nothing depends on are zeros held once.
+        The second result is the set of parameters that the covector reaches outside of layers.
         """
-        outputs = [x for used in self._uses for x in used.output.tensors()]
-        edges = outputs + list(self._leaves.values())
-        found: Sequence[Tensor | None] = [None] * len(edges)
+        outputs: list[Tensor] = []
+        for use in self._uses:
+            outputs.extend(use.output.tensors())
+        targets = outputs + list(self._leaves.values())
+        gradients: Sequence[Tensor | None] = [None] * len(targets)
         if self._graph.requires_grad:
-            found = torch.autograd.grad(
-                self._graph, edges, u.to(self._graph.dtype), retain_graph=True, allow_unused=True
+            gradients = torch.autograd.grad(
+                self._graph, targets, u.to(self._graph.dtype), retain_graph=True, allow_unused=True
             )
-        deltas = []
-        at = 0
-        for used in self._uses:
-            pieces: list[Tensor] = []
-            for k, x in enumerate(used.output.tensors()):
-                if found[at] is None:
-                    g = x.new_zeros(()).expand_as(x)
-                else:
-                    g = found[at]
-                assert g is not None
-                pieces += g.unbind() if k == 1 and used.output.asked[0] else [g]
-                at += 1
-            deltas.append(pieces)
-        rest = zip(self._leaves, found[len(outputs) :], strict=True)
-        return deltas, {n for n, g in rest if g is not None}
+        remaining = iter(gradients)
+        deltas = [_split_channels(use, remaining) for use in self._uses]
+        elsewhere = {name for name, g in zip(self._leaves, remaining, strict=True) if g is not None}
+        return deltas, elsewhere
 
-    def coupling(self, u: Tensor) -> tuple[float, bool]:
-        """Σ ‖δ‖‖ā‖ over the layers, of whose round-off rows that cancel are; and whether points
-        whose covector is 0 have cotangents at a layer: these are others' then.
-        """
+    def measure_coupling(self, u: Tensor) -> _Coupling:
+        """Return how far cotangents of the covectors u reach points whose covector is 0."""
         silent = (u == 0).all(1)
-        size = 0.0
-        leak = False
-        for used, pieces in zip(self._uses, self._reverse(u)[0], strict=True):
-            delta = torch.stack(pieces).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
-            size += float(delta.norm() * torch.stack(used.channels).norm())
-            leak |= bool(
-                delta[:, :, silent].norm() > relative_tolerance(delta.dtype) * delta.norm()
-            )
-        return size, leak
+        scale = 0.0
+        is_coupled = False
+        for use, channels in zip(self._uses, self._pull_to_layers(u)[0], strict=True):
+            delta = torch.stack(channels).unflatten(1, self._map.x.shape[:2])  # (T, S, N, …, O)
+            scale += float(delta.norm() * torch.stack(use.channels).norm())
+            limit = relative_tolerance(delta.dtype) * delta.norm()
+            is_coupled |= bool(delta[:, :, silent].norm() > limit)
+        return _Coupling(scale, is_coupled)
 
     def pullback(self, covectors: Tensor) -> Pulled:
         entries = self.value.shape[0] * covectors.shape[0] * self.space.size
-        return self._pull(covectors, whole=entries <= _SMALL)
+        if entries <= _SMALL:
+            return self._pull_matrix(covectors)
+        return self.pullback_factored(covectors)
 
-    def factored(self, covectors: Tensor) -> Pulled:
-        return self._pull(covectors, whole=False)
-
-    def _pull(self, covectors: Tensor, *, whole: bool) -> Pulled:
-        """Pull covectors back: as one matrix A if `whole`, or block by block."""
+    def pullback_factored(self, covectors: Tensor) -> Pulled:
         layers, others = self._group_by_layer(covectors)
-        shape = self.value.shape[0], covectors.shape[0]
-        matrix = self.space.zeros(*shape, self.space.size if whole else 0)
         blocks: list[Block] = []
         coverage = []
         for layer in layers:
-            block = None
-            if not (whole and self._write_layer_rows(layer, matrix)):
-                block = self._block(layer.weight, layer.bias, layer.uses)
-                blocks.append(block)
-            route = "rows" if whole or block is None else block.route
-            coverage += [Covered(n, route, "linear layer of a jet") for n in layer.names]
+            block = self._form_block(layer)
+            blocks.append(block)
+            coverage += _cover(layer.names, block.route)
         if others:
-            columns = self.columns(sorted(others))
-            rows = {n: self.contracted(covectors, column) for n, column in columns.items()}
+            rows = self._form_rows(covectors, others)
             blocks.append(RowsBlock(rows))
-            coverage += [Covered(n, "rows", "not the weight of one linear layer") for n in rows]
-        if not whole:
-            return Pulled(self.space, shape, blocks, coverage)
+            coverage += _cover_others(rows)
+        shape = (self.value.shape[0], covectors.shape[0])
+        return Pulled(self.space, shape, blocks, coverage)
+
+    def _pull_matrix(self, covectors: Tensor) -> Pulled:
+        """Return the covectors pulled back as one matrix A."""
+        layers, others = self._group_by_layer(covectors)
+        shape = (self.value.shape[0], covectors.shape[0])
+        matrix = self.space.zeros(*shape, self.space.size)
         index = self.space.slices()
-        for block in blocks:
-            for name, rows in block.rows().items():
-                matrix[..., index[name]] = rows
+        rows: dict[str, Tensor] = {}
+        coverage = []
+        for layer in layers:
+            if not self._write_layer_rows(layer, matrix):
+                rows.update(self._form_block(layer).rows())
+            coverage += _cover(layer.names, "rows")
+        if others:
+            other_rows = self._form_rows(covectors, others)
+            rows.update(other_rows)
+            coverage += _cover_others(other_rows)
+        for name, values in rows.items():
+            matrix[..., index[name]] = values
         return Pulled.of_rows(self.space, shape, matrix.flatten(0, 1), coverage)
 
-    def _group_by_layer(self, covectors: Tensor) -> tuple[list[_LayerUses], set[str]]:
-        """The uses of each layer with their cotangents, and the parameters of no single layer.
+    def _form_rows(self, covectors: Tensor, names: set[str]) -> dict[str, Tensor]:
+        """Return the rows (N, R, numel) of parameters that are not the weight of one layer."""
+        columns = self.columns(sorted(names))
+        return {name: self.contract(covectors, column) for name, column in columns.items()}
 
-        Rows of parameters that several layers share, or that are used outside of layers, are
-        formed whole.
+    def _group_by_layer(self, covectors: Tensor) -> tuple[list[_LayerUses], set[str]]:
+        """Return the uses of each layer, and the parameters of no single layer.
+
+        These are parameters that several layers share, or that are used outside of layers.
         """
-        passes = [self._reverse(u) for u in covectors]
-        others: set[str] = set().union(*(reached for _, reached in passes))
+        passes = [self._pull_to_layers(u) for u in covectors]
+        others: set[str] = set().union(*(elsewhere for _, elsewhere in passes))
         cotangents = zip(*(deltas for deltas, _ in passes), strict=True)
-        groups: dict[tuple[str | None, str | None], list[tuple[Used, Deltas]]] = defaultdict(list)
-        for used, deltas in zip(self._uses, cotangents, strict=True):
-            groups[used.weight, used.bias].append((used, deltas))
-        candidates = [_LayerUses(weight, bias, uses) for (weight, bias), uses in groups.items()]
-        owners = Counter(name for layer in candidates for name in layer.names)
-        layers = []
-        for layer in candidates:
-            if any(n in others or owners[n] > 1 for n in layer.names):
-                others.update(layer.names)
-            else:
-                layers.append(layer)
-        return layers, others
+        groups: dict[tuple[str | None, str | None], list[LayerUse]] = defaultdict(list)
+        for use, deltas in zip(self._uses, cotangents, strict=True):
+            groups[use.weight, use.bias].append(LayerUse(use, deltas))
+        return _separate_shared(
+            [_LayerUses(*names, uses) for names, uses in groups.items()], others
+        )
 
     def _write_layer_rows(self, layer: _LayerUses, matrix: Tensor) -> bool:
-        """Write a layer's rows into A where a loop over channels is cheaper; False elsewhere."""
+        """Write a layer's rows into A and return True, if a loop over its features is faster."""
         sites = len(self._map.x)
-        if len(layer.uses) > 1 or not prefers_loop(*layer.uses[0], sites):
+        if len(layer.uses) > 1 or not should_loop_over_features(*layer.uses[0], sites):
             return False
         index = self.space.slices()
-        targets = [None if n is None else matrix[..., index[n]] for n in (layer.weight, layer.bias)]
-        write_rows(*layer.uses[0], sites, *targets)
+        weight_rows: Tensor | None = None
+        bias_rows: Tensor | None = None
+        if layer.weight is not None:
+            weight_rows = matrix[..., index[layer.weight]]
+        if layer.bias is not None:
+            bias_rows = matrix[..., index[layer.bias]]
+        write_rows(*layer.uses[0], sites, weight_rows, bias_rows)
         return True
 
-    def _block(
-        self, weight: str | None, bias: str | None, uses: list[tuple[Used, Deltas]]
-    ) -> AffineBlock:
-        """Channels and sites of all uses along one sharing axis."""
+    def _form_block(self, layer: _LayerUses) -> AffineBlock:
+        """Return the layer's block, with channels and sites of all uses along one sharing axis."""
         inputs = []
         deltas = []
         heights = []
-        for used, pieces in uses:
-            inputs.append(self._by_sample(used.channels)[:, None])
-            given = [self._by_sample(one)[:, None, None] for one in pieces]
-            deltas.append(join_uses(given, 1))
-            first = inputs[-1].new_zeros(inputs[-1].shape[2])
-            first[: len(first) // len(used.channels)] = 1
-            heights.append(first)
-        x = join_uses(inputs, 2)
-        delta = join_uses(deltas, 3)
-        h = join_uses(heights, 0)
-        return AffineBlock(weight, bias, x, delta, h)
+        for use, by_covector in layer.uses:
+            x = self._arrange_by_sample(use.channels)[:, None]
+            inputs.append(x)
+            cotangents = [self._arrange_by_sample(d)[:, None, None] for d in by_covector]
+            deltas.append(join_uses(cotangents, 1))
+            height = x.new_zeros(x.shape[2])
+            height[: len(height) // len(use.channels)] = 1  # the value's channel comes first
+            heights.append(height)
+        return AffineBlock(
+            layer.weight,
+            layer.bias,
+            join_uses(inputs, 2),
+            join_uses(deltas, 3),
+            join_uses(heights, 0),
+        )
 
-    def _by_sample(self, channels: Sequence[Tensor]) -> Tensor:
-        """Channels (S·N, …, I) side by side, (N, T·S·positions, I)."""
-        parts = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
-        return torch.stack(parts, 1).flatten(1, -2).to(self.space.dtype)
+    def _arrange_by_sample(self, channels: Sequence[Tensor]) -> Tensor:
+        """Return channels (S·N, …, I) side by side, (N, T·S·positions, I)."""
+        by_sample = [x.unflatten(0, self._map.x.shape[:2]).transpose(0, 1) for x in channels]
+        return torch.stack(by_sample, 1).flatten(1, -2).to(self.space.dtype)
 
     rows = Linearization.rows
 
     def vjp(self, u: Tensor) -> Tensor:
         ones = torch.ones(self.value.shape[0], 1, dtype=u.dtype, device=u.device)
         return self.pullback(u[None]).lift(ones)
+
+
+def _separate_shared(
+    candidates: Sequence[_LayerUses], others: set[str]
+) -> tuple[list[_LayerUses], set[str]]:
+    """Return the layers that share no parameter, and `others` with the parameters of the rest."""
+    owners: Counter[str] = Counter()
+    for layer in candidates:
+        owners.update(layer.names)
+    layers = []
+    for layer in candidates:
+        if any(name in others or owners[name] > 1 for name in layer.names):
+            others.update(layer.names)
+        else:
+            layers.append(layer)
+    return layers, others
+
+
+def _split_channels(use: LinearUse, gradients: Iterator[Tensor | None]) -> list[Tensor]:
+    """Return the cotangents of a layer's output channels, from the next gradients.
+
+    Zeros of a channel that nothing depends on are one number, expanded.
+    """
+    channels: list[Tensor] = []
+    for k, output in enumerate(use.output.tensors()):
+        gradient = next(gradients)
+        if gradient is None:
+            gradient = output.new_zeros(()).expand_as(output)
+        if k == 1 and use.output.computed[0]:  # all first derivatives in one tensor
+            channels.extend(gradient.unbind())
+        else:
+            channels.append(gradient)
+    return channels
+
+
+def _cover(names: Iterable[str], route: str) -> list[Covered]:
+    """Return the coverage of a layer's parameters."""
+    return [Covered(name, route, "linear layer of a jet") for name in names]
+
+
+def _cover_others(names: Iterable[str]) -> list[Covered]:
+    """Return the coverage of parameters that are not the weight of one layer."""
+    return [Covered(name, "rows", "not the weight of one linear layer") for name in names]
 
 
 class IntegralMap(Map):

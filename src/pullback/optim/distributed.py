@@ -141,7 +141,7 @@ class DistributedObjectiveProblem(DistributedProblem, ObjectiveProblem):
     def _average_residuals(self, function: Callable[..., Any]) -> ObjectiveMap:
         source = ObjectiveMap(function, self._reduction)
         with self.processes.raise_together(), torch.no_grad():
-            own_samples = source.samples(self.params)
+            own_samples = source.count_samples(self.params)
         samples: dict[str, int] = {}
         for counts in self.processes.gather_objects(own_samples):
             for name, count in counts.items():

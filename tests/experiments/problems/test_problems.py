@@ -46,7 +46,7 @@ def test_smoothed_kink_is_smooth_across_the_period() -> None:
     t = torch.tensor([1e-6, 1e-3, 0.3, 1.0], dtype=torch.float64)
     scheme = Scheme.of([(0,), (0, 0), (0, 0, 0)])
     left, right = (
-        network(Jet.input(torch.stack([torch.full_like(t, e), t], -1), scheme)).stacked()
+        network(Jet.input(torch.stack([torch.full_like(t, e), t], -1), scheme)).stack_channels()
         for e in (-1.0, 1.0)
     )
     scale = left.abs().amax((1, 2), keepdim=True) + 1
@@ -66,7 +66,7 @@ def test_smoothed_kink_is_the_heat_equations() -> None:
     near = (2 * gap + (50 - math.pi**2) * gap**3) * torch.exp(-25 * gap**2)
     remainder = x**2 * torch.cos(math.pi * x) - near
     for decay in (0.0, 10.0):
-        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - remainder).stacked()
+        jet = (smoothed_kink(x, at[:, 1:], 1e-4, decay) - remainder).stack_channels()
         w, w_t, w_xx = (jet[scheme.position[i], :, 0] for i in ((), (1,), (0, 0)))
         left = w_t - 1e-4 * w_xx + decay * w
         # nearly constant in a layer where w_t falls by a factor 40

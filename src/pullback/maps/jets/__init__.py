@@ -3,6 +3,6 @@
 from . import rules as rules
 from . import shapes as shapes  # both enter the rules
 from .jet import Jet, Tape, Unsupported
-from .scheme import Index, Scheme, nested
+from .scheme import Index, Scheme, differentiate_nested
 
-__all__ = ["Index", "Jet", "Scheme", "Tape", "Unsupported", "nested"]
+__all__ = ["Index", "Jet", "Scheme", "Tape", "Unsupported", "differentiate_nested"]

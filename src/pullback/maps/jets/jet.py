@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
-class Used:
-    """One use of a linear layer: the channels of its input and output, the bias in the value."""
+class LinearUse:
+    """One use of a linear layer: the jets of its input and output; a bias adds to the value."""
 
     weight: str | None
     bias: str | None
@@ -28,14 +28,14 @@ class Used:
 
     @property
     def channels(self) -> list[Tensor]:
-        """The input's channels (B, …, I) that went on into the output."""
-        found = self.input.channels(self.output.asked)
-        return [x.detach().expand(self.input.shape) for x in found]
+        """The channels (B, …, I) of the input whose output was computed."""
+        channels = self.input.channels(self.output.computed)
+        return [x.detach().expand(self.input.shape) for x in channels]
 
 
 @dataclass
 class Tape:
-    """Linear layers met on the way, by the names of their parameters.
+    """A record of the linear layers that a jet passes.
 
     Attributes:
         names: of the parameters, by id.
@@ -44,7 +44,7 @@ class Tape:
 
     names: dict[int, str]
     points: int
-    uses: list[Used] = field(default_factory=list)
+    uses: list[LinearUse] = field(default_factory=list)
 
 
 Rule = Callable[..., Any]
@@ -52,7 +52,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*functions: Any):
-    """Decorator: how these functions of torch act on jets."""
+    """Decorator: the function says how these functions of torch act on jets."""
 
     def enter(act: Rule) -> Rule:
         RULES.update(dict.fromkeys(functions, act))
@@ -62,7 +62,7 @@ def rule(*functions: Any):
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the rule of a function of torch says."""
+    """Return what the rule of a function of torch gives; raise `Unsupported` without a rule."""
     act = RULES.get(function)
     name = getattr(function, "__name__", str(function))
     if act is None:
@@ -77,10 +77,10 @@ Cell = Tensor | Callable[[], Tensor]
 
 
 class Cells(Sequence[Tensor]):
-    """Tensors, each computed when it is first asked for.
+    """Tensors, each computed when it is first read.
 
-    What the last layers carry but no residual asks for is never computed: of a shallow network
-    with a Laplacian all first derivatives behind the activation.
+    Derivatives that the last layers carry but no residual reads are never computed: in a shallow
+    network with a Laplacian, all first derivatives behind the activation.
     """
 
     def __init__(self, cells: Iterable[Cell]) -> None:
@@ -96,8 +96,8 @@ class Cells(Sequence[Tensor]):
         return cell
 
     @property
-    def asked(self) -> tuple[bool, ...]:
-        """Which of them are there."""
+    def computed(self) -> tuple[bool, ...]:
+        """For each tensor, True if it was computed."""
         return tuple(isinstance(cell, Tensor) for cell in self._cells)
 
 
@@ -108,8 +108,8 @@ class Jet:
     """A value, its first derivatives (m, *shape) and the higher ones, in the scheme's order.
 
     Modules see an ordinary tensor of the value's shape: torch's functions are sent to the rules of
-    this package. Derivatives may be given as functions and are computed on demand. `affine` says
-    that all above the first are known to vanish.
+    this package. Derivatives may be functions, which are called when they are first read. `affine`
+    says that all derivatives above the first vanish.
     """
 
     def __init__(
@@ -135,39 +135,44 @@ class Jet:
 
     @classmethod
     def input(cls, x: Tensor, scheme: Scheme) -> Jet:
-        """The coordinates themselves: ∂_i x = e_i, and nothing above."""
+        """Return the jet of the coordinates: ∂_i x = e_i, and higher derivatives vanish."""
         axes = [index[0] for index in scheme.indices[scheme.first]]
         units = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)[axes]
-        # the same at every point: held once, until an operation tells the points apart
+        # the same at all points: one copy, until an operation tells the points apart
         zeros = [torch.zeros_like(x[:1])] * (len(scheme) - 1 - len(axes))
         return cls(x, units[:, None], zeros, scheme, affine=True)
 
-    def taped(self, tape: Tape | None) -> Jet:
-        """The same jet, with linear layers recorded from here on."""
+    def record_on(self, tape: Tape | None) -> Jet:
+        """Return this jet with a tape that records the linear layers it will pass."""
         return Jet(self.value, self.first, self.higher, self.scheme, tape, self.affine)
 
-    def full(self) -> Jet:
-        """Every channel in the value's shape."""
-        return self.each(lambda x, n: x.expand(*x.shape[:n], *self.value.shape))
+    def expand_channels(self) -> Jet:
+        """Return the jet with all channels in the value's shape."""
+        return self.map_channels(lambda x, n: x.expand(*x.shape[:n], *self.value.shape))
 
-    def like(self, value: Tensor, first: Cell, higher: Iterable[Cell], affine: bool = False) -> Jet:
-        """The same kind of jet with other channels."""
+    def replace_channels(
+        self, value: Tensor, first: Cell, higher: Iterable[Cell], affine: bool = False
+    ) -> Jet:
+        """Return a jet of the same scheme and tape with other channels."""
         return Jet(value, first, higher, self.scheme, self.tape, affine)
 
-    def each(self, op: Callable[..., Tensor], *others: Jet, value: Tensor | None = None) -> Jet:
-        """A linear operation on every channel of one or several jets; the value may be another.
+    def map_channels(
+        self, op: Callable[..., Tensor], *others: Jet, value: Tensor | None = None
+    ) -> Jet:
+        """Return the jet whose channels are `op` of the channels of one or several jets.
 
-        The last argument of `op` is the number of axes that lie in front.
+        `op` must be linear. Its last argument is the number of axes in front of the value's: 1 for
+        the first derivatives, else 0. A `value` replaces the value's channel.
         """
         jets = (self, *others)
         if value is None:
             value = op(*(j.value for j in jets), 0)
         higher = [lambda i=i: op(*(j.higher[i] for j in jets), 0) for i in range(len(self.higher))]
         affine = all(j.affine for j in jets)
-        return self.like(value, lambda: op(*(j.first for j in jets), 1), higher, affine)
+        return self.replace_channels(value, lambda: op(*(j.first for j in jets), 1), higher, affine)
 
     def channel(self, i: int) -> Tensor:
-        """One channel, by its position in the scheme."""
+        """Return one channel by its position in the scheme."""
         m = self.scheme.first.stop - 1
         if i == 0:
             return self.value
@@ -176,31 +181,37 @@ class Jet:
         return self.higher[i - 1 - m]
 
     @property
-    def asked(self) -> tuple[bool, ...]:
+    def computed(self) -> tuple[bool, ...]:
         """Which channels were computed: first derivatives together, then each higher one."""
-        return (*self._first.asked, *self.higher.asked)
+        return (*self._first.computed, *self.higher.computed)
 
-    def tensors(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
-        """Value, first derivatives and higher ones; by default those computed so far."""
-        cells = [lambda: self.first, *(lambda i=i: self.higher[i] for i in range(len(self.higher)))]
-        wanted = zip(cells, self.asked if asked is None else asked, strict=True)
-        return [self.value, *(cell() for cell, yes in wanted if yes)]
+    def tensors(self, selected: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """Return the value, first derivatives in one tensor and higher ones.
 
-    def channels(self, asked: tuple[bool, ...] | None = None) -> list[Tensor]:
-        """The same, with the first derivatives one by one."""
-        if asked is None:
-            asked = self.asked
-        value, *rest = self.tensors(asked)
-        if asked[0]:
-            first = rest.pop(0).unbind()
-        else:
-            first = ()
-        return [value, *first, *rest]
+        `selected` says which, in the order of `computed`; by default those computed so far.
+        """
+        if selected is None:
+            selected = self.computed
+        out = [self.value]
+        if selected[0]:
+            out.append(self.first)
+        out.extend(self.higher[i] for i, is_selected in enumerate(selected[1:]) if is_selected)
+        return out
 
-    def stacked(self) -> Tensor:
-        """All channels, (T, *shape)."""
-        every = self.channels((True,) * len(self.asked))
-        return torch.stack([x.expand(self.shape) for x in every])
+    def channels(self, selected: tuple[bool, ...] | None = None) -> list[Tensor]:
+        """Return the same tensors, with the first derivatives one by one."""
+        if selected is None:
+            selected = self.computed
+        value, *derivatives = self.tensors(selected)
+        if not selected[0]:
+            return [value, *derivatives]
+        first, *higher = derivatives
+        return [value, *first.unbind(), *higher]
+
+    def stack_channels(self) -> Tensor:
+        """Return all channels, (T, *shape)."""
+        channels = self.channels((True,) * len(self.computed))
+        return torch.stack([x.expand(self.shape) for x in channels])
 
     @classmethod
     def __torch_function__(
@@ -212,7 +223,7 @@ class Jet:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> Any:
-        """What the value says of its form, and methods of tensors: jet.sin() is torch.sin(jet)."""
+        """Return the value's shape and dtype, or a tensor's method: jet.sin() is torch.sin(jet)."""
         if name in _OF_VALUE:
             return getattr(self.value, name)
         if name.startswith("_"):
@@ -223,28 +234,42 @@ class Jet:
         return partial(_apply, method, self)
 
     def __getitem__(self, index: Any) -> Jet:
-        if not (isinstance(index, tuple)):
+        if not isinstance(index, tuple):
             index = (index,)
-        if not all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in index):
-            # positions of several tensors move to the front: derivatives must not be in the way
-            # and at once: lists and tensors may be changed after their use
-            jet = self.full()
-            value = jet.value[index]
-            first = [x[index] for x in jet.first]
-            empty = value.new_zeros(0, *value.shape)
-            higher = [h[index] for h in jet.higher]
-            return self.like(value, torch.stack(first) if first else empty, higher)
-        taken = sum(i is not None and i is not Ellipsis for i in index)
-        alike = index[:1] == (slice(None),) or (index[:1] == (Ellipsis,) and taken < self.ndim)
-        return (self if alike else self.full()).each(
-            lambda x, front: x[(slice(None),) * front + index]
+        if not all(_is_basic_index(i) for i in index):
+            return self._gather(index)
+        indexed_axes = sum(i is not None and i is not Ellipsis for i in index)
+        keeps_points = index[:1] == (slice(None),) or (
+            index[:1] == (Ellipsis,) and indexed_axes < self.ndim
         )
+        jet = self
+        if not keeps_points:
+            jet = self.expand_channels()
+        return jet.map_channels(lambda x, front: x[(slice(None),) * front + index])
+
+    def _gather(self, index: tuple[Any, ...]) -> Jet:
+        """Return the entries at an index with tensors or lists.
+
+        Axes of several index tensors move to the front, so the first derivatives are indexed one
+        by one. All channels are computed at once, because the tensors may change afterwards.
+        """
+        jet = self.expand_channels()
+        value = jet.value[index]
+        first = value.new_zeros(0, *value.shape)
+        if len(jet.first):
+            first = torch.stack([x[index] for x in jet.first])
+        return self.replace_channels(value, first, [h[index] for h in jet.higher])
 
 
-def _operator(name: str) -> None:
-    """Let an operator act by the rule of the tensor's method, and refuse it where there is none.
+def _is_basic_index(index: Any) -> bool:
+    """Return True for an index that gives a view of a tensor."""
+    return index is None or index is Ellipsis or isinstance(index, (int, slice))
 
-    Python would answer some by itself, wrongly: == by identity, += by a new name.
+
+def _define_operator(name: str) -> None:
+    """Let an operator act by the rule of the tensor's method; without a rule it is refused.
+
+    Python has wrong defaults for some: == by identity, += by a new name.
     """
 
     def method(self: Jet, *args: Any) -> Any:
@@ -254,55 +279,81 @@ def _operator(name: str) -> None:
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
-    for _kind in ("", "r", "i"):
-        _operator(f"__{_kind}{_name}__")
+    for _prefix in ("", "r", "i"):
+        _define_operator(f"__{_prefix}{_name}__")
 for _name in ("neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "bool", "setitem"):
-    _operator(f"__{_name}__")
+    _define_operator(f"__{_name}__")
 
 
 #: cotangents (S·N, …, O) for each of R covectors and T channels
 Deltas = Sequence[Sequence[Tensor]]
 
-_PASSES = 16  # over the entries, that a batch of tiny matrix products is worth
+_PASSES = 16  # passes over the entries that take as long as a batch of tiny matrix products
 
 
-def prefers_loop(used: Used, deltas: Deltas, sites: int) -> bool:
-    """Whether the layer is so narrow on one side that a loop over it is fastest."""
+def should_loop_over_features(use: LinearUse, deltas: Deltas, sites: int) -> bool:
+    """Return True if the layer is so narrow on one side that a loop over it is fastest."""
     delta = deltas[0][0]
-    passes = len(deltas[0]) * sites * min(delta.shape[-1], used.input.shape[-1])
+    passes = len(deltas[0]) * sites * min(delta.shape[-1], use.input.shape[-1])
     return delta.ndim == 2 and passes <= _PASSES and not delta.is_cuda
 
 
+class _ChannelTerm(NamedTuple):
+    """One term of Σ_t δ_t ⊗ a_t: cotangents (N, R, O) and inputs (N, I) of a channel and site."""
+
+    channel: int
+    delta: Tensor
+    input: Tensor
+
+
 def write_rows(
-    used: Used, deltas: Deltas, sites: int, weight: Tensor | None, bias: Tensor | None
+    use: LinearUse, deltas: Deltas, sites: int, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Write the rows of one use of a layer to weight (N, R, O·I) and bias (N, R, O)."""
-    terms = []
-    for t, a in enumerate(used.channels):
-        d = [one[t] for one in deltas]
-        if any(x.stride() != (0, 0) for x in d):  # which marks zeros
-            if len(d) == 1:
-                joint = d[0][:, None]
-            else:
-                joint = torch.stack(d, 1)
-            terms += [(t, *pair) for pair in zip(joint.chunk(sites), a.chunk(sites), strict=True)]
+    terms = _list_terms(use, deltas, sites)
     if bias is not None:
-        for d in (d for t, d, _ in terms if t == 0):
-            bias += d
+        for term in terms:
+            if term.channel == 0:
+                bias += term.delta
     if weight is not None and terms:
-        out = weight.unflatten(-1, (deltas[0][0].shape[-1], used.input.shape[-1]))
-        _outer([d for _, d, _ in terms], [a for _, _, a in terms], out)
-
-
-def _outer(d: Sequence[Tensor], a: Sequence[Tensor], out: Tensor) -> None:
-    """Σ_t d_t ⊗ a_t of (N, R, O) and (N, I) into (N, R, O, I), feature by feature."""
-    few = a[0].shape[-1] <= d[0].shape[-1]
-    for k in range(min(a[0].shape[-1], d[0].shape[-1])):
-        if few:
-            pairs = [(delta, x[:, None, k, None]) for delta, x in zip(d, a, strict=True)]
+        out = weight.unflatten(-1, (deltas[0][0].shape[-1], use.input.shape[-1]))
+        if use.input.shape[-1] <= out.shape[-2]:
+            _write_by_input(terms, out)
         else:
-            pairs = [(delta[..., k, None], x[:, None]) for delta, x in zip(d, a, strict=True)]
-        some = pairs[0][0] * pairs[0][1]
-        for one, two in pairs[1:]:
-            some.addcmul_(one, two)
-        (out[..., k] if few else out[:, :, k]).copy_(some)
+            _write_by_output(terms, out)
+
+
+def _list_terms(use: LinearUse, deltas: Deltas, sites: int) -> list[_ChannelTerm]:
+    """Return the terms of the rows, without channels whose cotangents are all zero."""
+    terms = []
+    for t, a in enumerate(use.channels):
+        by_covector = [channels[t] for channels in deltas]
+        if all(delta.stride() == (0, 0) for delta in by_covector):  # zeros are one number, expanded
+            continue
+        if len(by_covector) == 1:
+            delta = by_covector[0][:, None]
+        else:
+            delta = torch.stack(by_covector, 1)
+        for pair in zip(delta.chunk(sites), a.chunk(sites), strict=True):
+            terms.append(_ChannelTerm(t, *pair))
+    return terms
+
+
+def _write_by_input(terms: Sequence[_ChannelTerm], out: Tensor) -> None:
+    """Write Σ_t δ_t ⊗ a_t to `out` (N, R, O, I), one input feature after the other."""
+    first, *others = terms
+    for k in range(out.shape[-1]):
+        total = first.delta * first.input[:, None, k, None]
+        for term in others:
+            total.addcmul_(term.delta, term.input[:, None, k, None])
+        out[..., k].copy_(total)
+
+
+def _write_by_output(terms: Sequence[_ChannelTerm], out: Tensor) -> None:
+    """Write Σ_t δ_t ⊗ a_t to `out` (N, R, O, I), one output feature after the other."""
+    first, *others = terms
+    for k in range(out.shape[-2]):
+        total = first.delta[..., k, None] * first.input[:, None]
+        for term in others:
+            total.addcmul_(term.delta[..., k, None], term.input[:, None])
+        out[:, :, k].copy_(total)

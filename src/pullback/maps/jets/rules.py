@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .jet import RULES, Cell, Jet, Unsupported, Used, rule
+from .jet import RULES, Cell, Jet, LinearUse, Tape, Unsupported, rule
+from .scheme import ChainTerm, ProductTerm
 from .towers import TOWERS, Tower
 
 _SMALL = 2**12  # entries of a constant that is copied rather than watched
@@ -26,39 +27,55 @@ def elementwise(build: Tower, a: Jet, **options: Any) -> Jet:
     scheme = a.scheme
     f = build(a.value, scheme.order, **options)
 
-    def summed(terms: list[tuple[int, tuple[int, ...]]]) -> Tensor:
-        if a.affine:  # only products of first derivatives are left
-            terms = [(n, c) for n, c in terms if max(c) < scheme.first.stop]
-        shares = [_times(n, reduce(operator.mul, map(a.channel, c), f[len(c)])) for n, c in terms]
-        return sum(shares[1:], shares[0])
+    def first() -> Tensor:
+        if not scheme.order:
+            return a.first
+        return f[1] * a.first
+
+    def sum_partitions(terms: Sequence[ChainTerm]) -> Tensor:
+        total: Tensor | None = None
+        for term in terms:
+            if a.affine and max(term.blocks) >= scheme.first.stop:
+                continue  # only products of first derivatives do not vanish
+            channels = map(a.channel, term.blocks)
+            product = reduce(operator.mul, channels, f[len(term.blocks)])
+            total = _add_multiple(total, term.multiplicity, product)
+        assert total is not None
+        return total
 
     def laplacian() -> Tensor:
-        bent = f[2] * collapsed(a).square().sum(0)
+        curvature = f[2] * select_laplacian_axes(a).square().sum(0)
         if a.affine:
-            return bent
-        return bent + f[1] * a.higher[-1]
+            return curvature
+        return curvature + f[1] * a.higher[-1]
 
-    higher: list[Cell] = [partial(summed, terms) for terms in scheme.chain]
+    higher: list[Cell] = [partial(sum_partitions, terms) for terms in scheme.chain]
     if scheme.laplacian:
         higher.append(laplacian)
-    return a.like(f[0], lambda: f[1] * a.first if scheme.order else a.first, higher)
+    return a.replace_channels(f[0], first, higher)
 
 
-def collapsed(a: Jet) -> Tensor:
-    """The first derivatives along the Laplacian's axes; all of them are no copy in reverse."""
-    some = a.scheme.collapsed
-    if some == slice(0, len(a.first)):
+def select_laplacian_axes(a: Jet) -> Tensor:
+    """Return the first derivatives along the Laplacian's axes.
+
+    If these are all axes, no index is taken: its backward pass would copy.
+    """
+    axes = a.scheme.laplacian_positions
+    if axes == slice(0, len(a.first)):
         return a.first
-    return a.first[some]
+    return a.first[axes]
 
 
-def _times(count: int, x: Tensor) -> Tensor:
-    if count == 1:
+def _add_multiple(total: Tensor | None, count: int, x: Tensor) -> Tensor:
+    """Return total + count·x; None is an empty sum."""
+    if count != 1:
+        x = count * x
+    if total is None:
         return x
-    return count * x
+    return total + x
 
 
-def _on_jet(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
+def _apply_elementwise(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
     if not isinstance(a, Jet):
         raise Unsupported("an elementwise function with a jet among its options")
     if kwargs.pop("inplace", False):
@@ -72,7 +89,7 @@ def _on_jet(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
 
 
 for _function, _build in TOWERS.items():
-    RULES[_function] = partial(_on_jet, _build)
+    RULES[_function] = partial(_apply_elementwise, _build)
 
 
 @rule(torch.pow, Tensor.pow, Tensor.__pow__)
@@ -89,54 +106,64 @@ def power(a: Any, exponent: Any) -> Jet:
 def bilinear(op: Callable[[Tensor, Tensor], Tensor], a: Jet, b: Jet) -> Jet:
     """op(a, b) by Leibniz; with a Laplacian aΔb + bΔa + 2Σ ∂a∂b."""
     scheme = a.scheme
-    x = a.channel
-    y = b.channel
 
-    def summed(terms: list[tuple[int, int, int]]) -> Tensor:
-        shares = [_times(n, op(x(i), y(j))) for n, i, j in terms]
-        return sum(shares[1:], shares[0])
+    def first() -> Tensor:
+        return op(a.first, b.value) + op(a.value, b.first)
+
+    def sum_splits(terms: Sequence[ProductTerm]) -> Tensor:
+        total: Tensor | None = None
+        for term in terms:
+            product = op(a.channel(term.left), b.channel(term.right))
+            total = _add_multiple(total, term.multiplicity, product)
+        assert total is not None
+        return total
 
     def laplacian() -> Tensor:
-        mixed = op(collapsed(a), collapsed(b)).sum(0)
+        mixed = op(select_laplacian_axes(a), select_laplacian_axes(b)).sum(0)
         return op(a.higher[-1], b.value) + op(a.value, b.higher[-1]) + 2 * mixed
 
-    higher: list[Cell] = [partial(summed, terms) for terms in scheme.leibniz]
+    higher: list[Cell] = [partial(sum_splits, terms) for terms in scheme.leibniz]
     if scheme.laplacian:
         higher.append(laplacian)
-    return a.like(op(a.value, b.value), lambda: op(a.first, b.value) + op(a.value, b.first), higher)
+    return a.replace_channels(op(a.value, b.value), first, higher)
 
 
-def _constant(value: Any, jet: Jet) -> Any:
-    """A factor without derivatives, aligned with the trailing axes of every channel."""
+def _check_constant(value: Any, jet: Jet) -> Any:
+    """Return a constant that broadcasts to the trailing axes of all channels; refuse others."""
     if isinstance(value, Tensor) and value.ndim > jet.ndim:
         raise Unsupported("a constant with more axes than the jet")
     return value
 
 
-def _kept(value: Any) -> Callable[[], Any]:
-    """The constant, for use later on: derivatives are computed when they are asked for."""
-    if isinstance(value, Tensor) and not value.requires_grad and value.numel() <= _SMALL:
-        value = value.clone()  # which the network may overwrite meanwhile
+def _defer(value: Any) -> Callable[[], Any]:
+    """Return a function that gives the constant later, when a derivative is first read.
+
+    The network may overwrite a tensor meanwhile: small ones are copied, and for others the function
+    raises `Unsupported` then.
+    """
     if not isinstance(value, Tensor):
         return lambda: value
+    if not value.requires_grad and value.numel() <= _SMALL:
+        value = value.clone()
     version = value._version
 
-    def same() -> Tensor:
+    def read() -> Tensor:
         if value._version != version:
             raise Unsupported("a constant that is changed after its use")
         return value
 
-    return same
+    return read
 
 
 @rule(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, operator.mul)
 def multiply(a: Any, b: Any) -> Jet:
     """The product of two jets, or of a jet and a constant."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        return bilinear(torch.mul, *aligned(a, b))
-    jet, other = (a, b) if isinstance(a, Jet) else (b, a)
-    constant = _kept(_constant(other, jet))
-    return jet.each(lambda x, _: x * constant())
+        return bilinear(torch.mul, *align_axes(a, b))
+    if not isinstance(a, Jet):
+        a, b = b, a
+    constant = _defer(_check_constant(b, a))
+    return a.map_channels(lambda x, _: x * constant())
 
 
 @rule(torch.div, torch.true_divide, Tensor.div, Tensor.__truediv__)
@@ -144,8 +171,8 @@ def divide(a: Any, b: Any) -> Jet:
     """a/b = a·b⁻¹."""
     if isinstance(b, Jet):
         return multiply(a, RULES[torch.reciprocal](b))
-    constant = _kept(_constant(b, a))
-    return a.each(lambda x, _: x / constant())
+    constant = _defer(_check_constant(b, a))
+    return a.map_channels(lambda x, _: x / constant())
 
 
 @rule(Tensor.__rtruediv__)
@@ -160,16 +187,18 @@ def matmul(a: Any, b: Any) -> Jet:
     if isinstance(a, Jet) and isinstance(b, Jet):
         if a.ndim != b.ndim or a.ndim < 2:
             raise Unsupported("a matrix product of jets with different numbers of axes")
-        return bilinear(torch.matmul, a.full(), b.full())
+        return bilinear(torch.matmul, a.expand_channels(), b.expand_channels())
     if isinstance(a, Jet):
         if b.ndim > max(a.ndim, 2):
             raise Unsupported("a matrix product with a constant of more axes")
-        right = _kept(b)
-        return (a if a.ndim > 1 else a.full()).each(lambda x, _: x @ right())
+        if a.ndim == 1:
+            a = a.expand_channels()
+        right = _defer(b)
+        return a.map_channels(lambda x, _: x @ right())
     if b.ndim < 2 or a.ndim > b.ndim:
         raise Unsupported("a matrix product with a constant of more axes")
-    left = _kept(a)
-    return b.full().each(lambda x, _: left() @ x)
+    left = _defer(a)
+    return b.expand_channels().map_channels(lambda x, _: left() @ x)
 
 
 # --- linear ----------------------------------------------------------------------------------
@@ -177,61 +206,74 @@ def matmul(a: Any, b: Any) -> Jet:
 
 @rule(F.linear)
 def linear(a: Any, weight: Tensor, bias: Tensor | None = None) -> Jet:
-    """W a on every channel, and the bias on the value alone; known parameters are recorded."""
+    """Return W a for all channels, with the bias on the value; the tape records parameters."""
     if not isinstance(a, Jet) or isinstance(weight, Jet) or isinstance(bias, Jet):
         raise Unsupported("a linear layer whose weight is a jet")
     if a.ndim < 2:
-        a = a.full()
-    if a.tape is None or a.ndim < 2 or weight.ndim != 2 or a.shape[0] != a.tape.points:
-        return _affine(a, weight, bias)
-    names = a.tape.names.get(id(weight)), a.tape.names.get(id(bias))
-    if names[0]:
-        fixed = weight.detach()
-    else:
-        fixed = weight
-    if bias is not None and names[1]:
-        shift = bias.detach()
-    else:
-        shift = bias
-    out = _affine(a, fixed, shift)
-    if any(names):
-        # each point has cotangents of its own, which can be taken at these tensors
-        out = out.full().each(lambda x, _: x if x.requires_grad else x.requires_grad_())
-        a.tape.uses.append(Used(*names, a, out))
+        a = a.expand_channels()
+    has_points = a.ndim >= 2 and weight.ndim == 2
+    if a.tape is None or not has_points or a.shape[0] != a.tape.points:
+        return _apply_affine(a, weight, bias)
+    return _record_affine(a, weight, bias, a.tape)
+
+
+def _record_affine(a: Jet, weight: Tensor, bias: Tensor | None, tape: Tape) -> Jet:
+    """Return W a + b and record the use on the tape, if W or b is one of its parameters."""
+    weight_name = tape.names.get(id(weight))
+    bias_name = tape.names.get(id(bias))
+    if weight_name is None and bias_name is None:
+        return _apply_affine(a, weight, bias)
+    if weight_name is not None:
+        weight = weight.detach()
+    if bias is not None and bias_name is not None:
+        bias = bias.detach()
+    # each point has cotangents of its own, which are taken at these tensors
+    out = _apply_affine(a, weight, bias).expand_channels().map_channels(_require_grad)
+    tape.uses.append(LinearUse(weight_name, bias_name, a, out))
     return out
 
 
-def _affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
-    w = _kept(weight)
-    return a.each(lambda x, _: F.linear(x, w()), value=F.linear(a.value, weight, bias))
+def _require_grad(x: Tensor, front: int) -> Tensor:
+    """Return a channel with `requires_grad` set."""
+    if x.requires_grad:
+        return x
+    return x.requires_grad_()
 
 
-def aligned(a: Jet, b: Jet) -> tuple[Jet, Jet]:
-    """Both with as many axes, so that derivatives do not meet features when shapes broadcast."""
+def _apply_affine(a: Jet, weight: Tensor, bias: Tensor | None) -> Jet:
+    """Return W a + b, where b adds to the value only."""
+    w = _defer(weight)
+    return a.map_channels(lambda x, _: F.linear(x, w()), value=F.linear(a.value, weight, bias))
+
+
+def align_axes(a: Jet, b: Jet) -> tuple[Jet, Jet]:
+    """Return both jets with as many axes, so that the axis of derivatives does not broadcast."""
     ndim = max(a.ndim, b.ndim)
 
-    def lengthened(j: Jet) -> Jet:
-        missing = [1] * (ndim - j.ndim)
+    def add_axes(jet: Jet) -> Jet:
+        missing = [1] * (ndim - jet.ndim)
         if not missing:
-            return j
-        return j.full().each(lambda x, n: x.reshape(*x.shape[:n], *missing, *x.shape[n:]))
+            return jet
+        return jet.expand_channels().map_channels(
+            lambda x, n: x.reshape(*x.shape[:n], *missing, *x.shape[n:])
+        )
 
-    return lengthened(a), lengthened(b)
+    return add_axes(a), add_axes(b)
 
 
 @rule(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, operator.add)
 def add(a: Any, b: Any, *, alpha: float = 1) -> Jet:
-    """Jets add; a constant joins the value."""
+    """Return a + alpha·b; a constant adds to the value only."""
     if isinstance(a, Jet) and isinstance(b, Jet):
-        one, two = aligned(a, b)  # first derivatives are held once, if both are
-        return one.each(lambda x, y, _: x + alpha * y, two)
+        a, b = align_axes(a, b)
+        return a.map_channels(lambda x, y, _: x + alpha * y, b)
     if isinstance(a, Jet):
-        value = a.value + alpha * _constant(b, a)
+        value = a.value + alpha * _check_constant(b, a)
+        jet = a
     else:
-        a, b = b.each(lambda x, _: alpha * x), a
-        value = _constant(b, a) + a.value
-    jet: Jet = a
-    return jet.each(lambda x, n: x.expand(*x.shape[:n], *value.shape), value=value)
+        jet = b.map_channels(lambda x, _: alpha * x)
+        value = _check_constant(a, jet) + jet.value
+    return jet.map_channels(lambda x, n: x.expand(*x.shape[:n], *value.shape), value=value)
 
 
 @rule(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
@@ -249,4 +291,4 @@ def subtract_from(a: Jet, b: Any) -> Jet:
 @rule(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative)
 def negative(a: Jet) -> Jet:
     """−a."""
-    return a.each(lambda x, _: -x)
+    return a.map_channels(lambda x, _: -x)

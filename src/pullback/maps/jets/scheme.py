@@ -5,9 +5,9 @@ A Laplacian Σ_i ∂_i∂_i over some axes is carried as one channel, since for 
 
     Δ(f∘a) = f'(a) Δa + f''(a) Σ_i (∂_i a)²        Δ(ab) = aΔb + bΔa + 2 Σ_i ∂_i a ∂_i b.
 
-`nested` has the same derivatives by nested reverse-mode differentiation, for any differentiable
-function. Not forward over forward: torch gets the second derivatives of layer norms and cumulative
-products wrong that way, without saying so.
+`differentiate_nested` gives the same derivatives by nested reverse-mode differentiation, for any
+differentiable function. It does not use forward over forward mode: there torch gets the second
+derivatives of layer norms and cumulative products wrong, without an error.
 """
 
 from __future__ import annotations
@@ -17,12 +17,30 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad
 
 Index = tuple[int, ...]
+
+
+class ChainTerm(NamedTuple):
+    """A term multiplicity · f⁽ᵏ⁾ · ∏ ∂^block a of Faà di Bruno's formula."""
+
+    multiplicity: int
+    #: the channels of the k blocks
+    blocks: tuple[int, ...]
+
+
+class ProductTerm(NamedTuple):
+    """A term multiplicity · ∂^left a · ∂^right b of Leibniz' formula."""
+
+    multiplicity: int
+    #: channels of a and b
+    left: int
+    right: int
 
 
 @dataclass(frozen=True)
@@ -38,25 +56,30 @@ class Scheme:
     laplacian: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, wanted: Iterable[Index], laplacian: Iterable[int] = ()) -> Scheme:
-        """The smallest scheme with these derivatives: every derivative brings its parts along."""
+    def of(cls, derivatives: Iterable[Index], laplacian: Iterable[int] = ()) -> Scheme:
+        """Return the smallest scheme with these derivatives and all that they are made from."""
         axes = tuple(sorted(set(laplacian)))
-        closed = {part for index in wanted for part in _parts(tuple(sorted(index)))}
-        closed |= {(), *((i,) for i in axes)}
-        return cls(tuple(sorted(closed, key=lambda i: (len(i), i))), axes)
+        indices: set[Index] = {()}
+        for index in derivatives:
+            indices.update(_list_subsets(tuple(sorted(index))))
+        indices.update((axis,) for axis in axes)
+        return cls(tuple(sorted(indices, key=lambda index: (len(index), index))), axes)
 
     def __len__(self) -> int:
         return len(self.indices) + bool(self.laplacian)
 
     @cached_property
     def position(self) -> dict[Index, int]:
-        """Where each derivative stands."""
+        """The number of each derivative's channel."""
         return {index: i for i, index in enumerate(self.indices)}
 
     @cached_property
     def order(self) -> int:
         """The highest order."""
-        return max(len(self.indices[-1]), 2 if self.laplacian else 0)
+        highest = len(self.indices[-1])
+        if self.laplacian:
+            return max(highest, 2)
+        return highest
 
     @cached_property
     def first(self) -> slice:
@@ -64,11 +87,10 @@ class Scheme:
         return slice(1, 1 + sum(len(i) == 1 for i in self.indices))
 
     @cached_property
-    def collapsed(self) -> slice | list[int]:
-        """The Laplacian's axes among the first derivatives."""
+    def laplacian_positions(self) -> slice | list[int]:
+        """Where the Laplacian's axes stand among the first derivatives, a slice if possible."""
         positions = [self.position[(i,)] - 1 for i in self.laplacian]
-        whole = bool(positions) and positions == list(range(positions[0], positions[-1] + 1))
-        if whole:
+        if positions and positions == list(range(positions[0], positions[-1] + 1)):
             return slice(positions[0], positions[-1] + 1)
         return positions
 
@@ -78,89 +100,98 @@ class Scheme:
         return self.indices[self.first.stop :]
 
     @cached_property
-    def chain(self) -> list[list[tuple[int, tuple[int, ...]]]]:
-        """Faà di Bruno for each higher derivative: [(count, channels of the blocks)]."""
-        return [
-            [(count, tuple(map(self.position.__getitem__, blocks))) for blocks, count in sums]
-            for sums in (Counter(_partitions(index)).items() for index in self.higher)
-        ]
+    def chain(self) -> list[list[ChainTerm]]:
+        """For each higher derivative the terms of Faà di Bruno's formula."""
+        return [self._chain_terms(index) for index in self.higher]
+
+    def _chain_terms(self, index: Index) -> list[ChainTerm]:
+        terms = []
+        for blocks, count in Counter(_list_partitions(index)).items():
+            channels = tuple(self.position[block] for block in blocks)
+            terms.append(ChainTerm(count, channels))
+        return terms
 
     @cached_property
-    def leibniz(self) -> list[list[tuple[int, int, int]]]:
-        """Leibniz for each higher derivative: [(count, channel of a, channel of b)]."""
-        return [
-            [
-                (count, self.position[one], self.position[two])
-                for (one, two), count in Counter(_splits(index)).items()
-            ]
-            for index in self.higher
-        ]
+    def leibniz(self) -> list[list[ProductTerm]]:
+        """For each higher derivative the terms of Leibniz' formula."""
+        return [self._product_terms(index) for index in self.higher]
+
+    def _product_terms(self, index: Index) -> list[ProductTerm]:
+        terms = []
+        for split, count in Counter(_list_splits(index)).items():
+            left, right = split
+            terms.append(ProductTerm(count, self.position[left], self.position[right]))
+        return terms
 
 
-def _parts(index: Index) -> Iterator[Index]:
-    """All sub-multisets."""
-    for k in range(len(index) + 1):
-        yield from combinations(index, k)
+def _list_subsets(index: Index) -> Iterator[Index]:
+    """Yield all sub-multisets of a derivative's axes."""
+    for size in range(len(index) + 1):
+        yield from combinations(index, size)
 
 
-def _splits(index: Index) -> Iterator[tuple[Index, Index]]:
-    """All ways of giving each derivative to one of two factors."""
+def _list_splits(index: Index) -> Iterator[tuple[Index, Index]]:
+    """Yield all ways to give each derivative to one of two factors."""
     positions = range(len(index))
-    for k in range(len(index) + 1):
-        for chosen in combinations(positions, k):
-            rest = tuple(index[i] for i in positions if i not in chosen)
-            yield tuple(index[i] for i in chosen), rest
+    for size in range(len(index) + 1):
+        for chosen in combinations(positions, size):
+            left = tuple(index[i] for i in chosen)
+            right = tuple(index[i] for i in positions if i not in chosen)
+            yield left, right
 
 
-def _partitions(index: Index) -> Iterator[tuple[Index, ...]]:
-    """All set partitions of the positions, as sorted blocks of axes."""
+def _list_partitions(index: Index) -> Iterator[tuple[Index, ...]]:
+    """Yield all set partitions of the positions, as sorted blocks of axes."""
     if not index:
         yield ()
         return
-    head = index[0]
-    tail = index[1:]
-    positions = range(len(tail))
-    for k in range(len(tail) + 1):
-        for chosen in combinations(positions, k):
-            block = tuple(sorted((head, *(tail[i] for i in chosen))))
-            for rest in _partitions(tuple(tail[i] for i in positions if i not in chosen)):
-                yield tuple(sorted((block, *rest)))
+    for chosen, others in _list_splits(index[1:]):
+        block = tuple(sorted((index[0], *chosen)))
+        for blocks in _list_partitions(others):
+            yield tuple(sorted((block, *blocks)))
 
 
 Function = Callable[[Tensor], Tensor]
 
 
-def nested(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
-    """The channels (T, B, m) of function(x) for points x (B, d) that do not see each other."""
+def differentiate_nested(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
+    """Return the channels (T, B, m) of function(x) by nested reverse-mode differentiation.
+
+    The value at one of the points x (B, d) must not depend on the others.
+    """
     value = function(x)
     columns = []
     for j, column in enumerate(value.unbind(-1)):
-        found = _derivatives(lambda y, j=j: function(y)[..., j], x, scheme)
-        found[()] = column
-        channels = [found[index] for index in scheme.indices]
+        derivatives = _differentiate_scalar(lambda y, j=j: function(y)[..., j], x, scheme)
+        derivatives[()] = column
+        channels = [derivatives[index] for index in scheme.indices]
         if scheme.laplacian:
-            channels.append(torch.stack([found[i, i] for i in scheme.laplacian]).sum(0))
+            channels.append(torch.stack([derivatives[i, i] for i in scheme.laplacian]).sum(0))
         columns.append(torch.stack(channels))
     return torch.stack(columns, -1)
 
 
-def _derivatives(function: Function, x: Tensor, scheme: Scheme) -> dict[Index, Tensor]:
-    """All derivatives of a scalar function's values (B,): one gradient gives those of all axes."""
-    wanted = [*scheme.indices[1:], *((i, i) for i in scheme.laplacian)]
-    found: dict[Index, Tensor] = {}
-    for inner in {index[:-1] for index in wanted}:
+def _differentiate_scalar(function: Function, x: Tensor, scheme: Scheme) -> dict[Index, Tensor]:
+    """Return the scheme's derivatives of a scalar function's values (B,).
+
+    One gradient gives the derivatives along all axes.
+    """
+    indices = [*scheme.indices[1:], *((i, i) for i in scheme.laplacian)]
+    derivatives: dict[Index, Tensor] = {}
+    for inner in {index[:-1] for index in indices}:
         f = function
         for axis in inner:
-            f = _partial(f, axis)
-        gradient = _gradient(f)(x)
-        found.update({(*inner, i): gradient[:, i] for i in range(x.shape[-1])})
-    return found
+            f = _make_partial(f, axis)
+        gradient = _make_gradient(f)(x)
+        derivatives.update({(*inner, i): gradient[:, i] for i in range(x.shape[-1])})
+    return derivatives
 
 
-def _partial(function: Function, axis: int) -> Function:
-    return lambda x: _gradient(function)(x)[:, axis]
+def _make_partial(function: Function, axis: int) -> Function:
+    """Return the function x ↦ ∂f(x_b)/∂x_b,axis."""
+    return lambda x: _make_gradient(function)(x)[:, axis]
 
 
-def _gradient(function: Function) -> Function:
-    """x ↦ ∂f(x_b)/∂x_b for every point b, (B, d)."""
+def _make_gradient(function: Function) -> Function:
+    """Return the function x ↦ ∂f(x_b)/∂x_b, (B, d)."""
     return grad(lambda x: function(x).sum())

@@ -132,7 +132,10 @@ def gelu(a: Tensor, order: int, approximate: str = "none") -> list[Tensor]:
     if order:
         normal.append(torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi))
     for k in range(2, order + 1):  # φ⁽ᵏ⁾ = −aφ⁽ᵏ⁻¹⁾ − (k−1)φ⁽ᵏ⁻²⁾
-        normal.append(-a * normal[k - 1] - (k - 2) * (normal[k - 2] if k > 2 else 0))
+        derivative = -a * normal[k - 1]
+        if k > 2:
+            derivative = derivative - (k - 2) * normal[k - 2]
+        normal.append(derivative)
     return [a * normal[0], *(a * normal[k] + k * normal[k - 1] for k in range(1, order + 1))]
 
 
@@ -159,7 +162,10 @@ def power(a: Tensor, order: int, exponent: float = 1.0) -> list[Tensor]:
     out = []
     factor = 1.0
     for k in range(order + 1):
-        out.append(factor * torch.pow(a, exponent - k) if factor else torch.zeros_like(a))
+        if factor:
+            out.append(factor * torch.pow(a, exponent - k))
+        else:
+            out.append(torch.zeros_like(a))
         factor *= exponent - k
     return out
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
 from ...maps import Scheme
-from ...maps.jets import Index, Jet, Unsupported
-from ...maps.jets import nested as nested_derivatives
+from ...maps.jets import Index, Jet, Unsupported, differentiate_nested
 from ..problem.conditions import Condition
 from ..problem.fields import Field, View
 from ..problem.problem import Problem
@@ -171,9 +170,9 @@ def compute_derivatives(network: nn.Module, x: Tensor, scheme: Scheme) -> Tensor
     """
     points = x.flatten(0, 1)
     try:
-        channels = network(Jet.input(points, scheme)).full().stacked()
+        channels = network(Jet.input(points, scheme)).expand_channels().stack_channels()
     except (Unsupported, TypeError, AttributeError, AssertionError, ValueError, IndexError):
-        channels = nested_derivatives(network, points, scheme)
+        channels = differentiate_nested(network, points, scheme)
     return channels.unflatten(1, x.shape[:2])
 
 

@@ -526,7 +526,7 @@ def averaged_parts(
             given = part.factor.apply(random_signs(shape, value, generator))
         else:
             given = part.factor.covectors(value)
-        for block in part.linearization.factored(given).blocks.values():
+        for block in part.linearization.pullback_factored(given).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
                 held = pool.of(BlockKey("kronecker", block.names))
                 sides = block.sides(options.sharing.longest)
