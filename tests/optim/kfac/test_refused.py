@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pullback as pb
 from pullback.metrics import Sobolev, Weighted
 from pullback.optim.kfac import Adaptive, Invariant
-from pullback.steps import Constant, QuadraticModel
+from pullback.steps import QuadraticModel
 
 from ..common import hooks, refused
 from .common import DOUBLE, batch, kfac, net, train, vector
@@ -33,7 +33,7 @@ WRONG: dict[str, list[Any]] = {
     "invert_every": [0, -1], "draws": [0], "max_factor": [0], "fisher": ["true"],
     "sharing": ["sum"], "reduction": ["none"], "batch_dim": [-1, 0.5], "output": [1.5],
     "joint": [1], "ekfac": [None], "seed": [0.5], "grad_scaler": [3], "params": [3],
-    "step": ["quadratic", QuadraticModel, Constant(1.0)],
+    "step": ["quadratic", QuadraticModel, 1.0],
 }  # fmt: skip
 
 

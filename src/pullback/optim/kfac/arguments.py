@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._core.errors import PullbackError, require
-from ...steps import QuadraticModel
+from ...steps import Step
 
 #: what is read from a param group
 _GROUPED = ("lr", "momentum", "weight_decay", "betas", "rule")
@@ -79,7 +79,7 @@ _TABLE: list[tuple[str, Callable[[Any], bool], str]] = [
     ("sharing", ("expand", "reduce").__contains__, "Use 'expand' or 'reduce'"),
     ("reduction", ("mean", "sum").__contains__, "Use 'mean' or 'sum'"),
     ("params", lambda v: isinstance(v, Iterable), "Use a list of parameters or of param groups"),
-    ("step", lambda v: isinstance(v, QuadraticModel), "Use steps.QuadraticModel(), or None"),
+    ("step", lambda v: isinstance(v, Step), "Use a rule of pullback.steps, or None"),
     ("grad_scaler", lambda v: hasattr(v, "get_scale"), "Use the torch.amp.GradScaler of the loss"),
     ("output", _is_selector, "Use a key, an index or a function of the model's output"),
 ]

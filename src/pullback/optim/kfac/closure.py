@@ -2,7 +2,7 @@
 
 An ordinary loop has called backward already. A closure or an objective can be evaluated once more:
 by adaptive damping, which compares the actual reduction of the loss with the predicted one, and by
-`QuadraticModel`, which finds learning rate and momentum from products with the exact Gram.
+the rules of `steps/` (see `step_rule`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from ..._core.errors import PullbackError
 from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
-from ...steps import QuadraticModel
-from ...steps.quadratic_model import best_coefficients
 from ..checks import loss_of, refuse_uncallable
 from ..closure import ClosureMemory
 from ..distributed import DistributedClosureProblem
@@ -95,7 +93,7 @@ def problem_of(
     if closure is None:
         raise PullbackError(
             "This step needs a closure",
-            "adaptive damping and steps from the quadratic model look at the loss again",
+            "adaptive damping and rules of steps/ look at the loss again",
             "Call step(closure), with a closure that returns the loss",
         )
     outputs = Outputs(options.output, options.batch_dim, options.reduction)
@@ -138,13 +136,14 @@ def _loss_now(problem: StepProblem) -> float:
     return float(problem.losses(zero, lambda origin, move: here)[0])
 
 
-def _products(problem: StepProblem, metric: Metric, span: Sequence[Tensors]) -> Tensor:
-    """Return x_iᵀ G x_j with the exact Gram."""
-    space, names = problem.space, problem.params
-    flat = [space.flatten({n: x.get(n) for n in names}) for x in span]
+def gram_products(problem: StepProblem, metric: Metric, vectors: Tensor) -> Tensor:
+    """Return x_iᵀ G x_j with the exact Gram, (k, k), for flat vectors (k, p)."""
     with _unfused_recurrence(problem.model):
         row_blocks, _ = problem.row_blocks(metric, None)
-        rows = [torch.cat([space.zeros(0), *(block.push(v) for block in row_blocks)]) for v in flat]
+        rows: list[Tensor] = []
+        for vector in vectors:
+            parts = [block.push(vector) for block in row_blocks]
+            rows.append(torch.cat([problem.space.zeros(0), *parts]))
     white = torch.stack(rows).double()
     return problem.sum_tensors(white @ white.mT)[0]
 
@@ -157,40 +156,6 @@ def _unfused_recurrence(model: nn.Module | None) -> Iterator[None]:
         return
     with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
         yield
-
-
-def best_combination(
-    shares: Sequence[Share],
-    problem: StepProblem,
-    metric: Metric,
-    step: QuadraticModel,
-    gradients: Tensors,
-    damping: float,
-) -> tuple[float, float | None]:
-    """Replace directions by the best αΔ + βm in the plane of Δ and the last move m.
-
-    Buffers become the new move. Returns α and β, by the exact quadratic model.
-    """
-    directions = {n: d for s in shares for n, d in zip(s.names, s.directions, strict=True)}
-    last = {n: m for s in shares for n, m in zip(s.names, s.buffers, strict=True)}
-    moving = step.momentum and any(bool(m.any()) for m in last.values())
-    span = [directions, last] if moving else [directions]
-    coefficients = best_coefficients(
-        slopes=torch.stack([_inner(gradients, x) for x in span]),
-        products=_products(problem, metric, span),
-        lengths=torch.stack([torch.stack([_inner(x, y) for y in span]) for x in span]),
-        damping=damping,
-    )
-    alpha, *beta = coefficients
-    for share in shares:
-        best = [alpha * d for d in share.directions]
-        if beta:
-            best = [d + beta[0] * m for d, m in zip(best, share.buffers, strict=True)]
-        share.directions = [d.to(p) for d, p in zip(best, share.directions, strict=True)]
-        for m, d in zip(share.buffers, share.directions, strict=True):
-            m.copy_(d)
-        share.buffers, share.momentum = [], 0.0
-    return float(alpha), float(beta[0]) if beta else None
 
 
 def trial_move(
@@ -215,9 +180,9 @@ def trial_move(
     actual = problem.loss - _loss_now(problem)
     for name, p in params.items():  # the quadratic model is that of the point before
         p.copy_(before[name])
-    predicted = float(_inner(moved, gradients)) - 0.5 * float(
-        _products(problem, metric, [moved])[0, 0]
-    )
+    flat = problem.space.flatten({n: moved.get(n) for n in problem.params})
+    squared_length = float(gram_products(problem, metric, flat[None])[0, 0])
+    predicted = float(_inner(moved, gradients)) - 0.5 * squared_length
     ratio = actual / predicted if predicted else float("nan")
     if not actual >= 0:
         for m in buffers:

@@ -36,7 +36,7 @@ from ..._core.shards import (
 from ...grams.kronecker import Kronecker
 from ...likelihoods import Likelihood
 from ...metrics import Metric
-from ...steps import QuadraticModel
+from ...steps import Need, Step
 from ..checks import (
     dense_gradients,
     own_group,
@@ -51,7 +51,7 @@ from . import arguments, options, report, update
 from .assignment import Assignment
 from .checkpoint import incomplete, publish, restore, saved_by_name
 from .clip import KLClip, length_of, sum_lengths
-from .closure import best_combination, evaluate, problem_of, trial_move
+from .closure import evaluate, problem_of, trial_move
 from .factors.block import BlockKey, BlockKind, FactorKey
 from .factors.damping import Damping
 from .guard import Guard
@@ -63,6 +63,7 @@ from .stacks import Tensors
 from .state import BlockMeans, KFACState
 from .statistics.capture import StatisticsCapture, averaged_parts
 from .statistics.plan import Forecast, forecast
+from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, replace_directions
 from .update import BUFFERS, Share
 
 #: what belongs to hooks, or to the model's objects
@@ -112,8 +113,10 @@ class KFAC(Optimizer):
             rule makes of them: inverses, roots or bases. Until the first `invert_every` steps are
             done, these are also refreshed at the first, second, fourth, ... statistics. `Natural`
             does both at each of its first ten steps.
-        step: `QuadraticModel()` finds learning rate and momentum from the exact quadratic model
-            (`lr` multiplies them); needs `step(closure)`.
+        step: a rule of `pullback.steps` that chooses the move along the natural rule's direction,
+            by the loss at trial points or the exact quadratic model: `QuadraticModel()`,
+            `LevenbergMarquardt()`, `TrustNorm(...)`, `Backtracking()`, ... `lr`, by default 1,
+            multiplies the move. Needs `step(closure)`.
         output: which tensor of a structured output the metric sees.
         grad_scaler: with fisher="empirical", the scaler of the loss.
         group: the processes that train together, by default those of the model's wrapper. Where a
@@ -136,7 +139,7 @@ class KFAC(Optimizer):
         weight_decay: float = 0.0,
         statistics_every: int | None = None,
         invert_every: int | None = None,
-        step: QuadraticModel | None = None,
+        step: Step | None = None,
         output: Selector = None,
         grad_scaler: Any = None,
         group: ProcessGroup | None = None,
@@ -165,6 +168,7 @@ class KFAC(Optimizer):
         self._info = KFACInfo()
         self._clip = self._make_clip()
         self._curvature = self._empty_state()
+        self._step_memory = self._make_step_memory()
         chosen = list(unwrap_model(model).parameters() if params is None else params)
         options.refuse_unready(model, chosen)
         self._register()
@@ -183,11 +187,18 @@ class KFAC(Optimizer):
             return None
         return KLClip(self._options.kl_clip, is_exact=self._options.controlled)
 
+    def _make_step_memory(self) -> StepMemory | None:
+        if self._options.step is None:
+            return None
+        return StepMemory.empty(self._options.step, self._schedule.damping)
+
     def _empty_state(self) -> KFACState:
         """Return the state of an optimizer that has done nothing."""
         own = self._options
         schedule = Schedule(own.statistics_every, own.invert_every, own.rule.warmup)
         schedule.numbers["damping"] = 0.0 if own.rule.damping is None else own.rule.damping.value
+        if own.step is not None:
+            schedule.numbers["damping"] = find_damping(own.step) or schedule.numbers["damping"]
         return KFACState(Assignment(own.rule, own.others), self._replicas, schedule)
 
     def _register(self) -> None:
@@ -339,7 +350,7 @@ class KFAC(Optimizer):
         elementwise = {*self._assignment.elementwise}
         present = {key.names[0] for key in curvature.states.blocks}
         for group in self.param_groups:
-            has_momentum = group.get("momentum") or self._options.step is not None
+            has_momentum = group.get("momentum") and self._options.step is None
             for p in [p for p in group["params"] if p.requires_grad]:
                 name = self._params.names[id(p)]
                 if name in elementwise and self._assignment.others is not None:
@@ -348,6 +359,9 @@ class KFAC(Optimizer):
                     continue
                 if has_momentum:
                     update.buffer_of(self.state, p)
+                if self._step_memory is not None:
+                    self.state[p][NUMBERS] = self._step_memory.numbers
+                    self.state[p][VECTORS] = self._step_memory.vectors_of(name, p)
                 if self._clip is not None:
                     length_of(p, self.state)
 
@@ -438,6 +452,8 @@ class KFAC(Optimizer):
                 self.state[p]["momentum"] = shard_like(own["momentum"], p)
             if "length" in own:
                 self.state[p]["length"] = own["length"].detach().to(p.device, copy=True)
+        if self._step_memory is not None:
+            self._step_memory.load(saved, params)
         self._make_buffers()
         self._publish()
         self._resume()
@@ -657,6 +673,8 @@ class KFAC(Optimizer):
         """Refresh states when it is time, and bring them into stacks."""
         curvature = self._curvature
         is_refreshed = curvature.refresh(taken)
+        if is_refreshed and self._step_memory is not None:
+            self._step_memory.inverted_damping = self._schedule.damping
         if self._clip is not None and (is_refreshed or (taken and self._options.ekfac)):
             self._clip.is_stale = True
         params = self._params.by_name
@@ -698,34 +716,56 @@ class KFAC(Optimizer):
         """Clip, scale and move; where the step is controlled, look at the loss."""
         numbers = self._schedule.numbers
         damping = self.damping
-        shares = update.shares_of(
-            self.param_groups, self.state, self._params, directions, self._curvature,
-            keeps_moves=self._options.step is not None,
-        )  # fmt: skip
-        factors: tuple[float | None, float | None] = (None, None)
-        if self._options.step is not None:
-            factors = self._combine(shares, problem, gradients)
+        shares = self._make_shares(directions)
+        info = KFACInfo(damping=numbers["damping"])
+        if self._step_memory is not None:
+            info = self._choose_move(self._step_memory, shares, problem, gradients)
+            if not info.accepted:
+                return info
         if self._clip is not None:
             self._clip.apply(shares, gradients, self._curvature, self._params, self.state, is_void)
-        info = KFACInfo(damping=numbers["damping"])
-        if damping is not None and damping.controlled:
-            value = numbers["damping"]
-            info = trial_move(shares, problem, self.metric, damping, value, gradients)
-            numbers["damping"] = info.damping
-            numbers["retry"] = int(not info.accepted)
-        else:
+        if damping is None or not damping.controlled:
             update.move(shares, is_void)
-        return replace(info, step_size=factors[0], momentum=factors[1])
+            return info
+        value = numbers["damping"]
+        trial = trial_move(shares, problem, self.metric, damping, value, gradients)
+        numbers["damping"] = trial.damping
+        numbers["retry"] = int(not trial.accepted)
+        return replace(trial, step_size=info.step_size, momentum=info.momentum)
 
-    def _combine(
-        self, shares: list[Share], problem: Any, gradients: Tensors
-    ) -> tuple[float, float | None]:
-        """Replace directions by the best move in the plane of direction and last move."""
-        assert self.damping is not None
-        assert self._options.step is not None
-        # a multiple of references is no multiple of the identity
-        shift = 0.0 if self.damping.referenced else self._schedule.damping
-        return best_combination(shares, problem, self.metric, self._options.step, gradients, shift)
+    def _make_shares(self, directions: Tensors) -> list[Share]:
+        """Return the parameters of these directions, by group and rule."""
+        return update.shares_of(
+            self.param_groups, self.state, self._params, directions, self._curvature,
+            has_momentum=self._step_memory is None,
+        )  # fmt: skip
+
+    def _choose_move(
+        self, memory: StepMemory, shares: list[Share], problem: Any, gradients: Tensors
+    ) -> KFACInfo:
+        """Let the rule of `steps/` choose the move, and put it in place of the directions."""
+        numbers = self._schedule.numbers
+
+        def refresh(damping: float) -> list[Share]:
+            numbers["damping"] = damping
+            numbers["retry"] = 1
+            self._refresh(False, gradients)
+            directions, _ = self._curvature.directions(
+                gradients, self.param_groups, self._group_numbers, None
+            )
+            return self._make_shares(directions)
+
+        view = StepView(problem, self.metric, gradients, shares, refresh)
+        move = view.take(memory)
+        damping = view.next_damping(memory)
+        if damping is not None:
+            numbers["damping"] = damping
+        if not move.accepted:
+            numbers["retry"] = int(Need.DAMPINGS in memory.step.needs)
+            return KFACInfo(False, move.reason, numbers["damping"])
+        replace_directions(shares, problem, move)
+        factors = view.split_move(move)
+        return KFACInfo(damping=numbers["damping"], step_size=factors[0], momentum=factors[1])
 
     def squared_length(self, move: Tensors) -> Tensor:
         """xᵀF̂x for a move x by parameter name, with F̂ as it is averaged now.
@@ -789,8 +829,10 @@ class KFAC(Optimizer):
         curvature = self._curvature
         numbers = dict(self._schedule.numbers)
         others = self._assignment.others
-        shared = {id(x): x for x in (self._replicas, self.rule, others, self.damping)}
+        step = self._options.step
+        shared = {id(x): x for x in (self._replicas, self.rule, others, self.damping, step)}
         before = deepcopy(curvature, shared) if may_learn else None
+        step_memory = deepcopy(self._step_memory, shared)
         params = list(self._chosen.values())
         buffers = [self.state[p][n] for p in params for n in BUFFERS if n in self.state[p]]
         copies = [(t, t.clone()) for t in (*params, *buffers)]
@@ -802,6 +844,9 @@ class KFAC(Optimizer):
             for t, copy in copies:
                 t.copy_(copy)
             self._schedule.numbers.update(numbers)
+            if step_memory is not None:
+                self._step_memory = step_memory
+                self._make_buffers()
             if before is not None:
                 before.inherit(curvature, self._params.by_name)
                 self._curvature = before

@@ -15,9 +15,10 @@ from ..._core.errors import PullbackError
 from ...maps.layers.moments import Sharing
 from ...maps.roles import Role
 from ...metrics import Euclidean, Metric
-from ...steps import QuadraticModel
+from ...steps import Step
 from ..checks import metric_of, refuse_parameter
 from .arguments import check
+from .needs import refuse_step
 from .rules import AdamW, Eigenbasis, Natural, Rule, Spectral, Statistics
 
 #: layers by which a transformer or a relative of it is known
@@ -46,7 +47,7 @@ class Options:
     invert_every: int
     output: Selector
     grad_scaler: Any
-    step: QuadraticModel | None
+    step: Step | None
     kl_clip: float | None
     metric: Metric
     reduction: str
@@ -137,12 +138,13 @@ def resolve(
     invert_every: int | None,
     output: Selector,
     grad_scaler: Any,
-    step: QuadraticModel | None,
+    step: Step | None,
 ) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     chosen = choose_rule(model, rule, likelihood, damping, step)
     defaults = chosen.defaults
-    lr = defaults.lr if lr is None else lr
+    if lr is None:
+        lr = step.initial_lr if isinstance(step, Step) else defaults.lr
     statistics_every = defaults.statistics_every if statistics_every is None else statistics_every
     invert_every = defaults.invert_every if invert_every is None else invert_every
     check(
@@ -150,13 +152,16 @@ def resolve(
         invert_every=invert_every, output=output, grad_scaler=grad_scaler, step=step,
     )  # fmt: skip
     _check_rule(chosen)
+    has_control = chosen.damping is not None and chosen.damping.controlled
+    if step is not None:
+        refuse_step(step, has_control=has_control)
     others = None
     if not chosen.accepts(Role.VECTOR):
         others = AdamW() if chosen.others is None else chosen.others
         _check_rule(others)
     elif chosen.is_elementwise:
         others = chosen
-    is_controlled = step is not None or (chosen.damping is not None and chosen.damping.controlled)
+    is_controlled = step is not None or has_control
     kl_clip: Any = chosen.kl_clip
     if kl_clip == "auto":
         kl_clip = None if is_controlled else _KL_CLIP
@@ -291,6 +296,6 @@ def refuse_spread(options: Options, *, several: bool, teams: bool, shards: bool)
     if options.controlled and shards:
         raise PullbackError(
             "A controlled step does not go with a sharded model",
-            "Adaptive damping and QuadraticModel look at whole parameters",
+            "adaptive damping and rules of steps/ look at whole parameters",
             "Leave them out, or wrap the model in DistributedDataParallel",
         )

@@ -60,11 +60,11 @@ def shares_of(
     directions: Tensors,
     curvature: KFACState,
     *,
-    keeps_moves: bool,
+    has_momentum: bool,
 ) -> list[Share]:
     """Return the parameters of these directions, by group and rule.
 
-    Where the step `keeps_moves`, all have momentum.
+    Without `has_momentum` the momentum of param groups is not used.
     """
     assignment = curvature.assignment
     elementwise = curvature.entry_names
@@ -76,7 +76,7 @@ def shares_of(
             names, tensors = params.select_from_group(group, own)
             if rule is not None and names:
                 given = [own[n] for n in names]
-                share = _share_of(group, rule, names, tensors, given, state, params, keeps_moves)
+                share = _share_of(group, rule, names, tensors, given, state, params, has_momentum)
                 shares.append(share)
     return shares
 
@@ -89,7 +89,7 @@ def _share_of(
     directions: list[Tensor],
     state: State,
     params: ModelParameters,
-    keeps_moves: bool,
+    has_momentum: bool,
 ) -> Share:
     """Return the share of parameters of one group that follow one rule."""
     lr = group["lr"]
@@ -98,10 +98,10 @@ def _share_of(
     if rule.rate != 1 and not group.get("rule"):
         lr = rule.rate * lr
     momentum = 0.0
-    if "momentum" in rule.group_options():
+    if has_momentum and "momentum" in rule.group_options():
         momentum = float(group["momentum"])
     buffers: list[Tensor] = []
-    if momentum or keeps_moves:
+    if momentum:
         buffers = [buffer_of(state, p) for p in tensors]
     pieces, tensors, buffers = params.cut_pieces(names, directions, tensors, buffers)
     if rule.is_elementwise:  # whose directions are pieces already

@@ -1,0 +1,208 @@
+"""A rule of `steps/` that chooses the move along K-FAC's direction.
+
+Trial losses and products with the Gram are exact: they are those of the closure's own batch. Only
+the direction is K-FAC's, R⁻¹GC⁻¹ at the damping of the last refresh. The first direction of a step
+has the inverses at hand. Where the rule asks for a second one, at another damping, they are
+refreshed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...metrics import Metric
+from ...solvers import Solution
+from ...steps import Local, Move, Step
+from ...steps.memory import first_numbers, first_vectors, merge_saved, recall, shared_numbers, store
+from ..problem import StepProblem
+from .closure import gram_products
+from .stacks import Tensors
+from .update import Share
+
+#: keys of a parameter's state
+NUMBERS = "step_numbers"
+VECTORS = "step_vectors"
+_DAMPING = "damping"
+_IN_USE = "inverted_damping"
+
+
+def find_damping(step: Step) -> float | None:
+    """Return the first λ of a step that chooses it, or of one inside it."""
+    current: Step | None = step
+    while current is not None:
+        if _DAMPING in current.numbers:
+            return float(current.numbers[_DAMPING])
+        current = current.inner
+    return None
+
+
+def _next_damping(state: dict[str, Any]) -> float | None:
+    """Return λ as a step left it in its state, or one inside it."""
+    tree: Any = state
+    while isinstance(tree, dict):
+        if _DAMPING in tree:
+            return float(tree[_DAMPING])
+        tree = tree.get("inner")
+    return None
+
+
+def _find_last_move(state: dict[str, Any]) -> Tensor | None:
+    """Return the last move that a step keeps, or one inside it."""
+    tree: Any = state
+    while isinstance(tree, dict):
+        if isinstance(tree.get("move"), Tensor):
+            return tree["move"]
+        tree = tree.get("inner")
+    return None
+
+
+@dataclass
+class StepMemory:
+    """What a step keeps between steps: numbers for all parameters, and vectors by parameter."""
+
+    step: Step
+    numbers: dict[str, Any]
+    vectors: dict[str, dict[str, Any]]
+
+    @classmethod
+    def empty(cls, step: Step, damping: float) -> StepMemory:
+        """Return the memory before the first step; `damping` is that of the first inverses."""
+        return cls(step, {"step": first_numbers(step), _IN_USE: damping}, {})
+
+    @property
+    def inverted_damping(self) -> float:
+        """λ of the inverses in use."""
+        return self.numbers[_IN_USE]
+
+    @inverted_damping.setter
+    def inverted_damping(self, value: float) -> None:
+        self.numbers[_IN_USE] = value
+
+    def vectors_of(self, name: str, p: Tensor) -> dict[str, Any]:
+        """Return a parameter's share of the vectors, zeros at first."""
+        if name not in self.vectors:
+            self.vectors[name] = first_vectors(self.step, p.detach())
+        return self.vectors[name]
+
+    def load(self, saved: dict[str, Any], params: Tensors) -> None:
+        """Take up what `KFAC` saved, by parameter."""
+        first = {"step": first_numbers(self.step), _IN_USE: self.inverted_damping}
+        self.numbers = shared_numbers(first, [own.get(NUMBERS) for own in saved.values()])
+        for name, own in saved.items():
+            zeros = first_vectors(self.step, params[name].detach())
+            self.vectors[name] = merge_saved(zeros, own.get(VECTORS, {}))
+
+
+@dataclass
+class StepView:
+    """What a step sees of K-FAC at the present parameters.
+
+    Attributes:
+        problem: the loss, and trial losses.
+        metric: of the exact Gram.
+        gradients: by name.
+        shares: directions with their learning rates.
+        refresh: λ ↦ shares of directions with inverses at this λ.
+    """
+
+    problem: StepProblem
+    metric: Metric
+    gradients: Tensors
+    shares: Sequence[Share]
+    refresh: Callable[[float], Sequence[Share]]
+
+    def __post_init__(self) -> None:
+        self._has_solved = False
+        self._last_move: Tensor | None = None
+        self._rate = self._flatten_rates()
+
+    def take(self, memory: StepMemory) -> Move:
+        """Return the move that the step chooses, and let it keep what it wants to keep."""
+        space = self.problem.space
+        params = self.problem.params
+        step = memory.step
+        vectors = [memory.vectors_of(name, p) for name, p in params.items()]
+        local = Local(
+            loss=self.problem.loss,
+            gradient=self._flatten(self.gradients),
+            solve=lambda damping, center: self._solve(damping, memory),
+            path=lambda: None,
+            inner_products=lambda flat: gram_products(self.problem, self.metric, flat),
+            losses=lambda moves: self.problem.losses(moves, self._displace),
+            lr=self._common_rate(),
+            scaled=lambda v: self._rate * v,
+            state=recall(step, memory.numbers["step"], vectors, space.flatten),
+        )
+        self._last_move = _find_last_move(local.state)
+        move = step.take(local)
+        store(
+            step, local.state, memory.numbers["step"], vectors,
+            lambda flat: space.split(flat).values(),
+        )  # fmt: skip
+        return move
+
+    def split_move(self, move: Move) -> tuple[float, float | None]:
+        """Return α and β of a move αd + βm along the direction d and the last move m.
+
+        Where there was no last move, β is None; α is then that of the nearest multiple of d.
+        """
+        span = [move.solution.x.double()]
+        if self._last_move is not None and bool(self._last_move.any()):
+            span.append(self._last_move.double())
+        target = move.size * move.direction.double()
+        factors = torch.linalg.lstsq(torch.stack(span, 1), target[:, None]).solution[:, 0]
+        alpha, *beta = factors.tolist()
+        return alpha, beta[0] if beta else None
+
+    def next_damping(self, memory: StepMemory) -> float | None:
+        """Return the λ that the step wants at the next refresh, if it chooses one."""
+        return _next_damping(memory.numbers["step"])
+
+    def _solve(self, damping: Any, memory: StepMemory) -> Solution:
+        """Return the direction; at another damping than that in use from the second time on."""
+        if damping is not None and self._has_solved and float(damping) != memory.inverted_damping:
+            self.shares = self.refresh(float(damping))
+            memory.inverted_damping = float(damping)
+        self._has_solved = True
+        return Solution(self._flatten_directions(), damping=memory.inverted_damping)
+
+    def _flatten(self, by_name: Tensors) -> Tensor:
+        """Return tensors in the parameters' shapes as one vector, with zeros for missing ones."""
+        return self.problem.space.flatten({n: by_name.get(n) for n in self.problem.params})
+
+    def _flatten_directions(self) -> Tensor:
+        by_name: dict[str, Tensor] = {}
+        for share in self.shares:
+            by_name |= zip(share.names, share.directions, strict=True)
+        return self._flatten(by_name)
+
+    def _flatten_rates(self) -> Tensor:
+        """Return the learning rate of every entry, (p,)."""
+        by_name: dict[str, Tensor] = {}
+        for share in self.shares:
+            for name, p in zip(share.names, share.params, strict=True):
+                by_name[name] = torch.full_like(p, float(share.lr))
+        return self._flatten(by_name)
+
+    def _common_rate(self) -> float | None:
+        rates = {float(share.lr) for share in self.shares}
+        return rates.pop() if len(rates) == 1 else None
+
+    def _displace(self, origin: Tensors, move: Tensor) -> dict[str, Tensor]:
+        """Return the parameters after w ← w − lr·move, by name."""
+        pieces = self.problem.space.split(self._rate * move)
+        return {name: w - pieces[name].to(w.dtype) for name, w in origin.items()}
+
+
+def replace_directions(shares: Sequence[Share], problem: StepProblem, move: Move) -> None:
+    """Let shares take the move of a step; their own momentum is that of the step."""
+    pieces = problem.space.split(move.size * move.direction)
+    for share in shares:
+        share.directions = [pieces[n].to(p) for n, p in zip(share.names, share.params, strict=True)]
+        share.buffers = []
+        share.momentum = 0.0
