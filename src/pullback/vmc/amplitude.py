@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,21 @@ class EvaluationOptions:
 
     Attributes:
         chunk: configurations of one forward pass.
+        dtype: of the network while it is evaluated; by default its own. A network in float64 whose
+            amplitudes are evaluated in float32 has natural gradients in float64, which small
+            dampings need, at nearly the cost of float32: most forward passes are evaluations.
         tf32: on a GPU, round the factors of float32 products to TF32. log ψ then has relative
             errors of about 1e-3; the natural gradient itself is computed in full precision.
         compiled: evaluate by `torch.compile`.
+        graphed: on a GPU, record the operations of a chunk once and launch them together (a CUDA
+            graph). The network has to do the same operations for all configurations.
     """
 
     chunk: int = 2**14
+    dtype: torch.dtype | None = None
     tf32: bool = False
     compiled: bool = False
+    graphed: bool = False
 
 
 class LogAmplitude(nn.Module):
@@ -75,9 +83,31 @@ class Evaluator:
     def __init__(self, model: LogAmplitude, options: EvaluationOptions) -> None:
         first = next(iter(model.parameters()), None)
         self._options = options
-        self._function: Any = torch.compile(model) if options.compiled else model
-        self.dtype = torch.get_default_dtype() if first is None else first.dtype
         self.device = torch.device("cpu") if first is None else first.device
+        #: the network's own dtype, in which its derivatives are taken
+        self.dtype = torch.get_default_dtype() if first is None else first.dtype
+        self._model = model
+        self._evaluated_model = model
+        if options.dtype not in (None, self.dtype):
+            self._evaluated_model = copy.deepcopy(model).to(options.dtype)
+        self._function: Any = self._evaluated_model
+        if options.compiled:
+            self._function = torch.compile(self._evaluated_model)
+        self._graph: RecordedPass | None = None
+
+    @property
+    def _evaluation_dtype(self) -> torch.dtype:
+        return self.dtype if self._options.dtype is None else self._options.dtype
+
+    def refresh(self) -> None:
+        """Copy the network's present parameters to the one that is evaluated, where they differ."""
+        if self._evaluated_model is self._model:
+            return
+        source = [*self._model.parameters(), *self._model.buffers()]
+        target = [*self._evaluated_model.parameters(), *self._evaluated_model.buffers()]
+        with torch.no_grad():
+            for evaluated, trained in zip(target, source, strict=True):
+                evaluated.copy_(trained)
 
     def log_psi(self, configurations: Tensor) -> Tensor:
         """log ψ, (N,): real, or complex where the network has a phase."""
@@ -93,13 +123,51 @@ class Evaluator:
         return self.log_psi(configurations).real
 
     def _evaluate(self, configurations: Tensor) -> Tensor:
-        inputs = configurations.to(self.dtype)
+        if self._options.graphed and self.device.type == "cuda":
+            return self._replay(configurations)
+        inputs = configurations.to(self._evaluation_dtype)
         if not self._options.compiled:
             return self._function(inputs)
         # a compiled function is compiled anew for every other size
         size = min(self._options.chunk, 2 ** math.ceil(math.log2(len(inputs))))
         padding = inputs.new_ones(size - len(inputs), inputs.shape[1])
         return self._function(torch.cat([inputs, padding]))[: len(inputs)]
+
+    def _replay(self, configurations: Tensor) -> Tensor:
+        """The outputs by a recorded pass over one whole chunk, whose other rows are left as is."""
+        if self._graph is None:
+            shape = (self._options.chunk, configurations.shape[1])
+            inputs = torch.ones(shape, dtype=self._evaluation_dtype, device=self.device)
+            self._graph = RecordedPass(self._function, inputs)
+        return self._graph(configurations)
+
+
+class RecordedPass:
+    """A function whose GPU operations are recorded once and then launched together.
+
+    Args:
+        function: does the same operations for all inputs.
+        inputs: of the recorded call; the memory that later inputs are copied to.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
+        self._inputs = inputs
+        side_stream = torch.cuda.Stream(inputs.device)
+        side_stream.wait_stream(torch.cuda.current_stream(inputs.device))
+        with torch.cuda.stream(side_stream):
+            for _ in range(3):  # libraries allocate their workspaces, compilers compile
+                function(inputs)
+        torch.cuda.current_stream(inputs.device).wait_stream(side_stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = function(inputs)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The outputs of at most as many rows as were recorded."""
+        count = len(rows)
+        self._inputs[:count].copy_(rows)
+        self._graph.replay()
+        return self._outputs[:count].clone()
 
 
 @contextmanager

@@ -220,6 +220,7 @@ class Minimization:
     def _draw_batch(self, chains: MarkovChains) -> Batch:
         """Samples of |ψ|² and their local energies, joined over the processes."""
         start = self._clock()
+        self._evaluator.refresh()
         drawn = chains.draw(self._evaluator)
         after_sampling = self._clock()
         flat = drawn.flatten(0, 1)

@@ -21,7 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from pullback.metrics import FubiniStudy
 from pullback.optim import NaturalGradient
 from pullback.solvers import Cholesky
 from pullback.steps import Constant, Spring, Step
+from pullback.vmc.amplitude import Evaluator, LogAmplitude
+from pullback.vmc.energies import compute_local_energies
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Options:
         lr: learning rate for H in Pauli matrices; that of NetKet's tutorial is 0.0075.
         damping: λ of the quantum geometric tensor, theirs is 1e-4.
         momentum: of SPRING; 0 for plain steps, negative for `vmc.adaptive_step`.
+        precision: of the natural gradient, "float64" or "float32". λ = 1e-4 is below the round-off
+            of a kernel in float32.
+        tf32: evaluate amplitudes in TF32, 1 or 0; otherwise in float32.
+        graphed: launch evaluations by CUDA graphs, 1 or 0.
+        compiled: evaluate by torch.compile, 1 or 0.
         decay: share of the time after which the rate falls along a cosine to a tenth.
         measure: samples of the final energy.
         chunk: configurations of one forward pass.
@@ -67,9 +74,13 @@ class Options:
     lr: float = 0.0075
     damping: float = 1e-4
     momentum: float = 0.9
+    precision: str = "float64"
+    tf32: int = 0
+    graphed: int = 1
+    compiled: int = 0
     decay: float = 0.5
     measure: int = 65_536
-    chunk: int = 2**15
+    chunk: int = 2**12
     memory: int = 2**29
     seed: int = 0
 
@@ -94,7 +105,18 @@ def build_network(options: Options, device: torch.device) -> vmc.FactoredTransfo
     torch.manual_seed(options.seed)
     lattice = vmc.Square(options.side)
     network = vmc.FactoredTransformer(lattice, options.width, options.heads, options.blocks)
-    return network.to(device)
+    return network.to(device, getattr(torch, options.precision))
+
+
+def build_evaluation(options: Options) -> vmc.EvaluationOptions:
+    """Return how amplitudes are evaluated: in float32, whatever the natural gradient is in."""
+    return vmc.EvaluationOptions(
+        chunk=options.chunk,
+        dtype=torch.float32,
+        tf32=bool(options.tf32),
+        compiled=bool(options.compiled),
+        graphed=bool(options.graphed),
+    )
 
 
 def build_step(options: Options) -> Step:
@@ -184,7 +206,7 @@ class Training:
             solver=Cholesky(options.damping),
             step=build_step(options),
             gram=GramForm("kernel", options.memory),
-            evaluation=vmc.EvaluationOptions(chunk=options.chunk, tf32=True),
+            evaluation=build_evaluation(options),
             measure=options.measure,
             budget=60 * call_minutes,
             checkpoint=self._path,
@@ -286,11 +308,10 @@ def stored_direction(
     rows -= rows.mean(0)
     matrix = rows.flatten(0, 1).div_(math.sqrt(len(samples)))
     whitened = cotangents.flatten() * math.sqrt(len(samples))
-    kernel = (matrix @ matrix.T).double()
+    kernel = matrix @ matrix.T
     kernel.diagonal().add_(damping)
     lower = torch.linalg.cholesky(kernel)
-    solved = torch.cholesky_solve(whitened[:, None].double(), lower)[:, 0]
-    return matrix.T @ solved.to(matrix.dtype)
+    return matrix.T @ torch.cholesky_solve(whitened[:, None], lower)[:, 0]
 
 
 def structured_direction(
@@ -306,29 +327,55 @@ def structured_direction(
     return optimizer.direction(closure).x
 
 
-def compare_steps(options: Options, device: torch.device) -> dict[str, float]:
-    """Both directions from the same samples and random local energies."""
-    network = build_network(options, device)
+def draw_balanced_samples(options: Options, device: torch.device) -> Tensor:
+    """Random configurations with as many spins up as down, (samples, sites), float64."""
     generator = torch.Generator().manual_seed(1)
     sites = options.side**2
     noise = torch.rand(options.samples, sites, generator=generator)
     ranks = noise.argsort(1).argsort(1)
-    samples = torch.where(ranks < sites // 2, 1.0, -1.0).to(device)
+    return torch.where(ranks < sites // 2, 1.0, -1.0).to(device, torch.float64)
+
+
+def draw_cotangents(options: Options, device: torch.device) -> Tensor:
+    """Those of random complex local energies, (samples, 2), float64."""
+    generator = torch.Generator().manual_seed(2)
     energies = torch.randn(options.samples, 2, generator=generator, dtype=torch.float64)
     centered = energies - energies.mean(0)
-    cotangents = (2 * centered / options.samples).float().to(device)
-    optimizer = NaturalGradient(
+    return (2 * centered / options.samples).to(device)
+
+
+def build_optimizer(network: torch.nn.Module, options: Options) -> NaturalGradient:
+    """Return the library's natural gradient in sample space."""
+    return NaturalGradient(
         network,
         FubiniStudy(),
         Cholesky(options.damping),
         Constant(),
         gram=GramForm("kernel", options.memory),
     )
+
+
+def compare_steps(options: Options, device: torch.device) -> dict[str, float]:
+    """Both directions in float64 from the same samples, and the library's in float32."""
+    options = replace(options, precision="float64")
+    network = build_network(options, device)
+    samples = draw_balanced_samples(options, device)
+    cotangents = draw_cotangents(options, device)
+    optimizer = build_optimizer(network, options)
     ours = measure(lambda: structured_direction(optimizer, network, samples, cotangents), device)
     stored = measure(
         lambda: stored_direction(network, samples, cotangents, options.damping), device
     )
-    gap = (ours.direction - stored.direction).norm() / stored.direction.norm()
+    single_network = build_network(replace(options, precision="float32"), device)
+    single_optimizer = build_optimizer(single_network, options)
+    single = measure(
+        lambda: structured_direction(
+            single_optimizer, single_network, samples.float(), cotangents.float()
+        ),
+        device,
+        repeats=1,
+    )
+    scale = stored.direction.norm()
     numbers = {
         "structured_seconds": ours.seconds,
         "structured_bytes": ours.bytes,
@@ -336,10 +383,88 @@ def compare_steps(options: Options, device: torch.device) -> dict[str, float]:
         "stored_bytes": stored.bytes,
         "times_faster": stored.seconds / ours.seconds,
         "share_of_memory": ours.bytes / max(1, stored.bytes),
-        "relative_difference": float(gap),
+        "relative_difference": float((ours.direction - stored.direction).norm() / scale),
+        "float32_seconds": single.seconds,
+        "float32_bytes": single.bytes,
+        "float32_relative_error": float((single.direction - stored.direction).norm() / scale),
     }
     print(json.dumps(numbers, indent=1), flush=True)
     return numbers
+
+
+# --- first looks ---------------------------------------------------------------------------------
+
+
+def look(options: Options, seconds: float, device: torch.device) -> dict[str, Any]:
+    """Some seconds of training with these options: energies, variances, stages and round-off."""
+    hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
+    network = build_network(options, device)
+    start = time.perf_counter()
+    result = vmc.minimize(
+        hamiltonian,
+        network,
+        steps=100_000,
+        samples=options.samples,
+        seed=options.seed,
+        sampler=vmc.Metropolis(
+            chains=options.samples, moves=options.moves, thermalization=5 * options.moves
+        ),
+        lr=lambda step: schedule_rate(options, 0.0, step),
+        solver=Cholesky(options.damping),
+        step=build_step(options),
+        gram=GramForm("kernel", options.memory),
+        evaluation=build_evaluation(options),
+        measure=512,
+        budget=seconds,
+        progress=False,
+    )
+    spins = 4 * hamiltonian.sites
+    history = result.history
+    numbers = {
+        "options": asdict(options),
+        "seconds": time.perf_counter() - start,
+        "steps": len(history),
+        "stages": summarize_stages(history),
+        "energy_per_site": [round(energy / spins, 5) for energy in history.energy],
+        "variance": [round(variance, 1) for variance in history.variance],
+        "round_off": measure_round_off(hamiltonian, network, result.samples[:256]),
+    }
+    print(json.dumps(numbers), flush=True)
+    return numbers
+
+
+def measure_round_off(
+    hamiltonian: vmc.Hamiltonian, network: torch.nn.Module, samples: Tensor
+) -> dict[str, float]:
+    """Root mean square errors of local energies in float32 and TF32, over their deviation."""
+    evaluations = {
+        "float64": vmc.EvaluationOptions(dtype=torch.float64, chunk=2**12),
+        "float32": vmc.EvaluationOptions(dtype=torch.float32, chunk=2**12),
+        "tf32": vmc.EvaluationOptions(dtype=torch.float32, chunk=2**12, tf32=True),
+    }
+    energies = {}
+    for name, evaluation in evaluations.items():
+        evaluator = Evaluator(LogAmplitude(network), evaluation)
+        energies[name] = compute_local_energies(hamiltonian, evaluator, samples).values
+    exact = energies.pop("float64")
+    deviation = (exact - exact.mean()).abs().square().mean().sqrt()
+    errors = {}
+    for name, values in energies.items():
+        errors[name] = float((values - exact).abs().square().mean().sqrt() / deviation)
+        errors[f"{name} mean"] = float((values - exact).mean().real / exact.mean().real)
+    return errors
+
+
+def parse_variants(text: str, options: Options) -> list[Options]:
+    """Options with changes such as "momentum=0,lr=0.01;tf32=1"."""
+    variants = []
+    for changes in text.split(";"):
+        changed = {}
+        for change in filter(None, changes.split(",")):
+            name, value = change.split("=")
+            changed[name] = type(getattr(options, name))(value)
+        variants.append(replace(options, **changed))
+    return variants
 
 
 def describe(device: torch.device) -> str:
@@ -358,6 +483,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--call-minutes", type=float, default=8.5, help="of training in this call")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--parts", default="compare,train")
+    parser.add_argument("--variants", default="", help="of the part look: momentum=0;tf32=1")
+    parser.add_argument("--look-seconds", type=float, default=30.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in asdict(Options()).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -377,6 +504,15 @@ def main() -> None:
             record.update(compare=compare_steps(options, device))
         except (torch.OutOfMemoryError, torch.linalg.LinAlgError) as error:
             record.update(compare={"failed": str(error).splitlines()[0]})
+    if "look" in names:
+        looks = []
+        for variant in parse_variants(arguments.variants, options):
+            try:
+                looks.append(look(variant, arguments.look_seconds, device))
+            except RuntimeError as error:  # among them failures of compilers and of memory
+                looks.append({"options": asdict(variant), "failed": repr(error)[:2000]})
+                print(looks[-1], flush=True)
+            record.update(looks=looks)
     if "train" in names:
         training = Training(options, arguments.minutes, arguments.folder, device)
         training.run(arguments.call_minutes, arguments.steps)
