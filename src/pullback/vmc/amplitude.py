@@ -26,7 +26,7 @@ class EvaluationOptions:
             dampings need, at nearly the cost of float32: most forward passes are evaluations.
         tf32: on a GPU, round the factors of float32 products to TF32. log ψ then has relative
             errors of about 1e-3; the natural gradient itself is computed in full precision.
-        compiled: evaluate by `torch.compile`.
+        compiled: evaluate whole chunks by `torch.compile`, and what is left without it.
         graphed: on a GPU, record the operations of a chunk once and launch them together (a CUDA
             graph). The network has to do the same operations for all configurations.
     """
@@ -90,10 +90,11 @@ class Evaluator:
         self._evaluated_model = model
         if options.dtype not in (None, self.dtype):
             self._evaluated_model = copy.deepcopy(model).to(options.dtype)
-        self._function: Any = self._evaluated_model
+        self._chunk_function: Any = self._evaluated_model
         if options.compiled:
-            self._function = torch.compile(self._evaluated_model)
-        self._graph: RecordedPass | None = None
+            self._chunk_function = torch.compile(self._evaluated_model)
+        #: recorded passes by their number of configurations
+        self._recorded: dict[int, RecordedPass] = {}
 
     @property
     def _evaluation_dtype(self) -> torch.dtype:
@@ -126,20 +127,21 @@ class Evaluator:
         if self._options.graphed and self.device.type == "cuda":
             return self._replay(configurations)
         inputs = configurations.to(self._evaluation_dtype)
-        if not self._options.compiled:
-            return self._function(inputs)
-        # a compiled function is compiled anew for every other size
-        size = min(self._options.chunk, 2 ** math.ceil(math.log2(len(inputs))))
-        padding = inputs.new_ones(size - len(inputs), inputs.shape[1])
-        return self._function(torch.cat([inputs, padding]))[: len(inputs)]
+        return self._choose_function(len(inputs))(inputs)
+
+    def _choose_function(self, size: int) -> Callable[[Tensor], Tensor]:
+        """The compiled network for whole chunks: it would be compiled anew for every other size."""
+        return self._chunk_function if size == self._options.chunk else self._evaluated_model
 
     def _replay(self, configurations: Tensor) -> Tensor:
-        """The outputs by a recorded pass over one whole chunk, whose other rows are left as is."""
-        if self._graph is None:
-            shape = (self._options.chunk, configurations.shape[1])
+        """The outputs by a recorded pass over the next power of two, or over a whole chunk."""
+        power_of_two = 2 ** math.ceil(math.log2(max(2, len(configurations))))
+        size = min(self._options.chunk, power_of_two)
+        if size not in self._recorded:
+            shape = (size, configurations.shape[1])
             inputs = torch.ones(shape, dtype=self._evaluation_dtype, device=self.device)
-            self._graph = RecordedPass(self._function, inputs)
-        return self._graph(configurations)
+            self._recorded[size] = RecordedPass(self._choose_function(size), inputs)
+        return self._recorded[size](configurations)
 
 
 class RecordedPass:

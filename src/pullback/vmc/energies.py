@@ -57,7 +57,7 @@ def _compute_part(hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tenso
     row = nonzero.nonzero()[:, 0]
     connected = connections.configurations[nonzero]
     elements = connections.elements[nonzero]
-    distinct = DistinctRows.find(torch.cat([samples, connected]))
+    distinct = find_distinct_rows(torch.cat([samples, connected]))
     log_psi = evaluator.log_psi(distinct.rows)
     # log ψ in double precision: a ratio of amplitudes is the exponential of a difference
     wide = torch.complex128 if log_psi.is_complex() else torch.float64
@@ -75,40 +75,29 @@ class DistinctRows:
     rows: Tensor
     position: Tensor
 
-    @classmethod
-    def find(cls, configurations: Tensor) -> DistinctRows:
-        """Sort by a 64-bit code of each row; where codes collide, sort the rows themselves."""
-        codes = _encode(configurations)
-        _, position = torch.unique(codes, return_inverse=True)
-        count = int(position.max()) + 1
-        representative = torch.empty(count, dtype=torch.long, device=configurations.device)
-        every_row = torch.arange(len(configurations), device=configurations.device)
-        representative[position] = every_row
-        rows = configurations[representative]
-        if configurations.shape[1] > _EXACT_BITS and not torch.equal(
-            rows[position], configurations
-        ):
-            rows, position = torch.unique(configurations, dim=0, return_inverse=True)
-        return cls(rows, position)
+
+#: spins whose configuration fits one signed 64-bit number. Of more spins a step's samples are too
+#: small a part of all configurations to share any that is worth the search.
+_MOST_SHARED_SITES = 62
 
 
-#: spins whose configuration fits one signed 64-bit number
-_EXACT_BITS = 62
+def find_distinct_rows(configurations: Tensor) -> DistinctRows:
+    """The distinct rows by sorting their bits as numbers; all rows beyond 62 sites."""
+    every_row = torch.arange(len(configurations), device=configurations.device)
+    if configurations.shape[1] > _MOST_SHARED_SITES:
+        return DistinctRows(configurations, every_row)
+    _, position = torch.unique(_encode(configurations), return_inverse=True)
+    count = int(position.max()) + 1
+    representative = torch.empty(count, dtype=torch.long, device=configurations.device)
+    representative[position] = every_row
+    return DistinctRows(configurations[representative], position)
 
 
 def _encode(configurations: Tensor) -> Tensor:
-    """One integer per row: its bits, or beyond 62 sites a sum of random integers modulo 2⁶⁴."""
-    sites = configurations.shape[1]
-    if sites <= _EXACT_BITS:
-        weights = 2 ** torch.arange(sites, dtype=torch.int64)
-    else:
-        generator = torch.Generator().manual_seed(sites)
-        limits = torch.iinfo(torch.int64)
-        weights = torch.randint(limits.min, limits.max, (sites,), generator=generator)
-    weights = weights.to(configurations.device)
+    """The bits of each row as one integer."""
     codes = torch.zeros(len(configurations), dtype=torch.int64, device=configurations.device)
-    for site in range(sites):
-        codes += torch.where(configurations[:, site] > 0, weights[site], 0)
+    for spins in configurations.T:
+        codes = 2 * codes + (spins > 0)
     return codes
 
 

@@ -69,6 +69,19 @@ class ChainShape:
     thermalization: int
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """Where the chains may go next.
+
+    Attributes:
+        configurations: one per chain, (chains, sites).
+        log_correction: log of the probability of the way back over that of the way, (chains,).
+    """
+
+    configurations: Tensor
+    log_correction: Tensor
+
+
 class MarkovChains:
     """The state of all chains: configurations, log |ψ| there, and the random generator.
 
@@ -153,29 +166,49 @@ class MarkovChains:
     def _run(self, evaluator: Evaluator, log_modulus: Tensor, moves: int) -> Tensor:
         """Make proposals and return log |ψ| where the chains are afterwards."""
         for _ in range(moves):
-            proposed = self._propose()
-            proposed_log_modulus = evaluator.log_modulus(proposed)
-            gain = 2 * (proposed_log_modulus - log_modulus)
+            proposal = self._propose()
+            proposed_log_modulus = evaluator.log_modulus(proposal.configurations)
+            gain = 2 * (proposed_log_modulus - log_modulus) + proposal.log_correction
             noise = torch.rand(len(gain), generator=self._generator, device=self._device)
             # a chain that is where ψ vanishes (−inf − −inf is NaN) may go anywhere
             accepted = (noise.log() < gain) | (log_modulus == -torch.inf)
-            self.configurations = torch.where(accepted[:, None], proposed, self.configurations)
+            self.configurations = torch.where(
+                accepted[:, None], proposal.configurations, self.configurations
+            )
             log_modulus = torch.where(accepted, proposed_log_modulus, log_modulus)
             self.accepted_by_chain += accepted
         return log_modulus
 
-    def _propose(self) -> Tensor:
-        """One proposal per chain; an exchange of equal spins proposes to stay."""
+    def _propose(self) -> Proposal:
+        """One proposal per chain: a flip of any spin, or an exchange of two opposite spins."""
+        if self.move is Move.EXCHANGE:
+            return self._propose_exchange()
         proposed = self.configurations.clone()
         chain = torch.arange(self.shape.chains, device=self._device)
-        if self.move is Move.FLIP:
-            site = self._draw_integers(self.sites)
-            proposed[chain, site] *= -1
-            return proposed
-        first, second = self._bonds[self._draw_integers(len(self._bonds))].T
+        proposed[chain, self._draw_integers(self.sites)] *= -1
+        return Proposal(proposed, torch.zeros(self.shape.chains, device=self._device))
+
+    def _propose_exchange(self) -> Proposal:
+        """Exchange the spins of a bond that is drawn from those with opposite spins.
+
+        The number n of such bonds may change, and with it the probability 1/n of a proposal. So
+        |ψ(s')|²/|ψ(s)|² is multiplied by n(s)/n(s'). A configuration without such a bond stays.
+        """
+        is_opposite = self._find_opposite_bonds(self.configurations)
+        noise = torch.rand(is_opposite.shape, generator=self._generator, device=self._device)
+        first, second = self._bonds[torch.where(is_opposite, noise, -1.0).argmax(1)].T
+        chain = torch.arange(self.shape.chains, device=self._device)
+        proposed = self.configurations.clone()
         proposed[chain, first] = self.configurations[chain, second]
         proposed[chain, second] = self.configurations[chain, first]
-        return proposed
+        bonds_before = is_opposite.sum(1)
+        bonds_after = self._find_opposite_bonds(proposed).sum(1)
+        log_correction = bonds_before.clamp(min=1).log() - bonds_after.clamp(min=1).log()
+        return Proposal(proposed, log_correction)
+
+    def _find_opposite_bonds(self, configurations: Tensor) -> Tensor:
+        """Where the spins of a bond differ, (chains, bonds)."""
+        return configurations[:, self._bonds[:, 0]] != configurations[:, self._bonds[:, 1]]
 
     def _draw_integers(self, bound: int) -> Tensor:
         shape = (self.shape.chains,)

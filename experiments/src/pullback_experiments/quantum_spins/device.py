@@ -34,7 +34,7 @@ from pullback.grams import GramForm
 from pullback.metrics import FubiniStudy
 from pullback.optim import NaturalGradient
 from pullback.solvers import Cholesky
-from pullback.steps import Constant, Spring, Step
+from pullback.steps import Constant, LevenbergMarquardt, Spring, Step
 from pullback.vmc.amplitude import Evaluator, LogAmplitude
 from pullback.vmc.energies import compute_local_energies
 
@@ -70,18 +70,18 @@ class Options:
     heads: int = 10
     blocks: int = 4
     samples: int = 4096
-    moves: int = 100
+    moves: int = 60
     lr: float = 0.0075
     damping: float = 1e-4
     momentum: float = 0.9
     precision: str = "float64"
     tf32: int = 0
     graphed: int = 1
-    compiled: int = 0
-    decay: float = 0.5
+    compiled: int = 1
+    decay: float = 0.6
     measure: int = 65_536
     chunk: int = 2**12
-    memory: int = 2**29
+    memory: int = 2**31
     seed: int = 0
 
 
@@ -125,7 +125,11 @@ def build_step(options: Options) -> Step:
         return vmc.adaptive_step(options.damping)
     if options.momentum == 0:
         return Constant()
-    return Spring(options.momentum)
+    bounds = (options.damping, 1e6)
+    trust = LevenbergMarquardt(
+        options.damping, target=0.25, increase=4.0, decrease=0.5, bounds=bounds
+    )
+    return Spring(options.momentum, trust)
 
 
 def schedule_rate(options: Options, elapsed_share: float, step: int) -> float:
@@ -186,6 +190,8 @@ class Training:
             seconds=history.spent,
             energy_per_site=[round(energy / spins, 7) for energy in history.energy],
             error_per_site=[round(error / spins, 7) for error in history.error],
+            variance=[round(variance, 4) for variance in history.variance],
+            damping=history.damping,
         )
 
     def run(self, call_minutes: float, steps: int) -> vmc.Result:
@@ -228,6 +234,35 @@ class Training:
         self._record.update(final=final)
         print(json.dumps(final, indent=1), flush=True)
         return result
+
+    def measure_symmetrized(self, network: torch.nn.Module, samples: int) -> None:
+        """Record the energy of the state averaged over the point group and spin inversion."""
+        lattice = vmc.Square(self._options.side)
+        hamiltonian = vmc.Heisenberg(lattice, j2=self._options.j2)
+        symmetrized = vmc.Symmetrized(network, lattice, translations=False, spin_inversion=1)
+        evaluation = replace(build_evaluation(self._options), chunk=256, compiled=False)
+        start = time.perf_counter()
+        result = vmc.minimize(
+            hamiltonian,
+            symmetrized.to(self._device),
+            steps=0,
+            samples=samples,
+            seed=self._options.seed,
+            sampler=vmc.Metropolis(moves=self._options.moves),
+            evaluation=evaluation,
+            measure=samples,
+            progress=False,
+        )
+        spins = 4 * hamiltonian.sites
+        numbers = {
+            "energy_per_site": result.energy / spins,
+            "error_per_site": result.error / spins,
+            "variance": result.variance,
+            "samples": result.statistics.samples,
+            "seconds": time.perf_counter() - start,
+        }
+        self._record.update(symmetrized=numbers)
+        print(json.dumps(numbers, indent=1), flush=True)
 
     def _resumed_rate(self, already: float) -> Callable[[int], float]:
         """The rate of the first step of a call, before the run is known, is that of the last."""
@@ -482,6 +517,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=14.0, help="of training, over all calls")
     parser.add_argument("--call-minutes", type=float, default=8.5, help="of training in this call")
     parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--symmetrized", type=int, default=0, help="samples of the mean state")
     parser.add_argument("--parts", default="compare,train")
     parser.add_argument("--variants", default="", help="of the part look: momentum=0;tf32=1")
     parser.add_argument("--look-seconds", type=float, default=30.0)
@@ -515,7 +551,9 @@ def main() -> None:
             record.update(looks=looks)
     if "train" in names:
         training = Training(options, arguments.minutes, arguments.folder, device)
-        training.run(arguments.call_minutes, arguments.steps)
+        result = training.run(arguments.call_minutes, arguments.steps)
+        if arguments.symmetrized:
+            training.measure_symmetrized(result.network, arguments.symmetrized)
 
 
 if __name__ == "__main__":
