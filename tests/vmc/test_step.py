@@ -158,3 +158,40 @@ def test_statistics_of_a_batch_are_those_of_its_energies() -> None:
     assert again.energy == pytest.approx(batch.statistics.energy)
     deviation = batch.local_energies - batch.local_energies.mean()
     assert batch.statistics.variance == pytest.approx(float(deviation.abs().square().mean()))
+
+
+class WithLargeMean(nn.Module):
+    """A state whose norm is a parameter with a huge derivative, which the metric ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = vmc.Rbm(8, features=8)
+        self.log_norm = nn.Linear(1, 1, bias=False)
+
+    def forward(self, s: Tensor) -> Tensor:
+        return self.network(s) + self.log_norm(torch.full_like(s[:, :1], 1e4))[:, 0]
+
+
+def test_small_dampings_do_not_drown_in_the_round_off_of_single_precision() -> None:
+    samples = vmc.enumerate_configurations(8)[::5]
+    generator = torch.Generator().manual_seed(1)
+    energies = torch.randn(len(samples), generator=generator, dtype=torch.float64)
+    cotangents = (energies - energies.mean()) / len(samples)
+    directions = []
+    for dtype in (torch.float64, torch.float32):
+        network = WithLargeMean().to(dtype)
+        optimizer = pb.NaturalGradient(
+            network, FubiniStudy(), pb.solvers.Cholesky(1e-5), pb.steps.Constant(), gram="kernel"
+        )
+
+        def closure(network: nn.Module = network, dtype: torch.dtype = dtype) -> float:
+            network.zero_grad()
+            (network(samples.to(dtype)) * cotangents.to(dtype)).sum().backward()
+            return 0.0
+
+        solution = optimizer.direction(closure)
+        assert solution.damping == 1e-5, solution.status
+        # the norm itself may go anywhere: no state depends on it
+        directions.append(solution.x.double()[:-1])
+    assert (directions[1] - directions[0]).norm() < 1e-3 * directions[0].norm()

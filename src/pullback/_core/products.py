@@ -226,6 +226,13 @@ def full_precision(
         backends.cuda.matmul.fp32_precision = matmul_precision
 
 
+def has_fast_float64(device: torch.device) -> bool:
+    """Return True on CPUs, and on GPUs whose tensor cores multiply float64: A100, H100, B200."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))
+
+
 class _SplitLargeProducts(TorchDispatchMode):
     """Replaces large `mm` and `addmm` by split products, in backward passes too."""
 

@@ -95,12 +95,19 @@ def _make_gram(stack: RowStack, form: str, budget: int) -> Gram:
 
 
 class StackedKernel(Kernel):
-    """The kernel of a stack; many lifts are summed over the processes at once."""
+    """The kernel of a stack; many lifts are summed over the processes at once.
+
+    The kernel may be in float64 where A is in float32.
+    """
 
     def __init__(self, stack: RowStack, budget: int) -> None:
         super().__init__(stack.kernel(budget), stack.project, stack.lift, stack.space.size)
+        self.dtype = stack.space.dtype
         self._stack = stack
         self._budget = budget
+
+    def lift(self, c: Tensor) -> Tensor:
+        return super().lift(c.to(self.dtype))
 
     def diagonal(self) -> Tensor:
         return self._stack.diagonal(self._budget)
@@ -109,7 +116,7 @@ class StackedKernel(Kernel):
         return self._stack.rows()
 
     def lift_rows(self, c: Tensor) -> Tensor:
-        return self._lift(c)
+        return self._lift(c.to(self.dtype))
 
 
 class StackedPanels(Operator):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor
+from .._core.products import has_fast_float64
 from .._core.space import ParameterSpace
 from ..maps import Linearization, Pulled, identity_covectors
 
@@ -59,11 +60,18 @@ class RowBlock:
         return self.pulled.narrow(start, self.samples if stop is None else stop).rows()
 
     def kernel(self, budget: int) -> Tensor:
-        """A Aᵀ, (n, n)."""
-        kernel = self.pulled.kernel(budget=budget)
-        if self.factor.couples_samples:
-            kernel = self.transpose(self.transpose(kernel).T)
-        return kernel
+        """A Aᵀ, (n, n), in float64 where S couples samples and the device is fast at that.
+
+        Such an S subtracts means. What is left of the kernel may be a thousandth of it, and the
+        round-off of float32 would exceed small dampings.
+        """
+        if not self.factor.couples_samples:
+            return self.pulled.kernel(budget=budget)
+        device = self.linearization.value.device
+        dtype = torch.float64 if has_fast_float64(device) else None
+        kernel = self.pulled.kernel(budget=budget, dtype=dtype)
+        kernel = self.transpose(kernel)
+        return self.transpose(kernel.T)
 
     def project(self, v: Tensor) -> Tensor:
         """A v from the pulled-back blocks."""

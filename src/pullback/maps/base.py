@@ -91,8 +91,19 @@ class Pulled:
         blocks = [b.trace_covectors() for b in self.blocks.values()]
         return Pulled(self.space, (self.shape[0], 1), blocks, self.coverage)
 
-    def kernel(self, other: Pulled | None = None, *, budget: int = 2**30) -> Tensor:
-        """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes."""
+    def kernel(
+        self,
+        other: Pulled | None = None,
+        *,
+        budget: int = 2**30,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes.
+
+        With a `dtype` A Aᵀ is multiplied and added up in it, one block of parameters at a time.
+        """
+        if dtype not in (None, self.space.dtype):
+            return self._kernel_in(dtype, budget)
         if other is None:
             other = self
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
@@ -114,6 +125,16 @@ class Pulled:
         if other is self:
             return mirror_lower_triangle(out)
         return out
+
+    def _kernel_in(self, dtype: torch.dtype, budget: int) -> Tensor:
+        """A Aᵀ in another dtype than that of A."""
+        count = self.shape[0] * self.shape[1]
+        out = torch.zeros(count, count, dtype=dtype, device=self.space.device)
+        for block in self.blocks.values():
+            converted = block.to(dtype)
+            converted.add_gram(out, converted, budget)
+            del converted  # before the next one is made
+        return mirror_lower_triangle(out)
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""

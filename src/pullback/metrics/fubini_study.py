@@ -92,16 +92,20 @@ class CenteredFactor(Factor):
         self.white = event
         #: √ω, as (N, 1, ..., 1)
         self._root = weights.sqrt().reshape(-1, *[1] * len(event))
+        self._is_uniform = bool((weights == 1).all())
 
     def apply(self, r: Tensor) -> Tensor:
-        return self._root * self._project(r)
+        projected = self._project(r)
+        return projected if self._is_uniform else self._root * projected
 
     def transpose(self, v: Tensor) -> Tensor:
-        return self._project(self._root * v)
+        return self._project(v if self._is_uniform else self._root * v)
 
     def _project(self, x: Tensor) -> Tensor:
         """P x for (*batch, N, *event)."""
         sample_axis = x.ndim - 1 - len(self.white)
+        if self._is_uniform:  # kernels are large: no copy of them is made for a factor of one
+            return x - x.mean(sample_axis, keepdim=True)
         mean = (self._root * x).mean(sample_axis, keepdim=True)
         return x - self._root * mean
 

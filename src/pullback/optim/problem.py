@@ -196,6 +196,7 @@ def agrees_with_autograd(
     all_c = stack.gather(c)
     if isinstance(gram, FactoredGram) and gram.structure.holds == "kernel":
         kernel = gram.kernel()
+        all_c = all_c.to(kernel.dtype)
         energy = all_c @ (kernel @ all_c)
         scale = all_c.square() @ kernel.diagonal()
     else:

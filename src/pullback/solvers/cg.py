@@ -136,7 +136,7 @@ class ConjugateGradient(Solver):
             return None
         if self.preconditioner is not None or self.progress > 0:
             return None
-        kernel = gram.kernel() if gram.structure.holds == "kernel" else None
+        kernel = gram.kernel().to(gram.dtype) if gram.structure.holds == "kernel" else None
 
         def product(c: Tensor) -> Tensor:
             """Return (AAᵀ + λ)c, from the matrix if the Gram has it."""

@@ -38,8 +38,8 @@ class CholeskyFactor:
     damping: float
 
     def solve(self, b: Tensor) -> Tensor:
-        """Return (L Lᵀ)⁻¹b for a vector."""
-        return torch.cholesky_solve(b[:, None], self.lower)[:, 0]
+        """Return (L Lᵀ)⁻¹b for a vector, in the dtype of L."""
+        return torch.cholesky_solve(b.to(self.lower.dtype)[:, None], self.lower)[:, 0]
 
 
 @dataclass

@@ -164,7 +164,7 @@ class PseudoInverse(Solver):
         )
 
     def _from_kernel(self, gram: FactoredGram) -> Spectrum:
-        kernel = gram.kernel()
+        kernel = gram.kernel().to(gram.dtype)
         if not is_finite(kernel):
             return _broken_spectrum(gram)
         sigma, u = self._eigen(kernel)

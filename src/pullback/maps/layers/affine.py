@@ -109,6 +109,15 @@ class AffineBlock(Block):
 
         return self._replace_data(inputs, self._delta[start:stop], self._h)
 
+    def to(self, dtype: torch.dtype) -> Block:
+        def inputs(samples: slice) -> Tensor:
+            return self._inputs_of(samples).to(dtype)
+
+        height = self._h
+        if height is not None:
+            height = height.to(dtype)
+        return self._replace_data(inputs, self._delta.to(dtype), height)
+
     def trace_covectors(self) -> Block:
         """Return a block whose covectors are output features: Σ_r δ_r·δ'_r is one product."""
         delta = self._delta.permute(0, 2, 3, 1, 4).flatten(3).unsqueeze(1)

@@ -52,6 +52,10 @@ class Block(ABC):
     def narrow(self, start: int, stop: int) -> Block:
         """Return the block of the samples in [start, stop)."""
 
+    def to(self, dtype: torch.dtype) -> Block:
+        """Return the block with its rows in another dtype, for `add_gram`."""
+        return RowsBlock({name: rows.to(dtype) for name, rows in self.rows().items()})
+
     def trace_covectors(self) -> Block:
         """Return a block with one covector whose Gram is the trace over all R covectors.
 
@@ -111,6 +115,9 @@ class JointBlock(Block):
 
     def narrow(self, start: int, stop: int) -> Block:
         return JointBlock([block.narrow(start, stop) for block in self._blocks])
+
+    def to(self, dtype: torch.dtype) -> Block:
+        return JointBlock([part.to(dtype) for part in self._parts])
 
     def rows(self) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}
