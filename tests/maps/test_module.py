@@ -40,7 +40,7 @@ def test_a_linearization_is_autograds(case: ModelCase) -> None:
         assert_close(linear.vjp(u), j.T @ u.flatten(), 1e-12, "vjp = Jᵀu")
         assert_close(linear.rows(), j, 1e-12, "rows = J")
         if case.name != "MultiheadAttention":  # fused attention has no second derivative
-            twice = linear._double_vjp(v)
+            twice = linear._push_by_double_vjp(v)
             assert_close(twice.flatten(), j @ v, 1e-12, "J v by two reverse passes")
 
 

@@ -105,10 +105,15 @@ class FunctionMode(TorchFunctionMode):
         if self.listener.is_parameter(t):
             return ParameterEntries.of_all(t)
         source = self._source_of(t)
-        if source is not None:
-            return source if isinstance(source, ParameterEntries) else None
-        if t._base is None or not t._base.is_contiguous():
+        if isinstance(source, ParameterEntries):
+            return source
+        if source is not None or t._base is None or not t._base.is_contiguous():
             return None
+        return self._find_viewed_entries(t)
+
+    def _find_viewed_entries(self, t: Tensor) -> ParameterEntries | None:
+        """Return the entries of a view of a contiguous tensor; None if that holds none."""
+        assert t._base is not None
         base = self.find_entries(t._base)
         if base is None or not base.is_dense or base.index is not None:
             return None
@@ -194,7 +199,9 @@ class FunctionMode(TorchFunctionMode):
         parameters: dict[str, Tensor | None] = {"weight": parameter, "bias": shift}
         if product.is_linear and entries.is_whole and parameter.ndim == 2:
             return self.note(nn.Linear, x, output, parameters)
-        use_type = TransposedProductUse if product.is_transposed else ProductUse
+        use_type = ProductUse
+        if product.is_transposed:
+            use_type = TransposedProductUse
         key = None
         if product.index is None:
             key = (use_type, *map(id, parameters.values()), product)

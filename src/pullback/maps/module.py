@@ -1,16 +1,17 @@
 """Any `nn.Module` as a map, through functional calls.
 
-What was established about a model's structure is kept for later calls while its graph is the same.
-Which axis counts the samples and whether layers explain a parameter follow from the operations of
-a forward pass and from how they are joined, not from the numbers that pass through. So the plan of
-one call serves another whose autograd graph has the same nodes, joined alike, over the same
-parameters.
+A plan says which axis counts the samples of each layer and which parameters the layers explain. It
+depends on the operations of a forward pass and their connections, not on the numbers in them. So
+plans are cached, and one call's plan serves another whose autograd graph has the same nodes and
+edges over the same parameters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -40,8 +41,8 @@ class ModuleMap(Map):
             mode where they were recorded.
         output: which tensor of a structured output is z.
         batch_dim: the axis of z that counts samples.
-        plans: a dict that keeps what was established about the model's structure
-            between linearizations.
+        plans: a cache of what was established about the model's structure, for later
+            linearizations.
         coupled: accept modules that mix the samples of a batch, which have no rows per sample.
     """
 
@@ -59,37 +60,41 @@ class ModuleMap(Map):
         self.call = call
         self.output = output
         self.batch_dim = batch_dim
-        if plans is None:
-            self.plans = {}
-        else:
+        self.plans: dict[Any, Any] = {}
+        if plans is not None:
             self.plans = plans
         if not coupled:
             refuse_coupled(self.model)
 
     def value(self, output: Any) -> Tensor:
-        """z from the model's output: samples first, at least one event axis."""
-        return self.arranged(select_output(output, self.output))
+        """Return z from the model's output: samples first, at least one event axis."""
+        return self.arrange(select_output(output, self.output))
 
-    def arranged(self, z: Tensor) -> Tensor:
-        """The selected tensor, or its cotangent: samples first, at least one event axis."""
+    def arrange(self, z: Tensor) -> Tensor:
+        """Return the selected tensor, or its cotangent, with samples first and an event axis."""
         return move_samples_first(z, self.batch_dim)
 
     def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """z at other parameters; buffers are read as the call found them, never written."""
-        recorded = self.call.buffers
-        if recorded is None:
+        """Return z at other parameters; buffers have the values of the call and stay unchanged."""
+        buffers = self.call.buffers
+        if buffers is None:
             buffers = dict(self.model.named_buffers())
-        else:
-            buffers = recorded
-        buffers = {n: b.clone() for n, b in buffers.items()}
-        tensors = in_every_slot(self.model, {**buffers, **params})
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        tensors = fill_all_slots(self.model, {**copies, **params})
         return self.value(
             functional_call(self.model, tensors, args, kwargs, tie_weights=False, strict=False)
         )
 
     def linearize(self, params: Mapping[str, Tensor]) -> ModuleLinearization:
-        """φ(w) with a graph that is kept for many pullbacks."""
+        """Return φ(w) with a graph that serves many pullbacks."""
         return ModuleLinearization(self, params)
+
+
+class _Push(Enum):
+    """How J v is computed."""
+
+    FORWARD_MODE = "forward mode"
+    DOUBLE_VJP = "double vjp"
 
 
 class ModuleLinearization(Linearization):
@@ -102,26 +107,27 @@ class ModuleLinearization(Linearization):
         self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         self._recorder = Recorder(source.model, self.leaves)
         call = source.call
-        listened = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.sites.listening = source.plans.get(listened, True)
+        listening_key = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
+        self._recorder.sites.listening = source.plans.get(listening_key, True)
         with torch.enable_grad(), call.replay_context(), self._recorder:
             self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[listened] = self._recorder.sites.listening
+        source.plans[listening_key] = self._recorder.sites.listening
         #: the uses of known layers in the pass
         self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
         self._refuse_another_output()
 
     def _refuse_another_output(self) -> None:
-        """Raise where the replayed pass is not the one that was recorded."""
-        recorded = self.map.call.recorded_output()
-        if recorded is None:
+        """Raise if the replayed pass gave another output than the recorded one."""
+        recorded_output = self.map.call.recorded_output()
+        if recorded_output is None:
             return
-        before = self.map.arranged(recorded).to(self.value.dtype)
-        now = self.value
-        limit = relative_tolerance(self.graph.dtype, 10)
-        same = before.shape == now.shape and (now - before).norm() <= limit * before.norm()
-        if bool(same) or not bool(torch.isfinite(before).all()):
+        recorded = self.map.arrange(recorded_output).to(self.value.dtype)
+        is_same = recorded.shape == self.value.shape
+        if is_same:
+            limit = relative_tolerance(self.graph.dtype, 10)
+            is_same = bool((self.value - recorded).norm() <= limit * recorded.norm())
+        if is_same or not bool(torch.isfinite(recorded).all()):
             return
         raise PullbackError(
             "The forward pass cannot be repeated",
@@ -132,27 +138,33 @@ class ModuleLinearization(Linearization):
         )
 
     def jvp(self, v: Tensor) -> Tensor:
-        """J v by forward-mode differentiation; by two reverse passes where that fails.
+        """Return J v by forward-mode differentiation, or by two reverse passes if that fails.
 
-        Which way serves is proved once per model and shape: an embedding's padding row has a
+        Both are tested once per model and shape: an embedding's padding row, for instance, has a
         forward mode that its reverse mode does not share.
         """
         key = ("jvp", self._recorder.signature(self.map.call))
-        ways = (self._forward_mode, self._double_vjp)
         if key not in self.map.plans:
-            found = next((i for i, way in enumerate(ways) if self._adjoint(way)), None)
-            if found is None:
-                raise PullbackError(
-                    "J v cannot be computed for this model",
-                    "an operation in it has neither a forward-mode nor a second derivative",
-                    'Give the operation a jvp, or use gram="rows" or "kernel" with a solver that '
-                    "factorizes; in KFAC leave out Adaptive damping and step=",
-                )
-            self.map.plans[key] = found
-        return ways[self.map.plans[key]](v)
+            self.map.plans[key] = self._choose_push()
+        if self.map.plans[key] is _Push.FORWARD_MODE:
+            return self._push_forward(v)
+        return self._push_by_double_vjp(v)
 
-    def _adjoint(self, push: Callable[[Tensor], Tensor]) -> bool:
-        """Whether ⟨J v, u⟩ = ⟨v, Jᵀu⟩ for random u and v."""
+    def _choose_push(self) -> _Push:
+        """Return the first method for J v that is adjoint to Jᵀu."""
+        if self._is_adjoint(self._push_forward):
+            return _Push.FORWARD_MODE
+        if self._is_adjoint(self._push_by_double_vjp):
+            return _Push.DOUBLE_VJP
+        raise PullbackError(
+            "J v cannot be computed for this model",
+            "an operation in it has neither a forward-mode nor a second derivative",
+            'Give the operation a jvp, or use gram="rows" or "kernel" with a solver that '
+            "factorizes; in KFAC leave out Adaptive damping and step=",
+        )
+
+    def _is_adjoint(self, push: Callable[[Tensor], Tensor]) -> bool:
+        """Return True if ⟨J v, u⟩ = ⟨v, Jᵀu⟩ for random u and v."""
         generator = torch.Generator().manual_seed(2)
         v, u = (
             torch.randn(shape, generator=generator, dtype=torch.float64).to(self.value)
@@ -168,7 +180,8 @@ class ModuleLinearization(Linearization):
         gap = ((pushed * u).sum() - v @ pulled).abs()
         return bool(gap <= torch.finfo(self.graph.dtype).eps ** 0.5 * scale)
 
-    def _forward_mode(self, v: Tensor) -> Tensor:
+    def _push_forward(self, v: Tensor) -> Tensor:
+        """Return J v by forward mode."""
         call = self.map.call
         source = self.map
         pieces = self.space.split(v)
@@ -183,8 +196,8 @@ class ModuleLinearization(Linearization):
             return torch.zeros_like(self.value)
         return tangent.to(self.value.dtype)
 
-    def _double_vjp(self, v: Tensor) -> Tensor:
-        """J v as the derivative of u ↦ ⟨Jᵀu, v⟩."""
+    def _push_by_double_vjp(self, v: Tensor) -> Tensor:
+        """Return J v as the derivative of u ↦ ⟨Jᵀu, v⟩."""
         z = self.graph
         pieces = self.space.split(v)
         u = torch.zeros_like(z, requires_grad=True)
@@ -192,7 +205,7 @@ class ModuleLinearization(Linearization):
         with torch.enable_grad():
             pulled = torch.autograd.grad(z, leaves, u, create_graph=True, allow_unused=True)
             pairs = zip(pulled, pieces.values(), strict=True)
-            total = sum((p * one.to(p.dtype)).sum() for p, one in pairs if p is not None)
+            total = sum((p * piece.to(p.dtype)).sum() for p, piece in pairs if p is not None)
         if not isinstance(total, Tensor) or not total.requires_grad:
             return torch.zeros_like(self.value)
         return torch.autograd.grad(total, u, retain_graph=True)[0].to(self.value.dtype)
@@ -201,79 +214,88 @@ class ModuleLinearization(Linearization):
         return self.space.flatten(self.gradients(u, list(self.leaves.values())))
 
     def closed_form(self, factor: Factor) -> Any:
-        """The answer of the model's own `pullback_gram(linearization, factor)`, if it has one."""
-        offer = getattr(self.map.model, "pullback_gram", None)
-        if offer is None:
+        """Return `pullback_gram(linearization, factor)` of the model, None if it has none."""
+        pullback_gram = getattr(self.map.model, "pullback_gram", None)
+        if pullback_gram is None:
             return None
-        return offer(self, factor)
+        return pullback_gram(self, factor)
 
     def gradients(
         self, u: Tensor, inputs: list[Any], *, batched: bool = False
     ) -> tuple[Tensor | None, ...]:
-        """Autograd's answer for parameters or for the layers' outputs; the graph is kept.
+        """Return autograd's gradients of ⟨u, z⟩ in parameters or layer outputs; the graph stays.
 
-        `batched` covectors u (R, N, *event) are pulled back side by side, by torch.func's rules:
-        those of `is_grads_batched` take many operations covector by covector.
+        `batched` covectors u (R, N, *event) are pulled back in one pass, by the rules of
+        torch.func: those of `is_grads_batched` loop over covectors in many operations.
         """
-        used: list[bool] = []
-
-        def pull(one: Tensor) -> tuple[Tensor, ...]:
-            found = torch.autograd.grad(
-                self.graph, inputs, one, retain_graph=True, allow_unused=True
-            )
-            used[:] = [g is not None for g in found]
-            return tuple(g for g in found if g is not None)
-
         u = u.to(self.graph.dtype)
-        pulled = iter(vmap(pull)(u) if batched else pull(u))
-        return tuple(next(pulled) if some else None for some in used)
+        if not batched:
+            return torch.autograd.grad(self.graph, inputs, u, retain_graph=True, allow_unused=True)
+        is_reached: list[bool] = []
+
+        def pull(covector: Tensor) -> tuple[Tensor, ...]:
+            gradients = torch.autograd.grad(
+                self.graph, inputs, covector, retain_graph=True, allow_unused=True
+            )
+            is_reached[:] = [g is not None for g in gradients]
+            return tuple(g for g in gradients if g is not None)  # vmap takes no None
+
+        reached = iter(vmap(pull)(u))
+        gradients: list[Tensor | None] = [None] * len(is_reached)
+        for i, has_gradient in enumerate(is_reached):
+            if has_gradient:
+                gradients[i] = next(reached)
+        return tuple(gradients)
 
     def pullback(self, covectors: Tensor) -> Pulled:
-        """The rows in factored form where the layers have structure, materialized elsewhere."""
+        """Return the rows, factored for layers with known structure, materialized elsewhere."""
         key = self._recorder.signature(self.map.call)
         plan = self.map.plans.get(key)
         if plan is None:
             plan = LayerStructure.establish(self)
-            if plan.settled:
+            if plan.is_reusable:
                 self.map.plans[key] = plan
         return plan.pullback(self, covectors)
 
     @property
     def footprint(self) -> int:
-        """Entries that pulling one covector a sample back holds, roughly: at layers, or as rows."""
-        entries = self.entries
-        known = {name for e in entries for name in e.names.values()}
-        rest = sum(p.numel() for n, p in self.leaves.items() if n not in known)
-        return sum(prod(e.shape) for e in entries) + self.value.shape[0] * rest
+        """Entries in memory, roughly, when one covector per sample is pulled back."""
+        known: set[str | None] = set()
+        for entry in self.entries:
+            known.update(entry.names.values())
+        row_entries = sum(p.numel() for n, p in self.leaves.items() if n not in known)
+        layer_entries = sum(prod(entry.shape) for entry in self.entries)
+        return layer_entries + self.value.shape[0] * row_entries
 
     @property
     def widest(self) -> int:
-        """Multiply-adds that pulling one covector a sample back takes at one layer, at most."""
-        found = [0]
-        for e in self.entries:
-            weights = [w for w in e.layer.parameters(e.module).values() if w is not None]
-            found += [prod(e.shape) * prod(w.shape[1:]) for w in weights]
-        return max(found)
+        """Largest number of multiply-adds at one layer, when one covector per sample is pulled."""
+        largest = 0
+        for entry in self.entries:
+            for weight in entry.layer.parameters(entry.module).values():
+                if weight is not None:
+                    largest = max(largest, prod(entry.shape) * prod(weight.shape[1:]))
+        return largest
 
 
-def in_every_slot(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the name of each module that holds them, each module named once.
+def fill_all_slots(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under all names of the parameters they replace, each module named once.
 
-    torch's own `tie_weights` names a module twice that is used twice, and then puts the
-    replacement back in the place of the parameter.
+    torch's `tie_weights` names a module twice that is used twice, and then it restores the
+    replacement instead of the parameter.
     """
-    slots = {
-        f"{path}.{key}" if path else key: id(held)
-        for path, module in model.named_modules()
-        for key, held in (*module._parameters.items(), *module._buffers.items())
-        if held is not None
-    }
+    slots: dict[str, int] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                slots[prefix + key] = id(tensor)
     by_id = {slots[name]: tensor for name, tensor in tensors.items()}
-    return {name: by_id[held] for name, held in slots.items() if held in by_id}
+    return {name: by_id[slot] for name, slot in slots.items() if slot in by_id}
 
 
 def refuse_coupled(model: nn.Module) -> None:
-    """Raise where a module mixes the samples of a batch."""
+    """Raise if a module mixes the samples of a batch."""
     for name, module in model.named_modules():
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if norm and (module.training or module.running_mean is None):
@@ -285,55 +307,66 @@ def refuse_coupled(model: nn.Module) -> None:
             )
 
 
-_AXES = ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
-_KEPT = 64  # graphs remembered per model
+_AXIS_ATTRIBUTES = ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
+_CACHED_GRAPHS = 64  # graphs per model whose plans are cached
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, dict[Any, Any]]] = WeakKeyDictionary()
 
 
 def shared_plans(linear: ModuleLinearization) -> dict[Any, Any] | None:
-    """The plans that fit this graph; None where a parameter is used outside its layers.
+    """Return the cached plans for this graph; None if a parameter is used outside its layers.
 
     Such a use may vanish for the parameters of one call (a gate that begins at zero) and count for
-    those of the next, so that what was seen of it holds for one call alone.
+    those of the next, so a plan holds for one call only.
     """
-    graph, joints = topology(linear.graph, linear.leaves)
-    uses = Counter(n for entry in linear.entries for n in entry.names.values() if n is not None)
-    if any(joints[name] != count for name, count in uses.items()):
+    topology = read_topology(linear.graph, linear.leaves)
+    uses: Counter[str] = Counter()
+    for entry in linear.entries:
+        uses.update(name for name in entry.names.values() if name is not None)
+    if any(topology.parameter_edges[name] != count for name, count in uses.items()):
         return None
-    kinds = tuple((p.dtype, p.device) for p in linear.leaves.values())
-    kept = _PLANS.setdefault(linear.map.model, {})
-    if len(kept) >= _KEPT:
-        kept.clear()
-    return kept.setdefault((graph, kinds), {})
+    dtypes = tuple((p.dtype, p.device) for p in linear.leaves.values())
+    plans_by_graph = _PLANS.setdefault(linear.map.model, {})
+    if len(plans_by_graph) >= _CACHED_GRAPHS:
+        plans_by_graph.clear()
+    return plans_by_graph.setdefault((topology.nodes, dtypes), {})
 
 
 @lru_cache(maxsize=1024)
-def _axes(kind: type) -> tuple[str, ...]:
-    """Under which names a kind of node keeps its axes."""
-    return tuple(axis for axis in _AXES if hasattr(kind, axis))
+def _list_axis_attributes(node_type: type) -> tuple[str, ...]:
+    """Return the attributes under which nodes of a type save their axes."""
+    return tuple(name for name in _AXIS_ATTRIBUTES if hasattr(node_type, name))
 
 
-def topology(root: Tensor, leaves: dict[str, Tensor]) -> tuple[Any, Counter[str]]:
-    """The graph's nodes in the order they are met, each with its kind, axes, parameter and what
-    it leads to; and how often each parameter is led to.
-    """
+@dataclass(frozen=True)
+class Topology:
+    """An autograd graph without its numbers."""
+
+    #: each node's name, axes, parameter and edges, in the order of a breadth-first walk
+    nodes: tuple[Any, ...]
+    #: how many edges lead to each parameter
+    parameter_edges: Counter[str]
+
+
+def read_topology(root: Tensor, leaves: dict[str, Tensor]) -> Topology:
+    """Return the topology of the graph of `root` over these parameters."""
     names = {id(leaf): name for name, leaf in leaves.items()}
-    order = [root.grad_fn]
+    queue = [root.grad_fn]
     index = {root.grad_fn: 0}
-    out = []
-    joints: Counter[str] = Counter()
-    for node in order:  # which grows
+    nodes = []
+    parameter_edges: Counter[str] = Counter()
+    for node in queue:  # grows while it is walked
         if node is None:
             continue
         edges = []
-        for following, place in node.next_functions:
-            if following not in index:
-                index[following] = len(order)
-                order.append(following)
-            edges.append((index[following], place))
-            if (name := names.get(id(getattr(following, "variable", None)))) is not None:
-                joints[name] += 1
-        axes = tuple([str(getattr(node, axis)) for axis in _axes(type(node))])
+        for next_node, output_number in node.next_functions:
+            if next_node not in index:
+                index[next_node] = len(queue)
+                queue.append(next_node)
+            edges.append((index[next_node], output_number))
+            name = names.get(id(getattr(next_node, "variable", None)))
+            if name is not None:
+                parameter_edges[name] += 1
+        axes = tuple([str(getattr(node, axis)) for axis in _list_axis_attributes(type(node))])
         name = names.get(id(getattr(node, "variable", None)))
-        out.append((node.name(), axes, name, tuple(edges)))
-    return tuple(out), joints
+        nodes.append((node.name(), axes, name, tuple(edges)))
+    return Topology(tuple(nodes), parameter_edges)

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .module import ModuleLinearization
 
 
-def cotangents(
+def collect_cotangents(
     linear: ModuleLinearization,
     edges: list[Any],
     layouts: Sequence[SampleLayout],
@@ -42,146 +43,203 @@ def cotangents(
     *,
     batched: bool,
 ) -> list[Tensor]:
-    """Per edge the cotangents (N, R, ...), samples first, by one vectorized pass or by R."""
-    if batched and edges:
-        found: Any = linear.gradients(covectors, edges, batched=True)
-        pairs = zip(found, layouts, strict=True)
-        return [
-            layout.apply_to_covectors(gradient).to(linear.space.dtype) for gradient, layout in pairs
-        ]
+    """Return the cotangents (N, R, ...) at each edge, samples first.
+
+    One vectorized reverse pass gives them if `batched`, else R passes.
+    """
+    if not edges:
+        return []
+    if batched:
+        gradients: Any = linear.gradients(covectors, edges, batched=True)
+        by_edge = []
+        for gradient, layout in zip(gradients, layouts, strict=True):
+            by_edge.append(layout.apply_to_covectors(gradient).to(linear.space.dtype))
+        return by_edge
     out: list[Tensor] = []
-    for r, u in enumerate(covectors if edges else ()):
-        found = linear.gradients(u, edges)
-        for i, (gradient, layout) in enumerate(zip(found, layouts, strict=True)):
-            placed = layout(gradient)
+    for r, u in enumerate(covectors):
+        gradients = linear.gradients(u, edges)
+        for i, (gradient, layout) in enumerate(zip(gradients, layouts, strict=True)):
+            by_sample = layout(gradient)
             if r == 0:
-                shape = (placed.shape[0], len(covectors), *placed.shape[1:])
+                shape = (by_sample.shape[0], len(covectors), *by_sample.shape[1:])
                 out.append(linear.space.zeros(*shape))
-            out[i][:, r] = placed
+            out[i][:, r] = by_sample
     return out
 
 
-def vectorizes(
+def can_vectorize(
     linear: ModuleLinearization, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
 ) -> bool:
-    """Whether the vectorized pass works for this graph, at speed, and agrees with the plain one."""
+    """Return True if a vectorized pass works at full speed and agrees with the plain one."""
     if not edges:
         return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns where an operation has no batching rule
-            found = linear.gradients(torch.stack([u, -u]), edges, batched=True)
+            pairs = linear.gradients(torch.stack([u, -u]), edges, batched=True)
     except (RuntimeError, UserWarning, NotImplementedError) as error:
         reraise_fatal(error)
         return False
     limit = relative_tolerance(find_arithmetic_dtype(linear.graph))
-    for got, want in zip(found, truth, strict=False):
-        if got is None or want is None or not want.numel():
+    for pair, gradient in zip(pairs, truth, strict=False):
+        if pair is None or gradient is None or not gradient.numel():
             continue
-        error = torch.maximum((got[0] - want).abs().max(), (got[1] + want).abs().max())
-        if not bool(error <= limit * want.abs().max()):
+        error = torch.maximum((pair[0] - gradient).abs().max(), (pair[1] + gradient).abs().max())
+        if not bool(error <= limit * gradient.abs().max()):
             return False
     return True
 
 
-#: kinds of nodes that read or write positions by a tensor of indices, or by a mask
-_KINDS = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
+#: names of nodes that read or write positions by a tensor of indices, or by a mask
+_INDEXING_NODES = ("Index", "Gather", "Scatter", "Take", "MaskedSelect", "MaskedScatter")
 
 
-def chooses_by_index(root: Tensor) -> bool:
-    """Whether positions are chosen by index on the way to `root`.
+def has_indexing(root: Tensor) -> bool:
+    """Return True if an operation on the way to `root` selects positions by a tensor of indices.
 
-    The indices are numbers, which another batch has others of: experts get their samples in
-    another order, while the graph has the same nodes.
+    Another batch has other indices: experts get their samples in another order, while the graph
+    has the same nodes.
     """
-    return any(node.name().startswith(_KINDS) for node in collect_reachable_nodes(root.grad_fn))
+    return any(
+        node.name().startswith(_INDEXING_NODES) for node in collect_reachable_nodes(root.grad_fn)
+    )
 
 
 _CHUNK = 2**28  # bytes of rows formed at once under vmap
 
 
-def sample_rows(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor, known: str | None
-) -> tuple[dict[str, Tensor], str]:
-    """Rows (N, R, numel) by name, and the way that worked.
+class RowsMethod(Enum):
+    """How the rows of parameters without known layer were formed."""
 
-    The vmapped rows are trusted only if they add up to autograd's own gradient: dropout, or an
-    argument that is wrongly taken for a batch, makes them differ, and then each row gets a
-    reverse pass of its own on the recorded graph.
+    VMAP = "vmap"
+    REVERSE_PASSES = "reverse passes"
+
+
+def form_sample_rows(
+    linear: ModuleLinearization,
+    names: Sequence[str],
+    covectors: Tensor,
+    known: RowsMethod | None,
+) -> tuple[dict[str, Tensor], RowsMethod]:
+    """Return rows (N, R, numel) by name, and the method that worked.
+
+    The rows by vmap are trusted only if they add up to autograd's gradient. Dropout, or an argument
+    that is wrongly taken for a batch, makes them differ; then each row gets a reverse pass of its
+    own on the recorded graph. So it does if that method is `known` from an earlier call.
     """
-    if known != "reverse passes":
+    if known is not RowsMethod.REVERSE_PASSES:
         try:
-            rows = _vmapped(linear, names, covectors)
-        except Exception as error:  # a model may refuse a batch of one in any way it likes
+            rows = _form_rows_by_vmap(linear, names, covectors)
+        except Exception as error:  # a model may refuse a batch of one with any exception
             reraise_fatal(error)
             rows = None
-        if rows is not None and _adds_up(linear, rows, covectors):
-            return rows, "vmap"
-    return _row_by_row(linear, names, covectors), "reverse passes"
+        if rows is not None and _have_sum(linear, rows, covectors):
+            return rows, RowsMethod.VMAP
+    return _form_row_by_row(linear, names, covectors), RowsMethod.REVERSE_PASSES
 
 
-def _vmapped(
+class _BatchedArguments:
+    """The arguments of a call, of which tensors with an axis of samples are mapped over.
+
+    `mapped` and `axes` are for vmap: the tensors with their axes, and dummies for other arguments.
+    """
+
+    def __init__(self, call: Any, axis: int, samples: int) -> None:
+        self._axis = axis
+        self._arguments, self._spec = pytree.tree_flatten((call.args, call.kwargs))
+        self._has_samples = [self._counts_samples(t, samples) for t in self._arguments]
+        self.mapped = []
+        self.axes = []
+        for argument, has_samples in zip(self._arguments, self._has_samples, strict=True):
+            if has_samples:
+                self.mapped.append(argument)
+                self.axes.append(axis)
+            else:
+                self.mapped.append(torch.zeros(samples))
+                self.axes.append(0)
+
+    def _counts_samples(self, argument: Any, samples: int) -> bool:
+        if not isinstance(argument, Tensor) or argument.ndim <= self._axis:
+            return False
+        return argument.shape[self._axis] == samples
+
+    def select_sample(self, slices: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return arguments and keyword arguments for one sample, from its slices of `mapped`."""
+        arguments = list(self._arguments)
+        for i, has_samples in enumerate(self._has_samples):
+            if has_samples:
+                arguments[i] = slices[i].unsqueeze(self._axis)
+        return pytree.tree_unflatten(arguments, self._spec)
+
+
+def _form_rows_by_vmap(
     linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
+    """Return rows (N, R, numel) by name: one call of the model for each sample, under vmap."""
     source = linear.map
     call = linear.map.call
-    samples = linear.value.shape[0]
-    axis = source.batch_dim
-    fixed = {n: p.detach() for n, p in linear.leaves.items()}
-    free = {n: fixed.pop(n) for n in names}
-    flat, spec = pytree.tree_flatten((call.args, call.kwargs))
-    batched = [isinstance(t, Tensor) and t.ndim > axis and t.shape[axis] == samples for t in flat]
+    constants = {n: p.detach() for n, p in linear.leaves.items()}
+    free = {n: constants.pop(n) for n in names}
+    arguments = _BatchedArguments(call, source.batch_dim, linear.value.shape[0])
 
-    def rows(values: list[Any], u: Tensor) -> dict[str, Tensor]:
-        full = [
-            v.unsqueeze(axis) if b else t for v, b, t in zip(values, batched, flat, strict=True)
-        ]
-        args, kwargs = pytree.tree_unflatten(full, spec)
-        pull = vjp(lambda p: source.call_with({**fixed, **p}, *args, **kwargs)[0], free)[1]
+    def form_rows(slices: list[Tensor], u: Tensor) -> dict[str, Tensor]:
+        args, kwargs = arguments.select_sample(slices)
+
+        def function(point: dict[str, Tensor]) -> Tensor:
+            return source.call_with({**constants, **point}, *args, **kwargs)[0]
+
+        pull = vjp(function, free)[1]
         pulled = [pull(row)[0] for row in u]
-        return {n: torch.stack([p[n] for p in pulled]) for n in names}
+        rows = {}
+        for name in names:
+            rows[name] = torch.stack([gradients[name] for gradients in pulled])
+        return rows
 
-    values = [t if b else torch.zeros(samples) for t, b in zip(flat, batched, strict=True)]
-    axes = [axis if b else 0 for b in batched]
     size = sum(p.numel() for p in free.values()) * covectors.shape[0]
     chunk = max(1, _CHUNK // (size * linear.value.element_size()))
     u = covectors.movedim(1, 0).to(linear.graph.dtype)
+    mapped_rows = vmap(
+        form_rows, in_dims=(arguments.axes, 0), chunk_size=chunk, randomness="different"
+    )
     with call.replay_context(), disable_fused_attention():  # the fused one has no vmap rule
-        out = vmap(rows, in_dims=(axes, 0), chunk_size=chunk, randomness="different")(values, u)
-    return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in out.items()}
+        rows = mapped_rows(arguments.mapped, u)
+    return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in rows.items()}
 
 
-def _adds_up(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:
-    """Whether Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
+def _have_sum(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+    """Return True if Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
     c = torch.randn(n, r, generator=generator, dtype=torch.float64).to(linear.value)
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
-    sums = {n: torch.einsum("nrp,nr->p", some, c.to(some)) for n, some in rows.items()}
+    sums = {n: torch.einsum("nrp,nr->p", r, c.to(r)) for n, r in rows.items()}
     limit = relative_tolerance(linear.graph.dtype, 10)
-    return not _unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
+    return not _find_unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
 
 
-def _unexplained(
+def _find_unexplained(
     linear: ModuleLinearization,
     sums: Iterable[Mapping[str, Tensor]],
     truth: Mapping[str, Tensor | None],
     limit: float,
 ) -> dict[str, str]:
-    """The parameters whose sums of rows are not autograd's gradient, and why."""
+    """Return the parameters whose sums of rows are not autograd's gradient, with the reason."""
     proof = Proof(limit)
-    for some in sums:
-        proof.add(some, 0.0, 0.0, 0)
-    # a parameter that the layers reach and the graph does not has the gradient zero
-    return proof.unexplained(
-        {n: linear.space.zeros(1) if g is None else g for n, g in truth.items()}
-    )
+    for gradients in sums:
+        proof.add(gradients, 0.0, 0.0, 0)
+    true_gradients: dict[str, Tensor | None] = {}
+    for name, gradient in truth.items():
+        if gradient is None:  # the layers reach the parameter, but the graph does not
+            gradient = linear.space.zeros(1)
+        true_gradients[name] = gradient
+    return proof.find_unexplained(true_gradients)
 
 
-def _row_by_row(
+def _form_row_by_row(
     linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
+    """Return rows (N, R, numel) by name, one reverse pass for each sample and covector."""
     r, n = covectors.shape[:2]
     leaves = [linear.leaves[name] for name in names]
     rows = {name: linear.space.zeros(n, r, linear.leaves[name].numel()) for name in names}
@@ -196,123 +254,163 @@ def _row_by_row(
 
 @dataclass
 class LayerStructure:
-    """The plan for one model and input shape: layouts of the layers used, and the rest."""
+    """What the layers of one model explain, for one shape of inputs."""
 
+    #: by use of a layer, where its samples stand
     layouts: dict[int, SampleLayout]
-    rest: tuple[str, ...]
+    #: the parameters that no layer explains, which get rows
+    unexplained: tuple[str, ...]
+    #: why, by parameter
     reasons: dict[str, str]
-    rows_by: str | None = None
+    #: how their rows were formed last
+    rows_method: RowsMethod | None = None
     #: whether one vectorized reverse pass serves all covectors
-    batched: bool = False
+    is_vectorized: bool = False
     #: by group of parameters, which structure its cotangents had when they were last tested
     structure_tests: dict[Any, dict[CotangentStructure, bool]] = field(default_factory=dict)
-    #: whether the plan serves other linearizations: every layer answered the probe (under a
-    #: zero-initialized output layer any layout fits), and no index says where samples stand
-    settled: bool = True
+    #: whether the plan serves other linearizations: all layers had cotangents in the probe (under
+    #: a zero-initialized output layer any layout fits), and no index moves samples
+    is_reusable: bool = True
 
     @classmethod
     def establish(cls, linear: ModuleLinearization) -> LayerStructure:
-        """Probe with covectors u and c∘u, c one random number per sample."""
+        """Return the plan, from a probe with covectors u and c∘u, c a random number per sample."""
         z = linear.value
-        leaves = linear.leaves
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
-        c = (1 + torch.rand(z.shape[0], generator=generator, dtype=torch.float64)).to(z)
-        edges: list[Any] = [e.edge for e in linear.entries]
-        found: Any = linear.gradients(u, edges + list(leaves.values()))
+        scales = (1 + torch.rand(z.shape[0], generator=generator, dtype=torch.float64)).to(z)
+        edges: list[Any] = [entry.edge for entry in linear.entries]
+        gradients = linear.gradients(u, edges + list(linear.leaves.values()))
+        at_layers: Any = gradients[: len(edges)]
+        scaled: Sequence[Tensor | None] = ()
         if edges:
-            scaled = linear.gradients(u * c.view(-1, *[1] * (u.ndim - 1)), edges)
-        else:
-            scaled = ()
-        truth = dict(zip(leaves, found[len(edges) :], strict=True))
+            scaled = linear.gradients(u * scales.view(-1, *[1] * (u.ndim - 1)), edges)
 
-        layouts = {}
-        reasons = {}
-        exact = find_arithmetic_dtype(linear.graph)
-        for i, (entry, one, two) in enumerate(zip(linear.entries, found, scaled, strict=False)):
-            layout = None
-            if one is not None and two is not None:
-                layout = detect_layout(one, two, c, entry.features, exact)
-            if layout is not None:
-                layouts[i] = layout
-            else:
-                for name in filter(None, entry.names.values()):
-                    reasons[name] = f"{entry.path}: no axis of its output counts the samples"
-        answered = all(g is None or bool(g.any()) for g in found[: len(edges)])
-        settled = answered and not chooses_by_index(linear.graph)
-        plan = cls(layouts, (), reasons, settled=settled)
-        deltas = {i: layout(found[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
-        blocks = plan._blocks(linear, deltas)
-        plan._verify(blocks, truth, linear)
-        plan.batched = vectorizes(linear, edges, u, found)
+        layouts = _detect_layouts(linear, at_layers, scaled, scales)
+        has_cotangents = all(g is None or bool(g.any()) for g in at_layers)
+        is_reusable = has_cotangents and not has_indexing(linear.graph)
+        reasons = _explain_missing_layouts(linear, layouts)
+        plan = cls(layouts, (), reasons, is_reusable=is_reusable)
+        deltas = {i: layout(at_layers[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
+        truth = dict(zip(linear.leaves, gradients[len(edges) :], strict=True))
+        plan._verify(plan._form_blocks(linear, deltas), truth, linear)
+        plan.is_vectorized = can_vectorize(linear, edges, u, at_layers)
         return plan
 
     def _verify(
         self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ModuleLinearization
     ) -> None:
-        """Keep the parameters whose layer formula reproduces autograd's gradient."""
+        """Note the parameters for which the layers' formula is not autograd's gradient."""
         ones = linear.value.new_ones(linear.value.shape[0], 1)
-        sums = (b.lift(ones) for b in blocks)
+        sums = (block.lift(ones) for block in blocks)
         limit = relative_tolerance(find_arithmetic_dtype(linear.graph), 10)
-        for name, why in _unexplained(linear, sums, truth, limit).items():
-            self.reasons.setdefault(name, why)
-        self.rest = tuple(n for n in truth if n in self.reasons)
+        for name, reason in _find_unexplained(linear, sums, truth, limit).items():
+            self.reasons.setdefault(name, reason)
+        self.unexplained = tuple(name for name in truth if name in self.reasons)
 
     def pullback(self, linear: ModuleLinearization, covectors: Tensor) -> Pulled:
-        """One reverse pass per covector gives every layer's cotangents."""
-        used = [i for i, e in enumerate(linear.entries) if i in self.layouts and self._wanted(e)]
-        edges = [linear.entries[i].edge for i in used]
-        layouts = [self.layouts[i] for i in used]
-        found = cotangents(linear, edges, layouts, covectors, batched=self.batched)
-        blocks = self._blocks(linear, dict(zip(used, found, strict=True)))
-        if self.rest:
-            rows, self.rows_by = sample_rows(linear, self.rest, covectors, self.rows_by)
+        """Return the covectors pulled back: blocks of the layers, and rows of other parameters."""
+        uses = [i for i, entry in enumerate(linear.entries) if i in self.layouts]
+        uses = [i for i in uses if self._explains(linear.entries[i])]
+        edges = [linear.entries[i].edge for i in uses]
+        layouts = [self.layouts[i] for i in uses]
+        cotangents = collect_cotangents(
+            linear, edges, layouts, covectors, batched=self.is_vectorized
+        )
+        blocks = self._form_blocks(linear, dict(zip(uses, cotangents, strict=True)))
+        if self.unexplained:
+            rows, self.rows_method = form_sample_rows(
+                linear, self.unexplained, covectors, self.rows_method
+            )
             blocks.append(RowsBlock(rows))
         shape = (linear.value.shape[0], covectors.shape[0])
-        return Pulled(linear.space, shape, blocks, self._coverage(blocks))
+        return Pulled(linear.space, shape, blocks, self._describe_coverage(blocks))
 
-    def _wanted(self, entry: Entry) -> bool:
-        return any(n is not None and n not in self.rest for n in entry.names.values())
+    def _explains(self, entry: Entry) -> bool:
+        """Return True if the layer explains one of its parameters."""
+        return any(n is not None and n not in self.unexplained for n in entry.names.values())
 
-    def _blocks(self, linear: ModuleLinearization, deltas: Mapping[int, Tensor]) -> list[Block]:
-        """One block per set of parameters; parameters shared between sets become plain rows."""
+    def _form_blocks(
+        self, linear: ModuleLinearization, deltas: Mapping[int, Tensor]
+    ) -> list[Block]:
+        """Return a block per set of parameters; parameters in several sets become plain rows."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for i in deltas:
             groups.setdefault(linear.entries[i].key, []).append(i)
         blocks = []
-        for indices in groups.values():
+        for key, indices in groups.items():
             first = linear.entries[indices[0]]
-            names = {r: None if n in self.rest else n for r, n in first.names.items()}
-            if all(n is None for n in names.values()):
+            names = dict(first.names)
+            for role, name in first.names.items():
+                if name in self.unexplained:
+                    names[role] = None
+            if all(name is None for name in names.values()):
                 continue
-            uses = []
-            for i in indices:
-                entry = linear.entries[i]
-                x = self.layouts[i](linear.entries[i].input)
-                if x.is_floating_point():
-                    x = x.to(linear.space.dtype)
-                uses.append(Use(entry.module, x, deltas[i], entry.features))
+            uses = [self._arrange_use(linear, i, deltas[i]) for i in indices]
             block = first.layer.block(names, uses)
-            block.structure_tests = self.structure_tests.setdefault(first.key, {})
+            block.structure_tests = self.structure_tests.setdefault(key, {})
             blocks.append(block)
         return join_tied_blocks(blocks)
 
-    def _coverage(self, blocks: list[Block]) -> list[Covered]:
+    def _arrange_use(self, linear: ModuleLinearization, i: int, delta: Tensor) -> Use:
+        """Return a layer's use with its input's samples first, in the dtype of the rows."""
+        entry = linear.entries[i]
+        x = self.layouts[i](entry.input)
+        if x.is_floating_point():
+            x = x.to(linear.space.dtype)
+        return Use(entry.module, x, delta, entry.features)
+
+    def _describe_coverage(self, blocks: list[Block]) -> list[Covered]:
+        """Return how each parameter is covered."""
         covered = []
         for block in blocks:
+            route = block.route
             for name in block.names:
                 reason = self.reasons.get(name, "known layer")
-                if name in self.rest:
-                    route = f"rows by {self.rows_by}"
+                if name in self.unexplained and self.rows_method is not None:
+                    covered.append(Covered(name, f"rows by {self.rows_method.value}", reason))
                 else:
-                    route = block.route
-                covered.append(Covered(name, route, reason))
+                    covered.append(Covered(name, route, reason))
         return covered
 
 
+def _detect_layouts(
+    linear: ModuleLinearization,
+    gradients: Sequence[Tensor | None],
+    scaled: Sequence[Tensor | None],
+    scales: Tensor,
+) -> dict[int, SampleLayout]:
+    """Return where the samples of each layer stand, without layers for which no axis fits."""
+    layouts = {}
+    dtype = find_arithmetic_dtype(linear.graph)
+    for i, entry in enumerate(linear.entries):
+        gradient = gradients[i]
+        scaled_gradient = scaled[i]
+        if gradient is None or scaled_gradient is None:
+            continue
+        layout = detect_layout(gradient, scaled_gradient, scales, entry.features, dtype)
+        if layout is not None:
+            layouts[i] = layout
+    return layouts
+
+
+def _explain_missing_layouts(
+    linear: ModuleLinearization, layouts: Mapping[int, SampleLayout]
+) -> dict[str, str]:
+    """Return the reason for the parameters of layers without a layout."""
+    reasons = {}
+    for i, entry in enumerate(linear.entries):
+        if i not in layouts:
+            for name in filter(None, entry.names.values()):
+                reasons[name] = f"{entry.path}: no axis of its output counts the samples"
+    return reasons
+
+
 def join_tied_blocks(blocks: list[Block]) -> list[Block]:
-    """Blocks with disjoint names: where a parameter stands in several, their rows are added."""
-    counts = Counter(name for block in blocks for name in block.names)
+    """Return blocks with disjoint names: rows of a parameter in several blocks are added."""
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        counts.update(block.names)
     tied = [b for b in blocks if any(counts[n] > 1 for n in b.names)]
     if not tied:
         return blocks

@@ -227,7 +227,7 @@ class ClosureProblem(StepProblem):
             is_counted = None
             if call.cotangent is not None:
                 cotangent = self._scale_cotangent(
-                    source.arranged(call.cotangent).to(linearization.value.dtype)
+                    source.arrange(call.cotangent).to(linearization.value.dtype)
                 )
                 is_counted = metric.counted(linearization.value, cotangent)
                 self._with_cotangents.append((linearization, cotangent))

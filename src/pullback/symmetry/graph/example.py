@@ -17,7 +17,7 @@ from ..._core.capture import Selector, select_output, unwrap_model
 from ..._core.checks import refuse_values
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.graph import disable_fused_attention
-from ...maps.module import in_every_slot
+from ...maps.module import fill_all_slots
 
 
 class Inputs(NamedTuple):
@@ -84,7 +84,7 @@ class Example:
 
     def call(self, tensors: Mapping[str, Tensor], inputs: Inputs) -> list[Tensor]:
         """Return the output tensors that count, of a call with these parameters and buffers."""
-        slots = in_every_slot(self.model, tensors)
+        slots = fill_all_slots(self.model, tensors)
         with _restored_attributes(self.model), _plain_functions():
             out = functional_call(self.model, slots, *inputs, tie_weights=False, strict=False)
         if self._output is not None:

@@ -85,7 +85,7 @@ class CompoundReplays:
             others = find_nodes_reached_outside(self._way.root, parts)
         else:
             others = set()
-        proof.add_alone(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
+        proof.add_isolated(own, {n for n in own if get_gradient_edge(leaves[n]).node in others})
         for _, maps in self._replayed():
             # what cancels inside a layer, before q and k where there is one key, leaves round-off
             largest = torch.stack([norm(delta) for _, delta in maps]).amax()

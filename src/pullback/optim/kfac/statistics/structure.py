@@ -250,7 +250,7 @@ class BlockStructure:
         remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
         plain = {
             **different_forms(uses),
-            **_name_hooks(proof.unexplained(down.gradients), leaves),
+            **_name_hooks(proof.find_unexplained(down.gradients), leaves),
             **way.unrelated,
         }
         if any(plain.values()) and not way.record.sites.listening:
