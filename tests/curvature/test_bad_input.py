@@ -170,6 +170,63 @@ def test_memory_that_runs_out(monkeypatch) -> None:
         fit(make_case("mlp"))
 
 
+def test_memory_that_runs_out_while_scoring(monkeypatch) -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pb.curvature.queries.DenseQueries, "score", fail)
+    with pytest.raises(PullbackError, match=r"batches of 3 samples.*query_bytes"):
+        pb.curvature.influence(curvature, case.data, case.data)
+    monkeypatch.setattr(pb.curvature.spectra.KroneckerBlock, "inner_products", fail)
+    with pytest.raises(PullbackError, match="batches of 3 samples"):
+        pb.curvature.self_influence(curvature, case.data)
+
+
+def test_queries_that_are_not_finite() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    broken = (case.inputs * torch.nan, case.targets)
+    for queries, training in ((broken, case.data), (case.data, broken)):
+        with pytest.raises(PullbackError, match="outputs are not finite"):
+            pb.curvature.influence(curvature, queries, training)
+    with pytest.raises(PullbackError, match="gradients of the measure are not finite"):
+        pb.curvature.influence(
+            curvature, case.data, case.data, measure=lambda z, y: (z[:, 0] - z[:, 0]).sqrt()
+        )
+
+
+@pytest.mark.parametrize("queries", [5, torch.ones(3), [(1, 2, 3)], {"x": torch.ones(2, 4)}])
+def test_queries_that_are_no_pairs(queries: object) -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(PullbackError, match="Yield \\(inputs, targets\\)"):
+        pb.curvature.influence(curvature, queries, case.data)
+
+
+@pytest.mark.parametrize("error", [0.0, -1.0, float("nan")])
+def test_an_error_of_queries_that_is_not_positive(error: float) -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    with pytest.raises(PullbackError, match="error of queries"):
+        pb.curvature.influence(curvature, case.data, case.data, query_error=error)
+
+
+def test_a_posterior_of_a_model_that_changed() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    posterior = pb.curvature.laplace(curvature)
+    case.model[0].bias.data += 1.0
+    with pytest.raises(PullbackError, match=r"0\.bias has other values"):
+        posterior(case.inputs)
+    with pytest.raises(PullbackError, match="changed since"):
+        posterior.sample(2)
+    with pytest.raises(PullbackError, match="changed since"):
+        pb.curvature.laplace(curvature)
+
+
 def test_parameters_that_are_not_there() -> None:
     with pytest.raises(PullbackError, match="no trainable parameter 'head'"):
         fit(make_case("mlp"), parameters=["head"])

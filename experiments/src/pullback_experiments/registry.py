@@ -45,7 +45,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
     "pde_seeds": ("pde-seeds",),
-    "curvature": ("influence-mnist", "laplace-uci", "laplace-rotation"),
+    "curvature": ("influence-mnist", "influence-cifar", "laplace-uci", "laplace-rotation"),
     "quantum_spins": ("vmc-spins",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }

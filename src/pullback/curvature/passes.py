@@ -163,7 +163,8 @@ class RowsPass(DataPass):
             raise PullbackError(
                 "The exact curvature does not fit into memory",
                 f"{sum(map(len, self._matrices))} gradients of {self.form.size} entries were kept",
-                'Use structure="ekfac", fewer samples, or parameters="last layer"',
+                'Use structure="ekfac" (and exact_influence with it), fewer samples, or '
+                'parameters="last layer"',
             )
 
     def reduce(self, processes: Processes) -> None:

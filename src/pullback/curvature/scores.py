@@ -352,17 +352,28 @@ def self_influence(
     chosen = DEFAULT_DAMPING if damping is None else damping
     scores = []
     for batch in reader.batches(data):
-        gradients = reader.gradients(batch, measure)
-        total = torch.zeros(gradients[0].samples, dtype=curvature.space.dtype,
-                            device=curvature.space.device)  # fmt: skip
-        for block, gradient in zip(curvature.blocks, gradients, strict=True):
-            function = invert(damping_of(block, chosen))
-            for panel in gradient.panels():
-                total[panel] += block.inner_products(function, gradient, panel)[:, 0, 0]
-        scores.append(total)
+        with explain_memory(batch):
+            scores.append(_score_batch_by_itself(curvature, reader, batch, measure, chosen))
     if not scores:
         raise PullbackError("There are no samples", "the data were empty", "Give some")
     return torch.cat(scores)
+
+
+def _score_batch_by_itself(
+    curvature: Curvature,
+    reader: GradientReader,
+    batch: Batch,
+    measure: Measure | None,
+    damping: Damping,
+) -> Tensor:
+    """Return ∇f(z)ᵀ (G + λ)⁻¹ ∇f(z) of the samples of a batch."""
+    gradients = reader.gradients(batch, measure)
+    total = curvature.space.zeros(gradients[0].samples)
+    for block, gradient in zip(curvature.blocks, gradients, strict=True):
+        function = invert(damping_of(block, damping))
+        for panel in gradient.panels():
+            total[panel] += block.inner_products(function, gradient, panel)[:, 0, 0]
+    return total
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Records of `pullback.curvature`: influence by retraining, and posteriors beside a peer."""
 
 from ..framework.experiment import Experiment
+from .cifar import InfluenceCIFAR
 from .laplace import LaplaceRegression, LaplaceRotation
 from .mnist import InfluenceMNIST
 
@@ -14,6 +15,16 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             "An MLP 784-128-64-10 on 5,000 images; 50 halves, each with a network of a seed of its "
             "own. The damping is the weight decay of training. It was chosen on other subsets, "
             "seeds and networks."
+        ),
+    ),
+    InfluenceCIFAR(
+        name="influence-cifar",
+        paper="Park et al. (2023), TRAK: Attributing Model Behavior at Scale",
+        figure="linear datamodeling score",
+        claim="scores of training samples predict what networks trained on half of them say",
+        about=(
+            "ResNet-9 on 5,000 cats and dogs; 50 halves, several networks on each. Give it a GPU: "
+            "on a CPU it takes days. Training ends before every label is fitted."
         ),
     ),
     LaplaceRegression(

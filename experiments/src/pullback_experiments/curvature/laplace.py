@@ -390,10 +390,10 @@ class LaplaceRotation(Experiment):
     """
 
     networks: Sequence[str] = tuple(NETWORKS)
-    samples: int = 4000
-    tests: int = 500
+    samples: int = 2000
+    tests: int = 200
     angles: Sequence[float] = (0.0, 30.0, 60.0)
-    epochs: int = 8
+    epochs: int = 12
     seeds: Sequence[int] = (0,)
     is_generated: bool = False
 

@@ -1,0 +1,190 @@
+"""Linear datamodeling score of ResNet-9 on cats and dogs of CIFAR-10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+import pullback as pb
+from pullback.curvature import margin
+
+from ..attribution.cifar import (
+    DAMPINGS,
+    SCHEDULES,
+    ImageSchedule,
+    ResNetTrainer,
+    TwoClasses,
+    compute_accuracy,
+    read_two_classes,
+)
+from ..attribution.halves import Halves, score_dot_products, score_samples
+from ..attribution.parts import cut_batches
+from ..attribution.retraining import draw_subsets
+from ..attribution.scores import trak
+from ..framework import plots
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..learning import data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: the damping that halves which do not judge chose on a GPU
+DAMPING = "relative 0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfluenceCIFAR(Experiment):
+    """Half-size subsets of two classes of CIFAR-10, with several networks trained on each.
+
+    Attributes:
+        samples, queries: images.
+        subsets, networks: halves, and networks trained on each.
+        width: channels of ResNet-9's first layer.
+        schedule: of all trainings.
+        trak_models, trak_dimension: of TRAK.
+        is_generated: whether the images are made up instead.
+    """
+
+    samples: int = 5000
+    queries: int = 500
+    subsets: int = 50
+    networks: int = 3
+    width: int = 64
+    schedule: ImageSchedule = field(default_factory=lambda: SCHEDULES["4 epochs"])
+    trak_models: int = 10
+    trak_dimension: int = 2048
+    is_generated: bool = False
+    seeds: Sequence[int] = (0,)
+
+    def smoke(self) -> Self:
+        few = replace(self.schedule, epochs=1, batch=10)
+        return replace(
+            self, judged=False, samples=40, queries=4, subsets=3, networks=1, width=4, schedule=few,
+            trak_models=2, trak_dimension=8, is_generated=True,
+        )  # fmt: skip
+
+    def _sized(self, quick: bool) -> Self:
+        if not quick:
+            return self
+        return replace(self, samples=min(300, self.samples), queries=min(30, self.queries),
+                       subsets=min(6, self.subsets), networks=1, width=min(8, self.width),
+                       trak_models=2, trak_dimension=min(64, self.trak_dimension))  # fmt: skip
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        sized = self._sized(quick)
+        return {
+            "network": f"ResNet-9, width {sized.width}",
+            "samples": sized.samples,
+            "queries": sized.queries,
+            "subsets": sized.subsets,
+            "networks per subset": sized.networks,
+            "schedule": vars(sized.schedule),
+            "TRAK": {"models": sized.trak_models, "dimension": sized.trak_dimension},
+            "damping": DAMPING,
+        }
+
+    def items(self, quick: bool) -> list[Item]:
+        return [Item(("datamodeling",), partial(measure_datamodeling, self._sized(quick)))]
+
+    def ready(self, quick: bool) -> None:
+        if not self.is_generated:
+            data.file("cifar10_train_a.npz")
+
+    def judge(self, results: Results) -> list[Check]:
+        if results.quick:
+            return []
+        scores = results.of("datamodeling")[0]["scores"]
+        one = scores["EK-FAC"]
+        others = [scores[name] for name in ("gradient dot product", "TRAK, 1 model")]
+        return [
+            Check("one model reaches 0.37", one >= 0.37, f"{one:.3f}", of_paper=False),
+            Check("EK-FAC is ahead of one-model scores", one > max(others),
+                  f"{one:.3f}, {max(others):.3f}", of_paper=False),
+        ]  # fmt: skip
+
+    def tables(self, results: Results) -> list[Table]:
+        record = results.of("datamodeling")[0]
+        rows = [[name, score] for name, score in record["scores"].items()]
+        return [Table(["method", "score"], rows, "Linear datamodeling score")]
+
+    def draw(self, results: Results) -> Mapping[str, Figure]:
+        scores = results.of("datamodeling")[0]["scores"]
+        figure = plots.new(6, 2.4, "Linear datamodeling score, ResNet-9 on CIFAR-2")
+        axes = figure.subplots()
+        names = sorted(scores, key=lambda name: scores[name])
+        axes.barh(names, [scores[name] for name in names], color=plots.PALETTE[0])
+        axes.set_xlabel("rank correlation with retraining")
+        return {"": figure}
+
+
+def load_images(setting: InfluenceCIFAR, device: torch.device) -> TwoClasses:
+    """Return cats and dogs, or made-up images of two classes."""
+    if setting.is_generated:
+        images = data.generated((3, 32, 32), 2, setting.samples)
+    else:
+        images = read_two_classes()
+    images = images.first(setting.samples, setting.queries).to(device)
+    return TwoClasses(images.x, images.y, images.test_x, images.test_y)
+
+
+def measure_datamodeling(setting: InfluenceCIFAR, context: Context) -> dict[str, Any]:
+    """Retrain on halves, and return how well every method's scores predict it."""
+    images = load_images(setting, context.device)
+    trainer = ResNetTrainer(images, setting.width, setting.schedule)
+    first_seed = 100_000 * (context.seed + 1)
+    everything = torch.arange(len(images.x))
+    models = []
+    for number in range(setting.trak_models):
+        models.append(trainer.train_copy(everything, first_seed + number))
+    subsets = draw_subsets(len(images.x), setting.subsets, seed=first_seed)
+    rows = []
+    for number, subset in enumerate(subsets):
+        seeds = [first_seed + 1000 * (k + 1) + number for k in range(setting.networks)]
+        margins = [trainer.measure_margins(subset, seed) for seed in seeds]
+        rows.append(torch.stack(margins).mean(0))
+        context.watch(0.8 * (number + 1) / len(subsets), f"half {number + 1} of {len(subsets)}")
+    halves = Halves(subsets, torch.stack(rows))
+    scores = {}
+    for name, method in list_methods(setting, images, models).items():
+        scores[name] = halves.score(method())
+        context.watch(0.9, f"{name} {scores[name]:.3f}")
+    return {
+        "scores": scores,
+        "accuracy": compute_accuracy(models[0], *images.queries),
+        "accuracy on training data": compute_accuracy(models[0], images.x, images.y),
+    }
+
+
+def list_methods(
+    setting: InfluenceCIFAR, images: TwoClasses, models: Sequence[nn.Module]
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the methods by name; each gives scores (queries, samples)."""
+    training = cut_batches(images.x, images.y, 250)
+    curvature = pb.curvature.fit(models[0], training, likelihood=pb.likelihoods.Categorical())
+
+    def score(damping: Any) -> Tensor:
+        return score_samples(curvature, images.queries, training, margin, damping)
+
+    def attribute(count: int) -> Tensor:
+        return trak(
+            models[:count], images.queries, (images.x, images.y), setting.trak_dimension, seed=0,
+            batch=250,
+        )  # fmt: skip
+
+    return {
+        "EK-FAC": partial(score, DAMPINGS[DAMPING]),
+        "EK-FAC, default damping": partial(score, None),
+        "gradient dot product": partial(
+            score_dot_products, curvature, images.queries, training, margin
+        ),
+        "TRAK, 1 model": partial(attribute, 1),
+        f"TRAK, {setting.trak_models} models": partial(attribute, setting.trak_models),
+    }
