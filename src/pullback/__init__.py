@@ -44,7 +44,7 @@ else:
         },
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # the stages, in the order of the pipeline

@@ -170,4 +170,8 @@ def races() -> Rows:
         took = f"{seconds(spent[0])}/{seconds(spent[1])}"
         losses = runs[rival][3], ours[3]
         rows.append([f"{task}, {rival}", *losses, f"{float(steps):.0f}/{of}", took])
+    table = record("kfac-shakespeare")["summary"]["tables"][0]["rows"]
+    losses_of = {row[0]: row[2] for row in table}
+    lost = ["characters 4.8M, AdamW, natural rule, training", losses_of["AdamW"]]
+    rows.append([*lost, losses_of["K-FAC"], "never", "never"])
     return rows
