@@ -148,3 +148,15 @@ def test_high_derivatives_balance_the_boundary() -> None:
     assert chosen == {"equation": 1.0, "dirichlet": 100.0, "neumann": 10.0}
     given = solve(plate(3.0), pde.mlp(2, 4, 1, seed=0), **options).weights
     assert given == {"equation": 1.0, "dirichlet": 3.0, "neumann": 3.0}
+
+
+def test_a_loss_of_zero_ends_a_run_in_order() -> None:
+    """u = 0 is represented without any round-off."""
+    problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(lambda u: u.x), pde.Dirichlet(0.0)])
+    network = pde.mlp(1, 2, 1, seed=0)
+    with torch.no_grad():
+        for parameter in network[-1].parameters():
+            parameter.zero_()
+    solution = solve(problem, network)
+    assert solution.loss == 0.0
+    assert solution.verdict.name == "converged"

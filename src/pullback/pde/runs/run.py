@@ -337,7 +337,9 @@ class Run:
             self.history.validate(losses.training, losses.fresh)
             if not self._context.exceeds_roundoff(losses.fresh):
                 # where the solution is zero its terms are round-off too
-                relative = min(relative, (losses.fresh / self.history.loss[0]) ** 0.5)
+                smallest = torch.finfo(torch.float64).tiny  # the first loss may be zero
+                share = losses.fresh / max(self.history.loss[0], smallest)
+                relative = min(relative, share**0.5)
         return PDEVerdict(
             stop=replace(stop, tries=len(self.history.restarted) + 1),
             stuck=self._is_stuck,
@@ -357,7 +359,7 @@ class Run:
         long_steps = len(self.history) - (self.history.short_steps or 0)
         losses = self.history.loss[:long_steps]
         first = len(losses) - steps - 1
-        if first < 0 or not self._collocation.can_compare_losses(first):
+        if first < 0 or not self._collocation.can_compare_losses(first) or losses[first] == 0:
             return 0.0
         return 1 - max(0.0, losses[-1] / losses[first]) ** (1 / steps)
 
