@@ -125,8 +125,6 @@ class EigenAdam:
             new = [turned(side, basis) for side, basis in zip(means, self.bases, strict=True)]
             left, right = (e.T @ n for e, (n, _) in zip(self.bases, new, strict=True))
             self.first = left.T @ self.first @ right
-            squares = left**2, right**2  # the variances of turned coordinates
-            self.second = torch.einsum("ki,lj,kl->ij", *squares, self.second)
             self.bases = [n for n, _ in new]
             self.angle = max(self.angle, *(angle for _, angle in new))
         u, w = self.bases

@@ -28,8 +28,6 @@ class Limits:
 
     #: entries of a parameter that is concatenated with others: larger ones are not worth a copy
     concatenated: int = 2**16
-    #: entries at whose multiples rows begin on a GPU
-    alignment: int = 8
 
 
 _LIMITS = Limits()
@@ -205,7 +203,10 @@ class BlockStates:
         is_first = not blocks[0].is_ready
         reference, note = find_reference(keys[0], averages[keys[0]], references)
         stacked = FactorAverages(gram, mass, damping, is_first, reference)
-        return RefreshStack(blocks, stacked, join_states([block.state for block in blocks]), note)
+        states = [block.state for block in blocks]
+        if states[0].is_rebuilt:
+            states = states[:1]
+        return RefreshStack(blocks, stacked, join_states(states), note)
 
     def _refresh_stacks(self, stacks: Sequence[RefreshStack]) -> None:
         """Refresh stacks, which follow one rule, and give every block its part."""
@@ -298,9 +299,9 @@ class BlockStates:
                 continue
             options = groups[group_numbers[stack.names[0]]]
             context = StepContext(step + 1 - stack.born, options, is_void)
-            direction = stack.direction(gradients, context)
-            directions |= stack.split(direction)
-            stacked.append(direction)
+            parts = stack.direction(gradients, context)
+            directions |= stack.split(parts)
+            stacked += parts
         return directions, stacked
 
 
@@ -354,14 +355,24 @@ class Stack:
             for block, part in zip(self._blocks, stacked.split(sizes, self._axis), strict=True):
                 setattr(block.state, name, part)
 
-    def direction(self, gradients: Tensors, step: StepContext) -> Tensor:
-        """Return the stacked directions; states of blocks without a gradient stay as they are."""
+    def direction(self, gradients: Tensors, step: StepContext) -> list[Tensor]:
+        """Return the stacked directions, of weights and biases that share blocks in two parts.
+
+        States of blocks without a gradient stay as they are.
+        """
         absent = [b for b in self._blocks if gradients.keys().isdisjoint(b.key.names)]
         before = [(t, t.clone()) for block in absent for t in block.state.tensors().values()]
-        direction = self.rule.direction(self._join(gradients), self._state, step)
+        if self._key.joint:
+            weight = self._stack_weights(gradients)
+            biases = self._gradients(1, gradients)
+            bias = biases[0] if len(biases) == 1 else torch.stack(biases)
+            bias = bias.reshape(-1, self._rows)
+            parts = list(self.rule.direction_with_bias(weight, bias, self._state, step))
+        else:
+            parts = [self.rule.direction(self._join(gradients), self._state, step)]
         for tensor, copy in before:
             tensor.copy_(copy)
-        return direction
+        return parts
 
     def _gradients(self, place: int, gradients: Tensors) -> list[Tensor]:
         """Return the gradients of all weights (place 0) or partners; missing ones are zero."""
@@ -383,53 +394,34 @@ class Stack:
         if not self._key.kronecker:
             columns = [torch.cat([g.reshape(-1) for g in part]) for part in parts]
             return torch.stack(columns, 1)
-        if self._key.joint:
-            return self._join_with_bias(*parts)
-        weight = parts[0][0] if len(parts[0]) == 1 else torch.stack(parts[0])
+        return self._stack_weights(gradients)
+
+    def _stack_weights(self, gradients: Tensors) -> Tensor:
+        """Return the gradients of all weights, (B, O, I)."""
+        weights = self._gradients(0, gradients)
+        weight = weights[0] if len(weights) == 1 else torch.stack(weights)
+        columns = self._columns - self._key.joint
         if self._key.turned:
-            return weight.reshape(-1, self._columns, self._rows).mT.contiguous()
-        return weight.reshape(-1, self._rows, self._columns)
+            return weight.reshape(-1, columns, self._rows).mT.contiguous()
+        return weight.reshape(-1, self._rows, columns)
 
-    def _join_with_bias(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-        """Return weights with biases as last columns, copied once.
-
-        On a GPU rows begin at multiples of 8 entries: tensor cores read no others.
-        """
-        first = weights[0]
-        columns = self._columns - 1
-        stride = self._columns
-        if first.is_cuda:
-            stride = -(-stride // _LIMITS.alignment) * _LIMITS.alignment
-        counts = [block.shape.size[0] for block in self._blocks]
-        joined = first.new_empty(sum(counts), self._rows, stride)[..., : self._columns]
-        if self._key.turned:
-            sources = [weight.reshape(-1, columns, self._rows).mT for weight in weights]
-        else:
-            sources = [weight.reshape(-1, self._rows, columns) for weight in weights]
-        torch._foreach_copy_(list(joined[..., :columns].split(counts)), sources)
-        bias = biases[0] if len(biases) == 1 else torch.stack(list(biases))
-        joined[..., columns] = bias.reshape(-1, self._rows)
-        return joined
-
-    def split(self, direction: Tensor) -> dict[str, Tensor]:
+    def split(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return stacked directions by name, in the parameters' shapes."""
+        first = parts[0]
         if self._axis:
-            return self._split_flat(direction[0], [block.key.names[0] for block in self._blocks])
+            return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
+        by_name: dict[str, Tensor] = {}
         if not self._key.kronecker:
-            out: dict[str, Tensor] = {}
-            for place, column in enumerate(direction.unbind(1)):
-                out |= self._split_flat(column, [block.key.names[place] for block in self._blocks])
-            return out
-        weight = direction
+            for place, column in enumerate(first.unbind(1)):
+                names = [block.key.names[place] for block in self._blocks]
+                by_name |= self._split_flat(column, names)
+            return by_name
+        weight = first.mT if self._key.turned else first
+        # at once: an update of strided directions would copy them one by one
+        by_name |= self._unbind(weight.contiguous(), 0)
         if self._key.joint:
-            weight = direction[..., :-1]
-        if self._key.turned:
-            weight = weight.mT
-        weight = weight.contiguous()  # at once: the update reads no other memory of parameters
-        out = self._unbind(weight, 0)
-        if self._key.joint:
-            out |= self._unbind(direction[..., -1], 1)
-        return out
+            by_name |= self._unbind(parts[1], 1)
+        return by_name
 
     def _unbind(self, stacked: Tensor, place: int) -> dict[str, Tensor]:
         names = [block.key.names[place] for block in self._blocks]

@@ -123,7 +123,13 @@ SYMMETRIC = {"refreshed": True, "symmetric": True}
 
 @dataclass
 class RuleState:
-    """What a rule keeps for B blocks of one shape: tensors whose first axis counts blocks."""
+    """What a rule keeps for B blocks of one shape: tensors whose first axis counts blocks.
+
+    Where `is_rebuilt`, a refresh replaces all tensors and reads none of the old ones: it sees the
+    state of the first of B blocks.
+    """
+
+    is_rebuilt: ClassVar[bool] = False
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors, by name."""
@@ -331,6 +337,16 @@ class Rule(ABC):
         if self.reads is Statistics.INPUTS:
             return shape.dense_columns
         return shape.dense_rows and shape.dense_columns
+
+    def direction_with_bias(
+        self, weight: Tensor, bias: Tensor, state: RuleState, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """Return `direction` of weights (B, O, I) with biases (B, O) as last columns, as two parts.
+
+        A rule that can do without the copies overrides this.
+        """
+        direction = self.direction(torch.cat([weight, bias[..., None]], 2), state, step)
+        return direction[..., :-1].contiguous(), direction[..., -1]
 
     def refresh_stacks(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]

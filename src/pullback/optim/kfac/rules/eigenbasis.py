@@ -11,7 +11,6 @@ from torch import Tensor
 from ....grams.kronecker.roots import (
     eigenbasis,
     half_precision,
-    product,
     rotate,
     turn_basis,
 )
@@ -52,8 +51,8 @@ class Eigenbasis(Rule):
         g = Uᵀ G W,   m ← β₁m + (1 − β₁)g,   v ← β₂v + (1 − β₂)g²,   Δ = U (m̂/√v̂) Wᵀ,
 
     with U, W the eigenbases of R = mean δδᵀ, of the loss's own cotangents, and C = mean aaᵀ. When
-    they turn, m turns with them, and v by the squares of the turns, as if coordinates were
-    uncorrelated. Rotations of a layer's inputs and outputs are not noticed. To √v̂
+    they turn, m turns with them; v, which varies less from coordinate to coordinate, stays.
+    Rotations of a layer's inputs and outputs are not noticed. To √v̂
     the round-off of a coordinate is added, so that directions without a gradient stay at rest.
     First bases of large sides are divided over the first steps; until then AdamW moves a matrix.
 
@@ -108,18 +107,16 @@ class Eigenbasis(Rule):
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         """Turn the bases after their factors, and the moments with them; the first by `eigh`."""
         assert isinstance(state, EigenbasisState)
-        left = _follow(averages.pair.output_factor, state.left, is_first=averages.is_first)
-        right = _follow(averages.pair.input_factor, state.right, is_first=averages.is_first)
-        if not averages.is_first:
-            row_turn = _turn(state.left, left, state.first.dtype)
-            column_turn = _turn(state.right, right, state.first.dtype)
-            state.first = rotate(state.first, row_turn, column_turn)
-            state.second = rotate(state.second, _squares(row_turn), _squares(column_turn))
-            state.second.clamp_(min=0)
-        state.left = left
-        state.right = right
+        pair = averages.pair
+        if averages.is_first:
+            state.left = _find_basis(pair.output_factor, state.left)
+            state.right = _find_basis(pair.input_factor, state.right)
+        else:
+            state.left, row_rotation = _turn(pair.output_factor, state.left)
+            state.right, column_rotation = _turn(pair.input_factor, state.right)
+            state.first = rotate(state.first, row_rotation, column_rotation)
         report = RefreshReport()
-        for block in _broken_blocks(left, right):
+        for block in _broken_blocks(state.left, state.right):
             report.fail(block, "its eigenbases were not found")
         return report
 
@@ -138,20 +135,19 @@ class Eigenbasis(Rule):
         return rotate(state.first / size, state.left, state.right, back=True, by=by)
 
 
-def _follow(factor: Tensor, basis: Tensor | None, *, is_first: bool) -> Tensor | None:
-    """Return the basis that follows an average of the factor; None for a diagonal one."""
+def _find_basis(factor: Tensor, basis: Tensor | None) -> Tensor | None:
+    """Return the eigenbasis of a factor in the dtype of `basis`; None for a diagonal one."""
     if basis is None:
         return None
-    if is_first:
-        return eigenbasis(factor).to(basis.dtype)
-    return turn_basis(factor, basis.to(factor.dtype)).to(basis.dtype)
+    return eigenbasis(factor).to(basis.dtype)
 
 
-def _turn(old: Tensor | None, new: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return T = EᵀE' for coordinates g' = Tᵀg; None for the identity."""
-    if old is None or new is None:
-        return None
-    return product(old.to(dtype).mT, new.to(dtype))
+def _turn(factor: Tensor, basis: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the basis E' = EQ that follows a factor, and Q; None for a diagonal one."""
+    if basis is None:
+        return None, None
+    turn = turn_basis(factor, basis.to(factor.dtype))
+    return turn.basis.to(basis.dtype), turn.rotation
 
 
 def _broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
@@ -159,10 +155,6 @@ def _broken_blocks(left: Tensor | None, right: Tensor | None) -> list[int]:
     bases = [basis for basis in (left, right) if basis is not None]
     flags = torch.stack([torch.isfinite(basis).flatten(1).all(1) for basis in bases]).all(0)
     return [block for block, is_finite in enumerate(flags.tolist()) if not is_finite]
-
-
-def _squares(turn: Tensor | None) -> Tensor | None:
-    return None if turn is None else turn.square()
 
 
 def _round_off(state: EigenbasisState) -> float:

@@ -79,7 +79,8 @@ def round_to_half(left: Tensor, right: Tensor) -> HalfInverse:
     diagonal = factor_matrix.diagonal(left)
     left_unit = diagonal.amax(1).clamp(min=_RANGE.least_entry)
     rows = (diagonal / left_unit[:, None]).clamp(min=_RANGE.least_scale**2).sqrt()
-    scaled_left = left / left_unit[:, None, None] / rows[..., None] / rows[:, None]
+    scaled_left = left / left_unit[:, None, None]
+    scaled_left.div_(rows[..., None]).div_(rows[:, None])
     right_unit = factor_matrix.diagonal(right).amax(1).clamp(min=_RANGE.least_entry)
     right_unit = right_unit / _RANGE.input_entry
     scaled_right = right / right_unit[:, None, None]
@@ -93,18 +94,47 @@ def widen(inverse: HalfInverse) -> tuple[Tensor, Tensor]:
     return left, inverse.right.float()
 
 
+@dataclass(frozen=True)
+class _HalfProduct:
+    """R̂ (DG/m) Ĉ in float32, (B, O, n), and what its rows are to be multiplied by, (B, O)."""
+
+    product: Tensor
+    scale: Tensor
+
+
 def apply_in_half(inverse: HalfInverse, gradient: Tensor) -> Tensor:
     """Return R⁻¹ G C⁻¹ in float32 for G (B, O, k), where Ĉ may be filled up with zeros from k."""
-    columns = gradient.shape[2]
+    result = _multiply_both(inverse, gradient, None)
+    return result.product[..., : gradient.shape[2]] * result.scale[..., None]
+
+
+def apply_in_half_with_bias(
+    inverse: HalfInverse, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return R⁻¹ [V b] C⁻¹ as its two parts, for V (B, O, I) and b (B, O)."""
+    result = _multiply_both(inverse, weight, bias)
+    columns = weight.shape[2]
+    weight_part = result.product[..., :columns] * result.scale[..., None]
+    return weight_part, result.product[..., columns] * result.scale
+
+
+def _multiply_both(inverse: HalfInverse, weight: Tensor, bias: Tensor | None) -> _HalfProduct:
+    columns = weight.shape[2]
     rows = inverse.rows
-    peaks = torch.linalg.vector_norm(gradient, torch.inf, dim=2) * rows
-    largest = peaks.amax(1, keepdim=True).clamp(min=_RANGE.least_entry) / _RANGE.gradient_entry
-    half = gradient.new_empty(*gradient.shape[:2], inverse.right.shape[1], dtype=torch.float16)
-    torch.mul(gradient, (rows / largest)[..., None], out=half[..., :columns])
+    peaks = torch.linalg.vector_norm(weight, torch.inf, dim=2)
+    if bias is not None:
+        peaks = torch.maximum(peaks, bias.abs())
+    largest = (peaks * rows).amax(1, keepdim=True).clamp(min=_RANGE.least_entry)
+    largest = largest / _RANGE.gradient_entry
+    scale = rows / largest
+    half = weight.new_empty(*weight.shape[:2], inverse.right.shape[1], dtype=torch.float16)
+    torch.mul(weight, scale[..., None], out=half[..., :columns])
+    if bias is not None:
+        torch.mul(bias, scale, out=half[..., columns])
+        columns += 1
     half[..., columns:] = 0
     product = _multiply(_multiply(inverse.left, half).half(), inverse.right, torch.float32)
-    scale = rows * (largest * inverse.unit[:, None])
-    return product[..., :columns].mul_(scale[..., None])
+    return _HalfProduct(product, rows * (largest * inverse.unit[:, None]))
 
 
 def _multiply(x: Tensor, y: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:

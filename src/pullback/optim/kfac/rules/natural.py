@@ -40,7 +40,14 @@ from .base import (
     Statistics,
     StepContext,
 )
-from .half_inverse import HalfInverse, apply_in_half, pays_in_half, round_to_half, widen
+from .half_inverse import (
+    HalfInverse,
+    apply_in_half,
+    apply_in_half_with_bias,
+    pays_in_half,
+    round_to_half,
+    widen,
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class InverseState(RuleState):
     are ones.
     """
 
+    is_rebuilt: ClassVar = True
+
     left: Tensor = field(metadata=SYMMETRIC)
     right: Tensor = field(metadata=SYMMETRIC)
     rows: Tensor = field(metadata=REFRESHED)
@@ -89,8 +98,8 @@ class InverseState(RuleState):
         else:
             self.left = left
             self.right = right
-            self.rows = torch.ones_like(self.rows)
-            self.unit = torch.ones_like(self.unit)
+            self.rows = left.new_ones(left.shape[:2])
+            self.unit = left.new_ones(len(left))
 
 
 @dataclass
@@ -246,6 +255,15 @@ class Natural(Rule):
         if state.in_half is not None:
             return apply_in_half(state.in_half, gradient)
         return _apply(state.left, gradient, state.right)
+
+    def direction_with_bias(
+        self, weight: Tensor, bias: Tensor, state: RuleState, step: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(state, InverseState) or factor_matrix.is_diagonal(state.right):
+            return super().direction_with_bias(weight, bias, state, step)
+        if state.in_half is not None:
+            return apply_in_half_with_bias(state.in_half, weight, bias)
+        return _apply_with_bias(state.left, weight, bias, state.right)
 
     # --- inverses of both factors -----------------------------------------------------------------
 
@@ -503,16 +521,27 @@ def _pad(side: Tensor) -> Tensor:
 def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
     """Return R⁻¹ V C⁻¹ for V of shape (B, O, n)."""
     columns = v.shape[-1]
+    v = _apply_left(left, v)
     if factor_matrix.is_diagonal(right):
-        return _apply_left(left, v) * right[:, None, :columns]
-    if right.shape[-1] == columns:
-        return torch.bmm(_apply_left(left, v), right)
-    if not v.is_cuda:
-        return torch.bmm(_apply_left(left, v), right[:, :columns, :columns])
-    filled = v.new_empty(*v.shape[:2], right.shape[-1])
-    _apply_left(left, v, out=filled[..., :columns])
-    filled[..., columns:] = 0
-    return torch.bmm(filled, right)[..., :columns]
+        return v * right[:, None, :columns]
+    return torch.bmm(v, right[:, :columns, :columns])
+
+
+def _apply_with_bias(
+    left: Tensor, weight: Tensor, bias: Tensor, right: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return R⁻¹ [V b] C⁻¹ as its two parts, for V (B, O, I) and b (B, O).
+
+    No matrix with an odd number of columns is multiplied: tensor cores read rows that begin at
+    multiples of 8 entries, to which C⁻¹ is filled up.
+    """
+    columns = weight.shape[-1]
+    joined = weight.new_empty(*weight.shape[:2], right.shape[-1])
+    _apply_left(left, weight, out=joined[..., :columns])
+    _apply_left(left, bias[..., None], out=joined[..., columns : columns + 1])
+    joined[..., columns + 1 :] = 0
+    last = right[..., columns : columns + 1]
+    return torch.bmm(joined, right[..., :columns]), torch.bmm(joined, last)[..., 0]
 
 
 def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
