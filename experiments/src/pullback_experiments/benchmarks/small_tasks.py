@@ -35,7 +35,7 @@ from .small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
 ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 MUON_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 #: multiples of K-FAC's default rate
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 #: evaluations, over the last tenth of a run, whose median is its result
 EVALUATIONS = 5
 #: an outcome that is not finite counts as this

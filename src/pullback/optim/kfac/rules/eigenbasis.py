@@ -68,7 +68,7 @@ class Eigenbasis(Rule):
 
     name: ClassVar = "eigenbasis"
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
-    defaults: ClassVar = Defaults(lr=3e-3, statistics_every=10, invert_every=10)
+    defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=10)
     first_entries: ClassVar = 2**21
 
     def __init__(
