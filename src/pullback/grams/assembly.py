@@ -138,12 +138,14 @@ class StackedPanels(Operator):
 
 
 def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str:
-    """The form for n rows and p parameters: the small side, kept factored where it fits."""
+    """Return the form for n rows and p parameters: the smaller side, factored if it fits."""
     if prefers == "products":
         return "matrix_free"
     rows_fit = n * p * itemsize <= budget
     if prefers == "panels":
-        return "rows" if rows_fit else "panels"
+        if rows_fit:
+            return "rows"
+        return "panels"
     smaller_side_bytes = min(n, p) ** 2 * itemsize
     if smaller_side_bytes > budget:
         raise PullbackError(
@@ -154,8 +156,12 @@ def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str
             "with more memory",
         )
     if p <= n:
-        return "rows" if rows_fit else "dense"
-    return "rows" if rows_fit and prefers == "rows" else "kernel"
+        if rows_fit:
+            return "rows"
+        return "dense"
+    if rows_fit and prefers == "rows":
+        return "rows"
+    return "kernel"
 
 
 def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:

@@ -68,7 +68,9 @@ class RowBlock:
         if not self.factor.couples_samples:
             return self.pulled.kernel(budget=budget)
         device = self.linearization.value.device
-        dtype = torch.float64 if has_fast_float64(device) else None
+        dtype: torch.dtype | None = None
+        if has_fast_float64(device):
+            dtype = torch.float64
         kernel = self.pulled.kernel(budget=budget, dtype=dtype)
         kernel = self.transpose(kernel)
         return self.transpose(kernel.T)
@@ -173,7 +175,9 @@ class RowStack:
             pieces = coefficients.split(self._block_counts)
             lifted = [lift(piece) for lift, piece in zip(lifts, pieces, strict=True)]
             sums.append(reduce(torch.add, lifted))
-        return self.sum(sums[0] if c.ndim == 1 else torch.stack(sums))
+        if c.ndim == 1:
+            return self.sum(sums[0])
+        return self.sum(torch.stack(sums))
 
     def own_rows(self, values: Tensor) -> Tensor:
         """The columns of (k, n) that belong to this process's rows."""

@@ -8,7 +8,7 @@ from functools import partial
 from inspect import Signature, signature
 from math import prod
 from string import ascii_letters
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,18 +136,21 @@ def _inner(mode: FunctionMode, out: Tensor, input: Tensor, other: Tensor) -> Ten
 
 @use("tensordot")
 def _tensordot(
-    mode: FunctionMode, made: Tensor, a: Tensor, b: Tensor, dims: Any = 2, **names: Any
+    mode: FunctionMode, product: Tensor, a: Tensor, b: Tensor, dims: Any = 2, **names: Any
 ) -> Tensor | None:
+    # not `out`: torch passes an argument of that name
     if isinstance(dims, int):
         dims = range(a.ndim - dims, a.ndim), range(dims)
     if not isinstance(dims, (tuple, list)) or not a.ndim or not b.ndim:
         return None
-    one = ascii_letters[: a.ndim]
-    two = list(ascii_letters[a.ndim : a.ndim + b.ndim])
+    a_letters = ascii_letters[: a.ndim]
+    b_letters = list(ascii_letters[a.ndim : a.ndim + b.ndim])
     for i, j in zip(*dims, strict=True):
-        two[j] = one[i]
-    result = "".join(t for t in (*one, *two) if (t in one) != (t in two))
-    return _note_contraction(mode, made, _Contraction((a, b), (one, "".join(two)), result))
+        b_letters[j] = a_letters[i]
+    letters = (*a_letters, *b_letters)
+    result = "".join(t for t in letters if (t in a_letters) != (t in b_letters))
+    contraction = _Contraction((a, b), (a_letters, "".join(b_letters)), result)
+    return _note_contraction(mode, product, contraction)
 
 
 @dataclass(frozen=True)
@@ -183,12 +186,22 @@ def _note_contraction(
         stack_name = weight_name[:-2]
         if not stack_name and not is_broadcast:
             stack_name = weight_name[:1]
-        sizes = dict(zip(stack_name, weight.shape, strict=False))
-        sizes = {a: n for a, n in sizes.items() if a in contraction.result and n > 1}
+        sizes = _select_sizes(stack_name, weight, contraction.result)
         x, x_name = _expand_input(x, x_name, sizes)
         letters = Letters(weight_name, x_name, contraction.result)
-    bias = contraction.bias if k == len(operands) - 1 else None
+    bias = None
+    if k == len(operands) - 1:
+        bias = contraction.bias
     return mode.note_product(out, weight, x, letters, bias)
+
+
+def _select_sizes(letters: str, weight: Tensor, result: str) -> dict[str, int]:
+    """Return the sizes of the weight's first axes that the result has, without those of 1."""
+    sizes = {}
+    for letter, size in zip(letters, weight.shape, strict=False):
+        if letter in result and size > 1:
+            sizes[letter] = size
+    return sizes
 
 
 def _multiply_others(contraction: _Contraction, weight: int) -> tuple[Tensor, str]:
@@ -356,13 +369,8 @@ def _pad_bags(
 def _gather(
     mode: FunctionMode, out: Tensor, source: Tensor, index: Any, *more: Any
 ) -> Tensor | None:
-    if more:  # index_select(source, dim, index)
-        if index != 0:
-            return None
-        index = more[0]
-    if isinstance(index, tuple) and len(index) == 1:
-        index = index[0]
-    if not _is_integer_index(index):
+    index = _read_first_axis_index(index, *more)
+    if index is None:
         return None
     entries = mode.find_entries(source)
     if entries is None or not entries.is_whole or source.ndim < 2:
@@ -376,11 +384,22 @@ def _gather(
     return None
 
 
-def _is_integer_index(index: Any) -> TypeGuard[Tensor]:
-    """Whether it is a tensor of row numbers."""
+def _read_first_axis_index(index: Any, *more: Any) -> Tensor | None:
+    """Return the tensor of row numbers by which axis 0 is indexed; None for other indices.
+
+    `index_select` has the arguments dim and index, `__getitem__` the index only.
+    """
+    if more:
+        if index != 0:
+            return None
+        index = more[0]
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
     if not isinstance(index, Tensor) or not index.ndim:
-        return False
-    return not index.is_floating_point() and index.dtype != torch.bool
+        return None
+    if index.is_floating_point() or index.dtype == torch.bool:
+        return None
+    return index
 
 
 def _note_lookup(

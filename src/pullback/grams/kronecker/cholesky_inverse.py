@@ -144,8 +144,9 @@ def _group_by_shape(factors: Sequence[Tensor]) -> list[list[int]]:
     """Indices of the factors by shape and dtype, but for the number of groups."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, factor in enumerate(factors):
-        alone = i if is_inverted_alone(factor.shape[-1], factor.device) else -1
-        shape = (factor.ndim, factor.shape[-1], factor.dtype, factor.device, alone)
+        shape = (factor.ndim, factor.shape[-1], factor.dtype, factor.device)
+        if is_inverted_alone(factor.shape[-1], factor.device):
+            shape = (*shape, i)  # a group of its own
         groups.setdefault(shape, []).append(i)
     return list(groups.values())
 

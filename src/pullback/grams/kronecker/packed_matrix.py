@@ -25,7 +25,7 @@ class _PackingLimits:
     """Rows from which on packing a matrix pays."""
 
     #: in memory: below it the memory saved is not worth the pass over the matrix
-    held: int = 2048
+    in_memory: int = 2048
     #: for a message to other processes: below it the copy costs more than the bytes it saves
     sent: int = 16
 
@@ -95,7 +95,7 @@ def _pack_from(factor: FactorMatrix, rows: int) -> FactorMatrix:
 
 def pack(factor: FactorMatrix) -> FactorMatrix:
     """Pack a factor if it is a large matrix."""
-    return _pack_from(factor, _LIMITS.held)
+    return _pack_from(factor, _LIMITS.in_memory)
 
 
 def pack_triangle(factor: FactorMatrix) -> FactorMatrix:
@@ -148,7 +148,7 @@ def from_entries(entries: Tensor) -> FactorMatrix:
 def zeros_like(factor: FactorMatrix) -> FactorMatrix:
     """Return zeros, packed where `pack` would pack them."""
     entries = get_entries(factor)
-    if len(factor.shape) == 3 and factor.shape[1] >= _LIMITS.held:
+    if len(factor.shape) == 3 and factor.shape[1] >= _LIMITS.in_memory:
         groups, n, _ = factor.shape
         k = n // 2
         return PackedMatrix(entries.new_zeros(groups, n - k, 2 * k + 1))
@@ -171,7 +171,10 @@ def launch_sum(
     def restore(totals: list[Tensor]) -> list[FactorMatrix]:
         sums: list[FactorMatrix] = []
         for total, is_packed in zip(map(from_entries, totals), was_packed, strict=True):
-            sums.append(total if is_packed else unpack(total))
+            if is_packed:
+                sums.append(total)
+            else:
+                sums.append(unpack(total))
         return sums
 
     if owners is None:

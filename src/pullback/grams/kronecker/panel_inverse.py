@@ -50,10 +50,10 @@ class PanelInverse:
     is_trusted: Tensor
 
 
-def allocate_padded(count: int, n: int, like: Tensor, sizes: PanelSizes = SIZES) -> Tensor:
+def allocate_padded(count: int, n: int, reference: Tensor, sizes: PanelSizes = SIZES) -> Tensor:
     """Return identities (count, m, m) with m ≥ n, for matrices to be written into their corners."""
     m = -(-n // sizes.alignment) * sizes.alignment
-    matrices = like.new_zeros(count, m, m)
+    matrices = reference.new_zeros(count, m, m)
     matrices.diagonal(dim1=-2, dim2=-1).fill_(1)
     return matrices
 

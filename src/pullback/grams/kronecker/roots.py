@@ -2,13 +2,14 @@ r"""Polar factors, inverse square roots and eigenbases of stacked matrices.
 
 An `eigh` of a large matrix takes longer than many training steps on a GPU. What direction rules
 need costs less there: polynomials of the matrix for a polar factor and an inverse root, and a small
-turn of the last eigenbasis for the next one. Products of float32 matrices are in half precision
+rotation of the last eigenbasis for the next one. Products of float32 matrices are in half precision
 with float32 sums, split in two parts where that is not enough. On a CPU an `eigh` costs about as
 much as ten products, and roots and polar factors are exact by it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +36,13 @@ class Thresholds:
     """Bounds of the iterations."""
 
     #: the largest condition for which a root needs no first polynomial
-    near: float = 1.6e4
+    small_condition: float = 1.6e4
     #: the largest rotation of one turn, in radians: perturbation theory holds for small ones
     angle: float = 0.7
     #: round-off of EᵀCE, in units of the largest entry's
     noise: float = 8.0
-    #: how far from 1 the diagonal may be before the last step of a root
-    apart: float = 0.3
+    #: how far from 1 the diagonal of ZY may be before the last step of a root
+    diagonal_error: float = 0.3
     #: singular values below this share of ‖X‖ do not become 1 in a polar factor
     least_singular_value: float = 1e-3
 
@@ -62,16 +63,25 @@ def polar(x: Tensor) -> Tensor:
     """
     if not _prefers_products(x):
         return _exact_polar(x)
-    tall = x.shape[-2] > x.shape[-1]
-    wide = torch.float32 if x.dtype == torch.float16 else x.dtype
-    size = torch.linalg.matrix_norm(x, keepdim=True, dtype=wide)
-    kind = torch.bfloat16 if x.is_cuda and wide == torch.float32 else wide
-    size = (1.01 * size).clamp(min=torch.finfo(wide).tiny)
-    y = torch.div(x, size, out=torch.empty_like(x, dtype=kind))
+    norm_dtype = x.dtype
+    if x.dtype == torch.float16:
+        norm_dtype = torch.float32
+    product_dtype = norm_dtype
+    if norm_dtype == torch.float32:
+        product_dtype = torch.bfloat16
+    norm = torch.linalg.matrix_norm(x, keepdim=True, dtype=norm_dtype)
+    norm = (1.01 * norm).clamp(min=torch.finfo(norm_dtype).tiny)
+    y = torch.div(x, norm, out=torch.empty_like(x, dtype=product_dtype))
+    has_more_rows = x.shape[-2] > x.shape[-1]
     for a, b, c in _POLAR:
-        gram = torch.bmm(y.mT, y) if tall else torch.bmm(y, y.mT)
-        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.baddbmm(y, *((y, p) if tall else (p, y)), beta=a)
+        if has_more_rows:
+            gram = torch.bmm(y.mT, y)
+            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            y = torch.baddbmm(y, y, p, beta=a)
+        else:
+            gram = torch.bmm(y, y.mT)
+            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            y = torch.baddbmm(y, p, y, beta=a)
     return y
 
 
@@ -80,14 +90,14 @@ def _exact_polar(x: Tensor) -> Tensor:
     dtype = x.dtype
     if dtype in (torch.float16, torch.bfloat16):  # `eigh` does not know them
         return _exact_polar(x.float()).to(dtype)
-    tall = x.shape[-2] > x.shape[-1]
+    if x.shape[-2] > x.shape[-1]:
+        return _exact_polar(x.mT).mT
     tiny = torch.finfo(dtype).tiny ** 0.5
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
-    gram = x.mT @ x if tall else x @ x.mT
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = torch.linalg.eigh(x @ x.mT)
     roots = values.clamp(min=_THRESHOLDS.least_singular_value**2).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
-    return x @ root if tall else root @ x
+    return root @ x
 
 
 def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
@@ -109,22 +119,38 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     if not _prefers_products(side):
         return _exact_inverse_root(side, damping)
     y = factor_matrix.add_identity(side, torch.full_like(mean, damping), overwrite=True)
-    size = torch.linalg.matrix_norm(y, keepdim=True)
-    y /= size
-    if y.is_cuda and y.dtype == torch.float32 and not fine:
+    norm = torch.linalg.matrix_norm(y, keepdim=True)
+    y /= norm
+    multiply = torch.bmm
+    if fine:
+        multiply = _fine_product
+    elif y.dtype == torch.float32:
         y = y.half()
-    product = _fine_product if fine else torch.bmm
-    z = t = y
-    skip = side.shape[-1] <= _THRESHOLDS.near * damping  # a bound of the condition
-    steps = (*_POLAR[skip:], _LAST)
-    for i, (a, b, c) in enumerate(steps):
-        t = product(z, y) if i else y
-        p = product(t, t).mul_(c).add_(t, alpha=b)
-        p.diagonal(dim1=-2, dim2=-1).add_(a)
-        y = product(y, p) if i + 1 < len(steps) else y
-        z = product(p, z) if i else p
-    good = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.apart
-    return z * (damping / size).sqrt(), good
+    first, *others = _POLAR
+    if side.shape[-1] <= _THRESHOLDS.small_condition * damping:  # a bound of the condition
+        first, *others = others
+    z = _evaluate_polynomial(y, first, multiply)  # the first step, from Z = 1
+    y = multiply(y, z)
+    for coefficients in others:
+        p = _evaluate_polynomial(multiply(z, y), coefficients, multiply)
+        y = multiply(y, p)
+        z = multiply(p, z)
+    t = multiply(z, y)
+    has_converged = (factor_matrix.diagonal(t) - 1).abs().amax(-1) < _THRESHOLDS.diagonal_error
+    z = multiply(_evaluate_polynomial(t, _LAST, multiply), z)
+    return z * (damping / norm).sqrt(), has_converged
+
+
+def _evaluate_polynomial(
+    t: Tensor,
+    coefficients: tuple[float, float, float],
+    multiply: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return a + bT + cT²."""
+    a, b, c = coefficients
+    p = multiply(t, t).mul_(c).add_(t, alpha=b)
+    p.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p
 
 
 def _exact_inverse_root(side: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -143,11 +169,11 @@ def _exact_inverse_root(side: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 def eigenbasis(side: Tensor) -> Tensor:
     """Return the eigenvectors of C, (G, n, n); NaN where they are not found."""
     out = torch.empty_like(side)
-    for own, one in zip(out, side, strict=True):  # not at once: each takes much memory
+    for vectors, matrix in zip(out, side, strict=True):  # not at once: each takes much memory
         try:
-            own.copy_(torch.linalg.eigh(one)[1])
+            vectors.copy_(torch.linalg.eigh(matrix)[1])
         except torch.linalg.LinAlgError:
-            own.fill_(torch.nan)
+            vectors.fill_(torch.nan)
     return out
 
 
@@ -224,10 +250,13 @@ def _fine_product(x: Tensor, y: Tensor) -> Tensor:
     """Return XY; on a GPU with 22 bits of each entry: high·high + high·low + low·high."""
     if not (x.is_cuda and x.dtype == torch.float32):
         return torch.bmm(x, y)
-    (x0, x1), (y0, y1) = ((h := t.half(), (t - h).half()) for t in (x, y))
-    out = torch.bmm(x0, y1, out_dtype=torch.float32)
-    out += torch.bmm(x1, y0, out_dtype=torch.float32)
-    return out.add_(torch.bmm(x0, y0, out_dtype=torch.float32))
+    x_high = x.half()
+    x_low = (x - x_high).half()
+    y_high = y.half()
+    y_low = (y - y_high).half()
+    out = torch.bmm(x_high, y_low, out_dtype=torch.float32)
+    out += torch.bmm(x_low, y_high, out_dtype=torch.float32)
+    return out.add_(torch.bmm(x_high, y_high, out_dtype=torch.float32))
 
 
 # --- products in half precision on a GPU ----------------------------------------------------------
@@ -235,9 +264,11 @@ def _fine_product(x: Tensor, y: Tensor) -> Tensor:
 _NORM = 2.0**15  # of a matrix in float16: no rotation of it has a larger entry
 
 
-def half_precision(like: Tensor) -> torch.dtype:
-    """Return the dtype in which sides of norm 1 are held: float16, as exact as TF32, on a GPU."""
-    return torch.float16 if like.is_cuda and like.dtype == torch.float32 else like.dtype
+def half_precision(reference: Tensor) -> torch.dtype:
+    """Return the dtype for sides of norm 1: float16 (as exact as TF32) for float32 on a GPU."""
+    if reference.is_cuda and reference.dtype == torch.float32:
+        return torch.float16
+    return reference.dtype
 
 
 def rotate(
@@ -253,17 +284,23 @@ def rotate(
     On a GPU products keep 11 bits of each entry.
     """
     dtype = half_precision(x)
-    left = None if left is None else left.to(dtype)
-    right = None if right is None else right.to(dtype)
-    y, scale = scaled_to_half(x, left, right)
-    y = from_bases(left, y, right) if back else to_bases(left, y, right)
-    y = y.to(x.dtype)
-    for factor in (scale, by):
-        y = y if factor is None else y * factor
+    if left is not None:
+        left = left.to(dtype)
+    if right is not None:
+        right = right.to(dtype)
+    y, scale = scale_to_half(x, left, right)
+    if back:
+        y = from_bases(left, y, right).to(x.dtype)
+    else:
+        y = to_bases(left, y, right).to(x.dtype)
+    if scale is not None:
+        y = y * scale
+    if by is not None:
+        y = y * by
     return y
 
 
-def scaled_to_half(x: Tensor, *factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def scale_to_half(x: Tensor, *factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return X (B, m, n) in the dtype of these factors, and what it was divided by for float16."""
     if all(factor is None or factor.dtype == x.dtype for factor in factors):
         return x, None

@@ -60,6 +60,10 @@ class WeightAxes:
     rows: list[str]
     columns: list[str]
 
+    def select(self, letters: Sequence[str]) -> list[Axis]:
+        """Return the axes of these letters."""
+        return [self.by_letter[letter] for letter in letters]
+
 
 def read_product(
     entries: ParameterEntries, letters: Letters, index: Tensor | None
@@ -91,7 +95,7 @@ def _classify_axes(
     entries: ParameterEntries, letters: Letters, index: Tensor | None
 ) -> WeightAxes | None:
     """Sort the weight's axes into stack, rows and columns; None if one is summed by itself."""
-    axes = _own_axes(entries, letters, index)
+    axes = _list_axes(entries, letters, index)
     if axes is None:
         return None
     stack = []
@@ -111,10 +115,10 @@ def _classify_axes(
     return WeightAxes(axes, stack, rows, columns)
 
 
-def _own_axes(
+def _list_axes(
     entries: ParameterEntries, letters: Letters, index: Tensor | None
 ) -> dict[str, Axis] | None:
-    """The weight's axes, without one that is picked by position and those it is expanded along."""
+    """Return the weight's axes, without those that are indexed or expanded; None if unreadable."""
     axes = {}
     for letter, size, stride in zip(letters.weight, entries.size, entries.stride, strict=True):
         is_shared = letter in letters.input and letter in letters.output
@@ -152,25 +156,23 @@ def _stack_matrices(
     entries: ParameterEntries, axes: WeightAxes, stack: Sequence[str], columns: Sequence[str]
 ) -> MatrixStack | None:
     """Return the stack that these axes form, None if they form none."""
-    stacked = _merge_axes([axes.by_letter[a] for a in stack])
-    row = _merge_axes([axes.by_letter[a] for a in axes.rows])
-    column = _merge_axes([axes.by_letter[a] for a in columns])
+    stacked = _merge_axes(axes.select(stack))
+    row = _merge_axes(axes.select(axes.rows))
+    column = _merge_axes(axes.select(columns))
     if stacked is None or row is None or column is None:
         return None
-    if _follows(column, 1) and _follows(row, column.size):
-        is_transposed = False
-    elif _follows(row, 1) and _follows(column, row.size):
-        is_transposed = True
-    else:
+    is_row_major = _follows(column, 1) and _follows(row, column.size)
+    is_column_major = _follows(row, 1) and _follows(column, row.size)
+    matrix_size = row.size * column.size
+    if not (is_row_major or is_column_major) or not matrix_size:
         return None
-    entries_each = row.size * column.size
     total = entries.parameter.numel()
-    if not entries_each or not _follows(stacked, entries_each):
+    is_aligned = entries.offset % matrix_size == 0 and total % matrix_size == 0
+    if not is_aligned or not _follows(stacked, matrix_size):
         return None
-    if entries.offset % entries_each or total % entries_each:
-        return None
-    form = (total // entries_each, row.size, column.size)
-    return MatrixStack(form, entries.offset // entries_each, stacked.size, is_transposed)
+    form = (total // matrix_size, row.size, column.size)
+    first = entries.offset // matrix_size
+    return MatrixStack(form, first, stacked.size, is_transposed=not is_row_major)
 
 
 def _merge_axes(axes: Sequence[Axis]) -> Axis | None:
@@ -195,15 +197,15 @@ def _arrange(
     output = letters.output
     lead = _count_lead(letters, axes)
     positions = [a for a in output[lead:] if a not in axes.by_letter]
-    if any(a not in letters.input for a in positions):
+    if not set(positions) <= set(letters.input):
         return None
     output_stack = [a for a in axes.stack if a in output]
     tail = [*positions, *output_stack, *axes.rows]
     order = tuple(output.index(a) - len(output) for a in tail)
     input_letters = [*output[:lead], *positions, *axes.stack, *axes.columns]
     input_order = tuple(letters.input.index(a) for a in input_letters)
-    is_linear = not stack.is_transposed and stack.form[0] == 1 and index is None
-    is_linear = is_linear and order == (-1,) and input_order == tuple(range(len(letters.input)))
+    is_plain_matrix = not stack.is_transposed and stack.form[0] == 1 and index is None
+    has_plain_axes = order == (-1,) and input_order == tuple(range(len(letters.input)))
     if index is not None and len(positions) + lead > 1:
         index = index.view(-1, *[1] * (len(positions) + lead - 1))
     return MatrixProduct(
@@ -220,7 +222,7 @@ def _arrange(
         lead_axes=lead,
         position_axes=len(positions),
         input_stack_axes=len(axes.stack),
-        is_linear=is_linear,
+        is_linear=is_plain_matrix and has_plain_axes,
     )
 
 

@@ -117,7 +117,7 @@ class JointBlock(Block):
         return JointBlock([block.narrow(start, stop) for block in self._blocks])
 
     def to(self, dtype: torch.dtype) -> Block:
-        return JointBlock([part.to(dtype) for part in self._parts])
+        return JointBlock([block.to(dtype) for block in self._blocks])
 
     def rows(self) -> dict[str, Tensor]:
         rows: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....grams.kronecker import factor_matrix
-from ....grams.kronecker.roots import half_precision, inverse_root, polar, scaled_to_half
+from ....grams.kronecker.roots import half_precision, inverse_root, polar, scale_to_half
 from ..arguments import check
 from .adamw import AdamW
 from .base import (
@@ -146,7 +146,7 @@ class Spectral(Rule):
         """Return M (C + λ tr(C)/n)^(-½), up to a number."""
         if factor_matrix.is_diagonal(state.root):
             return momentum * state.root[:, None]
-        return torch.bmm(scaled_to_half(momentum, state.root)[0], state.root)
+        return torch.bmm(scale_to_half(momentum, state.root)[0], state.root)
 
 
 def _indices(flags: Tensor) -> list[int]:
