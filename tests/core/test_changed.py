@@ -8,7 +8,7 @@ from tests.changed import ROOT, nearest, sources
 
 
 @pytest.mark.parametrize(
-    ("file", "found"),
+    ("file", "actual"),
     [
         ("src/pullback/solvers/cholesky.py", "tests/solvers"),
         ("src/pullback/optim/kfac/factors/damping.py", "tests/optim/kfac"),
@@ -25,8 +25,8 @@ from tests.changed import ROOT, nearest, sources
         ("examples/poisson.py", "tests/examples"),
     ],
 )
-def test_a_file_has_the_tests_nearest_to_it(file: str, found: str) -> None:
-    assert found in nearest([Path(file)])
+def test_a_file_has_the_tests_nearest_to_it(file: str, actual: str) -> None:
+    assert actual in nearest([Path(file)])
     assert all((ROOT / test.partition("::")[0]).exists() for test in nearest([Path(file)]))
 
 

@@ -32,10 +32,10 @@ assert not loaded, f"the command line loads {loaded}"
 
 def test_slow_modules_wait_until_they_are_used() -> None:
     for code in (LIBRARY, COMMAND):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stderr
+        assert process.returncode == 0, process.stderr
 
 
 def test_a_name_that_does_not_exist_is_refused() -> None:

@@ -33,10 +33,10 @@ def test_products_of_halves_are_summed_in_float32(dtype: torch.dtype, groups: in
     x = (1 + torch.randn(groups, 5, 4000)).to(dtype)
     y = (1 + torch.randn(groups, 7, 4000)).to(dtype)
     for a, b in ((x, y), (x, x)):
-        got = products.multiply_batches(a, b)
+        product = products.multiply_batches(a, b)
         want = a.double() @ b.double().mT
-        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert float((got - want).norm() / want.norm()) < 1e-6
+        assert product.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert float((product - want).norm() / want.norm()) < 1e-6
 
 
 @pytest.mark.parametrize(("sliced", "groups"), [(False, 1), (True, 3)])
@@ -51,8 +51,8 @@ def test_long_sums_in_float32(sliced: bool, groups: int) -> None:
         want = x.double() @ y.double().mT
         out = torch.zeros(want.shape[1:])
         products.add_cross_gram(out, x[0], y[0])
-        for got, right in ((products.multiply_batches(x, y), want), (out, want[0])):
-            assert float((got - right).norm() / right.norm()) < 1e-6
+        for actual, right in ((products.multiply_batches(x, y), want), (out, want[0])):
+            assert float((actual - right).norm() / right.norm()) < 1e-6
     want = x[0].double() @ x[0].double().T
     assert float((gram(x[0]) - want).norm() / want.norm()) < 1e-6
 
@@ -82,7 +82,9 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
     bounds = [(0, 100), (100, 130)]
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a.float(), b.float()))
     monkeypatch.setattr(products, "_is_large_product", lambda x, y: True)
-    monkeypatch.setattr(products, "panel_bounds", lambda n, like: bounds if n == 130 else [(0, n)])
+    monkeypatch.setattr(
+        products, "panel_bounds", lambda n, template: bounds if n == 130 else [(0, n)]
+    )
     x = torch.randn(130, depth)
     y = torch.randn(50, depth)
     with full_precision(torch.device("cuda"), watched=False):
@@ -93,8 +95,8 @@ def test_split_products_add_up(depth: int, monkeypatch: pytest.MonkeyPatch) -> N
             products.add_cross_gram(out, one, two)
             if one is two:
                 out = products.mirror_lower_triangle(out.tril())
-            for got in (out - 1, cross_gram(one, two)):
-                assert float((got - want).norm() / want.norm()) < 2e-6
+            for actual in (out - 1, cross_gram(one, two)):
+                assert float((actual - want).norm() / want.norm()) < 2e-6
     assert not products._is_split(x, x.T)
 
 
@@ -117,15 +119,15 @@ def test_large_products_keep_float32_accuracy_and_the_flags(precision: str) -> N
         y = torch.randn(4096, 4096, device="cuda", requires_grad=True)
         exact = x.double() @ y.detach().double()
         with full_precision(x.device):
-            got = x @ y
-            (pulled,) = torch.autograd.grad(got, y, exact.float())
+            actual = x @ y
+            (pulled,) = torch.autograd.grad(actual, y, exact.float())
             square = gram(x)
         assert matmul.fp32_precision == precision
         assert conv.fp32_precision == before[1]
     finally:
         matmul.fp32_precision, conv.fp32_precision = before
     for answer, want in (
-        (got, exact),
+        (actual, exact),
         (pulled, x.double().T @ exact),
         (square, x.double() @ x.double().T),
     ):

@@ -43,16 +43,16 @@ def always_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def factors(a: Tensor, *, polar: bool) -> tuple[Tensor, Tensor, Tensor]:
     """U, σ, V of what lies above round-off, by products with unit vectors."""
-    found = svd(a, polar=polar)
+    decomposition = svd(a, polar=polar)
     limit = max(a.shape) * torch.finfo(a.dtype).eps
-    part = found.select(found.sigma > limit * found.sigma[0])
+    piece = decomposition.select(decomposition.sigma > limit * decomposition.sigma[0])
     n, p = a.shape
-    u = torch.stack([part.left(e) for e in torch.eye(n, dtype=a.dtype)])
-    v = torch.stack([part.right(e) for e in torch.eye(p, dtype=a.dtype)])
-    unit = torch.eye(len(part.sigma), dtype=a.dtype)
-    assert torch.allclose(part.combine(unit), v.T, atol=30 * torch.finfo(a.dtype).eps)
-    assert torch.allclose(part.combine(unit[0]), v[:, 0], atol=30 * torch.finfo(a.dtype).eps)
-    return u, part.sigma, v
+    u = torch.stack([piece.left(e) for e in torch.eye(n, dtype=a.dtype)])
+    v = torch.stack([piece.right(e) for e in torch.eye(p, dtype=a.dtype)])
+    unit = torch.eye(len(piece.sigma), dtype=a.dtype)
+    assert torch.allclose(piece.combine(unit), v.T, atol=30 * torch.finfo(a.dtype).eps)
+    assert torch.allclose(piece.combine(unit[0]), v[:, 0], atol=30 * torch.finfo(a.dtype).eps)
+    return u, piece.sigma, v
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_least_squares_at_condition_1e10_is_as_good_as_lapack(
     u, s, vt = torch.linalg.svd(a, full_matrices=False)
     want = vt.T @ torch.ones(k).double()
     r = u @ s
-    found = svd(a, polar=polar)
-    x = found.combine(found.left(r) / found.sigma)
+    decomposition = svd(a, polar=polar)
+    x = decomposition.combine(decomposition.left(r) / decomposition.sigma)
     assert float((x - want).norm() / want.norm()) <= 2e-6
 
 
@@ -108,9 +108,9 @@ def test_zero_columns_and_rows(polar: bool) -> None:
 @pytest.mark.parametrize("polar", ROUTES)
 @pytest.mark.parametrize("shape", [(4, 3), (3, 4), (3, 3), (0, 3), (3, 0), (0, 0)])
 def test_zero_and_empty_matrices(shape: tuple[int, int], polar: bool) -> None:
-    found = svd(torch.zeros(shape).double(), polar=polar)
-    assert found.sigma.tolist() == [0.0] * min(shape)
-    none = found.select(found.sigma > 0)
+    decomposition = svd(torch.zeros(shape).double(), polar=polar)
+    assert decomposition.sigma.tolist() == [0.0] * min(shape)
+    none = decomposition.select(decomposition.sigma > 0)
     assert none.left(torch.ones(shape[0]).double()).shape == (0,)
     assert none.right(torch.ones(shape[1]).double()).shape == (0,)
     assert none.combine(torch.ones(0).double()).tolist() == [0.0] * shape[1]
@@ -147,5 +147,7 @@ def test_a_polar_factor_that_failed_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     a = with_spectrum(torch.logspace(0, -8, 12, dtype=torch.float64), 12, 12)
     for wrong in (lambda x: 0.9 * polar_factor(x), lambda x: x * torch.nan, torch.zeros_like):
         monkeypatch.setattr(module, "polar_factor", wrong)
-        found = polar_svd(a)
-        assert torch.allclose((found.u * found.sigma) @ found.v.T, a, atol=1e-15)
+        decomposition = polar_svd(a)
+        assert torch.allclose(
+            (decomposition.u * decomposition.sigma) @ decomposition.v.T, a, atol=1e-15
+        )

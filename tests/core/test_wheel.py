@@ -17,37 +17,37 @@ pytest.importorskip("hatchling")
 
 
 def called(*words: object, status: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run(
+    process = subprocess.run(
         [str(w) for w in words], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == status, done.stderr
-    return done
+    assert process.returncode == status, process.stderr
+    return process
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     called(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
-    (found,) = folder.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
 
 
-def needed(name: str, found: set[str]) -> set[str]:
+def needed(name: str, actual: set[str]) -> set[str]:
     """A distribution and all that it requires here."""
-    if name not in found:
-        found.add(name)
+    if name not in actual:
+        actual.add(name)
         for text in distribution(name).requires or ():
-            wanted = Requirement(text)
-            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-                needed(wanted.name, found)
-    return found
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                needed(requirement.name, actual)
+    return actual
 
 
 def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as held:
-        names = held.namelist()
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
         (path,) = [n for n in names if n.endswith("METADATA")]
-        metadata = held.read(path).decode()
+        metadata = archive.read(path).decode()
     assert {n.partition("/")[0] for n in names} == {"pullback", Path(path).parts[0]}
     assert not [n for n in names if "experiments" in n or "tests" in n]
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
@@ -73,7 +73,7 @@ def test_the_first_snippet_runs_where_nothing_else_is_installed(
 
     first = next(snippets((ROOT / "README.md").read_text("utf-8"))).code
     first = first.replace("range(200)", "range(3)")
-    done = called(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
-    assert Path(done.stdout.strip()).is_relative_to(site)
+    process = called(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
+    assert Path(process.stdout.strip()).is_relative_to(site)
     command = called(python, "-I", "-m", "pullback", "doctor", status=1)
     assert command.stderr.endswith("pip install 'pullback[cli]'\n")

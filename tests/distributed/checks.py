@@ -44,16 +44,16 @@ def _run(rank: int, size: int, module: str, name: str) -> None:
 def same_everywhere(*tensors: Tensor) -> None:
     """Raise unless the tensors have the same bits on all processes."""
     for t in tensors:
-        found = [torch.empty_like(t) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, t.detach().contiguous())
-        assert all(torch.equal(found[0], other) for other in found[1:])
+        gathered = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, t.detach().contiguous())
+        assert all(torch.equal(gathered[0], other) for other in gathered[1:])
 
 
 def told_everywhere(value: object) -> None:
     """Raise unless all processes have the same."""
-    found: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    assert all(other == value for other in found)
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    assert all(other == value for other in gathered)
 
 
 def only(rank: int) -> Any:

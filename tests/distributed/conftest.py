@@ -11,6 +11,6 @@ from .world import World
 
 @pytest.fixture(scope="package")
 def world() -> Iterator[World]:
-    own = World(3)
-    yield own
-    own.close()
+    processes = World(3)
+    yield processes
+    processes.close()

@@ -44,9 +44,9 @@ def _device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    own = World(3, device=DEVICE)
-    yield own
-    own.close()
+    processes = World(3, device=DEVICE)
+    yield processes
+    processes.close()
 
 
 # --- K-FAC ----------------------------------------------------------------------------------------
@@ -57,9 +57,9 @@ def test_options(world: World, name: str) -> None:
     test_kfac.test_options(world, name)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "small"])
-def test_layers(world: World, kind: str) -> None:
-    test_kfac.equal(world, kind, NATURAL)
+@pytest.mark.parametrize("model_name", [kind for kind in MODELS if kind != "small"])
+def test_layers(world: World, model_name: str) -> None:
+    test_kfac.equal(world, model_name, NATURAL)
 
 
 @pytest.mark.parametrize("name", ["clip", "eigenbasis", "spectral"])
@@ -80,9 +80,9 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
     test_kfac.test_checkpoints(world, tmp_path, name)
 
 
-@pytest.mark.parametrize("kind", ["plain", "eigenbasis", "scaler"])
-def test_replicas_are_equal_to_the_bit(world: World, kind: str) -> None:
-    test_kfac.test_replicas_are_equal_to_the_bit(world, kind)
+@pytest.mark.parametrize("model_name", ["plain", "eigenbasis", "scaler"])
+def test_replicas_are_equal_to_the_bit(world: World, model_name: str) -> None:
+    test_kfac.test_replicas_are_equal_to_the_bit(world, model_name)
 
 
 def _wide(rank: int, size: int, options: dict[str, Any]) -> Tensor:
@@ -117,9 +117,9 @@ WIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_replicas_in_single_precision(world: World, name: str) -> None:
-    first, *rest = world.run(_wide, WIDE[name])
+    first, *others = world.run(_wide, WIDE[name])
     assert bool(torch.isfinite(first).all())
-    assert all(torch.equal(first, other) for other in rest)
+    assert all(torch.equal(first, other) for other in others)
 
 
 # --- exact methods, kernels, PDEs and slices ------------------------------------------------------
@@ -169,14 +169,14 @@ def _without_us(rank: int, size: int) -> None:
 @pytest.fixture(scope="module")
 def pieces() -> Iterator[World]:
     """A world of its own, since torch may not be able to do that with gloo and a GPU."""
-    own = World(4, device=DEVICE)
+    processes = World(4, device=DEVICE)
     for size in (2, 3, 4):
-        found = own.errors(_without_us, size=size)
-        if any(error is not None for error in found):
-            own.close()
-            pytest.skip(f"torch {torch.__version__} cannot fully_shard with gloo here: {found}")
-    yield own
-    own.close()
+        errors = processes.errors(_without_us, size=size)
+        if any(error is not None for error in errors):
+            processes.close()
+            pytest.skip(f"torch {torch.__version__} cannot fully_shard with gloo here: {errors}")
+    yield processes
+    processes.close()
 
 
 @pytest.mark.parametrize("name", ["clip", "no clip", "ekfac", "eigenbasis", "spectral"])
@@ -184,9 +184,9 @@ def test_pieces(pieces: World, name: str) -> None:
     test_sharded.equal(pieces, "dense", OPTIONS[name])
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "attention"])
-def test_layers_in_pieces(pieces: World, kind: str) -> None:
-    test_sharded.equal(pieces, kind, OPTIONS["clip"])
+@pytest.mark.parametrize("model_name", ["convolutions", "attention"])
+def test_layers_in_pieces(pieces: World, model_name: str) -> None:
+    test_sharded.equal(pieces, model_name, OPTIONS["clip"])
 
 
 def test_replicas_of_pieces(pieces: World) -> None:
@@ -204,9 +204,9 @@ def test_checkpoints_in_pieces(pieces: World, tmp_path: Path) -> None:
 def single() -> Iterator[World]:
     if DEVICE == "cuda" and not dist.is_nccl_available():
         pytest.skip("torch was built without NCCL")
-    own = World(1, device=DEVICE, backend="nccl" if DEVICE == "cuda" else "gloo")
-    yield own
-    own.close()
+    processes = World(1, device=DEVICE, backend="nccl" if DEVICE == "cuda" else "gloo")
+    yield processes
+    processes.close()
 
 
 def _sending(rank: int, size: int) -> None:
@@ -216,15 +216,17 @@ def _sending(rank: int, size: int) -> None:
 
 def _buffers(rank: int, size: int) -> None:
     processes = Processes(dist.group.WORLD)
-    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
-    tensors = [torch.arange(n + 3, dtype=kind, device=place()) for n, kind in enumerate(kinds)]
-    for found in (
+    types = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+    tensors = [
+        torch.arange(n + 3, dtype=model_name, device=place()) for n, model_name in enumerate(types)
+    ]
+    for exchanged in (
         processes.sum(tensors),
         processes.sum_to(tensors, [0] * len(tensors)),
         processes.gather(tensors),
-        [parts[0] for parts in processes.gather_parts(tensors)],
+        [gathered[0] for gathered in processes.gather_parts(tensors)],
     ):
-        assert all(torch.equal(a, b) for a, b in zip(found, tensors, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(exchanged, tensors, strict=True))
     before = [t.clone() for t in tensors]
     processes.exchange(tensors, [0] * len(tensors))
     processes.broadcast_first(tensors)
@@ -251,18 +253,18 @@ def _in_a_group_of_one(rank: int, size: int, name: str) -> tuple[Tensor, Any]:
         F.cross_entropy(net(x), y).backward()
         opt.step()
     opt.state_dict()
-    sent = {what: own.calls for what, own in opt.traffic().items()}
+    sent = {what: traffic.calls for what, traffic in opt.traffic().items()}
     return nn.utils.parameters_to_vector(model.parameters()).detach().cpu(), sent
 
 
 @pytest.mark.parametrize("name", ["clip", "no clip", "eigenbasis", "spectral"])
 def test_kfac_with_nccl(single: World, name: str) -> None:
     single.run(_sending)
-    found, sent = single.run(_in_a_group_of_one, name)[0]
+    weights, sent = single.run(_in_a_group_of_one, name)[0]
     want = test_kfac.train(0, 1, "convolutions", (36,), OPTIONS[name])
     assert {"factors", "counts", "decisions"} <= sent.keys()
     whole = torch.cat([p.flatten() for p in want.values()])
-    torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(weights, whole, rtol=1e-10, atol=1e-10)
 
 
 def _exact_in_a_group_of_one(rank: int, size: int) -> None:
@@ -273,8 +275,8 @@ def _exact_in_a_group_of_one(rank: int, size: int) -> None:
             model = test_exact.mlp()
             opt = test_exact.natural(solver)(DistributedDataParallel(model))
             x, y = test_exact.batch(count=count)
-            found = test_exact.steps(opt, opt.model, x, y, 1 / count, 3)
-            assert all(info.accepted for info in found)
+            infos = test_exact.steps(opt, opt.model, x, y, 1 / count, 3)
+            assert all(info.accepted for info in infos)
             assert opt.traffic()
         x = test_ntk.inputs(8)
         kernel = pb.kernels.ntk(test_ntk.model(), x, group=dist.group.WORLD)

@@ -35,14 +35,14 @@ def compare(rank: int, size: int, structure: str) -> None:
     options = {"likelihood": pb.likelihoods.Categorical(), "structure": structure}
     want = pb.curvature.fit(net, (x, y), group=only(rank), **options)
     share = (x[rank::size], y[rank::size])
-    found = pb.curvature.fit(net, share, group=dist.group.WORLD, **options)
-    assert found.samples == want.samples == 17
+    fitted = pb.curvature.fit(net, share, group=dist.group.WORLD, **options)
+    assert fitted.samples == want.samples == 17
     v = torch.randn(want.space.size, generator=torch.Generator().manual_seed(0)).to(place())
-    assert (found.matvec(v) - want.matvec(v)).norm() <= 1e-12 * want.matvec(v).norm()
-    scores = pb.curvature.influence(found, data(4), (x, y), damping=0.1)
-    alone = pb.curvature.influence(want, data(4), (x, y), damping=0.1)
-    assert (scores - alone).norm() <= 1e-10 * alone.norm()
-    same_everywhere(found.eigenvalues())
+    assert (fitted.matvec(v) - want.matvec(v)).norm() <= 1e-12 * want.matvec(v).norm()
+    scores = pb.curvature.influence(fitted, data(4), (x, y), damping=0.1)
+    single = pb.curvature.influence(want, data(4), (x, y), damping=0.1)
+    assert (scores - single).norm() <= 1e-10 * single.norm()
+    same_everywhere(fitted.eigenvalues())
 
 
 @CHECKS.add

@@ -49,13 +49,13 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(self.gate * self.norm(self.table(x))).mean(1))
 
 
-def batch(kind: str = "points", count: int = CUTS[-1]) -> tuple[Tensor, Tensor]:
+def batch(model_name: str = "points", count: int = CUTS[-1]) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(2)
     shapes = {"points": (4,), "images": (1, 4, 4)}
-    if kind == "tokens":
+    if model_name == "tokens":
         x = torch.randint(0, 7, (count, 5), generator=g)
     else:
-        x = torch.randn(count, *shapes[kind], generator=g)
+        x = torch.randn(count, *shapes[model_name], generator=g)
     return x.to(place()), torch.randint(0, 3, (count,), generator=g).to(place())
 
 
@@ -97,25 +97,25 @@ def compare(
             outer = DDP(shared)
         else:
             outer = shared
-        many = make(outer, **({} if wrap else {"group": dist.group.WORLD}))
-        own = slice(cuts[rank], cuts[rank + 1])
-        found = steps(many, outer, x[own], y[own], SIZE / len(x), number)
+        sharing = make(outer, **({} if wrap else {"group": dist.group.WORLD}))
+        rows = slice(cuts[rank], cuts[rank + 1])
+        infos = steps(sharing, outer, x[rows], y[rows], SIZE / len(x), number)
         same_everywhere(flat(shared))
-        told_everywhere([(i.accepted, i.gram, i.rows, i.trials, i.loss) for i in found])
+        told_everywhere([(i.accepted, i.gram, i.rows, i.trials, i.loss) for i in infos])
         if rank == 0:
-            alone = copy.deepcopy(model)
-            one = make(alone, group=only(0))
-            want = steps(one, alone, x, y, 1 / len(x), number)
-            agree(want, found, tol)
-            moved = (flat(alone) - flat(model)).norm()
-            assert (flat(alone) - flat(shared)).norm() <= tol * moved
-    return found
+            single = copy.deepcopy(model)
+            one = make(single, group=only(0))
+            want = steps(one, single, x, y, 1 / len(x), number)
+            agree(want, infos, tol)
+            moved = (flat(single) - flat(model)).norm()
+            assert (flat(single) - flat(shared)).norm() <= tol * moved
+    return infos
 
 
-def agree(want: list[Any], found: list[Any], tol: float) -> None:
+def agree(want: list[Any], actual: list[Any], tol: float) -> None:
     """Raise unless the steps are the same, and some were taken."""
     assert any(info.accepted for info in want)
-    for a, b in zip(want, found, strict=True):
+    for a, b in zip(want, actual, strict=True):
         assert (a.accepted, a.gram, a.rows, a.trials) == (b.accepted, b.gram, b.rows, b.trials)
         assert abs(a.loss - b.loss) <= tol * max(1, abs(a.loss))
 
@@ -132,8 +132,8 @@ def natural(solver: Any = None, step: Any = None, **options: Any) -> Callable[..
 
 @CHECKS.add
 def sample_space_by_the_kernel(rank: int, size: int) -> None:
-    found = compare(rank, mlp(16), natural(pb.solvers.Cholesky(1e-2)), batch())
-    assert found[0].gram == "kernel"
+    infos = compare(rank, mlp(16), natural(pb.solvers.Cholesky(1e-2)), batch())
+    assert infos[0].gram == "kernel"
 
 
 @CHECKS.add
@@ -143,9 +143,9 @@ def what_is_sent(rank: int, size: int) -> None:
     outer = DDP(nn.Sequential(model, nn.Linear(300, 3)).to(place()))
     opt = natural(pb.solvers.Cholesky(1e-2), pb.steps.Constant(1.0))(outer)
     x, y = batch()
-    own = slice(4 * rank, 4 * rank + 4)
+    share = slice(4 * rank, 4 * rank + 4)
     before = opt.traffic()
-    assert steps(opt, outer, x[own], y[own], 1 / 4, 1)[0].gram == "kernel"
+    assert steps(opt, outer, x[share], y[share], 1 / 4, 1)[0].gram == "kernel"
     after = opt.traffic()
     sent = {k: v.bytes - (before[k].bytes if k in before else 0) for k, v in after.items()}
     p = sum(w.numel() for w in outer.parameters())
@@ -160,8 +160,8 @@ def what_is_sent(rank: int, size: int) -> None:
 @CHECKS.add
 def sample_space_by_rows(rank: int, size: int) -> None:
     make = natural(pb.solvers.PseudoInverse(), pb.steps.TargetRatio())
-    found = compare(rank, mlp(16), make, batch())
-    assert found[0].gram == "rows"
+    infos = compare(rank, mlp(16), make, batch())
+    assert infos[0].gram == "rows"
 
 
 @CHECKS.add
@@ -169,8 +169,8 @@ def parameter_space_by_products(rank: int, size: int) -> None:
     # 120 and 60 rows, 51 parameters
     cuts = (0, 40, 40, 60)
     data = batch(count=60)
-    found = compare(rank, mlp(), natural(pb.solvers.Cholesky(1e-3)), data, cuts=cuts)
-    assert (found[0].gram, found[0].rows, found[0].parameters) == ("rows", 180, 51)
+    infos = compare(rank, mlp(), natural(pb.solvers.Cholesky(1e-3)), data, cuts=cuts)
+    assert (infos[0].gram, infos[0].rows, infos[0].parameters) == ("rows", 180, 51)
 
 
 @CHECKS.add
@@ -188,8 +188,8 @@ def parameter_space_by_the_summed_gram(rank: int, size: int) -> None:
 @CHECKS.add
 def products_alone(rank: int, size: int) -> None:
     make = natural(pb.solvers.ConjugateGradient(1e-1, tol=1e-13), pb.steps.Constant(1.0))
-    found = compare(rank, mlp(), make, batch(), number=3)
-    assert found[0].gram == "matrix_free"
+    infos = compare(rank, mlp(), make, batch(), number=3)
+    assert infos[0].gram == "matrix_free"
 
 
 @CHECKS.add
@@ -216,13 +216,13 @@ def hessian_free(rank: int, size: int) -> None:
     """Truncated conjugate gradients magnify round-off as they do with samples in another order."""
     x, y = batch(count=60)
 
-    def run(some: Any, group: Any) -> tuple[Tensor, Tensor]:
+    def run(selected: Any, group: Any) -> tuple[Tensor, Tensor]:
         model = mlp()
         opt = pb.optim.HessianFree(model, pb.likelihoods.Categorical(), group=group)
         scale = dist.get_world_size(group) / 60
-        found = steps(opt, model, x[some], y[some], scale, 3)
-        assert all(info.accepted for info in found)
-        return torch.tensor([info.loss for info in found], device=place()), flat(model)
+        infos = steps(opt, model, x[selected], y[selected], scale, 3)
+        assert all(info.accepted for info in infos)
+        return torch.tensor([info.loss for info in infos], device=place()), flat(model)
 
     shared = run(slice(20 * rank, 20 * rank + 20), dist.group.WORLD)
     same_everywhere(*shared)
@@ -230,8 +230,8 @@ def hessian_free(rank: int, size: int) -> None:
         other = torch.randperm(60, generator=torch.Generator().manual_seed(0)).to(place())
         whole = run(slice(0, 60), only(0))
         permuted = run(other, only(0))
-        for want, order, found in zip(whole, permuted, shared, strict=True):
-            assert (found - want).norm() <= 100 * (order - want).norm() + 1e-9 * want.norm()
+        for want, order, solution in zip(whole, permuted, shared, strict=True):
+            assert (solution - want).norm() <= 100 * (order - want).norm() + 1e-9 * want.norm()
         assert (shared[1] - whole[1]).norm() <= 1e-3 * whole[1].norm()
 
 
@@ -259,15 +259,17 @@ def accumulated_calls(rank: int, size: int) -> None:
     """Two forward calls in a closure, of which the last process makes none."""
     x, y = batch()
     model = mlp(16)
-    alone = copy.deepcopy(model)
+    single = copy.deepcopy(model)
     shared = copy.deepcopy(model)
 
     def run(opt: Any, net: nn.Module, halves: list[slice], scale: float) -> None:
         def closure() -> Tensor:
             opt.zero_grad()
             total = torch.zeros((), device=place())
-            for some in halves:
-                total = total + F.cross_entropy(net(x[some]), y[some], reduction="sum") * scale
+            for selected in halves:
+                total = (
+                    total + F.cross_entropy(net(x[selected]), y[selected], reduction="sum") * scale
+                )
             if halves:
                 total.backward()
             return total.detach()
@@ -276,12 +278,12 @@ def accumulated_calls(rank: int, size: int) -> None:
             assert opt.step(closure).accepted
 
     make = natural(pb.solvers.Cholesky(1e-2))
-    own = [[slice(0, 3), slice(3, 4)], [slice(4, 12)], []][rank]
-    run(make(shared, group=dist.group.WORLD), shared, own, SIZE / 12)
+    shares = [[slice(0, 3), slice(3, 4)], [slice(4, 12)], []][rank]
+    run(make(shared, group=dist.group.WORLD), shared, shares, SIZE / 12)
     same_everywhere(flat(shared))
     if rank == 0:
-        run(make(alone, group=only(0)), alone, [slice(0, 7), slice(7, 12)], 1 / 12)
-        assert (flat(alone) - flat(shared)).norm() <= 1e-10 * flat(alone).norm()
+        run(make(single, group=only(0)), single, [slice(0, 7), slice(7, 12)], 1 / 12)
+        assert (flat(single) - flat(shared)).norm() <= 1e-10 * flat(single).norm()
 
 
 @CHECKS.add
@@ -289,7 +291,7 @@ def objectives(rank: int, size: int) -> None:
     """Means over the points of all processes, one of which has none."""
     x, _ = batch()
     model = mlp(outputs=1)
-    alone = copy.deepcopy(model)
+    single = copy.deepcopy(model)
     shared = copy.deepcopy(model)
 
     def objective(net: nn.Module, x: Tensor) -> Callable[..., Any]:
@@ -300,19 +302,19 @@ def objectives(rank: int, size: int) -> None:
         return residuals
 
     options: Any = {"solver": pb.solvers.PseudoInverse(1e-8), "step": pb.steps.TargetRatio()}
-    many = pb.NaturalGradient(shared, **options, group=dist.group.WORLD)
-    own = objective(shared, x[[slice(0, 4), slice(0, 0), slice(4, 12)][rank]])
-    found = [many.step(objective=own) for _ in range(STEPS)]
+    sharing = pb.NaturalGradient(shared, **options, group=dist.group.WORLD)
+    local_objective = objective(shared, x[[slice(0, 4), slice(0, 0), slice(4, 12)][rank]])
+    infos = [sharing.step(objective=local_objective) for _ in range(STEPS)]
     same_everywhere(flat(shared))
-    told_everywhere([(info.loss, info.rows) for info in found])
+    told_everywhere([(info.loss, info.rows) for info in infos])
     if rank == 0:
-        one = pb.NaturalGradient(alone, **options, group=only(0))
-        for b in found:
-            a = one.step(objective=objective(alone, x))
+        one = pb.NaturalGradient(single, **options, group=only(0))
+        for b in infos:
+            a = one.step(objective=objective(single, x))
             assert abs(a.loss - b.loss) <= round_off()
             assert a.rows == b.rows
         # flat directions, in which parameters differ more than losses
-        assert (flat(alone) - flat(shared)).norm() <= 100 * round_off() * flat(alone).norm()
+        assert (flat(single) - flat(shared)).norm() <= 100 * round_off() * flat(single).norm()
 
 
 @CHECKS.add

@@ -54,12 +54,12 @@ def vector(net: nn.Module) -> Tensor:
 
 def not_finite(rank: int, size: int, options: dict[str, Any]) -> Any:
     net, opt = wrapped(size, **options)
-    seen = []
+    observed = []
     for number in range(5):
         before = vector(net)
         step(net, opt, number, rank, torch.nan if rank == 1 and number in (0, 2) else 1.0)
-        seen.append((opt.info.accepted, torch.equal(before, vector(net)), opt.info.taken))
-    return seen, vector(net)
+        observed.append((opt.info.accepted, torch.equal(before, vector(net)), opt.info.taken))
+    return observed, vector(net)
 
 
 RULES: dict[str, Any] = {
@@ -71,17 +71,17 @@ RULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nan_on_one_process_is_a_rejected_step_on_all(world: World, rule: str) -> None:
-    (seen, first), *rest = world.run(not_finite, RULES[rule])
-    assert [accepted for accepted, *_ in seen] == [False, True, False, True, True]
-    assert [same for _, same, _ in seen] == [True, False, True, False, False]
-    assert all(other == seen and torch.equal(first, p) for other, p in rest)
+    (reports, first), *others = world.run(not_finite, RULES[rule])
+    assert [accepted for accepted, *_ in reports] == [False, True, False, True, True]
+    assert [is_unchanged for _, is_unchanged, _ in reports] == [True, False, True, False, False]
+    assert all(other == reports and torch.equal(first, p) for other, p in others)
 
 
 def mismatched(rank: int, size: int, what: str) -> None:
-    own: dict[str, Any] = {"ema": 0.9} if what == "ema" and rank else {}
+    differing: dict[str, Any] = {"ema": 0.9} if what == "ema" and rank else {}
     if what == "model":
         wrapped(size)  # DistributedDataParallel itself refuses other shapes
-    net, opt = wrapped(size, **own)
+    net, opt = wrapped(size, **differing)
     step(net, opt, 0, rank)
     step(net, opt, 1, rank)
     if what == "weight decay" and rank == 1:
@@ -113,8 +113,10 @@ def test_what_differs_is_said_on_all(world: World, what: str, words: tuple[str, 
 def changed(rank: int, size: int, at: int, what: str) -> Any:
     """Change a gradient or a parameter of one process, and go on to the next statistics."""
     model = model_of("dense")
-    given = [p for n, p in model.named_parameters() if what != "not given" or n != "two.weight"]
-    net, opt = wrapped(size, model, params=given)
+    parameters = [
+        p for n, p in model.named_parameters() if what != "not given" or n != "two.weight"
+    ]
+    net, opt = wrapped(size, model, params=parameters)
     before = vector(net)
     try:
         for number in range(5):
@@ -123,8 +125,8 @@ def changed(rank: int, size: int, at: int, what: str) -> Any:
             opt.zero_grad()
             F.cross_entropy(net(x), y).backward()
             if number == at and rank == 1:
-                held = net.module.two.weight
-                (held.grad if what == "gradient" else held.data)[3, 4] *= 1 + 1e-15
+                weight = net.module.two.weight
+                (weight.grad if what == "gradient" else weight.data)[3, 4] *= 1 + 1e-15
             opt.step()
     except pb.PullbackError as error:
         return number, str(error), torch.equal(before, vector(net))
@@ -141,11 +143,11 @@ def changed(rank: int, size: int, at: int, what: str) -> Any:
 )
 def test_replicas_do_not_drift_apart(world: World, at: int, what: str, said: str) -> None:
     """A change of one process alone, be it of the last bit, is known at the next statistics."""
-    for number, error, same in world.run(changed, at, what):
+    for number, error, is_equal in world.run(changed, at, what):
         assert number == 2 * -(-at // 2)
         assert said in error
         assert "process 1" in error
-        assert same  # nothing has moved
+        assert is_equal  # nothing has moved
 
 
 def test_parameters_of_others_may_differ(world: World) -> None:
@@ -198,8 +200,8 @@ def failing(rank: int, size: int) -> None:
 
 
 def test_a_renewal_that_fails_on_one_process(world: World) -> None:
-    own, *others = world.errors(failing)
-    assert own == "ValueError: no damping today"
+    first_error, *others = world.errors(failing)
+    assert first_error == "ValueError: no damping today"
     for error in others:
         assert "Process 0 could not refresh its blocks" in error, error
         assert "no damping today" in error
@@ -252,19 +254,19 @@ def alone(rank: int, size: int) -> str:
 
 @pytest.mark.slow
 def test_state_that_one_process_asks_for() -> None:
-    own = World(2, seconds=5.0)
+    processes = World(2, seconds=5.0)
     try:
-        said, _ = own.run(alone)
+        said, _ = processes.run(alone)
     finally:
-        own.close()
+        processes.close()
     assert "did not hear from all processes" in said
 
 
 def pickled(rank: int, size: int) -> None:
     net, opt = wrapped(size)
     step(net, opt, 0, rank)
-    again = pickle.loads(pickle.dumps(opt))
-    step(again.model, again, 1, rank)  # averages its gradients in the default group
+    resumed = pickle.loads(pickle.dumps(opt))
+    step(resumed.model, resumed, 1, rank)  # averages its gradients in the default group
     if rank < 2:
         net, opt = wrapped(2)
         with pytest.raises(pb.PullbackError, match="part of the processes cannot be pickled"):
@@ -284,8 +286,8 @@ def slow(rank: int, size: int) -> Tensor:
 
 
 def test_a_slow_process(world: World) -> None:
-    first, *rest = world.run(slow)
-    assert all(torch.equal(first, p) for p in rest)
+    first, *others = world.run(slow)
+    assert all(torch.equal(first, p) for p in others)
 
 
 class Deadly(pb.optim.kfac.Tikhonov):
@@ -317,7 +319,7 @@ PHASES: dict[str, Any] = {
 
 def lost(rank: int, size: int) -> dict[str, Any]:
     """Train in pairs with the first process, one after the other; each partner is lost."""
-    found: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     limit = timedelta(seconds=30)
     pairs = [dist.new_group([0, partner], timeout=limit) for partner in range(1, size)]
     for partner, (phase, pair) in enumerate(zip(PHASES, pairs, strict=True), 1):
@@ -328,8 +330,8 @@ def lost(rank: int, size: int) -> dict[str, Any]:
         step(net, opt, 1, rank)
         if rank:
             PHASES[phase](net, opt)
-        found[phase] = _go_on(net, opt, rank)
-    return found
+        messages[phase] = _go_on(net, opt, rank)
+    return messages
 
 
 def _go_on(net: Any, opt: pb.KFAC, rank: int) -> Any:
@@ -344,15 +346,15 @@ def _go_on(net: Any, opt: pb.KFAC, rank: int) -> Any:
 
 
 def test_a_lost_process_is_an_error_within_the_time_limit() -> None:
-    own = World(len(PHASES) + 1, seconds=30.0)
+    processes = World(len(PHASES) + 1, seconds=30.0)
     try:
-        (found, error), *rest = own.outcomes(lost)
+        (messages, error), *others = processes.outcomes(lost)
     finally:
-        own.close()
-    assert error is None, found
-    assert found.keys() == PHASES.keys()
-    assert all(said and seconds < 30.0 for said, seconds in found.values()), found
-    assert all(gone == GONE for _, gone in rest)
+        processes.close()
+    assert error is None, messages
+    assert messages.keys() == PHASES.keys()
+    assert all(said and seconds < 30.0 for said, seconds in messages.values()), messages
+    assert all(gone == GONE for _, gone in others)
 
 
 def late(rank: int, size: int, phase: str) -> Any:
@@ -368,12 +370,12 @@ def late(rank: int, size: int, phase: str) -> Any:
 @pytest.mark.parametrize("phase", ["SIGKILL", "SIGSTOP"])
 def test_all_others_know_at_the_time_limit(phase: str) -> None:
     """Some of them wait for a process that is not lost itself; one that stands still is lost."""
-    own = World(4, seconds=10.0)
+    processes = World(4, seconds=10.0)
     try:
-        *rest, _ = own.outcomes(late, phase, patience=30.0)
+        *others, _ = processes.outcomes(late, phase, patience=30.0)
     finally:
-        own.close()
-    for value, error in rest:
+        processes.close()
+    for value, error in others:
         assert error is None
         assert value[0]
         assert value[1] < 20.0
@@ -419,9 +421,9 @@ def launch(folder: Path, steps: int, fatal: int, *options: str) -> subprocess.Po
 def weights(folder: Path, steps: int) -> Tensor:
     """Return the parameters of a checkpoint."""
     path = folder / "saved" / str(steps)
-    held = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    names = sorted(n for n in held if n.startswith("model."))
-    state: dict[str, Any] = {n: torch.empty(held[n].size) for n in names}  # pyright: ignore
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = sorted(n for n in metadata if n.startswith("model."))
+    state: dict[str, Any] = {n: torch.empty(metadata[n].size) for n in names}  # pyright: ignore
     dcp.load(state, checkpoint_id=path, no_dist=True)
     return torch.cat([state[n].flatten() for n in names])
 
@@ -456,8 +458,8 @@ def test_torchrun_is_interrupted(tmp_path: Path, number: int) -> None:
         assert run.wait(60) != 0
         assert time.monotonic() - start < 25  # torchrun kills after 30 seconds
     last = max(int(path.parent.name) for path in (tmp_path / "saved").glob("*/.metadata"))
-    again = launch(tmp_path, last + 2, 0)
-    said = again.communicate(timeout=300)[0]
-    assert again.returncode == 0, said
+    repeated = launch(tmp_path, last + 2, 0)
+    said = repeated.communicate(timeout=300)[0]
+    assert repeated.returncode == 0, said
     assert "0 step 2\n" in said
     assert "0 step 3\n" not in said

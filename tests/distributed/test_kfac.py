@@ -28,26 +28,30 @@ Result = tuple[Tensor, dict[str, Any]]
 
 
 def equal(
-    world: World, kind: str, options: dict[str, Any], counts: tuple[int, ...] = UNEVEN, **how: Any
+    world: World,
+    model_name: str,
+    options: dict[str, Any],
+    counts: tuple[int, ...] = UNEVEN,
+    **how: Any,
 ) -> None:
     """The processes' parameters are the same bits, and those of one process to round-off."""
-    found = world.run(_train, kind, counts, options, how, size=len(counts))
-    want = train(0, 1, kind, counts, options, **how)
+    results = world.run(_train, model_name, counts, options, how, size=len(counts))
+    want = train(0, 1, model_name, counts, options, **how)
     for name, p in want.items():
-        for other in found[1:]:
-            assert torch.equal(found[0][name], other[name]), name
-        torch.testing.assert_close(found[0][name], p, rtol=1e-10, atol=1e-10)
+        for other in results[1:]:
+            assert torch.equal(results[0][name], other[name]), name
+        torch.testing.assert_close(results[0][name], p, rtol=1e-10, atol=1e-10)
 
 
 def _train(
-    rank: int, size: int, kind: str, counts: Any, options: Any, how: dict[str, Any]
+    rank: int, size: int, model_name: str, counts: Any, options: Any, how: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    return train(rank, size, kind, counts, options, **how)
+    return train(rank, size, model_name, counts, options, **how)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, NATURAL)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_layers(world: World, model_name: str) -> None:
+    equal(world, model_name, NATURAL)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,10 +95,10 @@ def test_workers(world: World, name: str) -> None:
     equal(world, "convolutions", {**OPTIONS[name], "workers": 1})
 
 
-@pytest.mark.parametrize("kind", ["convolutions", "experts", "tied"])
-def test_clips_between_inversions(world: World, kind: str) -> None:
+@pytest.mark.parametrize("model_name", ["convolutions", "experts", "tied"])
+def test_clips_between_inversions(world: World, model_name: str) -> None:
     """Processes hold shares of averages, and xᵀF̂x is the sum of what these give."""
-    equal(world, kind, {**OPTIONS["clip between inversions"], "kl_clip": 1e-4})
+    equal(world, model_name, {**OPTIONS["clip between inversions"], "kl_clip": 1e-4})
 
 
 def test_empty_batches(world: World) -> None:
@@ -131,45 +135,45 @@ def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
     world.run(_train, "convolutions", (20, 16), options, how, size=2)
     want = train(0, 1, "convolutions", (36,), {**options, "workers": None}, FEW)
     how = {"load": str(tmp_path / "two"), "start": 3, "steps": FEW}
-    found = world.run(_train, "convolutions", UNEVEN, options, how)
-    found.append(train(0, 1, "convolutions", (36,), {**options, "workers": None}, **how))
+    results = world.run(_train, "convolutions", UNEVEN, options, how)
+    results.append(train(0, 1, "convolutions", (36,), {**options, "workers": None}, **how))
     for parameter, p in want.items():
-        for other in found:
+        for other in results:
             torch.testing.assert_close(other[parameter], p, rtol=1e-10, atol=1e-10)
 
 
-def _loop(rank: int, size: int, kind: str) -> Result:
+def _loop(rank: int, size: int, model_name: str) -> Result:
     """A plain loop in float32 on batches of its own, with what people put around a model."""
     model: Any = model_of("dense").float()
-    scaler = torch.amp.GradScaler(place().type, enabled=kind == "scaler")
-    if kind == "compiled inside":
+    scaler = torch.amp.GradScaler(place().type, enabled=model_name == "scaler")
+    if model_name == "compiled inside":
         net: Any = DistributedDataParallel(torch.compile(model, backend="eager"))
-    elif kind == "compiled outside":
+    elif model_name == "compiled outside":
         net = torch.compile(DistributedDataParallel(model), backend="eager")
     else:
         net = DistributedDataParallel(model)
-    if kind == "built before":
-        given = {"group": torch.distributed.group.WORLD}
+    if model_name == "built before":
+        options_used = {"group": torch.distributed.group.WORLD}
     else:
-        given = {}
-    options: dict[str, Any] = {"statistics_every": 2, "invert_every": 4, **given}
-    if kind == "eigenbasis":
+        options_used = {}
+    options: dict[str, Any] = {"statistics_every": 2, "invert_every": 4, **options_used}
+    if model_name == "eigenbasis":
         opt = kfac_of(net, **options)
     else:
-        fisher = "empirical" if kind == "scaler" else "mc"
-        if kind == "scaler":
+        fisher = "empirical" if model_name == "scaler" else "mc"
+        if model_name == "scaler":
             scaled = {"grad_scaler": scaler}
         else:
             scaled = {}
         options |= {"likelihood": CATEGORICAL, "fisher": fisher, **scaled}
-        opt = kfac_of(model if given else net, 0.05, **options)
+        opt = kfac_of(model if options_used else net, 0.05, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 3)
     for step in range(6):
         x, y = batch(10 * step + rank, 8, "dense")
         opt.zero_grad()
         loss = F.cross_entropy(net(x.float()), y)
         scaler.scale(loss).backward()
-        if kind == "scaler":
+        if model_name == "scaler":
             scaler.unscale_(opt)
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.step(opt)
@@ -180,14 +184,14 @@ def _loop(rank: int, size: int, kind: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "model_name",
     ["plain", "eigenbasis", "scaler", "compiled inside", "compiled outside", "built before"],
 )
-def test_replicas_are_equal_to_the_bit(world: World, kind: str) -> None:
-    (first, sent), *rest = world.run(_loop, kind)
+def test_replicas_are_equal_to_the_bit(world: World, model_name: str) -> None:
+    (first, sent), *others = world.run(_loop, model_name)
     assert bool(torch.isfinite(first).all())
-    assert all(torch.equal(first, p) and sent == other for p, other in rest)
-    if kind == "built before":  # the wrapper that calls the model averages its gradients
+    assert all(torch.equal(first, p) and sent == other for p, other in others)
+    if model_name == "built before":  # the wrapper that calls the model averages its gradients
         assert "gradients" not in sent
 
 
@@ -209,9 +213,9 @@ def _clipped(rank: int, size: int, samples: int) -> tuple[Any, Any]:
 
 
 def test_gradients_are_averaged_before_they_are_clipped(world: World) -> None:
-    alone, _ = _clipped(0, 1, 36)
+    single, _ = _clipped(0, 1, 36)
     for parameters, sent in world.run(_clipped, 36):
-        torch.testing.assert_close(parameters, alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(parameters, single, rtol=1e-9, atol=1e-9)
         assert sent["gradients"] == 4  # not once more in step()
 
 
@@ -220,14 +224,14 @@ def test_traffic(world: World) -> None:
     (_, sent), *_ = world.run(_loop, "plain")
     calls, size = sent["factors"]
     sides = [(6, 20), (20, 17), (17, 4)]
-    thin = [n * (n + 1) // 2 if n >= 16 else n * n for pair in sides for n in pair]
+    packed_sizes = [n * (n + 1) // 2 if n >= 16 else n * n for pair in sides for n in pair]
     means = [columns for columns, _ in sides]
     assert calls == 3
-    assert size == pytest.approx(3 * 4 * (sum(thin) + sum(means)) * 2 * 2 / 3)
+    assert size == pytest.approx(3 * 4 * (sum(packed_sizes) + sum(means)) * 2 * 2 / 3)
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
-    every: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
-    paper, *_ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **every}, 3, 3)
+    schedule: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
+    paper, *_ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **schedule}, 3, 3)
     assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
     assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 
@@ -242,19 +246,19 @@ def test_moments_are_sent_with_their_bases(world: World) -> None:
 
 def _memory(rank: int, size: int) -> Any:
     net = DistributedDataParallel(model_of("dense"))
-    held = []
+    bytes_held = []
     for workers in (None, 1):
         opt = kfac_of(net, 0.05, likelihood=CATEGORICAL, workers=workers)
         x, y = batch(rank, 8, "dense")
         F.cross_entropy(net(x), y).backward()
         opt.step()
-        held.append(opt.memory()["states"])
+        bytes_held.append(opt.memory()["states"])
         opt.close()
-    return held
+    return bytes_held
 
 
 def test_memory(world: World) -> None:
     """With one worker the inverses are held once, by all processes together."""
-    every, alone = zip(*world.run(_memory), strict=True)
-    assert len({*every}) == 1
-    assert sum(alone) == every[0]
+    shared_bytes, single_bytes = zip(*world.run(_memory), strict=True)
+    assert len({*shared_bytes}) == 1
+    assert sum(single_bytes) == shared_bytes[0]

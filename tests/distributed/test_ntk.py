@@ -33,10 +33,10 @@ def compare(count: int, other: int | None = None, **options: object) -> None:
     else:
         x2 = inputs(other)
     want = pb.kernels.ntk(net, x, x2, **options)  # pyright: ignore
-    found = pb.kernels.ntk(net, x, x2, group=dist.group.WORLD, **options)  # pyright: ignore
-    assert found.shape == want.shape
-    assert (found - want).abs().max() <= 1e-13 * want.abs().max()
-    same_everywhere(found)
+    kernel = pb.kernels.ntk(net, x, x2, group=dist.group.WORLD, **options)  # pyright: ignore
+    assert kernel.shape == want.shape
+    assert (kernel - want).abs().max() <= 1e-13 * want.abs().max()
+    same_everywhere(kernel)
 
 
 @CHECKS.add

@@ -31,7 +31,7 @@ def events(rank: int, size: int, options: dict[str, Any]) -> Any:
     """Return what each statistics step sends in its backward pass, and in `step`."""
     net = DistributedDataParallel(model_of("dense"))
     opt = kfac_of(net, **{"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options})
-    found = []
+    computed = []
     for number in range(10):
         x, y = batch(10 * number + rank, 8, "dense")
         opt.zero_grad()
@@ -41,9 +41,9 @@ def events(rank: int, size: int, options: dict[str, Any]) -> Any:
         middle = calls(opt)
         opt.step()
         if number % 2 == 0:
-            parts = zip(start, middle, calls(opt), strict=True)
-            found.append([(b - a, c - b) for a, b, c in parts])
-    return found
+            pieces = zip(start, middle, calls(opt), strict=True)
+            computed.append([(b - a, c - b) for a, b, c in pieces])
+    return computed
 
 
 #: calls for factors with statistics, and with inversions
@@ -53,8 +53,8 @@ EXPECTED = dict.fromkeys(("clip", "invariant damping", "spectral", "eigenbasis")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_sums_are_under_way_before_the_backward_pass_returns(world: World, name: str) -> None:
     often, inverting = EXPECTED[name]
-    first, *rest = world.run(events, OPTIONS[name])
-    assert all(other == first for other in rest)
+    first, *others = world.run(events, OPTIONS[name])
+    assert all(other == first for other in others)
     assert first[0] == [(0, 1), (0, inverting)]  # the first statistics show the shapes
     sent = [
         inverting,
@@ -65,13 +65,13 @@ def test_sums_are_under_way_before_the_backward_pass_returns(world: World, name:
     assert first[1:] == [[(1, 0), (often, n - often)] for n in sent]
 
 
-def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
+def loop(rank: int, size: int, variant: str) -> tuple[Tensor, Any]:
     """Train on this process's samples, in some other way than one pass per step."""
     model = model_of("dense")
     net: Any = model
     if size > 1:
         net = DistributedDataParallel(
-            model, process_group=GROUPS[size], find_unused_parameters=way == "unmeasured"
+            model, process_group=GROUPS[size], find_unused_parameters=variant == "unmeasured"
         )
     opt = kfac_of(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
 
@@ -88,45 +88,45 @@ def loop(rank: int, size: int, way: str) -> tuple[Tensor, Any]:
         y = y[rows]
         count = sum(COUNTS)
         opt.zero_grad()
-        if way == "dropped":
+        if variant == "dropped":
             loss_of(x.flip(0), y, count).backward()
             opt.zero_grad()
-        if way == "unmeasured" and rank == 2:  # its samples count for nothing
+        if variant == "unmeasured" and rank == 2:  # its samples count for nothing
             net(x)
             sum(p.sum() * 0 for p in model.parameters()).backward()  # pyright: ignore
-        elif way == "unmeasured":
+        elif variant == "unmeasured":
             if size == 1:
-                some = slice(COUNTS[0] + COUNTS[1])
+                selected = slice(COUNTS[0] + COUNTS[1])
             else:
-                some = slice(None)
-            loss_of(x[some], y[some], count).backward()
-        elif way in ("two passes", "two calls"):
-            parts = list(zip(x.chunk(2), y.chunk(2), strict=True))
-            if way == "two passes":
-                for some, target in parts:
-                    loss_of(some, target, count).backward()
+                selected = slice(None)
+            loss_of(x[selected], y[selected], count).backward()
+        elif variant in ("two passes", "two calls"):
+            pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
+            if variant == "two passes":
+                for selected, target in pieces:
+                    loss_of(selected, target, count).backward()
             else:
-                one, two = (loss_of(some, target, count) for some, target in parts)
+                one, two = (loss_of(selected, target, count) for selected, target in pieces)
                 (one + two).backward()
         else:
             loss = loss_of(x, y, count)
             # a pass that stays open keeps statistics back until `step`, on one process alone
-            if way == "skipped" and rank == 0:
-                seen = model(x)
+            if variant == "skipped" and rank == 0:
+                outputs = model(x)
             else:
-                seen = None
+                outputs = None
             loss.backward()
-            del seen
-        if way != "skipped" or number != 4:
+            del outputs
+        if variant != "skipped" or number != 4:
             opt.step()
     return torch.cat([p.detach().flatten().cpu() for p in model.parameters()]), calls(opt)
 
 
-@pytest.mark.parametrize("way", ["dropped", "skipped", "two passes", "two calls", "unmeasured"])
-def test_other_loops_are_those_of_one_process(world: World, way: str) -> None:
-    (first, sent), *rest = world.run(loop, way)
-    want, _ = loop(0, 1, way)
-    assert all(torch.equal(first, other) and sent == found for other, found in rest)
+@pytest.mark.parametrize("variant", ["dropped", "skipped", "two passes", "two calls", "unmeasured"])
+def test_other_loops_are_those_of_one_process(world: World, variant: str) -> None:
+    (first, sent), *others = world.run(loop, variant)
+    want, _ = loop(0, 1, variant)
+    assert all(torch.equal(first, other) and sent == traffic for other, traffic in others)
     torch.testing.assert_close(first, want, rtol=1e-10, atol=1e-10)
     assert place().type != "cpu" or bool(torch.isfinite(first).all())
 
@@ -150,31 +150,31 @@ def pair(rank: int, size: int) -> Tensor:
         losses = [F.cross_entropy(net(x[rows]), y[rows], reduction="sum") for net in nets]
         # keeps statistics back
         if rank == 0 and size > 1:
-            seen = models[0](x[rows])
+            outputs = models[0](x[rows])
         else:
-            seen = None
+            outputs = None
         for loss in losses:
             (loss / sum(COUNTS) * size).backward()
-        del seen
+        del outputs
         for opt in opts:
             opt.step()
     return torch.cat([p.detach().flatten().cpu() for m in models for p in m.parameters()])
 
 
 def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
-    first, *rest = world.run(pair)
-    assert all(torch.equal(first, other) for other in rest)
+    first, *others = world.run(pair)
+    assert all(torch.equal(first, other) for other in others)
     torch.testing.assert_close(first, pair(0, 1), rtol=1e-10, atol=1e-10)
 
 
 def begun(rank: int, size: int) -> Tensor:
     """Train with first eigenbases that are divided over several steps."""
-    held = Eigenbasis.first_entries
+    original = Eigenbasis.first_entries
     Eigenbasis.first_entries = 100
     try:
         return _eigenbasis_run(rank, size)
     finally:
-        Eigenbasis.first_entries = held
+        Eigenbasis.first_entries = original
 
 
 def _eigenbasis_run(rank: int, size: int) -> Tensor:
@@ -196,8 +196,8 @@ def _eigenbasis_run(rank: int, size: int) -> Tensor:
 
 
 def test_first_eigenbases_do_not_depend_on_the_number_of_processes(world: World) -> None:
-    for found in world.run(begun):
-        torch.testing.assert_close(found, begun(0, 1), rtol=1e-9, atol=1e-9)
+    for result in world.run(begun):
+        torch.testing.assert_close(result, begun(0, 1), rtol=1e-9, atol=1e-9)
 
 
 def built(rank: int, size: int, metric: Any) -> None:

@@ -43,42 +43,42 @@ def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -
     options = {"steps": 10, "measure": 3, "progress": False, "points": 50, **options}
     tol = tol or round_off()
     inputs = problem.domain.dim
-    many = network(inputs)
+    shared_network = network(inputs)
     with torch.no_grad():
-        many[-1].bias += rank  # pyright: ignore  # the first process's network counts
-    found = pde.solve(problem, many, **options)
-    same_everywhere(flat(many))
-    history = found.history
-    verdict = found.verdict
-    told_everywhere((history.loss, history.trials, history.moved, found.loss, found.unknowns))
+        shared_network[-1].bias += rank  # pyright: ignore  # the first process's network counts
+    solution = pde.solve(problem, shared_network, **options)
+    same_everywhere(flat(shared_network))
+    history = solution.history
+    verdict = solution.verdict
+    told_everywhere((history.loss, history.trials, history.moved, solution.loss, solution.unknowns))
     told_everywhere((verdict.name, verdict.reason))
     if rank == 0:
         one = network(inputs)
         start = flat(one)
         want = pde.solve(problem, one, group=only(0), **options)
-        off = (flat(one) - flat(many)).norm() / (flat(one) - start).norm()
+        off = (flat(one) - flat(shared_network)).norm() / (flat(one) - start).norm()
         assert off <= tol, float(off)
-        agree(want, found, tol)
+        agree(want, solution, tol)
 
 
-def agree(want: pde.PDESolution, found: pde.PDESolution, tol: float) -> None:
+def agree(want: pde.PDESolution, actual: pde.PDESolution, tol: float) -> None:
     """Raise unless two runs tell the same."""
-    losses = torch.tensor([want.history.loss, found.history.loss])
+    losses = torch.tensor([want.history.loss, actual.history.loss])
     assert (losses[0] - losses[1]).abs().max() <= tol * losses[0].abs().max()
-    assert want.history.trials == found.history.trials
-    assert want.verdict.name == found.verdict.name
-    assert want.verdict.reason == found.verdict.reason
+    assert want.history.trials == actual.history.trials
+    assert want.verdict.name == actual.verdict.name
+    assert want.verdict.reason == actual.verdict.reason
     for name in ("validated", "moved", "restarted"):
-        assert getattr(want.history, name) == getattr(found.history, name)
-    fresh = torch.tensor([want.history.fresh_loss, found.history.fresh_loss])
+        assert getattr(want.history, name) == getattr(actual.history, name)
+    fresh = torch.tensor([want.history.fresh_loss, actual.history.fresh_loss])
     assert ((fresh[0] - fresh[1]).abs() <= tol * losses[0].abs().max()).all()
-    assert abs(want.loss - found.loss) <= tol * max(abs(want.loss), 1e-3)
-    assert set(want.unknowns) == set(found.unknowns)
+    assert abs(want.loss - actual.loss) <= tol * max(abs(want.loss), 1e-3)
+    assert set(want.unknowns) == set(actual.unknowns)
     for name, value in want.unknowns.items():
-        assert abs(value - found.unknowns[name]) <= tol
+        assert abs(value - actual.unknowns[name]) <= tol
     if want.spectrum is not None:
-        assert found.spectrum is not None
-        assert (want.spectrum - found.spectrum).abs().max() <= tol * want.spectrum.max()
+        assert actual.spectrum is not None
+        assert (want.spectrum - actual.spectrum).abs().max() <= tol * want.spectrum.max()
 
 
 @CHECKS.add
@@ -131,9 +131,9 @@ def points_that_are_overfitted(rank: int, size: int) -> None:
     options: Any = {"points": 4, "sampler": "sobol", "measure": 2, "steps": 7, "progress": False}
     compare(rank, pde.Heat(1), **options)
     net = network()
-    found = pde.solve(pde.Heat(1), net, **options)
-    assert found.history.moved == [4, 6]
-    same_everywhere(flat(net), torch.tensor(found.history.moved), torch.tensor([found.loss]))
+    solution = pde.solve(pde.Heat(1), net, **options)
+    assert solution.history.moved == [4, 6]
+    same_everywhere(flat(net), torch.tensor(solution.history.moved), torch.tensor([solution.loss]))
 
 
 @CHECKS.add
@@ -147,11 +147,11 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
     net = pde.mlp(1, 3, 1, seed=0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = pde.solve(problem, net, **options)
-    history = found.history
-    verdict = found.verdict
+        solution = pde.solve(problem, net, **options)
+    history = solution.history
+    verdict = solution.verdict
     assert history.restarted
-    assert "tries" in found.stopped
+    assert "tries" in solution.stopped
     same_everywhere(flat(net), torch.tensor(history.loss), torch.tensor(history.restarted))
     same_everywhere(torch.tensor([verdict.training_loss, verdict.fresh_loss, verdict.relative]))
     texts = [str(w.message) for w in said if issubclass(w.category, UserWarning)]
@@ -160,24 +160,26 @@ def runs_that_are_stuck(rank: int, size: int) -> None:
     # one process measures what the verdict says, and another seed of the points something else
     counts = {"equation": 40, "dirichlet": 10}
     trial = Trial(net, {}, next(net.parameters()))
-    for seed, same in ((3, True), (4, False)):
-        alone = Validation(problem, trial, counts, found.weights, seed)
-        near = abs(alone.loss(len(history)) - verdict.fresh_loss) <= 1e-12 * verdict.fresh_loss
-        assert near == same
-        if same:
-            assert abs(alone.relative(len(history)) - verdict.relative) <= 1e-12
+    for seed, is_equal in ((3, True), (4, False)):
+        single = Validation(problem, trial, counts, solution.weights, seed)
+        near = abs(single.loss(len(history)) - verdict.fresh_loss) <= 1e-12 * verdict.fresh_loss
+        assert near == is_equal
+        if is_equal:
+            assert abs(single.relative(len(history)) - verdict.relative) <= 1e-12
 
     with TemporaryDirectory() as folder:
-        again = pde.mlp(1, 3, 1, seed=0)
+        repeated = pde.mlp(1, 3, 1, seed=0)
         path = Path(folder) / "run.pt"
         stop = history.restarted[0] + 2
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for last in (stop, 0):
                 calls = [lambda run, info, last=last: len(run.history) == last]
-                part = pde.solve(problem, again, checkpoint=path, callbacks=calls, **options)
-        assert part.history.loss == history.loss
-        assert torch.equal(flat(again), flat(net))
+                interrupted = pde.solve(
+                    problem, repeated, checkpoint=path, callbacks=calls, **options
+                )
+        assert interrupted.history.loss == history.loss
+        assert torch.equal(flat(repeated), flat(net))
 
 
 @CHECKS.add
@@ -216,12 +218,12 @@ def any_process_stops_all(rank: int, size: int) -> None:
     def stop(run: Any, info: Any) -> bool:
         return rank == 1 and len(run.history) == 3
 
-    found = pde.solve(pde.Poisson(2), network(), points=40, callbacks=[stop], progress=False)
-    assert found.verdict.reason == "a callback asked for it"
-    assert len(found.history) == 3
-    found = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
-    same_everywhere(torch.tensor(found.history.seconds))
-    assert len(found.history) == 1
+    solution = pde.solve(pde.Poisson(2), network(), points=40, callbacks=[stop], progress=False)
+    assert solution.verdict.reason == "a callback asked for it"
+    assert len(solution.history) == 3
+    solution = pde.solve(pde.Poisson(2), network(), points=40, budget=1e-6, progress=False)
+    same_everywhere(torch.tensor(solution.history.seconds))
+    assert len(solution.history) == 1
 
 
 @CHECKS.add
@@ -266,15 +268,15 @@ def checkpoints(rank: int, size: int) -> None:
         assert path.exists() == (rank == 0)
         if rank == 0:
             copyfile(path, other)
-        again = network()
-        found = pde.solve(problem, again, steps=5, checkpoint=path, **options)
-        assert len(found.history) == 5
-        assert torch.equal(flat(again), flat(whole))
-        same_everywhere(flat(again))
+        repeated = network()
+        solution = pde.solve(problem, repeated, steps=5, checkpoint=path, **options)
+        assert len(solution.history) == 5
+        assert torch.equal(flat(repeated), flat(whole))
+        same_everywhere(flat(repeated))
         if rank == 0:
-            alone = network()
-            pde.solve(problem, alone, steps=5, checkpoint=other, group=only(0), **options)
-            assert (flat(alone) - flat(whole)).norm() <= 1e-10 * flat(whole).norm()
+            single = network()
+            pde.solve(problem, single, steps=5, checkpoint=other, group=only(0), **options)
+            assert (flat(single) - flat(whole)).norm() <= 1e-10 * flat(whole).norm()
     dist.barrier()
 
 
@@ -329,12 +331,12 @@ def _killed(rank: int, size: int) -> None:
 
 
 def test_a_lost_process_is_an_error() -> None:
-    own = World(2, seconds=20.0)
+    processes = World(2, seconds=20.0)
     start = perf_counter()
     try:
-        first, second = own.errors(_killed)
+        first, second = processes.errors(_killed)
     finally:
-        own.close()
+        processes.close()
     assert first is not None
     assert second is not None
     assert perf_counter() - start < 60

@@ -33,10 +33,10 @@ LENGTHS = [(40, 50, 60), (1_500_000, 30, 0), (0, 2_000_000, 0)]
 def exchanged(rank: int, size: int) -> None:
     processes = Processes(GROUPS[size])
     for lengths in LENGTHS:
-        held = parts(rank, lengths)
+        tensors = parts(rank, lengths)
         by = owners(lengths)
-        processes.exchange(held, by)
-        for i, (t, owner) in enumerate(zip(held, by, strict=True)):
+        processes.exchange(tensors, by)
+        for i, (t, owner) in enumerate(zip(tensors, by, strict=True)):
             torch.testing.assert_close(t, parts(owner, lengths)[i], rtol=0, atol=0)
     calls = processes.traffic()["exchanged"].calls
     assert calls == 1 + 2 + 1
@@ -47,8 +47,8 @@ def summed_to_owners(rank: int, size: int) -> None:
     processes = Processes(GROUPS[size])
     for lengths in LENGTHS:
         by = owners(lengths)
-        found = processes.sum_to(parts(rank, lengths), by)
-        for i, (t, owner) in enumerate(zip(found, by, strict=True)):
+        sums = processes.sum_to(parts(rank, lengths), by)
+        for i, (t, owner) in enumerate(zip(sums, by, strict=True)):
             total = sum((parts(r, lengths)[i] for r in range(size)), torch.zeros(()))
             if owner == rank:
                 want = total
@@ -61,7 +61,7 @@ def summed_to_owners(rank: int, size: int) -> None:
 def summed_later(rank: int, size: int) -> None:
     processes = Processes(GROUPS[size])
     t = torch.full((3,), rank + 1.0)
-    pending = processes.launch_sum([t]).then(lambda found: found[0] * 2)
+    pending = processes.launch_sum([t]).then(lambda sums: sums[0] * 2)
     t.zero_()  # it was copied
     assert processes.traffic()["sums"].calls == 1
     same_everywhere(pending.wait())
@@ -71,14 +71,16 @@ def summed_later(rank: int, size: int) -> None:
 @CHECKS.add
 def compared(rank: int, size: int) -> None:
     processes = Processes(GROUPS[size])
-    own = torch.linspace(0, 1, 70_000)
+    tensor = torch.linspace(0, 1, 70_000)
     piece = torch.tensor([rank if i == rank % 2 else -1 for i in range(2)])  # 0 and 2 have the same
-    alike, flags = processes.compare(["a", rank], [True, rank == 0], [checksum([own]), piece])
-    assert alike == [True, False, True, False]
+    are_equal, flags = processes.compare(
+        ["a", rank], [True, rank == 0], [checksum([tensor]), piece]
+    )
+    assert are_equal == [True, False, True, False]
     assert flags == [True, False]
-    own[60_000] += 1e-16 * rank
-    own[:3] += 1e-9 * (rank == 1)
-    assert processes.compare([], [], [checksum([own, own[:5]])])[0] == [False]
+    tensor[60_000] += 1e-16 * rank
+    tensor[:3] += 1e-9 * (rank == 1)
+    assert processes.compare([], [], [checksum([tensor, tensor[:5]])])[0] == [False]
     assert processes.compare([], [], [checksum([])])[0] == [True]
     assert processes.compare([], [], [piece[1 - rank % 2] - piece * 0])[0] == [True]
 

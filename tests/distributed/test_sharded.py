@@ -33,22 +33,22 @@ COUNTS = (15, 8, 13)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    own = World(4)
-    yield own
-    own.close()
+    processes = World(4)
+    yield processes
+    processes.close()
 
 
-def sharded(kind: str, size: int, **options: Any) -> Any:
+def sharded(model_name: str, size: int, **options: Any) -> Any:
     """Every layer by itself, and the rest with the root; four processes are two pairs."""
-    model = model_of(kind)
+    model = model_of(model_name)
     if size == 4:
-        own = init_device_mesh(place().type, (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(place().type, (2, 2), mesh_dim_names=("replicas", "shards"))
     else:
-        own = DeviceMesh.from_group(GROUPS[size], place().type)
+        mesh = DeviceMesh.from_group(GROUPS[size], place().type)
     for layer in model.children():
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=own, **options)
-    return fully_shard(model, mesh=own, **options)
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def whole(net: Any) -> dict[str, Tensor]:
@@ -58,32 +58,32 @@ def whole(net: Any) -> dict[str, Tensor]:
 def run(
     rank: int,
     size: int,
-    kind: str,
+    model_name: str,
     counts: tuple[int, ...],
     options: dict[str, Any],
     how: dict[str, Any],
 ) -> dict[str, Tensor]:
-    net = sharded(kind, size, **how.get("policy", {}))
+    net = sharded(model_name, size, **how.get("policy", {}))
     opt = optimizer(net, options)
     if path := how.get("load"):
         load(net, opt, path, size)
-    advance(net, opt, kind, counts, rank, range(how.get("start", 0), how.get("steps", STEPS)))
+    advance(net, opt, model_name, counts, rank, range(how.get("start", 0), how.get("steps", STEPS)))
     if path := how.get("save"):
         save(net, opt, path, size)
     return whole(net)
 
 
 def optimizer(net: Any, options: dict[str, Any]) -> pb.KFAC:
-    given: dict[str, Any] = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
-    return kfac_of(net, **given)
+    options_used: dict[str, Any] = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
+    return kfac_of(net, **options_used)
 
 
 def advance(
-    net: Any, opt: pb.KFAC, kind: str, counts: tuple[int, ...], rank: int, steps: range
+    net: Any, opt: pb.KFAC, model_name: str, counts: tuple[int, ...], rank: int, steps: range
 ) -> None:
     """Train on this process's samples."""
     for step in steps:
-        x, y = batch(step, sum(counts), kind)
+        x, y = batch(step, sum(counts), model_name)
         total = (y != IGNORED).sum()
         rows = share(counts, rank)
         opt.zero_grad()
@@ -94,20 +94,24 @@ def advance(
 
 
 def equal(
-    world: World, kind: str, options: dict[str, Any], counts: tuple[int, ...] = COUNTS, **how: Any
+    world: World,
+    model_name: str,
+    options: dict[str, Any],
+    counts: tuple[int, ...] = COUNTS,
+    **how: Any,
 ) -> None:
-    found = world.run(run, kind, counts, options, how, size=len(counts))
+    results = world.run(run, model_name, counts, options, how, size=len(counts))
     steps = how.get("steps", STEPS)
-    want = train(0, 1, kind, counts, {**options, "workers": None}, steps)
+    want = train(0, 1, model_name, counts, {**options, "workers": None}, steps)
     for name, p in want.items():
-        for other in found[1:]:
-            assert torch.equal(found[0][name], other[name]), name
-        torch.testing.assert_close(found[0][name], p, rtol=1e-10, atol=1e-10)
+        for other in results[1:]:
+            assert torch.equal(results[0][name], other[name]), name
+        torch.testing.assert_close(results[0][name], p, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["dense", "convolutions", "attention", "recurrence"])
-def test_layers(world: World, kind: str) -> None:
-    equal(world, kind, OPTIONS["clip"], steps=STEPS if kind == "dense" else FEW)
+@pytest.mark.parametrize("model_name", ["dense", "convolutions", "attention", "recurrence"])
+def test_layers(world: World, model_name: str) -> None:
+    equal(world, model_name, OPTIONS["clip"], steps=STEPS if model_name == "dense" else FEW)
 
 
 @pytest.mark.parametrize("name", ["no clip", "ekfac", "eigenbasis", "spectral", "empirical"])
@@ -134,11 +138,11 @@ def test_mixed_precision(world: World) -> None:
     """The statistics are those of whole parameters in full precision; replicas stay the same."""
     policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     how = {"policy": policy, "steps": FEW}
-    found = world.run(run, "dense", COUNTS, OPTIONS["clip"], how, size=3)
+    results = world.run(run, "dense", COUNTS, OPTIONS["clip"], how, size=3)
     want = train(0, 1, "dense", COUNTS, OPTIONS["clip"], FEW)
     for name, p in want.items():
-        assert all(torch.equal(found[0][name], other[name]) for other in found)
-        torch.testing.assert_close(found[0][name], p, rtol=0.05, atol=0.05)
+        assert all(torch.equal(results[0][name], other[name]) for other in results)
+        torch.testing.assert_close(results[0][name], p, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +165,11 @@ def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int,
     world.run(run, "dense", counts, options, {"save": path, "steps": 3}, size=size)
     want = train(0, 1, "dense", (36,), options, FEW)
     how: dict[str, Any] = {"load": path, "start": 3, "steps": FEW}
-    found = world.run(run, "dense", COUNTS, options, how, size=3)
-    found += world.run(run, "dense", other, options, how, size=len(other))
-    found.append(train(0, 1, "dense", (36,), options, **how))
+    results = world.run(run, "dense", COUNTS, options, how, size=3)
+    results += world.run(run, "dense", other, options, how, size=len(other))
+    results.append(train(0, 1, "dense", (36,), options, **how))
     for parameter, p in want.items():
-        for state in found:
+        for state in results:
             torch.testing.assert_close(state[parameter], p, rtol=1e-10, atol=1e-10)
 
 
@@ -176,8 +180,10 @@ def held(rank: int, size: int, name: str) -> Any:
     advance(net, opt, "dense", COUNTS if size > 1 else (sum(COUNTS),), rank, range(3))
     before = opt.memory()
     saved = opt.state_dict()["state"]
-    parts = ("average", "state", "mean")
-    tensors = [t for own in saved.values() for part in parts for t in _tensors(own.get(part))]
+    components = ("average", "state", "mean")
+    tensors = [
+        t for state in saved.values() for field in components for t in _tensors(state.get(field))
+    ]
     pieces = [(tuple(t.shape), get_local_piece(t).nbytes) for t in tensors if t.ndim]
     return before, opt.memory(), opt.gram().diagonal().cpu(), pieces
 
@@ -185,34 +191,34 @@ def held(rank: int, size: int, name: str) -> Any:
 def _tensors(nested: Any) -> Iterator[Tensor]:
     if isinstance(nested, Tensor):
         yield nested
-    for part in nested.values() if isinstance(nested, dict) else ():
-        yield from _tensors(part)
+    for value in nested.values() if isinstance(nested, dict) else ():
+        yield from _tensors(value)
 
 
 @pytest.mark.parametrize("name", ["clip", "eigenbasis", "ekfac", "invariant damping"])
 def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
     """All processes together hold and save what one process does; masses are held by all."""
-    alone, _, gram, saved = held(0, 1, name)
-    found = world.run(held, name, size=3)
+    single, _, gram, saved = held(0, 1, name)
+    results = world.run(held, name, size=3)
     masses = 2 * 8 * 12  # in two other processes
-    total = sum(before["averages"] for before, *_ in found)
+    total = sum(before["averages"] for before, *_ in results)
     if name == "ekfac":  # all measure in the same bases
-        assert all(before["averages"] < alone["averages"] for before, *_ in found)
+        assert all(before["averages"] < single["averages"] for before, *_ in results)
     else:
-        assert alone["averages"] <= total <= alone["averages"] + masses
-        assert sum(before["states"] for before, *_ in found) == alone["states"]
-    for before, after, diagonal, pieces in found:
+        assert single["averages"] <= total <= single["averages"] + masses
+        assert sum(before["states"] for before, *_ in results) == single["states"]
+    for before, after, diagonal, pieces in results:
         assert before == after
         torch.testing.assert_close(diagonal, gram, rtol=1e-8, atol=1e-10)
-        for (shape, size), (same, piece) in zip(saved, pieces, strict=True):
-            assert same == shape
+        for (shape, size), (piece_shape, piece) in zip(saved, pieces, strict=True):
+            assert piece_shape == shape
             assert piece <= size * -(-max(shape) // 3) / max(shape)
-    every = [pieces for *_, pieces in found]
-    for (_, size), *cut in zip(saved, *every, strict=True):
+    pieces_of_ranks = [pieces for *_, pieces in results]
+    for (_, size), *cut in zip(saved, *pieces_of_ranks, strict=True):
         assert sum(piece for _, piece in cut) == size
 
 
-def resumed(rank: int, size: int, name: str, way: str) -> Any:
+def resumed(rank: int, size: int, name: str, variant: str) -> Any:
     """Return parameters of a run, and of another one that takes up its state in the middle."""
     nets = [sharded("convolutions", size) for _ in range(2)]
     one, two = (optimizer(net, OPTIONS[name]) for net in nets)
@@ -221,17 +227,17 @@ def resumed(rank: int, size: int, name: str, way: str) -> Any:
     advance(nets[1], two, "convolutions", counts, rank, range(10, 11))
     set_model_state_dict(nets[1], get_model_state_dict(nets[0]))
     options = StateDictOptions(full_state_dict=True)
-    if way == "pieces":
+    if variant == "pieces":
         two.load_state_dict(one.state_dict())
     else:
         state: Any = get_optimizer_state_dict(nets[0], one, options=options)
-        assert not any(is_sharded(t) for own in state["state"].values() for t in _tensors(own))
-        if way == "given out":
+        assert not any(is_sharded(t) for entry in state["state"].values() for t in _tensors(entry))
+        if variant == "given out":
             set_optimizer_state_dict(nets[1], two, state, options=options)
         else:
-            every = enumerate(dict(nets[0].named_parameters()))
+            parameters = enumerate(dict(nets[0].named_parameters()))
             groups = one.state_dict()["param_groups"]
-            numbered = {i: state["state"][n] for i, n in every}
+            numbered = {i: state["state"][n] for i, n in parameters}
             two.load_state_dict({"state": numbered, "param_groups": groups})
     for net, opt in zip(nets, (one, two), strict=True):
         advance(net, opt, "convolutions", counts, rank, range(3, FEW))
@@ -246,10 +252,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_resumes_to_the_same_bits(world: World, name: str, way: str) -> None:
+@pytest.mark.parametrize(("name", "variant"), WAYS)
+def test_resumes_to_the_same_bits(world: World, name: str, variant: str) -> None:
     """A state is taken up in pieces, or whole on every process, by replicas of shards."""
-    for one, two, *bytes_held in world.run(resumed, name, way):
+    for one, two, *bytes_held in world.run(resumed, name, variant):
         assert bytes_held[0] == bytes_held[1]
         assert all(torch.equal(p, two[n]) for n, p in one.items())
 
@@ -257,8 +263,8 @@ def test_resumes_to_the_same_bits(world: World, name: str, way: str) -> None:
 def parted(rank: int, size: int, at: int) -> None:
     """One of two replicas, in two pieces each, changes a gradient."""
     net = sharded("dense", size)
-    every = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
-    opt = kfac_of(net, 0.05, likelihood=pb.likelihoods.Categorical(), **every)
+    schedule = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
+    opt = kfac_of(net, 0.05, likelihood=pb.likelihoods.Categorical(), **schedule)
     for step in range(5):
         x, y = batch(10 * step + rank, 8, "dense")
         opt.zero_grad()
@@ -288,7 +294,7 @@ def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
     net: Any = sharded("dense", size) if size > 1 else model_of("dense")
     params = list(net.parameters())
     options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
-    opts = [kfac_of(net, 0.05, params=some, **options) for some in (params[:-2], params[-2:])]
+    opts = [kfac_of(net, 0.05, params=group, **options) for group in (params[:-2], params[-2:])]
     for number in range(5):
         x, y = batch(number, sum(COUNTS), "dense")
         if size > 1:
@@ -307,6 +313,6 @@ def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
 
 def test_two_optimizers_on_one_model(world: World) -> None:
     want = two_optimizers(0, 1)
-    for found in world.run(two_optimizers, size=3):
+    for result in world.run(two_optimizers, size=3):
         for name, value in want.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(result[name], value, rtol=1e-10, atol=1e-10)

@@ -33,10 +33,10 @@ def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None
     g = torch.Generator().manual_seed(2)
     x = torch.randn(12, 4, generator=g).to(place())
     y = torch.randint(0, 3, (12,), generator=g).to(place())
-    own = slice(CUTS[rank], CUTS[rank + 1])
+    rows = slice(CUTS[rank], CUTS[rank + 1])
     first = model()
 
-    def run(group: Any, some: slice, scale: float) -> Tensor:
+    def run(group: Any, selected: slice, scale: float) -> Tensor:
         net = copy.deepcopy(first)
         if group is dist.group.WORLD:
             outer = DDP(net)
@@ -45,15 +45,15 @@ def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None
         opt = make(outer, group)
         for _ in range(10):
             opt.zero_grad()
-            (F.cross_entropy(outer(x[some]), y[some], reduction="sum") * scale).backward()
+            (F.cross_entropy(outer(x[selected]), y[selected], reduction="sum") * scale).backward()
             opt.step()
         return flat(net)
 
-    shared = run(dist.group.WORLD, own, size / 12)
+    shared = run(dist.group.WORLD, rows, size / 12)
     same_everywhere(shared)
     if rank == 0:
-        alone = run(only(0), slice(0, 12), 1 / 12)
-        assert (alone - shared).norm() <= 1e-10 * (alone - flat(first)).norm()
+        single = run(only(0), slice(0, 12), 1 / 12)
+        assert (single - shared).norm() <= 1e-10 * (single - flat(first)).norm()
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -88,8 +88,8 @@ def sliced(rank: int, size: int) -> None:
 def sliced_kfac(rank: int, size: int) -> None:
     def kfac(m: nn.Module, group: Any) -> Any:
         likelihood = pb.likelihoods.Categorical()
-        every = {"statistics_every": 2, "invert_every": 4}
-        opt = kfac_of(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **every)
+        schedule = {"statistics_every": 2, "invert_every": 4}
+        opt = kfac_of(m, 0.05, likelihood=likelihood, fisher="exact", group=group, **schedule)
         return pb.symmetry.Sliced(opt)
 
     compare(rank, size, kfac)

@@ -135,20 +135,20 @@ MODELS: dict[str, Any] = {
 }
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(model_name: str) -> nn.Module:
     torch.manual_seed(1)
-    return MODELS[kind]().double().to(place())
+    return MODELS[model_name]().double().to(place())
 
 
-def batch(step: int, samples: int, kind: str) -> tuple[Tensor, Tensor]:
+def batch(step: int, samples: int, model_name: str) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     x = torch.randn(samples, 6, 6, generator=random, dtype=torch.float64)
-    if kind == "attention":
+    if model_name == "attention":
         shape = (samples, 6)
     else:
         shape = (samples,)
     y = torch.randint(0, 4, shape, generator=random)
-    if kind == "attention":  # padding
+    if model_name == "attention":  # padding
         y[torch.rand(shape, generator=random) < 0.2] = IGNORED
     return x.to(place()), y.to(place())
 
@@ -161,16 +161,16 @@ def share(counts: tuple[int, ...], rank: int) -> slice:
 def train(
     rank: int,
     size: int,
-    kind: str,
+    model_name: str,
     counts: tuple[int, ...],
     options: dict[str, Any],
     steps: int = STEPS,
     **how: Any,
 ) -> dict[str, Tensor]:
     """Train on this process's samples; the loss is weighted such that its mean is the joint one."""
-    model = model_of(kind)
+    model = model_of(model_name)
     net: Any = model
-    unused = kind == "experts"
+    unused = model_name == "experts"
     if size > 1 and not how.get("plain"):
         net = DistributedDataParallel(
             model, process_group=GROUPS[size], find_unused_parameters=unused
@@ -186,7 +186,7 @@ def train(
     controlled = opt.is_controlled
     micro = how.get("micro", 1)
     for step in range(how.get("start", 0), steps):
-        x, y = batch(step, sum(counts), kind)
+        x, y = batch(step, sum(counts), model_name)
         total = (y != IGNORED).sum()
         if size > 1:
             rows = share(counts, rank)
@@ -197,13 +197,13 @@ def train(
             opt.zero_grad()
             out = torch.zeros((), dtype=torch.float64, device=place())
             pieces = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
-            for i, (some, target) in enumerate(pieces):
+            for i, (inputs, target) in enumerate(pieces):
                 last = i == len(pieces) - 1 or size == 1
                 with contextlib.nullcontext() if last or net is model else net.no_sync():
-                    z = net(some)
+                    z = net(inputs)
                     z = z.flatten(0, -2)
-                    parts = F.cross_entropy(z, target.flatten(), reduction="sum")
-                    loss = parts / total * size
+                    components = F.cross_entropy(z, target.flatten(), reduction="sum")
+                    loss = components / total * size
                     loss.backward()
                 out = out + loss.detach()
             if clip := how.get("clip"):

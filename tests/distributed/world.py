@@ -53,8 +53,10 @@ class World:
             port = free.getsockname()[1]
         if device == "cpu":
             context = mp.get_context("forkserver")  # torch is imported once
-            own = [f"{__package__}.test_{name}" for name in ("exact", "pde", "sharded")]
-            context.set_forkserver_preload(["torch._dynamo", "scipy.linalg", "scipy.special", *own])
+            modules = [f"{__package__}.test_{name}" for name in ("exact", "pde", "sharded")]
+            context.set_forkserver_preload(
+                ["torch._dynamo", "scipy.linalg", "scipy.special", *modules]
+            )
         else:
             context = mp.get_context("spawn")  # CUDA does not go with forks
         self.size = size
@@ -62,21 +64,21 @@ class World:
         self.processes = []
         self.lost = size
         for rank in range(size):
-            here, there = context.Pipe()
-            given = (rank, size, port, there, seconds, device, backend)
-            own = context.Process(target=_serve, args=given)
-            own.daemon = True
-            own.start()
-            self.pipes.append(here)
-            self.processes.append(own)
+            parent_end, child_end = context.Pipe()
+            arguments = (rank, size, port, child_end, seconds, device, backend)
+            modules = context.Process(target=_serve, args=arguments)
+            modules.daemon = True
+            modules.start()
+            self.pipes.append(parent_end)
+            self.processes.append(modules)
 
     def run(self, function: Callable[..., Any], *args: Any, size: int | None = None) -> list[Any]:
         """Return what every process returned; raise the first error."""
-        found = self.outcomes(function, *args, size=size)
-        for rank, (value, error) in enumerate(found):
+        outcomes = self.outcomes(function, *args, size=size)
+        for rank, (value, error) in enumerate(outcomes):
             if error is not None:
                 raise AssertionError(f"process {rank}: {error}\n{value}")
-        return [value for value, _ in found]
+        return [value for value, _ in outcomes]
 
     def errors(
         self, function: Callable[..., Any], *args: Any, size: int | None = None
@@ -92,21 +94,21 @@ class World:
         patience: float = 120.0,
     ) -> Any:
         """Return pairs of values and errors."""
-        some = self.pipes[: size or self.size]
-        if self.lost < len(some):
-            return [(None, f"an earlier test lost process {self.lost}")] * len(some)
-        for pipe in some:
-            pipe.send((function, args, len(some)))
-        found = [_received(pipe, patience) for pipe in some]
+        pipes = self.pipes[: size or self.size]
+        if self.lost < len(pipes):
+            return [(None, f"an earlier test lost process {self.lost}")] * len(pipes)
+        for pipe in pipes:
+            pipe.send((function, args, len(pipes)))
+        found = [_received(pipe, patience) for pipe in pipes]
         for rank, (_, error) in enumerate(found):
             if error in (GONE, HANGS):
                 self.lost = min(self.lost, rank)
         return found
 
     def close(self) -> None:
-        for own in self.processes:
-            own.kill()
-            own.join()
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
 def _received(pipe: Any, patience: float) -> tuple[Any, Any]:

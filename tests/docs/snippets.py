@@ -61,9 +61,9 @@ def snippets(text: str) -> Iterator[Snippet]:
         if match["skip"] is None and all(importlib.util.find_spec(name) for name in needs):
             code, output = (
                 None
-                if part is None
-                else re.sub(rf"^{match['indent']}", "", part, flags=re.MULTILINE)
-                for part in (match["code"], match["output"])
+                if fence is None
+                else re.sub(rf"^{match['indent']}", "", fence, flags=re.MULTILINE)
+                for fence in (match["code"], match["output"])
             )
             line = text.count("\n", 0, match.start("code")) + 1
             yield Snippet(
@@ -111,7 +111,7 @@ def update(path: Path) -> None:
         try:
             for snippet, printed in run(path):
                 if snippet.output is not None:
-                    start, end = (shift + place for place in snippet.span)
+                    start, end = (shift + offset for offset in snippet.span)
                     text = text[:start] + printed.rstrip() + "\n" + text[end:]
                     shift += len(printed.rstrip()) + 1 - (end - start)
             for known in FIGURES.rglob("*.*"):

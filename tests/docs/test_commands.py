@@ -33,25 +33,25 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 FOUND = sorted({(page, *words) for page, words in commands()})
 
 
-@pytest.mark.parametrize("found", FOUND, ids=" ".join)
-def test_command_exists(found: tuple[str, ...]) -> None:
-    _, program, *rest = found
+@pytest.mark.parametrize("actual", FOUND, ids=" ".join)
+def test_command_exists(actual: tuple[str, ...]) -> None:
+    _, program, *others = actual
     if program == "pullback":
-        known = typer.main.get_command(app).commands[rest[0]]  # type: ignore[attr-defined]
+        known = typer.main.get_command(app).commands[others[0]]  # type: ignore[attr-defined]
         options = {name for param in known.params for name in param.opts}
-        asked = {word for word in rest if word.startswith("--")}
-        if rest[0] == "bench" and len(rest) > 1 and not rest[1].startswith("-"):
-            module = BENCHMARKS / f"{rest[1].replace('-', '_')}.py"
+        asked = {word for word in others if word.startswith("--")}
+        if others[0] == "bench" and len(others) > 1 and not others[1].startswith("-"):
+            module = BENCHMARKS / f"{others[1].replace('-', '_')}.py"
             options |= {option for option in asked if option in module.read_text("utf-8")}
         assert asked <= options
-        if rest[0] == "run" and rest[1] != "NAME":
-            assert registry.find(rest[1]).anywhere or "--device" not in rest
-        if rest[0] == "solve" and rest[1:] not in ([], ["NAME"]):
-            assert rest[1] in SETUPS
-    elif program == "torchrun" or rest[0].endswith(".py"):
-        assert all((ROOT / word).exists() for word in rest if word.endswith(".py"))
+        if others[0] == "run" and others[1] != "NAME":
+            assert registry.find(others[1]).anywhere or "--device" not in others
+        if others[0] == "solve" and others[1:] not in ([], ["NAME"]):
+            assert others[1] in SETUPS
+    elif program == "torchrun" or others[0].endswith(".py"):
+        assert all((ROOT / word).exists() for word in others if word.endswith(".py"))
     elif program == "python":
-        flag, module, *arguments = rest
+        flag, module, *arguments = others
         assert flag == "-m"
         spec = importlib.util.find_spec(module)
         assert spec is not None
@@ -60,6 +60,6 @@ def test_command_exists(found: tuple[str, ...]) -> None:
             text = Path(spec.origin).read_text("utf-8")
             assert all(word in text for word in arguments if word.startswith("--"))
     elif program == "make":
-        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        assert re.search(rf"^{others[0]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     else:
-        assert [program, rest[0]] == ["pip", "install"]
+        assert [program, others[0]] == ["pip", "install"]

@@ -60,7 +60,7 @@ def test_fences_that_need_a_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shown", "printed", "same"),
+    ("shown", "printed", "is_equal"),
     [
         ("loss 0.50\n", "loss 0.51", True),
         ("loss 0.50", "loss 0.60", False),
@@ -72,7 +72,7 @@ def test_fences_that_need_a_package() -> None:
     ],
 )
 def test_outputs_are_compared_by_words_and_numbers(
-    shown: str, printed: str, same: bool, monkeypatch: pytest.MonkeyPatch
+    shown: str, printed: str, is_equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.docs.snippets.COMPARED", True)
-    assert (difference(shown, printed, 0.05) is None) == same
+    assert (difference(shown, printed, 0.05) is None) == is_equal

@@ -19,10 +19,10 @@ def scene(seed: int, width: int = 40, count: int = 7) -> NetworkData:
     return NetworkData.of(width, count, CPU)
 
 
-def jacobian(found: NetworkData, x: Tensor) -> Tensor:
+def jacobian(actual: NetworkData, x: Tensor) -> Tensor:
     """(N, p), by torch alone."""
-    params = {n: p.detach() for n, p in found.net.named_parameters()}
-    rows = jacrev(lambda p: functional_call(found.net, p, (x,))[:, 0])(params)
+    params = {n: p.detach() for n, p in actual.net.named_parameters()}
+    rows = jacrev(lambda p: functional_call(actual.net, p, (x,))[:, 0])(params)
     return torch.cat([rows[n].flatten(1) for n in params], 1)
 
 
@@ -31,15 +31,15 @@ def matern(x: Tensor, y: Tensor) -> Tensor:
     return torch.exp(-d) * (1 + d)
 
 
-def dense(found: NetworkData, method: str) -> Tensor:
+def dense(actual: NetworkData, method: str) -> Tensor:
     """The move of the function at the grid, from explicit matrices."""
-    j = jacobian(found, found.x)
-    at = jacobian(found, found.grid)
-    c = found.residuals
+    j = jacobian(actual, actual.x)
+    at = jacobian(actual, actual.grid)
+    c = actual.residuals
     if method == "standard":
         return at @ (j.T @ (c / len(c)))
     if method == "Sobolev":
-        k = matern(found.x, found.x)
+        k = matern(actual.x, actual.x)
     else:
         k = torch.eye(len(c), dtype=c.dtype)
     root = torch.linalg.inv(torch.linalg.cholesky(k))  # K⁻¹ = rootᵀ root

@@ -74,12 +74,12 @@ def test_crops_are_windows_of_the_framed_image() -> None:
     torch.testing.assert_close(augment.black, x.amin((0, 2, 3)))
     out = augment(x, torch.Generator().manual_seed(0))
     assert out.shape == x.shape
-    places = set()
+    positions = set()
     for image, actual in zip(x, out, strict=True):
         near = [i for i, w in enumerate(windows(image, augment.black)) if torch.allclose(w, actual)]
         assert near
-        places.add(near[0])
-    assert len(places) > 15
+        positions.add(near[0])
+    assert len(positions) > 15
     repeated = augment(x, torch.Generator().manual_seed(0))
     assert torch.equal(out, repeated)
 
@@ -148,8 +148,8 @@ def test_claims_follow_the_curves() -> None:
     slow = [curve(0.15, 0.925)]
     actual = {m.name: fast if "Sobolev" in m.name else slow for m in METHODS}
     assert all(c.holds for c in paper_claims(actual, (True,) * 8))
-    turned = {m.name: slow if "Sobolev" in m.name else fast for m in METHODS}
-    outcomes = [c.holds for c in paper_claims(turned, (True,) * 8)]
+    rotated = {m.name: slow if "Sobolev" in m.name else fast for m in METHODS}
+    outcomes = [c.holds for c in paper_claims(rotated, (True,) * 8)]
     assert outcomes == [False] * 4 + [True, True] + [False] * 2
     better = {**actual, "K-FAC + both": [curve(0.15, 0.97)]}
     assert not paper_claims(better, (True,) * 8)[5].holds

@@ -14,15 +14,15 @@ def test_a_check_says_when_it_differs_from_the_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "outcome"),
+    ("outcomes", "outcome"),
     [
         ((True, True), "reproduced"),
         ((True, False), "differs"),
         ((False, False), "not reproduced"),
     ],
 )
-def test_verdicts(held: tuple[bool, ...], outcome: str) -> None:
-    checks = [Check(f"c{i}", h, "n") for i, h in enumerate(held)]
+def test_verdicts(outcomes: tuple[bool, ...], outcome: str) -> None:
+    checks = [Check(f"c{i}", h, "n") for i, h in enumerate(outcomes)]
     ours = Check("ours", False, "n", of_paper=False)
     verdict = concluded([*checks, ours])
     assert verdict is not None

@@ -75,7 +75,9 @@ def test_run_repeats_an_experiment(small: list[Small], tmp_path: Path) -> None:
     arguments = ["run", "small", "--quick", "--seeds", "0", "--out", str(tmp_path)]
     actual = run.invoke(app, arguments)
     assert actual.exit_code == 0, actual.output
-    assert {f"small-quick.{kind}" for kind in ("json", "png", "svg")} <= set(os.listdir(tmp_path))
+    assert {f"small-quick.{suffix}" for suffix in ("json", "png", "svg")} <= set(
+        os.listdir(tmp_path)
+    )
     listed = run.invoke(app, ["list", "--out", str(tmp_path)])
     assert "s (quick)" in listed.stdout
     outcome = run.invoke(app, arguments)
@@ -209,9 +211,9 @@ def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Pat
 
     assert invoked(Small()).exit_code == 0
     assert invoked(Small(bad=True)).exit_code == 1
-    late = invoked(Small(before=slow), "--seconds", "0.01", out="b")
-    assert late.exit_code == 3
-    assert "the same command goes on" in late.stdout
+    unfinished = invoked(Small(before=slow), "--seconds", "0.01", out="b")
+    assert unfinished.exit_code == 3
+    assert "the same command goes on" in unfinished.stdout
 
     def interrupted(key: str, context: object) -> None:
         if key == "lr 0.5":

@@ -14,8 +14,10 @@ from pullback_experiments.invariance_audit import experiment as module
 from pullback_experiments.invariance_audit.experiment import claims
 
 
-def row(verdict: str, kind: str = "per-layer affine", place: str = "batch") -> dict[str, Any]:
-    return {"place": place, "transformation": kind, "verdict": verdict, "direction": 0.5}
+def row(
+    verdict: str, transformation: str = "per-layer affine", inputs: str = "batch"
+) -> dict[str, Any]:
+    return {"place": inputs, "transformation": transformation, "verdict": verdict, "direction": 0.5}
 
 
 def test_claims_name_what_failed() -> None:
@@ -45,9 +47,9 @@ def test_an_item_and_the_grid() -> None:
     item = experiment.items(True)[0]
     context = Context(0, module.torch.device("cpu"), True, Path(), None)  # pyright: ignore[reportArgumentType]
     record = item.work(context)
-    told = worst({("leaky", item.key[1]): record["rows"]}, "leaky")
-    assert str(told["SGD", "neuron permutation"][0]) == "exact"  # pyright: ignore[reportOptionalSubscript]
-    assert len(grid(told).axes) == 1
+    verdicts = worst({("leaky", item.key[1]): record["rows"]}, "leaky")
+    assert str(verdicts["SGD", "neuron permutation"][0]) == "exact"  # pyright: ignore[reportOptionalSubscript]
+    assert len(grid(verdicts).axes) == 1
 
 
 @pytest.mark.slow

@@ -91,8 +91,10 @@ def test_a_march_stops_each_system_by_itself_and_says_which_are_late() -> None:
     pair = Explicit(lambda y: rates * y, relative(1e-8))
     start = torch.ones(3, 1, dtype=DOUBLE)
     recorded: list[Tensor] = []
-    y, late = march(pair, start, lambda y: y[:, 0].log(), 0.3, watch=recorded.append, max_steps=200)
-    assert late.tolist() == [False, False, True]
+    y, has_failed = march(
+        pair, start, lambda y: y[:, 0].log(), 0.3, watch=recorded.append, max_steps=200
+    )
+    assert has_failed.tolist() == [False, False, True]
     assert recorded
     assert y[:, 0].log().tolist() == pytest.approx([0.3, 0.3, 0.0], abs=1.3e-3)
     assert bool((y[:2, 0].log() >= 0.3).all())
@@ -102,8 +104,8 @@ def test_a_march_stops_each_system_by_itself_and_says_which_are_late() -> None:
 
 def test_a_step_that_is_not_a_number_is_refused_until_it_is_too_short() -> None:
     pair = Explicit(lambda y: y * math.nan)
-    y, late = march(pair, torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0)
-    assert late.all()
+    y, has_failed = march(pair, torch.ones(1, 2, dtype=DOUBLE), lambda y: y[:, 0], 2.0)
+    assert has_failed.all()
     assert bool((y == 1).all())
 
 
@@ -215,10 +217,10 @@ def test_errors_are_measured_where_the_logits_are() -> None:
     mean = (weights * off).sum() / weights.sum()
     level = -F.softplus(-u).mean().log()
     assert bool((weights > 1e-5 * weights.max()).all())
-    apart = float((off - mean).abs().max())
-    together = float(mean.abs() / (1 + level.clamp(min=0)))
+    distance = float((off - mean).abs().max())
+    value = float(mean.abs() / (1 + level.clamp(min=0)))
     size = float(actual.size(v, v, error))
-    assert size == pytest.approx(max(apart, together) / 0.1, rel=1e-9)
+    assert size == pytest.approx(max(distance, value) / 0.1, rel=1e-9)
     entries = EuclideanFlow(Signed.of([(x, y)]), 3, 0.2, rtol=1e-6, logits=1e9)
     truth = float((error.abs() / (1e-6 * (v.abs() + 0.02))).max())
     assert float(entries.size(v, v, error)) == pytest.approx(truth, rel=1e-9)
@@ -232,7 +234,7 @@ def test_flows_with_small_margins_arrive_and_the_loss_falls_all_the_way() -> Non
     for rtol, logits in ((1e-2, 0.05), (3e-5, 0.005)):
         actual = EuclideanFlow(Signed.of([(x, y)]), 4, 0.1, rtol=rtol, logits=logits)
         recorded: list[float] = []
-        v = actual.run(1000.0, None, lambda level, seen=recorded: seen.append(float(level)))
+        v = actual.run(1000.0, None, lambda level, levels=recorded: levels.append(float(level)))
         assert recorded == sorted(recorded)
         assert float(actual.level(v)) == pytest.approx(1000, abs=1.1)
         ends.append(actual.beta(v)[0])
@@ -252,10 +254,10 @@ def test_a_flow_that_ends_early_does_not_lose_the_others(
 ) -> None:
     whole = EuclideanFlow.run
 
-    def stuck(self: EuclideanFlow, level: float, *rest: Any) -> Tensor:
+    def stuck(self: EuclideanFlow, level: float, *arguments: Any) -> Tensor:
         if level > 2 and self.data.rows.shape[1] == 6 and float(self.others) == 1:
             raise PullbackError("The flow did not arrive", "it was told so", "None")
-        return whole(self, level, *rest)
+        return whole(self, level, *arguments)
 
     monkeypatch.setattr(EuclideanFlow, "run", stuck)
     small = EXPERIMENTS["figure4"].smoke()
@@ -264,20 +266,20 @@ def test_a_flow_that_ends_early_does_not_lose_the_others(
     record = json.loads((tmp_path / "kerekes-2022-figure4-quick.json").read_text())
     euclidean = next(r["record"] for r in record["runs"] if r["key"] == ["EGD"])
     assert euclidean["arrived"] == [[5, 5], [2, 5]]
-    early, late = (level[1][0] for level in euclidean["path"])
-    assert early == late
+    first_level, last_level = (level[1][0] for level in euclidean["path"])
+    assert first_level == last_level
     assert "1 flow" in record["summary"]["tables"][0]["title"]
 
 
 def test_data_sets_of_several_sizes_do_not_mix() -> None:
     one = separable(9, 3)
     two = separable(4, 3, 7)
-    both = EuclideanFlow(Signed.of([one, two]), 2, 0.2)
-    alone = EuclideanFlow(Signed.of([two]), 2, 0.2)
+    joint_flow = EuclideanFlow(Signed.of([one, two]), 2, 0.2)
+    separate = EuclideanFlow(Signed.of([two]), 2, 0.2)
     v = draw(2, 3)
-    torch.testing.assert_close(both.velocity(v)[1:], alone.velocity(v[1:]))
-    truth = -F.softplus(-two[1] * (two[0] @ alone.beta(v[1:])[0])).mean().log()
-    torch.testing.assert_close(both.level(v)[1], truth)
+    torch.testing.assert_close(joint_flow.velocity(v)[1:], separate.velocity(v[1:]))
+    truth = -F.softplus(-two[1] * (two[0] @ separate.beta(v[1:])[0])).mean().log()
+    torch.testing.assert_close(joint_flow.level(v)[1], truth)
 
 
 def test_losses_of_any_size() -> None:

@@ -121,9 +121,11 @@ def test_least_squares() -> None:
     y = draw(9, seed=1)
     assert error(ordinary_least_squares(x, y), torch.linalg.solve(x.T @ x, x.T @ y)) < 1e-12
     assert error(ridgeless(x, y), ordinary_least_squares(x, y)) < 1e-12
-    for wide in (draw(3, 7), draw(6, 2) @ draw(2, 5, seed=1)):
-        target = draw(len(wide), seed=2)
-        assert error(ridgeless(wide, target), torch.linalg.pinv(wide, rtol=1e-12) @ target) < 1e-11
+    for matrix in (draw(3, 7), draw(6, 2) @ draw(2, 5, seed=1)):
+        target = draw(len(matrix), seed=2)
+        assert (
+            error(ridgeless(matrix, target), torch.linalg.pinv(matrix, rtol=1e-12) @ target) < 1e-11
+        )
     assert not ridgeless(torch.zeros(2, 3), torch.ones(2)).any()
 
 

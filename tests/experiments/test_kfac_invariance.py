@@ -151,25 +151,25 @@ def test_claims_are_as_recorded_when_theory_holds() -> None:
 def test_the_experiment_writes_record_and_figure_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[Any, str]] = []
+    items: list[tuple[Any, str]] = []
 
     def pretend(net: Any, method: TwinMethod, steps: int) -> TwinRun:
-        made.append((net, method.name))
+        items.append((net, method.name))
         return pretended(net, method.group)
 
     monkeypatch.setattr(experiment, "run", pretend)
-    nets, exhibits = ([named(net) for net in some] for some in (NETS, EXHIBITS))
+    nets, exhibits = ([named(net) for net in group] for group in (NETS, EXHIBITS))
     ours = Invariance(nets=nets, exhibits=exhibits)
     assert executor.run(ours, False, [0, 1], tmp_path, quiet()).status == 0
-    assert len(made) == 2 * (len(NETS) * len(METHODS) + len(EXHIBITS) * 4)
+    assert len(items) == 2 * (len(NETS) * len(METHODS) + len(EXHIBITS) * 4)
     assert (tmp_path / "luk-grosse-2018.png").read_bytes()[:4] == b"\x89PNG"
     state = json.loads((tmp_path / "luk-grosse-2018.json").read_text("utf-8"))
     assert len(state["summary"]["checks"]) == len(RECORDED)
     assert state["summary"]["verdict"]["outcome"] == "differs"
     assert {"torch", "commit"} <= set(state["environments"][0])
-    before = len(made)
+    before = len(items)
     assert executor.run(ours, False, [0, 1], tmp_path, quiet()).status == 0
-    assert len(made) == before
+    assert len(items) == before
     assert executor.run(ours, True, None, tmp_path, quiet()).status == 0
     quick = json.loads((tmp_path / "luk-grosse-2018-quick.json").read_text("utf-8"))
     assert {r["seed"] for r in quick["runs"]} == {0, 1}

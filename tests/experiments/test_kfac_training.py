@@ -57,9 +57,9 @@ def test_the_autoencoder_is_mirrored_around_a_linear_code() -> None:
     sizes = [(m.in_features, m.out_features) for m in net if isinstance(m, nn.Linear)]
     assert sizes[:4] == [(784, 1000), (1000, 500), (500, 250), (250, 30)]
     assert sizes[4:] == [(b, a) for a, b in reversed(sizes[:4])]
-    kinds = [type(m).__name__ for m in net]
-    assert kinds[6:8] == ["Linear", "Linear"]
-    assert kinds.count("Tanh") == 6
+    types = [type(m).__name__ for m in net]
+    assert types[6:8] == ["Linear", "Linear"]
+    assert types.count("Tanh") == 6
     assert autoencoder(DIGITS)(torch.zeros(3, 64)).shape == (3, 64)
 
 
@@ -97,9 +97,9 @@ def test_a_place_sees_those_before_it() -> None:
     unchanged = (model(x) == model(other)).flatten(2).all(2).all(0)
     assert unchanged.tolist() == [True] * 4 + [False] * 2
     assert model(x[:, :3]).shape == (2, 3, 9)
-    wide = GPT(9, 6, 256, 2, 2)
-    assert wide.head.weight is wide.tokens.weight
-    block: nn.Module = wide.blocks[0]
+    network = GPT(9, 6, 256, 2, 2)
+    assert network.head.weight is network.tokens.weight
+    block: nn.Module = network.blocks[0]
     stds = {n: float(p.detach().std()) for n, p in block.named_parameters() if p.ndim == 2}
     assert stds["up.weight"] == pytest.approx(0.02, rel=0.05)
     assert stds["down.weight"] == pytest.approx(0.01, rel=0.05)
@@ -112,7 +112,9 @@ def test_the_fisher_of_text_is_a_mean_over_tokens() -> None:
     x = torch.randint(7, (16, 5))
     y = torch.randint(7, (16, 5))
     recorded: list[Tensor] = []
-    hook = model.head.register_forward_hook(lambda m, given, z: recorded.append(given[0].detach()))
+    hook = model.head.register_forward_hook(
+        lambda m, inputs, z: recorded.append(inputs[0].detach())
+    )
     p = model(x).detach().softmax(-1).flatten(0, 1)
     hook.remove()
     a = recorded[0].flatten(0, 1)
@@ -157,10 +159,10 @@ def test_the_records_of_before_go_on() -> None:
 
 
 @pytest.mark.parametrize("task", [VGG, SHAKESPEARE], ids=lambda t: t.title)
-@pytest.mark.parametrize("place", range(3))
-def test_a_step_of_every_method(task: TrainingTask, place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_a_step_of_every_method(task: TrainingTask, number: int, tmp_path: Path) -> None:
     """From the loop, with the full version's settings on the quick version's network."""
-    method = (VGG_METHODS if task is VGG else TEXT)[place]
+    method = (VGG_METHODS if task is VGG else TEXT)[number]
     torch.manual_seed(0)
     model, first = task.made(True, CPU)
     first = first.first(32, 16)

@@ -88,8 +88,8 @@ def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
     record, took = parallel.received(sent)
     assert took > 0
     assert isinstance(record["path"], np.ndarray)
-    alone = Small()
-    executor.run(alone, seeds=[1], out=tmp_path / "alone")
+    separate = Small()
+    executor.run(separate, seeds=[1], out=tmp_path / "alone")
     (one,) = [
         run
         for run in json.loads((tmp_path / "alone" / "small.json").read_text())["runs"]

@@ -65,16 +65,16 @@ def test_stacks_are_matrices_one_by_one() -> None:
     start = [torch.randn(s, generator=draw) for s in shapes]
     grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
     for make_optimizer in (Muon, lambda params, lr: SOAP(params, lr, refresh_every=2)):
-        together, apart = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
-        one = make_optimizer(together, 0.1)
-        several = [make_optimizer([p], 0.1) for p in apart]
+        stacked, one_by_one = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+        one = make_optimizer(stacked, 0.1)
+        several = [make_optimizer([p], 0.1) for p in one_by_one]
         for gradients in grads:
-            for p, q, g in zip(together, apart, gradients, strict=True):
+            for p, q, g in zip(stacked, one_by_one, gradients, strict=True):
                 p.grad = g
                 q.grad = g
             for optimizer in (one, *several):
                 optimizer.step()
-        torch.testing.assert_close(list(together), list(apart), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(list(stacked), list(one_by_one), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -156,8 +156,8 @@ class Few(Small):
     """The higher rate for one seed alone."""
 
     def items(self, quick: bool) -> list[Item]:
-        first, *rest = super().items(quick)
-        return [first, *(replace(item, seeds=(1,)) for item in rest)]
+        first, *others = super().items(quick)
+        return [first, *(replace(item, seeds=(1,)) for item in others)]
 
 
 def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:

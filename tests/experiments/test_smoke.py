@@ -80,8 +80,8 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         not ours.judged or tuple(ours.judge(Results(store, outcome.seeds, True))) == outcome.checks
     )
 
-    told = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
-    assert told.exit_code == 0, told.output
+    answer = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
+    assert answer.exit_code == 0, answer.output
     page = (tmp_path / "report.html").read_text("utf-8")
     assert f"{name}-quick" in page
     assert not pictures or "<img" in page

@@ -27,9 +27,9 @@ from tests.kfac_options import kfac_of
 DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 
 
-def context(place: Path, **given: Any) -> Context:
-    outcome = Results(Store(place / "r.json", {}), [0], False)
-    return Context(3, torch.device("cpu"), False, place / "item", outcome, **given)
+def context(folder: Path, **arguments: Any) -> Context:
+    outcome = Results(Store(folder / "r.json", {}), [0], False)
+    return Context(3, torch.device("cpu"), False, folder / "item", outcome, **arguments)
 
 
 def net(dropout: float = 0.0) -> nn.Module:
@@ -86,13 +86,13 @@ def test_every_optimizer_learns_and_is_recorded(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "kfac"])
 def test_a_paused_run_goes_on_to_the_same_bits(name: str, tmp_path: Path) -> None:
-    def run(place: Path, deadline: float | None) -> tuple[dict, Tensor]:
+    def run(folder: Path, deadline: float | None) -> tuple[dict, Tensor]:
         torch.manual_seed(7)
         model = net(dropout=0.3)
         torch.manual_seed(7)
         record = fit(
             model, OPTIMIZERS[name](model), DATA, F.cross_entropy,
-            context(place, deadline=deadline), epochs=4, batch=20, schedule=schedules.cosine,
+            context(folder, deadline=deadline), epochs=4, batch=20, schedule=schedules.cosine,
         )  # fmt: skip
         return record, torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -155,13 +155,13 @@ def test_evaluation_is_a_mean_over_all_samples_and_keeps_the_mode() -> None:
     assert model.training
 
 
-@pytest.mark.parametrize("given", [{"epochs": -1}, {"epochs": 1, "batch": 0}])
-def test_nothing_to_train_on_is_refused(given: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [{"epochs": -1}, {"epochs": 1, "batch": 0}])
+def test_nothing_to_train_on_is_refused(arguments: dict[str, int], tmp_path: Path) -> None:
     model = net()
     with pytest.raises(PullbackError, match="nothing to train on"):
         fit(
             model, SGD(model.parameters(), 0.1), DATA, F.cross_entropy, context(tmp_path),
-            **given,  # pyright: ignore[reportArgumentType]
+            **arguments,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def test_theorems_hold_but_for_damping(context: Context) -> None:
         assert (actual["model"][name] < 1e-10) == exact
         assert actual["space"][name] > 0.01
     assert actual["cubic"] == 0.0
-    apart = theorems.steps([1e-4, 1e-5], context)["apart"]
-    assert 9 < apart["Moore–Penrose"][0] / apart["Moore–Penrose"][1] < 11
+    distance = theorems.steps([1e-4, 1e-5], context)["apart"]
+    assert 9 < distance["Moore–Penrose"][0] / distance["Moore–Penrose"][1] < 11
 
 
 def test_all_checks_are_as_recorded_and_one_printed_number_is_wrong(tmp_path: Path) -> None:

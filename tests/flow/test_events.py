@@ -52,26 +52,28 @@ def test_separation_and_convergence_at_their_exact_times() -> None:
     model, x, closure = problem()
     c = torch.log1p(torch.exp(Y * model(x)[:, 0].detach()))
     events = [separated(), converged(1e-1)]
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
-    assert found.status == "event"
-    assert "converged" in found.reason
-    assert abs(found.events["separated"][0] - (log(2) - float(c.min()))) < 1e-8
+    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
+    assert trajectory.status == "event"
+    assert "converged" in trajectory.reason
+    assert abs(trajectory.events["separated"][0] - (log(2) - float(c.min()))) < 1e-8
     # the loss of a sample is −log(1 − e^(−t−c))
-    end = found.events["converged"][0]
-    assert end == found.end
+    end = trajectory.events["converged"][0]
+    assert end == trajectory.end
     assert abs(float(-torch.log1p(-torch.exp(-end - c)).mean()) / 1e-1 - 1) < 1e-7
-    assert abs(float(found.loss()) / 1e-1 - 1) < 1e-8
+    assert abs(float(trajectory.loss()) / 1e-1 - 1) < 1e-8
     with pytest.raises(PullbackError, match="outside the trajectory"):
-        found.values(found.end + 1)
+        trajectory.values(trajectory.end + 1)
 
 
 def test_an_event_that_holds_at_the_start() -> None:
     model, _, closure = problem()
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 5), events=[converged(100.0)])
-    assert found.status == "event"
-    assert found.end == 0
-    assert found.steps == 0
-    assert found.t.tolist() == [0.0]
+    trajectory = flow.integrate(
+        model, closure, Fisher(Bernoulli()), (0, 5), events=[converged(100.0)]
+    )
+    assert trajectory.status == "event"
+    assert trajectory.end == 0
+    assert trajectory.steps == 0
+    assert trajectory.t.tolist() == [0.0]
 
 
 def test_an_event_of_ones_own() -> None:
@@ -80,18 +82,18 @@ def test_an_event_of_ones_own() -> None:
     def height(z: Tensor) -> Tensor:
         return z.sum()
 
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda x: x, height, torch.eye(2, dtype=DTYPE), (0, 3), start=tensor(1, 2), events=[turn]
     )
-    assert found.events == {"crossing": (0.0,)}  # positive from the start, then falling
+    assert trajectory.events == {"crossing": (0.0,)}  # positive from the start, then falling
     up = flow.Event(lambda s: -float(s.parameters[0]), "fell", stop=False)
-    found = flow.integrate(lambda x: x, height, None, (0, 3), start=tensor(1, 2), events=[up])
-    assert abs(found.events["fell"][0] - 1) < 1e-9
+    trajectory = flow.integrate(lambda x: x, height, None, (0, 3), start=tensor(1, 2), events=[up])
+    assert abs(trajectory.events["fell"][0] - 1) < 1e-9
 
 
 def test_blow_up_ends_with_a_reason() -> None:
     """θ' = θ² from 1 is 1/(1 − t)."""
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda x: x,
         grows,
         t=(0, 2),
@@ -99,16 +101,16 @@ def test_blow_up_ends_with_a_reason() -> None:
         kind="euclidean",
         rtol=1e-6,
     )
-    assert found.status == "event"
-    assert "blow-up" in found.reason
-    assert abs(found.end - 1) < 1e-5
-    assert bool(torch.isfinite(found.points).all())
+    assert trajectory.status == "event"
+    assert "blow-up" in trajectory.reason
+    assert abs(trajectory.end - 1) < 1e-5
+    assert bool(torch.isfinite(trajectory.points).all())
 
 
 @pytest.mark.parametrize("method", ["DOP853", "LSODA", "BDF"])
 def test_a_loss_that_ends_ends_the_flow(method: str) -> None:
     """θ' = 1/√(1 − θ) reaches 1, beyond which the loss is NaN, at t = 2/3."""
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda x: x,
         lambda z: 2 * (1 - z).sqrt().sum(),
         t=(0, 2),
@@ -118,21 +120,21 @@ def test_a_loss_that_ends_ends_the_flow(method: str) -> None:
         rtol=1e-6,
         atol=1e-8,
     )
-    assert found.status == "failed"
-    assert not found.ok
-    assert "not finite" in found.reason
-    assert 0.5 < found.end < 0.7
-    assert bool(torch.isfinite(found.points).all())
-    assert bool(torch.isfinite(found.flat(0.3)).all())
+    assert trajectory.status == "failed"
+    assert not trajectory.ok
+    assert "not finite" in trajectory.reason
+    assert 0.5 < trajectory.end < 0.7
+    assert bool(torch.isfinite(trajectory.points).all())
+    assert bool(torch.isfinite(trajectory.flat(0.3)).all())
 
 
 def test_nan_at_the_start() -> None:
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda x: x, lambda z: z.log().sum(), t=(0, 1), start=tensor(-1), kind="euclidean"
     )
-    assert found.status == "failed"
-    assert "at the start" in found.reason
-    assert found.flat().tolist() == [-1.0]
+    assert trajectory.status == "failed"
+    assert "at the start" in trajectory.reason
+    assert trajectory.flat().tolist() == [-1.0]
     model, x, _ = problem()
     with pytest.raises(PullbackError, match="not finite"):
         flow.integrate(model, lambda: (model(x) * torch.nan).sum(), t=(0, 1))
@@ -168,16 +170,16 @@ def test_a_budget_and_a_stiff_problem() -> None:
 
 def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
     """φ = θ³ from 1 towards z = −1: the Gram vanishes on the way, at θ = 0."""
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda x: x**3,
         lambda z: 0.5 * ((z + 1) ** 2).sum(),
         t=(0, 5),
         start=tensor(1),
         max_evaluations=150,
     )
-    assert bool(torch.isfinite(found.points).all())
-    assert found.status in ("failed", "budget", "finished")
-    assert found.reason
+    assert bool(torch.isfinite(trajectory.points).all())
+    assert trajectory.status in ("failed", "budget", "finished")
+    assert trajectory.reason
 
 
 def test_a_closure_whose_gradient_loses_its_digits_stops_and_says_so() -> None:
@@ -186,14 +188,14 @@ def test_a_closure_whose_gradient_loses_its_digits_stops_and_says_so() -> None:
     s0 = Y * tensor(2, 10, 14)
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-6, atol=1e-7)
-    assert found.status == "failed"
-    assert "Supervised" in found.reason
-    assert 3 < found.end < 5
+    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-6, atol=1e-7)
+    assert trajectory.status == "failed"
+    assert "Supervised" in trajectory.reason
+    assert 3 < trajectory.end < 5
     c = torch.log1p(torch.exp(Y * s0))
     for t in (2.0, 3.0):  # at 17 more than half of the digits are left of p − y
         truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
-        assert float((found.values(t)[:, 0] - truth).abs().max()) < 1e-5
+        assert float((trajectory.values(t)[:, 0] - truth).abs().max()) < 1e-5
 
 
 def test_digits_are_lost_where_the_answer_is_right_alone() -> None:
@@ -224,21 +226,21 @@ def test_the_model_is_left_alone() -> None:
         loss.backward()
         return loss
 
-    found = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1))
-    found.values(0.5)
-    found.loss(0.5)
+    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1))
+    trajectory.values(0.5)
+    trajectory.loss(0.5)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
     assert torch.equal(random, torch.get_rng_state())
-    values = found.values()
-    found.load_(model)
+    values = trajectory.values()
+    trajectory.load_(model)
     assert float((model(x) - values).abs().max()) < 1e-14
     assert torch.equal(model[0].bias, before["0.bias"])
-    assert "0.bias" not in found.parameters()
-    found.load_(model, 0.0)
+    assert "0.bias" not in trajectory.parameters()
+    trajectory.load_(model, 0.0)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
     with pytest.raises(PullbackError, match="no parameter"):
-        found.load_(nn.Linear(2, 2))
+        trajectory.load_(nn.Linear(2, 2))
 
 
 def test_a_failing_closure_leaves_the_model_alone_too() -> None:
@@ -261,19 +263,19 @@ def test_kept_times() -> None:
     model, _, closure = problem()
     rough = {"rtol": 1e-5, "atol": 1e-7}
     dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2), **rough)
-    kept = flow.integrate(
+    path = flow.integrate(
         model, closure, Fisher(Bernoulli()), (0, 1.2), at=[0.0, 0.5, 1.0], **rough
     )
-    assert kept.t.tolist() == [0.0, 0.5, 1.0]
-    assert kept.points.shape == (3, 5)
-    assert torch.equal(kept.points, dense.flat(kept.t))
-    assert dense.values(kept.t).shape == (3, 3, 1)
-    assert dense.loss(kept.t).shape == (3,)
-    assert kept.end == 1.2
-    assert torch.equal(kept.flat(), dense.flat())
+    assert path.t.tolist() == [0.0, 0.5, 1.0]
+    assert path.points.shape == (3, 5)
+    assert torch.equal(path.points, dense.flat(path.t))
+    assert dense.values(path.t).shape == (3, 3, 1)
+    assert dense.loss(path.t).shape == (3,)
+    assert path.end == 1.2
+    assert torch.equal(path.flat(), dense.flat())
     with pytest.raises(PullbackError, match="not kept"):
-        kept.flat(0.7)
-    early = flow.integrate(
+        path.flat(0.7)
+    trajectory = flow.integrate(
         model,
         closure,
         Fisher(Bernoulli()),
@@ -282,7 +284,7 @@ def test_kept_times() -> None:
         events=[converged(0.1)],
         **rough,
     )
-    assert early.t.tolist() == [0.0, 1.0]
+    assert trajectory.t.tolist() == [0.0, 1.0]
     assert "finished" in repr(dense)
 
 
@@ -416,16 +418,16 @@ def test_dropout_is_refused() -> None:
 
 
 def test_a_function_has_no_other_inputs() -> None:
-    found = flow.integrate(lambda w: w, lambda z: z.square().sum(), t=(0, 0.1), start=draw(2))
+    trajectory = flow.integrate(lambda w: w, lambda z: z.square().sum(), t=(0, 0.1), start=draw(2))
     with pytest.raises(PullbackError, match="no model"):
-        found.values(None, draw(2))
+        trajectory.values(None, draw(2))
 
 
 def test_a_single_event_needs_no_list() -> None:
-    found = run(events=flow.Event(lambda s: s.t - 0.25, "then"))
-    assert isinstance(found, flow.Trajectory)
-    assert found.status == "event"
-    assert abs(found.end - 0.25) < 1e-9
+    trajectory = run(events=flow.Event(lambda s: s.t - 0.25, "then"))
+    assert isinstance(trajectory, flow.Trajectory)
+    assert trajectory.status == "event"
+    assert abs(trajectory.end - 0.25) < 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -53,37 +53,37 @@ def test_logistic_margins() -> None:
     model = net()
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
-    found = flow.integrate(
+    trajectory = flow.integrate(
         model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1), reduction="sum"
     )
-    assert found.status == "finished"
+    assert trajectory.status == "finished"
     for t in (0.0, 0.3, 1.0):
-        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
-        assert abs(float(found.loss(t) - F.softplus(-Y * margins(s0, Y, t)).sum())) < 1e-8
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
+        assert abs(float(trajectory.loss(t) - F.softplus(-Y * margins(s0, Y, t)).sum())) < 1e-8
 
 
 def test_a_summed_loss_with_a_mean_metric_is_n_times_faster() -> None:
     model = linear()
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
-    found = flow.integrate(model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1))
+    trajectory = flow.integrate(model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1))
     for t in (0.2, 1.0):
-        assert float((found.values(t)[:, 0] - margins(s0, Y, 5 * t)).abs().max()) < 1e-8
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, 5 * t)).abs().max()) < 1e-8
 
 
 @pytest.mark.parametrize(
     ("s0", "y", "t", "truth"), [(0.0, 1.0, 1.0, 1.4898801256), (-1.0, -1.0, 2.0, -3.2761855192)]
 )
 def test_known_margins(s0: float, y: float, t: float, truth: float) -> None:
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda s: s,
         lambda z: F.softplus(-y * z).sum(),
         Fisher(Bernoulli()),
         (0, t),
         start=torch.tensor([s0], dtype=DTYPE),
     )
-    assert abs(float(found.values()) - truth) < 1e-9
-    assert abs(float(found.parameters()) - truth) < 1e-9
+    assert abs(float(trajectory.values()) - truth) < 1e-9
+    assert abs(float(trajectory.parameters()) - truth) < 1e-9
 
 
 def test_discrete_steps_of_a_linear_model() -> None:
@@ -118,11 +118,11 @@ def test_logits_of_eight_hundred(make: Callable[[], nn.Module], last: float) -> 
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
-    found = flow.integrate(model, data, t=(0, last))
-    assert found.status == "finished"
+    trajectory = flow.integrate(model, data, t=(0, last))
+    assert trajectory.status == "finished"
     for t in (1.0, 40.0, last):  # autograd's p − y is zero from 37 on
-        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
-    assert float(found.loss()) < 1e-18
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
+    assert float(trajectory.loss()) < 1e-18
 
 
 def test_softmax_logits() -> None:
@@ -133,7 +133,7 @@ def test_softmax_logits() -> None:
     model = nn.Linear(8, 3).double()
     z0 = model(x).detach()
     data = flow.Supervised(x, y, Categorical())
-    found = flow.integrate(model, data, t=(0, 1), at=[0.3, 1.0])
+    trajectory = flow.integrate(model, data, t=(0, 1), at=[0.3, 1.0])
     closure = flow.integrate(
         model, lambda: F.cross_entropy(model(x), y), Fisher(Categorical()), (0, 0.3), at=[0.3]
     )
@@ -142,7 +142,7 @@ def test_softmax_logits() -> None:
     for t in (0.3, 1.0):
         u = t + torch.log(1 + c - c * torch.exp(torch.tensor(-t, dtype=DTYPE)))
         truth = torch.where(gap == 0, 0.0, gap + u)
-        for one in (found, closure) if t < 1 else (found,):
+        for one in (trajectory, closure) if t < 1 else (trajectory,):
             z = one.values(t)
             assert float((z.gather(1, y[:, None]) - z - truth).abs().max()) < 1e-8
 
@@ -214,9 +214,9 @@ def test_least_squares_decays_at_one_rate_naturally_and_by_the_kernel_euclideanl
         assert float((natural.values(t, x) - y - shrunk).abs().max()) < 1e-8
         assert float((supervised.values(t) - y - shrunk).abs().max()) < 1e-8
         assert abs(float(natural.loss(t) - 0.5 * shrunk.square().mean())) < 1e-9
-        turned = torch.linalg.matrix_exp(-t * kernel) @ r0
-        assert float((euclidean.values(t, x) - y - turned).abs().max()) < 1e-8
-        assert float((euclidean.values(t) * 5**0.5 - turned[:, 0]).abs().max()) < 1e-8
+        rotated = torch.linalg.matrix_exp(-t * kernel) @ r0
+        assert float((euclidean.values(t, x) - y - rotated).abs().max()) < 1e-8
+        assert float((euclidean.values(t) * 5**0.5 - rotated[:, 0]).abs().max()) < 1e-8
 
 
 def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not() -> None:
@@ -236,13 +236,13 @@ def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not(
     v0 = 0.3 * draw(6, seed=5)
     w0 = torch.sinh(v0) + v0.flip(0) ** 3
     ends = {}
-    for kind, metric, last in (("natural", g, 0.5), ("euclidean", None, 0.03)):
-        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=kind, rtol=1e-7)
-        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=kind, rtol=1e-7)
+    for model_name, metric, last in (("natural", g, 0.5), ("euclidean", None, 0.03)):
+        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=model_name, rtol=1e-7)
+        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=model_name, rtol=1e-7)
         assert one.ok
         assert two.ok
         gaps = [(one.values(s * last) - two.values(s * last)).norm() for s in (0.0, 0.6, 1.0)]
-        ends[kind] = float(max(gaps))
+        ends[model_name] = float(max(gaps))
     assert ends["natural"] < 1e-5
     assert ends["euclidean"] > 1e-2
 
@@ -250,14 +250,14 @@ def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not(
 def test_a_metric_that_moves_and_a_dict_of_coordinates() -> None:
     """θ' = −θ/M(θ) for φ = id: with M = θ it is θ' = −1."""
     start = {"a": torch.tensor([2.0], dtype=DTYPE), "b": torch.tensor([3.0], dtype=DTYPE)}
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda w: torch.cat([w["a"], w["b"]]),
         lambda z: 0.5 * (z**2).sum(),
         lambda z: torch.diag(z),
         (0, 1),
         start=start,
     )
-    end = found.parameters()
+    end = trajectory.parameters()
     assert abs(float(end["a"]) - 1) < 1e-9
     assert abs(float(end["b"]) - 2) < 1e-9
     assert float(start["a"]) == 2.0
@@ -269,10 +269,10 @@ def test_every_method(method: str) -> None:
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     data = flow.Supervised(x, (1 + Y) / 2, Bernoulli())
-    found = flow.integrate(model, data, t=(0, 1), method=method, rtol=1e-5, atol=1e-7)
-    assert found.status == "finished"
+    trajectory = flow.integrate(model, data, t=(0, 1), method=method, rtol=1e-5, atol=1e-7)
+    assert trajectory.status == "finished"
     for t in (0.7, 1.0):
-        assert float((found.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-3
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-3
 
 
 def test_damped_flow_and_the_euclidean_metric() -> None:
@@ -281,7 +281,7 @@ def test_damped_flow_and_the_euclidean_metric() -> None:
     x = draw(5, 8)
     y = draw(5, 1, seed=3)
     r0 = (model(x) - y).detach()
-    found = flow.integrate(
+    trajectory = flow.integrate(
         model,
         lambda: 0.5 * (model(x) - y).square().sum(),
         Euclidean(),
@@ -292,7 +292,7 @@ def test_damped_flow_and_the_euclidean_metric() -> None:
     k = x @ x.T
     rate = k @ torch.linalg.inv(k + 0.5 * torch.eye(5).to(k))
     truth = torch.linalg.matrix_exp(-0.3 * rate) @ r0
-    assert float((found.values() - y - truth).abs().max()) < 1e-8
+    assert float((trajectory.values() - y - truth).abs().max()) < 1e-8
 
 
 @pytest.mark.parametrize("scale", [30.0, 300.0, 1e6])

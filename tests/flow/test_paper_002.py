@@ -27,9 +27,9 @@ def separable(samples: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def natural(model: nn.Module, x: Tensor, y: Tensor, end: float = 0.8) -> flow.Trajectory:
     data = flow.Supervised(x, (1 + y) / 2, Bernoulli(), "sum")
-    found = flow.integrate(model, data, t=(0, end), rtol=1e-7, atol=1e-9)
-    assert found.status == "finished"
-    return found
+    trajectory = flow.integrate(model, data, t=(0, end), rtol=1e-7, atol=1e-9)
+    assert trajectory.status == "finished"
+    return trajectory
 
 
 def margin(s0: float, y: float, t: float) -> float:
@@ -67,11 +67,11 @@ def test_theorem_2_the_classifier_follows_the_map() -> None:
 def test_theorem_3_and_the_direction_of_least_squares() -> None:
     x, y = separable(4, 7)
     start = 0.3 * draw(7, seed=2)
-    found = natural(LinearModel(7, start), x, y)
+    trajectory = natural(LinearModel(7, start), x, y)
     s0 = (x @ start).tolist()
     for t in TIMES:
         truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
-        assert float((x @ found.flat(t) - x.new_tensor(truth)).abs().max()) < 1e-6
+        assert float((x @ trajectory.flat(t) - x.new_tensor(truth)).abs().max()) < 1e-6
     far = natural(LinearModel(7, dtype=DOUBLE), x, y, 12.0).flat()
     assert float(torch.cosine_similarity(far, torch.linalg.pinv(x) @ y, dim=0)) > 1 - 1e-9
 
@@ -89,21 +89,21 @@ def test_euclidean_flow_has_none_of_this() -> None:
     assert float((one - a.T @ two).norm() / one.norm()) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["tanh", "diagonal"])
-def test_theorem_4_in_models_that_are_not_linear(kind: str) -> None:
+@pytest.mark.parametrize("model_name", ["tanh", "diagonal"])
+def test_theorem_4_in_models_that_are_not_linear(model_name: str) -> None:
     x, y = separable(4, 7)
     torch.manual_seed(0)
     model: nn.Module
-    if kind == "diagonal":
+    if model_name == "diagonal":
         model = DiagonalNetwork(7, 3, seed=0, dtype=DOUBLE)
     else:
         layers = [nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 1), nn.Flatten(0)]
         model = nn.Sequential(*layers).double()
     s0 = model(x).tolist()
-    found = natural(model, x, y)
+    trajectory = natural(model, x, y)
     for t in TIMES:
         truth = [margin(s, sign, t) for s, sign in zip(s0, y.tolist(), strict=True)]
-        assert float((found.values(t) - x.new_tensor(truth)).abs().max()) < 1e-6
+        assert float((trajectory.values(t) - x.new_tensor(truth)).abs().max()) < 1e-6
 
 
 def test_reparametrization_by_depth() -> None:
@@ -123,7 +123,7 @@ def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
     b = draw(3, 3, seed=4)
     model = DeepMatrix([3, 3, 3, 3], seed=1, dtype=DOUBLE)
     beta = model.beta.detach()
-    found = flow.integrate(
+    trajectory = flow.integrate(
         lambda w: w["0"] @ w["1"] @ w["2"],
         lambda z: 0.5 * (z - b)[mask].square().sum(),
         t=(0, 0.3),
@@ -131,10 +131,10 @@ def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
         rtol=1e-7,
         atol=1e-9,
     )
-    assert found.ok
+    assert trajectory.ok
     for t in (0.1, 0.3):
         truth = torch.where(mask, b + math.exp(-t) * (beta - b), beta)
-        assert float((found.values(t) - truth).abs().max()) < 1e-6
+        assert float((trajectory.values(t) - truth).abs().max()) < 1e-6
 
 
 def test_the_counterexample_and_what_flows_do_there() -> None:

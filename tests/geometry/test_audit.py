@@ -65,17 +65,17 @@ def by_hand(model: nn.Module, batch: Batch, lr: float, steps: int) -> Tensor:
 def test_mismatches_are_those_of_runs_by_hand() -> None:
     model = network()
     batch = data()
-    found = audit(sgd, model, batch, [Affine(3)], steps=3, sizes=(1, 0.1)).rows[0]
+    report = audit(sgd, model, batch, [Affine(3)], steps=3, sizes=(1, 0.1)).rows[0]
     twin = Affine(3).twin(model, batch[0]).model
     start = model(batch[0]).detach()
-    for seen, size in zip(found.places["batch"].steps, (1, 0.1), strict=True):
+    for mismatch, size in zip(report.places["batch"].steps, (1, 0.1), strict=True):
         one, two = (by_hand(m, batch, 0.1 * size, 1) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
-        assert seen.mismatch == pytest.approx(want, rel=1e-6)
-    for seen, steps in zip(found.places["batch"].finite, (1, 2, 3), strict=True):
+        assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
+    for mismatch, steps in zip(report.places["batch"].finite, (1, 2, 3), strict=True):
         one, two = (by_hand(m, batch, 0.1, steps) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
-        assert seen.mismatch == pytest.approx(want, rel=1e-6)
+        assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
 
 
 def test_the_direction_is_that_of_definitions_5_and_6() -> None:
@@ -84,7 +84,7 @@ def test_the_direction_is_that_of_definitions_5_and_6() -> None:
     batch = data()
     size = sum(p.numel() for p in model.parameters())
     m = torch.eye(size, dtype=torch.float64) + 0.2 * torch.randn(size, size, dtype=torch.float64)
-    found = audit(sgd, model, batch, {"mixing": mixing(m)}, steps=0).rows[0]
+    report = audit(sgd, model, batch, {"mixing": mixing(m)}, steps=0).rows[0]
     params = dict(model.named_parameters())
 
     def outputs(p: dict[str, Tensor]) -> Tensor:
@@ -94,9 +94,9 @@ def test_the_direction_is_that_of_definitions_5_and_6() -> None:
     g = j.T @ (outputs(params).detach() - batch[1].flatten()) / len(batch[0])
     other = m @ m.T @ g
     want = float((other - g).norm() / g.norm())
-    assert found.places["parameters"].direction.mismatch == pytest.approx(want, rel=1e-8)
+    assert report.places["parameters"].direction.mismatch == pytest.approx(want, rel=1e-8)
     want = float((j @ (other - g)).norm() / (j @ g).norm())
-    assert found.places["batch"].direction.mismatch == pytest.approx(want, rel=1e-8)
+    assert report.places["batch"].direction.mismatch == pytest.approx(want, rel=1e-8)
 
 
 def test_the_model_and_the_random_state_stay_as_they_were() -> None:
@@ -106,14 +106,14 @@ def test_the_model_and_the_random_state_stay_as_they_were() -> None:
     before = copy.deepcopy(model.state_dict())
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     state = torch.get_rng_state()
-    kinds = [Whitening(), SINH]
-    one = audit(sgd, model, batch, kinds, steps=1, sizes=(1, 0.1))
+    types = [Whitening(), SINH]
+    one = audit(sgd, model, batch, types, steps=1, sizes=(1, 0.1))
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))  # pyright: ignore[reportArgumentType]
     assert not model._forward_hooks
-    again = audit(sgd, model, batch, kinds, steps=1, sizes=(1, 0.1))
-    assert one.records() == again.records()
+    repeated = audit(sgd, model, batch, types, steps=1, sizes=(1, 0.1))
+    assert one.records() == repeated.records()
 
 
 def test_frozen_parameters_stay_in_their_places() -> None:
@@ -135,8 +135,8 @@ def test_orthogonal_mixing_is_exact_for_sgd_and_not_for_adam() -> None:
     size = sum(p.numel() for p in model.parameters())
     turn = mixing(torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0])
     makes = {"sgd": sgd, "adam": lambda m: Adam(m.parameters(), lr=1e-2)}
-    found = audit(makes, model, batch, {"turn": turn}).verdicts()
-    assert found == {("sgd", "turn"): Verdict.EXACT, ("adam", "turn"): Verdict.NOT}
+    verdicts = audit(makes, model, batch, {"turn": turn}).verdicts()
+    assert verdicts == {("sgd", "turn"): Verdict.EXACT, ("adam", "turn"): Verdict.NOT}
 
 
 @pytest.mark.parametrize("f", [SINH, shear(0.3)])
@@ -181,10 +181,10 @@ def test_state_closures_and_lists_of_optimizers() -> None:
         "two": lambda m: [SGD(list(m.parameters())[:2], 0.01), SGD(list(m.parameters())[2:], 0.01)],
         "mc": lambda m: kfac_of(m, 0.01, damping=pb.optim.kfac.Invariant(1e-2)),
     }
-    found = audit(makes, model, batch, [NeuronPermutation()], steps=2, sizes=(1, 0.1))
-    assert {o for o, _ in found.verdicts()} == set(makes)
-    assert found.verdicts().pop(("wolfe", "neuron permutation")) in Verdict
-    others = {o: v for (o, _), v in found.verdicts().items() if o != "wolfe"}
+    report = audit(makes, model, batch, [NeuronPermutation()], steps=2, sizes=(1, 0.1))
+    assert {o for o, _ in report.verdicts()} == set(makes)
+    assert report.verdicts().pop(("wolfe", "neuron permutation")) in Verdict
+    others = {o: v for (o, _), v in report.verdicts().items() if o != "wolfe"}
     assert set(others.values()) == {Verdict.EXACT}, others
 
 
@@ -200,18 +200,18 @@ def test_classes_and_a_loss_of_ones_own() -> None:
 
     one = audit(make, model, (x, y), [NeuronRescaling()]).rows[0]
     assert one.verdict is Verdict.NOT  # logits: the Fisher metric is blind to a common shift
-    own = audit(sgd, model, (x, y), [NeuronPermutation()], loss_fn=nn.CrossEntropyLoss()).rows[0]
-    assert own.verdict is Verdict.EXACT
+    report = audit(sgd, model, (x, y), [NeuronPermutation()], loss_fn=nn.CrossEntropyLoss()).rows[0]
+    assert report.verdict is Verdict.EXACT
 
 
 def test_round_off_is_measured_in_single_precision_too() -> None:
     model = network().float()
     x, y = data()
-    found = audit(sgd, model, (x.float(), y.float()), steps=1, sizes=(1, 0.1))
-    assert found.row("neuron permutation").verdict is Verdict.EXACT
-    assert found.row("entry permutation").verdict is Verdict.EXACT
-    assert found.row("per-layer affine").verdict is Verdict.NOT
-    assert found.row("elementwise").verdict is Verdict.NOT
+    report = audit(sgd, model, (x.float(), y.float()), steps=1, sizes=(1, 0.1))
+    assert report.row("neuron permutation").verdict is Verdict.EXACT
+    assert report.row("entry permutation").verdict is Verdict.EXACT
+    assert report.row("per-layer affine").verdict is Verdict.NOT
+    assert report.row("elementwise").verdict is Verdict.NOT
 
 
 def test_lower_precision_needs_its_resolution() -> None:
@@ -231,34 +231,34 @@ def test_lower_precision_needs_its_resolution() -> None:
 
     model = network()
     batch = data()
-    kinds = [NeuronPermutation()]
-    assert audit(make, model, batch, kinds).rows[0].verdict is Verdict.NOT
+    types = [NeuronPermutation()]
+    assert audit(make, model, batch, types).rows[0].verdict is Verdict.NOT
     assert (
-        audit(Contender("fine", make, resolution=1e-2), model, batch, kinds).rows[0].verdict
+        audit(Contender("fine", make, resolution=1e-2), model, batch, types).rows[0].verdict
         is Verdict.EXACT
     )
-    coarse = audit(Contender("coarse", make, resolution=0.1), model, batch, kinds)
+    coarse = audit(Contender("coarse", make, resolution=0.1), model, batch, types)
     assert coarse.rows[0].verdict is Verdict.UNDECIDED
 
 
 def test_standard_transformations_that_do_not_fit_are_named() -> None:
-    found = audit(sgd, network(nn.Tanh), data(), steps=0, sizes=(1, 0.1))
-    (left,) = found.skipped
+    report = audit(sgd, network(nn.Tanh), data(), steps=0, sizes=(1, 0.1))
+    (left,) = report.skipped
     assert left.transformation == "neuron rescaling"
     assert "Tanh" in left.reason
-    assert "left out: neuron rescaling" in str(found)
+    assert "left out: neuron rescaling" in str(report)
     with pytest.raises(PullbackError, match="Tanh"):
         audit(sgd, network(nn.Tanh), data(), [NeuronRescaling()])
     with pytest.raises(PullbackError, match="no row"):
-        found.row("nothing")
+        report.row("nothing")
 
 
 def test_batch_norm_in_training_mode() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).double()
-    found = audit(sgd, model, data(), steps=1, sizes=(1, 0.1))
-    assert found.row("entry permutation").verdict is Verdict.EXACT
-    assert found.row("elementwise").verdict is Verdict.NOT
+    report = audit(sgd, model, data(), steps=1, sizes=(1, 0.1))
+    assert report.row("entry permutation").verdict is Verdict.EXACT
+    assert report.row("elementwise").verdict is Verdict.NOT
     assert int(model[1].num_batches_tracked) == 0  # pyright: ignore[reportArgumentType]
 
 
@@ -266,21 +266,21 @@ def test_a_twin_that_diverges_is_not_invariant() -> None:
     def make(m: nn.Module) -> Optimizer:
         return SGD(m.parameters(), lr=0.3)
 
-    kind = {"stiff": Elementwise(lambda t: 1e4 * t, lambda w: w / 1e4)}
-    row = audit(make, network(nn.ReLU), data(), kind, steps=8).rows[0]
+    transformation = {"stiff": Elementwise(lambda t: 1e4 * t, lambda w: w / 1e4)}
+    row = audit(make, network(nn.ReLU), data(), transformation, steps=8).rows[0]
     assert row.verdict is Verdict.NOT
     assert row.places["batch"].finite[-1].mismatch > 1e3
 
 
 def test_tables_and_records() -> None:
     makes = {"one": sgd, "two": lambda m: Adam(m.parameters())}
-    both = audit(makes, network(), data(), [Whitening(), NeuronPermutation(), SINH], steps=2)
-    assert both.optimizers == ("one", "two")
-    assert both.transformations == ("input whitening", "neuron permutation", "Elementwise")
-    for found in (both, Audit(both.rows[:3])):
-        text = str(found)
-        assert all(name in text for name in (*found.transformations, "exact", "not invariant"))
-    records = both.records()
+    report = audit(makes, network(), data(), [Whitening(), NeuronPermutation(), SINH], steps=2)
+    assert report.optimizers == ("one", "two")
+    assert report.transformations == ("input whitening", "neuron permutation", "Elementwise")
+    for table in (report, Audit(report.rows[:3])):
+        text = str(table)
+        assert all(name in text for name in (*table.transformations, "exact", "not invariant"))
+    records = report.records()
     assert len(records) == 12
     assert records[0]["verdict"] == "not invariant"
     assert {"mismatch 1", "round-off 0.001", "direction", "order"} <= set(records[0])
@@ -289,8 +289,8 @@ def test_tables_and_records() -> None:
 
 def test_verdicts() -> None:
     def verdict(direction: float, steps: tuple[float, ...], off: float = 1e-14) -> Verdict:
-        seen = tuple(UpdateMismatch(m, off) for m in steps)
-        return Measure((1.0, 0.1), seen, UpdateMismatch(direction, off), seen).verdict
+        mismatches = tuple(UpdateMismatch(m, off) for m in steps)
+        return Measure((1.0, 0.1), mismatches, UpdateMismatch(direction, off), mismatches).verdict
 
     assert verdict(1e-13, (1e-13, 1e-13)) is Verdict.EXACT
     assert verdict(1e-13, (0.3, 0.03)) is Verdict.FIRST_ORDER

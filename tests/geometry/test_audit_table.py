@@ -43,10 +43,12 @@ SLOW = set(RELU) - {"SGD", "NGD, pseudo-inverse", "K-FAC, invariant"}
 MAKES = {c.name: c for c in optimizers()}
 
 
-def found(name: str, kind: type[nn.Module]) -> Audit:
+def found(name: str, transformation: type[nn.Module]) -> Audit:
     torch.manual_seed(5)
     model, teacher = (
-        nn.Sequential(nn.Linear(4, 5), kind(), nn.Linear(5, 4), kind(), nn.Linear(4, 2)).double()
+        nn.Sequential(
+            nn.Linear(4, 5), transformation(), nn.Linear(5, 4), transformation(), nn.Linear(4, 2)
+        ).double()
         for _ in range(2)
     )
     x = torch.randn(40, 4).double() @ torch.randn(4, 4).double() + 0.5
@@ -57,7 +59,7 @@ def found(name: str, kind: type[nn.Module]) -> Audit:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "transformation"),
     [
         *(
             pytest.param(name, nn.ReLU, marks=pytest.mark.slow if name in SLOW else ())
@@ -67,19 +69,19 @@ def found(name: str, kind: type[nn.Module]) -> Audit:
         pytest.param("K-FAC, invariant", nn.Tanh, marks=pytest.mark.slow),
     ],
 )
-def test_verdicts(name: str, kind: type[nn.Module]) -> None:
-    expected = (RELU if kind is nn.ReLU else TANH)[name]
-    table = found(name, kind)
-    got = {t: str(v) for (_, t), v in table.verdicts().items()}
+def test_verdicts(name: str, transformation: type[nn.Module]) -> None:
+    expected = (RELU if transformation is nn.ReLU else TANH)[name]
+    table = found(name, transformation)
+    actual = {t: str(v) for (_, t), v in table.verdicts().items()}
     want = dict(zip(NAMES, expected, strict=True))
-    if kind is nn.Tanh:
+    if transformation is nn.Tanh:
         want.pop("neuron rescaling")
         assert [s.transformation for s in table.skipped] == ["neuron rescaling"]
-    assert got == want
-    for place in ("batch", "probes"):  # Definition 6 implies Definition 5
-        for key, verdict in table.verdicts(place).items():
+    assert actual == want
+    for inputs in ("batch", "probes"):  # Definition 6 implies Definition 5
+        for key, verdict in table.verdicts(inputs).items():
             assert RANK[str(verdict)] >= RANK[str(table.verdicts("parameters")[key])]
-    if (name, kind) == ("NGD, pseudo-inverse", nn.ReLU):  # and not conversely
+    if (name, transformation) == ("NGD, pseudo-inverse", nn.ReLU):  # and not conversely
         assert str(table.row("neuron rescaling").verdict) == F
         assert str(table.row("neuron rescaling").places["parameters"].verdict) == N
 
@@ -103,8 +105,8 @@ def test_without_biases_the_eigenbasis_rule_turns_with_outputs_too(rule: str, ve
     """The spectral one divides by the lengths of rows, which do not."""
     model, x, y = bare()
     turns = [Rotation(every=True)]
-    found = audit(lambda m: KFAC(m, rule=rule), model, (x, y), turns, steps=3, sizes=(1, 0.01))
-    assert str(found.rows[0].verdict) == verdict
+    report = audit(lambda m: KFAC(m, rule=rule), model, (x, y), turns, steps=3, sizes=(1, 0.01))
+    assert str(report.rows[0].verdict) == verdict
 
 
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])

@@ -97,32 +97,35 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "dtype"), all_pairs(MODELS, standard(), [torch.float64, torch.float32])
+    ("name", "transformation", "dtype"),
+    all_pairs(MODELS, standard(), [torch.float64, torch.float32]),
 )
-def test_twins_are_one_function(name: str, kind: Transformation, dtype: torch.dtype) -> None:
+def test_twins_are_one_function(
+    name: str, transformation: Transformation, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model = build().to(dtype)
     x = draw().to(dtype)
     before = copy.deepcopy(model.state_dict())
-    if (name, kind.name) in REFUSED:
+    if (name, transformation.name) in REFUSED:
         with pytest.raises(PullbackError):
-            kind.twin(model, x)
+            transformation.twin(model, x)
         return
-    found = kind.twin(model, x)
+    twin_network = transformation.twin(model, x)
     limit = 1e-11 if dtype == torch.float64 else 1e-3
-    torch.testing.assert_close(found.model(x), model(x), rtol=limit, atol=limit)
+    torch.testing.assert_close(twin_network.model(x), model(x), rtol=limit, atol=limit)
     assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
-    back = found.weights(found.model)
+    back = twin_network.weights(twin_network.model)
     assert set(back) == {n for n, _ in model.named_parameters()}
     for n, p in model.named_parameters():
         torch.testing.assert_close(back[n], p, rtol=limit, atol=limit)
-    pairs = zip(found.model.parameters(), model.parameters(), strict=True)
+    pairs = zip(twin_network.model.parameters(), model.parameters(), strict=True)
     assert not all(torch.allclose(p, q) for p, q in pairs)
-    ordinary = not isinstance(found.model, Reparametrized)
-    assert ordinary == (kind.name not in {"entry permutation", "elementwise"})
+    ordinary = not isinstance(twin_network.model, Reparametrized)
+    assert ordinary == (transformation.name not in {"entry permutation", "elementwise"})
     if ordinary:
-        assert [type(m) for m in layers(found.model)] == [type(m) for m in layers(model)]
+        assert [type(m) for m in layers(twin_network.model)] == [type(m) for m in layers(model)]
 
 
 def test_whitening_whitens_what_the_first_layer_sees() -> None:
@@ -130,35 +133,37 @@ def test_whitening_whitens_what_the_first_layer_sees() -> None:
     for build, draw, centered in ((mlp, flat, True), (lambda: mlp(bias=False), flat, False)):
         model = build().double()
         x = draw().double()
-        found = Whitening().twin(model, x).model
-        seen = []
-        layers(found)[0].register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
-        found(x)
-        (a,) = seen
+        twin_network = Whitening().twin(model, x).model
+        observed = []
+        layers(twin_network)[0].register_forward_pre_hook(
+            lambda _, args, inputs=observed: inputs.append(args[0])
+        )
+        twin_network(x)
+        (a,) = observed
         want = torch.eye(4, dtype=torch.float64)
         torch.testing.assert_close(torch.cov(a.T) if centered else a.T @ a / len(a), want)
 
 
-@pytest.mark.parametrize("kind", [NeuronRescaling(2), NeuronPermutation(2)], ids=str)
-def test_neurons_against_explicit_matrices(kind: Transformation) -> None:
+@pytest.mark.parametrize("transformation", [NeuronRescaling(2), NeuronPermutation(2)], ids=str)
+def test_neurons_against_explicit_matrices(transformation: Transformation) -> None:
     """W† = M W, b† = M b and W†_next = W_next M⁻¹ for M diagonal, or a permutation."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     x = torch.randn(5, 3).double()
-    found = kind.twin(model, x).model
-    assert [type(m) for m in found] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
+    twin_network = transformation.twin(model, x).model
+    assert [type(m) for m in twin_network] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
     one, two = layers(model)
-    new, last = layers(found)
+    new, last = layers(twin_network)
     joined = [torch.cat([n.weight, n.bias[:, None]], 1) for n in (one, new)]
     m = torch.linalg.lstsq(joined[0].T, joined[1].T).solution.T
     order = m.abs().argmax(1)
     assert sorted(order.tolist()) == [0, 1, 2, 3]
-    if isinstance(kind, NeuronPermutation):
+    if isinstance(transformation, NeuronPermutation):
         assert torch.equal(new.weight, one.weight[order])
     torch.testing.assert_close(m, m * torch.nn.functional.one_hot(order, 4))
     torch.testing.assert_close(last.weight, two.weight @ torch.linalg.inv(m))
     torch.testing.assert_close(last.bias, two.bias)
-    torch.testing.assert_close(found(x), model(x))
+    torch.testing.assert_close(twin_network(x), model(x))
 
 
 def test_sigmoid_and_tanh_are_each_other() -> None:
@@ -168,9 +173,9 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
     other = tanh_twin(model, whitening(x))
     torch.testing.assert_close(other(x), model(x))
     assert not any(isinstance(m, nn.Sigmoid) for m in other.modules())
-    again = sigmoid_twin(tanh_twin(model))
-    assert not any(isinstance(m, nn.Tanh) for m in again.modules())
-    for p, q in zip(again.parameters(), model.parameters(), strict=True):
+    repeated = sigmoid_twin(tanh_twin(model))
+    assert not any(isinstance(m, nn.Tanh) for m in repeated.modules())
+    for p, q in zip(repeated.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q)
     torch.testing.assert_close(sigmoid_twin(mlp(nn.Tanh).double())(x).shape, model(x).shape)
     act = nn.Sigmoid()
@@ -238,9 +243,9 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 def test_shared_weights_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     model[2].weight = model[0].weight  # pyright: ignore[reportArgumentType]
-    for kind in (Affine(), NeuronRescaling(), NeuronPermutation()):
+    for transformation in (Affine(), NeuronRescaling(), NeuronPermutation()):
         with pytest.raises(PullbackError, match="shared"):
-            kind.twin(model, torch.randn(9, 3))
-    found = Parameters(shear(), "shear").twin(model, torch.randn(9, 3)).model
+            transformation.twin(model, torch.randn(9, 3))
+    twin_network = Parameters(shear(), "shear").twin(model, torch.randn(9, 3)).model
     x = torch.randn(5, 3)
-    torch.testing.assert_close(found(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(twin_network(x), model(x), rtol=1e-4, atol=1e-5)

@@ -37,9 +37,9 @@ def chart(theta: Tensor) -> Tensor:
 
 def test_volume_of_a_surface_in_two_charts():
     one, two = (flatness(phi, squared, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
-    for found in (one, two):
-        assert found.volume == pytest.approx(SADDLE, rel=1e-4)
-        assert abs(found.volume - SADDLE) <= 2 * found.error + 1e-4
+    for report in (one, two):
+        assert report.volume == pytest.approx(SADDLE, rel=1e-4)
+        assert abs(report.volume - SADDLE) <= 2 * report.error + 1e-4
     assert one.euclidean == pytest.approx(pi, rel=1e-4)
     assert two.euclidean < 0.7 * one.euclidean
 
@@ -77,9 +77,9 @@ def test_on_a_slice_dinhs_rescaling_changes_nothing(scale):
     # z from ½ to 3/2 has length 1 wherever on the orbit the slice is laid
     w = torch.tensor([scale, 1 / scale], dtype=torch.float64)
     for basis in ("tangent", torch.eye(2, dtype=torch.float64)[:, :1]):
-        found = flatness(product, distance, w, epsilon=0.25, basis=basis)
-        assert found.dimension == found.rank == 1
-        assert found.volume == pytest.approx(1.0, rel=1e-5)
+        report = flatness(product, distance, w, epsilon=0.25, basis=basis)
+        assert report.dimension == report.rank == 1
+        assert report.volume == pytest.approx(1.0, rel=1e-5)
 
 
 def test_unbounded_sets_are_reported():
@@ -87,18 +87,18 @@ def test_unbounded_sets_are_reported():
         return torch.stack([w[0] * w[1], 0.1 * torch.atan(w[0] - 1)])
 
     one = torch.ones(2, dtype=torch.float64)
-    found = flatness(arms, lambda z: (z[0] - 1).square(), one, epsilon=0.25)
-    assert not found.bounded
-    assert found.volume == inf
+    report = flatness(arms, lambda z: (z[0] - 1).square(), one, epsilon=0.25)
+    assert not report.bounded
+    assert report.volume == inf
     strip = flatness(lambda w: w, lambda z: z[0] ** 2, zeros(2), epsilon=0.25)
     assert not strip.bounded
 
 
 def test_only_the_component_of_the_minimum_counts():
-    found = flatness(
+    report = flatness(
         lambda w: w, lambda z: ((z**2 - 1) ** 2).sum(), torch.ones(1).double(), epsilon=0.25
     )
-    assert found.volume == pytest.approx(sqrt(1.5) - sqrt(0.5), rel=1e-5)
+    assert report.volume == pytest.approx(sqrt(1.5) - sqrt(0.5), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -146,17 +146,17 @@ def test_a_relu_network_needs_a_slice():
     with pytest.raises(PullbackError, match="4 dimensions"):
         flatness(model, loss, inputs=x, epsilon=1e-4, basis="tangent")
     across = torch.eye(6, dtype=torch.float64)[:, :3]
-    found = flatness(model, loss, inputs=x, epsilon=1e-4, basis=across)
-    assert (found.dimension, found.rank) == (3, 4)
-    assert found.bounded
-    assert found.volume > 0
+    report = flatness(model, loss, inputs=x, epsilon=1e-4, basis=across)
+    assert (report.dimension, report.rank) == (3, 4)
+    assert report.bounded
+    assert report.volume > 0
 
 
 def test_fisher_metric_of_the_library():
     x = torch.randn(5, 1, dtype=torch.float64)
     model = nn.Linear(1, 1).double()
     target = model(x).detach()
-    found = flatness(
+    report = flatness(
         model,
         lambda z: (z - target).square().mean(),
         inputs=x,
@@ -164,7 +164,7 @@ def test_fisher_metric_of_the_library():
         metric=metrics.Euclidean(),
     )
     # in the metric ‖·‖²/N of outputs the set is the ball of radius 0.1 in the plane of outputs
-    assert found.volume == pytest.approx(pi * 0.01, rel=1e-3)
+    assert report.volume == pytest.approx(pi * 0.01, rel=1e-3)
 
 
 def test_bad_input():
@@ -198,8 +198,8 @@ def test_points_that_are_no_minimum():
         with pytest.raises(PullbackError, match="no minimum"):
             flatness(lambda w: w, loss, zeros(2), epsilon=1.0)
     near = torch.full((2,), 0.01, dtype=torch.float64)
-    found = flatness(lambda w: w, norm, near, epsilon=1.0)
-    assert found.volume == pytest.approx(pi, rel=1e-2)
+    report = flatness(lambda w: w, norm, near, epsilon=1.0)
+    assert report.volume == pytest.approx(pi, rel=1e-2)
 
 
 def test_a_local_minimum_above_another_is_one():
@@ -207,22 +207,22 @@ def test_a_local_minimum_above_another_is_one():
         return ((z**2 - 1) ** 2 + 0.3 * z).sum()
 
     start = torch.tensor([0.9601496], dtype=torch.float64)  # the higher of two
-    found = flatness(lambda w: w, wells, start, epsilon=0.1)
-    assert 0.3 < found.volume < 0.4
+    report = flatness(lambda w: w, wells, start, epsilon=0.1)
+    assert 0.3 < report.volume < 0.4
 
 
 def test_euclidean_volume_along_a_basis_of_any_length():
     basis = 5 * torch.eye(3, dtype=torch.float64)[:, :2]
-    found = flatness(lambda w: w, norm, zeros(3), epsilon=1.0, basis=basis)
-    assert found.volume == pytest.approx(pi, rel=1e-4)
-    assert found.euclidean == pytest.approx(pi, rel=1e-4)
+    report = flatness(lambda w: w, norm, zeros(3), epsilon=1.0, basis=basis)
+    assert report.volume == pytest.approx(pi, rel=1e-4)
+    assert report.euclidean == pytest.approx(pi, rel=1e-4)
 
 
 def test_epsilon_below_round_off():
     with pytest.raises(PullbackError, match="resolves"):
         flatness(lambda w: w, lambda z: norm(z) + 1, torch.zeros(2), epsilon=1e-7)
-    found = flatness(lambda w: w, lambda z: norm(z) + 1, zeros(2), epsilon=1e-7)
-    assert found.volume == pytest.approx(1e-7 * pi, rel=1e-3)
+    report = flatness(lambda w: w, lambda z: norm(z) + 1, zeros(2), epsilon=1e-7)
+    assert report.volume == pytest.approx(1e-7 * pi, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_a_rescaled_relu_unit_has_the_same_room(scale):
         first.weight.copy_(scale * torch.tensor([[1.0, 0.5]]))
         last.weight.fill_(1 / scale)
     target = model(x).detach()
-    found = flatness(
+    report = flatness(
         model, lambda z: (z - target).square().mean(), inputs=x, epsilon=0.01, basis="tangent"
     )
     # φ(S) is a disk of radius √ε: no point of the set moves the unit's kink across a sample
-    assert found.volume == pytest.approx(0.01 * pi, rel=1e-3)
+    assert report.volume == pytest.approx(0.01 * pi, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +256,12 @@ def test_a_thin_set_across_the_axes_is_not_without_end(dimension, ratio):
     def thin(z: Tensor) -> Tensor:
         return z.sum().square() + ratio * norm(z)
 
-    found = flatness(lambda w: w, thin, zeros(dimension), epsilon=1.0)
+    report = flatness(lambda w: w, thin, zeros(dimension), epsilon=1.0)
     ball = pi ** (dimension / 2) / gamma(dimension / 2 + 1)
     exact = ball / sqrt((dimension + ratio) * ratio ** (dimension - 1))
-    assert found.bounded
-    assert found.volume == pytest.approx(exact, rel=2e-3)
-    assert found.euclidean == pytest.approx(exact, rel=2e-3)
+    assert report.bounded
+    assert report.volume == pytest.approx(exact, rel=2e-3)
+    assert report.euclidean == pytest.approx(exact, rel=2e-3)
 
 
 @pytest.mark.parametrize(("power", "exact", "ratio"), [(1, 2.0, 1e5), (4, 3.708149, 1.0)])
@@ -269,20 +269,20 @@ def test_a_thin_set_is_found_without_curvature(power, exact, ratio):
     """{|u|ᵖ + |rv|ᵖ < 1} across the axes: its Hessian at the minimum is zero, or there is none."""
     turn = torch.tensor([[0.8, -0.6], [0.6, 0.8]], dtype=torch.float64)
     stretch = torch.tensor([1.0, ratio], dtype=torch.float64)
-    found = flatness(
+    report = flatness(
         lambda w: stretch * (turn @ w), lambda z: (z.abs() ** power).sum(), zeros(2), epsilon=1.0
     )
-    assert found.bounded
-    assert found.volume == pytest.approx(exact, rel=2e-3)
-    assert found.euclidean == pytest.approx(exact / ratio, rel=2e-3)
+    assert report.bounded
+    assert report.volume == pytest.approx(exact, rel=2e-3)
+    assert report.euclidean == pytest.approx(exact / ratio, rel=2e-3)
 
 
 def test_a_minimum_far_off_the_center():
     def steep(z: Tensor) -> Tensor:
         return torch.where(z > 0, 1e-4 * z, -1e4 * z).sum()
 
-    found = flatness(lambda w: w, steep, zeros(2), epsilon=1.0)
-    assert found.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
+    report = flatness(lambda w: w, steep, zeros(2), epsilon=1.0)
+    assert report.volume == pytest.approx((1e4 + 1e-4) ** 2 / 2, rel=1e-2)
 
 
 def test_a_loss_that_cannot_be_batched_is_refused():

@@ -195,9 +195,9 @@ def test_example_2_and_a2_corrected() -> None:
         assert_close(moves[0], (2 * weights[0] + weights[1]) / 5 * tensor(2, 1), 1e-14, "(52)")
         assert_close(moves[1], (weights[1] - 2 * weights[0]) / 5 * tensor(-2, 1), 1e-14, "(56)")
     # a reparametrization that keeps the parameter, 0 ↦ π, gives the same move
-    same = Point(figure_eight, tensor(torch.pi))
+    same_point = Point(figure_eight, tensor(torch.pi))
     assert_close(
-        same.pushforward(same.natural_gradient(lambda z: z[0])),
+        same_point.pushforward(same_point.natural_gradient(lambda z: z[0])),
         two.pushforward(two.natural_gradient(lambda z: z[0])),
         1e-13,
         "θ₁ = f⁻¹(ξ₂)",
@@ -235,17 +235,17 @@ def test_decomposition_is_orthogonal(dtype: torch.dtype) -> None:
     g = spd(5)
     cast = lambda x: phi(x.to(DTYPE)).to(x.dtype)  # noqa: E731
     xi = draw(8, seed=20)
-    part = Point(cast, xi.to(dtype), g.to(dtype), rcond=1e-5).decompose(loss)
+    piece = Point(cast, xi.to(dtype), g.to(dtype), rcond=1e-5).decompose(loss)
     tol = 1e-3 if dtype == torch.float32 else 1e-9
-    assert part.ambient.dtype == dtype
-    tangent = part.tangent.to(DTYPE)
-    lost = part.residual.to(DTYPE)
-    assert_close(part.ambient.to(DTYPE), tangent + lost, tol, "the sum")
-    assert abs(float(tangent @ g @ lost)) < tol * part.length**2
+    assert piece.ambient.dtype == dtype
+    tangent = piece.tangent.to(DTYPE)
+    lost = piece.residual.to(DTYPE)
+    assert_close(piece.ambient.to(DTYPE), tangent + lost, tol, "the sum")
+    assert abs(float(tangent @ g @ lost)) < tol * piece.length**2
     truth = torch.linalg.solve(g, slope(phi(xi)))
     length = float(truth @ g @ truth) ** 0.5
-    assert abs(part.length / length - 1) < tol
-    assert abs(part.lost - float(lost @ g @ lost) ** 0.5 / length) < tol
+    assert abs(piece.length / length - 1) < tol
+    assert abs(piece.lost - float(lost @ g @ lost) ** 0.5 / length) < tol
 
 
 def test_gram_and_gradient_with_a_metric_that_moves() -> None:
@@ -256,13 +256,13 @@ def test_gram_and_gradient_with_a_metric_that_moves() -> None:
     m = metric(phi(xi))
     assert_close(Point(phi, xi, metric).gram(), j.T @ m @ j, 1e-13, "G")
     assert_close(Point(phi, xi).gram(), j.T @ j, 1e-13, "G in the Euclidean metric")
-    given = j.T @ slope(phi(xi))
-    one = Point(phi, xi, metric).natural_gradient(given)
+    gradient = j.T @ slope(phi(xi))
+    one = Point(phi, xi, metric).natural_gradient(gradient)
     two = Point(phi, xi, metric).natural_gradient(loss)
     assert isinstance(one, Tensor)
     assert isinstance(two, Tensor)
     assert_close(one, two, 1e-8, "∇_ξ L and L give the same")
-    assert_close(two, torch.linalg.pinv(j.T @ m @ j, rtol=1e-10) @ given, 1e-8, "G⁺∇L")
+    assert_close(two, torch.linalg.pinv(j.T @ m @ j, rtol=1e-10) @ gradient, 1e-8, "G⁺∇L")
 
 
 def test_a_dict_of_parameters() -> None:
@@ -321,10 +321,10 @@ def test_a_module_agrees_with_the_optimizer_and_the_oracle(metric: pb.metrics.Me
 
     assert_close(flat, opt.direction(closure).x, 1e-8, "the optimizer's direction")
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    part = point.decompose(cross)
-    assert part.residual.shape == (6, 3)
-    assert 0 <= part.lost <= 1
-    assert_close(part.tangent, point.pushforward(natural), 1e-7, "Theorem 1")
+    piece = point.decompose(cross)
+    assert piece.residual.shape == (6, 3)
+    assert 0 <= piece.lost <= 1
+    assert_close(piece.tangent, point.pushforward(natural), 1e-7, "Theorem 1")
 
 
 def test_reduction_and_a_matrix_over_all_outputs_of_a_module() -> None:

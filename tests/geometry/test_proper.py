@@ -84,20 +84,20 @@ PROPER = {
 def test_properness(
     phi: Callable[[Tensor], Tensor], xi: Tensor, proper: bool, dimension: int
 ) -> None:
-    found = properness(phi, xi)
-    assert bool(found) is found.proper is proper
-    assert found.dimension == dimension
-    assert not found.singular
+    report = properness(phi, xi)
+    assert bool(report) is report.proper is proper
+    assert report.dimension == dimension
+    assert not report.singular
     metric = torch.diag(torch.arange(1, phi(xi).numel() + 1).to(DTYPE))
     assert properness(phi, xi, metric).proper is proper
 
 
 def test_other_parameters_show_a_crossing() -> None:
-    found = properness(figure_eight, tensor(0), others=[tensor(torch.pi)])
-    assert found.singular
-    assert not found
-    assert found.span == 2
-    assert "singular" in found.reason
+    report = properness(figure_eight, tensor(0), others=[tensor(torch.pi)])
+    assert report.singular
+    assert not report
+    assert report.span == 2
+    assert "singular" in report.reason
 
 
 def test_other_parameters_show_a_larger_sheet() -> None:
@@ -106,9 +106,9 @@ def test_other_parameters_show_a_larger_sheet() -> None:
     def polar(x: Tensor) -> Tensor:
         return torch.stack([x[0] * x[1], x[0] * (1 + x[1])]) * (x[0] - 1)
 
-    found = properness(polar, tensor(0, 3), others=[tensor(1, 2)], radius=1e-3)
-    assert found.dimension == 2
-    assert not found.proper
+    report = properness(polar, tensor(0, 3), others=[tensor(1, 2)], radius=1e-3)
+    assert report.dimension == 2
+    assert not report.proper
 
 
 def test_a_reparametrization_that_is_no_diffeomorphism_is_not_proper() -> None:
@@ -130,9 +130,9 @@ def test_a_reparametrization_that_is_no_diffeomorphism_is_not_proper() -> None:
 
 
 def test_properness_outside_the_domain() -> None:
-    found = properness(lambda x: x.log(), tensor(1e-3), radius=1e-2, tries=20)
-    assert 0 < found.tried < 20
-    assert found.proper
+    report = properness(lambda x: x.log(), tensor(1e-3), radius=1e-2, tries=20)
+    assert 0 < report.tried < 20
+    assert report.proper
     with pytest.raises(PullbackError, match="dimension could not be found"):
         properness(lambda x: torch.where(x == 1, x, torch.nan), tensor(1.0))
 

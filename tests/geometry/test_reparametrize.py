@@ -135,8 +135,8 @@ def test_theorem_2_on_the_model_and_formula_31_on_the_parameters(name: str, coun
     torch.testing.assert_close(dense(twin, x)[0] @ moves[1], direct, rtol=1e-7, atol=1e-8)
     want = f @ torch.linalg.pinv(j @ f) @ r
     torch.testing.assert_close(f @ moves[1], want, rtol=1e-6, atol=1e-7)
-    apart = float((f @ moves[1] - moves[0]).norm() / moves[0].norm())
-    assert apart > 1e-2 if count == 5 else apart < 1e-7
+    distance = float((f @ moves[1] - moves[0]).norm() / moves[0].norm())
+    assert distance > 1e-2 if count == 5 else distance < 1e-7
 
 
 def test_frozen_tied_and_buffered_models() -> None:
@@ -158,9 +158,9 @@ def test_frozen_tied_and_buffered_models() -> None:
     torch.testing.assert_close(twin(inputs()), model(inputs()))
     assert sorted(twin.names) == ["norm.bias", "one.weight", "two.bias"]
     assert [n for n, p in twin.named_parameters() if not p.requires_grad] == ["inner.norm.weight"]
-    again = copy.deepcopy(twin)
-    again.load_state_dict(twin.state_dict())
-    torch.testing.assert_close(again(inputs()), model(inputs()))
+    repeated = copy.deepcopy(twin)
+    repeated.load_state_dict(twin.state_dict())
+    torch.testing.assert_close(repeated(inputs()), model(inputs()))
 
 
 def test_recurrent_layers() -> None:

@@ -72,8 +72,8 @@ def test_several_parts_stack(form: str, budget: int) -> None:
     x = built.args[0]
     j = jacobian(built.model(x), list(built.model.parameters()))
     with torch.no_grad():
-        parts = [part(built.model, piece) for piece in x.split([1, 3])]
-        gram = assemble(parts, form, budget)
+        pieces = [part(built.model, piece) for piece in x.split([1, 3])]
+        gram = assemble(pieces, form, budget)
         check_gram(gram, tol=1e-11)
         assert_close(gram.dense(), j.T @ j, 1e-12, "G of the parts together")
         if isinstance(gram, FactoredGram):
@@ -118,14 +118,14 @@ def test_a_small_side_beyond_the_budget_is_refused_with_the_remedy() -> None:
 
 def test_auto_is_reported() -> None:
     built = MLP.make()
-    found = {}
+    forms = {}
     for name, solver in {
         "Cholesky": pb.solvers.Cholesky(),
         "PseudoInverse": pb.solvers.PseudoInverse(),
         "ConjugateGradient": pb.solvers.ConjugateGradient(),
     }.items():
-        found[name] = built.step(Euclidean(), lambda z: (z**2).mean(), solver=solver).gram
-    assert found == {
+        forms[name] = built.step(Euclidean(), lambda z: (z**2).mean(), solver=solver).gram
+    assert forms == {
         "Cholesky": "kernel",
         "PseudoInverse": "rows",
         "ConjugateGradient": "matrix_free",
@@ -163,8 +163,8 @@ def test_auto_asks_the_model_for_its_closed_form_first() -> None:
 
         opt.step(closure)
         moved = before - model.weight.detach()
-        own = torch.allclose(moved, model.weight.grad / 7.0)
-        assert own == (curvature is not None)
+        is_closed_form = torch.allclose(moved, model.weight.grad / 7.0)
+        assert is_closed_form == (curvature is not None)
 
 
 @pytest.mark.parametrize("form", ["rows", "panels", "kernel"])

@@ -125,9 +125,12 @@ def test_solvers_take_it() -> None:
     v = draw(gram.size)
     g = gram.dense()
     solver = pb.solvers.Cholesky()
-    found = solver.solve(solver.init(gram), v, 0.1)
+    solution = solver.solve(solver.init(gram), v, 0.1)
     assert_close(
-        found.x, torch.linalg.solve(g + 0.1 * torch.eye(len(g), dtype=DOUBLE), v), 1e-9, "Cholesky"
+        solution.x,
+        torch.linalg.solve(g + 0.1 * torch.eye(len(g), dtype=DOUBLE), v),
+        1e-9,
+        "Cholesky",
     )
 
 
@@ -142,11 +145,11 @@ def test_merged_keeps_partial_traces(groups: int, o: int, i: int, roles: int, se
     ]
     one = merge_pairs(pairs)
     for g in range(groups):
-        got = torch.kron(one.output_factor[g], one.input_factor[g]).view(o, i, o, i)
+        actual = torch.kron(one.output_factor[g], one.input_factor[g]).view(o, i, o, i)
         want = sum(torch.kron(p.output_factor[g], p.input_factor[g]) for p in pairs)
         want = torch.as_tensor(want).view(o, i, o, i)
         for axes in ("aibi->ab", "aiaj->ij"):
-            assert_close(torch.einsum(axes, got), torch.einsum(axes, want), 1e-12, axes)
+            assert_close(torch.einsum(axes, actual), torch.einsum(axes, want), 1e-12, axes)
 
 
 def test_merged_of_alike_sides_is_their_sum() -> None:
@@ -169,10 +172,10 @@ def test_merged_of_alike_sides_is_their_sum() -> None:
     assert crossed.dense().count_nonzero() == 0
 
 
-def plain(given: list[Tensor], *, singular: bool = False) -> FactorInverses:
+def plain(arguments: list[Tensor], *, singular: bool = False) -> FactorInverses:
     """The inverses of sides as they are."""
-    shifts = [torch.zeros(len(side), dtype=side.dtype) for side in given]
-    return invert_factors(given, [1.0] * len(given), shifts, singular=singular)
+    shifts = [torch.zeros(len(side), dtype=side.dtype) for side in arguments]
+    return invert_factors(arguments, [1.0] * len(arguments), shifts, singular=singular)
 
 
 def test_sides_invert_together_and_report() -> None:
@@ -181,28 +184,30 @@ def test_sides_invert_together_and_report() -> None:
     poor = symmetric(1, 3, 2, seed=2)
     line = draw(1, 4).square() + 0.1
     hole = torch.tensor([[1.0, 0.0, 2.0]], dtype=DOUBLE)
-    given = [good, line, other, poor, hole]
-    found = plain(given)
-    assert found.failed == [False, False, False, True, True]
-    assert_close(found.matrices[0], torch.linalg.inv(good), 1e-9, "groups")
-    assert_close(found.matrices[1], 1 / line, 1e-12, "diagonal")
-    assert_close(found.matrices[2], torch.linalg.inv(other), 1e-9, "the same size")
-    found = plain(given, singular=True)
-    assert found.failed == [False] * 5
-    assert found.ranks[:3] == [None, None, None]
-    assert found.ranks[3] is not None
-    assert found.ranks[3].tolist() == [2]
-    assert_close(found.matrices[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range")
-    assert_close(found.matrices[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
+    matrices = [good, line, other, poor, hole]
+    inverses = plain(matrices)
+    assert inverses.failed == [False, False, False, True, True]
+    assert_close(inverses.matrices[0], torch.linalg.inv(good), 1e-9, "groups")
+    assert_close(inverses.matrices[1], 1 / line, 1e-12, "diagonal")
+    assert_close(inverses.matrices[2], torch.linalg.inv(other), 1e-9, "the same size")
+    inverses = plain(matrices, singular=True)
+    assert inverses.failed == [False] * 5
+    assert inverses.ranks[:3] == [None, None, None]
+    assert inverses.ranks[3] is not None
+    assert inverses.ranks[3].tolist() == [2]
+    assert_close(
+        inverses.matrices[3], torch.linalg.pinv(poor, hermitian=True), 1e-7, "on the range"
+    )
+    assert_close(inverses.matrices[4], torch.tensor([[1.0, 0.0, 0.5]], dtype=DOUBLE), 1e-12, "hole")
     broken = plain([torch.full((1, 2, 2), torch.nan, dtype=DOUBLE)], singular=True)
     assert broken.failed == [True]
 
 
 def test_one_matrix_of_a_group_may_be_singular() -> None:
-    both = torch.cat([symmetric(1, 3), symmetric(1, 3, 1, seed=2)])
-    found = plain([both], singular=True)
+    stack = torch.cat([symmetric(1, 3), symmetric(1, 3, 1, seed=2)])
+    inverses = plain([stack], singular=True)
     assert_close(
-        found.matrices[0], torch.linalg.pinv(both, hermitian=True, rtol=1e-12), 1e-7, "range"
+        inverses.matrices[0], torch.linalg.pinv(stack, hermitian=True, rtol=1e-12), 1e-7, "range"
     )
 
 
@@ -262,9 +267,9 @@ def test_gains_and_shifts_invert_by_elimination(dtype: torch.dtype, damping: flo
     singular = v[:, :, None] * v[:, None]
     regular = symmetric(50, 2).to(dtype)
     regular += 0.1 * torch.eye(2, dtype=dtype)
-    got = Units(regular).inverse(damping)
+    inverse = Units(regular).inverse(damping)
     want = torch.linalg.inv(regular.double() + damping * torch.eye(2, dtype=DOUBLE))
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(inverse.double(), want, rtol=1e-4, atol=1e-4)
     for m in (singular, torch.zeros_like(singular)):
         found = Units(m).inverse(damping).double()
         assert torch.isfinite(found).all()

@@ -38,11 +38,11 @@ def error_of(function: Any, *args: Any, **options: Any) -> str:
     return ""
 
 
-def built_too_early(early: Any) -> None:
+def built_too_early(optimizer: Any) -> None:
     """A step of an optimizer that was built before the processes had met."""
     x, y = batches(4)
-    cross_entropy(early.model(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
-    early.step()
+    cross_entropy(optimizer.model(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
 
 
 def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
 def with_trainer(
     rank: int, size: int, folder: Path, options: dict[str, Any] = SPECTRAL
 ) -> dict[str, Any]:
-    early = kfac_of(gpt2(), **NATURAL)
+    premature = kfac_of(gpt2(), **NATURAL)
     actual = {}
     share = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     saved = {**share, "save_strategy": "steps", "save_steps": 3}
     actual["whole"] = vector(fit(gpt2(), folder, options, **saved).model)
     resumed = fit(gpt2(), folder, options, resume=str(folder / "checkpoint-3"), **share)
     actual["resumed"] = vector(resumed.model)
-    actual["built too early"] = error_of(built_too_early, early)
+    actual["built too early"] = error_of(built_too_early, premature)
     actual["not told"] = error_of(pb.KFAC, gpt2())
     return actual
 

@@ -67,11 +67,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def inputs(kind: str) -> dict[str, Any]:
+def inputs(family: str) -> dict[str, Any]:
     x, y = batches(16)
-    if kind == "images":
+    if family == "images":
         return {"pixel_values": torch.randn(16, 3, 16, 16), "labels": x[:, 0] % 3}
-    if kind == "sentences":
+    if family == "sentences":
         return {"input_ids": x, "labels": (x[:, 1] - x[:, 0]) % 3}
     return {"input_ids": x, "labels": x.masked_fill(y % 7 == 0, -100)}
 
@@ -154,13 +154,13 @@ def test_gpt2_has_the_symmetries_of_its_twin_of_linear_layers() -> None:
     model = gpt2()
     twin = copy.deepcopy(model)
     for block in twin.transformer.h:
-        for part, name in [(block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"),
+        for module, name in [(block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"),
                            (block.mlp, "c_proj")]:  # fmt: skip
-            old = getattr(part, name)
+            old = getattr(module, name)
             new = nn.Linear(*old.weight.shape, dtype=old.weight.dtype)
             new.weight.data = old.weight.data.T.clone()
             new.bias.data = old.bias.data.clone()
-            setattr(part, name, new)
+            setattr(module, name, new)
     x = {"input_ids": torch.arange(16).view(2, 8) % WORDS}
     counts = [pb.symmetry.find(m.eval(), x, output="logits").generators() for m in (model, twin)]
     assert len(counts[0]) == len(counts[1]) > 200

@@ -25,25 +25,25 @@ def _no_mixed_precision_left() -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def by_hand(seen: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
+def by_hand(batches: list[Any], micro: int, kfac: dict[str, Any]) -> Tensor:
     """The same batches, joined where gradients were accumulated."""
     model = gpt2().train()
     opt = kfac_of(model, **kfac)
     rate = opt.param_groups[0]["lr"]
     epoch = len(sentences()) // 8
-    remaining = iter(seen)
+    remaining = iter(batches)
     steps: list[list[Any]] = []
-    while sum(map(len, steps)) < len(seen):  # the last step of an epoch may have fewer
+    while sum(map(len, steps)) < len(batches):  # the last step of an epoch may have fewer
         left = epoch - sum(map(len, steps)) % epoch
         steps.append(list(islice(remaining, min(micro, left))))
     for i, microbatches in enumerate(steps):
         opt.param_groups[0]["lr"] = rate * (1 - i / len(steps))
-        x, y, place = (
+        x, y, positions = (
             torch.cat([batch[name] for batch, _ in microbatches])
             for name in ("input_ids", "labels", "position_ids")
         )
         opt.zero_grad()
-        z = model(input_ids=x, position_ids=place).logits
+        z = model(input_ids=x, position_ids=positions).logits
         next_word_loss(z, y, 0, microbatches[0][1]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
@@ -94,7 +94,9 @@ def test_a_resumed_fit_has_the_same_bits(tmp_path: Path, kfac: dict[str, Any]) -
     ids=["checkpointing", "compiled"],
 )
 def test_ways_to_compute_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
-    want, actual = (fit(gpt2(), tmp_path, NATURAL, max_steps=3, **own) for own in ({}, options))
+    want, actual = (
+        fit(gpt2(), tmp_path, NATURAL, max_steps=3, **arguments) for arguments in ({}, options)
+    )
     rows = {row.name: row.block for row in want.kfac.coverage()}
     assert rows == {row.name: row.block for row in actual.kfac.coverage()}
     torch.testing.assert_close(vector(actual.model), vector(want.model), rtol=1e-10, atol=1e-10)

@@ -80,7 +80,7 @@ LOOPS = [
 @pytest.mark.parametrize(("package", "loop"), LOOPS)
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_are_one(found: Found, package: str, loop: str, tmp_path: Path) -> None:
-    first, second = (own[loop] for own in found(package))
+    first, second = (results[loop] for results in found(package))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, _alone(package, loop, tmp_path), rtol=1e-10, atol=1e-10)
 
@@ -88,8 +88,8 @@ def test_two_processes_are_one(found: Found, package: str, loop: str, tmp_path: 
 @pytest.mark.parametrize("package", ["trainer", "natural_trainer"])
 def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
     """The first process alone has saved, between two inversions."""
-    for own in found(package):
-        assert torch.equal(own["resumed"], own["whole"])
+    for results in found(package):
+        assert torch.equal(results["resumed"], results["whole"])
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,5 @@ def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
 def test_what_would_drift_is_refused(
     found: Found, package: str, case: str, words: list[str]
 ) -> None:
-    for own in found(package):
-        assert all(word in own[case] for word in words), own[case]
+    for results in found(package):
+        assert all(word in results[case] for word in words), results[case]

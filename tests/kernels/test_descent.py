@@ -82,10 +82,10 @@ def test_a_recurrent_network_is_linearized() -> None:
     first = linearize(model)
     torch.testing.assert_close(first(x), model(x))
     moved = {n: p + 1e-6 * torch.randn_like(p) for n, p in model.named_parameters()}
-    now = torch.func.functional_call(model, moved, x)
-    torch.testing.assert_close(first(x, params=moved), now, rtol=0, atol=1e-10)
+    outputs = torch.func.functional_call(model, moved, x)
+    torch.testing.assert_close(first(x, params=moved), outputs, rtol=0, atol=1e-10)
     first(x).square().sum().backward()
     model(x).square().sum().backward()
-    own = dict(first.weights.named_parameters())
+    weights = dict(first.weights.named_parameters())
     for name, p in model.named_parameters():
-        torch.testing.assert_close(own[name].grad, p.grad)
+        torch.testing.assert_close(weights[name].grad, p.grad)

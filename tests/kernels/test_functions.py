@@ -53,9 +53,9 @@ def test_the_forms_of_the_projection_agree(metric: str, widths: tuple[int, ...])
     inverse = torch.linalg.pinv(oracle(model, x, METRICS[metric], count=1).rows, rtol=1e-6)
     v = inverse @ (inverse.T @ (j.T @ c.flatten()))
     for form in ("pushforward", "orthonormal", "kernel"):
-        got = project(model, x, gradient=c, metric=METRICS[metric], form=form, rcond=1e-6)
-        assert_close(got(new).flatten(), j2 @ v, 1e-8, f"{form} at new points")
-        assert_close(got(x).flatten(), j @ v, 1e-8, f"{form} on the support")
+        projection = project(model, x, gradient=c, metric=METRICS[metric], form=form, rcond=1e-6)
+        assert_close(projection(new).flatten(), j2 @ v, 1e-8, f"{form} at new points")
+        assert_close(projection(x).flatten(), j @ v, 1e-8, f"{form} on the support")
     chosen = project(model, x, gradient=c, metric=METRICS[metric], rcond=1e-6)
     assert isinstance(chosen, FunctionChange)
     assert_close(chosen.direction, v, 1e-7, "the natural gradient")
@@ -97,8 +97,8 @@ def test_p_is_a_projection_and_s_is_not(metric: str) -> None:
 
     once = p(h)
     assert_close(m @ p(once).flatten(), m @ once.flatten(), 1e-7, "P² = P")
-    rest = (h - once).flatten()
-    assert float((j.T @ (m @ rest)).norm()) < 1e-6 * float(h.norm() * j.norm() * m.norm())
+    others = (h - once).flatten()
+    assert float((j.T @ (m @ others)).norm()) < 1e-6 * float(h.norm() * j.norm() * m.norm())
     assert_close(s(h).flatten(), j @ (j.T @ (m @ h.flatten())), 1e-11, "S = J JᵀM")
     assert float((s(s(h)) - s(h)).norm()) > 0.1 * float(s(h).norm())
     assert float(s(h - once).norm()) < 1e-6 * float(s(h).norm())  # S vanishes where P does
@@ -196,12 +196,12 @@ def test_pushforward_metric() -> None:
     f = (j @ u).view(40, 2)
     g = (j @ v).view(40, 2)
     theta = ntk(model, x)
-    got = rkhs_inner(f, g, kernel=theta)
-    assert abs(float(got - u @ v)) < 1e-6 * float(u.norm() * v.norm())
+    inner_product = rkhs_inner(f, g, kernel=theta)
+    assert abs(float(inner_product - u @ v)) < 1e-6 * float(u.norm() * v.norm())
     c = draw(40, 2, seed=5)
     standard = surject(model, x, gradient=c)(x)
-    got = rkhs_inner(standard, f, kernel=theta)
-    assert abs(float(got - (c * f).sum())) < 1e-6 * float(c.norm() * f.norm())
+    inner_product = rkhs_inner(standard, f, kernel=theta)
+    assert abs(float(inner_product - (c * f).sum())) < 1e-6 * float(c.norm() * f.norm())
 
 
 def test_pushforward_metric_of_a_quotient() -> None:
@@ -210,5 +210,5 @@ def test_pushforward_metric_of_a_quotient() -> None:
     j = dense(model, x)
     u = draw(j.shape[1], seed=3)
     shortest = torch.linalg.pinv(j, rtol=1e-9) @ (j @ u)
-    got = rkhs_inner((j @ u).view(30, 2), kernel=ntk(model, x), rcond=1e-12)
-    assert abs(float(got - shortest @ shortest)) < 1e-6 * float(u @ u)
+    inner_product = rkhs_inner((j @ u).view(30, 2), kernel=ntk(model, x), rcond=1e-12)
+    assert abs(float(inner_product - shortest @ shortest)) < 1e-6 * float(u @ u)

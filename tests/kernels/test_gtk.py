@@ -31,10 +31,10 @@ def test_the_kernel_is_j_c_ct_jt(net: str, k: int) -> None:
     diagonal = torch.diagonal(want, dim1=2, dim2=3)
     assert_close(gtk(model, x, x2, basis=c, layout="diagonal"), diagonal, 1e-12, "diagonal")
     assert_close(gtk(model, x, x2, basis=c, layout="trace"), diagonal.sum(-1), 1e-12, "trace")
-    own = blocks(j @ c @ c.T @ j.T, 5, 5)
-    assert_close(gtk(model, x, basis=c), own, 1e-12, "x2 is x")
-    assert_close(gtk(model, x, basis=c, chunk=2), own, 1e-12, "by blocks")
-    assert_close(gtk(model, x, basis=c, memory=1), own, 1e-12, "sample by sample")
+    expected = blocks(j @ c @ c.T @ j.T, 5, 5)
+    assert_close(gtk(model, x, basis=c), expected, 1e-12, "x2 is x")
+    assert_close(gtk(model, x, basis=c, chunk=2), expected, 1e-12, "by blocks")
+    assert_close(gtk(model, x, basis=c, memory=1), expected, 1e-12, "sample by sample")
 
 
 class Implicit:
@@ -85,8 +85,8 @@ def test_without_a_basis_it_is_the_ntk() -> None:
     assert torch.equal(gtk(model, x), ntk(model, x))
     eye = torch.eye(size(model), dtype=torch.float64)
     assert_close(gtk(model, x, basis=eye), ntk(model, x), 1e-12, "C = I")
-    turned, _ = torch.linalg.qr(draw(size(model), size(model)))
-    assert_close(gtk(model, x, basis=turned), ntk(model, x), 1e-12, "C orthogonal")
+    rotation, _ = torch.linalg.qr(draw(size(model), size(model)))
+    assert_close(gtk(model, x, basis=rotation), ntk(model, x), 1e-12, "C orthogonal")
 
 
 def test_products_and_gradients() -> None:

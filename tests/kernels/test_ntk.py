@@ -117,9 +117,9 @@ def test_some_parameters_at_another_point() -> None:
     model = build("mlp")
     x = inputs("mlp", 4)
     other = build("mlp", seed=3)
-    some = {"2.weight": other.get_parameter("2.weight").detach()}
-    k = ntk(model, x, params=some)
-    model.get_parameter("2.weight").data.copy_(some["2.weight"])
+    weights = {"2.weight": other.get_parameter("2.weight").detach()}
+    k = ntk(model, x, params=weights)
+    model.get_parameter("2.weight").data.copy_(weights["2.weight"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name == "2.weight")
     j = dense(model, x)
@@ -163,8 +163,8 @@ def test_under_no_grad_and_with_inference_tensors() -> None:
     with torch.no_grad():
         assert torch.equal(ntk(model, x), want)
     with torch.inference_mode():
-        made = x + 0
-    assert torch.equal(ntk(model, made), want)
+        copied = x + 0
+    assert torch.equal(ntk(model, copied), want)
 
 
 def test_one_sample_and_one_weight() -> None:
@@ -190,5 +190,5 @@ def test_cuda(net: str, layout: str) -> None:
     model = build(net)
     x = inputs(net, 5)
     want = ntk(model, x, layout=layout)
-    got = ntk(model.float().cuda(), x.float().cuda(), layout=layout, chunk=2)
-    assert_close(got.double().cpu(), want, 1e-5, layout)
+    kernel = ntk(model.float().cuda(), x.float().cuda(), layout=layout, chunk=2)
+    assert_close(kernel.double().cpu(), want, 1e-5, layout)

@@ -51,13 +51,13 @@ def test_it_is_linear_and_trainable() -> None:
     x = inputs("mlp", 5)
     first = linearize(model)
     loss = first(x).square().sum()
-    got = torch.autograd.grad(loss, list(first.weights.parameters()))
+    gradients = torch.autograd.grad(loss, list(first.weights.parameters()))
     j = dense(model, x)
     z = model(x).detach()
-    assert_close(torch.cat([g.flatten() for g in got]), j.T @ (2 * z.flatten()), 1e-12, "Jᵀ∇")
-    again = copy.deepcopy(first)
-    again.load_state_dict(first.state_dict())
-    assert torch.equal(again(x), first(x))
+    assert_close(torch.cat([g.flatten() for g in gradients]), j.T @ (2 * z.flatten()), 1e-12, "Jᵀ∇")
+    repeated = copy.deepcopy(first)
+    repeated.load_state_dict(first.state_dict())
+    assert torch.equal(repeated(x), first(x))
 
 
 def test_some_parameters_alone() -> None:
@@ -75,7 +75,9 @@ def test_prediction_is_gradient_flow_of_the_linearized_model(t: float, reduction
     x = inputs("mlp", 4)
     y = draw(4, 2, seed=1)
     new = inputs("mlp", 3, seed=2)
-    got = predict(NTK(Tangent(model)), x, y, new, t=t, lr=0.3, f0=model, reduction=reduction).mean
+    prediction = predict(
+        NTK(Tangent(model)), x, y, new, t=t, lr=0.3, f0=model, reduction=reduction
+    ).mean
     j = dense(model, x)
     j2 = dense(model, new)
     if reduction == "mean":
@@ -89,7 +91,7 @@ def test_prediction_is_gradient_flow_of_the_linearized_model(t: float, reduction
     flow[:p, p] = 0.3 * j.T @ (y - model(x).detach()).flatten() / n
     w = torch.linalg.matrix_exp(t * flow)[:p, p]
     want = model(new).detach() + (j2 @ w).view(3, 2)
-    assert_close(got, want, 1e-8, "f_t")
+    assert_close(prediction, want, 1e-8, "f_t")
 
 
 def test_the_end_of_training_interpolates() -> None:
@@ -99,8 +101,8 @@ def test_the_end_of_training_interpolates() -> None:
     y = draw(5, 2, seed=1)
     kernel = NTK(Tangent(model))
     assert_close(predict(kernel, x, y, x, f0=model).mean, y, 1e-8, "f_∞(x) = y")
-    late = predict(kernel, x, y, x, f0=model, t=1e9).mean
-    assert_close(late, y, 1e-8, "t → ∞")
+    prediction = predict(kernel, x, y, x, f0=model, t=1e9).mean
+    assert_close(prediction, y, 1e-8, "t → ∞")
 
 
 @pytest.mark.parametrize("reg", [0.0, 0.3])
@@ -111,14 +113,16 @@ def test_gaussian_process_posterior(reg: float) -> None:
     y = draw(5, 2, seed=1)
     new = draw(4, 3, seed=2)
     kernel = NTK(Tangent(model))
-    got = predict(kernel, x, y, new, diag_reg=reg, covariance=True)
+    prediction = predict(kernel, x, y, new, diag_reg=reg, covariance=True)
     j = dense(model, x)
     j2 = dense(model, new)
     k = j @ j.T + reg * torch.eye(10).double()
-    assert_close(got.mean.flatten(), j2 @ j.T @ torch.linalg.solve(k, y.flatten()), 1e-7, "mean")
+    assert_close(
+        prediction.mean.flatten(), j2 @ j.T @ torch.linalg.solve(k, y.flatten()), 1e-7, "mean"
+    )
     want = j2 @ j2.T - j2 @ j.T @ torch.linalg.solve(k, j @ j2.T)
-    assert got.covariance is not None
-    matrix = got.covariance.transpose(1, 2).reshape(8, 8)
+    assert prediction.covariance is not None
+    matrix = prediction.covariance.transpose(1, 2).reshape(8, 8)
     assert_close(matrix, want, 1e-6, "covariance")
     assert torch.equal(matrix, matrix.T)
 
@@ -135,18 +139,18 @@ def test_covariance_of_an_ensemble_in_time() -> None:
     def prior(a: Tensor, b: Tensor) -> Tensor:
         return torch.exp(-torch.cdist(a, b))
 
-    every = torch.cat([x, new])
-    root = torch.linalg.cholesky(prior(every, every))
+    inputs = torch.cat([x, new])
+    root = torch.linalg.cholesky(prior(inputs, inputs))
     draws = draw(20000, 7, seed=3) @ root.T
     rates, u = torch.linalg.eigh(kernel(x, x))
     time = 2.0 / 4
     gain = torch.where(rates > 1e-12, -torch.expm1(-time * rates) / rates.clamp(min=1e-12), time)
     response = kernel(new, x) @ (u * gain) @ u.T
     final = draws[:, 4:] + (y[:, 0] - draws[:, :4]) @ response.T
-    got = predict(kernel, x, y, new, t=2.0, covariance=True, prior=prior)
-    assert_close(got.mean[:, 0], final.mean(0), 0.03, "mean")
-    assert got.covariance is not None
-    assert_close(got.covariance[:, :, 0, 0], torch.cov(final.T), 0.03, "covariance")
+    prediction = predict(kernel, x, y, new, t=2.0, covariance=True, prior=prior)
+    assert_close(prediction.mean[:, 0], final.mean(0), 0.03, "mean")
+    assert prediction.covariance is not None
+    assert_close(prediction.covariance[:, :, 0, 0], torch.cov(final.T), 0.03, "covariance")
 
 
 def test_scalar_kernels_act_on_each_output() -> None:
@@ -158,9 +162,9 @@ def test_scalar_kernels_act_on_each_output() -> None:
     def trace(a: Tensor, b: Tensor) -> Tensor:
         return ntk(model, a, b, layout="trace")
 
-    got = predict(trace, x, y, new, diag_reg=0.1).mean
+    prediction = predict(trace, x, y, new, diag_reg=0.1).mean
     k = trace(x, x) + 0.1 * torch.eye(4).double()
-    assert_close(got, trace(new, x) @ torch.linalg.solve(k, y), 1e-10, "K ⊗ I")
+    assert_close(prediction, trace(new, x) @ torch.linalg.solve(k, y), 1e-10, "K ⊗ I")
     flat = predict(trace, x, y[:, 0], new, diag_reg=Relative(0.01)).mean
     k = trace(x, x) + 0.01 * trace(x, x).diagonal().mean() * torch.eye(4).double()
     assert_close(flat[:, 0], trace(new, x) @ torch.linalg.solve(k, y[:, 0]), 1e-10, "Relative")
@@ -170,8 +174,8 @@ def test_singular_kernels_leave_what_they_do_not_see() -> None:
     """Two equal inputs with different targets: the mean of the two is fitted."""
     x = torch.ones(2, 1).double()
     y = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
-    got = predict(lambda a, b: a @ b.T, x, y, torch.ones(1, 1).double()).mean
-    assert_close(got, torch.tensor([[2.0]]).double(), 1e-12, "least squares")
+    prediction = predict(lambda a, b: a @ b.T, x, y, torch.ones(1, 1).double()).mean
+    assert_close(prediction, torch.tensor([[2.0]]).double(), 1e-12, "least squares")
 
 
 def test_refusals() -> None:
@@ -200,10 +204,10 @@ def test_float32() -> None:
     model = nn.Linear(3, 2)
     x = torch.randn(5, 3)
     y = torch.randn(5, 2)
-    got = predict(NTK(Tangent(model)), x, y, x, t=1.0, f0=model, covariance=True)
-    assert got.mean.dtype == torch.float32
-    assert got.covariance is not None
-    assert bool(torch.isfinite(got.covariance).all())
+    prediction = predict(NTK(Tangent(model)), x, y, x, t=1.0, f0=model, covariance=True)
+    assert prediction.mean.dtype == torch.float32
+    assert prediction.covariance is not None
+    assert bool(torch.isfinite(prediction.covariance).all())
 
 
 @pytest.mark.parametrize("t", [None, float("inf")])
@@ -212,10 +216,10 @@ def test_equal_inputs_at_the_end_of_training(t: float | None) -> None:
     kernel = NTK(Tangent(build("mlp")))
     x = inputs("mlp", 3)[[0, 0, 1, 2]]
     y = draw(4, 2)
-    found = predict(kernel, x, y, x, t=t, covariance=True)
-    assert_close(found.mean[:2], y[:2].mean(0).expand(2, 2), 1e-6, "the mean of both targets")
-    assert found.covariance is not None
-    assert bool(torch.isfinite(found.covariance).all())
+    prediction = predict(kernel, x, y, x, t=t, covariance=True)
+    assert_close(prediction.mean[:2], y[:2].mean(0).expand(2, 2), 1e-6, "the mean of both targets")
+    assert prediction.covariance is not None
+    assert bool(torch.isfinite(prediction.covariance).all())
 
 
 def test_an_initial_function_that_does_not_fit() -> None:

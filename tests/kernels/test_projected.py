@@ -43,9 +43,9 @@ def test_it_is_j_g_pinv_jt(metric: str, p_small: bool) -> None:
     g = inverse @ inverse.T
     scale = (j @ g @ j.T).norm()
     for other, jo, n in ((None, j, 10), (x2, j2, 4)):
-        got = projected_kernel(model, x, other, metric=METRICS[metric], support=x, rcond=1e-6)
+        kernel = projected_kernel(model, x, other, metric=METRICS[metric], support=x, rcond=1e-6)
         want = blocks(j @ g @ jo.T, 10, n)
-        assert float((got - want).norm()) <= 1e-9 * float(scale + want.norm())
+        assert float((kernel - want).norm()) <= 1e-9 * float(scale + want.norm())
 
 
 @pytest.mark.parametrize("layout", ["full", "diagonal", "trace"])
@@ -73,8 +73,8 @@ def test_sobolev_with_full_row_rank_is_the_sobolev_kernel(memory: int) -> None:
     metric = Sobolev(1.0)
     d = torch.cdist(x, x)
     k = torch.exp(-d) * (1 + d)
-    got = projected_kernel(model, x, metric=metric, memory=memory)
-    assert_close(got, blocks(torch.kron(k, torch.eye(2).double()), 6, 6), 1e-7, "K ⊗ I")
+    kernel = projected_kernel(model, x, metric=metric, memory=memory)
+    assert_close(kernel, blocks(torch.kron(k, torch.eye(2).double()), 6, 6), 1e-7, "K ⊗ I")
 
 
 def test_natural_ntk_of_an_overparametrized_model_is_the_identity() -> None:
@@ -82,9 +82,9 @@ def test_natural_ntk_of_an_overparametrized_model_is_the_identity() -> None:
     torch.manual_seed(0)
     x = draw(4, 3)
     for model in (mlp(3, 40, 2).double(), mlp(3, 20, 20, 2).double()):
-        got = natural_ntk(model, x)
-        assert_close(got, blocks(torch.eye(8).double(), 4, 4), 1e-9, "J F⁺Jᵀ = I")
-        assert float((ntk(model, x) - got).norm()) > 1
+        kernel = natural_ntk(model, x)
+        assert_close(kernel, blocks(torch.eye(8).double(), 4, 4), 1e-9, "J F⁺Jᵀ = I")
+        assert float((ntk(model, x) - kernel).norm()) > 1
 
 
 def test_natural_ntk_of_a_likelihood() -> None:

@@ -49,9 +49,9 @@ def test_dependent_directions_have_a_projection_for_a_gram(net: str) -> None:
     model = build(net)
     x = inputs(net, 3)
     j = dense(model, x)
-    got = rkhs_inner(j.T, kernel=ntk(model, x))
-    assert_close(got, torch.linalg.pinv(j) @ j, 1e-8, "J⁺J")
-    assert_close(got @ got, got, 1e-8, "idempotent")
+    inner_product = rkhs_inner(j.T, kernel=ntk(model, x))
+    assert_close(inner_product, torch.linalg.pinv(j) @ j, 1e-8, "J⁺J")
+    assert_close(inner_product @ inner_product, inner_product, 1e-8, "idempotent")
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -46,8 +46,8 @@ def dense(model: nn.Module, inputs: dict[str, Any], output: str) -> Tensor:
     def value(params: dict[str, Tensor]) -> Tensor:
         return getattr(torch.func.functional_call(model, params, (), inputs), output)
 
-    found = torch.func.jacrev(value)(params)
-    return torch.cat([j.flatten(2) for j in found.values()], 2)
+    jacobian = torch.func.jacrev(value)(params)
+    return torch.cat([j.flatten(2) for j in jacobian.values()], 2)
 
 
 @pytest.mark.parametrize("output", ["logits", "hidden"])
@@ -57,10 +57,10 @@ def test_inputs_may_be_named_and_the_output_chosen(output: str) -> None:
     j = dense(model, x, output)
     j2 = dense(model, x2, output)
     # a parameter that the output does not feel has no column
-    found = ntk(model, x, x2, output=output)
-    assert_close(found, torch.einsum("nap,kbp->nkab", j, j2), 1e-12, output)
+    kernel = ntk(model, x, x2, output=output)
+    assert_close(kernel, torch.einsum("nap,kbp->nkab", j, j2), 1e-12, output)
     if output == "logits":
-        assert_close(ntk(model, x, x2), found, 1e-14, "logits are found")
+        assert_close(ntk(model, x, x2), kernel, 1e-14, "logits are found")
 
 
 class Drawing(nn.Sequential):
@@ -97,6 +97,6 @@ def test_single_precision_inside_keeps_the_structured_route() -> None:
     model = nn.Sequential(nn.Linear(3, 6), Halved(6), nn.Linear(6, 2))
     x = torch.randn(5, 3)
     params = {n: p.detach() for n, p in model.named_parameters()}
-    found = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
-    j = torch.cat([t.flatten(2) for t in found.values()], 2)
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(model, p, (x,)))(params)
+    j = torch.cat([t.flatten(2) for t in jacobian.values()], 2)
     assert_close(ntk(model, x), torch.einsum("nap,kbp->nkab", j, j), 1e-6, "kernel")

@@ -90,45 +90,45 @@ LOSSES = {
 def test_duplicating_the_batch_changes_nothing(name: str, form: str) -> None:
     metric, loss = LOSSES[name]
     x, y = data()
-    found = []
+    computed = []
     for times in (1, 3):
         model = tanh_mlp(3, 5, 3)
         opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), gram=form)
-        many = x.repeat(times, 1)
+        repeated = x.repeat(times, 1)
         labels = y.repeat(times)
-        found.append(
-            move(model, opt, lambda model=model, a=many, b=labels: loss(model(a), b, "mean"))
+        computed.append(
+            move(model, opt, lambda model=model, a=repeated, b=labels: loss(model(a), b, "mean"))
         )
-    assert_close(found[1], found[0], 1e-9, "the step on a tripled batch")
+    assert_close(computed[1], computed[0], 1e-9, "the step on a tripled batch")
 
 
 @pytest.mark.parametrize(("name", "form"), each_once(LOSSES, FORMS))
 def test_mean_and_sum_agree_when_damping_is_relative(name: str, form: str) -> None:
     metric, loss = LOSSES[name]
     x, y = data()
-    found = []
+    computed = []
     for how in ("mean", "sum"):
         model = tanh_mlp(3, 5, 3)
         solver = pb.solvers.Cholesky(pb.solvers.Relative(0.05))
         opt = pb.NaturalGradient(
             model, metric, solver, gram=form, output=pb.optim.Outputs(reduction=how)
         )
-        found.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
-    assert_close(found[1], found[0], 1e-10, "the step from sums")
+        computed.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
+    assert_close(computed[1], computed[0], 1e-10, "the step from sums")
 
 
 def test_absolute_damping_does_depend_on_the_reduction() -> None:
     """The law above is not vacuous."""
     metric, loss = LOSSES["Categorical"]
     x, y = data()
-    found = []
+    computed = []
     for how in ("mean", "sum"):
         model = tanh_mlp(3, 5, 3)
         opt = pb.NaturalGradient(
             model, metric, pb.solvers.Cholesky(0.05), output=pb.optim.Outputs(reduction=how)
         )
-        found.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
-    assert float((found[0] - found[1]).norm()) > 0.1 * float(found[0].norm())
+        computed.append(move(model, opt, lambda model=model, how=how: loss(model(x), y, how)))
+    assert float((computed[0] - computed[1]).norm()) > 0.1 * float(computed[0].norm())
 
 
 @pytest.mark.parametrize(
@@ -193,19 +193,19 @@ def test_the_order_of_samples_does_not_matter() -> None:
     metric, loss = LOSSES["Categorical"]
     x, y = data()
     order = torch.tensor([3, 1, 5, 0, 4, 2])
-    found = []
+    computed = []
     for a, b in ((x, y), (x[order], y[order])):
         model = tanh_mlp(3, 5, 3)
         opt = pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-2), gram="kernel")
-        found.append(move(model, opt, lambda model=model, a=a, b=b: loss(model(a), b, "mean")))
-    assert_close(found[1], found[0], 1e-10, "the step on a shuffled batch")
+        computed.append(move(model, opt, lambda model=model, a=a, b=b: loss(model(a), b, "mean")))
+    assert_close(computed[1], computed[0], 1e-10, "the step on a shuffled batch")
 
 
 def test_a_weight_is_a_repetition() -> None:
     """Weighting a sample by k is the same as having it k times (sums)."""
     x, _ = data(4)
     counts = torch.tensor([1, 3, 2, 1])
-    found = []
+    computed = []
     for repeat in (False, True):
         model = tanh_mlp(3, 5, 3)
         if repeat:
@@ -226,8 +226,8 @@ def test_a_weight_is_a_repetition() -> None:
                 return squares.sum()
             return (counts * squares).sum()
 
-        found.append(move(model, opt, loss))
-    assert_close(found[1], found[0], 1e-10, "weights and repetitions")
+        computed.append(move(model, opt, loss))
+    assert_close(computed[1], computed[0], 1e-10, "weights and repetitions")
 
 
 def test_affine_reparametrization_leaves_the_undamped_function_step() -> None:

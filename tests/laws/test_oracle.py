@@ -48,9 +48,9 @@ def check(model: ModelCase, metric: MetricCase, form: str, solver: SolverCase) -
     assert info.gram == form
     assert want.gradient is not None
     assert_close(probe.gradient, want.gradient, 1e-12, "the gradient is p.grad")
-    for damping, found in zip(DAMPINGS, probe.found, strict=True):
-        assert found.damping == damping
-        assert_close(found.x, want.solve(damping), TOLERANCE, f"(G + {damping:g})⁻¹g")
+    for damping, direction in zip(DAMPINGS, probe.found, strict=True):
+        assert direction.damping == damping
+        assert_close(direction.x, want.solve(damping), TOLERANCE, f"(G + {damping:g})⁻¹g")
     return info
 
 

@@ -43,8 +43,8 @@ def logistic_oracle(x: Tensor, y: Tensor, logits: Tensor, digits: int = 1500) ->
         g = a.T * mpmath.matrix([-yi * w for yi, w in zip(labels, wrong, strict=True)])
         weights = mpmath.diag([w * (1 - w) for w in wrong])
         if n >= d:
-            found = mpmath.lu_solve(a.T * weights * a, g)
+            solution = mpmath.lu_solve(a.T * weights * a, g)
         else:
             right = mpmath.matrix([-yi / (1 - w) for yi, w in zip(labels, wrong, strict=True)])
-            found = a.T * mpmath.lu_solve(a * a.T, right)
-        return torch.tensor([float(v) for v in found], dtype=torch.float64)
+            solution = a.T * mpmath.lu_solve(a * a.T, right)
+        return torch.tensor([float(v) for v in solution], dtype=torch.float64)

@@ -69,9 +69,11 @@ def test_any_dims_at_any_rank(dims: list[int], seed: int, deficient: bool) -> No
     j = jacobian(product, list(model.factors))
     sigma = torch.linalg.svdvals(j)
     sigma = sigma[sigma > 1e-12 * sigma[0]]
-    got = flat(model.natural_gradient(grad, rcond=1e-12))
+    actual = flat(model.natural_gradient(grad, rcond=1e-12))
     want = torch.linalg.pinv(j, rtol=1e-12) @ grad.flatten()
-    assert float((got - want).norm()) <= 1e-12 * float(sigma[0] / sigma[-1] * want.norm()) + 1e-13
+    assert (
+        float((actual - want).norm()) <= 1e-12 * float(sigma[0] / sigma[-1] * want.norm()) + 1e-13
+    )
 
 
 def test_tiny_numbers() -> None:
@@ -98,8 +100,8 @@ def test_narrow_two_factors_project_onto_the_tangent_space() -> None:
     left = u @ torch.linalg.pinv(u)
     right = torch.linalg.pinv(v) @ v
     one, two = model.natural_gradient(grad)
-    rest = grad - left @ grad
-    want = grad - (rest - rest @ right)
+    others = grad - left @ grad
+    want = grad - (others - others @ right)
     assert error(one @ v + u @ two, want) < 1e-13
     # the balanced formula of the same image is longer or equal
     du = (grad - 0.5 * left @ grad) @ torch.linalg.pinv(v)
@@ -115,9 +117,9 @@ def test_entries_alone() -> None:
     grad = draw(4)
     for dims in ([5, 3, 4], [5, 6, 7, 4], [5, 2, 2, 4]):
         model = net(dims)
-        got = flat(model.natural_gradient(grad, entries=(rows, columns)))
+        actual = flat(model.natural_gradient(grad, entries=(rows, columns)))
         j = jacobian(lambda *w: product(*w)[rows, columns], list(model.factors))
-        assert error(got, torch.linalg.pinv(j) @ grad) < 1e-12
+        assert error(actual, torch.linalg.pinv(j) @ grad) < 1e-12
 
 
 def test_invariance_of_the_model_step() -> None:
@@ -210,12 +212,12 @@ def test_where_the_factors_come_from() -> None:
         DeepMatrix([3, 4], generator=generator).beta, DeepMatrix([3, 4], seed=5).beta
     )
     assert DeepMatrix([3, 4], seed=0, dtype=DOUBLE).beta.dtype is DOUBLE
-    given = [draw(2, 3), draw(3, 2)]
-    model = DeepMatrix([2, 3, 2], given)
-    assert torch.equal(model.factors[0], given[0])
+    factors = [draw(2, 3), draw(3, 2)]
+    model = DeepMatrix([2, 3, 2], factors)
+    assert torch.equal(model.factors[0], factors[0])
     model.factors[0].data.zero_()
-    assert given[0].any()
-    assert DeepMatrix.of(given, dtype=torch.float32).beta.dtype is torch.float32
+    assert factors[0].any()
+    assert DeepMatrix.of(factors, dtype=torch.float32).beta.dtype is torch.float32
     assert not DeepMatrix([2, 2], 0.0).beta.any()
 
 
@@ -280,8 +282,8 @@ def test_factors_of_any_size(size: float, depth: int) -> None:
     """X = J⁺∇ is of degree 1 − L in the factors, though squares of J are out of range."""
     grad = draw(2, 2)
     want = tiny(1.0, depth).natural_gradient(grad)
-    got = tiny(size, depth).natural_gradient(grad)
-    scaled = [m * size if depth == 2 else m * size * size for m in got]
+    direction = tiny(size, depth).natural_gradient(grad)
+    scaled = [m * size if depth == 2 else m * size * size for m in direction]
     assert error(flat(scaled), flat(want)) < 1e-12
 
 

@@ -107,8 +107,8 @@ def test_rank_deficient_data() -> None:
     x = draw(9, 3) @ draw(3, 6, seed=1)
     y = draw(9, seed=2).sign()
     beta = draw(6, seed=3)
-    got = logistic_natural_gradient(x, y, beta)
-    assert error(got, dense_logistic(x, y, x @ beta)) < 1e-11
+    direction = logistic_natural_gradient(x, y, beta)
+    assert error(direction, dense_logistic(x, y, x @ beta)) < 1e-11
     assert not logistic_natural_gradient(torch.zeros(3, 2), torch.ones(3), torch.zeros(2)).any()
 
 
@@ -188,9 +188,9 @@ def test_forward_and_initialization() -> None:
     sizes = torch.stack(model.values()).abs()
     assert bool((sizes >= 0.5).all())
     assert bool((sizes <= 1.5).all())
-    given = draw(2, 3)
-    torch.testing.assert_close(DiagonalNetwork(3, 2, given).beta, given.prod(0))
-    assert DiagonalNetwork(3, 2, list(given), dtype=torch.float32).beta.dtype is torch.float32
+    weights = draw(2, 3)
+    torch.testing.assert_close(DiagonalNetwork(3, 2, weights).beta, weights.prod(0))
+    assert DiagonalNetwork(3, 2, list(weights), dtype=torch.float32).beta.dtype is torch.float32
     assert not LinearModel(4).beta.any()
     assert LinearModel(2, torch.tensor([1.0, 2.0])).beta.tolist() == [1.0, 2.0]
     assert DiagonalNetwork(3, 2, 0.5).beta.tolist() == [0.25] * 3
@@ -207,9 +207,9 @@ def test_nearly_dependent_columns(gap: float, scale: float) -> None:
     u = y * (x @ beta).detach()
     root = (torch.sigmoid(u) * torch.sigmoid(-u)).sqrt()
     want = -torch.linalg.pinv(root[:, None] * x, rtol=1e-12) @ (root * y / torch.sigmoid(u))
-    got = logistic_natural_gradient(x, y, beta)
-    assert not got.requires_grad
-    assert error(got, want) < (1e-12 if gap != 1e-7 else 1e-6)
+    direction = logistic_natural_gradient(x, y, beta)
+    assert not direction.requires_grad
+    assert error(direction, want) < (1e-12 if gap != 1e-7 else 1e-6)
 
 
 def test_types_are_promoted() -> None:
@@ -224,10 +224,12 @@ def test_float32() -> None:
     x = draw(4, 6).float()
     y = draw(4, seed=1).sign()
     model = DiagonalNetwork(6, 2, seed=0, dtype=torch.float32)
-    got = model.logistic_natural_gradient(x, y)
-    assert all(m.dtype is torch.float32 for m in got)
+    direction = model.logistic_natural_gradient(x, y)
+    assert all(m.dtype is torch.float32 for m in direction)
     twin = DiagonalNetwork(6, 2, model.values(DOUBLE))
-    assert error(flat(got).double(), flat(twin.logistic_natural_gradient(x.double(), y))) < 1e-4
+    assert (
+        error(flat(direction).double(), flat(twin.logistic_natural_gradient(x.double(), y))) < 1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,8 +297,8 @@ def test_logits_far_apart_are_decided_by_the_samples_behind(
     y = (x @ beta).sign()
     behind = (y * (x @ beta)).argsort()[:3]
     truth = -torch.linalg.solve((y[:, None] * x)[behind], torch.ones(3, dtype=dtype))
-    got = logistic_natural_gradient(x, y, beta)
-    assert error(got, truth) < 100 * torch.finfo(dtype).eps * float(truth.norm() + 1)
+    direction = logistic_natural_gradient(x, y, beta)
+    assert error(direction, truth) < 100 * torch.finfo(dtype).eps * float(truth.norm() + 1)
 
 
 def test_weights_out_of_range_are_refused() -> None:
@@ -311,7 +313,7 @@ def test_half_precision_and_whole_numbers_of_numpy() -> None:
     x = draw(6, 3)
     y = draw(6, seed=1).sign()
     want = logistic_natural_gradient(x, y, torch.zeros(3, dtype=DOUBLE))
-    got = logistic_natural_gradient(x.half(), y.half(), torch.zeros(3).half())
-    assert got.dtype is torch.float16
-    assert error(got.double(), want) < 1e-2
+    direction = logistic_natural_gradient(x.half(), y.half(), torch.zeros(3).half())
+    assert direction.dtype is torch.float16
+    assert error(direction.double(), want) < 1e-2
     assert DiagonalNetwork(np.int64(3), np.int64(2)).dim == 3  # pyright: ignore

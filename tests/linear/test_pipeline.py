@@ -93,8 +93,8 @@ def test_closed_forms_equal_the_oracle(name: str, metric: str, solver: str) -> N
     opt = pb.NaturalGradient(model, chosen, make())
     closure = closure_of(opt, model, args)
     want = oracle(model, args, chosen, lambda z: loss(z)).solve(damping)
-    found = opt.direction(closure)
-    assert float(relative_error(found.x, want)) < 1e-9
+    direction = opt.direction(closure)
+    assert float(relative_error(direction.x, want)) < 1e-9
     assert opt.step(closure).gram == "closed form"
 
 
@@ -151,8 +151,8 @@ def test_large_tangents_are_held_by_products(monkeypatch: pytest.MonkeyPatch) ->
             model = build()
             opt = pb.NaturalGradient(model, Fisher(pb.likelihoods.Bernoulli()), make())
             want = oracle(model, args, opt.metric, loss).solve(damping)
-            found = opt.direction(closure_of(opt, model, args))
-            assert float(relative_error(found.x, want)) < 1e-6
+            direction = opt.direction(closure_of(opt, model, args))
+            assert float(relative_error(direction.x, want)) < 1e-6
 
 
 def test_a_regularizer_counts() -> None:
@@ -188,8 +188,8 @@ def test_frozen_factors_and_param_groups() -> None:
     model = deep(4, 6, 3)
     groups = [{"params": [model.factors[1]]}, {"params": [model.factors[0]]}]
     opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), params=groups)
-    turned = [model.factors[1], model.factors[0]]
-    want = oracle(model, (), Euclidean(), loss, params=turned).solve()
+    rotated = [model.factors[1], model.factors[0]]
+    want = oracle(model, (), Euclidean(), loss, params=rotated).solve()
     closure = closure_of(opt, model, ())
     assert float(relative_error(opt.direction(closure).x, want)) < 1e-10
     assert opt.step(closure).gram == "closed form"

@@ -39,9 +39,9 @@ def covered(built: Built, form: str = "kernel") -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("case", MODELS, ids=lambda c: c.name)
 def test_every_parameter_is_covered_once(case: ModelCase) -> None:
     built = case.make()
-    found = covered(built)
-    assert found.keys() == {n for n, p in built.model.named_parameters() if p.requires_grad}
-    assert all(reason for _, reason in found.values())
+    coverage = covered(built)
+    assert coverage.keys() == {n for n, p in built.model.named_parameters() if p.requires_grad}
+    assert all(reason for _, reason in coverage.values())
 
 
 KNOWN = {"hadamard", "materialized", "rows"}
@@ -140,10 +140,10 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Doubled(3, 4), nn.Tanh(), Plain(4, 2)).double()
-    found = covered(Built(model, (torch.randn(4, 3).double(),), {}))
-    assert found["0.weight"][1] == "no layer with known structure uses it"
-    assert found["0.bias"][1] == "known layer"
-    assert found["2.weight"][1] == "known layer"
+    coverage = covered(Built(model, (torch.randn(4, 3).double(),), {}))
+    assert coverage["0.weight"][1] == "no layer with known structure uses it"
+    assert coverage["0.bias"][1] == "known layer"
+    assert coverage["2.weight"][1] == "known layer"
 
 
 def test_a_hook_that_changes_the_output_is_noticed() -> None:

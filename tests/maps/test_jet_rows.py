@@ -53,11 +53,11 @@ def test_small_and_large_alike(sites: int, covectors: int, monkeypatch: pytest.M
     small = map.linearize(params).pullback(u)
     monkeypatch.setattr(module, "_SMALL", 0)
     large = map.linearize(params).pullback(u)
-    kinds = {type(b) for b in small.blocks.values()}, {type(b) for b in large.blocks.values()}
-    assert kinds == ({RowsBlock}, {AffineBlock})
+    types = {type(b) for b in small.blocks.values()}, {type(b) for b in large.blocks.values()}
+    assert types == ({RowsBlock}, {AffineBlock})
     v = torch.randn(small.space.size).double()
     c = torch.randn(N, covectors).double()
-    for got, want in (
+    for actual, want in (
         (small.rows(), large.rows()),
         (small.kernel(), large.kernel()),
         (small.kernel(large), large.kernel()),
@@ -66,4 +66,4 @@ def test_small_and_large_alike(sites: int, covectors: int, monkeypatch: pytest.M
         (small.narrow(1, 4).rows(), large.narrow(1, 4).rows()),
         (small.narrow(1, 4).lift(c[1:4]), large.narrow(1, 4).lift(c[1:4])),
     ):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-12)

@@ -142,10 +142,10 @@ def test_layer(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(pulled.lift(c), j.T @ c.flatten(), 1e-12, "lift(c) = Jᵀc")
     for budget in (1, 2**30):
         assert_close(pulled.kernel(budget=budget), j @ j.T, 1e-12, "kernel = JJᵀ")
-        part = pulled.narrow(1, n)
-        assert_close(pulled.kernel(part, budget=budget), j @ j[r:].T, 1e-12, "kernel of two parts")
-        assert_close(part.kernel(budget=budget), j[r:] @ j[r:].T, 1e-12, "kernel of a part")
-    assert_close(part.rows(), j[r:], 1e-12, "rows of a part")
+        piece = pulled.narrow(1, n)
+        assert_close(pulled.kernel(piece, budget=budget), j @ j[r:].T, 1e-12, "kernel of two parts")
+        assert_close(piece.kernel(budget=budget), j[r:] @ j[r:].T, 1e-12, "kernel of a part")
+    assert_close(piece.rows(), j[r:], 1e-12, "rows of a part")
     for key, before in buffers.items():
         assert torch.equal(dict(module.named_buffers())[key], before), f"{key} was written"
 

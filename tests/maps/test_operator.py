@@ -394,8 +394,8 @@ def test_both_routes_of_a_block(weight: bool, bias: bool, budget: int) -> None:
     c = torch.randn(5, 2).double()
     assert_close(one.project(names).flatten(), flat_rows(one) @ v, 1e-13, "project")
     lifted = one.lift(c)
-    got = torch.cat([lifted[n] for n in one.names])
-    assert_close(got, flat_rows(one).T @ c.flatten(), 1e-13, "lift")
+    actual = torch.cat([lifted[n] for n in one.names])
+    assert_close(actual, flat_rows(one).T @ c.flatten(), 1e-13, "lift")
     rows = one.rows()
     assert_close(
         torch.cat([rows[n] for n in one.names], -1).flatten(0, 1), flat_rows(one), 1e-13, ""

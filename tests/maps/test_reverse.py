@@ -37,9 +37,9 @@ def test_they_are_those_of_one_covector_each(name: str) -> None:
     u = torch.randn(4, *linear.value.shape, dtype=torch.float64)
     unused = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     inputs = [*linear.leaves.values(), unused, *(e.edge for e in linear.entries)]
-    got = linear.gradients(u, inputs, batched=True)
+    computed_gradients = linear.gradients(u, inputs, batched=True)
     for r in range(4):
-        for one, two in zip(got, linear.gradients(u[r], inputs), strict=True):
+        for one, two in zip(computed_gradients, linear.gradients(u[r], inputs), strict=True):
             assert (one is None) == (two is None)
             if one is not None and two is not None:
                 assert_close(one[r], two, 1e-12, name)

@@ -52,8 +52,8 @@ def unbound(y: Tensor) -> Tensor:
 
 
 def indexed(y: Tensor) -> Tensor:
-    parts = [heads(y[..., i * WIDTH : (i + 1) * WIDTH]) for i in range(3)]
-    return attend(rotate(parts[0]), rotate(parts[1]), parts[2])
+    pieces = [heads(y[..., i * WIDTH : (i + 1) * WIDTH]) for i in range(3)]
+    return attend(rotate(pieces[0]), rotate(pieces[1]), pieces[2])
 
 
 def normalized(y: Tensor) -> Tensor:
@@ -127,15 +127,15 @@ def test_splits_of_fused_weights(
     after: Callable[[Tensor], Tensor], split: tuple[int, ...], kind: str
 ) -> None:
     torch.manual_seed(0)
-    found = rows(Fused(after, sum(split), kind), torch.randn(2, 4, WIDTH))
+    roles = rows(Fused(after, sum(split), kind), torch.randn(2, 4, WIDTH))
     if kind in ("linear", "added"):
-        row = found["fused.weight"]
+        row = roles["fused.weight"]
         assert (row.role, row.split, row.split_axis) == ("matrix", split, 0), row.reason
     if kind != "linear":
-        assert (found["w"].role, found["w"].split, found["w"].split_axis) == ("matrix", split, 1)
-    assert found["mix.weight"].split == (WIDTH,)
-    assert (found["head.weight"].role, found["head.weight"].split) == ("head", (5,))
-    assert found["fused.bias"].role == "vector"
+        assert (roles["w"].role, roles["w"].split, roles["w"].split_axis) == ("matrix", split, 1)
+    assert roles["mix.weight"].split == (WIDTH,)
+    assert (roles["head.weight"].role, roles["head.weight"].split) == ("head", (5,))
+    assert roles["fused.bias"].role == "vector"
 
 
 def test_rows_by_turns_are_not_split() -> None:
@@ -163,8 +163,8 @@ def test_convolutions() -> None:
             x = F.glu(self.gated(x), 1)
             return self.last(self.up(x)).softmax(1)
 
-    found = rows(Net(), torch.randn(2, 1, 6, 6))
-    roles = {name: row.role for name, row in found.items() if name.endswith("weight")}
+    actual = rows(Net(), torch.randn(2, 1, 6, 6))
+    roles = {name: row.role for name, row in actual.items() if name.endswith("weight")}
     assert roles == {
         "first.weight": "convolution",
         "depthwise.weight": "vector",
@@ -173,9 +173,9 @@ def test_convolutions() -> None:
         "up.weight": "convolution",
         "last.weight": "head",
     }
-    assert found["grouped.weight"].split == (4, 4)
-    assert found["gated.weight"].split == (8, 8)
-    assert (found["up.weight"].split, found["up.weight"].split_axis) == ((6,), 1)
+    assert actual["grouped.weight"].split == (4, 4)
+    assert actual["gated.weight"].split == (8, 8)
+    assert (actual["up.weight"].split, actual["up.weight"].split_axis) == ((6,), 1)
 
 
 class Experts(nn.Module):
@@ -199,13 +199,13 @@ class Experts(nn.Module):
         return self.head(y)
 
 
-@pytest.mark.parametrize("way", ["loop", "bmm", "einsum"])
-def test_experts(way: str) -> None:
-    found = rows(Experts(way), torch.randn(5, WIDTH))
-    assert (found["up"].role, found["up"].split) == ("experts", (WIDTH, WIDTH))
-    assert (found["down"].role, found["down"].split) == ("experts", (WIDTH,))
-    assert found["up"].split_axis == 1
-    assert found["head.weight"].role == "head"
+@pytest.mark.parametrize("variant", ["loop", "bmm", "einsum"])
+def test_experts(variant: str) -> None:
+    roles = rows(Experts(variant), torch.randn(5, WIDTH))
+    assert (roles["up"].role, roles["up"].split) == ("experts", (WIDTH, WIDTH))
+    assert (roles["down"].role, roles["down"].split) == ("experts", (WIDTH,))
+    assert roles["up"].split_axis == 1
+    assert roles["head.weight"].role == "head"
 
 
 def test_an_expert_without_rows_has_a_role() -> None:
@@ -258,9 +258,9 @@ def test_a_weight_that_is_used_twice() -> None:
             x = self.layer(self.layer(x).relu())
             return self.head(x + x @ self.layer.weight)
 
-    found = rows(Shared(), torch.randn(3, 4))
-    assert found["layer.weight"].role == "matrix"
-    assert found["head.weight"].role == "head"
+    roles = rows(Shared(), torch.randn(3, 4))
+    assert roles["layer.weight"].role == "matrix"
+    assert roles["head.weight"].role == "head"
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_recurrent_layers(kind: Any, gates: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.inner(x)[0])
 
-    found = rows(Net(), torch.randn(3, 5, 4))
+    roles = rows(Net(), torch.randn(3, 5, 4))
     for name in ("inner.weight_ih_l0", "inner.weight_hh_l0"):
-        assert (found[name].role, found[name].split) == ("matrix", (6,) * gates)
-    assert found["inner.bias_ih_l0"].role == "vector"
-    assert found["head.weight"].role == "head"
+        assert (roles[name].role, roles[name].split) == ("matrix", (6,) * gates)
+    assert roles["inner.bias_ih_l0"].role == "vector"
+    assert roles["head.weight"].role == "head"
 
 
 def test_a_recurrent_cell_by_hand() -> None:
@@ -297,19 +297,19 @@ def test_a_recurrent_cell_by_hand() -> None:
                 h = o.sigmoid() * c.tanh()
             return self.head(h)
 
-    found = rows(Cell(), torch.randn(3, 5, 4))
-    assert found["inputs.weight"].split == found["states.weight"].split == (6,) * 4
+    roles = rows(Cell(), torch.randn(3, 5, 4))
+    assert roles["inputs.weight"].split == roles["states.weight"].split == (6,) * 4
 
 
 def test_attention_of_torch() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))
-    found = rows(model, torch.randn(2, 5, 4))
-    assert found["1.self_attn.in_proj_weight"].split == (8, 8, 8)
-    assert found["1.self_attn.out_proj.weight"].role == "matrix"
-    assert found["1.self_attn.in_proj_bias"].role == "vector"
-    assert found["2.weight"].role == "head"
-    assert found["1.linear2.weight"].role == "matrix"
+    roles = rows(model, torch.randn(2, 5, 4))
+    assert roles["1.self_attn.in_proj_weight"].split == (8, 8, 8)
+    assert roles["1.self_attn.out_proj.weight"].role == "matrix"
+    assert roles["1.self_attn.in_proj_bias"].role == "vector"
+    assert roles["2.weight"].role == "head"
+    assert roles["1.linear2.weight"].role == "matrix"
 
 
 PARAMETRIZED: list[Callable[[nn.Module], nn.Module]] = [
@@ -322,11 +322,11 @@ PARAMETRIZED: list[Callable[[nn.Module], nn.Module]] = [
 @pytest.mark.parametrize("make", PARAMETRIZED, ids=lambda f: f.__name__)
 def test_parametrized_weights(make: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(make(nn.Linear(6, 12)), nn.GLU(), nn.Linear(6, 2))
-    found = rows(model, torch.randn(3, 6))
-    weights = [row for row in found.values() if row.shape == (12, 6)]
+    roles = rows(model, torch.randn(3, 6))
+    weights = [row for row in roles.values() if row.shape == (12, 6)]
     assert [(row.role, row.split) for row in weights] == [("matrix", (6, 6))]
-    assert all(row.role == "vector" for row in found.values() if 1 in row.shape)
-    assert found["2.weight"].role == "head"
+    assert all(row.role == "vector" for row in roles.values() if 1 in row.shape)
+    assert roles["2.weight"].role == "head"
 
 
 def test_slices_of_one_weight() -> None:
@@ -339,8 +339,8 @@ def test_slices_of_one_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.cat([F.linear(x, w) for w in self.w.chunk(3)], -1).relu())
 
-    found = rows(Sliced(), torch.randn(5, 4))
-    assert (found["w"].role, found["w"].split, found["w"].split_axis) == ("matrix", (4, 4, 4), 0)
+    roles = rows(Sliced(), torch.randn(5, 4))
+    assert (roles["w"].role, roles["w"].split, roles["w"].split_axis) == ("matrix", (4, 4, 4), 0)
 
 
 def test_two_heads_and_none() -> None:
@@ -363,8 +363,8 @@ def test_two_heads_and_none() -> None:
                 x = x + block(x.relu())
             return x
 
-    found = rows(Both(), torch.randn(3, 4))
-    assert {name for name, row in found.items() if row.role == "head"} == {
+    roles = rows(Both(), torch.randn(3, 4))
+    assert {name for name, row in roles.items() if row.role == "head"} == {
         "policy.weight",
         "value.weight",
     }

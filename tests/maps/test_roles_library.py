@@ -16,7 +16,7 @@ more = pytest.importorskip("pullback_experiments.benchmarks.third_party_others")
 
 #: by model, some parameters with role and split
 EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
-    "graph network, plain torch": {"own.0": ("matrix", (32,)), "head": ("head", (2,))},
+    "graph network, plain torch": {"self_maps.0": ("matrix", (32,)), "head": ("head", (2,))},
     "GPT-2": {
         "transformer.wte.weight": ("embedding", ()),
         "transformer.h.1.attn.c_attn.weight": ("matrix", (48, 48, 48)),
@@ -89,6 +89,6 @@ def test_roles(name: str, every: dict[str, Any]) -> None:
     case = every[name]
     model: nn.Module = case.make()
     inputs, _ = case.batch(torch.Generator().manual_seed(0))
-    found = {row.name: (row.role.value, row.split) for row in pb.parameter_roles(model, **inputs)}
-    assert found.keys() == {name for name, _ in model.named_parameters()}
-    assert {parameter: found[parameter] for parameter in EXPECTED[name]} == EXPECTED[name]
+    roles = {row.name: (row.role.value, row.split) for row in pb.parameter_roles(model, **inputs)}
+    assert roles.keys() == {name for name, _ in model.named_parameters()}
+    assert {parameter: roles[parameter] for parameter in EXPECTED[name]} == EXPECTED[name]

@@ -146,10 +146,10 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
-@pytest.mark.parametrize("way", ["read", "written"])
-def test_samples_that_stood_in_order_may_stand_in_another(way: str, chunk: int | None) -> None:
+@pytest.mark.parametrize("variant", ["read", "written"])
+def test_samples_that_stood_in_order_may_stand_in_another(variant: str, chunk: int | None) -> None:
     torch.manual_seed(0)
-    model = Routed(way).double()
+    model = Routed(variant).double()
     x = torch.randn(6, 4, dtype=torch.float64).sort(0)[0]
     for inputs in (x, x.flip(0), torch.cat([x[:3], x[3:].flip(0)])):
         assert_close(ntk(model, inputs, chunk=chunk), dense(model, inputs), 1e-10, "K = J Jᵀ")
@@ -164,10 +164,10 @@ class Experts(nn.Module):
         self.two = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:  # (N, 4)
-        some = x[:, 0] > 0
+        mask = x[:, 0] > 0
         z = x.new_zeros(len(x), 2)
-        z[some] = self.one(x[some])
-        z[~some] = self.two(x[~some])
+        z[mask] = self.one(x[mask])
+        z[~mask] = self.two(x[~mask])
         return z
 
 

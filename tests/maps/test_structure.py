@@ -39,12 +39,12 @@ class SquareSequence(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-@pytest.mark.parametrize("kind", [Folded, SquareSequence])
+@pytest.mark.parametrize("module_class", [Folded, SquareSequence])
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense"])
-def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) -> None:
+def test_a_layer_that_does_not_answer_the_probe_is_asked_again(module_class, form: str) -> None:
     """At zero-initialized outputs every layout fits; it must not be kept for later steps."""
     torch.manual_seed(0)
-    model = kind().double()
+    model = module_class().double()
     x = torch.randn(4, 4, 3).double()
     t = torch.randn(4, 4, 2).double()
     opt = pb.NaturalGradient(
@@ -69,11 +69,11 @@ def test_a_layer_that_does_not_answer_the_probe_is_asked_again(kind, form: str) 
 
 
 def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    plans: list[int] = []
     original = LayerStructure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
     def counted(cls, linear):
-        made.append(linear.value.shape[0])
+        plans.append(linear.value.shape[0])
         return original(cls, linear)
 
     monkeypatch.setattr(LayerStructure, "establish", classmethod(counted))
@@ -94,13 +94,13 @@ def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatc
 
     for n in (4, 4, 4, 5, 4, 5):
         step(n)
-    assert made == [4, 5]
+    assert plans == [4, 5]
     model.eval()
     step(4)
-    assert made == [4, 5, 4]
+    assert plans == [4, 5, 4]
     model[0].requires_grad_(False)
     step(4)
-    assert made == [4, 5, 4, 4], "other parameters, another plan"
+    assert plans == [4, 5, 4, 4], "other parameters, another plan"
 
 
 class Positions(nn.Module):

@@ -80,24 +80,24 @@ def test_cross_entropy_of_images_has_its_classes_on_axis_1() -> None:
     assert_close(metric.factor(z).matvec(v) / metric.samples(z), want, 1e-12, "Hv")
 
 
-@pytest.mark.parametrize("places", [3, 5])
+@pytest.mark.parametrize("positions", [3, 5])
 @pytest.mark.parametrize("rule", [None, "natural", "eigenbasis"])
 def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
-    rule: str | None, places: int
+    rule: str | None, positions: int
 ) -> None:
     """Also where there are as many places as classes."""
     loss = nn.CrossEntropyLoss()
     ends = []
     torch.manual_seed(1)
-    x = torch.randn(8, places, 2, dtype=torch.float64)
-    y = torch.randint(0, 3, (8, places))
-    for given in (loss, Categorical()):
+    x = torch.randn(8, positions, 2, dtype=torch.float64)
+    y = torch.randint(0, 3, (8, positions))
+    for argument in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
         opt: Any = (
-            pb.NaturalGradient(model, likelihood=given, solver=pb.solvers.Cholesky(DAMPING))
+            pb.NaturalGradient(model, likelihood=argument, solver=pb.solvers.Cholesky(DAMPING))
             if rule is None
-            else kfac_of(model, 0.1, likelihood=given, rule=rule)
+            else kfac_of(model, 0.1, likelihood=argument, rule=rule)
         )
 
         def closure(opt: Any = opt, model: nn.Module = model) -> Tensor:
@@ -117,10 +117,10 @@ def test_classes_are_found_where_a_loss_of_flattened_logits_has_them(
 
 def test_two_axes_on_which_classes_may_be_are_refused() -> None:
     z = torch.randn(2, 3, 4, 5, dtype=torch.float64)
-    both = z - z.mean(2, keepdim=True)
-    both -= both.mean(3, keepdim=True)
+    centered = z - z.mean(2, keepdim=True)
+    centered -= centered.mean(3, keepdim=True)
     with pytest.raises(pb.PullbackError, match="does not fit the loss"):
-        from_loss(nn.CrossEntropyLoss()).counted(z, both)
+        from_loss(nn.CrossEntropyLoss()).counted(z, centered)
 
 
 def test_a_loss_with_other_terms_does_not_show_its_classes() -> None:
@@ -162,11 +162,11 @@ def test_kfac_takes_a_loss_as_it_takes_its_likelihood() -> None:
     ends = []
     x = torch.randn(8, 2, dtype=torch.float64)
     y = torch.arange(8) % 3
-    for given in (loss, Categorical()):
+    for argument in (loss, Categorical()):
         torch.manual_seed(0)
         model = nn.Linear(2, 3).double()
-        reduction = None if isinstance(given, nn.Module) else "sum"
-        opt = kfac_of(model, 0.1, likelihood=given, reduction=reduction)
+        reduction = None if isinstance(argument, nn.Module) else "sum"
+        opt = kfac_of(model, 0.1, likelihood=argument, reduction=reduction)
         assert opt.reduction == "sum"
         loss(model(x), y).backward()
         opt.step()

@@ -63,9 +63,9 @@ def test_categorical_matrix() -> None:
 def test_categorical_classes_on_another_axis() -> None:
     z = logits(2, 3, 5)  # (N, C, T), as cross_entropy wants it
     v = logits(2, 3, 5, seed=1)
-    got = Categorical(dim=1).factor(z).matvec(v)
+    product = Categorical(dim=1).factor(z).matvec(v)
     moved = Categorical().factor(z.movedim(1, -1)).matvec(v.movedim(1, -1)).movedim(-1, 1)
-    assert_close(got, moved, 1e-14, "dim=1")
+    assert_close(product, moved, 1e-14, "dim=1")
     assert Categorical(dim=1).samples(z) == 10
     with pytest.raises(pb.PullbackError, match="does not fit"):
         Categorical(dim=0).factor(z)
@@ -108,8 +108,8 @@ def score_moment(likelihood: Likelihood, z: Tensor, outcomes: Tensor, weights: T
 
 def test_categorical_score_by_enumeration() -> None:
     z = logits(4)
-    got = score_moment(Categorical(), z, torch.arange(4), torch.softmax(z, 0))
-    assert_close(got, matrix(Categorical(), z), 1e-14, "E[score scoreᵀ] = M")
+    moment = score_moment(Categorical(), z, torch.arange(4), torch.softmax(z, 0))
+    assert_close(moment, matrix(Categorical(), z), 1e-14, "E[score scoreᵀ] = M")
 
 
 def test_bernoulli_score_by_enumeration() -> None:
@@ -117,8 +117,8 @@ def test_bernoulli_score_by_enumeration() -> None:
     p = torch.sigmoid(z)
     outcomes = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=z.dtype)
     weights = (outcomes * p + (1 - outcomes) * (1 - p)).prod(1)
-    got = score_moment(Bernoulli(), z, outcomes, weights)
-    assert_close(got, matrix(Bernoulli(), z), 1e-14, "E[score scoreᵀ] = M")
+    moment = score_moment(Bernoulli(), z, outcomes, weights)
+    assert_close(moment, matrix(Bernoulli(), z), 1e-14, "E[score scoreᵀ] = M")
 
 
 def test_poisson_score_by_enumeration() -> None:
@@ -126,8 +126,8 @@ def test_poisson_score_by_enumeration() -> None:
     rate = exp(0.7)
     counts = torch.arange(60, dtype=z.dtype)[:, None]
     weights = torch.tensor([exp(k * log(rate) - rate - lgamma(k + 1)) for k in range(60)])
-    got = score_moment(Poisson(), z, counts, weights.double())
-    assert_close(got, matrix(Poisson(), z), 1e-6, "E[score scoreᵀ] = M")
+    moment = score_moment(Poisson(), z, counts, weights.double())
+    assert_close(moment, matrix(Poisson(), z), 1e-6, "E[score scoreᵀ] = M")
 
 
 @pytest.mark.parametrize("name", ["Gaussian", "Gaussian learned", "MSE"])
@@ -147,8 +147,8 @@ def test_gaussian_score_by_quadrature(name: str) -> None:
         grid = torch.cartesian_prod(nodes, nodes)
         outcomes = z + spread * grid
         mass = torch.outer(weights, weights).flatten()
-    got = score_moment(likelihood, z, outcomes, mass)
-    assert_close(got, matrix(likelihood, z), 1e-12, "E[score scoreᵀ] = M")
+    moment = score_moment(likelihood, z, outcomes, mass)
+    assert_close(moment, matrix(likelihood, z), 1e-12, "E[score scoreᵀ] = M")
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -157,9 +157,9 @@ def test_samples_have_the_fisher_information(name: str) -> None:
     likelihood = LIKELIHOODS[name]
     z = logits(4, seed=3) * 0.5
     draws = 20_000
-    many = z.expand(draws, 4).clone().requires_grad_()
-    y = likelihood.sample(many.detach(), torch.Generator().manual_seed(0))
-    (g,) = torch.autograd.grad(likelihood.nll(many, y).sum(), many)
+    logits_of_draws = z.expand(draws, 4).clone().requires_grad_()
+    y = likelihood.sample(logits_of_draws.detach(), torch.Generator().manual_seed(0))
+    (g,) = torch.autograd.grad(likelihood.nll(logits_of_draws, y).sum(), logits_of_draws)
     mean = g.mean(0)
     assert float(mean.norm()) < 0.1 * float(g.norm(dim=1).mean()), f"E[score] = {mean}"
     assert_close(g.T @ g / draws, matrix(likelihood, z), 0.05, "E[score scoreᵀ] = M")
@@ -178,13 +178,13 @@ def test_samples_repeat_with_their_generator(name: str) -> None:
 )
 def test_classes_are_drawn_by_their_probabilities(classes: int, dtype: torch.dtype) -> None:
     """χ² of many draws, whose mean is the number of classes less one; scores are p − e_y."""
-    made = torch.Generator().manual_seed(classes)
+    generator = torch.Generator().manual_seed(classes)
     n = 8000
-    z = torch.randn(classes, generator=made).to(dtype)
+    z = torch.randn(classes, generator=generator).to(dtype)
     z[[1, -1]] = -torch.inf
     p = torch.softmax(z.double(), 0)
     likelihood = Categorical()
-    scores = [likelihood.score(z.expand(n // 4, -1), made).double() for _ in range(4)]
+    scores = [likelihood.score(z.expand(n // 4, -1), generator).double() for _ in range(4)]
     counts = torch.cat([s.argmin(1) for s in scores]).bincount(minlength=classes)
     live = p > 0
     assert counts[~live].sum() == 0
@@ -250,32 +250,32 @@ def test_categorical_whitened_gradient_between_the_extremes(dtype: torch.dtype) 
     z = torch.tensor([[0.0, -depth, -1.0]], dtype=dtype)
     g = torch.softmax(z, -1) - F.one_hot(torch.tensor([1]), 3).to(z)
     factor = Categorical().factor(z)
-    found = factor.whiten(g)
-    assert found.value is not None
-    assert float(found.value.abs().max()) > 1e15
+    whitened = factor.whiten(g)
+    assert whitened.value is not None
+    assert float(whitened.value.abs().max()) > 1e15
     p = torch.softmax(z.double(), -1)
     want = (p - F.one_hot(torch.tensor([1]), 3)) * (-0.5 * torch.log_softmax(z.double(), -1)).exp()
-    assert_close(found.value, want, 1e-5 if dtype == torch.float32 else 1e-12, "(p − y)/√p")
-    assert_close(factor.apply(found.value), g, 10 * torch.finfo(dtype).eps, "S r = g")
+    assert_close(whitened.value, want, 1e-5 if dtype == torch.float32 else 1e-12, "(p − y)/√p")
+    assert_close(factor.apply(whitened.value), g, 10 * torch.finfo(dtype).eps, "S r = g")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_whiten_fails_as_a_value_that_names_damping(dtype: torch.dtype) -> None:
     z = torch.tensor([[1e4, -1e4, 0.0]], dtype=dtype)
     g = torch.tensor([[1.0, -1.0, 0.0]], dtype=dtype)  # the label has probability e^{−2e4}
-    found = Categorical().factor(z).whiten(g)
-    assert found.value is None
-    assert found.status is pb.Status.NOT_REPRESENTABLE
-    assert "damping" in found.status.value
-    assert not found.status.ok
+    whitened = Categorical().factor(z).whiten(g)
+    assert whitened.value is None
+    assert whitened.status is pb.Status.NOT_REPRESENTABLE
+    assert "damping" in whitened.status.value
+    assert not whitened.status.ok
     right = torch.zeros_like(z)  # the label is certain: nothing to represent, r = 0
     assert_close(Categorical().factor(z).whiten(right).value, right, 0.0, "r = 0")
 
 
 def test_whiten_refuses_what_is_outside_the_range() -> None:
     """Softmax never pulls along (1, …, 1)."""
-    found = Categorical().factor(logits(2, 3)).whiten(torch.ones(2, 3).double())
-    assert found.status is pb.Status.NOT_REPRESENTABLE
+    whitened = Categorical().factor(logits(2, 3)).whiten(torch.ones(2, 3).double())
+    assert whitened.status is pb.Status.NOT_REPRESENTABLE
     lost = Bernoulli().factor(torch.tensor([[1e4]])).whiten(torch.tensor([[1.0]]))
     assert lost.status is pb.Status.NOT_REPRESENTABLE
 
@@ -313,7 +313,7 @@ def test_ignored_positions_leave_the_metric_and_its_mean() -> None:
     x = torch.randn(2, 3, 4).double()
     y = torch.tensor([[0, -100, 2], [1, 1, -100]])
     weight = torch.randn(3, 4).double()
-    found = []
+    computed = []
     for ignore in (True, False):
         model = torch.nn.Linear(4, 3, bias=False).double()
         with torch.no_grad():
@@ -328,8 +328,8 @@ def test_ignored_positions_leave_the_metric_and_its_mean() -> None:
             return loss
 
         assert opt.step(closure).accepted
-        found.append(weight - model.weight.detach())
-    assert_close(found[0], found[1], 1e-12, "the step with ignored positions")
+        computed.append(weight - model.weight.detach())
+    assert_close(computed[0], computed[1], 1e-12, "the step with ignored positions")
 
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
@@ -339,7 +339,7 @@ def test_ignored_positions_pool_over_calls(form: str) -> None:
     x = torch.randn(4, 3, 4).double()
     y = torch.tensor([[0, -100, 2], [1, 1, -100], [-100, -100, 0], [2, 1, 0]])
     weight = torch.randn(3, 4).double()
-    found = []
+    computed = []
     for cuts in ([4], [1, 3]):
         model = torch.nn.Linear(4, 3, bias=False).double()
         with torch.no_grad():
@@ -358,15 +358,15 @@ def test_ignored_positions_pool_over_calls(form: str) -> None:
             return loss
 
         opt.step(closure)
-        found.append(weight - model.weight.detach())
+        computed.append(weight - model.weight.detach())
     p = torch.softmax(x @ weight.T, -1)[y >= 0]
     j = torch.kron(torch.eye(3).double(), x[y >= 0][:, None]).flatten(0, 0)  # (8, 3, 12)
     m = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     gram = torch.einsum("nap,nab,nbq->pq", j, m, j) / 8 + 1e-2 * torch.eye(12).double()
     g = torch.einsum("nap,na->p", j, p - F.one_hot(y[y >= 0], 3)) / 8
     want = torch.linalg.solve(gram, g).view(3, 4)
-    assert_close(found[0], want, 1e-10, "one call")
-    assert_close(found[1], want, 1e-10, "two calls")
+    assert_close(computed[0], want, 1e-10, "one call")
+    assert_close(computed[1], want, 1e-10, "two calls")
 
 
 def test_a_certain_answer_is_not_an_ignored_one() -> None:
@@ -408,8 +408,8 @@ def test_losses_that_say_nothing_of_the_classes_pass() -> None:
     z = logits(3, 4, 5)
     for g in (z.clone(), torch.zeros_like(z), torch.full_like(z, torch.nan), z - z.mean()):
         Categorical().counted(z, g)
-    both = z - z.mean(1, keepdim=True)
-    Categorical().counted(z, both - both.mean(2, keepdim=True))
+    centered = z - z.mean(1, keepdim=True)
+    Categorical().counted(z, centered - centered.mean(2, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -73,17 +73,17 @@ def test_bregman_is_finite_at_extreme_outputs(dtype: torch.dtype) -> None:
 def test_bregman_over_several_axes() -> None:
     z = values(2, 3, 2)
     v = values(2, 3, 2, seed=1)
-    got = Bregman(lambda z: torch.logsumexp(z.flatten(), 0)).factor(z).matvec(v)
+    product = Bregman(lambda z: torch.logsumexp(z.flatten(), 0)).factor(z).matvec(v)
     flat = Fisher(Categorical()).factor(z.flatten(1)).matvec(v.flatten(1))
-    assert_close(got.flatten(1), flat, 1e-13, "event of shape (3, 2)")
+    assert_close(product.flatten(1), flat, 1e-13, "event of shape (3, 2)")
 
 
 def test_weights_multiply_m() -> None:
     z = values(3, 2)
     v = values(3, 2, seed=1)
     w = torch.tensor([1.0, 4.0, 0.0]).double()
-    got = Weighted(Fisher(Bernoulli()), w).factor(z).matvec(v)
-    assert_close(got, w[:, None] * Fisher(Bernoulli()).factor(z).matvec(v), 1e-14, "w M v")
+    product = Weighted(Fisher(Bernoulli()), w).factor(z).matvec(v)
+    assert_close(product, w[:, None] * Fisher(Bernoulli()).factor(z).matvec(v), 1e-14, "w M v")
     by_input = Weighted(Euclidean(), lambda x: x[:, 0] ** 2).factor(z, inputs=v)
     assert_close(by_input.matvec(z), v[:, :1] ** 2 * z, 1e-14, "weights from inputs")
 

@@ -27,9 +27,9 @@ def points(n: int = 6, *shape: int) -> Tensor:
 @pytest.mark.parametrize("order", [0.5, 1.5, 2.5, 3.5, 7.5])
 def test_matern_is_the_bessel_function(order: float) -> None:
     r = torch.linspace(0.05, 8, 30, dtype=torch.float64)
-    got = Matern(order)(r[:, None], torch.zeros(1, 1).double())[:, 0]
+    actual = Matern(order)(r[:, None], torch.zeros(1, 1).double())[:, 0]
     bessel = 2 ** (1 - order) / gamma(order) * r.numpy() ** order * kv(order, r.numpy())
-    assert_close(got, torch.tensor(bessel), 1e-11, f"ν = {order}")
+    assert_close(actual, torch.tensor(bessel), 1e-11, f"ν = {order}")
 
 
 @pytest.mark.parametrize(("order", "slope"), [(0.5, 2.0), (1.5, 4.0), (2.5, 6.0)])
@@ -79,11 +79,11 @@ def test_distances_of_many_wide_points(dtype: torch.dtype) -> None:
     x[3] = x[0]
     x[3, 0] += 1e-2
     want = torch.stack([(a - x.double()).norm(dim=1) for a in x.double()])
-    got = distances(x, x)
-    assert got.dtype == dtype
+    computed_distances = distances(x, x)
+    assert computed_distances.dtype == dtype
     eps = 1e-12 if dtype == torch.float64 else 1e-6
-    assert float(((got - want).abs() / want.clamp(min=1e-30))[want > 0].max()) < eps
-    assert float(got[want == 0].abs().max()) == 0
+    assert float(((computed_distances - want).abs() / want.clamp(min=1e-30))[want > 0].max()) < eps
+    assert float(computed_distances[want == 0].abs().max()) == 0
     assert_close(distances(x, x[:40].clone()), want[:, :40].to(dtype), eps, "two sets")
     near = points(80, 300).to(dtype) * 1e-4  # two clusters, all pairs within them near
     near[40:] += 10

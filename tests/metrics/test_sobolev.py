@@ -45,10 +45,10 @@ def test_kernel_smoothness(dimension: int) -> None:
     r = torch.linspace(0.1, 5, 20, dtype=torch.float64)
     x = torch.zeros(20, dimension, dtype=torch.float64)
     x[:, -1] = r
-    got = Matern(1.5, 1.0)(x, torch.zeros(1, dimension).double())[:, 0]
+    actual = Matern(1.5, 1.0)(x, torch.zeros(1, dimension).double())[:, 0]
     nu = 1.5
     matern = 2 ** (1 - nu) / gamma(nu) * r.numpy() ** nu * kv(nu, r.numpy())
-    assert_close(got, torch.tensor(matern), 1e-12, "Matérn with ν = 3/2")
+    assert_close(actual, torch.tensor(matern), 1e-12, "Matérn with ν = 3/2")
 
 
 def test_distances_do_not_cancel() -> None:
@@ -232,9 +232,9 @@ def test_the_inner_fisher_metric_is_that_of_the_amplitudes() -> None:
     v = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     move = torch.func.jvp(lambda z: 2 * z.softmax(1).sqrt(), (z,), (v,))[1]
     metric = Sobolev(1.5, jitter=0.0, inner=Fisher(Categorical()))
-    got = (v * metric.factor(z, inputs=x).matvec(v)).sum()
+    total = (v * metric.factor(z, inputs=x).matvec(v)).sum()
     want = (move * torch.linalg.solve(Matern(1.5, 1.5)(x, x), move)).sum()
-    assert_close(got, want, 1e-11, "⟨v, M v⟩")
+    assert_close(total, want, 1e-11, "⟨v, M v⟩")
 
 
 @pytest.mark.filterwarnings("ignore:The Sobolev kernel")
@@ -253,9 +253,16 @@ def test_kernels_of_a_user() -> None:
     x = points()
     z = points(4, 3)
     v = points(4, 3).flip(0)
-    own = Sobolev(kernel=lambda x, y: 10 * Matern(1.5, 2.0)(x, y), jitter=1e-3).factor(z, inputs=x)
-    same = Sobolev(2.0, jitter=1e-3).factor(z, inputs=x)
-    assert_close(10 * own.matvec(v), same.matvec(v), 1e-12, "degree −1 in K, jitter included")
+    user_factor = Sobolev(kernel=lambda x, y: 10 * Matern(1.5, 2.0)(x, y), jitter=1e-3).factor(
+        z, inputs=x
+    )
+    library_factor = Sobolev(2.0, jitter=1e-3).factor(z, inputs=x)
+    assert_close(
+        10 * user_factor.matvec(v),
+        library_factor.matvec(v),
+        1e-12,
+        "degree −1 in K, jitter included",
+    )
     assert isinstance(Sobolev(2.0, order=2.5).kernel_of, ReproducingKernel)
     assert Sobolev(2.0).scale == 2.0
     assert Sobolev(kernel=lambda x, y: x @ y.T).scale is None
@@ -298,13 +305,13 @@ def test_inputs_that_are_not_finite() -> None:
         Sobolev().factor(points(4, 3), inputs=x)
 
 
-@pytest.mark.parametrize(("scale", "found"), [(1e-3, "identity"), (1e5, "all-ones")])
+@pytest.mark.parametrize(("scale", "actual"), [(1e-3, "identity"), (1e5, "all-ones")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_scales_that_tell_nothing_warn_once(scale: float, found: str, dtype: torch.dtype) -> None:
+def test_scales_that_tell_nothing_warn_once(scale: float, actual: str, dtype: torch.dtype) -> None:
     metric = Sobolev(scale, jitter=1e-3)
     x = points().to(dtype)
     z = points(4, 3).to(dtype)
-    with pytest.warns(UserWarning, match=rf"{found}.*median_distance\(inputs\); it is 2\."):
+    with pytest.warns(UserWarning, match=rf"{actual}.*median_distance\(inputs\); it is 2\."):
         metric.factor(z, inputs=x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -14,28 +14,28 @@ from tests.solvers.helpers import hold, random, vector, with_spectrum
 
 def counting(a: torch.Tensor) -> tuple[Operator, list[str]]:
     """A matrix-free Gram that writes down its products."""
-    seen: list[str] = []
+    observed: list[str] = []
 
     def project(v: torch.Tensor) -> torch.Tensor:
-        seen.append("A")
+        observed.append("A")
         return a @ v
 
     def lift(c: torch.Tensor) -> torch.Tensor:
-        seen.append("Aᵀ")
+        observed.append("Aᵀ")
         return a.T @ c
 
-    return Operator(project, lift, (a.shape[0], a.shape[1]), a.dtype, a.device), seen
+    return Operator(project, lift, (a.shape[0], a.shape[1]), a.dtype, a.device), observed
 
 
 def test_the_iteration_limit_is_reported_with_a_remedy() -> None:
     a = with_spectrum(torch.logspace(0, -3, 30, dtype=torch.float64), 30, 30)
     solver = ConjugateGradient(1e-8, max_iterations=3)
-    found = solver.solve(solver.init(hold(a, "rows")), vector(30))
-    assert found.status is pb.Status.MAX_ITERATIONS
-    assert found.status.ok, "an unfinished iterate can still be used"
-    assert "max_iterations" in found.status.value
-    assert found.residual is not None
-    assert found.residual > solver.tol
+    solution = solver.solve(solver.init(hold(a, "rows")), vector(30))
+    assert solution.status is pb.Status.MAX_ITERATIONS
+    assert solution.status.ok, "an unfinished iterate can still be used"
+    assert "max_iterations" in solution.status.value
+    assert solution.residual is not None
+    assert solution.residual > solver.tol
 
 
 def test_the_residual_is_measured() -> None:
@@ -43,9 +43,11 @@ def test_the_residual_is_measured() -> None:
     g = vector(8)
     for limit in (2, 4, None):
         solver = ConjugateGradient(0.1, max_iterations=limit)
-        found = solver.solve(solver.init(hold(a, "dense")), g)
-        true = a.T @ (a @ found.x) + 0.1 * found.x - g
-        assert found.residual == pytest.approx(float(true.norm() / g.norm()), rel=1e-6, abs=1e-12)
+        solution = solver.solve(solver.init(hold(a, "dense")), g)
+        true = a.T @ (a @ solution.x) + 0.1 * solution.x - g
+        assert solution.residual == pytest.approx(
+            float(true.norm() / g.norm()), rel=1e-6, abs=1e-12
+        )
 
 
 def test_it_stops_on_the_tolerance() -> None:
@@ -53,13 +55,13 @@ def test_it_stops_on_the_tolerance() -> None:
     g = vector(20)
     steps = []
     for tol in (1e-1, 1e-4, 1e-10):
-        gram, seen = counting(a)
+        gram, products = counting(a)
         solver = ConjugateGradient(0.1, tol=tol)
-        found = solver.solve(solver.init(gram), g)
-        assert found.status is pb.Status.OK
-        assert found.residual is not None
-        assert found.residual <= tol
-        steps.append(seen.count("A"))
+        solution = solver.solve(solver.init(gram), g)
+        assert solution.status is pb.Status.OK
+        assert solution.residual is not None
+        assert solution.residual <= tol
+        steps.append(products.count("A"))
     assert steps[0] < steps[1] < steps[2] <= 40
 
 
@@ -71,26 +73,26 @@ def test_it_stops_on_progress() -> None:
     g = a.T @ (u @ torch.where(s > 0.5, 1.0, 1e-3).double())
     counts = {}
     for progress in (0.0, 5e-4):
-        gram, seen = counting(a)
+        gram, products = counting(a)
         solver = ConjugateGradient(1e-12, tol=1e-14, progress=progress, max_iterations=150)
-        found = solver.solve(solver.init(gram), g)
-        counts[progress] = seen.count("A")
+        solution = solver.solve(solver.init(gram), g)
+        counts[progress] = products.count("A")
     assert counts[0.0] == 150
     assert 10 < counts[5e-4] < 75
-    assert found.status is pb.Status.OK
+    assert solution.status is pb.Status.OK
 
 
 def test_sample_space_is_used_where_it_is_smaller() -> None:
     """From r with n < p the vectors of the iteration have length n."""
     a = random(4, 50)
     r = vector(4)
-    gram, seen = counting(a)
+    gram, products = counting(a)
     solver = ConjugateGradient(0.1, tol=1e-13)
-    found = solver.solve(solver.init(gram), a.T @ r, whitened=r)
-    assert seen[0] == "Aᵀ", "the first product is AAᵀ's"
-    assert len(seen) <= 2 * 8 + 1, "at most 2n iterations"
+    solution = solver.solve(solver.init(gram), a.T @ r, whitened=r)
+    assert products[0] == "Aᵀ", "the first product is AAᵀ's"
+    assert len(products) <= 2 * 8 + 1, "at most 2n iterations"
     want = torch.linalg.solve(a.T @ a + 0.1 * torch.eye(50).double(), a.T @ r)
-    assert_close(found.x, want, 1e-10, "x = Aᵀ(AAᵀ + λ)⁻¹r")
+    assert_close(solution.x, want, 1e-10, "x = Aᵀ(AAᵀ + λ)⁻¹r")
     kernel = solver.solve(solver.init(hold(a, "kernel")), a.T @ r, whitened=r).x
     assert_close(kernel, want, 1e-10, "the kernel's matrix serves")
 
@@ -102,11 +104,11 @@ def test_a_good_preconditioner_saves_iterations() -> None:
     inverse = torch.linalg.inv(a.T @ a + damping * torch.eye(40).double())
     counts = []
     for preconditioner in (None, inverse.matmul):
-        gram, seen = counting(a)
+        gram, products = counting(a)
         solver = ConjugateGradient(
             damping, tol=1e-10, max_iterations=400, preconditioner=preconditioner
         )
-        found = solver.solve(solver.init(gram), g)
-        assert_close(found.x, inverse @ g, 1e-4, "x")
-        counts.append(seen.count("A"))
+        solution = solver.solve(solver.init(gram), g)
+        assert_close(solution.x, inverse @ g, 1e-4, "x")
+        counts.append(products.count("A"))
     assert counts[1] <= 3 < 20 < counts[0]

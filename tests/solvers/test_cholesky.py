@@ -22,30 +22,30 @@ def test_damping_grows_on_a_singular_matrix_and_is_reported(form: str) -> None:
             solver = Cholesky(damping=0.0)
             state = solver.init(hold(a, form))
             for white in (None, r):
-                found = solver.solve(state, a.T @ r, whitened=white)
-                assert found.status is pb.Status.GREW_DAMPING, f"rank 2 of {(n, p)}, seed {seed}"
-                assert found.status.ok
-                assert found.damping > 0
-                assert "damping" in found.status.value
-                assert_close(found.x, want, 1e-5, "the grown damping does not drown x in noise")
+                solution = solver.solve(state, a.T @ r, whitened=white)
+                assert solution.status is pb.Status.GREW_DAMPING, f"rank 2 of {(n, p)}, seed {seed}"
+                assert solution.status.ok
+                assert solution.damping > 0
+                assert "damping" in solution.status.value
+                assert_close(solution.x, want, 1e-5, "the grown damping does not drown x in noise")
 
 
 def test_damping_grows_until_an_indefinite_matrix_is_definite() -> None:
     g = torch.diag(torch.tensor([1.0, -0.5]).double())
     solver = Cholesky(damping=1e-3)
     rhs = torch.ones(2).double()
-    found = solver.solve(solver.init(pb.grams.Dense(g)), rhs)
-    assert found.status is pb.Status.GREW_DAMPING
-    assert found.damping == pytest.approx(1.0)  # 1e-3 · 10³, the first above ½
-    want = rhs / (g.diagonal() + found.damping)
-    assert_close(found.x, want, 1e-12, "the damping that is reported is the one used")
+    solution = solver.solve(solver.init(pb.grams.Dense(g)), rhs)
+    assert solution.status is pb.Status.GREW_DAMPING
+    assert solution.damping == pytest.approx(1.0)  # 1e-3 · 10³, the first above ½
+    want = rhs / (g.diagonal() + solution.damping)
+    assert_close(solution.x, want, 1e-12, "the damping that is reported is the one used")
 
 
 def test_no_growth_is_reported_where_none_happened() -> None:
     solver = Cholesky(0.1)
-    found = solver.solve(solver.init(hold(random(3, 5), "rows")), vector(5))
-    assert found.status is pb.Status.OK
-    assert found.damping == 0.1
+    solution = solver.solve(solver.init(hold(random(3, 5), "rows")), vector(5))
+    assert solution.status is pb.Status.OK
+    assert solution.damping == 0.1
 
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])

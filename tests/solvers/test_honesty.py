@@ -28,17 +28,17 @@ def test_sample_space_with_g_alone_reports_what_it_lost(
     gram = pb.grams.Operator(lambda v: a @ v, lambda c: a.T @ c, a.shape, a.dtype, a.device)
     if held:
         gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
-    found = solver.solve(solver.init(gram), g, damping)
-    truth = ((a.T @ a) @ found.x + found.damping * found.x - g).norm() / g.norm()
+    solution = solver.solve(solver.init(gram), g, damping)
+    truth = ((a.T @ a) @ solution.x + solution.damping * solution.x - g).norm() / g.norm()
     if damping >= 1e-4:
-        assert (found.residual, found.status) == (None, Status.OK)
+        assert (solution.residual, solution.status) == (None, Status.OK)
         assert truth < 1e-6
         return
-    assert found.residual is not None
-    assert abs(found.residual - float(truth)) <= 1e-2 * float(truth) + 1e-12
+    assert solution.residual is not None
+    assert abs(solution.residual - float(truth)) <= 1e-2 * float(truth) + 1e-12
     if truth > 1e-6:
-        assert found.status is Status.INACCURATE
-        assert "damping" in found.status.value
+        assert solution.status is Status.INACCURATE
+        assert "damping" in solution.status.value
 
 
 def test_an_eigenvalue_above_all_diagonal_entries_is_seen() -> None:
@@ -61,8 +61,8 @@ def test_with_r_nothing_is_lost_and_nothing_is_asked() -> None:
     r = torch.ones(len(a), dtype=torch.float64)
     gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
     solver = pb.solvers.Cholesky()
-    found = solver.solve(solver.init(gram), a.T @ r, 1e-10, whitened=r)
-    assert found.status is Status.OK
+    solution = solver.solve(solver.init(gram), a.T @ r, 1e-10, whitened=r)
+    assert solution.status is Status.OK
 
 
 @pytest.mark.parametrize("shape", [(40, 12), (12, 40)], ids=["parameters", "samples"])
@@ -78,19 +78,21 @@ def test_a_damping_below_the_round_off_of_a_singular_gram_is_named(
         a = one @ two.T
         r = torch.randn(shape[0], dtype=torch.float64)
         solver = pb.solvers.Cholesky(pb.solvers.Relative(damping))
-        found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
+        solution = solver.solve(
+            solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None
+        )
         u, s, v = torch.linalg.svd(a, full_matrices=False)
         u = u[:, :6]
         s = s[:6]
         v = v[:6]
-        want = v.T @ (s / (s * s + found.damping) * (u.T @ r))
-        off = float((found.x - want).norm() / want.norm())
+        want = v.T @ (s / (s * s + solution.damping) * (u.T @ r))
+        off = float((solution.x - want).norm() / want.norm())
         if off > 0.1:
-            assert found.status is not Status.OK
-        if found.status is Status.INACCURATE:
-            assert found.residual is not None
+            assert solution.status is not Status.OK
+        if solution.status is Status.INACCURATE:
+            assert solution.residual is not None
         if damping == 1e-10 and known:
-            assert found.status is Status.OK
+            assert solution.status is Status.OK
 
 
 @pytest.mark.parametrize("small", [1e-6, 1e-9, 1e-11])
@@ -106,16 +108,16 @@ def test_conjugate_gradients_that_end_too_early_for_the_damping_say_so(
     a = (u * s) @ v.T
     r = torch.randn(20, dtype=torch.float64)
     solver = pb.solvers.ConjugateGradient(damping)
-    found = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
+    solution = solver.solve(solver.init(pb.grams.Rows(a)), a.T @ r, whitened=r if known else None)
     want = v @ (s * (u.T @ r) / (s * s + damping))
-    off = float((found.x - want).norm() / want.norm())
-    assert found.status is not Status.OK or off < 0.1
+    off = float((solution.x - want).norm() / want.norm())
+    assert solution.status is not Status.OK or off < 0.1
     if damping == 1e-6:
-        assert found.status is Status.OK
-    truth = (a.T @ (a @ found.x) + damping * found.x - a.T @ r).norm() / (a.T @ r).norm()
-    assert found.residual is not None
-    if found.status is not Status.MAX_ITERATIONS:
-        assert abs(found.residual - float(truth)) <= 1e-3 * float(truth) + 1e-15
+        assert solution.status is Status.OK
+    truth = (a.T @ (a @ solution.x) + damping * solution.x - a.T @ r).norm() / (a.T @ r).norm()
+    assert solution.residual is not None
+    if solution.status is not Status.MAX_ITERATIONS:
+        assert abs(solution.residual - float(truth)) <= 1e-3 * float(truth) + 1e-15
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])

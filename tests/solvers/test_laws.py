@@ -40,19 +40,19 @@ def test_a_gram_that_is_zero_or_broken_is_a_failure_value(
     """No exception, no NaN: a status whose sentence has the remedy."""
     solver = case.make(0.0)
     gram = hold(torch.full((3, 5), bad, dtype=torch.float64), form)
-    found = solver.solve(solver.init(gram), torch.ones(5).double(), 0.0)
-    assert found.status is pb.Status.SINGULAR
-    assert bool(torch.isfinite(found.x).all())
-    assert "damping" in found.status.value
+    solution = solver.solve(solver.init(gram), torch.ones(5).double(), 0.0)
+    assert solution.status is pb.Status.SINGULAR
+    assert bool(torch.isfinite(solution.x).all())
+    assert "damping" in solution.status.value
 
 
 @pytest.mark.parametrize(("case", "form"), PAIRS)
 def test_a_zero_right_hand_side_gives_zero(case: SolverCase, form: str) -> None:
     solver = case.make(1e-2)
     state = solver.init(hold(random(4, 9), form))
-    found = solver.solve(state, torch.zeros(9).double())
-    assert torch.equal(found.x, torch.zeros(9).double())
-    assert found.status.ok
+    solution = solver.solve(state, torch.zeros(9).double())
+    assert torch.equal(solution.x, torch.zeros(9).double())
+    assert solution.status.ok
 
 
 @pytest.mark.parametrize("damping", [-1.0, float("nan"), float("inf")])
@@ -100,9 +100,9 @@ def test_pseudo_inverse_is_moore_penrose_on_random_ranks(n: int, p: int, k: int,
     want = torch.linalg.pinv(a, rtol=1e-8) @ r
     for form in FORMS:
         solver = PseudoInverse()
-        found = solver.solve(solver.init(hold(a, form)), a.T @ r, whitened=r)
-        assert found.rank == rank
-        assert float((found.x - want).norm()) <= 1e-9 * float(r.norm()), form
+        solution = solver.solve(solver.init(hold(a, form)), a.T @ r, whitened=r)
+        assert solution.rank == rank
+        assert float((solution.x - want).norm()) <= 1e-9 * float(r.norm()), form
 
 
 def test_the_laws_catch_wrong_solvers() -> None:
@@ -116,19 +116,19 @@ def test_the_laws_catch_wrong_solvers() -> None:
         """Takes r for g."""
 
         def solve(self, state, rhs, damping=None, *, whitened=None) -> Solution:
-            found = super().solve(state, rhs, damping)
+            solution = super().solve(state, rhs, damping)
             if whitened is None:
-                return found
-            return Solution(2 * found.x, found.damping)
+                return solution
+            return Solution(2 * solution.x, solution.damping)
 
     class Forgetful(Cholesky):
         """Changes its state."""
 
         def solve(self, state, rhs, damping=None, *, whitened=None) -> Solution:
-            found = super().solve(state, rhs, damping, whitened=whitened)
+            solution = super().solve(state, rhs, damping, whitened=whitened)
             state.matrix = state.matrix + 1e-13 * torch.ones_like(state.matrix)
             state.factors = {}
-            return found
+            return solution
 
     gram = hold(random(4, 6), "rows")
     for message, solver in (("0.01", Deaf(1.0)), ("from r", Careless()), ("state", Forgetful())):
@@ -140,6 +140,6 @@ def test_relative_damping_follows_the_gram() -> None:
     a: Tensor = random(4, 6)
     for scale in (1.0, 10.0):
         solver = Cholesky(Relative(0.1))
-        found = solver.solve(solver.init(hold(scale * a, "rows")), vector(6))
+        solution = solver.solve(solver.init(hold(scale * a, "rows")), vector(6))
         want = 0.1 * scale**2 * float(a.square().sum()) / 6
-        assert found.damping == pytest.approx(want, rel=1e-12)
+        assert solution.damping == pytest.approx(want, rel=1e-12)

@@ -62,14 +62,14 @@ def test_three_vectors_by_hand() -> None:
         else:
             gram = hold(a, form)
         for k, want in enumerate(answers, 1):
-            found = greedy(OrthogonalGreedy(k), gram, rhs)
-            assert found.selected.tolist() == [0, 2, 1][:k]
-            assert_close(found.x, torch.tensor(want).double(), 1e-14, f"h after {k}, {form}")
+            solution = greedy(OrthogonalGreedy(k), gram, rhs)
+            assert solution.selected.tolist() == [0, 2, 1][:k]
+            assert_close(solution.x, torch.tensor(want).double(), 1e-14, f"h after {k}, {form}")
             energies = torch.tensor([4.5, 6.5, 6.75]).double()
-            assert_close(found.energy, energies[:k], 1e-14, f"∇Lᵀh, {form}")
-            assert found.rank == k
-            assert found.status.ok
-            assert f"k = {k}" in found.stopped
+            assert_close(solution.energy, energies[:k], 1e-14, f"∇Lᵀh, {form}")
+            assert solution.rank == k
+            assert solution.status.ok
+            assert f"k = {k}" in solution.stopped
 
 
 @pytest.mark.parametrize(
@@ -89,14 +89,14 @@ def test_it_is_matching_pursuit(
     gram = hold(a, form)
     for white in (None, r) if isinstance(gram, FactoredGram) else (None,):
         solver = OrthogonalGreedy(k, rule, damping=damping, block=block)
-        found = greedy(solver, gram, g, whitened=white)
-        assert found.selected.tolist() == order
-        assert_close(found.x, h, 1e-11, "h")
-        assert_close(found.energy, torch.tensor(energies, dtype=torch.float64), 1e-11, "∇Lᵀh")
+        solution = greedy(solver, gram, g, whitened=white)
+        assert solution.selected.tolist() == order
+        assert_close(solution.x, h, 1e-11, "h")
+        assert_close(solution.energy, torch.tensor(energies, dtype=torch.float64), 1e-11, "∇Lᵀh")
         residual = float((damped @ h - g).norm() / g.norm())
-        assert found.residual == pytest.approx(residual, rel=1e-8)
-        assert found.damping == damping
-        assert (found.energy.diff() > 0).all()
+        assert solution.residual == pytest.approx(residual, rel=1e-8)
+        assert solution.damping == damping
+        assert (solution.energy.diff() > 0).all()
 
 
 def test_the_decrease_rule_lowers_the_residual_more() -> None:
@@ -134,12 +134,12 @@ def test_exact_after_rank_many_rounds(form: str, rule: str, block: int) -> None:
     a = with_spectrum(torch.tensor([4.0, 2, 1, 0.5, 0.2]).double(), 12, 30)
     r = vector(12)
     g = a.T @ r
-    found = greedy(OrthogonalGreedy(25, rule, block=block), hold(a, form), g)
-    assert found.rank == 5
-    assert_close(a.T @ (a @ found.x), g, 1e-9, "G h = g")
-    assert found.status is pb.Status.OK
-    assert "round-off" in found.stopped or "depend" in found.stopped
-    assert int((found.x != 0).sum()) == 5
+    solution = greedy(OrthogonalGreedy(25, rule, block=block), hold(a, form), g)
+    assert solution.rank == 5
+    assert_close(a.T @ (a @ solution.x), g, 1e-9, "G h = g")
+    assert solution.status is pb.Status.OK
+    assert "round-off" in solution.stopped or "depend" in solution.stopped
+    assert int((solution.x != 0).sum()) == 5
 
 
 @pytest.mark.parametrize(("form", "rule", "known"), all_pairs(FORMS, RULES, [False, True]))
@@ -151,12 +151,12 @@ def test_copies_and_dead_vectors_never_enter(form: str, rule: str, known: bool) 
     g[24:28] = 1e3 if not known else 0  # not even if the gradient pretends
     white = r if known and form != "dense" else None
     for k in (5, 8, 20):
-        found = greedy(OrthogonalGreedy(k, rule), hold(a, form), g, whitened=white)
-        taken = found.selected.tolist()
-        assert found.rank == min(k, 8)
-        assert not set(taken) & set(range(24, 28))
-        assert torch.linalg.matrix_rank(a[:, taken]) == len(taken)
-        assert len({i % 8 for i in taken if i < 24}) == len([i for i in taken if i < 24])
+        solution = greedy(OrthogonalGreedy(k, rule), hold(a, form), g, whitened=white)
+        chosen = solution.selected.tolist()
+        assert solution.rank == min(k, 8)
+        assert not set(chosen) & set(range(24, 28))
+        assert torch.linalg.matrix_rank(a[:, chosen]) == len(chosen)
+        assert len({i % 8 for i in chosen if i < 24}) == len([i for i in chosen if i < 24])
 
 
 def test_a_near_copy_is_rejected_by_rcond() -> None:
@@ -191,9 +191,9 @@ def test_a_huge_r_on_tiny_rows_is_not_trusted() -> None:
     r[0] = 1e14
     g = a.T @ r
     want = pursuit(a.T @ a, g, 6)
-    found = greedy(OrthogonalGreedy(6), Rows(a), g, whitened=r)
-    assert found.selected.tolist() == want[0]
-    assert_close(found.x, want[1], 1e-10, "from g")
+    solution = greedy(OrthogonalGreedy(6), Rows(a), g, whitened=r)
+    assert solution.selected.tolist() == want[0]
+    assert_close(solution.x, want[1], 1e-10, "from g")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -204,22 +204,22 @@ def test_tol_stops_when_a_vector_brings_little(form: str) -> None:
     assert whole.rank == 30
     gains = whole.energy.diff(prepend=whole.energy.new_zeros(1)) / whole.energy
     tol = 0.02
-    found = greedy(OrthogonalGreedy(30, tol=tol), hold(a, form), g)
-    if "energy" in found.stopped:
-        assert found.rank == int((gains <= tol).nonzero()[0]) + 1
+    solution = greedy(OrthogonalGreedy(30, tol=tol), hold(a, form), g)
+    if "energy" in solution.stopped:
+        assert solution.rank == int((gains <= tol).nonzero()[0]) + 1
     else:
-        assert "score" in found.stopped
-    assert 0 < (found.rank or 0) < 30
-    assert found.selected.tolist() == whole.selected[: found.rank].tolist()
+        assert "score" in solution.stopped
+    assert 0 < (solution.rank or 0) < 30
+    assert solution.selected.tolist() == whole.selected[: solution.rank].tolist()
     assert greedy(OrthogonalGreedy(30, tol=0.0), hold(a, form), g).rank == 30
 
 
 def test_tol_stops_when_the_correlations_have_faded() -> None:
     g = torch.diag(torch.ones(4)).double()
     rhs = torch.tensor([1.0, 0.9, 0.05, 0.04]).double()
-    found = greedy(OrthogonalGreedy(4, tol=0.1), Dense(g), rhs)
-    assert found.selected.tolist() == [0, 1]
-    assert "score" in found.stopped
+    solution = greedy(OrthogonalGreedy(4, tol=0.1), Dense(g), rhs)
+    assert solution.selected.tolist() == [0, 1]
+    assert "score" in solution.stopped
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -227,10 +227,10 @@ def test_more_vectors_than_there_are(form: str) -> None:
     a = random(20, 7)
     r = vector(20)
     g = a.T @ r
-    found = greedy(OrthogonalGreedy(100), hold(a, form), g)
-    assert found.rank == 7
-    assert "span all directions" in found.stopped
-    assert_close(found.x, torch.linalg.lstsq(a, r).solution, 1e-12, "A⁺r")
+    solution = greedy(OrthogonalGreedy(100), hold(a, form), g)
+    assert solution.rank == 7
+    assert "span all directions" in solution.stopped
+    assert_close(solution.x, torch.linalg.lstsq(a, r).solution, 1e-12, "A⁺r")
 
 
 @pytest.mark.parametrize("k", [0, -3, 2.5])
@@ -263,19 +263,19 @@ def test_what_is_not_finite_is_a_failure_value(form: str) -> None:
     holed = a.clone()
     holed[2, 3] = torch.nan
     for gram, g in ((hold(a, form), bad), (hold(holed, form), vector(9))):
-        found = greedy(OrthogonalGreedy(4), gram, g)
-        assert found.status is pb.Status.SINGULAR
-        assert torch.equal(found.x, torch.zeros(9).double())
-        assert found.rank == 0
-        assert "not finite" in found.stopped
+        solution = greedy(OrthogonalGreedy(4), gram, g)
+        assert solution.status is pb.Status.SINGULAR
+        assert torch.equal(solution.x, torch.zeros(9).double())
+        assert solution.rank == 0
+        assert "not finite" in solution.stopped
 
 
 def test_a_gram_broken_beside_its_diagonal() -> None:
     g = torch.eye(5).double()
     g[0, 3] = g[3, 0] = torch.nan
-    found = greedy(OrthogonalGreedy(3), Dense(g), torch.ones(5).double())
-    assert found.status is pb.Status.SINGULAR
-    assert torch.isfinite(found.x).all()
+    solution = greedy(OrthogonalGreedy(3), Dense(g), torch.ones(5).double())
+    assert solution.status is pb.Status.SINGULAR
+    assert torch.isfinite(solution.x).all()
 
 
 def test_relative_damping_and_a_damping_that_replaces_the_own() -> None:
@@ -284,11 +284,11 @@ def test_relative_damping_and_a_damping_that_replaces_the_own() -> None:
     mean = float(a.square().sum()) / 20
     _, h, _ = pursuit(a.T @ a + 0.1 * mean * torch.eye(20).double(), g, 15)
     for form in FORMS:
-        own = greedy(OrthogonalGreedy(15, damping=Relative(0.1)), hold(a, form), g)
+        relative = greedy(OrthogonalGreedy(15, damping=Relative(0.1)), hold(a, form), g)
         passed = greedy(OrthogonalGreedy(15, damping=7.0), hold(a, form), g, Relative(0.1))
-        assert_close(own.x, h, 1e-11, form)
+        assert_close(relative.x, h, 1e-11, form)
         assert_close(passed.x, h, 1e-11, form)
-        assert own.rank == 15  # more than the rank of G: damped, they are independent
+        assert relative.rank == 15  # more than the rank of G: damped, they are independent
 
 
 def test_a_gram_with_nothing_but_products() -> None:
@@ -307,9 +307,9 @@ def test_a_gram_with_nothing_but_products() -> None:
     a = random(30, 12)
     g = a.T @ vector(30)
     order, h, _ = pursuit(a.T @ a, g, 7)
-    found = greedy(OrthogonalGreedy(7), Bare(a.T @ a), g)
-    assert found.selected.tolist() == order
-    assert_close(found.x, h, 1e-11, "from products with G")
+    solution = greedy(OrthogonalGreedy(7), Bare(a.T @ a), g)
+    assert solution.selected.tolist() == order
+    assert_close(solution.x, h, 1e-11, "from products with G")
 
 
 @pytest.mark.parametrize("block", [1, 5])
@@ -348,9 +348,9 @@ def test_the_same_bits_again_and_in_single_precision() -> None:
     solver = OrthogonalGreedy(12)
     state = solver.init(Rows(a))
     first = solver.solve(state, g)
-    again = solver.solve(state, g)
-    assert torch.equal(first.x, again.x)
-    assert torch.equal(first.selected, again.selected)
+    repeated = solver.solve(state, g)
+    assert torch.equal(first.x, repeated.x)
+    assert torch.equal(first.selected, repeated.selected)
     short = greedy(solver, Rows(a.float()), g.float())
     assert short.x.dtype == torch.float32
     assert short.selected.tolist() == first.selected.tolist()
@@ -413,15 +413,15 @@ def test_the_direction_names_the_parameters_it_moves() -> None:
     def objective(params: dict[str, Tensor]) -> Tensor:
         return torch.func.functional_call(model, params, (x,)) - y
 
-    found = opt.direction(objective=objective)
-    assert isinstance(found, GreedySolution)
+    direction = opt.direction(objective=objective)
+    assert isinstance(direction, GreedySolution)
     j = torch.func.jacrev(objective)(dict(model.named_parameters()))
     a = torch.cat([v.detach().flatten(2).squeeze(1) for v in j.values()], 1) / 60**0.5
     r = (model(x) - y).detach()[:, 0] / 60**0.5
     order, h, energies = pursuit(a.T @ a, a.T @ r, 10)
-    assert found.selected.tolist() == order
-    assert_close(found.x, h, 1e-8, "h")
-    assert_close(found.energy, torch.tensor(energies, dtype=torch.float64), 1e-9, "∇Lᵀh")
+    assert direction.selected.tolist() == order
+    assert_close(direction.x, h, 1e-8, "h")
+    assert_close(direction.energy, torch.tensor(energies, dtype=torch.float64), 1e-9, "∇Lᵀh")
     before = [p.detach().clone() for p in model.parameters()]
     info = opt.step(objective=objective)
     assert info.accepted

@@ -92,8 +92,8 @@ def test_a_path_in_float32_neither_overflows_nor_vanishes(scale: float) -> None:
     exact = Path(path.eigenvalues.double(), path.gamma.double(), lambda c: c)
     dampings = torch.tensor([1e-6, 1e-3, 1.0, 1e3])
     assert_close(path.norm(dampings).double(), exact.norm(dampings.double()), 1e-6, "‖x(λ)‖")
-    found = path.damping_for(path.norm(dampings))
-    assert float((found / dampings - 1).abs().max()) < 1e-5
+    recovered = path.damping_for(path.norm(dampings))
+    assert float((recovered / dampings - 1).abs().max()) < 1e-5
 
 
 def test_beyond_the_full_step_there_is_no_damping() -> None:
@@ -136,9 +136,9 @@ def test_a_sketch_has_its_own_path(columns: int | None, white: bool) -> None:
     solver = Sketched(6, columns)
     state = solver.init(hold(a, "rows"))
     path = solver.path(state, a.T @ r, r if white else None)
-    got = path.at(DAMPINGS[1:])
-    for x, damping in zip(got, DAMPINGS[1:], strict=True):
-        found = solver.solve(state, a.T @ r, float(damping), whitened=r if white else None)
-        assert_close(x, found.x, 1e-10, f"x({float(damping):g})")
+    actual = path.at(DAMPINGS[1:])
+    for x, damping in zip(actual, DAMPINGS[1:], strict=True):
+        solution = solver.solve(state, a.T @ r, float(damping), whitened=r if white else None)
+        assert_close(x, solution.x, 1e-10, f"x({float(damping):g})")
     radii = 0.5 * path.norm(DAMPINGS[2:3])
     assert_close(path.at(path.damping_for(radii)).norm(dim=1), radii, 1e-9, "secular equation")

@@ -58,9 +58,9 @@ def test_rcond_cuts_singular_values_of_a(form: str) -> None:
     a = with_spectrum(torch.tensor([1.0, 2e-2, 5e-3]).double(), 5, 4)
     r = vector(5)
     solver = PseudoInverse(rcond=1e-2)
-    found = solver.solve(solver.init(hold(a, form)), a.T @ r, whitened=r)
-    assert found.rank == 2
-    assert_close(found.x, torch.linalg.pinv(a, rtol=1e-2) @ r, 1e-8, "truncated A⁺r")
+    solution = solver.solve(solver.init(hold(a, form)), a.T @ r, whitened=r)
+    assert solution.rank == 2
+    assert_close(solution.x, torch.linalg.pinv(a, rtol=1e-2) @ r, 1e-8, "truncated A⁺r")
 
 
 def test_squared_forms_do_not_trust_what_they_cannot_see() -> None:
@@ -130,10 +130,10 @@ def test_many_parameters_in_float32(p: int) -> None:
     solver = PseudoInverse()
     g = torch.zeros(p)
     g[:8] = 1.0
-    found = solver.solve(solver.init(gram), g, 0.5)
-    assert found.rank == 4
-    assert torch.allclose(found.x[:4], torch.full((4,), 1 / 1.5))
-    assert torch.allclose(found.x[4:8], torch.full((4,), 1 / 0.5))
+    solution = solver.solve(solver.init(gram), g, 0.5)
+    assert solution.rank == 4
+    assert torch.allclose(solution.x[:4], torch.full((4,), 1 / 1.5))
+    assert torch.allclose(solution.x[4:8], torch.full((4,), 1 / 0.5))
 
 
 @pytest.mark.parametrize("shape", [(90, 40), (40, 90), (40, 40)])
@@ -157,9 +157,9 @@ def test_the_route_of_cuda_has_the_same_path(
     assert_close(*reductions, 1e-8, "predicted")
     assert_close(other.at(dampings[4:]), plain.at(dampings[4:]), tol, "x(λ)")
     radii = plain.norm(dampings)
-    found = other.damping_for(radii)
+    recovered = other.damping_for(radii)
     want = plain.damping_for(radii)
-    assert float((found / want - 1).abs().max()) < 1e-5
+    assert float((recovered / want - 1).abs().max()) < 1e-5
 
 
 def test_many_rows_are_lifted_at_once() -> None:

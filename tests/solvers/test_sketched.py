@@ -96,10 +96,10 @@ def test_each_init_draws_anew_and_its_number_repeats_it() -> None:
     assert not torch.equal(one.rows.bucket, two.rows.bucket)
     fresh = Sketched(rows=6, seed=0)
     fresh.seek(1)
-    again = fresh.init(hold(a, "rows"))
-    assert again.rows is not None
-    assert torch.equal(again.rows.bucket, two.rows.bucket)
-    assert torch.equal(again.rows.sign, two.rows.sign)
+    repeated = fresh.init(hold(a, "rows"))
+    assert repeated.rows is not None
+    assert torch.equal(repeated.rows.bucket, two.rows.bucket)
+    assert torch.equal(repeated.rows.sign, two.rows.sign)
     other = Sketched(rows=6, seed=1).init(hold(a, "rows"))
     assert other.rows is not None
     assert not torch.equal(other.rows.bucket, two.rows.bucket), "seed and number are no sum"

@@ -53,8 +53,10 @@ class Bowl:
         def solve(damping, about) -> Solution:
             if about is None:
                 return self.solver.solve(state, g, damping)
-            found = self.solver.solve(state, g - self.gram.matvec(about), damping)
-            return Solution(found.x + about, found.damping, found.rank, None, found.status)
+            solution = self.solver.solve(state, g - self.gram.matvec(about), damping)
+            return Solution(
+                solution.x + about, solution.damping, solution.rank, None, solution.status
+            )
 
         def losses(moves: Tensor) -> Tensor:
             self.trials += len(moves)

@@ -88,23 +88,23 @@ def test_with_a_target_the_least_damping_that_reaches_it_is_taken(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [{"target": v} for v in (0.0, -1.0, float("nan"), 1.0, True)]
     + [{"tries": 2.5}, {"tries": 0}, {"bounds": (1,)}, {"bounds": None}],
 )
-def test_what_is_not_usable_is_named(given: Any) -> None:
-    with pytest.raises(PullbackError, match=next(iter(given))):
-        LevenbergMarquardt(**given)
+def test_what_is_not_usable_is_named(arguments: Any) -> None:
+    with pytest.raises(PullbackError, match=next(iter(arguments))):
+        LevenbergMarquardt(**arguments)
 
 
 def test_the_cases_above_meet_every_branch() -> None:
-    found = {
+    branches = {
         "rejected" if rho <= 1e-4 else "bad" if rho < 0.25 else "fair" if rho <= 0.75 else "good"
         for s in (1e-3, 0.03, 0.1, 0.3, 1.0, 10.0)
         for d in (1e-3, 1.0, 30.0)
         for rho in [ratio(harder(s), d)]
     }
-    assert found == {"rejected", "bad", "fair", "good"}
+    assert branches == {"rejected", "bad", "fair", "good"}
 
 
 def test_it_gives_up_and_keeps_the_raised_damping() -> None:

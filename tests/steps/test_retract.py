@@ -39,12 +39,12 @@ def test_positive_definite_raises_the_eigenvalues_that_are_too_low(floor: float)
     w = q @ values.diag() @ q.T
     out = PositiveDefinite(floor)(w)
     assert_close(out, out.T, 1e-14, "symmetric")
-    found = torch.linalg.eigvalsh(out)
-    assert float(found[0]) >= floor
-    assert float(found[1]) <= 3 * floor
-    assert float(found[2]) == pytest.approx(5.0)
-    again = PositiveDefinite(floor)(out)
-    assert_close(again, out, 1e-12, "idempotent")
+    energy = torch.linalg.eigvalsh(out)
+    assert float(energy[0]) >= floor
+    assert float(energy[1]) <= 3 * floor
+    assert float(energy[2]) == pytest.approx(5.0)
+    repeated = PositiveDefinite(floor)(out)
+    assert_close(repeated, out, 1e-12, "idempotent")
     lopsided = w + torch.tensor([[0.0, 1, 0], [-1, 0, 0], [0, 0, 0]]).double()
     assert_close(PositiveDefinite(floor)(lopsided), out, 1e-12, "the skew part is dropped")
 

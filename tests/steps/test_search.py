@@ -102,8 +102,8 @@ def test_backtracking_rejects_an_ascent_direction() -> None:
     true = local.solve
 
     def backwards(damping, about):
-        found = true(damping, about)
-        return type(found)(-found.x, found.damping)
+        direction = true(damping, about)
+        return type(direction)(-direction.x, direction.damping)
 
     local.solve = backwards
     move = Backtracking(max_trials=5).take(local)

@@ -74,7 +74,7 @@ def test_it_takes_the_largest_good_radius(strength: float, radius: float, lr: fl
 
 
 def test_all_branches_were_met() -> None:
-    found = set()
+    branches = set()
     for strength in (0.01, 0.1, 1.0, 100.0):
         for radius in (0.05, 0.5, 8.0):
             problem = bowl(seed=3)
@@ -82,8 +82,8 @@ def test_all_branches_were_met() -> None:
             rule = TargetRatio(target=0.3, radii=16, window=4.0)
             running = torch.tensor(trials(problem, rule, radius)[1]).cummin(0).values
             count = int((running > 0.3).sum())
-            found.add("all" if count == 16 else "none" if count == 0 else "some")
-    assert found == {"all", "none", "some"}
+            branches.add("all" if count == 16 else "none" if count == 0 else "some")
+    assert branches == {"all", "none", "some"}
 
 
 @pytest.mark.parametrize("last", range(8))

@@ -69,8 +69,8 @@ class Of(nn.Module):
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
         self.function = function
-        for name, part in parts.items():
-            setattr(self, name, part)
+        for name, module in parts.items():
+            setattr(self, name, module)
 
     def forward(self, *args: Any) -> Any:
         return self.function(self, *args)

@@ -76,9 +76,9 @@ def test_entries_without_a_unit_stay() -> None:
     assert torch.equal(moved["a"][1], PARAMS["a"][1])
     assert torch.equal(moved["c"][:, 1], PARAMS["c"][:, 1])
     assert not partial.legs[0].is_complete
-    kept = scaling().only(torch.tensor([True, False, True]))
-    assert kept.units == 2
-    check(kept, PARAMS)
+    restricted = scaling().only(torch.tensor([True, False, True]))
+    assert restricted.units == 2
+    check(restricted, PARAMS)
     sums = partial.legs[0].sums(PARAMS["a"], 2)
     assert torch.allclose(sums, PARAMS["a"][[0, 2]].sum(1))
 

@@ -22,9 +22,9 @@ from .chain import mlp, relative, scalings
 def descend(model: nn.Module, opt: torch.optim.Optimizer, steps: int = 1) -> Tensor:
     """Full-batch steps; returns the outputs after them."""
     generator = torch.Generator().manual_seed(3)
-    like = next(model.parameters())
-    x = torch.randn(16, 3, generator=generator).to(like)
-    y = torch.randn(16, 2, generator=generator).to(like)
+    parameter = next(model.parameters())
+    x = torch.randn(16, 3, generator=generator).to(parameter)
+    y = torch.randn(16, 2, generator=generator).to(parameter)
     for _ in range(steps):
         opt.zero_grad()
         F.mse_loss(model(x), y).backward()
@@ -55,8 +55,8 @@ def test_between_retractions_steps_are_sgd(
             assert torch.equal(p, q)
     # the fourth too, in function; then the parameters are elsewhere on the orbit
     assert relative(descend(model, opt), descend(twin, sgd)) < 1e-13
-    apart = [relative(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
-    assert max(apart) > 1e-7
+    distance = [relative(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
+    assert max(distance) > 1e-7
     if group == "layer":
         assert opt.slice is not None
         assert opt.slice.contains()
@@ -68,7 +68,7 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
 
     That is how far trajectories come apart, where no kink is in the way.
     """
-    apart = []
+    distance = []
     for lr in (0.02, 0.01):
         ends = []
         for options in ({"sweeps": 8}, {"every": 10}, {"every": 1000}):
@@ -76,11 +76,11 @@ def test_rarer_retractions_change_a_trajectory_little() -> None:
             for i in (1, 3, 5):
                 model[i] = nn.Identity()
             ends.append(descend(model, make(model, lr, **options), int(1 / lr)))
-        apart.append([relative(end, ends[0]) for end in ends[1:]])
-    for before, after in pairwise(apart):
+        distance.append([relative(end, ends[0]) for end in ends[1:]])
+    for before, after in pairwise(distance):
         assert before[1] / after[1] == pytest.approx(2, rel=0.1)
         assert 2.4 < before[0] / after[0] < 4.2
-    assert apart[-1][0] < 1e-3
+    assert distance[-1][0] < 1e-3
 
 
 @pytest.mark.parametrize("uniform", [True, False])
@@ -96,17 +96,17 @@ def test_without_biases_only_layers_that_decay_differently_are_projected(uniform
     ]
     opt = make(model, group="layer", params=groups)
     twin = copy.deepcopy(model)
-    found = EqualNorm(scalings(twin), twin)
+    slice_ = EqualNorm(scalings(twin), twin)
     descend(model, opt)
     descend(twin, torch.optim.SGD(twin.parameters(), 0.0))  # for its gradient
     g = {n: p.grad.clone() for n, p in twin.named_parameters() if p.grad is not None}
     for n, decay in zip(g, decays, strict=True):
         g[n] += decay * dict(twin.named_parameters())[n].detach()
-    u = found.project(g)
+    u = slice_.project(g)
     with torch.no_grad():
         for n, p in twin.named_parameters():
             p -= 0.05 * u[n]
-    found.retract_()
+    slice_.retract_()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert relative(p, q) < 1e-13
 

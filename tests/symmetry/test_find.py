@@ -191,10 +191,10 @@ def test_the_kernel_of_j_is_the_symmetries(name: str) -> None:
         args = x
     else:
         args = (x,)
-    found = find(model, x)
-    z = found.generators()
+    symmetry = find(model, x)
+    z = symmetry.generators()
     j = dense(model, *args)
-    assert z.shape == (found.dimension, j.shape[1])
+    assert z.shape == (symmetry.dimension, j.shape[1])
     if len(z):
         assert in_kernel(j, z) <= 1e-12
     if len(z):
@@ -202,29 +202,29 @@ def test_the_kernel_of_j_is_the_symmetries(name: str) -> None:
     else:
         independent = 0
     assert independent == expected
-    assert nullity(j) == independent, found.rank()
+    assert nullity(j) == independent, symmetry.rank()
 
 
 def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
     model = randomized(encoder(norm_first=True), 3)
     model.__dict__["activation"] = F.relu
     x = normal(12, 5, 4)
-    found = find(model, x)
-    ranks = found.rank()
+    symmetry = find(model, x)
+    ranks = symmetry.rank()
     assert ranks.independent == 59 + 6
-    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    assert in_kernel(dense(model, x), symmetry.generators()) <= 1e-12
     assert ranks.unexplained == 0 or ranks.reasons
 
 
 def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
     model = randomized(mixer(), 3)
     x = normal(120, 5, 4)
-    found = find(model, x)
+    symmetry = find(model, x)
     j = dense(model, x)
-    assert in_kernel(j, found.generators()) < 1e-14
+    assert in_kernel(j, symmetry.generators()) < 1e-14
     # channels' layers are those of a transformer: 11 + 11 behind n2 and n3, 4 of c2; 1 of n1's gain
-    assert found.dimension == 27
-    ranks = found.rank()
+    assert symmetry.dimension == 27
+    ranks = symmetry.rank()
     assert ranks.unexplained == nullity(j) - 27 == 6
     # the 5 biases of t2 are constants that the next norms take away, and then there is one more
     assert "the graph does not show" in ranks.reasons[0]
@@ -233,21 +233,21 @@ def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
 def test_batch_norm_in_training_mode() -> None:
     model = wide(randomized(basic_block(nn.BatchNorm2d))).train()
     x = normal(60, 2, 5, 5)
-    found = find(model, x)
-    abouts = " ".join(a.about for a in found.actions)
+    symmetry = find(model, x)
+    abouts = " ".join(a.about for a in symmetry.actions)
     assert "c1.bias before a batch norm" in abouts
-    assert found.dimension == 4 + 3 + 4 + 3
+    assert symmetry.dimension == 4 + 3 + 4 + 3
     # a rescaling before the norm is undone only up to eps, and the number says so
-    assert {r.about.split()[2].rstrip(",") for r in found.rejected} == {"c1", "c2"}
-    assert all(1e-9 < r.residual < 1e-2 for r in found.rejected)
-    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    assert {r.about.split()[2].rstrip(",") for r in symmetry.rejected} == {"c1", "c2"}
+    assert all(1e-9 < r.residual < 1e-2 for r in symmetry.rejected)
+    assert in_kernel(dense(model, x), symmetry.generators()) <= 1e-12
 
 
 def test_without_eps_a_norm_swallows_scales() -> None:
     model = randomized(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Tanh()))
-    found = find(model, normal(30, 3))
-    assert not found.rejected
-    assert any(isinstance(a, Scaling) and a.units == 1 for a in found.actions)
+    symmetry = find(model, normal(30, 3))
+    assert not symmetry.rejected
+    assert any(isinstance(a, Scaling) and a.units == 1 for a in symmetry.actions)
 
 
 def test_shifted_relu_and_gelu_are_not_reported() -> None:
@@ -259,12 +259,12 @@ def test_shifted_relu_and_gelu_are_not_reported() -> None:
         randomized(mlp([3, 4, 2], nn.GELU)),
         randomized(mlp([3, 4, 2], nn.ReLU6)),
     ):
-        found = find(model, normal(20, 3))
-        assert found.dimension == 0
-        assert found.generators().shape == (0, 26)
-        assert found.scalings == []
-        assert "no symmetry was found" in str(found)
-        assert found.orbit(torch.zeros(0)).keys() == dict(model.named_parameters()).keys()
+        symmetry = find(model, normal(20, 3))
+        assert symmetry.dimension == 0
+        assert symmetry.generators().shape == (0, 26)
+        assert symmetry.scalings == []
+        assert "no symmetry was found" in str(symmetry)
+        assert symmetry.orbit(torch.zeros(0)).keys() == dict(model.named_parameters()).keys()
 
 
 def test_printed_generators_are_not_in_the_kernel() -> None:
@@ -329,18 +329,18 @@ def test_control_flow_is_refused_and_actions_can_be_named() -> None:
     with pytest.raises(PullbackError, match="actions="):
         find(model, x)
     named = between(4, "fc1", "fc2")
-    found = find(model, x, actions=[named])
-    assert found.generators().shape == (4, 26)
-    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    symmetry = find(model, x, actions=[named])
+    assert symmetry.generators().shape == (4, 26)
+    assert in_kernel(dense(model, x), symmetry.generators()) <= 1e-12
     assert find(model, x, actions=[named], group="layer").dimension == 1
 
 
 def test_named_actions_are_verified() -> None:
     model = randomized(mlp([3, 4, 5, 2], nn.GELU))
     model[1] = nn.ReLU()
-    found = find(model, normal(9, 3), actions=[between(4, "0", "2"), between(5, "2", "4")])
-    assert found.dimension == 4
-    assert found.rejected[0].residual > 1e-3
+    symmetry = find(model, normal(9, 3), actions=[between(4, "0", "2"), between(5, "2", "4")])
+    assert symmetry.dimension == 4
+    assert symmetry.rejected[0].residual > 1e-3
 
 
 def test_shared_parameters_never_give_a_wrong_generator() -> None:
@@ -349,31 +349,31 @@ def test_shared_parameters_never_give_a_wrong_generator() -> None:
 
     model = randomized(Of(twice, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2)))
     x = normal(30, 3)
-    found = find(model, x)
-    assert found.dimension == 4  # one scale per channel of all three activations
-    assert in_kernel(dense(model, x), found.generators()) <= 1e-12
+    symmetry = find(model, x)
+    assert symmetry.dimension == 4  # one scale per channel of all three activations
+    assert in_kernel(dense(model, x), symmetry.generators()) <= 1e-12
 
     def tied(s: Any, t: Tensor) -> Tensor:
         h = s.e(t)
         return (h + s.f2(F.relu(s.f1(h)))) @ s.e.weight.T
 
-    parts = {"e": nn.Embedding(7, 4), "f1": nn.Linear(4, 6), "f2": nn.Linear(6, 4)}
-    words = randomized(Of(tied, **parts))
+    pieces = {"e": nn.Embedding(7, 4), "f1": nn.Linear(4, 6), "f2": nn.Linear(6, 4)}
+    words = randomized(Of(tied, **pieces))
     tokens = torch.arange(7)[None]
-    found = find(words, tokens)
-    assert found.dimension == 6
-    assert in_kernel(dense(words, tokens), found.generators()) <= 1e-12
+    symmetry = find(words, tokens)
+    assert symmetry.dimension == 6
+    assert in_kernel(dense(words, tokens), symmetry.generators()) <= 1e-12
     # a table against itself: s(e) = −s(e)
-    alone = randomized(Of(lambda s, t: F.relu(s.e(t)) @ s.e.weight.T, e=nn.Embedding(7, 4)))
-    assert find(alone, tokens).dimension == 0
+    separate = randomized(Of(lambda s, t: F.relu(s.e(t)) @ s.e.weight.T, e=nn.Embedding(7, 4)))
+    assert find(separate, tokens).dimension == 0
 
 
 def test_frozen_parameters_do_not_move() -> None:
     model = mlp([3, 4, 5, 2]).double()
     model[0].requires_grad_(False)
-    found = find(model, normal(20, 3))
-    assert found.dimension == 5
-    assert found.generators().shape == (5, sum(p.numel() for p in model[2:].parameters()))
+    symmetry = find(model, normal(20, 3))
+    assert symmetry.dimension == 5
+    assert symmetry.generators().shape == (5, sum(p.numel() for p in model[2:].parameters()))
     model.requires_grad_(False)
     assert find(model, normal(20, 3)).dimension == 0
 
@@ -381,10 +381,10 @@ def test_frozen_parameters_do_not_move() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_low_precision_is_verified_in_float64(dtype: torch.dtype) -> None:
     model = mlp([3, 4, 5, 2]).to(dtype)
-    found = find(model, torch.randn(20, 3, dtype=dtype))
-    assert found.generators().shape == (9, 53)
-    assert all(v.residual <= 1e-13 for v in found.verified)
-    moved = found.orbit(0.1)
+    symmetry = find(model, torch.randn(20, 3, dtype=dtype))
+    assert symmetry.generators().shape == (9, 53)
+    assert all(v.residual <= 1e-13 for v in symmetry.verified)
+    moved = symmetry.orbit(0.1)
     assert {w.dtype for w in moved.values()} == {dtype}
 
 
@@ -402,16 +402,16 @@ def test_the_model_is_left_as_it_was() -> None:
     )
     before = {n: t.clone() for n, t in model.state_dict().items()}
     x = torch.randn(4, 2, 5, 5)
-    kept = x.clone()
+    inputs_before = x.clone()
     find(model, x)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-    assert torch.equal(x, kept)
+    assert torch.equal(x, inputs_before)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_heads_are_mixed_by_one_matrix_each() -> None:
-    found = find(randomized(own_attention()), normal(6, 5, 4))
-    mixings = [a for a in found.actions if isinstance(a, Mixing)]
+    symmetry = find(randomized(own_attention()), normal(6, 5, 4))
+    mixings = [a for a in symmetry.actions if isinstance(a, Mixing)]
     assert [m.size for m in mixings] == [2, 2, 2, 2]
 
 
@@ -434,9 +434,9 @@ def test_bad_examples_are_refused(x: Tensor) -> None:
 
 
 def test_one_sample_without_a_batch() -> None:
-    found = find(randomized(mlp([3, 4, 2])), normal(3))
-    assert found.dimension == 4
-    assert found.rank().reasons
+    symmetry = find(randomized(mlp([3, 4, 2])), normal(3))
+    assert symmetry.dimension == 4
+    assert symmetry.rank().reasons
 
 
 def test_writing_in_place() -> None:
@@ -448,12 +448,12 @@ def test_writing_in_place() -> None:
 
     model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(30, 3)
-    found = find(model, x)
+    symmetry = find(model, x)
     before = model(x).detach()
-    assert found.dimension == 2
-    assert [s.units for s in found.scalings] == [2]  # some rows of the weights, and not others
-    found.retract_()
-    assert found.slice().contains()
+    assert symmetry.dimension == 2
+    assert [s.units for s in symmetry.scalings] == [2]  # some rows of the weights, and not others
+    symmetry.retract_()
+    assert symmetry.slice().contains()
     assert torch.allclose(model(x), before, rtol=1e-12)
 
 

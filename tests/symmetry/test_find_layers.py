@@ -41,9 +41,9 @@ def read_out(cell: Callable[..., nn.Module], width: int = 4, **options: Any) -> 
 def unrolled(act: Callable[[Tensor], Tensor], start: bool = False) -> nn.Module:
     """A recurrent network written by hand, from zeros or from a state that is given."""
 
-    def forward(s: Any, x: Tensor, *given: Tensor) -> Tensor:
+    def forward(s: Any, x: Tensor, *arguments: Tensor) -> Tensor:
         if start:
-            h = given[0]
+            h = arguments[0]
         else:
             h = x.new_zeros(len(x), 4)
         for t in range(x.shape[1]):
@@ -116,19 +116,19 @@ def ordinary(name: str, seed: int) -> object:
 def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     make, x, count = FOUND[name]
     model = small_biases(make(), seed)
-    found = find(model, x)
+    symmetry = find(model, x)
     j = dense(model, *x)
-    z = found.generators()
+    z = symmetry.generators()
     assert len(z) == count
-    assert not found.rejected
+    assert not symmetry.rejected
     assert not count or in_kernel(j, z) < 1e-14
-    explained = found.rank()
+    explained = symmetry.rank()
     assert explained.independent == count <= nullity(j)
     assert count == nullity(j) or explained.reasons
     element = 0.3 * normal(count, seed=seed)
     with torch.no_grad():
         if count:
-            moved = functional_call(model, found.orbit(element), x)
+            moved = functional_call(model, symmetry.orbit(element), x)
         else:
             moved = model(*x)
         torch.testing.assert_close(moved, model(*x), rtol=1e-10, atol=1e-11)
@@ -198,9 +198,9 @@ def test_normalized_weights_have_no_rule_and_hooks_leave_the_model_as_it_was() -
         model = nn.Sequential(make(nn.Linear(3, 4)), nn.ReLU(), nn.Linear(4, 2)).double()
         with torch.no_grad():
             model(x)
-        held = model[0].__dict__.get("weight")
+        weight = model[0].__dict__.get("weight")
         assert find(model, x).dimension == 0
-        assert model[0].__dict__.get("weight") is held
+        assert model[0].__dict__.get("weight") is weight
         copy.deepcopy(model)
 
 
@@ -215,7 +215,7 @@ def test_a_layer_that_is_used_twice_in_a_row() -> None:
     x = normal(60, 3)
     # w²u stays under u ← α²u and w ← w/α, and under nothing else
     (scaling,) = find(model, x).actions
-    held = {n: p.detach() for n, p in model.named_parameters()}
-    moved = scaling.act(held, torch.ones(1).double())
-    ratios = [float((moved[f"{n}.weight"] / held[f"{n}.weight"]).log().mean()) for n in "uw"]
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    moved = scaling.act(weights, torch.ones(1).double())
+    ratios = [float((moved[f"{n}.weight"] / weights[f"{n}.weight"]).log().mean()) for n in "uw"]
     assert ratios[0] == pytest.approx(-2 * ratios[1])

@@ -51,8 +51,8 @@ class Block(nn.Module):
             mask = None
         if mask is not None:
             mask = mask[:, None, None]
-        parts = self.fused(self.one(x)).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in parts)
+        pieces = self.fused(self.one(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in pieces)
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(h.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(self.two(x))))
@@ -104,9 +104,9 @@ class Multiplied(nn.Module):
 def test_a_product_with_a_parameter_has_the_generators_of_a_linear_layer(form: str) -> None:
     model = Multiplied(FORMS[form])
     x = torch.randn(7, 3)
-    found = pb.symmetry.find(model, x)
-    assert len(found.generators()) == 25  # all 5 × 5 matrices between the two maps
-    assert not found.rejected
+    symmetry = pb.symmetry.find(model, x)
+    assert len(symmetry.generators()) == 25  # all 5 × 5 matrices between the two maps
+    assert not symmetry.rejected
 
 
 AFFINE_FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -170,9 +170,9 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_every_matrix_of_a_stack_is_a_layer(first: bool) -> None:
-    found = pb.symmetry.find(Experts(first), torch.randn(9, 4))
-    assert len(found.generators()) == found.rank().independent == 3 * 2**2
-    assert not found.rejected
+    symmetry = pb.symmetry.find(Experts(first), torch.randn(9, 4))
+    assert len(symmetry.generators()) == symmetry.rank().independent == 3 * 2**2
+    assert not symmetry.rejected
 
 
 class BiasedExperts(nn.Module):
@@ -197,20 +197,20 @@ class BiasedExperts(nn.Module):
             h = torch.einsum("ebi,eio->ebo", x, self.up) + one / 2
             return torch.einsum("ebi,eio->ebo", h, self.down) + two
         h = [y @ w + 2 * b for y, w, b in zip(x, self.up, self.one, strict=True)]
-        every = zip(h, self.down, self.two, strict=True)
-        return torch.stack([torch.addmm(b, y, w) for y, w, b in every])
+        pairs = zip(h, self.down, self.two, strict=True)
+        return torch.stack([torch.addmm(b, y, w) for y, w, b in pairs])
 
 
 @pytest.mark.parametrize("form", ["baddbmm", "einsum", "loop"])
 def test_biases_of_a_stack_are_mixed_and_shifted_with_its_matrices(form: str) -> None:
     model = BiasedExperts(form)
     x = torch.randn(9, 4)
-    found = pb.symmetry.find(model, x)
+    symmetry = pb.symmetry.find(model, x)
     # invertible 2 × 2 matrices between the maps, and constants from one bias to the next
-    assert len(found.generators()) == found.rank().independent == 3 * (2**2 + 2)
-    assert not found.rejected
+    assert len(symmetry.generators()) == symmetry.rank().independent == 3 * (2**2 + 2)
+    assert not symmetry.rejected
     params = {n: p.detach() for n, p in model.named_parameters()}
-    for action in found.actions:
+    for action in symmetry.actions:
         moved = action.act(params, 0.1 * torch.randn(action.dimension))
         out = torch.func.functional_call(model, {**params, **moved}, (x,))
         assert_close(out, model(x), 1e-11, action.about)
@@ -237,8 +237,8 @@ def test_a_function_with_its_own_backward_pass_is_what_it_computes() -> None:
 
     model = nn.Sequential(nn.Linear(3, 5), Activated(), nn.Linear(5, 2))
     x = torch.randn(7, 3)
-    found = pb.symmetry.find(model, x)
-    assert len(found.generators()) == 5
+    symmetry = pb.symmetry.find(model, x)
+    assert len(symmetry.generators()) == 5
     model(x).sum().backward()  # torch's own way is back
     assert model[0].weight.grad is not None
 
@@ -266,9 +266,11 @@ class Routed(nn.Module):
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped product")
 def test_grouped_products_of_a_float32_model_are_those_of_gathered_weights() -> None:
-    found = [pb.symmetry.find(Routed(way).float(), torch.randn(8, 4)) for way in (True, False)]
-    assert [f.rank().independent for f in found] == [8, 8]
-    assert any("up is used depends on values" in note for note in found[0].notes)
+    symmetries = [
+        pb.symmetry.find(Routed(variant).float(), torch.randn(8, 4)) for variant in (True, False)
+    ]
+    assert [f.rank().independent for f in symmetries] == [8, 8]
+    assert any("up is used depends on values" in note for note in symmetries[0].notes)
 
 
 class Heads(nn.Module):
@@ -286,9 +288,9 @@ class Heads(nn.Module):
 
 
 def test_heads_are_told_apart_in_weights_of_three_axes() -> None:
-    found = pb.symmetry.find(Heads(), torch.randn(4, 5, 6))
-    assert len(found.generators()) == found.rank().independent == 2 * 2 * 3**2
-    assert not found.rejected
+    symmetry = pb.symmetry.find(Heads(), torch.randn(4, 5, 6))
+    assert len(symmetry.generators()) == symmetry.rank().independent == 2 * 2 * 3**2
+    assert not symmetry.rejected
 
 
 def test_a_weight_that_is_read_in_two_ways_is_not_mixed() -> None:
@@ -306,9 +308,9 @@ def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
     x = torch.randn(3, 4, 6)
     twin = copied(model)
     assert_close(model(x), twin(x), 1e-12, "the twin")
-    found, known = (pb.symmetry.find(m, x) for m in (model, twin))
-    assert found.rank() == known.rank()
-    assert len(found.generators()) == len(known.generators()) > 0
+    symmetry, known = (pb.symmetry.find(m, x) for m in (model, twin))
+    assert symmetry.rank() == known.rank()
+    assert len(symmetry.generators()) == len(known.generators()) > 0
 
 
 def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_derivative() -> None:
@@ -337,11 +339,11 @@ def test_a_mask_may_be_looked_at(masked: bool) -> None:
     x = torch.randn(3, 4, 6)
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[:, -1] = not masked
-    found = pb.symmetry.find(model, {"x": x, "mask": mask})
-    assert SPECIALIZED in found.notes
+    symmetry = pb.symmetry.find(model, {"x": x, "mask": mask})
+    assert SPECIALIZED in symmetry.notes
     without = pb.symmetry.find(model, x)
     assert SPECIALIZED not in without.notes
-    assert found.rank() == without.rank()
+    assert symmetry.rank() == without.rank()
 
 
 class Guarded(Multiplied):

@@ -33,11 +33,11 @@ def embed(coordinates: Tensor) -> Tensor:
     r = coordinates[0]
     psi = coordinates[1:]
     w = []
-    rest = r
+    others = r
     for angle in psi.flip(0):
-        w.append(rest * angle.cos())
-        rest = rest * angle.sin()
-    return torch.stack([*w, rest]).flip(0)
+        w.append(others * angle.cos())
+        others = others * angle.sin()
+    return torch.stack([*w, others]).flip(0)
 
 
 def test_the_basis_is_that_of_the_coordinates() -> None:
@@ -45,9 +45,9 @@ def test_the_basis_is_that_of_the_coordinates() -> None:
     coordinates = torch.cat([torch.rand(1) + 1, torch.rand(5) * 2 + 0.3]).double()
     jacobian = jacrev(embed)(coordinates)
     basis = polar_basis(embed(coordinates))
-    for mine, true in zip(basis, jacobian.mT[1:], strict=True):
-        sign = torch.sign((mine * true).sum())  # which cancels in the kernel
-        assert torch.allclose(mine, sign * true, atol=1e-14)
+    for vector, true in zip(basis, jacobian.mT[1:], strict=True):
+        sign = torch.sign((vector * true).sum())  # which cancels in the kernel
+        assert torch.allclose(vector, sign * true, atol=1e-14)
     lengths = embed(coordinates).square().cumsum(0).sqrt()[1:]
     assert torch.allclose(basis.norm(dim=1), lengths)
 
@@ -90,28 +90,28 @@ def layers() -> tuple[list[Tensor], list[Tensor]]:
 
 def tangents(ws: list[Tensor], unit: bool) -> Tensor:
     """∂_ψ of all layers as rows (n − ℓ, n)."""
-    found = [polar_basis(w) for w in ws]
-    rows = torch.block_diag(*found)
+    bases = [polar_basis(w) for w in ws]
+    rows = torch.block_diag(*bases)
     if unit:
         return rows / rows.norm(dim=1, keepdim=True)
     return rows
 
 
-@pytest.mark.parametrize("kind", ["riemannian", "gtk-orthonormal", "gtk-polar"])
-def test_each_direction_is_the_kernel_of_its_basis(kind: str) -> None:
+@pytest.mark.parametrize("slice_name", ["riemannian", "gtk-orthonormal", "gtk-polar"])
+def test_each_direction_is_the_kernel_of_its_basis(slice_name: str) -> None:
     ws, gs = layers()
     r = torch.cat([w / w.norm() for w in ws])
-    if kind == "riemannian":
+    if slice_name == "riemannian":
         radial = r / 3**0.5
     else:
         radial = r
-    basis = torch.cat([radial[None], tangents(ws, unit=kind != "gtk-polar")])
+    basis = torch.cat([radial[None], tangents(ws, unit=slice_name != "gtk-polar")])
     expected = basis.mT @ (basis @ torch.cat(gs))
     blocks = [(str(i),) for i in range(3)]
     params = {str(i): w for i, w in enumerate(ws)}
     gradients = {str(i): g for i, g in enumerate(gs)}
-    found = find_direction(kind, [blocks], params, gradients)
-    assert torch.allclose(torch.cat(list(found.values())), expected, atol=1e-13)
+    direction = find_direction(slice_name, [blocks], params, gradients)
+    assert torch.allclose(torch.cat(list(direction.values())), expected, atol=1e-13)
 
 
 def test_approach_two_as_computed_is_one_with_a_longer_radius_and_not_the_stated_kernel() -> None:
@@ -135,9 +135,9 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
     gradients = {n: torch.randn_like(p) for n, p in params.items()}
     joined = {"ab": torch.cat([params["a"].flatten(), params["b"]]), "c": params["c"]}
     other = {"ab": torch.cat([gradients["a"].flatten(), gradients["b"]]), "c": gradients["c"]}
-    for kind in ("riemannian", "gtk-orthonormal", "gtk-polar"):
-        split = find_direction(kind, [[("a", "b"), ("c",)]], params, gradients)
-        whole = find_direction(kind, [[("ab",), ("c",)]], joined, other)
+    for slice_name in ("riemannian", "gtk-orthonormal", "gtk-polar"):
+        split = find_direction(slice_name, [[("a", "b"), ("c",)]], params, gradients)
+        whole = find_direction(slice_name, [[("ab",), ("c",)]], joined, other)
         assert torch.allclose(torch.cat([split["a"].flatten(), split["b"]]), whole["ab"])
         assert bool(split["c"].isfinite().all())
 
@@ -146,17 +146,17 @@ def test_a_layer_may_be_several_parameters_and_zero() -> None:
 def test_the_tangents_of_the_slice_and_their_metric(bias: bool) -> None:
     """r = Σ_k ŵ_k and the ∂_ψ of each layer span T_wS, with h = diag(ℓ, w_1² + … + w_{l+1}²)."""
     model = mlp(2, 3, 2, 2, bias=bias)
-    found = EqualNorm(scalings(model), model)
-    found.retract_()
-    names = [n for block in found.blocks for n in block]
-    layers = [torch.cat([found.params[n].detach().flatten() for n in ns]) for ns in found.blocks]
+    slice_ = EqualNorm(scalings(model), model)
+    slice_.retract_()
+    names = [n for block in slice_.blocks for n in block]
+    layers = [torch.cat([slice_.params[n].detach().flatten() for n in ns]) for ns in slice_.blocks]
     radial = torch.cat([w / w.norm() for w in layers])
     rows = torch.cat([radial[None], torch.block_diag(*(polar_basis(w) for w in layers))])
     h = torch.cat([torch.tensor([3.0]).double(), *(w.square().cumsum(0)[1:] for w in layers)])
     assert torch.allclose(rows @ rows.mT, h.diag(), atol=1e-13)
     for row in rows:
-        pieces = row.split([found.params[n].numel() for n in names])
-        v = {n: x.view(found.params[n].shape) for n, x in zip(names, pieces, strict=True)}
-        moved = found.project(v)
+        pieces = row.split([slice_.params[n].numel() for n in names])
+        v = {n: x.view(slice_.params[n].shape) for n, x in zip(names, pieces, strict=True)}
+        moved = slice_.project(v)
         assert all(torch.allclose(moved[n], v[n], atol=1e-12) for n in names)
     assert len(rows) == sum(w.numel() for w in layers) - 2

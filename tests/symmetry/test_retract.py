@@ -23,8 +23,8 @@ def scalar_net(weights: list[float], biases: list[float]) -> nn.Sequential:
     return model
 
 
-def values(model: nn.Sequential, kind: str) -> list[float]:
-    return [float(getattr(m, kind).item()) for m in model if isinstance(m, nn.Linear)]
+def values(model: nn.Sequential, slice_name: str) -> list[float]:
+    return [float(getattr(m, slice_name).item()) for m in model if isinstance(m, nn.Linear)]
 
 
 def test_two_scalar_layers() -> None:
@@ -102,5 +102,5 @@ def test_without_biases_it_is_the_closed_form() -> None:
     layers = [p.detach().clone() for p in model.parameters()]
     mean = torch.stack([w.norm().log() for w in layers]).mean().exp()
     point = EqualNorm(scalings(model), model).retract()
-    for w, got in zip(layers, point.values(), strict=True):
-        assert relative(got, mean * w / w.norm()) < 1e-14
+    for w, actual in zip(layers, point.values(), strict=True):
+        assert relative(actual, mean * w / w.norm()) < 1e-14

@@ -67,18 +67,18 @@ def test_one_step_changes_the_function_as_sgd_does(
     torch.optim.SGD(twin.parameters(), lr=0.05, weight_decay=decay).step()
     x, _ = data(model)
     assert relative(model(x), twin(x)) < 6e-15
-    apart = [relative(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
-    assert 1e-8 < max(apart) < 0.05**2  # but the parameters differ
+    distance = [relative(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)]
+    assert 1e-8 < max(distance) < 0.05**2  # but the parameters differ
 
 
 def test_the_projection_does_nothing_without_biases_and_something_with() -> None:
     for bias, low, high in ((False, 0.0, 1e-14), (True, 1e-3, 1.0)):
         model = mlp(3, 6, 5, 2, bias=bias)
-        found = EqualNorm(scalings(model), model)
-        found.retract_()
+        slice_ = EqualNorm(scalings(model), model)
+        slice_.retract_()
         backward(model)
         g = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        u = found.project(g)
+        u = slice_.project(g)
         change = sum(float((u[n] - g[n]).square().sum()) for n in g) ** 0.5
         size = sum(float(x.square().sum()) for x in g.values()) ** 0.5
         assert low <= change / size <= high
@@ -97,14 +97,14 @@ def test_the_riemannian_step_is_the_projected_gradient() -> None:
     g = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     for n in ("0.weight", "0.bias"):
         g[n] += 0.8 * dict(model.named_parameters())[n].detach()
-    found = EqualNorm(scalings(twin), twin)
-    u = found.project(g)
+    slice_ = EqualNorm(scalings(twin), twin)
+    u = slice_.project(g)
     size = sum(float(x.square().sum()) for x in g.values()) ** 0.5
     assert sum(float((u[n] - g[n]).square().sum()) for n in g) ** 0.5 > 0.05 * size
     with torch.no_grad():
         for n, p in twin.named_parameters():
             p -= 0.05 * u[n]
-    found.retract_()
+    slice_.retract_()
     opt.step()
     for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert relative(p, q) < 1e-13, n
@@ -198,10 +198,10 @@ def test_momentum_is_a_covector() -> None:
     assert any(not torch.equal(before[n], after[n]) for n in before)
     for n, p in model.named_parameters():
         assert torch.allclose(after[n] * p.detach(), before[n] * kept[n], atol=1e-14)
-    again = sum(
+    repeated = sum(
         float((p.detach() * opt.state[p]["momentum_buffer"]).sum()) for p in model.parameters()
     )
-    assert again == pytest.approx(pairing, rel=1e-12)
+    assert repeated == pytest.approx(pairing, rel=1e-12)
 
 
 class Joined(nn.Module):
@@ -339,12 +339,12 @@ def test_schedulers_closures_and_scalers() -> None:
     assert opt.param_groups[0]["lr"] == pytest.approx(0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # pyright: ignore[reportPrivateImportUsage]
     x, y = data(model)
-    kept = [p.detach().clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     opt.zero_grad()
     scaler.scale(F.mse_loss(model(x), y)).backward()
     scaler.step(opt)
     scaler.update()
-    assert any(not torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
+    assert any(not torch.equal(p, k) for p, k in zip(model.parameters(), before, strict=True))
 
 
 def test_param_groups_have_their_own_rates() -> None:
@@ -370,7 +370,7 @@ def test_param_groups_have_their_own_rates() -> None:
 def test_frozen_parameters_and_those_outside_orbits() -> None:
     model = mlp(3, 8, 6, 2)
     model[0].weight.requires_grad_(False)
-    kept = model[0].weight.detach().clone()
+    before = model[0].weight.detach().clone()
     opt = make(model)
     assert opt.slice is not None
     assert [s.about for s in opt.slice.scalings] == ["units of 2"]
@@ -378,14 +378,14 @@ def test_frozen_parameters_and_those_outside_orbits() -> None:
     backward(model)
     expected = last - 0.05 * model[4].bias.grad  # pyright: ignore[reportOptionalOperand]
     opt.step()
-    assert torch.equal(model[0].weight, kept)
+    assert torch.equal(model[0].weight, before)
     assert torch.equal(model[4].bias, expected)
     model[4].weight.requires_grad_(False)  # and none is left: plain SGD
-    kept = model[4].weight.detach().clone()
+    before = model[4].weight.detach().clone()
     backward(model)
     opt.step()
     assert opt.slice is None
-    assert torch.equal(model[4].weight, kept)
+    assert torch.equal(model[4].weight, before)
 
 
 def test_every_and_retract() -> None:

@@ -86,10 +86,10 @@ def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         factor = p.detach() / q.detach()
         far = max(far, float((factor - 1).abs().max()))
-        mine = opt.state[p]["optimizer"]
+        inner_state = opt.state[p]["optimizer"]
         theirs = other.state[q]
-        assert relative(mine["exp_avg"] * factor, theirs["exp_avg"]) < 1e-13
-        assert relative(mine["exp_avg_sq"] * factor**2, theirs["exp_avg_sq"]) < 1e-13
+        assert relative(inner_state["exp_avg"] * factor, theirs["exp_avg"]) < 1e-13
+        assert relative(inner_state["exp_avg_sq"] * factor**2, theirs["exp_avg_sq"]) < 1e-13
     assert far > 1e-5
 
 
@@ -198,43 +198,45 @@ def natural(model: nn.Module, **options) -> pb.NaturalGradient:
     return pb.NaturalGradient(model, metric, pb.solvers.PseudoInverse(), **options)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "equal-norm"])
-def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(kind: str) -> None:
+@pytest.mark.parametrize("slice_name", ["balanced", "equal-norm"])
+def test_the_natural_gradient_of_a_slice_moves_the_function_as_moore_penrose(
+    slice_name: str,
+) -> None:
     """Units are layers here, so that the slice has full rank where the net has no other kernel."""
     model = mlp(3, 1, 2)
     with torch.no_grad():
         model[0].bias.fill_(0.3)  # on for most samples, not for all
-    found = make_slice(kind, scalings(model), model)
-    found.retract_()
+    slice_ = make_slice(slice_name, scalings(model), model)
+    slice_.retract_()
     opt = natural(model)
     closure = closure_of(model, opt)
     plain = opt.direction(closure).x
-    mine = found.lift(opt.direction(closure).x)
+    lifted = slice_.lift(opt.direction(closure).x)
     j, residual, _ = system(model)
-    basis = found.tangent_basis()
+    basis = slice_.tangent_basis()
     restricted = j @ basis
     assert int(torch.linalg.matrix_rank(restricted)) == basis.shape[1]
     assert int(torch.linalg.matrix_rank(j)) == basis.shape[1]
     expected = basis @ (torch.linalg.pinv(restricted) @ residual)
-    assert relative(mine, expected) < 1e-10
-    assert relative(j @ mine, j @ plain) < 1e-10
-    assert relative(mine, plain) < 1e-10  # one hidden layer: both slices are orthogonal to orbits
+    assert relative(lifted, expected) < 1e-10
+    assert relative(j @ lifted, j @ plain) < 1e-10
+    assert relative(lifted, plain) < 1e-10  # one hidden layer: both slices are orthogonal to orbits
 
 
 def test_natural_gradient_steps_stay_on_the_slice() -> None:
     model = mlp(3, 5, 2)
-    found = Balanced(scalings(model), model)
-    found.retract_()
-    opt = natural(model, retract=found.retract, step=pb.steps.Backtracking())
+    slice_ = Balanced(scalings(model), model)
+    slice_.retract_()
+    opt = natural(model, retract=slice_.retract, step=pb.steps.Backtracking())
     closure = closure_of(model, opt)
     first = opt.step(closure).loss
     for _ in range(4):
         info = opt.step(closure)
-        assert found.contains()
+        assert slice_.contains()
     assert info.loss < first
     wrapped = Sliced(natural(model), scalings(model))
     wrapped.step(closure)
-    assert found.contains()
+    assert slice_.contains()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam"])
@@ -252,12 +254,12 @@ def test_powers_are_those_of_gradients_seen_by_a_rescaled_parameter(name: str) -
             inner.step()
         optimizers.append((inner, inner.state[w]))
     powers = find_powers(optimizers[0][0])
-    seen = 0
+    power = 0
     for key, value in optimizers[0][1].items():
         if isinstance(value, Tensor) and value.ndim:
             torch.testing.assert_close(optimizers[1][1][key], value * 2.0 ** powers[key])
-            seen += 1
-    assert seen
+            power += 1
+    assert power
 
 
 def test_factored_state_is_refused_unless_it_is_to_stay() -> None:

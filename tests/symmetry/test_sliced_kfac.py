@@ -99,8 +99,14 @@ def far(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def kfac(model: nn.Module, **options: Any) -> pb.KFAC:
-    given = {"lr": 0.01, "kl_clip": 1e-2, "fisher": "exact", "damping": Invariant(0.1), **options}
-    return kfac_of(model, likelihood=pb.likelihoods.Gaussian(), **given)
+    options_used = {
+        "lr": 0.01,
+        "kl_clip": 1e-2,
+        "fisher": "exact",
+        "damping": Invariant(0.1),
+        **options,
+    }
+    return kfac_of(model, likelihood=pb.likelihoods.Gaussian(), **options_used)
 
 
 def train(model: nn.Module, x: Tensor, opt: torch.optim.Optimizer, steps: int) -> Tensor:
@@ -145,9 +151,9 @@ def test_left_behind_it_goes_elsewhere() -> None:
     plain = train(model, x, kfac(model, **options), 6)
     inner = kfac(other, **options)
     train(other, x, inner, 2)
-    held = copy.deepcopy(inner.state_dict())
+    duplicate = copy.deepcopy(inner.state_dict())
     opt = Sliced(inner, find(other, x))
-    inner.load_state_dict(held)  # as if it had not been moved
+    inner.load_state_dict(duplicate)  # as if it had not been moved
     assert relative(train(other, x, opt, 4), plain) > 1e-3
 
 
@@ -174,8 +180,8 @@ def test_memory_after_a_retraction_is_that_of_the_rescaled_network(
     train(fresh.model, x, fresh, 1)
     assert relative(inner.gram().dense(), fresh.gram().dense()) < 1e-9
     want = direction(fresh, x)
-    for n, got in direction(inner, x).items():
-        assert relative(got, want[n]) < 1e-9
+    for n, actual in direction(inner, x).items():
+        assert relative(actual, want[n]) < 1e-9
 
 
 @pytest.mark.parametrize("form", ["factors", "eigenbases", "corrected", "diagonals"])
@@ -206,12 +212,12 @@ def test_it_resumes_to_the_same_bits() -> None:
     opt = Sliced(kfac(model), symmetry)
     train(model, x, opt, 3)
     other = copy.deepcopy(model)
-    again = Sliced(kfac(other), find(other, x), every=1)
+    repeated = Sliced(kfac(other), find(other, x), every=1)
     with torch.no_grad():
         for p, q in zip(other.parameters(), model.parameters(), strict=True):
             p.copy_(q)
-    again.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch shares tensors
-    assert torch.equal(train(model, x, opt, 3), train(other, x, again, 3))
+    repeated.load_state_dict(copy.deepcopy(opt.state_dict()))  # torch shares tensors
+    assert torch.equal(train(model, x, opt, 3), train(other, x, repeated, 3))
 
 
 def test_single_precision_and_frozen_layers() -> None:

@@ -32,15 +32,15 @@ NETS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "deep": (lambda: mlp(3, 5, 4, 6, 3, 2), (3,)),
     "conv": (convnet, (2, 6, 6)),
 }
-table = pytest.mark.parametrize(("kind", "net"), each_once(SLICES, NETS))
+table = pytest.mark.parametrize(("slice_name", "net"), each_once(SLICES, NETS))
 
 
-def prepared(kind: str, net: str, size: float = 0.0) -> tuple[nn.Sequential, Slice, Tensor]:
+def prepared(slice_name: str, net: str, size: float = 0.0) -> tuple[nn.Sequential, Slice, Tensor]:
     make, shape = NETS[net]
     model = make()
     shake(model, scalings(model), size)
     x = torch.randn(9, *shape, generator=torch.Generator().manual_seed(1)).double()
-    return model, SLICES[kind](model), x
+    return model, SLICES[slice_name](model), x
 
 
 def vector(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
@@ -64,30 +64,30 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 @table
 @pytest.mark.parametrize("size", [0.0, 3.0])
 def test_retract_keeps_the_function_lands_on_the_slice_and_stays(
-    kind: str, net: str, size: float
+    slice_name: str, net: str, size: float
 ) -> None:
-    model, found, x = prepared(kind, net, size)
+    model, slice_, x = prepared(slice_name, net, size)
     before = model(x)
-    report = found.retract_()
+    report = slice_.retract_()
     assert relative(model(x), before) < 1e-13
-    assert found.contains()
-    assert float(found.constraint().abs().max()) < 1e-13
+    assert slice_.contains()
+    assert float(slice_.constraint().abs().max()) < 1e-13
     assert report.off > 1e-3
     assert not report.dead
-    again = found.retract()
+    repeated = slice_.retract()
     for name, p in model.named_parameters():
-        assert torch.allclose(again[name], p, rtol=1e-14, atol=0)
+        assert torch.allclose(repeated[name], p, rtol=1e-14, atol=0)
 
 
 @table
-def test_layers_come_back_from_ten_to_the_thirty(kind: str, net: str) -> None:
-    model, found, x = prepared(kind, net)
+def test_layers_come_back_from_ten_to_the_thirty(slice_name: str, net: str) -> None:
+    model, slice_, x = prepared(slice_name, net)
     merged = [s.merged() for s in scalings(model)]
-    found.retract_()
+    slice_.retract_()
     home = {n: p.detach().clone() for n, p in model.named_parameters()}
     before = model(x)
     shake(model, merged, 30.0)
-    found.retract_()
+    slice_.retract_()
     assert relative(model(x), before) < 1e-12
     for name, p in model.named_parameters():
         assert relative(p, home[name]) < 1e-12, name
@@ -95,7 +95,7 @@ def test_layers_come_back_from_ten_to_the_thirty(kind: str, net: str) -> None:
 
 @pytest.mark.parametrize("size", [80, 140])
 @table
-def test_units_come_back_from_where_squares_vanish(kind: str, net: str, size: float) -> None:
+def test_units_come_back_from_where_squares_vanish(slice_name: str, net: str, size: float) -> None:
     make, shape = NETS[net]
     model = make()
     x = torch.randn(9, *shape).double()
@@ -104,83 +104,85 @@ def test_units_come_back_from_where_squares_vanish(kind: str, net: str, size: fl
         shake(model, [group], size / (1 + i % 2), seed=i)
     before = model(x).detach()
     assert all(torch.isfinite(p).all() for p in (before, *model.parameters()))
-    found = SLICES[kind](model)
-    done = found.retract_()
-    assert not done.dead
+    slice_ = SLICES[slice_name](model)
+    retraction = slice_.retract_()
+    assert not retraction.dead
     assert relative(model(x), before) < 1e-12
-    assert found.contains()
+    assert slice_.contains()
 
 
 @table
 def test_retract_does_not_touch_its_argument_and_finds_one_point_per_orbit(
-    kind: str, net: str
+    slice_name: str, net: str
 ) -> None:
-    model, found, _ = prepared(kind, net)
-    kept = {n: p.detach().clone() for n, p in model.named_parameters()}
-    point = found.retract()
-    assert all(torch.equal(p, kept[n]) for n, p in model.named_parameters())
-    if kind == "balanced":
+    model, slice_, _ = prepared(slice_name, net)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    point = slice_.retract()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    if slice_name == "balanced":
         group = scalings(model)
     else:
         group = [s.merged() for s in scalings(model)]
     shake(model, group, 2.0, seed=5)
-    other = found.retract()
+    other = slice_.retract()
     assert all(relative(other[n], point[n]) < 1e-12 for n in point)
 
 
 @table
-def test_project_is_the_orthogonal_projection_onto_the_tangent_space(kind: str, net: str) -> None:
-    model, found, _ = prepared(kind, net)
-    found.retract_()
+def test_project_is_the_orthogonal_projection_onto_the_tangent_space(
+    slice_name: str, net: str
+) -> None:
+    model, slice_, _ = prepared(slice_name, net)
+    slice_.retract_()
     v = vector(model)
-    u = found.project(v)
-    twice = found.project(u)
+    u = slice_.project(v)
+    twice = slice_.project(u)
     assert all(torch.allclose(twice[n], u[n], atol=1e-13) for n in u)
     assert abs(dot({n: v[n] - u[n] for n in v}, u)) < 1e-12
     # tangent: the constraint does not change along u, by central differences
     h = 1e-6
-    ahead = found.constraint({n: p.detach() + h * u[n] for n, p in model.named_parameters()})
-    back = found.constraint({n: p.detach() - h * u[n] for n, p in model.named_parameters()})
+    ahead = slice_.constraint({n: p.detach() + h * u[n] for n, p in model.named_parameters()})
+    back = slice_.constraint({n: p.detach() - h * u[n] for n, p in model.named_parameters()})
     assert float((ahead - back).abs().max()) / (2 * h) < 1e-7
     # and its dimension is right: a tangent basis is fixed, normals vanish
-    basis = found.tangent_basis()
+    basis = slice_.tangent_basis()
     flat = torch.cat([x.flatten() for x in v.values()])
-    mine = torch.cat([x.flatten() for x in u.values()])
-    assert torch.allclose(basis @ (basis.mT @ flat), mine, atol=1e-12)
-    assert basis.shape[1] == len(flat) - len(found.constraint())
-    assert torch.allclose(found.project(flat), mine, atol=1e-13)
+    projected = torch.cat([x.flatten() for x in u.values()])
+    assert torch.allclose(basis @ (basis.mT @ flat), projected, atol=1e-12)
+    assert basis.shape[1] == len(flat) - len(slice_.constraint())
+    assert torch.allclose(slice_.project(flat), projected, atol=1e-13)
 
 
 @table
-def test_lift_is_tangent_and_moves_the_function_alike(kind: str, net: str) -> None:
-    model, found, x = prepared(kind, net)
-    found.retract_()
+def test_lift_is_tangent_and_moves_the_function_alike(slice_name: str, net: str) -> None:
+    model, slice_, x = prepared(slice_name, net)
+    slice_.retract_()
     v = torch.cat([t.flatten() for t in vector(model).values()])
-    lifted = found.lift(v)
+    lifted = slice_.lift(v)
     j = jacobian(model, x)
     assert relative(j @ lifted, j @ v) < 1e-12
-    basis = found.tangent_basis()
+    basis = slice_.tangent_basis()
     assert relative(basis @ (basis.mT @ lifted), lifted) < 1e-12
 
 
 def test_the_balanced_slice_is_orthogonal_to_orbits_and_gradients_are_tangent() -> None:
-    for kind in ("balanced", "layer-balanced"):
-        model, found, x = prepared(kind, "deep")
-        found.retract_()
+    for slice_name in ("balanced", "layer-balanced"):
+        model, slice_, x = prepared(slice_name, "deep")
+        slice_.retract_()
         model(x).square().sum().backward()
         g = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        u = found.project(g)
+        u = slice_.project(g)
         assert max(relative(u[n], g[n]) for n in g) < 1e-12
         decay = {n: p.detach() for n, p in model.named_parameters()}
-        kept = found.project(decay)
+        projection = slice_.project(decay)
         bare = {n: p for n, p in decay.items() if n != "8.bias"}
-        assert max(relative(kept[n], bare[n]) for n in bare) < 1e-12
+        assert max(relative(projection[n], bare[n]) for n in bare) < 1e-12
 
 
 def test_balanced_layers_are_those_of_the_formula() -> None:
     """|A_j|² = |A_1|² + Σ_{k<j} |b_k|²."""
-    model, found, _ = prepared("layer-balanced", "deep", 2.0)
-    found.retract_()
+    model, slice_, _ = prepared("layer-balanced", "deep", 2.0)
+    slice_.retract_()
     layers = [m for m in model if isinstance(m, nn.Linear)]
     total = layers[0].weight.square().sum()
     for a, b in pairwise(layers):
@@ -189,13 +191,13 @@ def test_balanced_layers_are_those_of_the_formula() -> None:
 
 
 def test_balanced_units_are_the_least_of_the_orbit() -> None:
-    model, found, _ = prepared("balanced", "3-4-5-2")
-    found.retract_()
+    model, slice_, _ = prepared("balanced", "3-4-5-2")
+    slice_.retract_()
     least = sum(float(p.detach().square().sum()) for p in model.parameters())
     for seed in range(5):
         shake(model, scalings(model), 0.01, seed)
         assert sum(float(p.detach().square().sum()) for p in model.parameters()) > least
-        found.retract_()
+        slice_.retract_()
 
 
 def test_the_layer_slice_is_no_immersion_the_quotient_by_units_is() -> None:
@@ -221,26 +223,26 @@ def test_many_units_are_balanced_and_projected_by_products() -> None:
     shake(model, scalings(model), 3.0)
     x = torch.randn(4, 5).double()
     before = model(x)
-    found = Balanced(scalings(model), model)
-    found.retract_()
+    slice_ = Balanced(scalings(model), model)
+    slice_.retract_()
     assert relative(model(x), before) < 1e-12
-    assert float(found.constraint().abs().max()) < 1e-13
+    assert float(slice_.constraint().abs().max()) < 1e-13
     v = vector(model)
-    u = found.project(v)
-    assert all(torch.allclose(found.project(u)[n], u[n], atol=1e-12) for n in u)
+    u = slice_.project(v)
+    assert all(torch.allclose(slice_.project(u)[n], u[n], atol=1e-12) for n in u)
     assert abs(dot({n: v[n] - u[n] for n in v}, u)) < 1e-9
 
 
-@pytest.mark.parametrize("kind", SLICES)
-def test_a_symmetry_that_was_found_offers_its_slices(kind: str) -> None:
-    model, found, x = prepared(kind, "conv", 2.0)
+@pytest.mark.parametrize("slice_name", SLICES)
+def test_a_symmetry_that_was_found_offers_its_slices(slice_name: str) -> None:
+    model, slice_, x = prepared(slice_name, "conv", 2.0)
     symmetry = find(model, x)
     before = model(x)
-    assert symmetry.retract_(kind).off > 1e-3
-    assert found.contains()
+    assert symmetry.retract_(slice_name).off > 1e-3
+    assert slice_.contains()
     assert relative(model(x), before) < 1e-13
     v = torch.cat([t.flatten() for t in vector(model).values()])
-    assert torch.allclose(symmetry.project(v, kind), found.project(v), atol=1e-13)
+    assert torch.allclose(symmetry.project(v, slice_name), slice_.project(v), atol=1e-13)
 
 
 # --- hostile input ----------------------------------------------------------------------------
@@ -255,54 +257,54 @@ def test_dead_units_keep_their_scale_and_are_reported() -> None:
     x = torch.randn(6, 3).double()
     before = model(x)
     kept = model[2].weight.detach().clone()
-    found = Balanced(scalings(model), model)
-    report = found.retract_()
+    slice_ = Balanced(scalings(model), model)
+    report = slice_.retract_()
     assert report.dead == {"units of 0": (1,), "units of 2": (2,)}
     assert report.scales[0][1] == 0
     assert relative(model(x), before) < 1e-13
-    assert found.contains()
+    assert slice_.contains()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert torch.equal(model[2].weight[2, 1], kept[2, 1])  # between two dead units
     v = vector(model)
-    u = found.project(v)
-    assert all(torch.allclose(found.project(u)[n], u[n], atol=1e-12) for n in u)
+    u = slice_.project(v)
+    assert all(torch.allclose(slice_.project(u)[n], u[n], atol=1e-12) for n in u)
 
 
-@pytest.mark.parametrize("kind", SLICES)
-def test_a_zero_layer_is_left_alone(kind: str) -> None:
+@pytest.mark.parametrize("slice_name", SLICES)
+def test_a_zero_layer_is_left_alone(slice_name: str) -> None:
     model = mlp(3, 4, 5, 2)
     with torch.no_grad():
         model[4].weight.zero_()
-    found = SLICES[kind](model)
+    slice_ = SLICES[slice_name](model)
     before = model(torch.ones(1, 3).double())
-    report = found.retract_()
+    report = slice_.retract_()
     assert report.dead
     assert torch.allclose(model(torch.ones(1, 3).double()), before)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", SLICES)
+@pytest.mark.parametrize("slice_name", SLICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision(kind: str, dtype: torch.dtype) -> None:
+def test_low_precision(slice_name: str, dtype: torch.dtype) -> None:
     model = mlp(3, 8, 5, 2).to(dtype)
     shake(model, scalings(model), 1.0)
     x = torch.randn(6, 3).to(dtype)
     before = model(x)
-    found = SLICES[kind](model)
-    found.retract_()
+    slice_ = SLICES[slice_name](model)
+    slice_.retract_()
     eps = torch.finfo(dtype).eps
-    assert float(found.constraint().abs().max()) < 8 * eps
+    assert float(slice_.constraint().abs().max()) < 8 * eps
     assert relative(model(x).double(), before.double()) < 20 * eps
-    assert found.contains()
+    assert slice_.contains()
 
 
-@pytest.mark.parametrize("kind", SLICES)
-def test_what_is_not_finite_is_refused(kind: str) -> None:
+@pytest.mark.parametrize("slice_name", SLICES)
+def test_what_is_not_finite_is_refused(slice_name: str) -> None:
     model = mlp(3, 4, 2)
     with torch.no_grad():
         model[0].weight[0, 0] = torch.nan
     with pytest.raises(PullbackError, match="NaN"):
-        SLICES[kind](model).retract_()
+        SLICES[slice_name](model).retract_()
 
 
 def test_no_symmetry_and_strange_names_are_refused() -> None:
@@ -340,9 +342,9 @@ def test_equal_norms_need_a_chain() -> None:
 
 
 def test_a_vector_of_the_wrong_length_is_refused() -> None:
-    _, found, _ = prepared("balanced", "3-4-5-2")
+    _, slice_, _ = prepared("balanced", "3-4-5-2")
     with pytest.raises(PullbackError, match="shape"):
-        found.project(torch.zeros(3).double())
+        slice_.project(torch.zeros(3).double())
 
 
 def test_units_tied_along_a_skip() -> None:
@@ -361,8 +363,8 @@ def test_units_tied_along_a_skip() -> None:
         return (h + (h @ w["b"].T).relu()).relu() @ w["c"].T
 
     x = torch.randn(5, 4).double()
-    found = Balanced([group], params)
-    point = found.retract()
+    slice_ = Balanced([group], params)
+    point = slice_.retract()
     assert relative(f(point, x), f(params, x)) < 1e-12
     into = point["a"].square().sum(1) + point["b"].square().sum(1)
     out = point["b"].square().sum(0) + point["c"].square().sum(0)

@@ -70,27 +70,27 @@ def built(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Symmetry]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_orbits_keep_the_function(name: str) -> None:
-    model, args, found = built(name)
-    alpha = 0.5 * normal(found.dimension, seed=4)
+    model, args, symmetry = built(name)
+    alpha = 0.5 * normal(symmetry.dimension, seed=4)
     with torch.no_grad():
         before = model(*args)
-        after = functional_call(model, found.orbit(alpha), args)
+        after = functional_call(model, symmetry.orbit(alpha), args)
         assert (after - before).norm() <= 1e-11 * before.norm()
-        kept = copy.deepcopy(model.state_dict())
-        found.move_(alpha)
+        duplicate = copy.deepcopy(model.state_dict())
+        symmetry.move_(alpha)
         assert (model(*args) - before).norm() <= 1e-11 * before.norm()
-        model.load_state_dict(kept)
+        model.load_state_dict(duplicate)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_generators_are_the_derivative_of_orbits(name: str) -> None:
-    model, _, found = built(name)
-    z = found.generators()
-    element = normal(found.dimension, seed=5)
+    model, _, symmetry = built(name)
+    z = symmetry.generators()
+    element = normal(symmetry.dimension, seed=5)
     step = 1e-6
 
     def flat(t: float) -> Tensor:
-        return torch.cat([w.flatten() for w in found.orbit(t * element).values()])
+        return torch.cat([w.flatten() for w in symmetry.orbit(t * element).values()])
 
     slope = (flat(step) - flat(-step)) / (2 * step)
     assert (slope - element @ z).norm() <= 1e-7 * slope.norm()
@@ -99,31 +99,31 @@ def test_generators_are_the_derivative_of_orbits(name: str) -> None:
     sizes = [p.numel() for p in params.values()]
     v = normal(sum(sizes), seed=6)
     pieces = {n: x.view(params[n].shape) for n, x in zip(params, v.split(sizes), strict=True)}
-    paired = torch.cat([a.pairing(params, pieces) for a in found.actions])
+    paired = torch.cat([a.pairing(params, pieces) for a in symmetry.actions])
     assert torch.allclose(paired, z @ v, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_horizontal_is_the_orthogonal_projection(name: str) -> None:
-    _, _, found = built(name)
-    z = found.generators()
+    _, _, symmetry = built(name)
+    z = symmetry.generators()
     v = normal(z.shape[1], seed=7)
     exact = v - torch.linalg.pinv(z, rtol=1e-10) @ (z @ v)
-    h = found.horizontal(v)
+    h = symmetry.horizontal(v)
     assert (h - exact).norm() <= 1e-9 * v.norm()
     assert (z @ h).abs().max() <= 1e-9 * v.norm() * z.norm()
-    assert (found.horizontal(h) - h).norm() <= 1e-10 * v.norm()
+    assert (symmetry.horizontal(h) - h).norm() <= 1e-10 * v.norm()
     lengths = z.norm(dim=1, keepdim=True)
-    assert found.rank().independent == torch.linalg.matrix_rank(z / lengths, rtol=1e-10)
+    assert symmetry.rank().independent == torch.linalg.matrix_rank(z / lengths, rtol=1e-10)
 
 
 def test_the_largest_components_are_solved_by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomized(mlp([6, 9, 8, 3]))
-    found = find(model, normal(20, 6))
+    symmetry = find(model, normal(20, 6))
     v = normal(sum(p.numel() for p in model.parameters()))
-    exact = found.horizontal(v)
+    exact = symmetry.horizontal(v)
     monkeypatch.setattr("pullback.symmetry.orbits.LIMITS", OrbitLimits(generator_entries=0))
-    assert (found.horizontal(v) - exact).norm() <= 1e-10 * v.norm()
+    assert (symmetry.horizontal(v) - exact).norm() <= 1e-10 * v.norm()
 
 
 def test_rank_explains_the_nullity() -> None:
@@ -165,32 +165,32 @@ def test_zero_units_are_dependent_generators() -> None:
     into, _, out, _ = (p.data for p in model.parameters())
     for w in (into, bias(model), out.T):
         w[0] = 0.0
-    found = find(model, normal(50, 3))
-    assert found.dimension == 4
-    assert found.rank().independent == 3
-    assert torch.isfinite(found.horizontal(normal(26))).all()
-    assert all(torch.isfinite(w).all() for w in found.orbit(1.0).values())
+    symmetry = find(model, normal(50, 3))
+    assert symmetry.dimension == 4
+    assert symmetry.rank().independent == 3
+    assert torch.isfinite(symmetry.horizontal(normal(26))).all()
+    assert all(torch.isfinite(w).all() for w in symmetry.orbit(1.0).values())
 
 
 def test_the_report_names_everything() -> None:
-    found = find(randomized(mlp([3, 4, 5, 2])), normal(9, 3))
-    text = str(found)
+    symmetry = find(randomized(mlp([3, 4, 5, 2])), normal(9, 3))
+    text = str(symmetry)
     assert "scaling of 0 against 2" in text
     assert "2.weight" in text
-    assert repr(found) == "Symmetry(2 actions, 9 generators)"
+    assert repr(symmetry) == "Symmetry(2 actions, 9 generators)"
 
 
 def test_bad_vectors_are_refused() -> None:
-    found = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    symmetry = find(randomized(mlp([3, 4, 2])), normal(9, 3))
     with pytest.raises(PullbackError, match="generators"):
-        found.orbit(torch.zeros(3))
+        symmetry.orbit(torch.zeros(3))
     with pytest.raises(PullbackError, match="26 parameters"):
-        found.horizontal(torch.zeros(5))
+        symmetry.horizontal(torch.zeros(5))
 
 
 def test_too_many_generators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    symmetry = find(randomized(mlp([3, 4, 2])), normal(9, 3))
     limits = SymmetryLimits(generator_entries=100)
     monkeypatch.setattr(sys.modules["pullback.symmetry.find"], "LIMITS", limits)
     with pytest.raises(PullbackError, match="4 × 26"):
-        found.generators()
+        symmetry.generators()

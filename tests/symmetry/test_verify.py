@@ -32,7 +32,7 @@ def test_residuals_estimate_the_norm_of_j_z() -> None:
     model = randomized(mlp([3, 4, 2]))
     x = normal(20, 3)
     wrong = scaling(4, "0.weight", "2.weight")
-    found = Verifier(Example(model, x)).unit_residuals(wrong)
+    residuals = Verifier(Example(model, x)).unit_residuals(wrong)
     params = dict(model.named_parameters())
     z = wrong.generators(params)
     j = dense(model, x)
@@ -41,7 +41,7 @@ def test_residuals_estimate_the_norm_of_j_z() -> None:
             [z[n][i].flatten() if n in z else torch.zeros(p.numel()) for n, p in params.items()]
         )
         assert (j @ flat).norm() / flat.norm() / j.norm() > 1e-4
-        assert 1e-4 < found[i] <= 2.0
+        assert 1e-4 < residuals[i] <= 2.0
     accepted, rejected = verify_actions(Example(model, x), [wrong])
     assert not accepted
     assert len(rejected) == 1
@@ -78,19 +78,19 @@ def test_layers_of_any_size_are_verified_and_retracted(size: float) -> None:
         model.get_parameter("0.weight").mul_(size)
         model.get_parameter("0.bias").mul_(size)
         model.get_parameter("2.weight").div_(size)
-    found = find(model, x)
-    assert found.dimension == 9
-    assert not found.rejected
-    found.retract_()
+    symmetry = find(model, x)
+    assert symmetry.dimension == 9
+    assert not symmetry.rejected
+    symmetry.retract_()
     assert (model(x) - y).norm() <= 1e-12 * y.norm()
     assert all(1e-3 < float(p.detach().abs().amax()) < 1e3 for p in model.parameters())
 
 
 def test_a_model_that_computes_in_float32_is_verified_to_its_own_precision() -> None:
     model = Of(lambda s, x: s.b(F.relu(s.a(x))).float(), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    found = find(model, torch.randn(9, 3))
-    assert found.dimension == 4
-    assert all(isinstance(v, Verified) for v in found.verified)
+    symmetry = find(model, torch.randn(9, 3))
+    assert symmetry.dimension == 4
+    assert all(isinstance(v, Verified) for v in symmetry.verified)
 
 
 def deep(blocks: int, width: int) -> nn.Module:
@@ -106,13 +106,13 @@ def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -
     model = randomized(deep(6, 4)).train(training)
     x = normal(6, 2, 5, 5)
     start = time.process_time()
-    found = find(model, x)
+    symmetry = find(model, x)
     assert time.process_time() - start < 15
-    assert len(found.rejected) == (6 if training else 0)
-    assert str(found).count("rejected") == (1 if training else 0)
+    assert len(symmetry.rejected) == (6 if training else 0)
+    assert str(symmetry).count("rejected") == (1 if training else 0)
     if training:
-        assert "5 more" in str(found)
-        assert "eps" in found.rejected[0].reason
+        assert "5 more" in str(symmetry)
+        assert "eps" in symmetry.rejected[0].reason
 
 
 def test_torch_transformers_with_a_mask_are_traced() -> None:
@@ -131,9 +131,9 @@ def test_torch_transformers_with_a_mask_are_traced() -> None:
 
 def test_gated_linear_units_scale_in_one_half() -> None:
     model = randomized(nn.Sequential(nn.Linear(3, 8), nn.GLU(), nn.Linear(4, 2)))
-    found = find(model, normal(40, 3))
-    assert found.dimension == 4
-    assert in_kernel(dense(model, normal(40, 3, seed=5)), found.generators()) <= 1e-12
+    symmetry = find(model, normal(40, 3))
+    assert symmetry.dimension == 4
+    assert in_kernel(dense(model, normal(40, 3, seed=5)), symmetry.generators()) <= 1e-12
 
 
 BAD = {

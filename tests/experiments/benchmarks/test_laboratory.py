@@ -21,10 +21,10 @@ def test_a_record_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     record = Record(path, {"environment": "here"})
     record.put("first", 1)
-    again = Record(path, {"environment": "here"})
-    assert "first" in again
-    again.put("second", [2])
-    again.write(summary="two")
+    repeated = Record(path, {"environment": "here"})
+    assert "first" in repeated
+    repeated.put("second", [2])
+    repeated.write(summary="two")
     assert json.loads(path.read_text()) == {
         "environment": "here",
         "results": {"first": 1, "second": [2]},

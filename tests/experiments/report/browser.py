@@ -172,18 +172,18 @@ class Page:
         )
         return actual[0], actual[1]
 
-    def mouse(self, kind: str, at: tuple[float, float], **more: Any) -> None:
+    def mouse(self, event: str, at: tuple[float, float], **more: Any) -> None:
         """A mouse event."""
-        self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], **more)
+        self.call("Input.dispatchMouseEvent", type=event, x=at[0], y=at[1], **more)
 
     def click(self, selector: str, count: int = 1, modifiers: int = 0) -> None:
         """A real click on the middle of an element."""
         at = self.middle(selector)
         self.mouse("mouseMoved", at)
         for n in range(1, count + 1):
-            both: dict[str, Any] = {"button": "left", "clickCount": n, "modifiers": modifiers}
-            self.mouse("mousePressed", at, **both)
-            self.mouse("mouseReleased", at, **both)
+            options: dict[str, Any] = {"button": "left", "clickCount": n, "modifiers": modifiers}
+            self.mouse("mousePressed", at, **options)
+            self.mouse("mouseReleased", at, **options)
         self.settle()
 
     def drag(self, selector: str, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -211,10 +211,10 @@ class Page:
         x, y = self.middle(selector)
         width = self(box)
         self.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
-        for kind, apart in (("touchStart", start), ("touchMove", end)):
-            ends = (-0.5 * apart * width, 0.5 * apart * width)
+        for event, distance in (("touchStart", start), ("touchMove", end)):
+            ends = (-0.5 * distance * width, 0.5 * distance * width)
             points = [{"x": x + dx, "y": y, "id": i} for i, dx in enumerate(ends)]
-            self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+            self.call("Input.dispatchTouchEvent", type=event, touchPoints=points)
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
         self.settle()
 
@@ -251,8 +251,8 @@ class Page:
 
     def _events(self, *methods: str) -> list[dict[str, Any]]:
         self("1")  # so that what was sent before is read
-        mine = (e for e in self._browser.events if e.get("sessionId") == self._session)
-        return [e["params"] for e in mine if e["method"] in methods]
+        events = (e for e in self._browser.events if e.get("sessionId") == self._session)
+        return [e["params"] for e in events if e["method"] in methods]
 
     @property
     def said(self) -> list[str]:

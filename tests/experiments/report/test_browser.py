@@ -64,16 +64,16 @@ def drawn(page: Page, chart: str) -> None:
     page.wait_for(f"document.querySelector('{chart} .line')")
 
 
-def curve(page: Page, place: int = 0) -> str:
-    return page(f"document.querySelectorAll('{PLOT} .line')[{place}].getAttribute('d')")
+def curve(page: Page, number: int = 0) -> str:
+    return page(f"document.querySelectorAll('{PLOT} .line')[{number}].getAttribute('d')")
 
 
 def pressed(page: Page, name: str) -> str:
     return page(f"document.querySelector('{CHART} [aria-label=\"{name}\"]').ariaPressed")
 
 
-def column(page: Page, table: str, place: int) -> list[str]:
-    cells = f"document.querySelectorAll('{table} tbody tr td:nth-child({place})')"
+def column(page: Page, table: str, number: int) -> list[str]:
+    cells = f"document.querySelectorAll('{table} tbody tr td:nth-child({number})')"
     return page(f"[...{cells}].map(c => c.textContent)")
 
 
@@ -151,9 +151,9 @@ def test_keys_zoom_move_and_read(page: Page) -> None:
 def test_values_follow_the_pointer(page: Page) -> None:
     page.mouse("mouseMoved", page.middle(PLOT))
     page.settle()
-    told = page(f"document.querySelector('{CHART} .readout').innerText")
-    assert told.startswith("steps: ")
-    assert "NGD-OGA" in told
+    readout = page(f"document.querySelector('{CHART} .readout').innerText")
+    assert readout.startswith("steps: ")
+    assert "NGD-OGA" in readout
     page.mouse("mouseMoved", (2, 2))
     page.settle()
     assert page(f"document.querySelector('{CHART} .readout').hidden")

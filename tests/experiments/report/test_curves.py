@@ -88,8 +88,8 @@ def test_uneven_lines_are_refused_and_empty_charts_are_not_drawn() -> None:
 
 
 def test_more_series_than_colors_are_dashed() -> None:
-    many = [Series(str(i), {"x": Line([0, 1], [1, 2])}) for i in range(10)]
-    data = charts.as_data(Chart("a", "b", many))
+    series = [Series(str(i), {"x": Line([0, 1], [1, 2])}) for i in range(10)]
+    data = charts.as_data(Chart("a", "b", series))
     assert [s["color"] for s in data["series"]] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
     assert [s["style"] for s in data["series"]][-3:] == ["solid", "dashed", "dashed"]
 

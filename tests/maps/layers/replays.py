@@ -22,15 +22,15 @@ def check(module: nn.Module, *args: Any, **kwargs: Any) -> list[Tap]:
     with torch.no_grad():  # the replay makes its own graph, as a hook may need
         outputs, taps = compound.replay(module, args, kwargs)
     assert len(real) == len(outputs)
-    for got, want in zip(outputs, real, strict=True):
-        assert_close(got, want, 1e-12, "a replayed output")
+    for computed_gradients, want in zip(outputs, real, strict=True):
+        assert_close(computed_gradients, want, 1e-12, "a replayed output")
 
     cotangents = [torch.randn_like(y) for y in real]
     want = torch.autograd.grad(real, list(module.parameters()), cotangents)
-    got = gradients(outputs, cotangents, taps)
-    assert got.keys() == {id(p) for p in module.parameters()}
+    computed_gradients = gradients(outputs, cotangents, taps)
+    assert computed_gradients.keys() == {id(p) for p in module.parameters()}
     for (name, p), g in zip(module.named_parameters(), want, strict=True):
-        assert_close(got[id(p)], g, 1e-11, f"the gradient of {name}")
+        assert_close(computed_gradients[id(p)], g, 1e-11, f"the gradient of {name}")
     return taps
 
 
@@ -40,7 +40,7 @@ def gradients(
     """Per parameter's id, what its one tap gives."""
     flat = [z for tap in taps for z in tap.outputs]
     deltas = iter(torch.autograd.grad(outputs, flat, cotangents))
-    found: dict[int, Tensor] = {}
+    gradients_by_tensor: dict[int, Tensor] = {}
     for tap in taps:
         weight: Tensor | float = 0.0
         bias: Tensor | float = 0.0
@@ -53,10 +53,10 @@ def gradients(
         pairs = ((tap.weight, weight), (tap.bias, bias))
         for parameter, value in pairs:
             if parameter is not None:
-                assert id(parameter) not in found, "two taps own one parameter"
-                found[id(parameter)] = torch.as_tensor(value).reshape(parameter.shape)
+                assert id(parameter) not in gradients_by_tensor, "two taps own one parameter"
+                gradients_by_tensor[id(parameter)] = torch.as_tensor(value).reshape(parameter.shape)
         _check_places(tap)
-    return found
+    return gradients_by_tensor
 
 
 def _check_places(tap: Tap) -> None:

@@ -28,9 +28,9 @@ def arguments(module: nn.Module) -> tuple[torch.Tensor, ...]:
 
 def test_every_compound_is_found_and_is_no_simple_layer() -> None:
     assert {k for k, v in REGISTRY.items() if isinstance(v, Compound)} == set(MODULES)
-    for kind, make in MODULES.items():
+    for module_class, make in MODULES.items():
         module = make()
-        assert find_layer(module, Compound) is REGISTRY[kind]
+        assert find_layer(module, Compound) is REGISTRY[module_class]
         assert find_layer(module) is None
     assert find_layer(nn.Linear(2, 3), Compound) is None
 
@@ -47,19 +47,19 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
     assert find_layer(Plain(3, 4), Compound) is REGISTRY[nn.GRUCell]
 
 
-@pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
-def test_half_precision_is_replayed_in_float32(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("module_class", MODULES, ids=lambda k: k.__name__)
+def test_half_precision_is_replayed_in_float32(module_class: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module = MODULES[kind]()
+    module = MODULES[module_class]()
     args = arguments(module)
-    compound = REGISTRY[kind]
+    compound = REGISTRY[module_class]
     want, _ = compound.replay(module, args, {})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = tuple(a.bfloat16() for a in args)
         outputs, taps = compound.replay(module, half, {})
-    for got, exact in zip(outputs, want, strict=True):
-        assert got.dtype == torch.float32
-        assert torch.allclose(got, exact, atol=0.05)
+    for actual, exact in zip(outputs, want, strict=True):
+        assert actual.dtype == torch.float32
+        assert torch.allclose(actual, exact, atol=0.05)
     assert {t.dtype for tap in taps for t in (*tap.inputs, *tap.outputs)} == {torch.float32}
 
     module.bfloat16()
@@ -70,13 +70,13 @@ def test_half_precision_is_replayed_in_float32(kind: type[nn.Module]) -> None:
     }
 
 
-@pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
-def test_no_gradient_leaves_the_replay(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("module_class", MODULES, ids=lambda k: k.__name__)
+def test_no_gradient_leaves_the_replay(module_class: type[nn.Module]) -> None:
     """Backward through it touches neither parameters nor the layer's arguments."""
     torch.manual_seed(0)
-    module = MODULES[kind]()
+    module = MODULES[module_class]()
     args = tuple(a.requires_grad_() for a in arguments(module))
-    outputs, _ = REGISTRY[kind].replay(module, args, {})
+    outputs, _ = REGISTRY[module_class].replay(module, args, {})
     torch.stack([y.sum() for y in outputs]).sum().backward()
     assert all(p.grad is None for p in module.parameters())
     assert all(a.grad is None for a in args)
@@ -85,27 +85,27 @@ def test_no_gradient_leaves_the_replay(kind: type[nn.Module]) -> None:
 DROPPING = (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention)
 
 
-@pytest.mark.parametrize("kind", DROPPING, ids=lambda k: k.__name__)
-def test_a_layer_alone_has_no_dropout(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("module_class", DROPPING, ids=lambda k: k.__name__)
+def test_a_layer_alone_has_no_dropout(module_class: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    if kind is nn.MultiheadAttention:
+    if module_class is nn.MultiheadAttention:
         sizes = (4, 2)
     else:
         sizes = (3, 4, 2)
-    module = kind(*sizes, dropout=0.5).double()
+    module = module_class(*sizes, dropout=0.5).double()
     args = tuple(a.double().requires_grad_() for a in arguments(module))
-    compound = REGISTRY[kind]
+    compound = REGISTRY[module_class]
     before = torch.get_rng_state()
-    alone = compound.run_without_dropout(module, args, {})
+    separate = compound.run_without_dropout(module, args, {})
     replayed, _ = compound.replay(module, args, {})
     assert torch.equal(before, torch.get_rng_state())
     assert module.dropout == 0.5
     assert module.training
     want = compound.select_outputs(module.eval(), module(*args))
-    for got, again, y in zip(alone, replayed, want, strict=True):
-        assert torch.allclose(got, y, atol=1e-14)
-        assert torch.allclose(again, y, atol=1e-14)
-    torch.autograd.grad(alone[0].sum(), list(module.parameters()))  # reaches its parameters
+    for actual, replay, y in zip(separate, replayed, want, strict=True):
+        assert torch.allclose(actual, y, atol=1e-14)
+        assert torch.allclose(replay, y, atol=1e-14)
+    torch.autograd.grad(separate[0].sum(), list(module.parameters()))  # reaches its parameters
     assert all(a.grad is None for a in args)
     with pytest.raises((RuntimeError, AttributeError, TypeError)):
         compound.run_without_dropout(module, (None,) * len(args), {})

@@ -43,9 +43,9 @@ def test_it_is_the_gram_of_rows(
     b = block(4, 1, bias=bias, height=height)
     rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
     assert_close(gram(a, b), rows[0] @ rows[1].T, 1e-13, "two blocks")
-    own = gram(a, a)
-    assert_close(own, rows[0] @ rows[0].T, 1e-13, "one block")
-    assert torch.equal(own, own.T)
+    actual = gram(a, a)
+    assert_close(actual, rows[0] @ rows[0].T, 1e-13, "one block")
+    assert torch.equal(actual, actual.T)
 
 
 def test_few_places_and_many_covectors_choose_it() -> None:

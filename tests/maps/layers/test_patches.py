@@ -69,9 +69,9 @@ def dense(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def moments(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    found = find_layer(module).input_moments(module, x, Sharing(), None)
-    assert found.positions == len(x) * unfold_patches(module, x).shape[2]
-    return found.second, found.first
+    actual = find_layer(module).input_moments(module, x, Sharing(), None)
+    assert actual.positions == len(x) * unfold_patches(module, x).shape[2]
+    return actual.second, actual.first
 
 
 def draw(*shape: int) -> Tensor:
@@ -87,17 +87,17 @@ def test_moments_are_those_of_the_patches(
     make, shape = CASES[case]
     module = make().double()
     x = torch.randn(shape, dtype=DOUBLE)
-    for got, want in zip(moments(module, x), dense(module, x), strict=True):
-        assert got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    for actual, want in zip(moments(module, x), dense(module, x), strict=True):
+        assert actual.shape == want.shape
+        torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
 
 
 def test_few_samples_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_under_test, "_MEMORY", 1)
     module = nn.Conv2d(1, 2, 2).double()
     x = torch.randn(50, 1, 6, 6, dtype=DOUBLE)
-    for got, want in zip(moments(module, x), dense(module, x), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    for actual, want in zip(moments(module, x), dense(module, x), strict=True):
+        torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
 
 
 def test_no_samples_have_no_moment() -> None:
@@ -113,9 +113,9 @@ def test_memory_layouts(layout: torch.memory_format, stride: int) -> None:
     x = torch.randn(3, 4, 8, 8, dtype=DOUBLE).contiguous(memory_format=layout)
     for kernel in (1, 3):
         module = nn.Conv2d(4, 2, kernel, stride, padding=kernel // 2).double()
-        for some in (x, x[::2, :, 1:7, 2:]):
-            for got, want in zip(moments(module, some), dense(module, some), strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+        for images in (x, x[::2, :, 1:7, 2:]):
+            for actual, want in zip(moments(module, images), dense(module, images), strict=True):
+                torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
 
 
 def test_the_first_moment_is_left_out_without_a_bias() -> None:
@@ -131,9 +131,9 @@ def test_the_first_moment_is_left_out_without_a_bias() -> None:
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype, groups: int) -> None:
     module = nn.Conv2d(4, 2, 3, padding=1, groups=groups)
     x = (1 + torch.randn(8, 4, 12, 12)).to(dtype)
-    for got, want in zip(moments(module, x), dense(module, x.double()), strict=True):
-        assert got.dtype == torch.float32
-        assert float((got - want).norm() / want.norm()) < 1e-6
+    for actual, want in zip(moments(module, x), dense(module, x.double()), strict=True):
+        assert actual.dtype == torch.float32
+        assert float((actual - want).norm() / want.norm()) < 1e-6
 
 
 @pytest.mark.cuda
@@ -143,8 +143,8 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype, groups: int) ->
 def test_on_cuda(dtype: torch.dtype, groups: int) -> None:
     module = nn.Conv2d(64, 64, 3, padding=1, groups=groups)
     x = torch.randn(16, 64, 12, 12).to(dtype)
-    for got, want in zip(moments(module, x.cuda()), dense(module, x.double()), strict=True):
-        assert float((got.cpu() - want).norm() / want.norm()) < 1e-5
+    for actual, want in zip(moments(module, x.cuda()), dense(module, x.double()), strict=True):
+        assert float((actual.cpu() - want).norm() / want.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5, 6), (4, 9, 2, 2), (1, 3, 5, 6), (5, 3, 8), (0, 3, 2)])
@@ -152,27 +152,27 @@ def test_on_cuda(dtype: torch.dtype, groups: int) -> None:
 def test_channels(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = draw(*shape).to(dtype)
     want = torch.einsum("ncp,ndp->cd", x.double().flatten(2), x.double().flatten(2))
-    for same in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
-        got = compute_channel_moment(same)
-        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
-        torch.testing.assert_close(got[0].double(), want, rtol=1e-5, atol=1e-5)
+    for images in (x, x.movedim(1, -1).contiguous().movedim(-1, 1)):
+        moment = compute_channel_moment(images)
+        assert moment.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        torch.testing.assert_close(moment[0].double(), want, rtol=1e-5, atol=1e-5)
     if len(x):
-        some = [x, 2 * x, -3 * x]
+        multiples = [x, 2 * x, -3 * x]
     else:
-        some = []
-    for count in range(1, len(some) + 1):
-        got = compute_channel_moments(some[:count])
-        assert got.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
-        for one, factor in zip(got, (1, 4, 9), strict=False):
+        multiples = []
+    for count in range(1, len(multiples) + 1):
+        moment = compute_channel_moments(multiples[:count])
+        assert moment.dtype == (DOUBLE if dtype == DOUBLE else torch.float32)
+        for one, factor in zip(moment, (1, 4, 9), strict=False):
             torch.testing.assert_close(one.double(), factor * want, rtol=2e-2, atol=1e-5)
             if dtype != torch.bfloat16:
                 torch.testing.assert_close(one.double(), factor * want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("together", [1, 2**28])
-def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2**28])
+def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     """Whatever is formed at once: the same moments as one by one, in the order of the uses."""
-    monkeypatch.setattr(conv, "_MEMORY", conv._Memory(together))
+    monkeypatch.setattr(conv, "_MEMORY", conv._Memory(batch_size))
     modules = [
         nn.Conv2d(3, 4, 3, padding=1),
         nn.Conv2d(3, 4, 3, padding=1, bias=False),
@@ -183,22 +183,29 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, together: int)
     shapes = [(2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6), (2, 3, 6, 6)]
     uses = [(m, draw(*s) * (i + 1)) for i, (m, s) in enumerate(zip(modules, shapes, strict=True))]
     uses += [(modules[0], draw(2, 3, 5, 6)), (modules[0], 7 * draw(2, 3, 6, 6))]
-    wide = nn.Conv2d(7, 4, 1)
+    convolution = nn.Conv2d(7, 4, 1)
     plain = nn.Conv2d(7, 4, 1, bias=False)
     uses += [
         (modules[3], 5 * draw(2, 3, 6, 6)),
-        (wide, draw(2, 7, 2, 3)),
+        (convolution, draw(2, 7, 2, 3)),
         (plain, draw(2, 7, 2, 3)),
     ]
-    uses += [(wide, 2 * draw(2, 7, 2, 3)), (wide, draw(7, 2, 3)), (modules[3], draw(3, 6, 6))]
-    uses += [(wide, draw(2, 2, 3, 7).movedim(3, 1)), (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3))]
+    uses += [
+        (convolution, 2 * draw(2, 7, 2, 3)),
+        (convolution, draw(7, 2, 3)),
+        (modules[3], draw(3, 6, 6)),
+    ]
+    uses += [
+        (convolution, draw(2, 2, 3, 7).movedim(3, 1)),
+        (nn.Conv2d(7, 4, 1, 2), draw(2, 7, 2, 3)),
+    ]
     layer = find_layer(modules[0])
     assert layer is not None
     for sharing in (Sharing(), Sharing(reduce=True), Sharing(longest=5)):
-        found = layer.input_moments_of_uses([LayerInput(m, x, None) for m, x in uses], sharing)
-        for (module, x), got in zip(uses, found, strict=True):
+        actual = layer.input_moments_of_uses([LayerInput(m, x, None) for m, x in uses], sharing)
+        for (module, x), moments_of_use in zip(uses, actual, strict=True):
             want = layer.input_moments(module, x, sharing, None)
-            torch.testing.assert_close(got.second, want.second)
-            assert got.positions == want.positions
+            torch.testing.assert_close(moments_of_use.second, want.second)
+            assert moments_of_use.positions == want.positions
             if module.bias is not None:
-                torch.testing.assert_close(got.first, want.first)
+                torch.testing.assert_close(moments_of_use.first, want.first)

@@ -32,8 +32,8 @@ def test_both_products_and_the_gram_are_those_of_the_rows() -> None:
     u = torch.randn(2, 6, 3, generator=random, dtype=torch.float64)
     pulled = linear.pullback(u)
     assert all("vmap" not in c.route for c in pulled.coverage)
-    alone = torch.eye(6, dtype=torch.float64)[:, :, None]
-    rows = torch.stack([linear.vjp(e * one) for e in alone for one in u])
+    separate = torch.eye(6, dtype=torch.float64)[:, :, None]
+    rows = torch.stack([linear.vjp(e * one) for e in separate for one in u])
     v = torch.randn(rows.shape[1], generator=random, dtype=torch.float64)
     c = torch.randn(6, 2, generator=random, dtype=torch.float64)
     assert_close(pulled.rows(), rows, 1e-13, "rows")

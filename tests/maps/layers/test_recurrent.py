@@ -53,21 +53,21 @@ def state(module: nn.RNNBase, shape: str) -> Tensor | tuple[Tensor, Tensor]:
     return h
 
 
-@pytest.mark.parametrize(("kind", "shape"), each_once(KINDS, SHAPES))
-def test_layers(kind: str, shape: str) -> None:
+@pytest.mark.parametrize(("cell_name", "shape"), each_once(KINDS, SHAPES))
+def test_layers(cell_name: str, shape: str) -> None:
     torch.manual_seed(0)
-    for layers, both, bias in product((1, 2), (False, True), (False, True)):
-        module = KINDS[kind](
+    for layers, is_bidirectional, bias in product((1, 2), (False, True), (False, True)):
+        module = KINDS[cell_name](
             3,
             4,
             num_layers=layers,
-            bidirectional=both,
+            bidirectional=is_bidirectional,
             bias=bias,
             batch_first=shape == "batch first",
         ).double()
         taps = check(module, sequences(shape))
-        per = 3 if kind == "LSTM projected" else 2
-        assert len(taps) == layers * (1 + both) * per
+        per = 3 if cell_name == "LSTM projected" else 2
+        assert len(taps) == layers * (1 + is_bidirectional) * per
         assert {t.positions for t in taps} == {
             ({"unbatched": (5,)} | dict.fromkeys(SHAPES[3:], (12,))).get(shape, (20,))
         }
@@ -75,14 +75,14 @@ def test_layers(kind: str, shape: str) -> None:
         check(module, hx=state(module, shape), input=sequences(shape))
 
 
-@pytest.mark.parametrize("kind", CELLS)
-def test_cells(kind: str) -> None:
+@pytest.mark.parametrize("cell_name", CELLS)
+def test_cells(cell_name: str) -> None:
     torch.manual_seed(0)
     for bias, lead in product((False, True), ((4,), ())):
-        module = CELLS[kind](3, 5, bias=bias).double()
+        module = CELLS[cell_name](3, 5, bias=bias).double()
         h = draw(*lead, 5)
         check(module, draw(*lead, 3))
-        check(module, draw(*lead, 3), (h, draw(*lead, 5)) if kind == "LSTM" else h)
+        check(module, draw(*lead, 3), (h, draw(*lead, 5)) if cell_name == "LSTM" else h)
 
 
 def test_the_gru_gates_part_at_n_only() -> None:

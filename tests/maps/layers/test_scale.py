@@ -21,8 +21,8 @@ SHAPES = {
 
 
 def norm(shape: tuple[int, ...]) -> nn.Module:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    return kinds[len(shape) - 2](shape[1]).double()
+    types = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return types[len(shape) - 2](shape[1]).double()
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -91,6 +91,6 @@ def test_several_layers_at_once() -> None:
             sums.append(layer.compute_unit_sums(module, x, delta, roles, Sharing()))
         assert len({s.join_key for s in sums}) == 1
         order = [("weight", "bias").index(r) for r in roles]
-        for (module, x, delta), got in zip(uses, compute_unit_moments(sums), strict=True):
+        for (module, x, delta), actual in zip(uses, compute_unit_moments(sums), strict=True):
             want = dense(module, x, delta)[..., order]
-            torch.testing.assert_close(got, torch.einsum("nuk,nul->ukl", want, want))
+            torch.testing.assert_close(actual, torch.einsum("nuk,nul->ukl", want, want))

@@ -50,9 +50,9 @@ def test_it_is_the_gram_of_rows(
     b = block(4, 1, bias=bias, height=height, r=2)
     rows = [torch.cat(list(x.rows().values()), -1).flatten(0, 1) for x in (a, b)]
     assert_close(gram(a, b), rows[0] @ rows[1].T, 1e-13, "two blocks")
-    own = gram(a, a)
-    assert_close(own, rows[0] @ rows[0].T, 1e-13, "one block")
-    assert torch.equal(own, own.T)
+    actual = gram(a, a)
+    assert_close(actual, rows[0] @ rows[0].T, 1e-13, "one block")
+    assert torch.equal(actual, actual.T)
 
 
 def test_what_does_not_separate_is_refused() -> None:
@@ -93,8 +93,8 @@ def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
     params = list(model.parameters())
     z = model(x)
     eye = torch.eye(z.numel(), dtype=z.dtype)
-    found = torch.autograd.grad(z.flatten(), params, eye, is_grads_batched=True)
-    rows = torch.cat([g.flatten(1) for g in found], 1)
+    gradients = torch.autograd.grad(z.flatten(), params, eye, is_grads_batched=True)
+    rows = torch.cat([g.flatten(1) for g in gradients], 1)
     want = (rows @ rows.T).view(40, 10, 40, 10).transpose(1, 2)
     if layout != "full":
         want = want.diagonal(dim1=2, dim2=3)

@@ -9,18 +9,18 @@ from pullback.maps.layers import moments
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("together", [1, 2, 3, 7])
-def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool) -> None:
-    g = torch.Generator().manual_seed(together)
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+def test_in_pieces(monkeypatch: pytest.MonkeyPatch, batch_size: int, masked: bool) -> None:
+    g = torch.Generator().manual_seed(batch_size)
     uses = [torch.randn(2, 5, 3, generator=g) for _ in range(4)]
     uses[1] = uses[1].transpose(0, 1).contiguous().transpose(0, 1)  # not row by row in memory
     if masked:
         keep = [torch.arange(10) % k > 0 for k in (3, 2, 5, 4)]
     else:
         keep = None
-    monkeypatch.setattr(moments, "_TOGETHER", together * uses[0].nbytes)
-    found = moments.compute_stacked_moments(uses, keep)
-    for i, (x, m) in enumerate(zip(uses, found, strict=True)):
+    monkeypatch.setattr(moments, "_TOGETHER", batch_size * uses[0].nbytes)
+    actual = moments.compute_stacked_moments(uses, keep)
+    for i, (x, m) in enumerate(zip(uses, actual, strict=True)):
         rows = x.reshape(-1, 3).double()
         if keep is None:
             rows = rows
@@ -32,9 +32,9 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, together: int, masked: bool)
 
 
 def test_without_places() -> None:
-    found = moments.compute_stacked_moments([torch.zeros(0, 3), torch.zeros(0, 3)])
-    assert [m.second.abs().sum() + m.first.abs().sum() for m in found] == [0, 0]
-    assert [m.positions for m in found] == [0, 0]
+    actual = moments.compute_stacked_moments([torch.zeros(0, 3), torch.zeros(0, 3)])
+    assert [m.second.abs().sum() + m.first.abs().sum() for m in actual] == [0, 0]
+    assert [m.positions for m in actual] == [0, 0]
 
 
 @pytest.mark.cuda
@@ -44,8 +44,8 @@ def test_without_places() -> None:
 def test_half_precision_on_a_gpu(n: int, dtype: torch.dtype) -> None:
     x = torch.randn(513, n, device="cuda").to(dtype)
     want = x.double().T @ x.double()
-    found = moments.compute_stacked_moments([x, x + 1])
+    actual = moments.compute_stacked_moments([x, x + 1])
     torch.testing.assert_close(
-        found[1].first[0].double(), (x + 1).double().sum(0), rtol=1e-5, atol=1e-3
+        actual[1].first[0].double(), (x + 1).double().sum(0), rtol=1e-5, atol=1e-3
     )
-    torch.testing.assert_close(found[0].second[0].double(), want, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(actual[0].second[0].double(), want, rtol=1e-5, atol=1e-3)

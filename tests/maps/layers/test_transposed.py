@@ -66,26 +66,26 @@ def test_one_layer_twice(frozen: str | None, route: str, monkeypatch: pytest.Mon
     assert_close(pulled.rows(), j, 1e-12, "rows")
     n, r = pulled.shape
     assert_close(pulled.kernel(budget=2**30), j @ j.T, 1e-12, "kernel")
-    part = pulled.narrow(1, n)
-    assert_close(pulled.kernel(part, budget=2**30), j @ j[r:].T, 1e-12, "kernel of two parts")
+    piece = pulled.narrow(1, n)
+    assert_close(pulled.kernel(piece, budget=2**30), j @ j[r:].T, 1e-12, "kernel of two parts")
     v = torch.randn(j.shape[1]).double()
     c = torch.randn(n, r).double()
     assert_close(pulled.project(v).flatten(), j @ v, 1e-12, "project")
     assert_close(pulled.lift(c), j.T @ c.flatten(), 1e-12, "lift")
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_the_reported_route_is_the_one_taken(wide: bool) -> None:
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_the_reported_route_is_the_one_taken(is_wide: bool) -> None:
     torch.manual_seed(0)
-    if wide:
+    if is_wide:
         module = nn.ConvTranspose1d(200, 100, 3, stride=2)
     else:
         module = nn.ConvTranspose1d(1, 2, 3)
-    x = torch.randn(2, module.in_channels, 2 if wide else 40)
+    x = torch.randn(2, module.in_channels, 2 if is_wide else 40)
     delta = torch.randn_like(module(x))[:, None]
     names = {"weight": "weight", "bias": "bias"}
     block = find_layer(module).block(names, [Use(module, x, delta, 2)] * 2)
-    assert block.route == ("hadamard" if wide else "materialized")
+    assert block.route == ("hadamard" if is_wide else "materialized")
 
 
 def test_the_natural_gradient_knows_the_layer() -> None:
