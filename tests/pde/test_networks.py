@@ -108,3 +108,29 @@ def test_hard_constraints() -> None:
     jets(one)
     with pytest.raises(PullbackError, match="The distance asks for 'z'"):
         pde.Hard(inner, BOX, distance=lambda z: z)(X)
+
+
+def test_separable_networks() -> None:
+    """Their jets are the derivatives of sums and products, and products begin near 1."""
+    network = pde.Separable(4, 2, rank=3, width=5, seed=0)
+    assert sum(p.numel() for p in network.parameters()) == 4 * (10 + 6 * 5) + 6
+    x = torch.rand(6, 4, dtype=torch.float64)
+    scheme = Scheme.of([(0, 1), (2, 2)])
+    with torch.no_grad():
+        channels = network(Jet.input(x, scheme)).stack_channels()
+    torch.testing.assert_close(channels, differentiate_nested(network, x, scheme))
+    many = pde.Separable(100, rank=4, width=4, seed=0)
+    values = many(torch.rand(50, 100, dtype=torch.float64))
+    assert bool(torch.isfinite(values).all())
+    assert float(values.abs().max()) < 1e3
+    with pytest.raises(PullbackError, match="sizes"):
+        pde.Separable(0)
+
+
+def test_a_separable_network_solves_in_six_dimensions() -> None:
+    problem = pde.Poisson(6, boundary_weight=100)
+    network = pde.Rescaled(pde.Separable(6, rank=1, width=4, seed=0), problem.domain)
+    options = {"points": {"equation": 300, "dirichlet": 300}, "steps": 40, "progress": False}
+    solution = pde.solve(problem, network, **options)
+    assert solution.error < 1e-3
+    assert not solution.nested

@@ -1,5 +1,6 @@
 """PDEs: state a problem, pick a network, and solve it by the natural gradient in function space."""
 
+from . import adapters
 from .catalog.evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
 from .catalog.ready import Ready
 from .catalog.setup import SETUPS, Setup, setup
@@ -36,6 +37,7 @@ from .networks.modules import (
     Symmetric,
     mlp,
 )
+from .networks.separable import Separable
 from .problem.conditions import (
     Condition,
     Data,
@@ -97,6 +99,7 @@ __all__ = [
     "PeriodicEmbedding",
     "Rescaled",
     "Symmetric",
+    "Separable",
     "Sine",
     # solved
     "solve",
@@ -125,4 +128,6 @@ __all__ = [
     "Setup",
     "SETUPS",
     "setup",
+    # models of other packages
+    "adapters",
 ]

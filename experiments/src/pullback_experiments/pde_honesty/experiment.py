@@ -73,6 +73,13 @@ class Honesty(Experiment):
         return [Item((name,), partial(self._solve, name)) for name in self._problems(quick)]
 
     def _solve(self, name: str, context: Context) -> Record:
+        try:
+            return self._solve_problem(name, context)
+        except ArithmeticError as error:  # one solve that fails does not end the others
+            nothing = dict.fromkeys(("estimated", "true", "residual", "seconds"), math.nan)
+            return {"verdict": "failed", **nothing, "steps": 0, "stopped": repr(error)}
+
+    def _solve_problem(self, name: str, context: Context) -> Record:
         problem = PROBLEMS[name]()
         network = pde.network_for(problem, seed=context.seed)
         with warnings.catch_warnings():

@@ -73,12 +73,17 @@ def _measure_balance(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, 
     equation_size = sum(measure_wave(problem, c, sites[c.name]) * c.weight for c in equations)
     balanced = {}
     for condition in problem.conditions:
-        is_point_value = condition.balanced or condition.prescribes_values or condition.paired
-        is_inner = condition in equations or condition.is_integral or condition.is_energy
-        if is_point_value and not is_inner and not condition.is_measured:
+        if condition not in equations and _can_be_balanced(condition):
             ratio = equation_size / measure_wave(problem, condition, sites[condition.name])
             balanced[condition.name] = _round_weight(ratio, default=condition.weight)
     return balanced
+
+
+def _can_be_balanced(condition: Condition) -> bool:
+    """Return True for conditions at points that are weighed against the equations."""
+    if condition.is_integral or condition.is_energy or condition.is_measured:
+        return False
+    return condition.balanced or condition.prescribes_values or condition.paired
 
 
 def _round_weight(ratio: float, default: float) -> float:

@@ -1,0 +1,123 @@
+"""Models of other packages: residuals that call autograd, beside dense Jacobians and DeepXDE."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+from pullback import PullbackError, pde
+from pullback.pde.adapters import AutogradMap, deepxde_objective, train_deepxde
+
+pi = math.pi
+
+
+def second_derivative(u: Tensor, x: Tensor) -> Tensor:
+    """Return u'' as users of autograd write it."""
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x, create_graph=True)[0]
+
+
+class Data:
+    """−u'' = π² sin πx with zeros at both ends, as DeepXDE's `data` has it: two boundary points."""
+
+    def __init__(self) -> None:
+        inner = np.linspace(0, 1, 32)[1:-1, None]
+        self.train_x = np.vstack([[[0.0], [1.0]], inner])
+
+    def losses(
+        self, targets: Any, outputs: Tensor, loss_fn: Any, inputs: Tensor, model: Any
+    ) -> list[Tensor]:
+        residual = second_derivative(outputs, inputs) + pi**2 * torch.sin(pi * inputs)
+        return [loss_fn(None, residual[2:]), loss_fn(None, outputs[:2])]
+
+
+class Model:
+    """What the adapter reads of a `dde.Model`."""
+
+    def __init__(self, net: nn.Module, loss_weights: list[float] | None = None) -> None:
+        self.net = net
+        self.data = Data()
+        self.loss_weights = loss_weights
+        self.external_trainable_variables: list[Any] = []
+
+
+def test_rows_are_those_of_a_dense_jacobian() -> None:
+    net = pde.mlp(1, 5, 1, seed=0)
+    x = torch.linspace(0, 1, 7, dtype=torch.float64)[:, None]
+
+    def residuals(params: dict[str, Tensor]) -> Tensor:
+        points = x.clone().requires_grad_()
+        return second_derivative(functional_call(net, params, (points,)), points).flatten()
+
+    def by_torch_func(params: dict[str, Tensor]) -> Tensor:
+        def u(point: Tensor) -> Tensor:
+            return functional_call(net, params, (point.reshape(1, 1),)).squeeze()
+
+        return torch.func.vmap(torch.func.grad(torch.func.grad(u)))(x[:, 0])
+
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    linearization = AutogradMap(residuals).linearize(params)
+    jacobian = jacrev(by_torch_func)(params)
+    dense = torch.cat([jacobian[name].flatten(1) for name in params], 1)
+    torch.testing.assert_close(linearization.rows(), dense)
+    torch.testing.assert_close(linearization.value, by_torch_func(params))
+    v = torch.randn(dense.shape[1], dtype=torch.float64)
+    u = torch.randn(7, dtype=torch.float64)
+    torch.testing.assert_close(linearization.jvp(v), dense @ v)
+    torch.testing.assert_close(linearization.vjp(u), dense.T @ u)
+    covectors = torch.randn(2, 7, dtype=torch.float64)
+    pulled = linearization.pullback(covectors).rows().view(7, 2, -1)
+    torch.testing.assert_close(pulled, torch.einsum("rn,np->nrp", covectors, dense))
+
+
+def test_a_model_is_trained_to_many_digits() -> None:
+    net = pde.mlp(1, 10, 1, seed=0)
+    losses = train_deepxde(Model(net, [1.0, 100.0]), steps=80)
+    assert losses[-1] < 1e-9 * losses[0]
+    x = torch.linspace(0, 1, 100, dtype=torch.float64)[:, None]
+    assert float((net(x) - torch.sin(pi * x)).abs().max()) < 1e-4
+
+
+def test_weights_are_those_of_the_model() -> None:
+    net = pde.mlp(1, 4, 1, seed=0)
+    params = dict(net.named_parameters())
+    plain = deepxde_objective(Model(net))
+    heavy = deepxde_objective(Model(net, [1.0, 9.0]))
+    boundary = net(torch.tensor([[0.0], [1.0]], dtype=torch.float64)).square().mean()
+    difference = heavy.loss(params) - plain.loss(params)
+    torch.testing.assert_close(difference, 4 * boundary.detach())
+
+
+def test_what_cannot_be_used_is_refused() -> None:
+    with pytest.raises(PullbackError, match="no network of PyTorch"):
+        deepxde_objective(object())
+    model = Model(pde.mlp(1, 4, 1, seed=0))
+    model.external_trainable_variables = [torch.ones(1)]
+    with pytest.raises(PullbackError, match="beside its network"):
+        deepxde_objective(model)
+    with pytest.raises(PullbackError, match="not usable"):
+        AutogradMap(lambda params: torch.ones(3)).linearize({"w": torch.ones(1)})
+
+
+def test_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDE_BACKEND", "pytorch")
+    dde = pytest.importorskip("deepxde")
+    dde.config.set_default_float("float64")
+
+    def equation(x: Tensor, y: Tensor) -> Tensor:
+        return -dde.grad.hessian(y, x) - pi**2 * torch.sin(pi * x)
+
+    geometry = dde.geometry.Interval(0, 1)
+    boundary = dde.icbc.DirichletBC(geometry, lambda x: 0, lambda x, on_boundary: on_boundary)
+    data = dde.data.PDE(geometry, equation, boundary, num_domain=30, num_boundary=2)
+    model = dde.Model(data, dde.nn.FNN([1, 10, 1], "tanh", "Glorot uniform"))
+    model.compile("adam", lr=1e-3, loss_weights=[1, 100])
+    train_deepxde(model, steps=80)
+    x = np.linspace(0, 1, 100)[:, None]
+    assert np.abs(model.predict(x) - np.sin(pi * x)).max() < 1e-4
