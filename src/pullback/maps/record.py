@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +33,17 @@ _PACKING = getattr(_AUTOGRAD, "_top_saved_tensors_default_hooks", None)
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Site:
-    """A layer with the parameters that it held: what its uses have in common, found once."""
+    """A layer with its parameters: what the uses of the layer have in common."""
 
     path: str
     module: nn.Module
     layer: Layer
     names: dict[str, str | None]
-    #: those parameters, so that no others get their place in memory
-    held: tuple[Tensor | None, ...]
-    #: what tells it from others
+    #: references to these parameters, so that no other tensor gets the `id` of one of them
+    parameters: tuple[Tensor | None, ...]
+    #: an identifier that other sites do not have
     mark: tuple[Any, ...]
-    #: whether the module stands for a function that was called
+    #: whether the module represents a function that was called
     function: bool = False
 
 
@@ -111,23 +110,26 @@ class Sites:
         kinds = [(path, module, kind(module)) for path, module in named]
         self.by = [site for site in kinds if site[2] is not None]
         self.modules = dict(named)
-        self._held = [(m, type(m), dict(m._modules)) for _, m in named]
+        self._structure = [(m, type(m), dict(m._modules)) for _, m in named]
         self._leaves: Mapping[str, Tensor] = {}
         self._names: dict[int, str] = {}
         self._known: dict[tuple[Any, ...], Site] = {}
-        #: hooks for the recorder that is in `now`
+        #: hooks, which call the recorder in `active`
         self.hooks: list[tuple[nn.Module, Any]] = []
-        self.now: list[Any] = []
+        self.active: list[Any] = []
         #: whether functions are listened to: not after a pass in which modules showed every use
         self.listening = True
 
     @property
     def current(self) -> bool:
-        """Whether the modules are still the same."""
-        return all([type(m) is kind and m._modules == below for m, kind, below in self._held])
+        """True if the model still has the same modules."""
+        for module, module_type, children in self._structure:
+            if type(module) is not module_type or module._modules != children:
+                return False
+        return True
 
     def names(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
-        """The names of the parameters that take part from now on, by `id`."""
+        """Return the names of these parameters by `id`, and forget the sites of others."""
         if leaves is not self._leaves:
             self._leaves = leaves
             self._known = {}
@@ -135,34 +137,35 @@ class Sites:
         return self._names
 
     def site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
-        """A layer with the parameters that it holds just now, None where none takes part."""
-        place = (path, *map(id, layer.parameters(module).values()))
-        if place not in self._known:
-            found = self._site(path, module, layer)
-            if not any(found.names.values()):
+        """Return a layer with its present parameters; None if none of them takes part."""
+        key = (path, *map(id, layer.parameters(module).values()))
+        if key not in self._known:
+            site = self._make_site(path, module, layer)
+            if not any(site.names.values()):
                 return None
-            self._known[place] = found
-        return self._known[place]
+            self._known[key] = site
+        return self._known[key]
 
     def function(self, key: Any, make: Callable[[], nn.Module]) -> Site:
-        """The module that stands for a function, with the parameters that it uses."""
+        """Return the site of the module that represents a function, with its parameters."""
         if key is not None and key in self._known:
             return self._known[key]
         module = make()
-        found = self._site(None, module, find_layer(module))
+        site = self._make_site(None, module, find_layer(module))
         if key is not None:
-            self._known[key] = found
-        return found
+            self._known[key] = site
+        return site
 
-    def _site(self, path: str | None, module: nn.Module, layer: Layer) -> Site:
-        held = layer.parameters(module)
-        names = {r: self._names.get(id(t)) for r, t in held.items()}
+    def _make_site(self, path: str | None, module: nn.Module, layer: Layer) -> Site:
+        """Return the site; one without a path is named after its first parameter."""
+        parameters = layer.parameters(module)
+        names = {role: self._names.get(id(tensor)) for role, tensor in parameters.items()}
+        is_function = path is None
         if path is None:
-            at = next(n for n in names.values() if n is not None)
-        else:
-            at = path
-        mark = (at, layer, *names.items())
-        return Site(at, module, layer, names, (*held.values(),), mark, function=path is None)
+            path = next(name for name in names.values() if name is not None)
+        mark = (path, layer, *names.items())
+        tensors = tuple(parameters.values())
+        return Site(path, module, layer, names, tensors, mark, function=is_function)
 
 
 class Recorder:
@@ -202,7 +205,7 @@ class Recorder:
         # as `register_forward_hook` does it, with one number for all instead of a handle each
         self._number = RemovableHandle(OrderedDict()).id
         sites = self.sites
-        sites.now[:] = [self]
+        sites.active[:] = [self]
         sites.hooks = sites.hooks or [(m, self._hook(path, k)) for path, m, k in sites.by]
         for module, hook in sites.hooks:
             hooks: Any = module._forward_hooks
@@ -223,13 +226,13 @@ class Recorder:
             self._mode.__exit__(*exc)
             self._mode = None
             self.sites.listening = any(e.site.function for e in self.entries)
-        self.sites.now.clear()
+        self.sites.active.clear()
         for module, _ in self.sites.hooks:
             module._forward_hooks.pop(self._number, None)
             module._forward_hooks_with_kwargs.pop(self._number, None)
 
     def _hook(self, path: str, layer: Layer) -> Any:
-        now = self.sites.now  # which owns no module, so that the hook owns none
+        active = self.sites.active  # it refers to no module, so the hook does not either
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if args:
@@ -238,9 +241,9 @@ class Recorder:
                 x = next(iter(kwargs.values()), None)
             if not isinstance(output, Tensor) or not isinstance(x, Tensor):
                 return None
-            if not now or not output.requires_grad:
+            if not active or not output.requires_grad:
                 return None
-            return now[0]._module(path, module, layer, x, output)
+            return active[0]._module(path, module, layer, x, output)
 
         return record
 
@@ -258,8 +261,11 @@ class Recorder:
             shown = {*filter(None, last.names.values())}
             if shown > {*filter(None, site.names.values())} and last.edge.node is output.grad_fn:
                 return None  # the function shows what the module's weight was made of
-        own = type(layer).__module__.startswith(__package__ or "")  # which calls one function
-        self.forget(site.names.values(), 1 if own else None)
+        is_built_in = type(layer).__module__.startswith(__package__ or "")
+        if is_built_in:  # such a layer calls one function
+            self.forget(site.names.values(), 1)
+        else:
+            self.forget(site.names.values())
         return self._write_down(site, x, output)
 
     def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
@@ -343,15 +349,14 @@ class ForwardRecord(Recorder):
     @staticmethod
     def kind(module: nn.Module) -> Compound | Layer | None:
         """A compound layer, or one that has factors to give."""
-        found = find_layer(module, Compound) or find_layer(module)
-        if found is None or found.curvature == "rows":
+        layer = find_layer(module, Compound) or find_layer(module)
+        if layer is None or layer.curvature == "rows":
             return None
-        return found
+        return layer
 
     def _hook(self, path: str, layer: Any) -> Any:
-        compound = layer.curvature == "compound"
-        if compound:
-            return self._keep(path, layer)
+        if layer.curvature == "compound":
+            return self._compound_hook(path, layer)
         return super()._hook(path, layer)
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
@@ -363,7 +368,7 @@ class ForwardRecord(Recorder):
         return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
 
     def release(self, node: Any) -> None:
-        """Do not hold this node of the graph; `edges` takes it again."""
+        """Drop the references to this node of the graph; `edges` gets it again."""
         empty: Any = None
         for entry in self.entries:
             if entry.edge.node is node:
@@ -375,10 +380,17 @@ class ForwardRecord(Recorder):
             call.below[:] = [e for e in call.below if e.node is not node]
 
     def edges(self, node: Any) -> list[GradientEdge]:
-        """Where cotangents are wanted: the layers' outputs, then those of compound layers."""
-        found = [e.edge for e in self.entries]
-        found += [e for call in self.compounds for e in call.edges if e is not None]
-        return [e if e.node is not None else GradientEdge(node, e.output_nr) for e in found]
+        """Return the edges of the layers' outputs, then those of compound layers' outputs.
+
+        `node` is the one that `release` dropped.
+        """
+        edges = [entry.edge for entry in self.entries]
+        for call in self.compounds:
+            edges.extend(edge for edge in call.edges if edge is not None)
+        for i, edge in enumerate(edges):
+            if edge.node is None:
+                edges[i] = GradientEdge(node, edge.output_nr)
+        return edges
 
     @property
     def modes(self) -> tuple[bool, ...]:
@@ -400,29 +412,21 @@ class ForwardRecord(Recorder):
         self.nodes += _AUTOGRAD._get_sequence_nr()
         super().__exit__(*exc)
 
-    def _keep(self, path: str, compound: Compound) -> Any:
-        now = self.sites.now
+    def _compound_hook(self, path: str, compound: Compound) -> Any:
+        active = self.sites.active
 
-        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not now or not torch.is_grad_enabled():
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            if not active or not torch.is_grad_enabled():
                 return None
-            now[0].forget({now[0].name(p) for p in module.parameters()})
+            recorder: ForwardRecord = active[0]
+            recorder.forget({recorder.name(p) for p in module.parameters()})
             output = _separate(output, compound.select_outputs(module, output))
-            tensors = compound.select_outputs(module, output)
-            edges = [edge_of(t) if t.requires_grad else None for t in tensors]
-            if any(e is not None for e in edges):
-                saved = (detach_tensors(args), detach_tensors(kwargs))
-                note = compound.describe_omission(module)
-                if note:
-                    given = list_tensors((args, kwargs))
-                else:
-                    given = []
-                below = [edge_of(t) for t in given if t.requires_grad]
-                call = CompoundCall(path, module, compound, *saved, edges, note, below)
-                now[0].compounds.append(call)
+            call = _record_call(path, module, compound, (args, kwargs), output)
+            if call is not None:
+                recorder.compounds.append(call)
             return output
 
-        return keep
+        return record
 
     def find_head(self, node: Any) -> bool:
         """Note the plain linear layer of this node, before it is released; True if there is one."""
@@ -435,68 +439,101 @@ class ForwardRecord(Recorder):
         """Return the output of the head, computed again: logits take much memory if kept."""
         assert self.head is not None
         entry = self.entries[self.head]
-        held: Any = entry.module._parameters
-        if held["bias"] is None:
-            bias = None
-        else:
-            bias = held["bias"].detach().to(dtype)
+        parameters: Any = entry.module._parameters
+        bias = parameters["bias"]
+        if bias is not None:
+            bias = bias.detach().to(dtype)
         with torch.autocast(entry.input.device.type, enabled=False):
-            return F.linear(entry.input.to(dtype), held["weight"].detach().to(dtype), bias)
+            return F.linear(entry.input.to(dtype), parameters["weight"].detach().to(dtype), bias)
+
+
+def _record_call(
+    path: str, module: nn.Module, compound: Compound, arguments: tuple[Any, Any], output: Any
+) -> CompoundCall | None:
+    """Return the record of a compound layer's call; None if no output has a graph."""
+    edges: list[GradientEdge | None] = []
+    for tensor in compound.select_outputs(module, output):
+        if tensor.requires_grad:
+            edges.append(edge_of(tensor))
+        else:
+            edges.append(None)
+    if all(edge is None for edge in edges):
+        return None
+    note = compound.describe_omission(module)
+    below = []
+    if note:
+        below = [edge_of(t) for t in list_tensors(arguments) if t.requires_grad]
+    args, kwargs = (detach_tensors(tree) for tree in arguments)
+    return CompoundCall(path, module, compound, args, kwargs, edges, note, below)
 
 
 def _separate(output: Any, tensors: Sequence[Tensor]) -> Any:
     """Return a layer's output with copies of the tensors from which others of it are computed.
 
-    A cotangent at such a copy comes from outside of the layer alone: an LSTM cell's c gives its h.
+    A cotangent at such a copy comes only from outside of the layer: an LSTM cell's h is computed
+    from its c, for instance.
     """
     nodes: set[Any] = {t.grad_fn for t in tensors} - {None}
+    inner = {node for node in nodes if _is_reached(node, nodes - {node})}
 
-    def since(first: int, node: Any) -> list[Any]:
+    def copy_inner(tensor: Tensor) -> Tensor:
+        if tensor.grad_fn in inner:
+            return tensor.clone()
+        return tensor
+
+    return pytree.tree_map_only(Tensor, copy_inner, output)
+
+
+def _is_reached(node: Any, others: Collection[Any]) -> bool:
+    """Return True if the node lies below one of the others in the graph."""
+    first = node._sequence_nr()
+
+    def list_later_nodes(node: Any) -> list[Any]:
         below = [n for n, _ in node.next_functions if n is not None]
         return [n for n in below if n._sequence_nr() >= first]
 
-    inner = {
-        node
-        for node in nodes
-        for other in nodes - {node}
-        if node in collect_reachable_nodes(other, partial(since, node._sequence_nr()))
-    }
-    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.grad_fn in inner else t, output)
+    return any(node in collect_reachable_nodes(other, list_later_nodes) for other in others)
 
 
 def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
-    """A layer's input in half precision if its output is, from the copy that autocast keeps."""
+    """Return a layer's input, in half precision if its output is.
+
+    Autocast's copy of the input is reused if the graph saves it.
+    """
     dtype = output.dtype
     x = x.detach()
     if dtype not in _HALF or x.dtype == dtype or not x.is_floating_point():
         return x
-    kept = None
-    if _packed():
-        node = None
-    else:
-        node = output.grad_fn
-    for _ in range(3):  # the product itself, perhaps below a view and a copy of it
-        if node is None or kept is not None:
-            break
-        if node.name() in _ROWS:
-            kept = getattr(node, _ROWS[node.name()])
-        else:
-            kept = None
-        if node.next_functions:
-            node = node.next_functions[0][0]
-        else:
-            node = None
-    if kept is None or kept.dtype != dtype or kept.numel() != x.numel():
+    saved = None
+    if not _has_packed_tensors():
+        saved = _find_saved_input(output.grad_fn)
+    if saved is None or saved.dtype != dtype or saved.numel() != x.numel():
         return x.to(dtype)
-    if kept.is_contiguous():
-        return kept.detach().view(x.shape)
-    return x.to(dtype)
+    if not saved.is_contiguous():
+        return x.to(dtype)
+    return saved.detach().view(x.shape)
+
+
+def _find_saved_input(node: Any) -> Tensor | None:
+    """Return the input that a matrix product saves; None if there is no product at the node.
+
+    The product may lie below a view and a copy of its result.
+    """
+    for _ in range(3):
+        if node is None:
+            return None
+        if node.name() in _ROWS:
+            return getattr(node, _ROWS[node.name()])
+        if not node.next_functions:
+            return None
+        node = node.next_functions[0][0]
+    return None
 
 
 def _read_normalization(output: Tensor) -> Normalization | None:
     """Return mean and 1/σ of the batch, which a normalization saves for its backward pass."""
     node: Any = output.grad_fn
-    if node is None or node.name() not in _NORMS or _packed():
+    if node is None or node.name() not in _NORMS or _has_packed_tensors():
         return None
     mean = node._saved_result1.detach()
     scale = node._saved_result2.detach()
@@ -505,6 +542,6 @@ def _read_normalization(output: Tensor) -> Normalization | None:
     return None
 
 
-def _packed() -> bool:
-    """Whether saved tensors are packed, as by checkpoints: they may be unpacked but once."""
+def _has_packed_tensors() -> bool:
+    """Return True if saved tensors are packed, as by checkpoints: they unpack only once."""
     return _PACKING is None or _PACKING(True) is not None

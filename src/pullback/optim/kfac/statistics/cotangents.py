@@ -380,7 +380,7 @@ def _formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:
     Some samples at a time where there are many positions; batch norms need all of them.
     """
     if not delta.numel():  # no positions, no share in the gradient
-        held = zip(entry.names.values(), entry.site.held, strict=True)
+        held = zip(entry.names.values(), entry.site.parameters, strict=True)
         return {n: p.new_zeros(p.numel()) for n, p in held if n is not None and p is not None}
     out: dict[str, Tensor] = {}
     pieces = [(entry.input, delta)]
