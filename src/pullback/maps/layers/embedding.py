@@ -166,13 +166,19 @@ class EmbeddingBag(Layer):
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
     ) -> Moments:
         table = module._parameters["weight"]
-        bags = x.new_zeros(len(x), len(table), dtype=compute_dtype(table.dtype))
-        bags.scatter_add_(1, x, module.weights.to(bags.dtype))
+        weights = module.weights.to(compute_dtype(table.dtype))
         positions: Tensor | float = len(x)
         if keep is not None:
-            bags = bags * keep.flatten()[:, None]
+            weights = weights * keep.reshape(-1, 1)
             positions = keep.sum().clamp(min=1)
-        return Moments(bags.square().sum(0)[None], bags.sum(0)[None], positions)
+        # one number for each bag and index that is in it; an index may be there several times
+        bags = torch.arange(len(x), device=x.device)[:, None]
+        pairs, places = torch.unique(bags * len(table) + x, return_inverse=True)
+        entries = add_at(weights.new_zeros(len(pairs)), places.flatten(), weights.flatten())
+        indices = pairs % len(table)
+        squares = add_at(weights.new_zeros(len(table)), indices, entries.square())
+        sums = add_at(weights.new_zeros(len(table)), indices, entries)
+        return Moments(squares[None], sums[None], positions)
 
     def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
         return compute_second_moment(delta[None], sharing)
