@@ -56,21 +56,16 @@ class KLClip:
             return
         if self.is_stale:
             _recompute(shares, curvature, params, state)
+        if not shares:
+            return
         lengths = [_advance(share, gradients, params, state, measured) for share in shares]
         if self.is_stale:
             _measure_shares(shares, lengths, curvature, params, state)
             self.is_stale = False
-        totals: list[Tensor] = []
-        for share, own in zip(shares, lengths, strict=True):
-            ratios = [length_of(params.by_name[n], state)[1] for n in share.names]
-            totals.append(share.lr**2 * (torch.stack(ratios).to(own) * own).sum())
-        if not totals:
-            return
-        total = torch.stack([t.to(totals[0]) for t in totals]).sum()
-        factor = clip_factor(total, self.limit)
+        factor = clip_factor(_sum_undamped(shares, lengths, params, state), self.limit)
         self._shorten(shares, factor)
-        for share, own in zip(shares, lengths, strict=True):
-            _store(share, own * factor.square().to(own), params, state, is_void)
+        for share, squares in zip(shares, lengths, strict=True):
+            _store(share, squares * factor.square().to(squares), params, state, is_void)
 
     def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
         """Set the factor c of each share; on a device the host does not know it.
@@ -87,6 +82,17 @@ class KLClip:
                 change = torch._foreach_mul(share.buffers, (factor - 1) * share.momentum)
                 torch._foreach_add_(directions, change)
             share.directions = list(directions)
+
+
+def _sum_undamped(
+    shares: Sequence[Share], lengths: Sequence[Tensor], params: ModelParameters, state: State
+) -> Tensor:
+    """Return η²·ρ·m'ᵀFm' over all shares, from what each parameter adds to m'ᵀFm'."""
+    totals: list[Tensor] = []
+    for share, squares in zip(shares, lengths, strict=True):
+        ratios = [length_of(params.by_name[n], state)[1] for n in share.names]
+        totals.append(share.lr**2 * (torch.stack(ratios).to(squares) * squares).sum())
+    return torch.stack([total.to(totals[0]) for total in totals]).sum()
 
 
 def _exact_total(shares: Sequence[Share], curvature: KFACState, params: ModelParameters) -> Tensor:
@@ -113,13 +119,13 @@ def sum_lengths(lengths: Tensors) -> Tensor:
 
 def length_of(p: Any, state: State) -> Tensor:
     """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
-    own = state[p]
-    if "length" not in own:
-        own["length"] = torch.zeros(2, dtype=compute_dtype(p.dtype), device=p.device)
-        own["length"][1] = 1
-    elif own["length"].device != p.device or own["length"].dtype != compute_dtype(p.dtype):
-        own["length"] = own["length"].to(p.device, compute_dtype(p.dtype))
-    return own["length"]
+    buffers = state[p]
+    dtype = compute_dtype(p.dtype)
+    if "length" not in buffers:
+        buffers["length"] = torch.tensor([0.0, 1.0], dtype=dtype, device=p.device)
+    elif buffers["length"].device != p.device or buffers["length"].dtype != dtype:
+        buffers["length"] = buffers["length"].to(p.device, dtype)
+    return buffers["length"]
 
 
 def _recompute(
@@ -144,7 +150,7 @@ def _measure_shares(
     state: State,
 ) -> None:
     """Find the share of the coming move's length that is not the damping's, group by group."""
-    for share, own in zip(shares, lengths, strict=True):
+    for share, squares in zip(shares, lengths, strict=True):
         moves: dict[str, Tensor] = {}
         for i, name in enumerate(share.names):
             moves[name] = share.directions[i]
@@ -152,8 +158,8 @@ def _measure_shares(
                 moves[name] = moves[name] + share.momentum * share.buffers[i]
         whole = params.gather_whole(moves, "moves")
         undamped = sum_lengths(curvature.lengths(whole, params.templates, damped=False))
-        tiny = torch.finfo(own.dtype).tiny
-        ratio = (undamped.to(own) / own.sum().clamp(min=tiny)).clamp(0, 1)
+        tiny = torch.finfo(squares.dtype).tiny
+        ratio = (undamped.to(squares) / squares.sum().clamp(min=tiny)).clamp(0, 1)
         for name in share.names:
             length_of(params.by_name[name], state)[1].copy_(ratio)
 
@@ -192,8 +198,8 @@ def _store(
     """Keep the lengths of moves that are taken, unless the step is void."""
     if not share.momentum:
         return
-    held = [length_of(params.by_name[n], state)[0] for n in share.names]
+    stored = [length_of(params.by_name[n], state)[0] for n in share.names]
     if is_void is not None:
-        old = torch.stack([t.to(lengths) for t in held])
+        old = torch.stack([t.to(lengths) for t in stored])
         lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)
-    torch._foreach_copy_(held, list(lengths.unbind()))
+    torch._foreach_copy_(stored, list(lengths.unbind()))

@@ -29,12 +29,12 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 def buffer_of(state: State, p: Tensor) -> Tensor:
     """Return the momentum of a parameter, on its device."""
-    own = state[p]
-    if "momentum" not in own:
-        own["momentum"] = torch.zeros_like(p)
-    elif own["momentum"].device != p.device or own["momentum"].dtype != p.dtype:
-        own["momentum"] = own["momentum"].to(p)
-    return own["momentum"]
+    buffers = state[p]
+    if "momentum" not in buffers:
+        buffers["momentum"] = torch.zeros_like(p)
+    elif buffers["momentum"].device != p.device or buffers["momentum"].dtype != p.dtype:
+        buffers["momentum"] = buffers["momentum"].to(p)
+    return buffers["momentum"]
 
 
 @dataclass
@@ -69,14 +69,16 @@ def shares_of(
     assignment = curvature.assignment
     elementwise = curvature.entry_names
     shares: list[Share] = []
+    measured = {n: d for n, d in directions.items() if n not in elementwise}
+    entries = {n: d for n, d in directions.items() if n in elementwise}
     for group in groups:
-        measured = {n: d for n, d in directions.items() if n not in elementwise}
-        entries = {n: d for n, d in directions.items() if n in elementwise}
-        for rule, own in ((assignment.rule, measured), (assignment.others, entries)):
-            names, tensors = params.select_from_group(group, own)
+        for rule, by_name in ((assignment.rule, measured), (assignment.others, entries)):
+            names, tensors = params.select_from_group(group, by_name)
             if rule is not None and names:
-                given = [own[n] for n in names]
-                share = _share_of(group, rule, names, tensors, given, state, params, has_momentum)
+                selected = [by_name[n] for n in names]
+                share = _share_of(
+                    group, rule, names, tensors, selected, state, params, has_momentum
+                )
                 shares.append(share)
     return shares
 
@@ -141,30 +143,44 @@ def _move_alike(share: Share, indices: list[int], decay: float, is_void: Tensor 
     """Move parameters of one device and dtype."""
     params = [share.params[i] for i in indices]
     directions = [share.directions[i] for i in indices]
-    buffers = [share.buffers[i] for i in indices] if share.momentum else []
-    first = params[0]
-    # a rate on the device is read in single precision
-    is_exact = isinstance(share.lr, Tensor) and first.is_cuda and first.dtype != torch.float64
-    rate: Any = share.lr if is_exact else float(share.lr)
-    momentum = share.factor * share.momentum
-    dampening = 1 - share.factor
-    if not share.momentum and share.factor != 1:
+    buffers: list[Tensor] = []
+    rate = _find_rate(share, params[0])
+    if share.momentum:
+        buffers = [share.buffers[i] for i in indices]
+    elif share.factor != 1:
         rate = share.factor * rate
-    has_kernel = first.dtype in (torch.float32, torch.float64)  # on a CPU it is wrong for halves
-    if first.is_cuda or (has_kernel and all(p.is_contiguous() for p in params)):
+    if _has_kernel(params):
         torch._fused_sgd_(
-            params, directions, buffers, weight_decay=decay, momentum=momentum, lr=rate,
-            dampening=dampening, nesterov=False, maximize=False, is_first_step=False,
-            grad_scale=None, found_inf=None if is_void is None else is_void.to(first.device),
+            params, directions, buffers, weight_decay=decay,
+            momentum=share.factor * share.momentum, lr=rate, dampening=1 - share.factor,
+            nesterov=False, maximize=False, is_first_step=False, grad_scale=None,
+            found_inf=None if is_void is None else is_void.to(params[0].device),
         )  # fmt: skip
         return
     if share.momentum:
-        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_mul_(buffers, share.factor * share.momentum)
         torch._foreach_add_(buffers, directions, alpha=share.factor)
         directions = buffers
     if decay:
         torch._foreach_mul_(params, 1 - rate * decay)
     torch._foreach_add_(params, directions, alpha=-rate)
+
+
+def _find_rate(share: Share, p: Tensor) -> Any:
+    """Return the learning rate; one on the device stays there, where single precision is enough."""
+    if isinstance(share.lr, Tensor) and p.is_cuda and p.dtype != torch.float64:
+        return share.lr
+    return float(share.lr)
+
+
+def _has_kernel(params: Sequence[Tensor]) -> bool:
+    """Return True if one kernel updates these parameters; that of a CPU is wrong for halves."""
+    first = params[0]
+    if first.is_cuda:
+        return True
+    if first.dtype not in (torch.float32, torch.float64):
+        return False
+    return all(p.is_contiguous() for p in params)
 
 
 def like_parameter(direction: Tensor, p: Tensor) -> Tensor:
