@@ -17,7 +17,6 @@ from ..framework.checkout import REPOSITORY
 from .costs import costs, kfac, races, rules, vision, worth
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery, pde_race
-from .models import models
 from .numbers import Rows
 from .peers import (
     exact,
@@ -27,6 +26,7 @@ from .peers import (
     poisson,
     scale,
 )
+from .small_tasks import small_tasks
 from .traffic import traffic
 from .verdicts import own, verdicts
 
@@ -36,9 +36,8 @@ TABLES: dict[str, Callable[[], Rows]] = {
     for table in (
         verdicts,
         *(costs, worth, kfac, rules, races, vision),
-        models,
         *(exact, scale, pde, pde_chosen, poisson, kernels),
-        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic),
+        *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, small_tasks),
     )
 }
 BLOCK = re.compile(r"<!-- table (?P<name>\S+) -->\n.*?<!-- end -->", re.DOTALL)

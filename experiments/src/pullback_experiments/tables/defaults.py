@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from .numbers import Rows, record, seconds, small
+from .numbers import Rows, record, small
 
 
 def tuned() -> dict[str, float]:
@@ -19,25 +19,18 @@ def tuned() -> dict[str, float]:
 
 def pde_defaults() -> Rows:
     """Every ready problem with nothing tuned."""
-    head = ["problem", "parameters", "steps", "seconds", "error", "tuned", "`check()` estimates"]
-    rows = [[*head, "residuals", "verdict", "warned"]]
+    rows = [["problem", "error", "tuned", "`check()` estimates", "verdict"]]
     best = tuned()
     for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
-        energy = one["relative"] != one["relative"]
         estimated = one["estimated"]
         known = best.get(one["name"])
         rows.append(
             [
                 f"`{one['name']}`",
-                f"{one['parameters']:,}",
-                str(one["steps"]),
-                seconds(one["seconds"]),
                 small(one["error"]),
                 "–" if known is None else small(known),
                 "–" if estimated is None else small(estimated, 0),
-                "–" if energy else small(one["relative"], 0),
                 one["verdict"] or "–",
-                "yes" if one["warnings"] else "no",
             ]
         )
     return rows
