@@ -160,3 +160,17 @@ def test_a_loss_of_zero_ends_a_run_in_order() -> None:
     solution = solve(problem, network)
     assert solution.loss == 0.0
     assert solution.verdict.name == "converged"
+
+
+def test_a_residual_that_lies_in_one_place_is_located() -> None:
+    """A source of width 0.01 at x = 0.3, which four neurons do not resolve."""
+
+    def equation(u: Any, x: Tensor) -> Tensor:
+        return u.xx + 1e3 * torch.exp(-(((x - 0.3) / 0.01) ** 2))
+
+    problem = pde.Problem(pde.Interval(0, 1), [pde.Equation(equation), pde.Dirichlet(0.0)])
+    solution = solve(problem, pde.mlp(1, 4, 1, seed=0), steps=20, points=200)
+    assert "'equation' near x = 0.3" in solution.stopped
+    assert "a field for each side of a jump" in solution.stopped
+    smooth = solve(poisson(), pde.mlp(1, 8, 1, seed=0), steps=2)
+    assert smooth.verdict.concentrated == ""

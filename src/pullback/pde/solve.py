@@ -123,6 +123,8 @@ def solve(
         solution = Run(problem, network, settings, checkpoint).advance()
     if solution.verdict.name is Outcome.CONVERGED:
         solution.verdict = solution.judge_error()
+    elif solution.verdict.name in {Outcome.STALLED, Outcome.UNFINISHED}:
+        solution.verdict = solution.judge_residuals()
     if solution.verdict.alarming and find_solve_processes(group).rank == 0:
         warnings.warn(f"{problem.name}: {solution.stopped}", stacklevel=2)
     return solution

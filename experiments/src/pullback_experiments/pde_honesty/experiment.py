@@ -46,7 +46,7 @@ class Honesty(Experiment):
     )
     problems: Sequence[str] = tuple(PROBLEMS)
     quick_problems: Sequence[str] = ("bratu", "total-mass", "unlike-sizes")
-    seconds: float = 45.0
+    seconds: float = 60.0
     quick_seconds: float = 5.0
     steps: int = 400
     seeds: Sequence[int] = (11, 12)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class ValidationThresholds:
     smallest_field: float = 1e-4
     #: a derivative counts at least as this share of that of a wave with the domain's own lengths
     smallest_derivative: float = 1e-4
+    #: share of the points with the largest residuals, by which these are called concentrated
+    few_points: float = 0.05
 
 
 THRESHOLDS = ValidationThresholds()
@@ -51,12 +53,16 @@ class Residual:
         largest: the largest absolute value at a point.
         size: root mean square of the terms that should cancel.
         affine: whether it is linear in the fields.
+        concentration: share of the mean square at the twentieth of the points where it is largest.
+        largest_at: the point of the largest value, by coordinate; empty for integrals.
     """
 
     rms: float
     largest: float
     size: float
     affine: bool
+    concentration: float = 0.0
+    largest_at: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def relative(self) -> float:
@@ -146,7 +152,9 @@ class Validation:
                 weights = sites[condition.name][0].weights
                 residual = _measure_integral(local, self._trial, weights, condition.target)
             else:
-                residual = _measure_residual(local, self._trial, sizes)
+                x = sites[condition.name][0].x
+                names = self._problem.domain.names
+                residual = _measure_residual(local, self._trial, sizes, x, names)
             residuals[condition.name] = residual
         return residuals
 
@@ -225,17 +233,36 @@ def _measure_integral(
     return Residual(difference, difference, size, local.is_affine(derivatives))
 
 
-def _measure_residual(local: LocalResidual, trial: Trial, sizes: DerivativeSizes) -> Residual:
-    """Return the residual beside the terms of its linearization, Σ ∂F/∂c · c and the source."""
+def _measure_residual(
+    local: LocalResidual, trial: Trial, sizes: DerivativeSizes, x: Tensor, names: Sequence[str]
+) -> Residual:
+    """Return the residual beside the terms of its linearization, Σ ∂F/∂c · c and the source.
+
+    Args:
+        local: the residual as a function of derivatives.
+        trial: whose derivatives these are.
+        sizes: mean squares of derivatives over the domain.
+        x: its points, (N, d).
+        names: of the coordinates.
+    """
     derivatives = local.differentiate(trial)
     values, slopes = local.slopes(derivatives)
     source = values.clone()
     squared_size = 0.0
     for key, slope in slopes.items():
-        _, field, index = key
+        _, name, index = key
         source -= slope * derivatives[key][:, None]
-        squared_size += float(slope.square().mean(0).sum()) * sizes[field, index]
+        squared_size += float(slope.square().mean(0).sum()) * sizes[name, index]
     squared_size += float(source.square().mean(0).sum())
-    rms = float(values.square().mean(0).sum().sqrt())
-    largest = float(values.abs().max())
-    return Residual(rms, largest, squared_size**0.5, local.is_affine(derivatives))
+    squares = values.square().sum(1)
+    few = max(1, int(THRESHOLDS.few_points * len(squares)))
+    total = max(float(squares.sum()), torch.finfo(torch.float64).tiny)
+    worst_point = x[int(squares.argmax())].tolist()
+    return Residual(
+        rms=float(squares.mean().sqrt()),
+        largest=float(values.abs().max()),
+        size=squared_size**0.5,
+        affine=local.is_affine(derivatives),
+        concentration=float(squares.topk(few).values.sum()) / total,
+        largest_at=dict(zip(names, worst_point, strict=True)),
+    )

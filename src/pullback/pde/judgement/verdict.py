@@ -56,6 +56,10 @@ _REMEDIES = {
     ),
     Outcome.UNFINISHED: "Give more steps= or a larger budget=",
 }
+_CONCENTRATED_REMEDY = (
+    "Put more points= there by Refine(...), or build in what happens there: a field for each side "
+    "of a jump, a singular function at a corner, Hard(...) at a layer"
+)
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer"
@@ -78,6 +82,7 @@ class PDEVerdict:
         loose: unknowns that the conditions do not determine.
         lost_fields: those that are as large as their errors, and may be zero.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
+        concentrated: where most of the largest residual lies, in words; empty if it is spread.
         tried: what was tried where the given network did not get on, the best first.
     """
 
@@ -92,6 +97,7 @@ class PDEVerdict:
     loose: tuple[str, ...] = ()
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
+    concentrated: str = ""
     tried: tuple[str, ...] = ()
 
     @property
@@ -166,6 +172,8 @@ class PDEVerdict:
         if name is Outcome.DOUBTFUL:
             error = f"the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
             return f"{residuals}, and {error}"
+        if self.concentrated:
+            residuals += f", most of it in {self.concentrated}"
         if name is Outcome.STALLED:
             return f"at a loss of {self.fresh_loss:.1e} {residuals}"
         return residuals
@@ -194,6 +202,8 @@ class PDEVerdict:
             return f". {_MISSING_CONDITION}"
         if self.relative <= self.exact:
             return ""
+        if self.name is not Outcome.CONVERGED and self.concentrated:
+            return f". {_CONCENTRATED_REMEDY}"
         if self.name is not Outcome.CONVERGED:
             return f". {_REMEDIES[self.name]}"
         change = "More steps= or budget=, or a wider"
