@@ -172,17 +172,19 @@ def trial_move(
     """
     if isinstance(problem, ControlledClosure):
         problem.refuse_stochastic()
-    params = {n: p for share in shares for n, p in zip(share.names, share.params, strict=True)}
-    buffers = [m for share in shares for m in share.buffers]
-    before, momenta = {n: p.clone() for n, p in params.items()}, [m.clone() for m in buffers]
+    params: dict[str, Tensor] = {}
+    buffers: list[Tensor] = []
+    for share in shares:
+        params |= zip(share.names, share.params, strict=True)
+        buffers += share.buffers
+    before = {n: p.clone() for n, p in params.items()}
+    momenta = [m.clone() for m in buffers]
     move([replace(share, decay=0.0) for share in shares])
     moved = {n: before[n] - p for n, p in params.items()}
     actual = problem.loss - _loss_now(problem)
     for name, p in params.items():  # the quadratic model is that of the point before
         p.copy_(before[name])
-    flat = problem.space.flatten({n: moved.get(n) for n in problem.params})
-    squared_length = float(gram_products(problem, metric, flat[None])[0, 0])
-    predicted = float(_inner(moved, gradients)) - 0.5 * squared_length
+    predicted = _predict_reduction(moved, problem, metric, gradients)
     ratio = actual / predicted if predicted else float("nan")
     if not actual >= 0:
         for m in buffers:
@@ -192,6 +194,15 @@ def trial_move(
         m.copy_(momentum)
     move(shares)  # once more, with the decay
     return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
+
+
+def _predict_reduction(
+    moved: Tensors, problem: StepProblem, metric: Metric, gradients: Tensors
+) -> float:
+    """Return ⟨g, x⟩ − ½xᵀGx of a move x."""
+    flat = problem.space.flatten({n: moved.get(n) for n in problem.params})
+    squared_length = float(gram_products(problem, metric, flat[None])[0, 0])
+    return float(_inner(moved, gradients)) - 0.5 * squared_length
 
 
 def _inner(x: Tensors, y: Tensors) -> Tensor:

@@ -346,24 +346,27 @@ class KFAC(Optimizer):
 
     def _make_buffers(self) -> None:
         """Make what trained parameters need: entries' states, and momentum where there is any."""
-        curvature = self._curvature
         elementwise = {*self._assignment.elementwise}
-        present = {key.names[0] for key in curvature.states.blocks}
+        if self._assignment.others is None:
+            elementwise = set()
+        present = {key.names[0] for key in self._curvature.states.blocks}
         for group in self.param_groups:
-            has_momentum = group.get("momentum") and self._options.step is None
             for p in [p for p in group["params"] if p.requires_grad]:
                 name = self._params.names[id(p)]
-                if name in elementwise and self._assignment.others is not None:
-                    if name not in present:
-                        curvature.allocate_entries(name, p)
-                    continue
-                if has_momentum:
-                    update.buffer_of(self.state, p)
-                if self._step_memory is not None:
-                    self.state[p][NUMBERS] = self._step_memory.numbers
-                    self.state[p][VECTORS] = self._step_memory.vectors_of(name, p)
-                if self._clip is not None:
-                    length_of(p, self.state)
+                if name not in elementwise:
+                    self._make_block_buffers(name, p, group)
+                elif name not in present:
+                    self._curvature.allocate_entries(name, p)
+
+    def _make_block_buffers(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
+        """Make the buffers of a parameter that follows the rule for blocks."""
+        if group.get("momentum") and self._step_memory is None:
+            update.buffer_of(self.state, p)
+        if self._step_memory is not None:
+            self.state[p][NUMBERS] = self._step_memory.numbers
+            self.state[p][VECTORS] = self._step_memory.vectors_of(name, p)
+        if self._clip is not None:
+            length_of(p, self.state)
 
     @property
     def _like(self) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -143,8 +143,9 @@ def resolve(
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     chosen = choose_rule(model, rule, likelihood, damping, step)
     defaults = chosen.defaults
-    if lr is None:
-        lr = step.initial_lr if isinstance(step, Step) else defaults.lr
+    if isinstance(step, Step):
+        defaults = replace(defaults, lr=step.initial_lr)
+    lr = defaults.lr if lr is None else lr
     statistics_every = defaults.statistics_every if statistics_every is None else statistics_every
     invert_every = defaults.invert_every if invert_every is None else invert_every
     check(
@@ -155,12 +156,7 @@ def resolve(
     has_control = chosen.damping is not None and chosen.damping.controlled
     if step is not None:
         refuse_step(step, has_control=has_control)
-    others = None
-    if not chosen.accepts(Role.VECTOR):
-        others = AdamW() if chosen.others is None else chosen.others
-        _check_rule(others)
-    elif chosen.is_elementwise:
-        others = chosen
+    others = _find_others(chosen)
     is_controlled = step is not None or has_control
     kl_clip: Any = chosen.kl_clip
     if kl_clip == "auto":
@@ -181,6 +177,17 @@ def resolve(
         fisher=chosen.estimation.fisher,
         draws=chosen.estimation.draws,
     )
+
+
+def _find_others(rule: Rule) -> Rule | None:
+    """Return the rule for parameters that this one does not take, if there are any."""
+    if not rule.accepts(Role.VECTOR):
+        others = AdamW() if rule.others is None else rule.others
+        _check_rule(others)
+        return others
+    if rule.is_elementwise:
+        return rule
+    return None
 
 
 def choose_rule(
