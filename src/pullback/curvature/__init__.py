@@ -5,7 +5,7 @@ prediction, `laplace` how certain it is.
 """
 
 from ..solvers import Relative
-from .exact_influence import ExactInfluence, exact_influence
+from .data_gram import ExactInfluence, exact_influence
 from .fitted import Curvature, CurvatureStructure, load
 from .fitter import fit
 from .measures import margin

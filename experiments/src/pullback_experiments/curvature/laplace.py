@@ -404,18 +404,36 @@ class LaplaceRotation(Experiment):
     def config(self, quick: bool) -> dict[str, Any]:
         return {
             "networks": list(self.networks),
-            "samples": self._samples(quick),
-            "tests": self.tests,
+            "samples": self._sized(quick).samples,
+            "tests": self._sized(quick).tests,
             "angles": list(self.angles),
             "epochs": self.epochs,
         }
 
-    def _samples(self, quick: bool) -> int:
-        return min(self.samples, 500) if quick else self.samples
+    def _sized(self, quick: bool) -> Self:
+        if not quick:
+            return self
+        return replace(self, samples=min(self.samples, 500), tests=min(self.tests, 50))
 
     def items(self, quick: bool) -> list[Item]:
-        sized = replace(self, samples=self._samples(quick))
-        return [Item((name,), partial(compare_rotation, sized, name)) for name in self.networks]
+        sized = self._sized(quick)
+        items = []
+        for name in self.networks:
+            items.append(Item((name,), partial(compare_rotation, sized, name)))
+            for angle in self.angles:
+                work = partial(compare_peer_rotation, sized, name, angle)
+                items.append(Item((name, "laplace-torch", str(angle)), work))
+        return items
+
+    def reports(self, results: Results, name: str) -> dict[str, Any]:
+        """Return the reports on a network by method and angle; a refusal is an `error`."""
+        reports = dict(results.of(name)[0]["reports"])
+        peer: dict[str, Any] = {}
+        for angle in map(str, self.angles):
+            peer.update(results.of(name, "laplace-torch", angle)[0])
+        if peer:
+            reports["laplace-torch Kronecker"] = peer
+        return reports
 
     def ready(self, quick: bool) -> None:
         if not self.is_generated:
@@ -424,7 +442,7 @@ class LaplaceRotation(Experiment):
     def judge(self, results: Results) -> list[Check]:
         checks = []
         for name in self.networks:
-            reports = results.of(name)[0]["reports"]
+            reports = self.reports(results, name)
             plain = reports["plain network"][str(self.angles[-1])]["nll"]
             ours = reports["pullback EK-FAC"][str(self.angles[-1])]["nll"]
             words = f"{ours:.3f} against {plain:.3f}"
@@ -451,7 +469,7 @@ class LaplaceRotation(Experiment):
     def tables(self, results: Results) -> list[Table]:
         tables = []
         for name in self.networks:
-            reports = results.of(name)[0]["reports"]
+            reports = self.reports(results, name)
             columns = ["method"]
             for angle in self.angles:
                 columns += [f"NLL at {angle:g}°", f"calibration error at {angle:g}°"]
@@ -466,45 +484,74 @@ class LaplaceRotation(Experiment):
         return tables
 
 
+@dataclass(frozen=True)
+class TurnedTask:
+    """A trained network, its data, and test images turned by each angle."""
+
+    model: nn.Module
+    split: Split
+    turned: dict[str, Tensor]
+
+    @classmethod
+    def make(cls, setting: LaplaceRotation, name: str, seed: int) -> TurnedTask:
+        """Return the network of a name after training; the same one for the same seed."""
+        if setting.is_generated:
+            images = data.generated((1, 28, 28), 10, setting.samples)
+        else:
+            images = data.fashion_mnist()
+        images = images.first(setting.samples, setting.tests)
+        split = Split(images.x, images.y, images.test_x, images.test_y)
+        torch.manual_seed(seed)
+        model = NETWORKS[name]()
+        train(model, split, F.cross_entropy, setting.epochs, 1e-4, 64)
+        turned = {str(angle): rotate(split.test_x, angle) for angle in setting.angles}
+        return cls(model, split, turned)
+
+
 def compare_rotation(setting: LaplaceRotation, name: str, context: Context) -> dict[str, Any]:
-    """Train one network, and return what every posterior says of turned test images."""
-    if setting.is_generated:
-        images = data.generated((1, 28, 28), 10, setting.samples)
-    else:
-        images = data.fashion_mnist()
-    images = images.first(setting.samples, setting.tests)
-    split = Split(images.x, images.y, images.test_x, images.test_y)
-    model = NETWORKS[name]()
-    train(model, split, F.cross_entropy, setting.epochs, 1e-4, 64)
-    turned = {str(angle): rotate(split.test_x, angle) for angle in setting.angles}
+    """Return what the plain network and our posteriors say of turned test images."""
+    task = TurnedTask.make(setting, name, context.seed)
+    targets = task.split.test_y
     reports: dict[str, Any] = {"plain network": {}}
-    for angle, x in turned.items():
+    for angle, x in task.turned.items():
         with torch.no_grad():
-            p = torch.softmax(model(x), 1)
-        reports["plain network"][angle] = vars(report_classification(p, split.test_y))
+            p = torch.softmax(task.model(x), 1)
+        reports["plain network"][angle] = vars(report_classification(p, targets))
     for label in ("pullback EK-FAC", "pullback last layer"):
         structure, layers = OURS[label]
-        posterior = fit_posterior(model, split, Categorical(), structure, layers)
-        reports[label] = {"marginal likelihood": posterior.log_marginal_likelihood()}
-        for angle, x in turned.items():
+        start = time.monotonic()
+        posterior = fit_posterior(task.model, task.split, Categorical(), structure, layers)
+        reports[label] = {
+            "marginal likelihood": posterior.log_marginal_likelihood(),
+            "prior precision": posterior.prior_precision,
+        }
+        for angle, x in task.turned.items():
             p = posterior(x).probabilities()
-            reports[label][angle] = vars(report_classification(p, split.test_y))
-    if find_spec("laplace") is not None:
-        reports["laplace-torch Kronecker"] = compare_peer_rotation(model, split, turned)
+            reports[label][angle] = vars(report_classification(p, targets))
+        reports[label]["seconds"] = time.monotonic() - start
     return {"reports": reports}
 
 
 def compare_peer_rotation(
-    model: nn.Module, split: Split, turned: dict[str, Tensor]
+    setting: LaplaceRotation, name: str, angle: float, context: Context
 ) -> dict[str, Any]:
-    """Return laplace-torch's reports, or the error with which it refuses the network."""
+    """Return laplace-torch's report for one angle, by its name; or the error of its refusal.
+
+    Empty where it is not installed.
+    """
+    if find_spec("laplace") is None:
+        return {}
+    task = TurnedTask.make(setting, name, context.seed)
+    start = time.monotonic()
     try:
-        peer = fit_peer(model, split, "classification", "kron", "all")
-        evidence = float(peer.log_marginal_likelihood().detach())
-        reports: dict[str, Any] = {"marginal likelihood": evidence}
-        for angle, x in turned.items():
-            p = torch.cat([peer(part, link_approx="probit").detach() for part in x.split(100)])
-            reports[angle] = vars(report_classification(p, split.test_y))
+        peer = fit_peer(task.model, task.split, "classification", "kron", "all")
+        panels = task.turned[str(angle)].split(100)
+        p = torch.cat([peer(panel, link_approx="probit").detach() for panel in panels])
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
-    return reports
+    report = report_classification(p, task.split.test_y)
+    evidence = float(peer.log_marginal_likelihood().detach())
+    return {
+        str(angle): vars(replace(report, seconds=time.monotonic() - start)),
+        "marginal likelihood": evidence,
+    }

@@ -9,7 +9,7 @@ from torch import Tensor
 import pullback as pb
 from pullback._core.errors import PullbackError
 from pullback.curvature import Relative
-from pullback.curvature.exact_influence import DataGram
+from pullback.curvature.data_gram import DataGram
 
 from .models import CASES, Oracle, make_case
 
