@@ -32,6 +32,7 @@ from pullback.optim.kfac.rules import (
     RuleState,
     StepContext,
 )
+from pullback.optim.kfac.rules.base import REFRESHED
 from pullback.optim.kfac.rules.spectral import SpectralState
 
 from ..framework.benchmark import RESULTS, Record, make_parser
@@ -49,14 +50,21 @@ EVERY = 10
 REST = {"rest": 0.25}  # of the rate, for embeddings, head and gains
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PoweredState(SpectralState):
-    """Eigenbases and mean eigenvalues of both factors, and Shampoo's factors and their roots."""
+    """Eigenbases and eigenvalues of both factors, and Shampoo's moments of the gradient.
 
-    bases: tuple[Tensor | None, Tensor | None] = (None, None)
-    values: tuple[Tensor | None, Tensor | None] = (None, None)
-    sides: dict[str, Tensor] = field(default_factory=dict)
-    steps: int = 0
+    `row_moment` is the mean of GGᵀ, `column_moment` that of GᵀG; roots are their inverse powers.
+    """
+
+    row_basis: Tensor = field(metadata=REFRESHED)
+    column_basis: Tensor = field(metadata=REFRESHED)
+    row_values: Tensor = field(metadata=REFRESHED)
+    column_values: Tensor = field(metadata=REFRESHED)
+    row_moment: Tensor
+    column_moment: Tensor
+    row_root: Tensor
+    column_root: Tensor
 
 
 class Powered(Spectral):
@@ -66,10 +74,10 @@ class Powered(Spectral):
 
     Args:
         power: p.
-        both: whether the output side L takes part.
+        both_sides: whether the output side L takes part.
         gradient: whether sides are those of the gradient, GᵀG and GGᵀ, averaged every step.
-        again: whether C^(-p) is applied to the polar factor once more: the steepest descent for
-            the operator norm of ΔC^p.
+        whitens_twice: whether C^(-p) is applied to the polar factor once more: the steepest
+            descent for the operator norm of ΔC^p.
         share: λ.
         sampled: whether cotangents are sampled.
     """
@@ -78,67 +86,87 @@ class Powered(Spectral):
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
 
     def __init__(
-        self, power: float = 0.5, *, both: bool = False, gradient: bool = False,
-        again: bool = False, share: float = 0.2, sampled: bool = False,
+        self, power: float = 0.5, *, both_sides: bool = False, gradient: bool = False,
+        whitens_twice: bool = False, share: float = 0.2, sampled: bool = False,
     ) -> None:  # fmt: skip
         likelihood = Categorical() if sampled else None
         fisher = "mc" if sampled else "empirical"
         estimation = Estimation(ema=0.8).with_metric(likelihood, None, fisher=fisher)
         super().__init__(estimation=estimation, others=AdamW(rate=REST["rest"]))
         self.power = power
-        self.both = both
+        self.both_sides = both_sides
         self.gradient = gradient
-        self.again = again
+        self.whitens_twice = whitens_twice
         self.share = share
 
     def init(self, shape: BlockShape) -> PoweredState:
-        return PoweredState(**vars(super().init(shape)))
+        blocks, rows, columns = shape.size
+        rows_square = (blocks, rows, rows)
+        columns_square = (blocks, columns, columns)
+        return PoweredState(
+            **vars(super().init(shape)),
+            row_basis=shape.zeros(*rows_square),
+            column_basis=shape.zeros(*columns_square),
+            row_values=shape.zeros(blocks, rows),
+            column_values=shape.zeros(blocks, columns),
+            row_moment=shape.zeros(*rows_square),
+            column_moment=shape.zeros(*columns_square),
+            row_root=shape.zeros(*rows_square),
+            column_root=shape.zeros(*columns_square),
+        )
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         assert isinstance(state, PoweredState)
         pair = averages.divided()
         assert isinstance(pair, Pair)
-        rows, left = factor_matrix.eigendecompose(pair.output_factor)
-        columns, right = factor_matrix.eigendecompose(pair.input_factor)
-        state.bases = (left, right)
-        state.values = (rows, columns)
+        state.row_values, state.row_basis = decompose(pair.output_factor)
+        state.column_values, state.column_basis = decompose(pair.input_factor)
         return RefreshReport()
 
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, PoweredState)
         if self.gradient:
-            self._average(state, gradient)
+            self._average_moments(state, gradient, step)
         d = super().direction(gradient, state, step)
-        if self.again:
+        if self.whitens_twice:
             d = self.whiten(d, state)
             d = d * (0.2 * d[0].numel() ** 0.5 / d.norm(dim=(1, 2), keepdim=True))
         return d
 
-    def _average(self, state: PoweredState, g: Tensor) -> None:
-        state.steps += 1
-        for side, new in (("columns", g.mT @ g), ("rows", g @ g.mT)):
-            old = state.sides.get(side, new)
-            state.sides[side] = old.lerp(new, 1 - BETA)
-            if state.steps % EVERY == 1:
-                state.sides[f"{side} root"] = _root(state.sides[side], self.power, self.share)
+    def _average_moments(self, state: PoweredState, g: Tensor, step: StepContext) -> None:
+        """Average GᵀG and GGᵀ, and find their inverse powers at every tenth step."""
+        weight = 1.0 if step.count == 1 else 1 - BETA
+        step.average(state.column_moment, g.mT @ g, weight)
+        step.average(state.row_moment, g @ g.mT, weight)
+        if step.count % EVERY == 1:
+            state.column_root.copy_(_root(state.column_moment, self.power, self.share))
+            state.row_root.copy_(_root(state.row_moment, self.power, self.share))
 
     def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
         assert isinstance(state, PoweredState)
         m = momentum.float()
         if self.gradient:
-            m = m @ state.sides["columns root"]
-            return state.sides["rows root"] @ m if self.both else m
-        left, right = state.bases
-        rows, columns = state.values
-        assert rows is not None
-        assert columns is not None
-        m = to_bases(left, m, right) * self._reduced(columns)[:, None]
-        if self.both:
-            m = m * self._reduced(rows)[..., None]
-        return from_bases(left, m, right)
+            m = m @ state.column_root
+            if self.both_sides:
+                m = state.row_root @ m
+            return m
+        m = to_bases(state.row_basis, m, state.column_basis)
+        m = m * self._reduced(state.column_values)[:, None]
+        if self.both_sides:
+            m = m * self._reduced(state.row_values)[..., None]
+        return from_bases(state.row_basis, m, state.column_basis)
 
     def _reduced(self, values: Tensor) -> Tensor:
         return (values / values.mean(1, keepdim=True) + self.share) ** -self.power
+
+
+def decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of factors (B, n, n), or (B, n) of diagonal ones."""
+    values, basis = factor_matrix.eigendecompose(factor)
+    if basis is None:
+        basis = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+        basis = basis.expand(len(values), -1, -1)
+    return values, basis
 
 
 def _root(s: Tensor, power: float, share: float) -> Tensor:
@@ -210,12 +238,14 @@ ROWS: dict[str, optimizers.Build] = {
     "inputs, power ½, by eigh": _with(Powered),
     "inputs, power ¼": _with(lambda: Powered(0.25)),
     "inputs, power 1": _with(lambda: Powered(1.0)),
-    "inputs and own cotangents, power ½": _with(lambda: Powered(both=True)),
-    "inputs and own cotangents, power ¼": _with(lambda: Powered(0.25, both=True)),
-    "inputs and sampled cotangents, power ½": _with(lambda: Powered(both=True, sampled=True)),
+    "inputs and own cotangents, power ½": _with(lambda: Powered(both_sides=True)),
+    "inputs and own cotangents, power ¼": _with(lambda: Powered(0.25, both_sides=True)),
+    "inputs and sampled cotangents, power ½": _with(lambda: Powered(both_sides=True, sampled=True)),
     "GᵀG of the gradient, power ½": _with(lambda: Powered(gradient=True)),
-    "GᵀG and GGᵀ of the gradient, power ¼": _with(lambda: Powered(0.25, both=True, gradient=True)),
-    "the factor again after the polar factor": _with(lambda: Powered(again=True)),
+    "GᵀG and GGᵀ of the gradient, power ¼": _with(
+        lambda: Powered(0.25, both_sides=True, gradient=True)
+    ),
+    "the factor again after the polar factor": _with(lambda: Powered(whitens_twice=True)),
     "damping 0.02": _changed(damping=0.02),
     "damping 1": _changed(damping=1.0),
     "statistics and roots at every step": _changed(statistics_every=1, invert_every=1),
