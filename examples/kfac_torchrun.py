@@ -40,9 +40,11 @@ def main(folder: str = "", steps: int = 100, every: int = 20) -> float:
     opt = pb.KFAC(net, lr=0.1, likelihood=pb.likelihoods.Categorical())
     saved = [int(path.parent.name) for path in Path(folder).glob("*/.metadata") if folder]
     if saved:  # a checkpoint without metadata was not finished
-        weights, state, start = *get_state_dict(net, opt), max(saved)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{start}")
-        set_state_dict(net, opt, model_state_dict=weights, optim_state_dict=state)
+        start = max(saved)
+        for _ in range(2):  # the first load reads K-FAC's table, the second what it names
+            weights, state = get_state_dict(net, opt)
+            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{start}")
+            set_state_dict(net, opt, model_state_dict=weights, optim_state_dict=state)
     for step in range(start, steps):
         x, y = rings(256, seed=step * size + rank)
         opt.zero_grad()

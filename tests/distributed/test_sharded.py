@@ -184,7 +184,7 @@ def held(rank: int, size: int, name: str) -> Any:
     tensors = [
         t for state in saved.values() for field in components for t in _tensors(state.get(field))
     ]
-    pieces = [(tuple(t.shape), get_local_piece(t).nbytes) for t in tensors if t.ndim]
+    pieces = [(tuple(t.shape), get_local_piece(t).nbytes) for t in tensors if t.numel() > 1]
     return before, opt.memory(), opt.gram().diagonal().cpu(), pieces
 
 

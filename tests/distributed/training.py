@@ -228,7 +228,8 @@ def save(net: nn.Module, opt: Any, path: str, size: int) -> None:
 
 def load(net: nn.Module, opt: Any, path: str, size: int) -> None:
     """Take up a checkpoint that any number of processes has written."""
-    state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
-    dcp.load(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
-    set_model_state_dict(net, state["model"])
-    set_optimizer_state_dict(net, opt, state["opt"])
+    for _ in range(2):  # the first load reads the table, the second what it names
+        state = {"model": get_model_state_dict(net), "opt": get_optimizer_state_dict(net, opt)}
+        dcp.load(state, checkpoint_id=path, process_group=GROUPS.get(size), no_dist=size == 1)
+        set_model_state_dict(net, state["model"])
+        set_optimizer_state_dict(net, opt, state["opt"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,14 @@ class Entry:
     def key(self) -> tuple[Any, ...]:
         """Which parameters, in which roles, by which kind of layer."""
         return (self.layer, *self.names.values())
+
+    def restrict(self, leaves: Collection[str]) -> bool:
+        """Forget parameters that are not among these; return whether one is left."""
+        names = {role: name if name in leaves else None for role, name in self.names.items()}
+        if names != self.names:
+            mark = (self.path, self.layer, *names.items())
+            self.site = replace(self.site, names=names, mark=mark)
+        return any(names.values())
 
 
 def edge_of(output: Tensor) -> GradientEdge:
@@ -190,11 +198,19 @@ class Recorder:
         self._mode: FunctionMode | None = None
         #: follows the outputs of weights, where somebody asks how they are split
         self.outputs: OutputParts | None = None
+        #: nodes of the outputs of layers whose parameters do not take part, if outputs are followed
+        self.untrained: list[Any] = []
 
     def follow_outputs(self) -> OutputParts:
         """Let the pass show how outputs of weights are split; call it before the pass."""
+        self.sites.listening = True
         self.outputs = OutputParts(self._names)
         return self.outputs
+
+    def stop_following(self) -> None:
+        """Let go of what `follow_outputs` holds of the graph."""
+        self.outputs = None
+        self.untrained = []
 
     @staticmethod
     def kind(module: nn.Module) -> Any:
@@ -252,6 +268,8 @@ class Recorder:
     ) -> Tensor | None:
         site = self.sites.site(path, module, layer)
         if site is None:
+            if self.outputs is not None and layer.curvature == "kronecker":
+                self.untrained.append(output.grad_fn)
             return None
         if self.entries:
             last = self.entries[-1]
@@ -293,6 +311,11 @@ class Recorder:
                 return
             self.entries.pop()
             last -= 1
+
+    def restrict(self, leaves: Mapping[str, Tensor]) -> None:
+        """Let only these of the parameters take part: strike out the uses of others."""
+        self._names = self.sites.names(leaves)
+        self.entries = [entry for entry in self.entries if entry.restrict(leaves)]
 
     def is_parameter(self, t: Tensor) -> bool:
         """Whether it is a parameter that takes part."""

@@ -9,7 +9,7 @@ function uses each parameter, and follows how the outputs of the weights are spl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -411,8 +411,8 @@ def _find_heads(record: ForwardRecord, result: Any) -> set[str]:
 
 
 def _weights_by_node(record: ForwardRecord) -> dict[Any, str | None]:
-    """The weights by the node of their output; None at outputs of compound layers."""
-    nodes: dict[Any, str | None] = {}
+    """The weights by the node of their output; None for frozen ones, and in compound layers."""
+    nodes: dict[Any, str | None] = dict.fromkeys(record.untrained)
     for entry in record.entries:
         if entry.layer.curvature == "kronecker" and entry.names.get("weight") is not None:
             nodes[entry.edge.node] = entry.names["weight"]
@@ -440,6 +440,8 @@ def _reached_below(node: Any) -> set[Any]:
 
 def _main_outputs(result: Any) -> list[Tensor]:
     """The tensors that a caller uses: logits where something is called so."""
+    if is_dataclass(result) and not isinstance(result, Mapping):
+        result = vars(result)
     if isinstance(result, Mapping):
         logits = [value for key, value in result.items() if "logits" in str(key)]
         rest = [value for key, value in result.items() if key not in _SIDE_OUTPUTS]

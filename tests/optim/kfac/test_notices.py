@@ -53,13 +53,14 @@ def test_a_head_beside_the_measured_output_is_named_once() -> None:
     assert rows["side.weight"] == "gradient"
 
 
-def test_coverage_says_that_it_is_a_forecast() -> None:
+def test_coverage_says_that_it_is_preliminary() -> None:
     opt = kfac(model := net())
-    assert opt.coverage().forecast
-    assert "forecast" in str(opt.coverage())
+    assert opt.coverage().is_preliminary
+    assert {row.block for row in opt.coverage()} == {"unknown"}
+    assert "preliminary" in str(opt.coverage())
     train(opt, model)
-    assert not opt.coverage().forecast
-    assert "forecast" not in str(opt.coverage())
+    assert not opt.coverage().is_preliminary
+    assert "preliminary" not in str(opt.coverage())
 
 
 class Doubling(nn.Module):
@@ -262,7 +263,7 @@ def test_vectors_of_no_known_layer_follow_adam_for_a_true_reason_and_not_silentl
         assert ["100 % of the trained" in str(w.message) for w in seen] == [True] * (i == 0)
     rows = {r.name: r for r in opt.coverage() if r.rule != "none"}
     assert rows.keys() == {"0.factors", "2.factors"}
-    assert all(r.rule == "adam" and "no matrix" in r.reason for r in rows.values())
+    assert all(r.rule == "adam" and "elementwise product" in r.reason for r in rows.values())
 
 
 def test_what_adam_takes_is_named_by_its_kind() -> None:
@@ -272,12 +273,12 @@ def test_what_adam_takes_is_named_by_its_kind() -> None:
     opt.step()
     why = {r.name: r.reason for r in opt.coverage() if r.rule == "adam"}
     assert why == {
-        "0.weight": "Embedding: it holds vectors, not matrices",
-        "1.weight": "a gain of LayerNorm",
-        "1.bias": "a bias of LayerNorm",
-        "2.bias": "a bias of Linear",
-        "4.weight": "the output layer, Linear",
-        "4.bias": "a bias of Linear",
+        "0.weight": "its rows are looked up",
+        "1.weight": "weight of LayerNorm",
+        "1.bias": "bias of LayerNorm",
+        "2.bias": "bias of Linear",
+        "4.weight": "it gives the output; weight of Linear",
+        "4.bias": "bias of Linear",
     }
     apart = [{"params": model[2].parameters(), "rule": "adam"}, {"params": model[4].parameters()}]
     rows = {r.name: r.reason for r in pb.KFAC(model, params=apart).coverage()}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pullback as pb
+from pullback.maps.roles import Role
 from pullback.optim.kfac import AdamW as AdamWRule
 from pullback.optim.kfac import Adaptive, Eigenbasis, Estimation, Spectral
 from pullback.steps import QuadraticModel
@@ -270,36 +271,47 @@ def first_step(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> dict[s
     return {n: (before[n] - p.detach()) / 0.01 for n, p in model.named_parameters()}
 
 
-class Parts(nn.Module):
-    """One linear layer, or three whose outputs are joined."""
+class Projections(nn.Module):
+    """Matrices with one input, in one weight whose output is split, or in a weight each."""
 
-    def __init__(self, weight: Tensor, parts: int) -> None:
+    def __init__(self, sizes: tuple[int, ...], fused: bool, gated: bool) -> None:
         super().__init__()
-        rows = len(weight) // parts
-        self.parts = nn.ModuleList(
-            nn.Linear(weight.shape[1], rows, bias=False) for _ in range(parts)
-        )
-        for layer, own in zip(self.parts, weight.split(rows), strict=True):
-            layer.weight = nn.Parameter(own.clone())
-        self.out = nn.Linear(len(weight), 2)
+        torch.manual_seed(0)
+        weight = torch.randn(sum(sizes), 4)
+        rows = [sum(sizes)] if fused else sizes
+        self.parts = nn.ModuleList(nn.Linear(4, n, bias=False) for n in rows)
+        for layer, part in zip(self.parts, weight.split(rows), strict=True):
+            layer.weight = nn.Parameter(part.clone())
+        self.sizes = sizes
+        self.gated = gated
+        self.out = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(torch.cat([layer(x) for layer in self.parts], 1)))
+        outputs = [layer(x) for layer in self.parts]
+        if len(outputs) == 1:
+            outputs = outputs[0].split(self.sizes, -1)
+        if self.gated:
+            return self.out(F.silu(outputs[0]) * outputs[1]).mean(1)
+        q, k, v = (h.unflatten(-1, (-1, 3)).transpose(1, 2) for h in outputs)
+        h = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(h.transpose(1, 2).flatten(2)).mean(1)
 
 
-def test_fused_queries_keys_and_values_are_three_matrices() -> None:
-    """Their directions are those of three layers, up to one scale for the size of all."""
-    weight = torch.randn(12, 4)
-    x = torch.randn(30, 4)
-    y = torch.randn(30, 2)
-    whole = Parts(weight, 1)
-    apart = Parts(weight, 3)
-    apart.out = copy.deepcopy(whole.out)
-    fused, single = (first_step(m, x, y, rule="spectral") for m in (whole, apart))
-    for i, own in enumerate(fused["parts.0.weight"].split(4)):
-        want = single[f"parts.{i}.weight"]
-        assert_close(own / own.norm(), want / want.norm(), 1e-10)
-        assert float(own.norm() / want.norm()) == pytest.approx(1, abs=0.1)
+@pytest.mark.parametrize(
+    ("sizes", "gated"), [((6, 6, 6), False), ((6, 3, 3), False), ((6, 6), True)], ids=str
+)
+def test_fused_matrices_have_the_directions_of_separate_ones(
+    sizes: tuple[int, ...], gated: bool
+) -> None:
+    """Queries, keys and values, as many heads or fewer of the latter; gate and up."""
+    x = torch.randn(9, 5, 4)
+    y = torch.randn(9, 2)
+    fused, single = (
+        first_step(Projections(sizes, is_fused, gated), x, y, rule="spectral")
+        for is_fused in (True, False)
+    )
+    for i, direction in enumerate(fused["parts.0.weight"].split(sizes)):
+        assert_close(direction, single[f"parts.{i}.weight"], 1e-10)
 
 
 # --- on real layers -----------------------------------------------------------------------------
@@ -365,7 +377,6 @@ def test_real_layers_train(name: str, rule: str) -> None:
     opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=2, invert_every=4)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     losses = []
-    expected = {r.name: r.rule for r in opt.coverage()}
     y = torch.arange(8) % 3
     for _ in range(8):
         opt.zero_grad()
@@ -381,7 +392,10 @@ def test_real_layers_train(name: str, rule: str) -> None:
     assert rules.keys() == start.keys()
     transposed = rule == "spectral" and name == "transposed convolution"  # its columns are outputs
     assert {*rules.values()} == {"adam"} | ({rule} if not transposed else set())
-    assert rules == expected, "the forecast is what came"
+    accepts = opt.rule.accepts
+    roles = {row.name: row.role for row in pb.parameter_roles(model, x)}
+    if not transposed:
+        assert rules == {n: rule if accepts(role) else "adam" for n, role in roles.items()}
     for n, p in model.named_parameters():
         if name != "attention" or n != "0.fused.in_proj_bias":  # that of keys changes nothing
             assert bool((p != start[n]).all() if p.ndim < 2 else (p != start[n]).any()), n
@@ -431,11 +445,17 @@ def test_layers_that_are_used_in_other_ways(how: str, rule: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_output_layer_is_left_to_adam_by_spectral_and_no_other(tied: bool) -> None:
     """Also where its weight is that of the words, which comes first."""
-    rules = {r.name: r.rule for r in pb.KFAC(Tied(tied), rule="spectral").coverage()}
+
+    def find_rules(rule: Any) -> dict[str, str]:
+        opt = pb.KFAC(model := Tied(tied), rule=rule)
+        model(torch.randint(0, 7, (8, 3))).square().mean().backward()
+        opt.step()
+        return {row.name: row.rule for row in opt.coverage()}
+
+    rules = find_rules("spectral")
     assert rules["inner.weight"] == "spectral"
     assert {n for n, rule in rules.items() if rule == "spectral"} == {"inner.weight"}
-    with_head = pb.KFAC(Tied(tied), rule=Spectral(head=True))
-    rules = {r.name: r.rule for r in with_head.coverage()}
+    rules = find_rules(Spectral(head=True))
     assert rules["inner.weight"] == "spectral"
     assert tied or rules["head.weight"] == "spectral"
 
@@ -501,7 +521,7 @@ def test_reports(rule: str) -> None:
 def test_which_rule_it_is(options: dict[str, Any], rule: str, clip: float | None) -> None:
     """That of the natural gradient where one of its arguments is given; it alone is clipped."""
     opt = kfac_of(mlp(3, 4, 2), **options)
-    assert opt.coverage()[0].rule == rule.lower()
+    assert opt.rule.name == rule.lower()
     assert opt.kl_clip == clip
 
 
@@ -526,10 +546,10 @@ def test_transformers_and_normalized_networks_take_the_spectral_rule(
 ) -> None:
     """Only a transformer's output layer is left to AdamW."""
     model = nn.ModuleList([first, nn.Linear(4, 6), nn.Linear(6, 3)])
-    found = {row.name: row.rule for row in kfac_of(model, likelihood=likelihood).coverage()}
-    assert found["1.weight"] == rule
+    chosen = kfac_of(model, likelihood=likelihood).rule
+    assert chosen.name == rule
     batches = isinstance(first, nn.BatchNorm1d | nn.InstanceNorm2d)
-    assert found["2.weight"] == ("adam" if rule == "spectral" and not batches else rule)
+    assert chosen.accepts(Role.HEAD) == (rule != "spectral" or batches)
 
 
 class Quadratic(nn.Module):

@@ -373,10 +373,10 @@ def test_the_first_statistics_step_knows_roles(compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 16), nn.GLU(), nn.Linear(8, 3))
     network = torch.compile(model, backend="eager") if compiled else model
     opt = kfac_of(network, lr=0.01, likelihood=pb.likelihoods.Categorical())
-    assert opt._capture.structure.roles == {}
+    assert opt._capture.table.roles == {}
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     nn.functional.cross_entropy(network(x), y).backward()
     opt.step()
-    found = {n: (r.role, r.split) for n, r in opt._capture.structure.roles.items()}
+    found = {n: (r.role, r.split) for n, r in opt._capture.table.roles.items()}
     assert found == {row.name: (row.role, row.split) for row in pb.parameter_roles(model, x)}
     assert found["0.weight"] == ("matrix", (8, 8))

@@ -1,113 +1,188 @@
-"""Which rule every parameter follows, and why: parameter → kind → rule.
+"""The table of all parameters: what each is for, and which rule it follows.
 
-Before the first statistics the kinds of modules say what is expected; what statistics then find
-decides.
+Before the first forward pass names, shapes and dtypes are known, and which param groups ask for the
+rule for others. That pass shows the role of every parameter (`pullback.maps.roles`). The statistics
+that follow show whether a matrix has the factors that the rule reads. States, statistics,
+`coverage()`, checkpoints and processes read this table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._core.shards import get_local_piece, is_sharded
 from ..._core.space import compute_dtype
-from ...grams.kronecker.packed_matrix import get_entries
-from ...maps.roles import Role
-from .factors.block import BlockKey, BlockKind, Factors, FactorSide, block_shape, is_dense
-from .options import Options
+from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries
+from ...maps.roles import ParameterRole, Role
+from .factors.block import (
+    BlockKey,
+    BlockKind,
+    FactorKey,
+    Factors,
+    FactorSide,
+    block_shape,
+    is_dense,
+)
 from .rules import BlockShape, Rule
-from .statistics.plan import Forecast, forecast
+
+#: why a parameter follows the rule for others
+GROUP_ASKS = "its param group asks for it"
+NO_DENSE_FACTOR = "it has no dense side to whiten by"
 
 
 @dataclass
 class Assignment:
-    """The table of all parameters of the param groups.
+    """The role and the rule of every parameter of the param groups.
 
     Attributes:
-        rule: for matrices, or for all that it accepts.
+        rule: for matrices, or for all parameters that it accepts.
         others: the rule for all other parameters; None where there are none.
-        measured: the parameters that are expected to follow the rule, by name.
+        roles: what parameters are for, as far as forward passes have shown it.
+        left_out: why matrices do not follow the rule although their role would let them.
+        measured: the parameters that follow the rule, or whose role is not known yet.
         elementwise: those that follow the rule for others.
-        expected: what the kinds of modules say.
     """
 
     rule: Rule
     others: Rule | None
+    roles: dict[str, ParameterRole] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     measured: list[str] = field(default_factory=list)
     elementwise: list[str] = field(default_factory=list)
-    expected: Forecast | None = None
+    #: whether the model has changed since roles were found
+    is_stale: bool = False
+    _shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     @property
     def takes_all(self) -> bool:
         """Whether the rule is for every parameter."""
         return self.rule.accepts(Role.VECTOR)
 
-    def assign(
-        self,
-        model: nn.Module,
-        params: Mapping[str, Tensor],
-        chosen: Collection[str],
-        apart: Collection[str],
-        options: Options,
-    ) -> None:
-        """Settle which of the chosen parameters follow the rule; those `apart` never do."""
-        self.expected = forecast(model, params, options)
-        candidates = [n for n in chosen if n not in apart and params[n].numel()]
-        self.measured = candidates
-        if not self.takes_all:
-            fitting = {*self._expected_matrices(params)}
-            self.measured = [n for n in candidates if n in fitting]
-        elif self.rule.is_elementwise:
-            self.measured = []
-        expected = {*self.measured}
-        self.elementwise = [n for n in chosen if n not in expected and params[n].numel()]
+    def copy(self) -> Assignment:
+        """Return the table as it is now."""
+        return replace(self, roles=dict(self.roles), left_out=dict(self.left_out))
 
-    def _expected_matrices(self, params: Mapping[str, Tensor]) -> Iterable[str]:
-        """Yield the weights that the rule is for, and what no known module uses.
+    def restore(self, other: Assignment) -> None:
+        """Become the same as a copy."""
+        vars(self).update(vars(other))
 
-        What is done with the latter may show that it is a matrix.
+    def choose(self, chosen: Mapping[str, Tensor], apart: Collection[str]) -> None:
+        """Settle which parameters are optimized; param groups ask for AdamW for those `apart`."""
+        self._shapes = {name: p.shape for name, p in chosen.items() if p.numel()}
+        for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
+            del self.left_out[name]
+        self.left_out |= dict.fromkeys(apart, GROUP_ASKS)
+        self._divide()
+
+    def add_roles(self, roles: Iterable[ParameterRole]) -> None:
+        """Note what a forward pass has shown; a role that it did not use replaces no other."""
+        self.is_stale = False
+        for role in roles:
+            known = self.roles.get(role.name)
+            if known is None or role.is_used or not known.is_used:
+                self.roles[role.name] = role
+        self._divide()
+
+    def known_roles(self) -> list[tuple[object, ...]]:
+        """Return the roles in a form that processes can compare."""
+        roles = sorted(self.roles.items())
+        return [(name, role.role.value, role.split, role.is_used) for name, role in roles]
+
+    def select_blocks(
+        self, means: Mapping[BlockKey, dict[FactorKey, FactorMatrix]], longest: int
+    ) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
+        """Return the measured blocks that follow the rule; note why other matrices do not.
+
+        Sides up to `longest` are held as matrices.
         """
-        assert self.expected is not None
-        for key, factors in self.expected.factors.items():
-            if not key.kronecker or key.bias or is_of_vectors(factors):
-                continue
-            is_last = key.names[0] == self.expected.last
-            role = Role.HEAD if is_last else Role.MATRIX
-            if self.rule.accepts(role) and self.rule.fits(shape_of(key, factors)):
-                yield key.names[0]
-        for name, p in params.items():
-            is_known = name in self.expected.kinds
-            if not is_known and p.ndim > 1 and min(p.shape[-2:]) > 1:
-                yield name
+        taken = {key: factors for key, factors in means.items() if self.takes(key, factors)}
+        for key, factors in means.items():
+            if key not in taken and _is_weight(key, factors):
+                reason = NO_DENSE_FACTOR
+                if max(side.shape[-1] for side in factors.values()) > longest:
+                    reason = f"one of its sides is longer than max_factor={longest}"
+                self.left_out |= dict.fromkeys(key.names, reason)
+        self._divide()
+        return taken
+
+    def _divide(self) -> None:
+        """Divide the parameters between both rules."""
+        self.measured = [name for name in self._shapes if self._can_follow(name)]
+        measured = {*self.measured}
+        self.elementwise = [name for name in self._shapes if name not in measured]
+
+    def _can_follow(self, name: str) -> bool:
+        """Whether a parameter follows the rule, or may do so for all that is known."""
+        if self.rule.is_elementwise or name in self.left_out:
+            return False
+        role = self.roles.get(name)
+        if role is None or self.takes_all or self.rule.accepts(role.role):
+            return True
+        # what is done with it in another pass may show that it is a matrix
+        return role.role is Role.VECTOR and not role.is_used and self.can_be_matrix(name)
+
+    def can_be_matrix(self, name: str) -> bool:
+        """Return whether the shape of a parameter is that of a matrix, or of several."""
+        shape = self._shapes.get(name, torch.Size())
+        return len(shape) > 1 and min(shape[-2:]) > 1
+
+    def is_unused(self, name: str) -> bool:
+        """Return whether no forward pass so far used the layer of this parameter."""
+        role = self.roles.get(name)
+        return role is not None and not role.is_used and role.role is not Role.VECTOR
+
+    def lacks_role(self, names: Iterable[str]) -> bool:
+        """Return whether the next forward pass is to show roles: one of these has none yet.
+
+        A layer that no pass has used, such as an expert without rows, has the role of its kind, and
+        how its output is split is not known. A role from a checkpoint comes without the reason.
+        """
+        if self.is_stale:
+            return True
+        for name in names:
+            role = self.roles.get(name)
+            if role is None or not role.reason or self.is_unused(name):
+                return True
+        return False
 
     def takes(self, key: BlockKey, factors: Factors) -> bool:
         """Return whether a block follows the rule, and not the rule for others."""
         if self.takes_all:
             return True
-        is_weight = key.kronecker and not key.bias and not is_of_vectors(factors)
-        return is_weight and self.rule.fits(shape_of(key, factors))
+        return _is_weight(key, factors) and self.rule.fits(self.shape_of(key, factors))
 
+    def shape_of(self, key: BlockKey, factors: Factors) -> BlockShape:
+        """Return the shape of a block that has these factors."""
+        size = block_shape(key, factors)
+        like = get_entries(next(iter(factors.values())))
+        return BlockShape(
+            kind=BlockKind(key.kind),
+            size=size,
+            dense_rows=is_dense(factors, FactorSide.LEFT),
+            dense_columns=is_dense(factors, FactorSide.RIGHT),
+            dtype=like.dtype,
+            device=like.device,
+            split=self._split_of(key, size),
+        )
 
-def shape_of(key: BlockKey, factors: Factors) -> BlockShape:
-    """Return the shape of a block that has these factors."""
-    size = block_shape(key, factors)
-    like = get_entries(next(iter(factors.values())))
-    split: tuple[int, ...] = ()
-    if key.kronecker and size[1] == 3 * size[2]:  # fused queries, keys and values
-        split = (size[2],) * 3
-    return BlockShape(
-        kind=BlockKind(key.kind),
-        size=size,
-        dense_rows=is_dense(factors, FactorSide.LEFT),
-        dense_columns=is_dense(factors, FactorSide.RIGHT),
-        dtype=like.dtype,
-        device=like.device,
-        split=split,
-    )
+    def _split_of(self, key: BlockKey, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Row counts of the matrices that a block's weight holds; empty for a single one.
+
+        Groups of a convolution and experts are blocks of their own, each with all of the split.
+        """
+        role = self.roles.get(key.names[0])
+        if role is None or not key.kronecker or key.bias or len(role.split) < 2:
+            return ()
+        if key.turned:
+            counts_rows = role.split_axis > 0
+        else:
+            counts_rows = role.split_axis == 0 or role.role is Role.EXPERTS
+        return role.split if counts_rows and sum(role.split) == size[1] else ()
 
 
 def entries_of(name: str, p: Any) -> tuple[BlockKey, BlockShape]:
@@ -119,7 +194,8 @@ def entries_of(name: str, p: Any) -> tuple[BlockKey, BlockShape]:
     return BlockKey(BlockKind.ENTRIES, (name,)), shape
 
 
-def is_of_vectors(factors: Factors) -> bool:
-    """Return whether a block is a stack of single rows, as filters of a depthwise convolution."""
+def _is_weight(key: BlockKey, factors: Factors) -> bool:
+    """Whether a block is that of matrices, and not of single rows as in a depthwise convolution."""
     shapes = [t.shape for t in factors.values()]
-    return shapes[0][0] > 1 and any(shape[-1] == 1 for shape in shapes)
+    is_of_rows = shapes[0][0] > 1 and any(shape[-1] == 1 for shape in shapes)
+    return key.kronecker and not key.bias and not is_of_rows

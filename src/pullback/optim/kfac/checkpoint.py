@@ -5,13 +5,16 @@ For every parameter p:
     momentum   like p, where its param group has momentum
     length     what the KL clip knows of its last move
     schedule   numbers that belong to all parameters: one dict that all of them share
-    table      its block: kind, partner, and how the weight is held
-    average    by use and side the factors of the block that p leads, and their mass
-    mean       plain means of the factors, where the damping asks for them
+    table      p's row of the table: its role, and the block that it leads
     state      the rule's tensors for that block, and whether they are ready
+    average    if p leads a block with statistics: its factors by use and side, and their mass
+    mean       plain means of these factors, where the damping asks for them
 
-A bias that shares the block of its weight has numbers alone there. All leaves are tensors and
-numbers; keys are names of enums and of a rule's own fields.
+All leaves are tensors and numbers, and tensors that are not there from construction on have axes:
+torch's functions for checkpoints take over no others. Keys are names of enums and of a rule's own
+fields. The table has the same keys and shapes from construction on. It says which averages and
+states there are, so that `torch.distributed.checkpoint` can load in two passes before the first
+step: the first reads the table, and what it names is read by the second.
 """
 
 from __future__ import annotations
@@ -28,18 +31,19 @@ from torch import Tensor
 
 from ..._core.errors import PullbackError
 from ..._core.shards import gather_whole, get_local_piece, is_sharded, shard_like
+from ..._core.space import compute_dtype
 from ...grams.kronecker.packed_matrix import FactorMatrix, from_entries, get_entries
 from .factors.block import BlockKey, BlockKind, FactorKey, Factors, block_shape
 from .schedule import COUNTS
 from .stacks import Block, Tensors
 from .state import KFACState
+from .table import FactorLayout, TableWriter, foreign, read_row
 from .update import State
 
-#: kinds of blocks by the number that stands for them
-_KINDS = (BlockKind.KRONECKER, BlockKind.UNITS, BlockKind.DIAGONAL, BlockKind.ENTRIES)
-_NO_BLOCK = -1
 #: keys of a parameter's state that older versions wrote
 _OLD_KEYS = ("inverse", "spectrum")
+#: what stands beside the tensors of a block's state
+_NUMBERS = ("ready", "born")
 Cut = Callable[[BlockKey, Tensor], Tensor]
 
 
@@ -53,65 +57,60 @@ def _keep(key: BlockKey, t: Tensor) -> Tensor:
 def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _keep) -> None:
     """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     has_mean = state.references is not None
-    numbers = {name: i for i, name in enumerate(params)}
-    elementwise = state.entry_names | {*state.assignment.elementwise}
+    leaders = {key.names[0]: key for key in state.states.blocks}
+    writer = TableWriter(list(params), state.assignment)
     for name, p in params.items():
-        own = into[p]
-        own["schedule"] = state.schedule.numbers
-        own["table"] = _row(None, numbers)
-        own["state"] = {"ready": 0}
-        if name not in elementwise:
-            own["average"] = {"mass": 0.0}  # a number keeps a dict that a flat file would lose
-            if has_mean:
-                own["mean"] = {"count": 0}
-    for key, block in state.states.blocks.items():
-        if key.names[0] not in params:
+        saved = into[p]
+        key = leaders.get(name)
+        saved["schedule"] = state.schedule.numbers
+        device = p.device if p.requires_grad or key is not None else None
+        saved["table"] = writer.row(name, key, _factors_of(state, key), device)
+        saved["state"] = {"ready": 0, "born": 0}
+        saved["average"] = {}
+        if has_mean:
+            saved["mean"] = {}
+        if key is None:
             continue
-        own = into[params[key.names[0]]]
-        own["table"] = _row(key, numbers)
+        block = state.states.blocks[key]
         if block.rule.is_elementwise:
-            own["state"] = _entries(block, params[key.names[0]])
+            saved["state"] = _entries(block, p)
             continue
         piece = partial(cut, key)
         average = state.averages[key]
-        own["average"] = {**_nested(average.value, piece), "mass": average.mass}
+        saved["average"] = {**_nested(average.value, piece), "mass": average.mass.view(1)}
         tensors = {n: piece(t) for n, t in block.state.tensors().items()}
-        own["state"] = {**tensors, "ready": int(block.is_ready), "born": block.born}
+        saved["state"] = {**tensors, "ready": int(block.is_ready), "born": block.born}
         if has_mean:
-            own["mean"] = {**_nested(average.mean, piece), "count": average.count}
+            count = torch.tensor([average.count], device=average.mass.device)
+            saved["mean"] = {**_nested(average.mean, piece), "count": count}
 
 
-def _row(key: BlockKey | None, numbers: Mapping[str, int]) -> dict[str, int]:
-    """Return a row of the table in numbers; a parameter that leads no block has an empty one."""
-    if key is None:
-        return {"kind": _NO_BLOCK, "partner": -1, "bias": 0, "transposed": 0}
-    return {
-        "kind": _KINDS.index(BlockKind(key.kind)),
-        "partner": numbers[key.names[1]] if len(key.names) > 1 else -1,
-        "bias": int(key.bias),
-        "transposed": int(key.turned),
-    }
+def _factors_of(state: KFACState, key: BlockKey | None) -> Factors:
+    """The averages of a block that has any."""
+    if key is None or key not in state.averages:
+        return {}
+    return state.averages[key].value
 
 
 def _entries(block: Block, p: Any) -> dict[str, Any]:
     """Return the state of a parameter's entries, in the shape and pieces of the parameter."""
-    out: dict[str, Any] = {"ready": 1, "born": block.born}
+    entries: dict[str, Any] = {"ready": 1, "born": block.born}
     for name, t in block.state.tensors().items():
         shaped = t.view(get_local_piece(p).shape)
-        out[name] = shaped
+        entries[name] = shaped
         if is_sharded(p):
             from torch.distributed.tensor import DTensor
 
             layout = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-            out[name] = DTensor.from_local(shaped, p.device_mesh, p.placements, **layout)
-    return out
+            entries[name] = DTensor.from_local(shaped, p.device_mesh, p.placements, **layout)
+    return entries
 
 
 def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for factor, t in factors.items():
-        out.setdefault(factor.role, {})[str(factor.side)] = change(get_entries(t))
-    return out
+        nested.setdefault(factor.role, {})[str(factor.side)] = change(get_entries(t))
+    return nested
 
 
 # --- taken up again -------------------------------------------------------------------------------
@@ -120,7 +119,8 @@ def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, A
 def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
     """Fill an empty state with what `publish` wrote, by name.
 
-    Blocks are shown first, so that every process takes up the tensors that it is to hold.
+    Blocks are shown first, so that every process takes up the tensors that it is to hold. Where
+    only the table was read from a checkpoint, blocks stay shown, and another load fills them.
     """
     try:
         _restore(state, saved, params)
@@ -129,36 +129,30 @@ def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Te
 
 
 def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
-    names = list(params)
-    for name, own in saved.items():
-        key = _key_of(name, own["table"], names)
-        if key is None:
-            continue
+    rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
+    state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
+    blocks = {name: row.key for name, row in rows.items() if row.key is not None}
+    measured = [name for name, key in blocks.items() if key.kind != BlockKind.ENTRIES]
+    state.is_shown = bool(measured) and not any(saved[name].get("average") for name in measured)
+    for name, key in blocks.items():
         if key.kind == BlockKind.ENTRIES:
-            _fill_entries(state, name, own["state"], params[name])
+            _fill_entries(state, name, saved[name]["state"], params[name])
         else:
-            _show_block(state, key, own, params)
+            layout = rows[name].factors
+            if not state.is_shown:
+                layout = _layout_of(saved[name]["average"])
+            _show_block(state, key, layout, params)
     state.replicas.place(state.states, state.averages, state.averages.keys())
-    for key in state.averages:
-        _fill_block(state, key, saved[key.names[0]], params[key.names[0]])
+    if not state.is_shown:
+        for key in list(state.averages):
+            _refuse_other_rule(state, key, saved[key.names[0]]["state"])
+            _fill_block(state, key, saved[key.names[0]], params[key.names[0]])
     numbers = next(iter(saved.values()))["schedule"]
     state.schedule.numbers.update({name: _number(numbers[name]) for name in COUNTS})
 
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _key_of(name: str, row: Mapping[str, Any], names: Sequence[str]) -> BlockKey | None:
-    """Return the block that a parameter leads, from its row of the table."""
-    kind = int(_number(row["kind"]))
-    if kind == _NO_BLOCK:
-        return None
-    partner = int(_number(row["partner"]))
-    members = (name,) if partner < 0 else (name, names[partner])
-    bias = bool(_number(row["bias"]))
-    transposed = bool(_number(row["transposed"]))
-    return BlockKey(str(_KINDS[kind]), members, bias=bias, turned=transposed)
 
 
 def _placeholder(t: Tensor, device: torch.device) -> Tensor:
@@ -176,76 +170,95 @@ def _factors(
     return factors
 
 
-def _show_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], params: Tensors) -> None:
-    """Reserve a saved block; raise where it is not that of these parameters, or of this rule."""
-    show = partial(_placeholder, device=params[key.names[0]].device)
-    factors = _factors(own["average"], show)
+def _layout_of(nested: Mapping[str, Any]) -> list[FactorLayout]:
+    """Return the shapes of saved averages."""
+    layout = []
+    for use, sides in nested.items():
+        if isinstance(sides, Mapping):
+            layout += [FactorLayout(FactorKey(use, side), t.shape) for side, t in sides.items()]
+    return layout
+
+
+def _show_block(
+    state: KFACState, key: BlockKey, layout: Sequence[FactorLayout], params: Tensors
+) -> None:
+    """Reserve a saved block; raise where it is not that of these parameters."""
+    like = params[key.names[0]]
+    dtype = compute_dtype(like.dtype)
+    factors: dict[FactorKey, FactorMatrix] = {}
+    for factor in layout:
+        zeros = torch.zeros((), dtype=dtype, device=like.device)
+        factors[factor.key] = from_entries(zeros.expand(factor.shape))
     size = prod(block_shape(key, factors))
     wanted = sum(params[n].numel() for n in key.names)
     if size != wanted:
         names = " and ".join(key.names)
-        raise _foreign(f"{names} had {size} entries, and have {wanted} now")
+        raise foreign(f"{names} had {size} entries, and have {wanted} now")
+    if not state.assignment.takes(key, factors):
+        raise _of_another_rule(f"what it keeps for {key.names[0]} is no block of this rule")
     state.reserve(key, factors)
+
+
+def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]) -> None:
+    """Raise where the saved tensors of a block are not those of this rule."""
     expected = state.states.blocks[key].state.tensors().keys()
-    found = {n for n, t in own["state"].items() if n not in ("ready", "born")}
-    if expected != found:
-        raise PullbackError(
-            "The saved state is of another rule",
-            f"what it keeps for {key.names[0]} is {', '.join(sorted(found))}, and this rule keeps "
-            f"{', '.join(sorted(expected))}",
-            "Load it into an optimizer with the same rule=",
+    names = {n for n in saved if n not in _NUMBERS}
+    if expected != names:
+        raise _of_another_rule(
+            f"what it keeps for {key.names[0]} is {', '.join(sorted(names))}, and this rule keeps "
+            f"{', '.join(sorted(expected))}"
         )
 
 
-def _fill_entries(state: KFACState, name: str, own: Mapping[str, Any], p: Tensor) -> None:
-    """Take up the state of a parameter's entries, or of the piece that this process has."""
-    others = state.assignment.others
-    found = {n: t for n, t in own.items() if n not in ("ready", "born")}
-    if others is None:
-        raise PullbackError(
-            "The saved state is of another rule",
-            f"{name} followed a rule for single entries",
-            "Load it into an optimizer with the same rule=",
-        )
-    for t in found.values():
+def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tensor) -> None:
+    """Take up the state of a parameter's entries, or of the piece that this process has.
+
+    Where only the table was read there is none yet.
+    """
+    moments = {n: t for n, t in saved.items() if n not in _NUMBERS}
+    if state.assignment.others is None:
+        raise _of_another_rule(f"{name} followed a rule for single entries")
+    for t in moments.values():
         if t.shape != p.shape:
             raise incomplete(f"the moments of {name!r} have another shape")
     key = state.allocate_entries(name, p)
+    if not moments:
+        state.is_shown = True
+        return
     block = state.states.blocks[key]
     tensors: dict[str, Tensor] = {}
     for n, room in block.state.tensors().items():
-        piece = get_local_piece(shard_like(found[n].to(room.dtype), p.detach().to(room.dtype)))
+        piece = get_local_piece(shard_like(moments[n].to(room.dtype), p.detach().to(room.dtype)))
         tensors[n] = piece.reshape(room.shape).contiguous()
     block.state = replace(block.state, **tensors)
-    block.born = int(_number(own["born"]))
+    block.born = int(_number(saved["born"]))
 
 
-def _fill_block(state: KFACState, key: BlockKey, own: Mapping[str, Any], p: Tensor) -> None:
+def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Tensor) -> None:
     """Take up what this process holds of a block; pieces are brought together one by one."""
 
-    def take(here: bool, t: Tensor) -> Tensor:
+    def take(is_held: bool, t: Tensor) -> Tensor:
         t = gather_whole(t)
-        return t.to(p.device, copy=True) if here else _placeholder(t, p.device)
+        return t.to(p.device, copy=True) if is_held else _placeholder(t, p.device)
 
     average = state.averages[key]
-    kept = partial(take, state.replicas.keeps(key))
-    mass = take(True, own["average"]["mass"])
-    average.value = _factors(own["average"], kept)
+    take_factor = partial(take, state.replicas.keeps(key))
+    mass = take(True, saved["average"]["mass"]).view(())
+    average.value = _factors(saved["average"], take_factor)
     average.mass = mass
     if state.references is not None:
-        average.mean = _factors(own["mean"], kept)
-        average.count = int(_number(own["mean"]["count"]))
+        average.mean = _factors(saved["mean"], take_factor)
+        average.count = int(_number(saved["mean"]["count"]))
     block = state.states.blocks[key]
-    tensors = {
-        n: take(not block.is_absent, t)
-        for n, t in own["state"].items()
-        if n not in ("ready", "born")
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, t in saved["state"].items():
+        if name not in _NUMBERS:
+            tensors[name] = take(not block.is_absent, t)
     block.state = replace(block.state, **tensors)
     like = get_entries(next(iter(average.value.values())))
     block.shape = replace(block.shape, dtype=like.dtype, device=like.device)
-    block.is_ready = bool(_number(own["state"]["ready"]))
-    block.born = int(_number(own["state"]["born"]))
+    block.is_ready = bool(_number(saved["state"]["ready"]))
+    block.born = int(_number(saved["state"]["born"]))
     state.reserved.discard(key)
     if bool(mass > 0):
         state.learned.add(key)
@@ -267,30 +280,53 @@ def saved_by_name(
     except (KeyError, TypeError, ValueError) as error:
         raise _not_ours("it has no state by parameter") from error
     if list(map(len, numbers)) != list(map(len, names)):
-        raise _foreign("its param groups differ")
-    pairs = zip(chain(*names), chain(*numbers), strict=True)
-    # frozen parameters may be left out
-    out = {name: saved[n] for name, n in pairs if saved.get(n) is not None}
-    _refuse_old(out)
-    if not out or any(not isinstance(own, Mapping) or "table" not in own for own in out.values()):
+        raise foreign("its param groups differ")
+    by_name: dict[str, Any] = {}
+    for name, number in zip(chain(*names), chain(*numbers), strict=True):
+        if saved.get(number) is not None:  # frozen parameters may be left out
+            by_name[name] = saved[number]
+    _refuse_old(by_name)
+    if not by_name or not all(map(_has_table, by_name.values())):
         raise _not_ours("it holds no table of blocks under its parameters")
-    for own in out.values():
-        missing = [key for key in wanted if key not in own]
-        missing += [n for n in COUNTS if n not in own.get("schedule", {})]
+    for state in by_name.values():
+        missing = [key for key in wanted if key not in state]
+        missing += [n for n in COUNTS if n not in state.get("schedule", {})]
         if missing:
             raise incomplete(f"{', '.join(missing)} is not in it")
-    return out
+    return by_name
+
+
+def _has_table(state: Any) -> bool:
+    return isinstance(state, Mapping) and "table" in state
 
 
 def _refuse_old(saved: Mapping[str, Any]) -> None:
-    for own in saved.values():
-        if isinstance(own, Mapping) and any(key in own for key in _OLD_KEYS):
+    for state in saved.values():
+        if not isinstance(state, Mapping):
+            continue
+        has_no_roles = "table" in state and "role" not in state["table"]
+        if has_no_roles or any(key in state for key in _OLD_KEYS):
             raise PullbackError(
                 "The saved state is that of an older version",
-                "it names blocks by classes of layers, and has no table of them",
+                "it has no table of the parameters' roles and blocks",
                 "Start the optimizer anew from the model's state: averages are back after some "
                 "statistics",
             )
+
+
+def half_loaded() -> PullbackError:
+    """Return the error for a step of an optimizer that has read the table of a checkpoint alone."""
+    return PullbackError(
+        "The state was loaded in part",
+        "torch.distributed.checkpoint reads what the optimizer names, and it knows the names of "
+        "averages and states since the first load",
+        "Load again in the same way: take state_dict(), dcp.load, load_state_dict() twice",
+    )
+
+
+def _of_another_rule(why: str) -> PullbackError:
+    remedy = "Load it into an optimizer with the same rule="
+    return PullbackError("The saved state is of another rule", why, remedy)
 
 
 def incomplete(why: str) -> PullbackError:
@@ -307,11 +343,3 @@ def _not_ours(why: str) -> PullbackError:
         "Load what KFAC.state_dict() of this version gave, or start anew from the model's state"
     )
     return PullbackError("The saved state is not KFAC's", why, remedy)
-
-
-def _foreign(why: str) -> PullbackError:
-    return PullbackError(
-        "The saved state is that of another network",
-        why,
-        "Load it into the optimizer of a model that was built in the same way",
-    )

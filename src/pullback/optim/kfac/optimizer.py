@@ -30,7 +30,6 @@ from ..._core.shards import (
     ModelParameters,
     get_local_piece,
     is_sharded,
-    reshard,
     shard_like,
 )
 from ...grams.kronecker import Kronecker
@@ -49,7 +48,7 @@ from ..objective import Objective, ObjectiveProblem
 from ..problem import StepProblem
 from . import arguments, options, report, update
 from .assignment import Assignment
-from .checkpoint import incomplete, publish, restore, saved_by_name
+from .checkpoint import half_loaded, incomplete, publish, restore, saved_by_name
 from .clip import KLClip, length_of, sum_lengths
 from .closure import evaluate, problem_of, trial_move
 from .factors.block import BlockKey, BlockKind, FactorKey
@@ -62,7 +61,6 @@ from .schedule import Schedule
 from .stacks import Tensors
 from .state import BlockMeans, KFACState
 from .statistics.capture import StatisticsCapture, averaged_parts
-from .statistics.plan import Forecast, forecast
 from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, replace_directions
 from .update import BUFFERS, Share
 
@@ -211,6 +209,7 @@ class KFAC(Optimizer):
         self._capture = StatisticsCapture(
             self.model,
             self._options,
+            self._assignment,
             lambda: Random(f"{seed} {numbers['step']}{rank}").getrandbits(32),
             several=not processes.is_single,
             whole=self._params.leaves if self._params.shards else None,
@@ -302,7 +301,7 @@ class KFAC(Optimizer):
         arguments.check_group(group, self.defaults)
         super().add_param_group(group)
         self._assign()
-        self._curvature.reserve_expected(self._forecast(frozen=False))
+        self._make_entries()
         self._make_buffers()
         self._publish()
 
@@ -322,41 +321,31 @@ class KFAC(Optimizer):
     def _assign(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
         apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
-        self._assignment.assign(
-            self.model, self._params.by_name, self._chosen, apart, self._options
-        )
+        self._assignment.choose(self._chosen, apart)
         self._capture.choose(self._assignment.measured)
-        for key in list(self._curvature.states.blocks):
-            if key.names[0] in self._assignment.measured and key not in self._curvature.averages:
-                self._curvature.states.drop(key)
-
-    def _forecast(self, *, frozen: bool = True) -> Forecast:
-        """The blocks that are expected, with or without parameters that are frozen now."""
-        if self._params.shards:
-            reshard(unwrap_model(self.model))
-        measured = {*self._assignment.measured}
-        expected: dict[str, Tensor] = {}
-        for name, p in self._params.by_name.items():
-            if name in measured and (frozen or p.requires_grad):
-                expected[name] = p
-        return forecast(self.model, expected, self._options)
 
     def _publish(self) -> None:
         publish(self._curvature, self.state, self._chosen)
 
-    def _make_buffers(self) -> None:
-        """Make what trained parameters need: entries' states, and momentum where there is any."""
-        elementwise = {*self._assignment.elementwise}
+    def _make_entries(self) -> None:
+        """Make the states of trained parameters that are known to follow the rule for others."""
+        curvature = self._curvature
         if self._assignment.others is None:
-            elementwise = set()
-        present = {key.names[0] for key in self._curvature.states.blocks}
+            return
+        present = {key.names[0] for key in curvature.states.blocks}
+        for name in self._assignment.elementwise:
+            p = self._params.by_name[name]
+            if p.requires_grad and name not in present:
+                curvature.allocate_entries(name, p)
+
+    def _make_buffers(self) -> None:
+        """Make momentum, and what the KL clip keeps, of trained parameters that follow the rule."""
+        elementwise = {*self._assignment.elementwise}
         for group in self.param_groups:
             for p in [p for p in group["params"] if p.requires_grad]:
                 name = self._params.names[id(p)]
                 if name not in elementwise:
                     self._make_block_buffers(name, p, group)
-                elif name not in present:
-                    self._curvature.allocate_entries(name, p)
 
     def _make_block_buffers(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
         """Make the buffers of a parameter that follows the rule for blocks."""
@@ -443,12 +432,15 @@ class KFAC(Optimizer):
             if "momentum" in own and own["momentum"].shape != params[name].shape:
                 raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state()
-        fresh.assignment = self._assignment
+        fresh.assignment = self._assignment.copy()
         restore(fresh, saved, self._chosen)
         self._read_verdict()
         super().load_state_dict({**state_dict, "state": {}})
+        self._assignment.roles |= fresh.assignment.roles
+        fresh.assignment = self._assignment
         fresh.inherit(self._curvature, saved)
         self._curvature = fresh
+        self._assign()
         for name, own in saved.items():
             p = params[name]
             if "momentum" in own:
@@ -502,6 +494,8 @@ class KFAC(Optimizer):
         arguments.check_rates(self.param_groups)
         if self._replicas.processes.group is None:
             refuse_unknown_group("KFAC", "it was built before they met")
+        if self._curvature.is_shown:
+            raise half_loaded()
         was_announced = self._capture.watch.wants_compiled_calls
         was_wanted = self._capture.wanted
         self._read_verdict()
@@ -612,9 +606,11 @@ class KFAC(Optimizer):
         self._skipped = means is None
         if means is None:
             return {}
+        fitting = self._assignment.select_blocks(means, self._options.sharing.longest)
+        capture.choose(self._assignment.measured)
         if not self._schedule.taken:
             self._warn_plain()
-        return {key: own for key, own in means.items() if self._assignment.takes(key, own)}
+        return fitting
 
     def _measure_objective(self, problem: ObjectiveProblem) -> BlockMeans:
         """Return the means of an objective's terms, where statistics are due."""
@@ -669,10 +665,10 @@ class KFAC(Optimizer):
         if not learning.taken:
             self._skipped = True
         elif not learning.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
-            known = self._curvature.entry_names | self._capture.structure.plain.keys()
+            known = {*self._assignment.elementwise, *self._capture.structure.plain}
             self._notices.warn_unmeasured(self._curvature, gradients, known)
 
-    def _refresh(self, taken: bool, gradients: Tensors) -> None:
+    def _refresh(self, taken: bool, gradients: dict[str, Tensor]) -> None:
         """Refresh states when it is time, and bring them into stacks."""
         curvature = self._curvature
         is_refreshed = curvature.refresh(taken)
@@ -687,7 +683,7 @@ class KFAC(Optimizer):
             self._publish()
             self._capture.structure.bases = curvature.bases
 
-    def _thaw(self, gradients: Tensors) -> None:
+    def _thaw(self, gradients: dict[str, Tensor]) -> None:
         """Give entries' states to parameters that follow the rule for others from now on.
 
         They were frozen, or statistics have shown that they are no matrices. A parameter that has
@@ -704,8 +700,11 @@ class KFAC(Optimizer):
         if not self._measures:
             others |= self._chosen.keys()
         for name in gradients.keys() & (others - measured - entries):
-            if self._params.by_name[name].numel():
-                curvature.allocate_entries(name, self._params.by_name[name])
+            p = self._params.by_name[name]
+            if p.numel():
+                curvature.allocate_entries(name, p)
+                if name in self._params.shards:
+                    gradients[name] = get_local_piece(p.grad)
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -752,7 +751,7 @@ class KFAC(Optimizer):
         def refresh(damping: float) -> list[Share]:
             numbers["damping"] = damping
             numbers["retry"] = 1
-            self._refresh(False, gradients)
+            self._refresh(False, dict(gradients))
             directions, _ = self._curvature.directions(
                 gradients, self.param_groups, self._group_numbers, None
             )
@@ -831,11 +830,17 @@ class KFAC(Optimizer):
         """
         curvature = self._curvature
         numbers = dict(self._schedule.numbers)
-        others = self._assignment.others
-        step = self._options.step
-        shared = {id(x): x for x in (self._replicas, self.rule, others, self.damping, step)}
+        shared_objects = (
+            self._replicas,
+            self.rule,
+            self.damping,
+            self._assignment,
+            self._options.step,
+        )
+        shared = {id(x): x for x in shared_objects}
         before = deepcopy(curvature, shared) if may_learn else None
         step_memory = deepcopy(self._step_memory, shared)
+        table = self._assignment.copy()
         params = list(self._chosen.values())
         buffers = [self.state[p][n] for p in params for n in BUFFERS if n in self.state[p]]
         copies = [(t, t.clone()) for t in (*params, *buffers)]
@@ -847,6 +852,8 @@ class KFAC(Optimizer):
             for t, copy in copies:
                 t.copy_(copy)
             self._schedule.numbers.update(numbers)
+            self._assignment.restore(table)
+            self._capture.choose(table.measured)
             if step_memory is not None:
                 self._step_memory = step_memory
                 self._make_buffers()
@@ -892,32 +899,19 @@ class KFAC(Optimizer):
         return self._info
 
     def coverage(self) -> Coverage:
-        """What every parameter's block is, and why; before any statistics, what is expected."""
+        """What every parameter's block is, and why; the first statistics show it."""
         reasons = report.name_parametrizations(self.model, self._capture.structure.reasons)
-        kinds = self._forecast().kinds
-        facts = CoverageFacts(self.blocks, self._chosen, kinds, reasons, self._left_to_others())
+        facts = CoverageFacts(self.blocks, self._chosen, reasons)
         return report.coverage_of(facts, dict(unwrap_model(self.model).named_parameters()))
-
-    def _left_to_others(self) -> dict[str, str]:
-        """Why the rule is not for some of the parameters; all are measured for the natural one."""
-        expected = self._assignment.expected
-        if self._assignment.takes_all or expected is None:
-            return {}
-        apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
-        longest = self._options.sharing.longest
-        return report.left_to_others(expected, self._chosen, self._assignment, apart, longest)
 
     def _warn_plain(self) -> None:
         """Warn once of what has no block, or what AdamW takes although it is in no known layer."""
         if self._notices.has_warned_plain:
             return
-        plain_names: dict[str, str] = {}
-        for name, why in self._left_to_others().items():
-            if why == report.NO_MATRIX:
-                plain_names[name] = why
-        plain_names |= report.name_parametrizations(self.model, self._capture.structure.plain)
+        reasons = report.plain_reasons(self._assignment, self._capture.structure.plain)
+        reasons = report.name_parametrizations(self.model, reasons)
         has_others = self._assignment.others is not None
-        self._notices.warn_plain(self._chosen, plain_names, has_others)
+        self._notices.warn_plain(self._chosen, reasons, has_others)
 
     def gram(self) -> Kronecker:
         """F̂ without damping, over the parameters that have a block, in the model's order."""

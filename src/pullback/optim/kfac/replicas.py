@@ -150,9 +150,11 @@ class Replicas:
         is_current = sent is None or sent.pool is pool
         is_fresh = sent is not None and is_current and sent.calls == pool.calls
         flags = [not has_failed, pool.calls == 0, is_fresh, is_current]
-        facts = (layouts, sorted(structure.partners.items()))
+        facts = (layouts, sorted(structure.partners.items()), capture.table.known_roles())
         is_alike, common = self._compare(facts, flags, params, groups, gradients, schedule)
         all_good, all_idle, all_fresh, all_current = common
+        if not is_alike:
+            layouts = self._join_structure(layouts, capture)
         if all_idle:
             return
         pool.calls = max(pool.calls, 1)
@@ -160,8 +162,6 @@ class Replicas:
             pool.sums = {}
             pool.samples = torch.nan
             return
-        if not is_alike:
-            layouts = self._join_structure(layouts, structure)
         if sent is not None and all_current and not all_fresh:  # each of several passes was sent
             self._apart = None
         if sent is None or not all_fresh or layouts != self._layouts:
@@ -171,14 +171,17 @@ class Replicas:
         self._layouts = layouts
         sent.finish()
 
-    def _join_structure(self, layouts: Layouts, structure: Any) -> Layouts:
-        """Return the blocks that any process saw, and let all know the same structure."""
-        every = self.processes.gather_objects((layouts, dict(structure.partners)))
+    def _join_structure(self, layouts: Layouts, capture: StatisticsCapture) -> Layouts:
+        """Return the blocks that any process saw, and let all know the same structure and roles."""
+        structure = capture.structure
+        known = (layouts, dict(structure.partners), dict(capture.table.roles))
+        every = self.processes.gather_objects(known)
         partners: dict[str, tuple[str, ...]] = {}
-        for _, known in reversed(every):
-            partners |= known
+        for _, partners_there, roles in reversed(every):
+            partners |= partners_there
+            capture.table.add_roles(roles.values())
         structure.partners = partners
-        return join_layouts([own for own, _ in every])
+        return join_layouts([layouts_there for layouts_there, *_ in every])
 
     def _compare(
         self,
@@ -385,7 +388,9 @@ class Replicas:
         """Return a tensor of a block for `state_dict`: where owners hold it, cut into pieces."""
         if self._is_owned:
             return self.processes.scatter(t, self.placement.owners.get(key), "state")
-        return t.contiguous() if 0 in t.stride() else t  # shown, and without memory so far
+        if 0 in t.stride():  # shown, and without memory so far
+            return t.clone(memory_format=torch.contiguous_format)
+        return t
 
 
 def _outcome(block: Block) -> tuple[bool, str, Any]:

@@ -13,14 +13,14 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..._core.errors import PullbackError
 from ...grams.kronecker import GramBlock, Kronecker, Pair, Units, factor_matrix
-from ...maps.proof import NO_LAYER
+from ...maps.proof import NO_LAYER, UNUSED
+from ...maps.roles import Role
 from ..checks import find_user_stacklevel, warn_growth
 from .assignment import Assignment
 from .factors.averages import gram_of as factor_gram
 from .factors.block import BlockKey, describe, to_block
 from .stacks import Tensors
 from .state import KFACState
-from .statistics.plan import Forecast
 
 #: share of the parameters that may go without a layer's block before that is said
 _PLAIN_SHARE = 0.1
@@ -64,22 +64,24 @@ class Row:
 class Coverage(tuple[Row, ...]):
     """One row per parameter; prints as a table.
 
-    `forecast` says that no statistics were taken yet: blocks are what the kinds of modules suggest.
+    `is_preliminary` says that no statistics were taken yet, so that blocks are not known.
     """
 
-    forecast: bool = False
+    is_preliminary: bool = False
 
     def __str__(self) -> str:
         table = [("parameter", "shape", "rule", "block", "reason")]
         table += [(r.name, "×".join(map(str, r.shape)), r.rule, r.block, r.reason) for r in self]
-        widths = [max(len(line[i]) for line in table) for i in range(4)]
-        lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line[:4], widths, strict=True)), line[4]])
-            for line in table
-        ]
-        if self.forecast:
-            lines.append("forecast: blocks are established by the first statistics")
+        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        lines = [_format_line(line, widths) for line in table]
+        if self.is_preliminary:
+            lines.append("preliminary: the first statistics show blocks and rules")
         return "\n".join(lines)
+
+
+def _format_line(cells: tuple[str, ...], widths: list[int]) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
+    return "  ".join([*padded, cells[-1]])
 
 
 @dataclass(frozen=True)
@@ -87,26 +89,24 @@ class CoverageFacts:
     """What is known of parameters when a table of them is asked for.
 
     Attributes:
-        state: averages and states of blocks.
+        state: averages and states of blocks, and the table of roles.
         chosen: the parameters that are optimized.
-        kinds: what is expected of parameters: a block, and the kind of module.
         reasons: what statistics have shown.
-        left: why the rule is not for some of them.
     """
 
     state: KFACState
     chosen: Collection[str]
-    kinds: Mapping[str, tuple[str, str]]
     reasons: Mapping[str, str]
-    left: Mapping[str, str]
 
 
 def coverage_of(facts: CoverageFacts, params: Tensors) -> Coverage:
     """Return the rows of all parameters."""
-    blocks = {n: key for key in facts.state.learned for n in key.names}
+    blocks = {}
+    for key in facts.state.learned:
+        blocks |= dict.fromkeys(key.names, key)
     rows = [_row_of(name, p, blocks.get(name), facts) for name, p in params.items()]
     coverage = Coverage(rows)
-    coverage.forecast = not facts.state.learned
+    coverage.is_preliminary = not facts.state.learned
     return coverage
 
 
@@ -119,19 +119,18 @@ def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) ->
     if key is not None:
         return _measured_row(name, shape, key, facts)
     assignment = facts.state.assignment
-    block, reason = facts.kinds.get(name, ("diagonal", "plain parameter"))
-    is_expected = name in assignment.measured
-    has_statistics = bool(facts.state.schedule.taken)
-    if assignment.others is not None:
-        if not is_expected or has_statistics or name in facts.reasons:
-            reason = facts.reasons.get(name) or facts.left.get(name) or NOT_USED
-            return Row(name, shape, "none", reason, assignment.others.name)
-    elif has_statistics:
-        reason = "no output seen so far depended on it; its gradient is followed as it is"
-        return Row(name, shape, "gradient", reason, assignment.rule.name)
-    if name not in facts.kinds:
-        reason = "plain parameter: the first statistics show what is done with it"
-    return Row(name, shape, block, reason, assignment.rule.name)
+    others = assignment.others
+    is_settled = name in assignment.elementwise or name in facts.state.entry_names
+    if not is_settled and not facts.state.schedule.taken:
+        rule = assignment.rule.name if others is None else UNKNOWN
+        return Row(name, shape, UNKNOWN, "the first statistics show what is done with it", rule)
+    if others is not None:
+        return Row(name, shape, "none", _why_others(name, facts), others.name)
+    reason = "no output seen so far depended on it"
+    if assignment.is_unused(name):
+        reason = UNUSED
+    reason += "; its gradient is followed as it is"
+    return Row(name, shape, "gradient", reason, assignment.rule.name)
 
 
 def _why_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
@@ -148,8 +147,7 @@ def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: Cover
     assignment = facts.state.assignment
     block = facts.state.states.blocks[key]
     words = describe(key, facts.state.averages[key].value)
-    kind = facts.kinds.get(name, ("", "plain parameter"))[1]
-    reason = facts.reasons.get(name) or kind
+    reason = facts.reasons.get(name) or _role_reason(name, assignment)
     if block.note:
         reason += f"; {block.note}"
     if block.is_ready or assignment.others is None:
@@ -158,45 +156,47 @@ def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: Cover
     return Row(name, shape, words, reason, assignment.others.name)
 
 
-def left_to_others(
-    expected: Forecast, chosen: Tensors, assignment: Assignment, apart: Collection[str],
-    longest: int,
-) -> dict[str, str]:  # fmt: skip
-    """Return why the rule is not for some of the parameters; groups keep those `apart`.
+def _why_others(name: str, facts: CoverageFacts) -> str:
+    """Return why a parameter follows the rule for others."""
+    assignment = facts.state.assignment
+    if assignment.rule.is_elementwise:
+        return "the rule takes every entry by itself"
+    if name in assignment.left_out:
+        return assignment.left_out[name]
+    if assignment.is_unused(name):
+        return UNUSED
+    return facts.reasons.get(name) or _role_reason(name, assignment)
 
-    Sides up to `longest` are held as matrices.
+
+def _role_reason(name: str, assignment: Assignment) -> str:
+    """Return what shows the role of a parameter."""
+    role = assignment.roles.get(name)
+    if role is None or not role.reason:
+        return "known from a checkpoint"
+    return role.reason
+
+
+def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str, str]:
+    """Return why parameters have no block of their layer, of what statistics hold as `plain`.
+
+    With a rule for others these are also the parameters that no known layer uses, and all of them
+    where no matrix follows the rule.
     """
-    measured = {*assignment.measured}
     reasons: dict[str, str] = {}
-    for name, p in chosen.items():
-        if name in apart:
-            reasons[name] = "its param group asks for it"
-        elif name not in measured:
-            reasons[name] = _why_others(name, p, expected, longest)
+    has_matrices = any(name in assignment.roles for name in assignment.measured)
+    for name in assignment.elementwise:
+        role = assignment.roles.get(name)
+        if role is None or role.role is not Role.VECTOR:
+            continue
+        if not role.is_used or not has_matrices:
+            reasons[name] = role.reason
+    for name, why in plain.items():
+        reasons[name] = UNUSED if assignment.is_unused(name) else why
     return reasons
 
 
-def _why_others(name: str, p: Tensor, expected: Forecast, longest: int) -> str:
-    """Return why a parameter follows the rule for others."""
-    curvature, kind = expected.kinds.get(name, ("", ""))
-    if name in expected.biases:
-        return f"a bias of {kind}"
-    if curvature == "units":
-        return f"a gain of {kind}"
-    if name == expected.last:
-        return f"the output layer, {kind}"
-    if not curvature:
-        return NO_MATRIX
-    is_long = max(len(p), p[0].numel()) > longest
-    if "Embedding" not in kind and is_long:
-        return f"{kind}: one of its sides is longer than max_factor={longest}"
-    return f"{kind}: it holds vectors, not matrices"
-
-
-#: of a matrix that statistics did not see
-NOT_USED = "it has no dense side to whiten by"
-#: why the rule leaves a parameter of no known layer alone
-NO_MATRIX = "it is no matrix, and in no layer of a known kind"
+#: what is not known before the first statistics
+UNKNOWN = "unknown"
 
 
 def name_parametrizations(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._core.flags import are_finite_in_place
 from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
-from .assignment import Assignment, entries_of, shape_of
+from .assignment import Assignment, entries_of
 from .factors.averages import Average, ema_update
 from .factors.block import (
     SPECTRUM,
@@ -29,7 +29,6 @@ from .replicas import Replicas, placeholder
 from .rules import Rule, StepContext
 from .schedule import Schedule
 from .stacks import Block, BlockStates, Tensors
-from .statistics.plan import Forecast
 
 #: weights of the past below it would keep the round-off of what is forgotten
 _LEAST_EMA = 0.5
@@ -58,6 +57,8 @@ class KFACState:
     averages: dict[BlockKey, Average] = field(default_factory=dict)
     learned: set[BlockKey] = field(default_factory=set)
     reserved: set[BlockKey] = field(default_factory=set)
+    #: whether all blocks are known from the table of a checkpoint alone, until a load fills them
+    is_shown: bool = False
     #: where the model's parameters were at the last step
     devices: list[torch.device] = field(default_factory=list)
 
@@ -85,7 +86,8 @@ class KFACState:
     def allocate(self, key: BlockKey, factors: Factors) -> None:
         """Make room for a block of these factors' shapes."""
         self.averages[key] = Average.empty(factors, has_mean=self.references is not None)
-        self.states.allocate(key, self.rule, shape_of(key, factors), self.schedule.step)
+        shape = self.assignment.shape_of(key, factors)
+        self.states.allocate(key, self.rule, shape, self.schedule.step)
         self.learned.discard(key)
         self.reserved.discard(key)
 
@@ -103,18 +105,6 @@ class KFACState:
         self.averages[key].change(placeholder)
         self.states.change(key, placeholder)
         self.reserved.add(key)
-
-    def reserve_expected(self, expected: Forecast) -> None:
-        """Show the blocks that are expected, of parameters that have none with statistics."""
-        learned = {n for key in self.learned for n in key.names}
-        for key, factors in expected.factors.items():
-            if key in self.averages or not learned.isdisjoint(key.names):
-                continue
-            if not self.assignment.takes(key, factors):
-                continue
-            for other in [k for k in self.averages if not {*key.names}.isdisjoint(k.names)]:
-                self.drop(other)  # a bias whose weight came with another group
-            self.reserve(key, factors)
 
     def make_room(self, means: BlockMeans) -> bool:
         """Make room for statistics whose blocks are new or have other shapes; say if it did."""

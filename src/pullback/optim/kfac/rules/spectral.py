@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import ClassVar
@@ -68,7 +69,7 @@ class Spectral(Rule):
     gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
     AdamW's learning rates carry over. C comes from the forward pass: there is no second
     backward pass, and no output factor. A weight that holds several matrices one below the other,
-    such as fused queries, keys and values, has a polar factor for each.
+    such as fused queries, keys and values, has the directions of these matrices.
 
     Args:
         momentum: the weight of the past in M.
@@ -133,14 +134,10 @@ class Spectral(Rule):
         step.average(state.momentum, gradient, 1 - self.momentum)
         step.average(state.square, gradient.square().mean(2, keepdim=True), 1 - self.adapt)
         nesterov = torch.lerp(gradient, state.momentum, self.momentum)
-        polar_factor = _polar_of_parts(self.whiten(nesterov, state), state.split)
-        lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=gradient.dtype)
-        tiny = torch.finfo(gradient.dtype).tiny
-        mean_square = state.square.mean(1, keepdim=True).clamp(min=tiny)
-        agreement = (nesterov.square().mean((1, 2), keepdim=True) / mean_square).sqrt()
-        size = _THRESHOLDS.step_size * sqrt(gradient.shape[2]) * agreement
-        scale = size / lengths.clamp(min=_THRESHOLDS.least_length)
-        return polar_factor.to(gradient.dtype).mul_(scale)
+        whitened = self.whiten(nesterov, state)
+        parts = [_separate(t, state.split) for t in (whitened, nesterov, state.square)]
+        directions = [_even_direction(*part) for part in zip(*parts, strict=True)]
+        return _join(directions, gradient.shape)
 
     def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
         """Return M (C + λ tr(C)/n)^(-½), up to a number."""
@@ -153,11 +150,32 @@ def _indices(flags: Tensor) -> list[int]:
     return [i for i, flag in enumerate(flags.tolist()) if flag]
 
 
-def _polar_of_parts(x: Tensor, split: tuple[int, ...]) -> Tensor:
-    """Return the polar factors of the matrices that lie one below the other in X, (B, O, n)."""
+def _separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
+    """Return the matrices that lie one below the other in X, (B, O, n).
+
+    Those of one size are blocks of one tensor.
+    """
     if not split:
-        return polar(x)
-    blocks, rows, columns = x.shape
+        return [x]
     if len({*split}) == 1:
-        return polar(x.reshape(blocks * len(split), rows // len(split), columns)).view(x.shape)
-    return torch.cat([polar(part) for part in x.split(split, dim=1)], dim=1)
+        return [x.reshape(len(x) * len(split), split[0], x.shape[2])]
+    return x.split(split, dim=1)
+
+
+def _join(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return what `_separate` took apart, in this shape."""
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    return torch.cat(list(parts), dim=1)
+
+
+def _even_direction(whitened: Tensor, nesterov: Tensor, square: Tensor) -> Tensor:
+    """Return polar(X) with rows of one length, as long as gradients agree."""
+    polar_factor = polar(whitened)
+    dtype = nesterov.dtype
+    lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
+    mean_square = square.mean(1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    agreement = (nesterov.square().mean((1, 2), keepdim=True) / mean_square).sqrt()
+    size = _THRESHOLDS.step_size * sqrt(nesterov.shape[2]) * agreement
+    scale = size / lengths.clamp(min=_THRESHOLDS.least_length)
+    return polar_factor.to(dtype).mul_(scale)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from ....maps.layers import AffineBlock
 from ....maps.record import ForwardRecord, Sites
 from ....maps.roles import assign_roles
 from ...checks import warn_derivatives, warn_mismatch
+from ..assignment import Assignment
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
@@ -115,6 +117,7 @@ class PendingPass:
 class StatisticsCapture:
     """Watches a model and, when statistics are due, adds up what the options ask for.
 
+    The first forward pass shows the roles of parameters, and the `table` tells which are measured.
     `counter` gives a number that is another one at each step, for the random draws. Where there are
     `several` processes, one of them may have no samples. Where parameters are sharded, `whole`
     gathers them: then every pass is repeated with these.
@@ -124,11 +127,13 @@ class StatisticsCapture:
         self,
         model: nn.Module,
         options: Options,
+        table: Assignment,
         counter: Callable[[], int],
         several: bool = False,
         whole: Callable[[], dict[str, Tensor]] | None = None,
     ) -> None:
         self.model = model
+        self.table = table
         self._options = options
         self._counter = counter
         self._several = several
@@ -141,7 +146,9 @@ class StatisticsCapture:
         self._syncs = False  # whether the last call's gradients are averaged over processes
         self.pool = Pool()
         self.structure = BlockStructure(options)
-        self.choose(name for name, _ in unwrap_model(model).named_parameters())
+        self._chosen: dict[str, Tensor] = {}
+        self._forget_leaves()
+        self.choose(table.measured)
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
         self._begun: tuple[Source, list[Tensor]] | None = None
         #: `due` says that the next forward pass shall give statistics
@@ -166,8 +173,15 @@ class StatisticsCapture:
 
     def choose(self, names: Iterable[str]) -> None:
         """Let only these parameters take part; the others are constants."""
-        held = dict(unwrap_model(self.model).named_parameters())
-        self._chosen = {n: held[n] for n in names}
+        params = dict(unwrap_model(self.model).named_parameters())
+        chosen: dict[str, Tensor] = {n: params[n] for n in names}
+        is_same = list(chosen) == list(self._chosen)
+        if is_same and all(map(is_, chosen.values(), self._chosen.values())):
+            return
+        self._chosen = chosen
+        self._forget_leaves()
+
+    def _forget_leaves(self) -> None:
         self._leaves: dict[str, Tensor] = {}
         self._flags: list[bool] = []
         self._sites: Sites | None = None
@@ -184,7 +198,10 @@ class StatisticsCapture:
     def sites(self) -> Sites | None:
         """None where the model holds other tensors, as in `torch.func.functional_call`."""
         model = unwrap_model(self.model)
-        if self._sites is None or not self._sites.current:
+        if self._sites is not None and not self._sites.current:
+            self._sites = None
+            self.table.is_stale = True
+        if self._sites is None:
             self._sites = Sites(model, ForwardRecord.kind)
         now = dict(model.named_parameters())
         if all(now.get(n, p) is p for n, p in self._chosen.items()):
@@ -255,16 +272,19 @@ class StatisticsCapture:
     def _new_record(self, leaves: dict[str, Tensor], sites: Sites | None = None) -> ForwardRecord:
         """Return the record of a pass, which follows outputs if a parameter has no role yet."""
         record = ForwardRecord(unwrap_model(self.model), leaves, sites)
-        if not leaves.keys() <= self.structure.roles.keys():
+        if self.table.lacks_role(leaves):
             record.follow_outputs()
         return record
 
     def _find_roles(self, record: ForwardRecord, output: Any, leaves: dict[str, Tensor]) -> None:
-        """Note the parameters' roles, if the pass followed outputs."""
-        if record.outputs is not None:
-            found = assign_roles(unwrap_model(self.model), record, output, leaves)
-            self.structure.roles.update((role.name, role) for role in found)
-            record.outputs = None
+        """Give the parameters' roles to the table, and go on with those that are measured."""
+        if record.outputs is None:
+            return
+        self.table.add_roles(assign_roles(unwrap_model(self.model), record, output, leaves))
+        record.stop_following()
+        if self._chosen.keys() != {*self.table.measured}:
+            self.choose(self.table.measured)
+            record.restrict({n: leaves[n] for n in self.leaves()})
 
     def _find_output(self, output: Any) -> Tensor:
         """Return the tensor at which statistics begin.
@@ -286,6 +306,8 @@ class StatisticsCapture:
             return
         if isinstance(begun[0], ForwardRecord):
             self._find_roles(begun[0], output, self.leaves())
+            if not self.leaves():
+                return
         z = self._find_output(output)
         me = weakref.ref(self)
         if self._several and not z.numel():
@@ -346,6 +368,8 @@ class StatisticsCapture:
             return False
         record = pending.source
         inputs = pending.inputs
+        proofs = self.structure.proofs
+        was_stale = self.table.is_stale
         empirical = self._options.fisher == "empirical"
         # whether the pass under way might do by itself: it has the layers, and no graph of its own
         alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
@@ -358,12 +382,15 @@ class StatisticsCapture:
             with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
                 output = call(record)
                 self._find_roles(record, output, leaves)
+                leaves = {n: leaves[n] for n in self.leaves()}
                 root = self._find_output(output)
             z = [root.detach()]
             cotangent = cotangent.to(root.dtype)
         else:
             z = [pending.value()]
         pending.clear()
+        if not leaves:
+            return False
         assert record is not None
         if self._options.reads is Statistics.INPUTS:
             self.pool.calls += 1
@@ -408,6 +435,8 @@ class StatisticsCapture:
                 self.pool.samples = torch.nan
                 return True
             self._whole = found.whole is not False
+            if proofs and self.structure.proofs > proofs and not was_stale:
+                self.table.is_stale = True  # the next pass shows roles on this new way
         if thread is not None:
             finish = partial(add, fresh.sums, thread)
             if self._several:  # sums over processes begin at once

@@ -1,36 +1,47 @@
-"""Which parameters are measured, and the block of each: from the uses of one pass, or forecast."""
+"""The block of every parameter, from the uses of layers that one forward pass has shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...._core.capture import unwrap_model
-from ...._core.space import compute_dtype
-from ....maps.layers import Compound, Layer, find_layer
-from ..factors.block import DIAGONAL, UNITS, BlockKey, FactorKey
-from ..options import Options
-from ..rules import Statistics
-from .sums import BIAS, factors_of
+from ....maps.layers import Layer
+from ..factors.block import BlockKey, BlockKind
 
+#: names of parameters by their part in a layer; None for those that are not trained
 Names = Mapping[str, str | None]
+_SEVERAL_SHAPES = "it is used as matrices of several shapes"
 
 
-class LayerUse(NamedTuple):
-    """One use of a layer: its parameters by role, and what is held for them."""
+@dataclass(frozen=True)
+class LayerUse:
+    """One use of a layer, as a plan of blocks sees it.
+
+    Attributes:
+        names: of its parameters.
+        curvature: "kronecker" or "units".
+        can_join: whether weight and bias may share a block.
+        form: groups, rows and columns of the weight as the parameter holds it.
+        is_transposed: whether the weight is held as (inputs, outputs).
+    """
 
     names: Names
     curvature: str
-    #: whether weight and bias may share a block
-    joint: bool
-    #: groups, rows and columns of the weight as the parameter holds it
+    can_join: bool
     form: tuple[int, int, int]
-    #: whether the weight is held transposed
-    turned: bool = False
+    is_transposed: bool = False
+
+    @property
+    def weight(self) -> str | None:
+        """The name of the weight that is trained."""
+        return self.names.get("weight")
+
+    @property
+    def bias(self) -> str | None:
+        """The name of the bias that is trained."""
+        return self.names.get("bias")
 
 
 def use_of(layer: Layer, module: nn.Module, names: Names) -> LayerUse:
@@ -42,190 +53,95 @@ def different_forms(uses: Sequence[LayerUse]) -> dict[str, str]:
     """Return the weights that are used as matrices of several shapes, which have no block."""
     forms: dict[str, set[tuple[int, int, int] | str]] = {}
     for use in uses:
-        if use.curvature == "kronecker":
-            kind = use.form
-        else:
-            kind = use.curvature
-        if (name := use.names.get("weight")) is not None:
-            forms.setdefault(name, set()).add(kind)
-    why = "it is used as matrices of several shapes"
-    return {name: why for name, found in forms.items() if len(found) > 1}
+        form = use.form if use.curvature == "kronecker" else use.curvature
+        if use.weight is not None:
+            forms.setdefault(use.weight, set()).add(form)
+    return {name: _SEVERAL_SHAPES for name, shapes in forms.items() if len(shapes) > 1}
 
 
 class BlockPlan:
-    """The block of every parameter, from the uses of layers in one forward pass.
+    """The block of every parameter that is used in one forward pass.
 
-    `plain` are parameters to be held as diagonals, with the reason where there is one; `joint` says
-    whether weight and bias of a layer share a block; `remarks` are reasons for other parameters.
+    Args:
+        uses: of layers.
+        plain: parameters to be held as diagonals, with the reason where there is one.
+        is_joint: whether weight and bias of a layer share a block.
+        remarks: reasons that `coverage` gives for other parameters.
     """
 
     def __init__(
         self,
         uses: Sequence[LayerUse],
         plain: Mapping[str, str],
-        joint: bool,
-        remarks: Mapping[str, str] | None = None,
+        is_joint: bool,
+        remarks: Mapping[str, str],
     ) -> None:
         self.plain = dict(plain)
         #: what `coverage` says of a parameter
-        self.reasons = {**(remarks or {}), **{n: why for n, why in self.plain.items() if why}}
-        partners: dict[str | None, set[str | None]] = {}
-        straight = {use.names.get("weight") for use in uses if not use.turned}
-        for names, _, together, _, turned in uses:
-            weight = names.get("weight")
-            bias = names.get("bias")
-            together = together and not (turned and weight in straight)
-            for one, other in ((weight, bias), (bias, weight)):
-                partners.setdefault(one, set()).add(other if together and joint else None)
+        self.reasons = {**remarks, **{n: why for n, why in self.plain.items() if why}}
+        # a weight that is used as it is too has the coordinates of that use
+        self._untransposed = {use.weight for use in uses if not use.is_transposed}
+        self._partners = self._find_partners(uses) if is_joint else {}
         self._blocks: dict[str, BlockKey] = {}
-        for names, curvature, _, _, turned in uses:
-            weight = names.get("weight")
-            bias = names.get("bias")
-            turned = turned and weight not in straight
-            given = [n for n in (weight, bias) if n is not None and n not in self.plain]
-            if curvature == "units":
-                kind = "units"
-            else:
-                kind = "kronecker"
-            both = partners[weight] == {bias} and partners[bias] == {weight}
-            for name in given:
-                key = BlockKey(kind, (name,), bias=name == bias, turned=turned and name == weight)
-                if len(given) == 2 and both:
-                    key = BlockKey(kind, tuple(given), turned=turned)
-                self._blocks.setdefault(name, key)
+        for use in uses:
+            for key in self._blocks_of(use):
+                for name in key.names:
+                    self._blocks.setdefault(name, key)
         for name in self.plain:
-            self._blocks[name] = BlockKey("diagonal", (name,))
+            self._blocks[name] = BlockKey(BlockKind.DIAGONAL, (name,))
+
+    def _find_partners(self, uses: Sequence[LayerUse]) -> dict[str | None, set[str | None]]:
+        """Return for weights and biases what they are used with; None where they cannot join."""
+        partners: dict[str | None, set[str | None]] = {}
+        for use in uses:
+            can_join = use.can_join and not (use.is_transposed and use.weight in self._untransposed)
+            for name, partner in ((use.weight, use.bias), (use.bias, use.weight)):
+                partners.setdefault(name, set()).add(partner if can_join else None)
+        return partners
+
+    def _blocks_of(self, use: LayerUse) -> list[BlockKey]:
+        """Return one block for weight and bias if they are used together alone, else one each."""
+        kind = BlockKind.UNITS if use.curvature == "units" else BlockKind.KRONECKER
+        is_turned = use.is_transposed and use.weight not in self._untransposed
+        names = [n for n in (use.weight, use.bias) if n is not None and n not in self.plain]
+        has_both = len(names) == 2
+        if has_both and self._are_partners(use.weight, use.bias):
+            return [BlockKey(str(kind), tuple(names), turned=is_turned)]
+        keys = []
+        for name in names:
+            is_weight = name == use.weight
+            is_bias = name == use.bias
+            key = BlockKey(str(kind), (name,), bias=is_bias, turned=is_turned and is_weight)
+            keys.append(key)
+        return keys
+
+    def _are_partners(self, weight: str | None, bias: str | None) -> bool:
+        return self._partners.get(weight) == {bias} and self._partners.get(bias) == {weight}
 
     @property
     def keys(self) -> list[BlockKey]:
+        """All blocks."""
         return list(dict.fromkeys(self._blocks.values()))
 
     def weight_block(self, names: Names) -> BlockKey | None:
-        """The block of a layer's weight, if it is a Kronecker one."""
+        """Return the block of a layer's weight, if it is a Kronecker one."""
         key = self._blocks.get(names.get("weight") or "")
         if key is not None and key.kronecker:
             return key
         return None
 
     def bias_block(self, names: Names) -> BlockKey | None:
-        """The block of a layer's bias, if it is one by itself."""
+        """Return the block of a layer's bias, if it is one by itself."""
         key = self._blocks.get(names.get("bias") or "")
         if key is not None and key.kronecker and key.bias:
             return key
         return None
 
     def unit_blocks(self, names: Names) -> dict[BlockKey, list[int]]:
-        """The blocks of gain and shift, each with its indices among the parameters that train."""
+        """Return the blocks of gain and shift, each with its indices among trained parameters."""
         positions: dict[BlockKey, list[int]] = {}
         for i, name in enumerate(n for n in names.values() if n is not None):
             key = self._blocks.get(name)
-            if key is not None and key.kind == "units":
+            if key is not None and key.kind == BlockKind.UNITS:
                 positions.setdefault(key, []).append(i)
         return positions
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What is expected of every parameter, from the kinds of modules alone."""
-
-    #: zeros of each block's factors, without memory
-    factors: dict[BlockKey, dict[FactorKey, Tensor]]
-    #: block and kind of module, by parameter
-    kinds: dict[str, tuple[str, str]]
-    #: the bias beside a weight, and all biases
-    partners: dict[str, str]
-    biases: set[str]
-    #: the weight of the last layer that has a Kronecker block
-    last: str | None
-
-
-def forecast(model: nn.Module, chosen: Mapping[str, Tensor], options: Options) -> Forecast:
-    """Plan the blocks of these parameters as if every module were used once, and as its kind is.
-
-    Where inputs alone are measured, the metric on a layer's outputs is flat, a diagonal.
-    """
-    longest = options.sharing.longest
-    flat = options.reads is Statistics.INPUTS
-    names = {id(p): n for n, p in chosen.items()}
-    every = list(unwrap_model(model).modules())
-    inside = {m for c in every if find_layer(c, Compound) for m in c.modules() if m is not c}
-    found = [use for module in every if module not in inside for use in _uses(module, names)]
-    covered = {n for use, *_ in found for n in use.names.values()}
-    rest = {n: "" for n in chosen if n not in covered}
-    plan = BlockPlan([use for use, *_ in found], rest, options.joint)
-    factors: dict[BlockKey, dict[FactorKey, Tensor]] = {k: {} for k in plan.keys}
-    kinds: dict[str, tuple[str, str]] = {}
-    for use, layer, groups, text in found:
-        held = {r: chosen[n] for r, n in use.names.items() if n is not None}
-        for name in filter(None, use.names.values()):
-            kinds.setdefault(name, (use.curvature, text))
-        for key in plan.unit_blocks(use.names):
-            size = held[next(iter(held))].numel()
-            k = len(key.names)
-            factors[key][UNITS] = _empty(chosen[key.names[0]], (size, k, k))
-        if (key := plan.weight_block(use.names)) is not None:
-            w = held["weight"]
-            one_hot = getattr(layer, "one_hot", False)
-            rows = len(w) // groups
-            columns = w.numel() // max(1, len(w))
-            for factor, thin in zip(factors_of(layer, key), (one_hot, False), strict=True):
-                if factor.side == "left":
-                    n = rows
-                else:
-                    n = columns
-                thin = thin or n > longest or (flat and factor == factors_of(layer, key)[1])
-                bordered = key.joint and factor.side == "right"
-                if thin:
-                    shape = (groups, n + bordered)
-                else:
-                    shape = (groups, n, n)
-                factors[key][factor] = _empty(w, shape)
-                if bordered and not thin:
-                    factors[key][FactorKey(factor.role, "mean")] = _empty(w, (groups, n))
-        if (key := plan.bias_block(use.names)) is not None:
-            b = held["bias"]
-            if use.joint:
-                apart = groups
-            else:
-                apart = 1
-            n = b.numel() // apart
-            if n > longest:
-                shape = (apart, n)
-            else:
-                shape = (apart, n, n)
-            factors[key] |= {BIAS[1]: _empty(b, shape), BIAS[0]: _empty(b, (apart, 1))}
-    for name in rest:
-        p = chosen[name]
-        factors[BlockKey("diagonal", (name,))][DIAGONAL] = _empty(p, (p.numel(), 1, 1))
-    pairs = [(use.names.get("weight"), use.names.get("bias")) for use, *_ in found]
-    partners = {w: b for w, b in pairs if w is not None and b is not None}
-    ends = [use.names["weight"] for use, *_ in found if plan.weight_block(use.names) is not None]
-    biases = {b for _, b in pairs if b is not None}
-    return Forecast(factors, kinds, partners, biases, ends[-1] if ends else None)
-
-
-def _uses(
-    module: nn.Module, names: Mapping[int, str]
-) -> Iterator[tuple[LayerUse, Layer | Compound, int, str]]:
-    """The uses that a module makes of its parameters, with layer, groups, and its kind in words."""
-    kind = type(module).__name__
-    found = find_layer(module, (Layer, Compound))
-    if isinstance(found, Layer) and found.curvature != "rows":
-        own = {r: names.get(id(p)) for r, p in found.parameters(module).items()}
-        if any(n is not None for n in own.values()):
-            yield use_of(found, module, own), found, found.form(module)[0], kind
-    elif isinstance(found, Compound):
-        note = found.describe_omission(module)
-        text = f"{kind}, replayed" + (f" without {note}" if note else "")
-        for weight, bias, groups in found.list_affine_maps(module):
-            own = {"weight": names.get(id(weight)), "bias": names.get(id(bias))}
-            if weight is None:
-                form = (groups, 0, 0)
-            else:
-                form = (groups, len(weight), weight.shape[-1])
-            yield LayerUse(own, "kronecker", True, form), found, groups, text
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that says shape, dtype and device, expanded from one entry."""
-    return torch.zeros((), dtype=compute_dtype(like.dtype), device=like.device).expand(shape)

@@ -16,9 +16,8 @@ from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.layers.registry import LayerInput
-from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, UNUSED, Proof
+from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, Proof
 from ....maps.record import Entry, ForwardRecord
-from ....maps.roles import ParameterRole, Role
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
@@ -61,12 +60,12 @@ class BlockStructure:
         self.bases: Mapping[BlockKey, Bases] = {}
         #: why a parameter is held as a diagonal
         self.reasons: dict[str, str] = {}
-        #: what parameters are for, since the first forward pass of a statistics step
-        self.roles: dict[str, ParameterRole] = {}
         #: those parameters by the last proof, with the reason
         self.plain: dict[str, str] = {}
         #: the parameters that share a block with this one
         self.partners: dict[str, tuple[str, ...]] = {}
+        #: how often a way through the model was proven
+        self.proofs = 0
         self._routes: dict[Any, Route] = {}
         self._plan: BlockPlan | None = None
 
@@ -179,16 +178,9 @@ class BlockStructure:
                     _add_inputs(pool, key, call.compound, moments, leaves[name])
         self.partners = {n: (n,) for n in leaves}
         measured = {n for key in pool.sums for n in key.names}
-        self.plain = {n: self._why_unmeasured(n) for n in leaves if n not in measured}
+        self.plain = {n: NO_LAYER for n in leaves if n not in measured}
         self.reasons = dict(self.plain)
         return pool
-
-    def _why_unmeasured(self, name: str) -> str:
-        """The reason for a parameter whose layer's inputs were not seen."""
-        role = self.roles.get(name)
-        if role is not None and not role.is_used and role.role is not Role.VECTOR:
-            return UNUSED
-        return NO_LAYER
 
     def _pull(self, way: Descent, pool: Pool) -> None:
         """Pull one covector back from the output and add up what is measured."""
@@ -232,6 +224,7 @@ class BlockStructure:
 
     def _prove(self, way: Descent, pool: Pool) -> tuple[Route, bool]:
         """Prove the structure on the way; return it, and whether it holds from now on."""
+        self.proofs += 1
         entries = way.record.entries
         leaves = way.leaves
         proof = Proof()

@@ -1,0 +1,201 @@
+"""The assignment table: saved with the state, refused for other models, with true reasons."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import pullback as pb
+from pullback.maps.roles import Role
+
+from ..common import refused
+from .common import vector
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, whose weight is (inputs, outputs)."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (*x.shape[:-1], len(self.bias))
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+
+
+class Bare(nn.Module):
+    """x @ w with a parameter of no layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+def weight_normed(inputs: int, outputs: int) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs))
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "Conv1D": Conv1D,
+    "bare parameter": Bare,
+    "weight_norm": weight_normed,
+}
+
+
+def build(layer: str, rule: str) -> tuple[nn.Module, pb.KFAC]:
+    torch.manual_seed(0)
+    model = nn.Sequential(LAYERS[layer](4, 6), nn.Tanh(), LAYERS[layer](6, 5), nn.Tanh())
+    model.append(nn.Linear(5, 3))
+    return model, pb.KFAC(model, 0.02, rule=rule, statistics_every=2, invert_every=4)
+
+
+def train(model: nn.Module, opt: pb.KFAC, steps: range) -> Tensor:
+    for number in steps:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        opt.zero_grad()
+        F.cross_entropy(model(x), torch.arange(8) % 3).backward()
+        opt.step()
+    return vector(model)
+
+
+def load(model: nn.Module, opt: pb.KFAC, path: Path) -> None:
+    state = {"model": model.state_dict(), "opt": get_optimizer_state_dict(model, opt)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(state["model"])
+    set_optimizer_state_dict(model, opt, state["opt"])
+
+
+@pytest.mark.parametrize("rule", ["natural", "eigenbasis", "spectral"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_distributed_checkpoints_load_before_the_first_step(
+    layer: str, rule: str, tmp_path: Path
+) -> None:
+    """Weights that no layer of torch holds too: the table says what to read."""
+    model, opt = build(layer, rule)
+    train(model, opt, range(5))
+    state = {"model": model.state_dict(), "opt": get_optimizer_state_dict(model, opt)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    again, fresh = build(layer, rule)
+    load(again, fresh, tmp_path)
+    with refused("loaded in part", "since the first load", "twice"):
+        train(again, fresh, range(5, 6))
+    load(again, fresh, tmp_path)
+    roles = {n: (r.role, r.split, r.split_axis) for n, r in opt._capture.table.roles.items()}
+    loaded = {n: (r.role, r.split, r.split_axis) for n, r in fresh._capture.table.roles.items()}
+    assert loaded == roles
+    assert torch.equal(train(again, fresh, range(5, 9)), train(model, opt, range(5, 9)))
+    rows = [[(row.rule, row.block) for row in own.coverage()] for own in (fresh, opt)]
+    assert rows[0] == rows[1]
+
+
+def test_the_table_of_another_model_is_refused() -> None:
+    model, opt = build("Conv1D", "eigenbasis")
+    train(model, opt, range(2))
+    other = nn.Sequential(Conv1D(4, 7), nn.Tanh(), Conv1D(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    fresh = pb.KFAC(other, rule="eigenbasis")
+    saved = opt.state_dict()
+    with refused("another network", "had", "built in the same way"):
+        fresh.load_state_dict(saved)
+    for number, own in saved["state"].items():  # the table alone, as a first load gives it
+        empty: dict[str, Any] = {"state": {"ready": 0, "born": 0}, "average": {}}
+        saved["state"][number] = {**own, **empty}
+    with refused("another network", "had", "built in the same way"):
+        fresh.load_state_dict(saved)
+    newer = copy.deepcopy(saved)
+    newer["state"][0]["table"]["role"] = 77
+    with refused("newer version", "role of number 77", "that wrote it"):
+        fresh.load_state_dict(newer)
+
+
+class Experts(nn.Module):
+    """Two experts, of which one gets no rows at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.head = nn.Linear(6, 3)
+        self.used = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        for expert in self.experts[: self.used]:
+            h = h + expert(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("rule", ["natural", "eigenbasis", "spectral"])
+def test_an_expert_without_rows_is_named_and_covered_later(rule: str) -> None:
+    model = Experts()
+    opt = pb.KFAC(model, rule=rule, statistics_every=1)
+    train(model, opt, range(2))
+    row = next(row for row in opt.coverage() if row.name == "experts.1.weight")
+    assert "no forward pass so far gave it any rows" in row.reason
+    model.used = 2
+    train(model, opt, range(2, 4))
+    row = next(row for row in opt.coverage() if row.name == "experts.1.weight")
+    assert (row.rule, row.block.split()[0]) == (rule, "kronecker")
+
+
+def test_a_gradient_hook_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[0].weight.register_hook(lambda g: 2 * g)
+    opt = pb.KFAC(model, rule="eigenbasis")
+    with pytest.warns(RuntimeWarning, match="a gradient hook on it changes its gradient"):
+        train(model, opt, range(1))
+    row = opt.coverage()[0]
+    assert (row.rule, row.reason) == ("adam", "a gradient hook on it changes its gradient")
+
+
+class TwoHeads(nn.Module):
+    """A second output, which the metric does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+        self.side = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.body(x))
+        return {"logits": self.head(h), "side": self.side(h)}
+
+
+def test_a_head_that_the_measured_output_does_not_see_is_named_under_eigenbasis() -> None:
+    opt = pb.KFAC(model := TwoHeads(), rule="eigenbasis", output="logits")
+    for number in range(2):
+        opt.zero_grad()
+        output = model(torch.randn(8, 4))
+        loss = F.cross_entropy(output["logits"], torch.arange(8) % 3)
+        (loss + output["side"].square().mean()).backward()
+        if number:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                opt.step()
+            continue
+        with pytest.warns(RuntimeWarning, match=r"reaches side\.weight, on which"):
+            opt.step()
+
+
+def test_a_frozen_head_does_not_make_another_layer_the_head() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[4].requires_grad_(False)
+    opt = pb.KFAC(model, rule="spectral")
+    train(model, opt, range(1))
+    assert {role.role for role in opt._capture.table.roles.values()} == {Role.MATRIX, Role.VECTOR}
