@@ -27,12 +27,13 @@ class Rbm(nn.Module):
     Args:
         lattice: a lattice for a translation-invariant machine, or the number of sites.
         features: filters, or hidden units per site.
+        bias: whether there are b_j. Without them ψ(−s) = ψ(s).
     """
 
     permutations: Tensor | None
     inverses: Tensor | None
 
-    def __init__(self, lattice: Lattice | int, features: int = 1) -> None:
+    def __init__(self, lattice: Lattice | int, features: int = 1, bias: bool = True) -> None:
         super().__init__()
         permutations = None
         sites = lattice
@@ -44,9 +45,10 @@ class Rbm(nn.Module):
             hidden = features * lattice
         require(isinstance(sites, int) and sites > 0, "Rbm(lattice)", lattice, "Pass a lattice")
         assert isinstance(sites, int)
-        self.hidden = nn.Linear(sites, hidden)
+        self.hidden = nn.Linear(sites, hidden, bias=bias)
         nn.init.normal_(self.hidden.weight, std=0.1 / math.sqrt(sites))
-        nn.init.normal_(self.hidden.bias, std=0.01)
+        if bias:
+            nn.init.normal_(self.hidden.bias, std=0.01)
         inverses = None if permutations is None else permutations.argsort(1)
         self.register_buffer("permutations", permutations, persistent=False)
         self.register_buffer("inverses", inverses, persistent=False)
@@ -60,7 +62,9 @@ class Rbm(nn.Module):
         else:
             # the same as one product with the translated filters, which is faster
             filters = self.hidden.weight[:, self.inverses].flatten(0, 1)
-            bias = self.hidden.bias.repeat_interleave(len(self.inverses))
+            bias = self.hidden.bias
+            if bias is not None:
+                bias = bias.repeat_interleave(len(self.inverses))
             hidden = F.linear(configurations, filters, bias)
         return log_cosh(hidden).flatten(1).sum(1)
 

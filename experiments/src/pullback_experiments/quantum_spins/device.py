@@ -34,7 +34,7 @@ from pullback.grams import GramForm
 from pullback.metrics import FubiniStudy
 from pullback.optim import NaturalGradient
 from pullback.solvers import Cholesky
-from pullback.steps import Constant, LevenbergMarquardt, Spring, Step
+from pullback.steps import Constant, Spring, Step
 from pullback.vmc.amplitude import Evaluator, LogAmplitude
 from pullback.vmc.energies import compute_local_energies
 
@@ -125,11 +125,7 @@ def build_step(options: Options) -> Step:
         return vmc.adaptive_step(options.damping)
     if options.momentum == 0:
         return Constant()
-    bounds = (options.damping, 1e6)
-    trust = LevenbergMarquardt(
-        options.damping, target=0.25, increase=4.0, decrease=0.5, bounds=bounds
-    )
-    return Spring(options.momentum, trust)
+    return Spring(options.momentum)
 
 
 def schedule_rate(options: Options, elapsed_share: float, step: int) -> float:
