@@ -130,7 +130,7 @@ class Minimization:
             self._rule,
             lr=1.0,
             gram=settings.gram,
-            group=_group_of_one(processes),
+            group=_group_of_one(),
         )
         self._stage_seconds = StageSeconds()
         #: steps in a row that were rejected
@@ -407,8 +407,11 @@ class Minimization:
         self.history = History.from_dict(state["history"])
 
 
-def _group_of_one(processes: Processes) -> Any:
-    """A group of this process alone, where there are others: each solves for all samples."""
-    if processes.is_single:
+def _group_of_one() -> Any:
+    """A group of this process alone, where `torch.distributed` knows others.
+
+    Each process solves for the samples of all, whichever of them work together.
+    """
+    if not dist.is_available() or not dist.is_initialized():
         return None
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)

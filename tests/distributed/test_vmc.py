@@ -1,0 +1,121 @@
+"""vmc.minimize on several processes: chains by rank, the steps of one process with all chains."""
+
+from __future__ import annotations
+
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pullback import vmc
+from pullback.solvers import Cholesky
+from pullback.steps import Spring
+from pullback.vmc.amplitude import Evaluator
+from pullback.vmc.run import Minimization
+from pullback.vmc.sampler import ChainShape, MarkovChains, Metropolis
+
+from .checks import Checks, only, same_everywhere, told_everywhere
+from .world import World
+
+CHECKS = Checks(__name__)
+CHAINS = 12
+
+
+class JoinedChains:
+    """The chains of all processes in one process, with the random numbers of each."""
+
+    def __init__(self, by_rank: list[MarkovChains]) -> None:
+        self.by_rank = by_rank
+        self.magnetization = by_rank[0].magnetization
+
+    @property
+    def configurations(self) -> Tensor:
+        return torch.cat([chains.configurations for chains in self.by_rank])
+
+    @property
+    def accepted_by_chain(self) -> Tensor:
+        return torch.cat([chains.accepted_by_chain for chains in self.by_rank])
+
+    @property
+    def acceptance(self) -> float:
+        return self.by_rank[0].acceptance
+
+    @property
+    def shape(self) -> ChainShape:
+        return self.by_rank[0].shape
+
+    def draw(self, evaluator: Evaluator) -> Tensor:
+        return torch.cat([chains.draw(evaluator) for chains in self.by_rank])
+
+
+def join_chains_of(size: int) -> type[Minimization]:
+    """Return a minimization by one process that draws what `size` processes would."""
+
+    class Joined(Minimization):
+        def _new_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
+            by_rank = []
+            for rank in range(size):
+                own_seed = seed * 1_000_003 + rank
+                share = -(-samples // size)
+                by_rank.append(
+                    MarkovChains(self.hamiltonian, sampler, share, own_seed, self._device)
+                )
+            return JoinedChains(by_rank)  # pyright: ignore[reportReturnType]
+
+    return Joined
+
+
+def minimize(
+    hamiltonian: vmc.Hamiltonian, network: nn.Module, size: int, group: object
+) -> vmc.Result:
+    return vmc.minimize(
+        hamiltonian,
+        network,
+        steps=4,
+        samples=2 * CHAINS * size,
+        seed=3,
+        sampler=Metropolis(chains=CHAINS, thermalization=20),
+        solver=Cholesky(1e-2),
+        step=Spring(0.8),
+        measure=4 * CHAINS * size,
+        progress=False,
+        group=group,
+    )
+
+
+def compare(rank: int, size: int, hamiltonian: vmc.Hamiltonian) -> None:
+    torch.manual_seed(rank)  # the first process's network counts
+    network = vmc.Rbm(hamiltonian.sites, 2).double()
+    together = minimize(hamiltonian, network, size, None)
+    parameters = torch.cat([p.detach().flatten() for p in network.parameters()])
+    same_everywhere(parameters)
+    told_everywhere((together.history.energy, together.energy, together.verdict.name))
+    if rank > 0:
+        return
+    torch.manual_seed(0)
+    alone = vmc.Rbm(hamiltonian.sites, 2).double()
+    with patch.object(sys.modules["pullback.vmc.minimize"], "Minimization", join_chains_of(size)):
+        expected = minimize(hamiltonian, alone, size, only(0))
+    torch.testing.assert_close(
+        parameters, torch.cat([p.detach().flatten() for p in alone.parameters()])
+    )
+    assert together.history.energy == pytest.approx(expected.history.energy, rel=1e-10)
+    assert together.energy == pytest.approx(expected.energy, rel=1e-10)
+    assert together.error == pytest.approx(expected.error, rel=1e-8)
+
+
+@CHECKS.add
+def flips(rank: int, size: int) -> None:
+    compare(rank, size, vmc.TransverseFieldIsing(vmc.Chain(6), field=1.0))
+
+
+@CHECKS.add
+def exchanges(rank: int, size: int) -> None:
+    compare(rank, size, vmc.Heisenberg(vmc.Chain(6)))
+
+
+@pytest.mark.parametrize("name", CHECKS.functions)
+def test_all_processes(world: World, name: str) -> None:
+    CHECKS.run(world, name)
