@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from pullback import __version__, pde
 from pullback.cli import doctor, record
-from pullback.cli.app import app
+from pullback.cli.app import app, refuse_missing_command
 from pullback.pde.judgement.stop import StopReason
 from pullback.pde.networks.modules import Slabs
 
@@ -71,6 +72,15 @@ def test_packages_that_are_missing_are_named_with_the_extra() -> None:
 def test_the_command_knows_what_the_experiments_add() -> None:
     names = {command.name for command in app.registered_commands}
     assert names >= {"run", "list", "report", "bench"}
+
+
+def test_commands_of_a_package_that_is_missing_name_it() -> None:
+    bare = typer.Typer()
+    bare.command("other")(lambda: None)
+    bare.command("run", hidden=True)(refuse_missing_command)
+    done = run.invoke(bare, ["run"])
+    assert done.exit_code == 1
+    assert "pip install ./experiments" in done.output
 
 
 def test_slabs_of_time_are_described_as_such() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .._core.errors import PullbackError
 from .terminal import (
     RESULTS,
     Device,
@@ -91,7 +92,31 @@ def doctor() -> None:
     raise typer.Exit(0 if is_healthy else 1)
 
 
-for command in entry_points(group="pullback.commands"):
-    function = command.load()
-    settings = getattr(function, "context_settings", None)
-    app.command(command.name, context_settings=settings)(function)
+#: commands of the package pullback-experiments
+LABORATORY_COMMANDS = ("run", "list", "report", "bench")
+
+
+def _add_installed_commands() -> None:
+    """Add the commands of other packages, and for missing ones a word on what to install."""
+    commands = {command.name: command for command in entry_points(group="pullback.commands")}
+    for name, command in commands.items():
+        function = command.load()
+        settings = getattr(function, "context_settings", None)
+        app.command(name, context_settings=settings)(function)
+    for name in LABORATORY_COMMANDS:
+        if name not in commands:
+            settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+            app.command(name, hidden=True, context_settings=settings)(refuse_missing_command)
+
+
+def refuse_missing_command(context: typer.Context) -> None:
+    """Exit with a message that names the package of the command."""
+    with exit_on_refusal():
+        raise PullbackError(
+            f"`pullback {context.info_name}` is not installed",
+            "it belongs to the package pullback-experiments",
+            "Install it: `pip install ./experiments` in a clone",
+        )
+
+
+_add_installed_commands()

@@ -23,7 +23,6 @@ from .peers import (
     kernels,
     pde,
     pde_chosen,
-    poisson,
     scale,
 )
 from .small_tasks import small_tasks
@@ -36,7 +35,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     for table in (
         verdicts,
         *(costs, worth, kfac, rules, races, vision),
-        *(exact, scale, pde, pde_chosen, poisson, kernels),
+        *(exact, scale, pde, pde_chosen, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, small_tasks),
     )
 }

@@ -90,18 +90,6 @@ def pde_chosen() -> Rows:
     return rows
 
 
-def poisson() -> Rows:
-    rows = [["", "median error", "worst", "seeds at 1e-6", "at 1e-9", "CPU s to 1e-6", "ms/step"]]
-    for key, name in (("ours", "`pde.solve`"), ("reference", "reference")):
-        one = record("poisson")["summary"][key]
-        least = [f"{one['at most'][bar]} of {one['runs']}" for bar in ("1e-06", "1e-09")]
-        spent = one["median CPU seconds to 1e-06"]
-        step = one["CPU ms per step"]
-        row = [name, small(one["median error"]), small(one["worst error"]), *least]
-        rows.append([*row, f"{spent:.1f}", f"{step:.0f}"])
-    return rows
-
-
 NETWORKS = {
     "mlp": "MLP 784-512-512-10",
     "conv": "conv net, 16–64 channels",
