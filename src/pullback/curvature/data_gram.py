@@ -187,7 +187,7 @@ class _QuerySolver:
         """Return flat vectors (n, p) as the blocks of the curvature hold them."""
         by_name = self._curvature.space.split(directions)
         pieces = {name: piece.flatten(1) for name, piece in by_name.items()}
-        held = []
+        query_blocks = []
         for form in self._curvature.forms:
-            held.append(hold_queries(form.gather(pieces), directions.dtype, None))
-        return QueryBlock(first_query, held)
+            query_blocks.append(hold_queries(form.gather(pieces), directions.dtype, None))
+        return QueryBlock(first_query, query_blocks)

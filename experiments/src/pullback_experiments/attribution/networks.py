@@ -27,19 +27,23 @@ def conv_block(inputs: int, outputs: int, kernel: int = 3, stride: int = 1, padd
 
 def resnet9(classes: int, width: int = 64) -> nn.Sequential:
     """Return ResNet-9 for 32×32 images as TRAK's authors train it: 2.3 million parameters."""
-    wide = 2 * width
+    doubled_width = 2 * width
     wider = 4 * width
     return nn.Sequential(
         conv_block(3, width),
-        conv_block(width, wide, 5, 2, 2),
-        Residual(nn.Sequential(conv_block(wide, wide), conv_block(wide, wide))),
-        conv_block(wide, wider),
+        conv_block(width, doubled_width, 5, 2, 2),
+        Residual(
+            nn.Sequential(
+                conv_block(doubled_width, doubled_width), conv_block(doubled_width, doubled_width)
+            )
+        ),
+        conv_block(doubled_width, wider),
         nn.MaxPool2d(2),
         Residual(nn.Sequential(conv_block(wider, wider), conv_block(wider, wider))),
-        conv_block(wider, wide, padding=0),
+        conv_block(wider, doubled_width, padding=0),
         nn.AdaptiveMaxPool2d(1),
         nn.Flatten(),
-        nn.Linear(wide, classes),
+        nn.Linear(doubled_width, classes),
     )
 
 

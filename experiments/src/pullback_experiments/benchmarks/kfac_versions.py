@@ -78,9 +78,9 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
     return numbers
 
 
-def natural_maker(likelihood: Any, every: tuple[int, int]) -> Callable[[Any], Any]:
+def natural_maker(likelihood: Any, schedule_steps: tuple[int, int]) -> Callable[[Any], Any]:
     """Return what makes the natural rule without a clip, at a rate of almost zero."""
-    statistics_every, invert_every = every
+    statistics_every, invert_every = schedule_steps
 
     def make(model: Any) -> Any:
         import pullback as pb

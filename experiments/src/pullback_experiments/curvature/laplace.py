@@ -234,9 +234,9 @@ def compare_peer(model: nn.Module, split: Split, structure: str, layers: str) ->
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     spread = variance.reshape(mean.shape).detach() + peer.sigma_noise.detach() ** 2
     seconds = time.monotonic() - start
-    found = report_regression(mean.detach(), spread, split.test_y)
+    scores = report_regression(mean.detach(), spread, split.test_y)
     evidence = float(peer.log_marginal_likelihood().detach()) / len(split.x)
-    return vars(replace(found, marginal_likelihood=evidence, seconds=seconds))
+    return vars(replace(scores, marginal_likelihood=evidence, seconds=seconds))
 
 
 #: our posteriors, and those of laplace-torch that stand for the same matrix
@@ -490,7 +490,7 @@ class TurnedTask:
 
     model: nn.Module
     split: Split
-    turned: dict[str, Tensor]
+    rotated: dict[str, Tensor]
 
     @classmethod
     def make(cls, setting: LaplaceRotation, name: str, seed: int) -> TurnedTask:
@@ -504,8 +504,8 @@ class TurnedTask:
         torch.manual_seed(seed)
         model = NETWORKS[name]()
         train(model, split, F.cross_entropy, setting.epochs, 1e-4, 64)
-        turned = {str(angle): rotate(split.test_x, angle) for angle in setting.angles}
-        return cls(model, split, turned)
+        rotated = {str(angle): rotate(split.test_x, angle) for angle in setting.angles}
+        return cls(model, split, rotated)
 
 
 def compare_rotation(setting: LaplaceRotation, name: str, context: Context) -> dict[str, Any]:
@@ -513,7 +513,7 @@ def compare_rotation(setting: LaplaceRotation, name: str, context: Context) -> d
     task = TurnedTask.make(setting, name, context.seed)
     targets = task.split.test_y
     reports: dict[str, Any] = {"plain network": {}}
-    for angle, x in task.turned.items():
+    for angle, x in task.rotated.items():
         with torch.no_grad():
             p = torch.softmax(task.model(x), 1)
         reports["plain network"][angle] = vars(report_classification(p, targets))
@@ -525,7 +525,7 @@ def compare_rotation(setting: LaplaceRotation, name: str, context: Context) -> d
             "marginal likelihood": posterior.log_marginal_likelihood(),
             "prior precision": posterior.prior_precision,
         }
-        for angle, x in task.turned.items():
+        for angle, x in task.rotated.items():
             p = posterior(x).probabilities()
             reports[label][angle] = vars(report_classification(p, targets))
         reports[label]["seconds"] = time.monotonic() - start
@@ -545,7 +545,7 @@ def compare_peer_rotation(
     start = time.monotonic()
     try:
         peer = fit_peer(task.model, task.split, "classification", "kron", "all")
-        panels = task.turned[str(angle)].split(100)
+        panels = task.rotated[str(angle)].split(100)
         p = torch.cat([peer(panel, link_approx="probit").detach() for panel in panels])
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}

@@ -80,12 +80,14 @@ def pde_chosen() -> Rows:
     names = {one["name"] for one in runs}
     runs += [one for one in record("pde-cuda")["runs"].values() if one["name"] not in names]
     for reported in REPORTED:
-        own = [one for one in runs if one["name"] == reported.name]
-        errors = [one["error"] for one in own]
+        records = [one for one in runs if one["name"] == reported.name]
+        errors = [one["error"] for one in records]
         below = sum(error <= reported.error for error in errors)
         elsewhere = f"{small(reported.error)}, {reported.source}"
         cells = [small(statistics.median(errors)), elsewhere, f"{below}/{len(errors)}"]
-        label = f"{own[0]['problem']}, float32" if "single" in reported.name else own[0]["problem"]
+        label = records[0]["problem"]
+        if "single" in reported.name:
+            label = f"{label}, float32"
         rows.append([label, *cells])
     return rows
 
