@@ -137,18 +137,24 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     for name, key in blocks.items():
         if key.kind == BlockKind.ENTRIES:
             _fill_entries(state, name, saved[name]["state"], params[name])
-        else:
-            layout = rows[name].factors
-            if not state.is_shown:
-                layout = _layout_of(saved[name]["average"])
-            _show_block(state, key, layout, params)
+            continue
+        layout = rows[name].factors
+        if not state.is_shown:
+            layout = _layout_of(saved[name]["average"])
+        _show_block(state, key, layout, params)
     state.replicas.place(state.states, state.averages, state.averages.keys())
     if not state.is_shown:
-        for key in list(state.averages):
-            _refuse_other_rule(state, key, saved[key.names[0]]["state"])
-            _fill_block(state, key, saved[key.names[0]], params[key.names[0]])
+        _fill_blocks(state, saved, params)
     numbers = next(iter(saved.values()))["schedule"]
     state.schedule.numbers.update({name: _number(numbers[name]) for name in COUNTS})
+
+
+def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
+    """Take up averages and states of all blocks that are shown."""
+    for key in list(state.averages):
+        name = key.names[0]
+        _refuse_other_rule(state, key, saved[name]["state"])
+        _fill_block(state, key, saved[name], params[name])
 
 
 def _number(value: Any) -> Any:
