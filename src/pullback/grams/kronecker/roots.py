@@ -208,10 +208,10 @@ def turn_basis(side: Tensor, basis: Tensor) -> BasisTurn:
     k *= (angle / _largest(k).clamp(min=angle))[:, None, None]
     if not _prefers_products(k):
         rotation = _cayley_transform(k)
-        turned = basis @ rotation
+        new_basis = basis @ rotation
         # round-off would let lengths drift by 1e-4 in 200 turns; angles do not drift
-        lengths = torch.linalg.vector_norm(turned, dim=-2, keepdim=True)
-        return BasisTurn(turned / lengths, rotation)
+        lengths = torch.linalg.vector_norm(new_basis, dim=-2, keepdim=True)
+        return BasisTurn(new_basis / lengths, rotation)
     new = basis + product(basis, k)
     for _ in range(2):  # X(3 − XᵀX)/2
         new = 1.5 * new - 0.5 * product(new, product(new.mT, new))

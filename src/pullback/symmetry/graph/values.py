@@ -62,7 +62,7 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class ParameterEntries:
+class ParameterCoordinates:
     """A tensor whose entries are entries of one parameter: their coordinates in it.
 
     Attributes:
@@ -80,7 +80,7 @@ class ParameterEntries:
     factor: float = 1.0
 
     @classmethod
-    def whole(cls, name: str, sizes: Sequence[int]) -> ParameterEntries:
+    def whole(cls, name: str, sizes: Sequence[int]) -> ParameterCoordinates:
         """Return the view that is the parameter itself."""
         sizes = tuple(sizes)
         coordinates: Sequence[Tensor] = ()
@@ -98,10 +98,10 @@ class ParameterEntries:
         """Whether the view is the parameter itself, entry by entry."""
         if self.view != self.sizes:
             return False
-        whole = ParameterEntries.whole(self.name, self.sizes)
+        whole = ParameterCoordinates.whole(self.name, self.sizes)
         return all(map(torch.equal, self.coordinates, whole.coordinates))
 
-    def rearrange(self, operation: Callable[[Tensor], Tensor]) -> ParameterEntries:
+    def rearrange(self, operation: Callable[[Tensor], Tensor]) -> ParameterCoordinates:
         """Return the view after an operation that moves entries, repeats or drops them."""
         coordinates = tuple(operation(c) for c in self.coordinates)
         if coordinates:
@@ -110,7 +110,7 @@ class ParameterEntries:
             view = operation(torch.zeros(self.view)).shape
         return replace(self, coordinates=coordinates, view=tuple(view))
 
-    def times(self, number: float) -> ParameterEntries:
+    def times(self, number: float) -> ParameterCoordinates:
         """Return the view with entries multiplied by a number other than 0."""
         return replace(self, factor=self.factor * number)
 
@@ -182,7 +182,7 @@ def _axes_that_vary(coordinates: Sequence[Tensor], view_axes: set[int]) -> set[i
     return varying
 
 
-Value = Activation | ParameterEntries
+Value = Activation | ParameterCoordinates
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class MatrixEntries:
     columns: Tensor
 
 
-def find_matrix(entries: ParameterEntries) -> MatrixEntries | None:
+def find_matrix(entries: ParameterCoordinates) -> MatrixEntries | None:
     """Return the matrix (out, in) that a view (in, out) lies in, and where it lies.
 
     None where an axis of the parameter counts both inputs and outputs, as in a diagonal.
@@ -226,7 +226,7 @@ def find_matrix(entries: ParameterEntries) -> MatrixEntries | None:
 
 
 def _merge_coordinates(
-    entries: ParameterEntries, coordinates: Sequence[Tensor], axes: Sequence[int]
+    entries: ParameterCoordinates, coordinates: Sequence[Tensor], axes: Sequence[int]
 ) -> Tensor:
     """Return coordinates along several axes of the parameter, counted as one axis: (n,) or (1,)."""
     merged = torch.zeros(1, dtype=torch.long)

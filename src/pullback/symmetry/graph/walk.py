@@ -17,7 +17,7 @@ from ..actions.charts import Chart, FixedNorm, ReshapedParameter
 from .example import Example
 from .ledger import Ledger
 from .scales import FIXED, Legs, Scales, collapse, equate_uses
-from .values import Activation, ParameterEntries, Value, find_matrix
+from .values import Activation, ParameterCoordinates, Value, find_matrix
 
 #: a rule takes the walk, the node, its arguments and its keyword arguments, with values in place of
 #: nodes. It returns the node's value, or NotImplemented where it does not apply.
@@ -128,7 +128,7 @@ class Walk:
         constants = iter(example.fixed.values())
         for node in graph.nodes:
             if node.op == "placeholder" and (name := next(parameter_names, None)) is not None:
-                values[node] = ParameterEntries.whole(name, list_shapes(node)[0])
+                values[node] = ParameterCoordinates.whole(name, list_shapes(node)[0])
             elif node.op in ("placeholder", "get_attr"):
                 values[node] = Activation.constant(list_shapes(node)[0])
                 if (constant := next(constants, None)) is not None:
@@ -183,7 +183,7 @@ class Walk:
 
     # --- parameters ------------------------------------------------------------------------
 
-    def scale_parameter(self, entries: ParameterEntries, *labels: Tensor) -> None:
+    def scale_parameter(self, entries: ParameterCoordinates, *labels: Tensor) -> None:
         """Require that the entries are scaled by the sum of these labels (broadcast to the view).
 
         A parameter that is used again must be scaled in the same way as before.
@@ -226,7 +226,7 @@ class Walk:
         self.scale_parameter(value, label.expand(value.view))
         return Activation.expand(label, value.view)
 
-    def name_matrix(self, weight: ParameterEntries) -> NamedMatrix | None:
+    def name_matrix(self, weight: ParameterCoordinates) -> NamedMatrix | None:
         """Return the matrix that a view (in, out) is in, by name, with its rows and columns there.
 
         None where an axis of the parameter counts both inputs and outputs, or where the axes were
@@ -241,7 +241,7 @@ class Walk:
         parameter = ReshapedParameter(weight.name, ((0,), (1,)))
         return NamedMatrix(self._find_name(matrix, parameter), entries.rows, entries.columns)
 
-    def name_vector(self, bias: ParameterEntries) -> str:
+    def name_vector(self, bias: ParameterCoordinates) -> str:
         """Return a name for the vector of all entries of a parameter, as they are used."""
         all_axes = tuple(range(len(bias.sizes)))
         vector = ReshapedParameter(bias.name, (all_axes,), (), bias.factor)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..ledger import Producer
 from ..scales import collapse
-from ..values import NO_UNIT, Activation, ParameterEntries
+from ..values import NO_UNIT, Activation, ParameterCoordinates
 from ..walk import Walk
 
 
-def attach_bias(walk: Walk, x: Activation, addend: ParameterEntries) -> bool:
+def attach_bias(walk: Walk, x: Activation, addend: ParameterCoordinates) -> bool:
     """Make a parameter the bias of the layer, or of the layers, behind x; return whether it is.
 
     It is where it has one number for each output, all outputs of each layer have one, and no layer

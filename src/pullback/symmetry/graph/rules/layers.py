@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from ..ledger import LinearReading, Operation, Producer
 from ..scales import ZERO, collapse
-from ..values import NO_UNIT, Activation, ParameterEntries, Value, has_units
+from ..values import NO_UNIT, Activation, ParameterCoordinates, Value, has_units
 from ..walk import Walk, list_shapes, rule
 from .pointwise import add_values, module_name, multiply_by_number
 
@@ -59,7 +59,7 @@ def follow_addmm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]
     bias, x, y = args[:3]
     beta = kwargs.get("beta", 1)
     alpha = kwargs.get("alpha", 1)
-    if isinstance(y, ParameterEntries):
+    if isinstance(y, ParameterCoordinates):
         y = multiply_by_number(walk, y, alpha)
     else:
         x = multiply_by_number(walk, x, alpha)
@@ -76,9 +76,9 @@ def _is_zero(value: Value) -> bool:
 
 def _multiply(walk: Walk, x: Value, y: Value) -> Activation:
     """Return (b, n, i) · (b, i, m)."""
-    if isinstance(x, Activation) and isinstance(y, ParameterEntries):
+    if isinstance(x, Activation) and isinstance(y, ParameterCoordinates):
         return _apply_weight(walk, x, y)
-    if isinstance(x, ParameterEntries) and isinstance(y, Activation):
+    if isinstance(x, ParameterCoordinates) and isinstance(y, Activation):
         transposed = _multiply(walk, y.rearrange(lambda t: t.mT), x.rearrange(lambda t: t.mT))
         return transposed.rearrange(lambda t: t.mT)
     # Two parameters, if these are any, are not scaled.
@@ -87,7 +87,7 @@ def _multiply(walk: Walk, x: Value, y: Value) -> Activation:
     return _multiply_activations(walk, x, y)
 
 
-def _apply_weight(walk: Walk, x: Activation, weight: ParameterEntries) -> Activation:
+def _apply_weight(walk: Walk, x: Activation, weight: ParameterCoordinates) -> Activation:
     """Return x (b, n, i) times a weight (b, i, m), which is often the same for all b."""
     b, n, _ = x.shape
     m = weight.view[2]
@@ -109,7 +109,9 @@ def _apply_weight(walk: Walk, x: Activation, weight: ParameterEntries) -> Activa
     return Activation.expand(atoms, (b, n, m), torch.stack(units)[:, None])
 
 
-def _read_by_matrix(walk: Walk, units: Tensor, weight: ParameterEntries, atoms: Tensor) -> Tensor:
+def _read_by_matrix(
+    walk: Walk, units: Tensor, weight: ParameterCoordinates, atoms: Tensor
+) -> Tensor:
     """Record that a linear layer with weight (i, m) reads units (b, n, i); return its own, (m,)."""
     matrix = walk.name_matrix(weight)
     if matrix is None:
@@ -265,7 +267,7 @@ def _convolve_with_activation(
 
 
 def _convolve_with_parameter(
-    walk: Walk, x: Activation, weight: ParameterEntries, channels: Tensor, options: _Convolution
+    walk: Walk, x: Activation, weight: ParameterCoordinates, channels: Tensor, options: _Convolution
 ) -> Activation:
     """Return the convolution with a parameter, whose output channels get new atoms."""
     atoms = walk.scales.new_atoms(options.shape[1], walk.ledger.count_call())
@@ -294,7 +296,7 @@ def _convolve_with_parameter(
 
 
 def _read_by_kernel(
-    walk: Walk, x: Activation, weight: ParameterEntries, atoms: Tensor, options: _Convolution
+    walk: Walk, x: Activation, weight: ParameterCoordinates, atoms: Tensor, options: _Convolution
 ) -> Tensor | None:
     """Record that a convolution reads its input's channels; return its own units, (C,).
 

@@ -20,7 +20,7 @@ from ..ledger import (
     Reading,
 )
 from ..scales import FIXED, collapse
-from ..values import Activation, ParameterEntries, Value
+from ..values import Activation, ParameterCoordinates, Value
 from ..walk import FixedNormUse, Walk, add_constants, operation_name, rule
 from .pointwise import add_values, multiply_by_gain
 
@@ -72,7 +72,7 @@ def follow_batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str,
     has_fixed_statistics = "no_training" in operation_name(node) or args[5] is False
     if not has_fixed_statistics:
         _remove_shifts(walk, x, 1, BatchNormReading)
-    elif isinstance(gain, ParameterEntries) and isinstance(shift, ParameterEntries):
+    elif isinstance(gain, ParameterCoordinates) and isinstance(shift, ParameterCoordinates):
         inputs = Activation.expand(label, x.shape)
         out = multiply_by_gain(walk, inputs, gain, Operation.GAIN)
         norm = _read_statistics(walk, node, args, gain, shift)
@@ -89,7 +89,7 @@ def follow_batch_norm(walk: Walk, node: Node, args: list[Any], kwargs: dict[str,
 
 
 def _read_statistics(
-    walk: Walk, node: Node, args: list[Any], gain: ParameterEntries, shift: ParameterEntries
+    walk: Walk, node: Node, args: list[Any], gain: ParameterCoordinates, shift: ParameterCoordinates
 ) -> FixedNorm:
     """Return a batch norm's constants; the running mean and variance are arguments 3 and 4."""
     eps = float(args[6] if "no_training" in operation_name(node) else args[7])
@@ -130,7 +130,7 @@ def _apply_gain_and_shift(
 ) -> Activation:
     """Return normalized values times a gain plus a shift, where there are any."""
     out = Activation.constant(shape)
-    if isinstance(gain, ParameterEntries):
+    if isinstance(gain, ParameterCoordinates):
         out = multiply_by_gain(walk, out, gain, operation)
     elif operation is Operation.LAYER_NORM:
         # Without a gain, too, the outputs of a layer norm sum to zero.

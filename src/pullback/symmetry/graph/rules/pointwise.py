@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..ledger import Operation, Producer
 from ..scales import FIXED, collapse
-from ..values import NO_UNIT, Activation, ParameterEntries, Value, has_units
+from ..values import NO_UNIT, Activation, ParameterCoordinates, Value, has_units
 from ..walk import LIMITS, Walk, add_constants, operation_name, rule
 from .bias import attach_bias
 
@@ -42,7 +42,7 @@ def follow_sum(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) 
     x, y = args[:2]
     if not isinstance(y, Value):
         return _add_number(walk, x, y)
-    if isinstance(x, ParameterEntries) and isinstance(y, Activation):
+    if isinstance(x, ParameterCoordinates) and isinstance(y, Activation):
         x, y = y, x
     x = walk.as_activation(x)
     if "add" in operation_name(node) and kwargs.get("alpha", 1) == 1:
@@ -67,7 +67,7 @@ def _add_number(walk: Walk, x: Value, number: float) -> Activation:
 def add_values(walk: Walk, x: Activation, y: Value) -> Activation:
     """Return x + y; a parameter y is scaled as x is, and may be the bias of the layer behind x."""
     shape = torch.broadcast_shapes(x.shape, y.shape)
-    if isinstance(y, ParameterEntries):
+    if isinstance(y, ParameterCoordinates):
         y = _read_table(walk, x, y)
     if isinstance(y, Activation):
         scale = walk.scales.unify(x.scale, y.scale)
@@ -80,14 +80,14 @@ def add_values(walk: Walk, x: Activation, y: Value) -> Activation:
     return x.without_units()
 
 
-def _scale_addend(walk: Walk, labels: Tensor, y: ParameterEntries) -> Tensor:
+def _scale_addend(walk: Walk, labels: Tensor, y: ParameterCoordinates) -> Tensor:
     """Scale a parameter as what it is added to, with these labels; return those in its shape."""
     labels = walk.merge_to_shape(labels, y.shape)
     walk.scale_parameter(y, labels.expand(y.view).clamp(min=FIXED))
     return labels
 
 
-def _read_table(walk: Walk, x: Activation, y: ParameterEntries) -> Value:
+def _read_table(walk: Walk, x: Activation, y: ParameterCoordinates) -> Value:
     """Return a parameter that holds a vector for each position as a layer without inputs.
 
     Such are learned positions, which are added to the outputs x of a layer. Other parameters are
@@ -194,9 +194,9 @@ def follow_product(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, An
         return multiply_by_number(walk, x, y)
     if is_division:
         return _multiply_activations(walk, x, y, sign=-1)
-    if isinstance(x, ParameterEntries) and isinstance(y, Activation):
+    if isinstance(x, ParameterCoordinates) and isinstance(y, Activation):
         x, y = y, x
-    if isinstance(x, Activation) and isinstance(y, ParameterEntries):
+    if isinstance(x, Activation) and isinstance(y, ParameterCoordinates):
         return multiply_by_gain(walk, x, y, Operation.GAIN)
     return _multiply_activations(walk, x, y, sign=1)
 
@@ -213,13 +213,13 @@ def _multiply_activations(walk: Walk, x: Value, y: Value, sign: int) -> Activati
 def multiply_by_number(walk: Walk, value: Value, number: Any) -> Value:
     """Return a value times a number; a parameter stays one that may be read as a weight."""
     is_regular = isinstance(number, (int, float)) and number and isfinite(number)
-    if isinstance(value, ParameterEntries) and is_regular:
+    if isinstance(value, ParameterCoordinates) and is_regular:
         return value.times(number)
     return walk.as_activation(value)
 
 
 def multiply_by_gain(
-    walk: Walk, x: Activation, gain: ParameterEntries, operation: Operation
+    walk: Walk, x: Activation, gain: ParameterCoordinates, operation: Operation
 ) -> Activation:
     """Return x times a parameter: a linear layer for each entry by itself."""
     shape = torch.broadcast_shapes(x.shape, gain.shape)
@@ -259,7 +259,7 @@ def module_name(parameter_name: str) -> str:
 def follow_homogeneous(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """f(αx) = αf(x) for α > 0."""
     for slope in args[1:]:
-        if isinstance(slope, ParameterEntries):
+        if isinstance(slope, ParameterCoordinates):
             walk.as_activation(slope, fixed=True)
     x = walk.as_activation(args[0])
     walk.mark_nonlinear(x)

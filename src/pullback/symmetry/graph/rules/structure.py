@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..scales import FIXED, ZERO
-from ..values import Activation, ParameterEntries, Value
+from ..values import Activation, ParameterCoordinates, Value
 from ..walk import (
     Walk,
     add_constants,
@@ -171,7 +171,7 @@ def follow_index(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]
     x = walk.as_activation(args[0])
     shape = list_shapes(node)[0]
     walk.mark_nonlinear(x)
-    if isinstance(args[0], ParameterEntries) and len(args[0].sizes) > 2:
+    if isinstance(args[0], ParameterCoordinates) and len(args[0].sizes) > 2:
         name = args[0].name
         walk.add_note(f"which matrix of {name} is used depends on values: all are scaled alike")
     if operation_name(node).startswith(("index_select", "gather")):
@@ -179,7 +179,7 @@ def follow_index(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]
         return Activation.expand(walk.scales.merge(x.scale, [dim]), shape)
     indices = args[1]
     dims = [d for d, index in enumerate(indices) if index is not None]
-    if len(dims) != 1 or isinstance(indices[dims[0]], ParameterEntries):
+    if len(dims) != 1 or isinstance(indices[dims[0]], ParameterCoordinates):
         return NotImplemented
     dim = dims[0]
     scale = walk.scales.merge(x.scale, dims)
