@@ -272,7 +272,10 @@ def own_group(
         taken: ids of those that are in another group already.
         sharded: whether parameters may lie on several processes.
     """
-    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if isinstance(param_group, dict):
+        params = param_group.get("params")
+    else:
+        params = None
     remedy = 'Give a dict with "params" and, if you like, options of their own'
     require(isinstance(params, Iterable), "A param group", param_group, remedy)
     if isinstance(params, Tensor):
@@ -280,7 +283,10 @@ def own_group(
     params = list(params or ())
     ids = {*taken}
     for entry in params:
-        p = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(entry, tuple):
+            p = entry[1]
+        else:
+            p = entry
         name = names.get(id(p))
         if name is None:
             _refuse_stranger(p)
@@ -297,7 +303,10 @@ def own_group(
 
 def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[int, str]) -> None:
     """Raise for parameters that the model received after the optimizer was built."""
-    params = param_group.get("params") if isinstance(param_group, dict) else None
+    if isinstance(param_group, dict):
+        params = param_group.get("params")
+    else:
+        params = None
     if isinstance(params, Tensor) or not isinstance(params, Collection):
         return
     given = {id(p) for p in params}
@@ -314,7 +323,10 @@ def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[in
 
 def _refuse_stranger(p: object) -> None:
     """Raise for a parameter that is not the model's."""
-    what = f"a tensor of shape {tuple(p.shape)}" if isinstance(p, Tensor) else f"{p!r}"
+    if isinstance(p, Tensor):
+        what = f"a tensor of shape {tuple(p.shape)}"
+    else:
+        what = f"{p!r}"
     raise PullbackError(
         "A parameter does not belong to the model",
         f"{what} is not among its parameters",

@@ -19,10 +19,15 @@ class Guard:
         """Ask for one more condition; False where it is known to fail."""
         if not self.is_deferred:
             return bool(flag)
-        self.is_good = flag if self.is_good is None else self.is_good & flag
+        if self.is_good is None:
+            self.is_good = flag
+        else:
+            self.is_good = self.is_good & flag
         return True
 
     @property
     def is_void(self) -> Tensor | None:
         """A float32 flag, or None where nothing is deferred."""
-        return None if self.is_good is None else (~self.is_good).float()
+        if self.is_good is None:
+            return None
+        return (~self.is_good).float()

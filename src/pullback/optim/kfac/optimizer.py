@@ -203,7 +203,10 @@ class KFAC(Optimizer):
         """Find the model's parameters and hook the model."""
         processes = self._replicas.processes
         self._params = ModelParameters(self.model, processes)
-        rank = f" {processes.rank}" if processes.rank else ""
+        if processes.rank:
+            rank = f" {processes.rank}"
+        else:
+            rank = ""
         seed = self._options.rule.estimation.seed
         numbers = self._schedule.numbers  # not the optimizer, which holds the hooks
         self._capture = StatisticsCapture(
@@ -600,7 +603,10 @@ class KFAC(Optimizer):
         if not capture.pool.calls:
             self._refuse_missing_statistics()
             return {}
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        if self.grad_scaler is None:
+            scale = 1.0
+        else:
+            scale = float(self.grad_scaler.get_scale())
         # gradients are averaged over processes, and cotangents not yet
         means = capture.take(scale * self._replicas.processes.size)
         self._skipped = means is None

@@ -182,7 +182,10 @@ def resolve(
 def _find_others(rule: Rule) -> Rule | None:
     """Return the rule for parameters that this one does not take, if there are any."""
     if not rule.accepts(Role.VECTOR):
-        others = AdamW() if rule.others is None else rule.others
+        if rule.others is None:
+            others = AdamW()
+        else:
+            others = rule.others
         _check_rule(others)
         return others
     if rule.is_elementwise:
@@ -201,7 +204,10 @@ def choose_rule(
     shortcuts = {"likelihood": likelihood, "damping": damping}
     given = {name: value for name, value in shortcuts.items() if value is not None}
     if rule is None:
-        chosen = Natural(**given) if given or step is not None else default_rule(model)
+        if given or step is not None:
+            chosen = Natural(**given)
+        else:
+            chosen = default_rule(model)
     elif isinstance(rule, str) and rule in _RULES:
         chosen = _named_rule(rule, given)
     else:

@@ -183,16 +183,16 @@ class BlockStates:
 
     def _alike(self, averages: Averages, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks whose averages and states can be stacked."""
-        kinds: dict[Any, list[BlockKey]] = {}
+        groups: dict[Any, list[BlockKey]] = {}
         for key in keys:
             block = self.blocks[key]
             average = averages[key]
             is_large = is_inverted_alone(max(block.shape.size[1:]), average.mass.device)
-            kind: Any = (key.kind, key.joint, average.form, block.state.form, block.is_ready)
+            form: Any = (key.kind, key.joint, average.form, block.state.form, block.is_ready)
             if (key.kronecker and is_large) or average.mean:
-                kind = key
-            kinds.setdefault(kind, []).append(key)
-        return list(kinds.values())
+                form = key
+            groups.setdefault(form, []).append(key)
+        return list(groups.values())
 
     def _stack_averages(
         self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any
@@ -260,24 +260,27 @@ class BlockStates:
 
     def stack(self, like: Tensors, group_numbers: Mapping[str, int]) -> None:
         """Bring states of one form, for parameters of one shape and group, into one memory."""
-        kinds: dict[Any, list[Block]] = {}
+        groups: dict[Any, list[Block]] = {}
         for key, block in self.blocks.items():
             if not block.is_ready or block.is_absent or key.names[0] not in group_numbers:
                 continue
-            group = group_numbers[key.names[0]]
-            kind: Any = (id(block.rule), group, block.born, block.state.form)
+            number = group_numbers[key.names[0]]
+            form: Any = (id(block.rule), number, block.born, block.state.form)
             if block.rule.is_elementwise:
                 is_large = block.shape.size[1] > _LIMITS.concatenated
-                names = key.names if is_large else ()
-                kind = (id(block.rule), group, block.born, block.shape.device, block.shape.dtype)
-                kind += names
+                if is_large:
+                    names = key.names
+                else:
+                    names = ()
+                form = (id(block.rule), number, block.born, block.shape.device, block.shape.dtype)
+                form += names
             elif key.kronecker:
                 shapes = tuple(like[n].shape for n in key.names)
-                kind += (key.bias, key.turned, shapes, block.shape.size)
+                form += (key.bias, key.turned, shapes, block.shape.size)
             else:
-                kind += (key.kind, len(key.names))
-            kinds.setdefault(kind, []).append(block)
-        self._stacks = [Stack(blocks, like) for blocks in kinds.values()]
+                form += (key.kind, len(key.names))
+            groups.setdefault(form, []).append(block)
+        self._stacks = [Stack(blocks, like) for blocks in groups.values()]
 
     def directions(
         self,
@@ -299,9 +302,9 @@ class BlockStates:
                 continue
             options = groups[group_numbers[stack.names[0]]]
             context = StepContext(step + 1 - stack.born, options, is_void)
-            parts = stack.direction(gradients, context)
-            directions |= stack.split(parts)
-            stacked += parts
+            pieces = stack.direction(gradients, context)
+            directions |= stack.split(pieces)
+            stacked += pieces
         return directions, stacked
 
 
@@ -325,8 +328,11 @@ def join_states(states: Sequence[RuleState], axis: int = 0) -> RuleState:
     """Return states of one form as that of all their blocks."""
     if len(states) == 1:
         return replace(states[0])
-    every = [state.tensors() for state in states]
-    joined = {n: torch.cat([tensors[n] for tensors in every], axis) for n in every[0]}
+    tensors_by_state = [state.tensors() for state in states]
+    joined = {
+        n: torch.cat([tensors[n] for tensors in tensors_by_state], axis)
+        for n in tensors_by_state[0]
+    }
     return replace(states[0], **joined)
 
 
@@ -365,49 +371,55 @@ class Stack:
         if self._key.joint:
             weight = self._stack_weights(gradients)
             biases = self._gradients(1, gradients)
-            bias = biases[0] if len(biases) == 1 else torch.stack(biases)
+            if len(biases) == 1:
+                bias = biases[0]
+            else:
+                bias = torch.stack(biases)
             bias = bias.reshape(-1, self._rows)
-            parts = list(self.rule.direction_with_bias(weight, bias, self._state, step))
+            pieces = list(self.rule.direction_with_bias(weight, bias, self._state, step))
         else:
-            parts = [self.rule.direction(self._join(gradients), self._state, step)]
+            pieces = [self.rule.direction(self._join(gradients), self._state, step)]
         for tensor, copy in before:
             tensor.copy_(copy)
-        return parts
+        return pieces
 
     def _gradients(self, place: int, gradients: Tensors) -> list[Tensor]:
         """Return the gradients of all weights (place 0) or partners; missing ones are zero."""
-        found: list[Tensor] = []
+        same_place: list[Tensor] = []
         for block in self._blocks:
             name = block.key.names[place]
             gradient = gradients.get(name)
             if gradient is None:
                 gradient = torch.zeros_like(self._like[name], dtype=self._dtype)
-            found.append(gradient.to(self._dtype))
-        return found
+            same_place.append(gradient.to(self._dtype))
+        return same_place
 
     def _join(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
-        parts = [self._gradients(i, gradients) for i in range(len(self._key.names))]
+        by_place = [self._gradients(i, gradients) for i in range(len(self._key.names))]
         if self._axis:
-            flat = [g.reshape(-1) for g in parts[0]]
+            flat = [g.reshape(-1) for g in by_place[0]]
             return (flat[0] if len(flat) == 1 else torch.cat(flat))[None]
         if not self._key.kronecker:
-            columns = [torch.cat([g.reshape(-1) for g in part]) for part in parts]
+            columns = [torch.cat([g.reshape(-1) for g in of_place]) for of_place in by_place]
             return torch.stack(columns, 1)
         return self._stack_weights(gradients)
 
     def _stack_weights(self, gradients: Tensors) -> Tensor:
         """Return the gradients of all weights, (B, O, I)."""
         weights = self._gradients(0, gradients)
-        weight = weights[0] if len(weights) == 1 else torch.stack(weights)
+        if len(weights) == 1:
+            weight = weights[0]
+        else:
+            weight = torch.stack(weights)
         columns = self._columns - self._key.joint
         if self._key.turned:
             return weight.reshape(-1, columns, self._rows).mT.contiguous()
         return weight.reshape(-1, self._rows, columns)
 
-    def split(self, parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    def split(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return stacked directions by name, in the parameters' shapes."""
-        first = parts[0]
+        first = pieces[0]
         if self._axis:
             return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
         by_name: dict[str, Tensor] = {}
@@ -420,16 +432,16 @@ class Stack:
         # at once: an update of strided directions would copy them one by one
         by_name |= self._unbind(weight.contiguous(), 0)
         if self._key.joint:
-            by_name |= self._unbind(parts[1], 1)
+            by_name |= self._unbind(pieces[1], 1)
         return by_name
 
     def _unbind(self, stacked: Tensor, place: int) -> dict[str, Tensor]:
         names = [block.key.names[place] for block in self._blocks]
-        each = stacked.reshape(len(names), *self._like[names[0]].shape).unbind()
-        return dict(zip(names, each, strict=True))
+        unbound = stacked.reshape(len(names), *self._like[names[0]].shape).unbind()
+        return dict(zip(names, unbound, strict=True))
 
     def _split_flat(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         shapes = {name: self._like[name].shape for name in names}
-        parts = flat.split([shape.numel() for shape in shapes.values()])
-        each = zip(shapes.items(), parts, strict=True)
-        return {name: part.view(shape) for (name, shape), part in each}
+        pieces = flat.split([shape.numel() for shape in shapes.values()])
+        by_name = dict(zip(shapes, pieces, strict=True))
+        return {name: piece.view(shapes[name]) for name, piece in by_name.items()}

@@ -154,9 +154,12 @@ class StepView:
         span = [move.solution.x.double()]
         if self._last_move is not None and bool(self._last_move.any()):
             span.append(self._last_move.double())
-        target = move.size * move.direction.double()
-        factors = torch.linalg.lstsq(torch.stack(span, 1), target[:, None]).solution[:, 0]
-        alpha, *beta = factors.tolist()
+        displacement = move.size * move.direction.double()
+        rows = torch.stack(span)
+        # sums of products, whose last bits do not depend on where the memory begins
+        products = (rows[:, None] * rows).sum(-1)
+        slopes = (rows * displacement).sum(-1)
+        alpha, *beta = (torch.linalg.pinv(products, hermitian=True) @ slopes).tolist()
         return alpha, beta[0] if beta else None
 
     def next_damping(self, memory: StepMemory) -> float | None:

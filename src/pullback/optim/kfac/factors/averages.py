@@ -39,7 +39,10 @@ class Average:
     def empty(cls, like: Factors, *, has_mean: bool) -> Average:
         """Return zeros of the factors' shapes."""
         value = {f: zeros_like(t) for f, t in like.items()}
-        mean = {f: zeros_like(t) for f, t in like.items()} if has_mean else {}
+        if has_mean:
+            mean = {f: zeros_like(t) for f, t in like.items()}
+        else:
+            mean = {}
         return cls(value, get_entries(next(iter(value.values()))).new_zeros(()), mean)
 
     def fits(self, new: Factors) -> bool:

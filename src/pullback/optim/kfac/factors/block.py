@@ -128,7 +128,10 @@ def _to_matrices(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...
     v = tensors[0]
     if v.numel() != groups * rows * (columns - key.joint):
         return v
-    v = v.reshape(groups, -1, rows).mT if key.turned else v.reshape(groups, rows, -1)
+    if key.turned:
+        v = v.reshape(groups, -1, rows).mT
+    else:
+        v = v.reshape(groups, rows, -1)
     if key.joint:
         v = torch.cat([v, tensors[1].reshape(groups, -1, 1)], 2)
     return v
@@ -141,7 +144,10 @@ def from_block(
     v = v.reshape(shape)
     if not key.kronecker:
         return [column.reshape(p.shape) for column, p in zip(v.unbind(1), like, strict=True)]
-    weight = v[..., :-1] if key.joint else v
+    if key.joint:
+        weight = v[..., :-1]
+    else:
+        weight = v
     out = [(weight.mT if key.turned else weight).reshape(like[0].shape)]
     if key.joint:
         out.append(v[..., -1].reshape(like[1].shape))
@@ -155,7 +161,10 @@ def describe(key: BlockKey, factors: Factors) -> str:
     if key.kind == BlockKind.UNITS:
         return "units, gain and shift" if len(key.names) == 2 else "units"
     groups, rows, columns = block_shape(key, factors)
-    several = f"{groups} × " if groups > 1 else ""
+    if groups > 1:
+        several = f"{groups} × "
+    else:
+        several = ""
     parts = [f"kronecker {several}({rows} ⊗ {columns})"]
     if not is_dense(factors, FactorSide.LEFT):
         parts.append("output diagonal")

@@ -108,7 +108,10 @@ class Invariant(Damping):
 
     def __init__(self, value: float = 1e-2, reference: Reference | None = None) -> None:
         super().__init__(value)
-        items = reference.items() if isinstance(reference, Mapping) else ()
+        if isinstance(reference, Mapping):
+            items = reference.items()
+        else:
+            items = ()
         good = [isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items]
         if reference is not None and not (good and all(good)):
             raise PullbackError(
@@ -164,9 +167,13 @@ class Adaptive(Damping):
                 f"{self.inner!r} adapts already",
                 "Give a number, or another damping",
             )
-        decrease = 1 / factor if isinstance(factor, (int, float)) and factor > 0 else factor
+        if isinstance(factor, (int, float)) and factor > 0:
+            decrease = 1 / factor
+        else:
+            decrease = factor
         self._rule = RatioDamping(low, high, factor, decrease, smallest, largest)
-        self.exact, self.referenced = self.inner.exact, self.inner.referenced
+        self.exact = self.inner.exact
+        self.referenced = self.inner.referenced
         self.reference = self.inner.reference
 
     def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
@@ -182,9 +189,11 @@ class Adaptive(Damping):
         return f"Adaptive({self.inner!r}, {self._rule!r})"
 
 
-def as_damping(given: Damping | float) -> Damping:
+def as_damping(damping: Damping | float) -> Damping:
     """Return the damping itself, or `Tikhonov` of a number."""
-    return given if hasattr(given, "added") else Tikhonov(given)  # pyright: ignore[reportReturnType, reportArgumentType]
+    if hasattr(damping, "added"):
+        return damping  # pyright: ignore[reportReturnType]
+    return Tikhonov(damping)  # pyright: ignore[reportArgumentType]
 
 
 def refuse_reference(damping: Damping, found: Reference) -> None:
@@ -192,7 +201,8 @@ def refuse_reference(damping: Damping, found: Reference) -> None:
     for key, given in (damping.reference or {}).items():
         new = found.get(key, {})
         for factor in new.keys() & given.keys():
-            own, other = tuple(new[factor].shape), tuple(given[factor].shape)
+            own = tuple(new[factor].shape)
+            other = tuple(given[factor].shape)
             if (own[0], own[-1]) != (other[0], other[-1]):  # one may be a diagonal
                 raise PullbackError(
                     "The damping's reference does not fit",

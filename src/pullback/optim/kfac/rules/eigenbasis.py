@@ -87,9 +87,15 @@ class Eigenbasis(Rule):
         self.betas = betas
         self.eps = eps
         self.takes_head = head
-        own = Estimation() if estimation is None else estimation
+        if estimation is None:
+            own = Estimation()
+        else:
+            own = estimation
         self.estimation = own.with_metric(likelihood, metric, fisher=fisher)
-        self.others = AdamW() if others is None else others
+        if others is None:
+            self.others = AdamW()
+        else:
+            self.others = others
 
     def init(self, shape: BlockShape) -> EigenbasisState:
         blocks, rows, columns = shape.size

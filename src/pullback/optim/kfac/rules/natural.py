@@ -180,7 +180,10 @@ class Natural(Rule):
         self.ekfac = ekfac
         self.kl_clip = kl_clip
         self.warmup = warmup
-        own = Estimation() if estimation is None else estimation
+        if estimation is None:
+            own = Estimation()
+        else:
+            own = estimation
         changes = {"fisher": fisher, "joint": joint, "measures_spectrum": ekfac}
         self.estimation = own.with_metric(likelihood, metric, **changes)
         refuse_combinations(self.estimation, self.damping)
@@ -206,16 +209,25 @@ class Natural(Rule):
             units, parameters = shape.size
             return UnitState(inverse=shape.zeros(units, parameters, parameters))
         blocks, rows, columns = shape.size
-        left = shape.zeros(blocks, rows, rows) if shape.dense_rows else None
+        if shape.dense_rows:
+            left = shape.zeros(blocks, rows, rows)
+        else:
+            left = None
         if self._is_exact:
-            right = shape.zeros(blocks, columns, columns) if shape.dense_columns else None
+            if shape.dense_columns:
+                right = shape.zeros(blocks, columns, columns)
+            else:
+                right = None
             state = EigenState(left, right, shape.zeros(*shape.size), None, None)
             if self.ekfac:
                 state.spectrum = shape.zeros(*shape.size)
                 state.mass = shape.zeros(blocks)
             return state
         filled = _fill_up(columns)
-        wide = (blocks, filled, filled) if shape.dense_columns else (blocks, filled)
+        if shape.dense_columns:
+            wide = (blocks, filled, filled)
+        else:
+            wide = (blocks, filled)
         right = shape.zeros(*wide)
         if left is None:
             left = shape.zeros(blocks, rows)
@@ -415,8 +427,14 @@ class Natural(Rule):
             return averages.divided()
         if state.spectrum is None or state.mass is None or not bool((state.mass > 0).all()):
             return averages.divided()
-        left = None if state.left is None else state.left.clone()
-        right = None if state.right is None else state.right.clone()
+        if state.left is None:
+            left = None
+        else:
+            left = state.left.clone()
+        if state.right is None:
+            right = None
+        else:
+            right = state.right.clone()
         return EigenBlock(left, right, _corrected(state.spectrum, state.mass))
 
     def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
@@ -515,7 +533,9 @@ def _fill_up(n: int) -> int:
 def _pad(side: Tensor) -> Tensor:
     """Return a factor filled up with zeros to rows that are read fast."""
     more = _fill_up(side.shape[-1]) - side.shape[-1]
-    return F.pad(side, (0, more) * (side.ndim - 1)) if more else side
+    if more:
+        return F.pad(side, (0, more) * (side.ndim - 1))
+    return side
 
 
 def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
@@ -553,12 +573,16 @@ def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _shift(side: Tensor, by: Tensor) -> Tensor:
     """Return side + by for multiples of the identity (B,), or for sides."""
-    return factor_matrix.add_identity(side, by) if by.ndim == 1 else factor_matrix.add(side, by)
+    if by.ndim == 1:
+        return factor_matrix.add_identity(side, by)
+    return factor_matrix.add(side, by)
 
 
 def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
     """Return NewᵀOld of two bases; None is the identity, of a side that is a diagonal."""
-    return None if new is None or old is None else new.mT @ old
+    if new is None or old is None:
+        return None
+    return new.mT @ old
 
 
 def _corrected(spectrum: Tensor, mass: Tensor) -> Tensor:
