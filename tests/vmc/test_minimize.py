@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,9 @@ def test_verdicts(
     assert verdict.outcome is outcome, verdict.text
     assert verdict.chain_problem is problem
     assert verdict.name in verdict.text
+
+
+def test_a_converged_state_with_a_phase_may_be_an_excited_one() -> None:
+    converged = evidence([-10.0] * 40, -10.0, vmc.StopReason.ALL_STEPS)
+    assert "excited" not in judge(converged).text
+    assert "excited" in judge(replace(converged, has_phase=True)).text

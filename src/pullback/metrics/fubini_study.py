@@ -96,10 +96,14 @@ class CenteredFactor(Factor):
 
     def apply(self, r: Tensor) -> Tensor:
         projected = self._project(r)
-        return projected if self._is_uniform else self._root * projected
+        if self._is_uniform:
+            return projected
+        return self._root * projected
 
     def transpose(self, v: Tensor) -> Tensor:
-        return self._project(v if self._is_uniform else self._root * v)
+        if self._is_uniform:
+            return self._project(v)
+        return self._project(self._root * v)
 
     def _project(self, x: Tensor) -> Tensor:
         """P x for (*batch, N, *event)."""

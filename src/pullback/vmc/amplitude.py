@@ -64,10 +64,10 @@ class LogAmplitude(nn.Module):
         raise _wrong_output(f"{output.dtype} of shape {tuple(output.shape)}", samples)
 
 
-def _wrong_output(got: str, samples: int) -> PullbackError:
+def _wrong_output(output: str, samples: int) -> PullbackError:
     return PullbackError(
         "The network's output is not log ψ",
-        f"it returned {got} for {samples} configurations",
+        f"it returned {output} for {samples} configurations",
         "Return (N,) real, (N, 2) with log-amplitude and phase, or (N,) complex",
     )
 
@@ -83,9 +83,12 @@ class Evaluator:
     def __init__(self, model: LogAmplitude, options: EvaluationOptions) -> None:
         first = next(iter(model.parameters()), None)
         self._options = options
-        self.device = torch.device("cpu") if first is None else first.device
+        if first is None:
+            first = torch.empty(0)
+        self.device = first.device
         #: the network's own dtype, in which its derivatives are taken
-        self.dtype = torch.get_default_dtype() if first is None else first.dtype
+        self.dtype = first.dtype
+        self._evaluation_dtype = options.dtype or first.dtype
         self._model = model
         self._evaluated_model = model
         if options.dtype not in (None, self.dtype):
@@ -95,10 +98,6 @@ class Evaluator:
             self._chunk_function = torch.compile(self._evaluated_model)
         #: recorded passes by their number of configurations
         self._recorded: dict[int, RecordedPass] = {}
-
-    @property
-    def _evaluation_dtype(self) -> torch.dtype:
-        return self.dtype if self._options.dtype is None else self._options.dtype
 
     def refresh(self) -> None:
         """Copy the network's present parameters to the one that is evaluated, where they differ."""
@@ -112,9 +111,9 @@ class Evaluator:
 
     def log_psi(self, configurations: Tensor) -> Tensor:
         """log ψ, (N,): real, or complex where the network has a phase."""
-        parts = configurations.split(self._options.chunk)
+        chunks = configurations.split(self._options.chunk)
         with torch.no_grad(), tensor_cores(self.device, self._options.tf32):
-            outputs = torch.cat([self._evaluate(part) for part in parts])
+            outputs = torch.cat([self._evaluate(chunk) for chunk in chunks])
         if outputs.ndim == 1:
             return outputs
         return torch.view_as_complex(outputs.contiguous())
@@ -131,7 +130,9 @@ class Evaluator:
 
     def _choose_function(self, size: int) -> Callable[[Tensor], Tensor]:
         """The compiled network for whole chunks: it would be compiled anew for every other size."""
-        return self._chunk_function if size == self._options.chunk else self._evaluated_model
+        if size == self._options.chunk:
+            return self._chunk_function
+        return self._evaluated_model
 
     def _replay(self, configurations: Tensor) -> Tensor:
         """The outputs by a recorded pass over the next power of two, or over a whole chunk."""

@@ -33,16 +33,18 @@ def compute_local_energies(
 ) -> LocalEnergies:
     """Local energies of samples (N, sites).
 
-    Samples are taken a part at a time such that the connected configurations of a part fit
-    `memory` bytes. Within a part equal configurations share one evaluation.
+    Samples are taken a chunk at a time such that the connected configurations of a chunk fit
+    `memory` bytes. Within a chunk equal configurations share one evaluation.
     """
     row_bytes = _count_connections(hamiltonian, samples) * (samples.shape[1] + 32)
-    part_size = max(1, memory // row_bytes)
-    parts = [_compute_part(hamiltonian, evaluator, part) for part in samples.split(part_size)]
+    chunk_size = max(1, memory // row_bytes)
+    energies = []
+    for chunk in samples.split(chunk_size):
+        energies.append(_compute_chunk(hamiltonian, evaluator, chunk))
     return LocalEnergies(
-        torch.cat([part.values for part in parts]),
-        sum(part.evaluated for part in parts),
-        sum(part.connected for part in parts),
+        torch.cat([chunk.values for chunk in energies]),
+        sum(chunk.evaluated for chunk in energies),
+        sum(chunk.connected for chunk in energies),
     )
 
 
@@ -51,7 +53,9 @@ def _count_connections(hamiltonian: Hamiltonian, samples: Tensor) -> int:
     return max(1, hamiltonian.connections(samples[:1]).elements.shape[1])
 
 
-def _compute_part(hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor) -> LocalEnergies:
+def _compute_chunk(
+    hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor
+) -> LocalEnergies:
     connections = hamiltonian.connections(samples)
     nonzero = connections.elements != 0
     row = nonzero.nonzero()[:, 0]
@@ -60,8 +64,8 @@ def _compute_part(hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tenso
     distinct = find_distinct_rows(torch.cat([samples, connected]))
     log_psi = evaluator.log_psi(distinct.rows)
     # log ψ in double precision: a ratio of amplitudes is the exponential of a difference
-    wide = torch.complex128 if log_psi.is_complex() else torch.float64
-    log_psi = log_psi.to(wide)[distinct.position]
+    double_dtype = torch.promote_types(log_psi.dtype, torch.float64)
+    log_psi = log_psi.to(double_dtype)[distinct.position]
     log_ratio = log_psi[len(samples) :] - log_psi[: len(samples)][row]
     terms = (elements * log_ratio.exp()).to(torch.complex128)
     values = add_at(terms.new_zeros(len(samples)), row, terms)

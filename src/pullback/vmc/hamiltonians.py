@@ -136,7 +136,7 @@ class Heisenberg(Hamiltonian):
         self.sign_rule = is_bipartite if sign_rule is None else sign_rule
         self._bonds = lattice.bonds()
         couplings = torch.ones(len(self._bonds), dtype=torch.float64)
-        exchanges = -couplings if self.sign_rule else couplings
+        exchanges = self._exchange_signs(self._bonds) * couplings
         if self.j2:
             diagonal_bonds = lattice.bonds(2)
             further = torch.full((len(diagonal_bonds),), self.j2, dtype=torch.float64)
@@ -262,8 +262,8 @@ def refuse_non_hermitian(hamiltonian: Hamiltonian, configurations: Tensor) -> No
     leads_back = (mirrored.configurations == source).all(-1)
     returned = torch.where(leads_back, mirrored.elements, 0).sum(1).reshape(rows.elements.shape)
     # several connections may lead to one configuration: their elements add up
-    same = (rows.configurations[:, :, None] == rows.configurations[:, None]).all(-1)
-    elements = (same.to(rows.elements.dtype) @ rows.elements[..., None])[..., 0]
+    is_repeated = (rows.configurations[:, :, None] == rows.configurations[:, None]).all(-1)
+    elements = (is_repeated.to(rows.elements.dtype) @ rows.elements[..., None])[..., 0]
     gap = torch.where(rows.elements != 0, (elements - returned.conj()).abs(), 0)
     largest = rows.elements.abs().max()
     if not bool(torch.isfinite(rows.elements).all()):

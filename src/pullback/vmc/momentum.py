@@ -42,7 +42,7 @@ class PrimeSpring(Spring):
 
     def __init__(self, step: Step | None = None, limits: MomentumLimits | None = None) -> None:
         super().__init__(0.0, step)
-        self.limits = MomentumLimits() if limits is None else limits
+        self.limits = limits or MomentumLimits()
         #: solutions of the present step that the inner step has asked for
         self._attempts = 0
 
@@ -81,10 +81,12 @@ def adaptive_step(damping: float = 1e-4) -> PrimeSpring:
 
 
 def _shift(center: Tensor | None, vector: Tensor) -> Tensor:
-    return vector if center is None else center + vector
+    if center is None:
+        return vector
+    return center + vector
 
 
-def _random_signs(seed: int, like: Tensor) -> Tensor:
+def _random_signs(seed: int, gradient: Tensor) -> Tensor:
     """A vector of ±1 that depends on the seed alone, so that a resumed run draws the same."""
     generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randint(2, like.shape, generator=generator) - 1).to(like)
+    return (2 * torch.randint(2, gradient.shape, generator=generator) - 1).to(gradient)

@@ -49,7 +49,9 @@ class Rbm(nn.Module):
         nn.init.normal_(self.hidden.weight, std=0.1 / math.sqrt(sites))
         if bias:
             nn.init.normal_(self.hidden.bias, std=0.01)
-        inverses = None if permutations is None else permutations.argsort(1)
+        inverses = None
+        if permutations is not None:
+            inverses = permutations.argsort(1)
         self.register_buffer("permutations", permutations, persistent=False)
         self.register_buffer("inverses", inverses, persistent=False)
 
@@ -91,10 +93,13 @@ class Convolutional(nn.Module):
         phase: bool = False,
     ) -> None:
         super().__init__()
-        self.shape = (lattice.n,) if isinstance(lattice, Chain) else (lattice.n, lattice.m)
+        convolution: type[nn.Conv1d | nn.Conv2d] = nn.Conv1d
+        self.shape: tuple[int, ...] = (lattice.n,)
+        if isinstance(lattice, Square):
+            convolution = nn.Conv2d
+            self.shape = (lattice.n, lattice.m)
         fits = kernel % 2 == 1 and kernel <= min(self.shape)
         require(fits, "kernel=", kernel, f"Use an odd number up to {min(self.shape)}")
-        convolution = nn.Conv1d if isinstance(lattice, Chain) else nn.Conv2d
         sizes = [1] + [channels] * layers
         self.convolutions = nn.ModuleList(
             convolution(sizes[i], channels, kernel, padding=kernel // 2, padding_mode="circular")
@@ -107,12 +112,15 @@ class Convolutional(nn.Module):
 
     def forward(self, configurations: Tensor) -> Tensor:
         x = configurations.unflatten(1, (1, *self.shape))
-        for i, convolution in enumerate(self.convolutions):
-            update = F.silu(convolution(x))
-            x = update if i == 0 else x + update
+        first, *others = self.convolutions
+        x = F.silu(first(x))
+        for convolution in others:
+            x = x + F.silu(convolution(x))
         total = log_cosh(x).flatten(2).sum(2)
         out = self.head(total)
-        return out if out.shape[1] == 2 else out[:, 0]
+        if self.head.out_features == 1:
+            return out[:, 0]
+        return out
 
 
 class FactoredTransformer(nn.Module):
@@ -198,8 +206,11 @@ class TransformerBlock(nn.Module):
         values = self.value(self.attention_norm(tokens))
         # The layer is a convolution where its derivatives are taken, since the library knows the
         # rows of convolutions. As a product with a circulant matrix it is faster.
-        mix = self._convolve if torch.is_grad_enabled() else self._multiply
-        tokens = tokens + self.output(mix(values))
+        if torch.is_grad_enabled():
+            mixed = self._convolve(values)
+        else:
+            mixed = self._multiply(values)
+        tokens = tokens + self.output(mixed)
         hidden = F.gelu(self.expand(self.feed_forward_norm(tokens)))
         return tokens + self.contract(hidden)
 

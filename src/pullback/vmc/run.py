@@ -122,11 +122,11 @@ class Minimization:
         self.chains = self._new_chains(settings.seed, settings.sampler, self._chain_samples)
         self._refuse_unusable()
         processes.broadcast_first([*network.parameters(), *network.buffers()])
-        self._rule = adaptive_step() if settings.step is None else settings.step
+        self._rule = settings.step or adaptive_step()
         self.optimizer = NaturalGradient(
             self._model,
             FubiniStudy(),
-            Cholesky(1e-3) if settings.solver is None else settings.solver,
+            settings.solver or Cholesky(1e-3),
             self._rule,
             lr=1.0,
             gram=settings.gram,
@@ -187,13 +187,13 @@ class Minimization:
                 if not self.history:
                     raise
                 return StopReason.NOT_FINITE
-            now = time.monotonic()
-            if now - last_line >= self._settings.pace.line:
+            seconds = time.monotonic()
+            if seconds - last_line >= self._settings.pace.line:
                 self._say()
-                last_line = now
-            if self._path is not None and now - last_save >= self._settings.pace.checkpoint:
+                last_line = seconds
+            if self._path is not None and seconds - last_save >= self._settings.pace.checkpoint:
                 self._save(self._path)
-                last_save = now
+                last_save = seconds
             if self._is_stopped_by_callback():
                 return StopReason.CALLBACK
         return reason
@@ -207,7 +207,9 @@ class Minimization:
         before_solve = self._clock()
         info = self.optimizer.step(self._closure(batch, rate))
         self._stage_seconds.solving = self._clock() - before_solve
-        self._rejected = 0 if info.accepted else self._rejected + 1
+        self._rejected += 1
+        if info.accepted:
+            self._rejected = 0
         self._processes.broadcast_first([*self.network.parameters()])
         self._record(batch.statistics, info, rate, self._clock() - start)
 
@@ -272,12 +274,16 @@ class Minimization:
 
     def _learning_rate(self, step: int) -> float:
         rate = self._settings.lr
-        return float(rate(step)) if callable(rate) else float(rate)
+        if callable(rate):
+            rate = rate(step)
+        return float(rate)
 
     def _record(
         self, statistics: EnergyStatistics, info: StepInfo, rate: float, seconds: float
     ) -> None:
-        momentum = self._rule.momentum if isinstance(self._rule, Spring) else 0.0
+        momentum = 0.0
+        if isinstance(self._rule, Spring):
+            momentum = self._rule.momentum
         self.history.append(
             energy=statistics.energy,
             error=statistics.error,

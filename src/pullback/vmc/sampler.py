@@ -252,7 +252,9 @@ class UndefinedAmplitude(PullbackError):
 
 def _choose_move(hamiltonian: Hamiltonian, options: Metropolis) -> Move:
     if options.proposal is None:
-        return Move.EXCHANGE if hamiltonian.conserves_magnetization else Move.FLIP
+        if hamiltonian.conserves_magnetization:
+            return Move.EXCHANGE
+        return Move.FLIP
     move = Move(options.proposal)
     if move is Move.EXCHANGE and not hamiltonian.conserves_magnetization:
         raise PullbackError(
@@ -268,7 +270,7 @@ def _choose_shape(
     options: Metropolis, samples: int, sites: int, device: torch.device
 ) -> ChainShape:
     most = 1024 if device.type == "cpu" else 8192
-    chains = min(samples, most) if options.chains is None else options.chains
-    moves = sites if options.moves is None else options.moves
-    thermalization = 20 * moves if options.thermalization is None else options.thermalization
+    chains = options.chains or min(samples, most)
+    moves = options.moves or sites
+    thermalization = options.thermalization or 20 * moves
     return ChainShape(chains, -(-samples // chains), moves, thermalization)

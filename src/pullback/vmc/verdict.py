@@ -122,6 +122,11 @@ class Verdict:
             return (
                 f"{sentence}, too large for an eigenstate, and the energy falls no more. {remedy}"
             )
+        if self.has_phase:
+            return (
+                f"{sentence}. A state with a phase may be an excited one: compare other seeds and "
+                "sectors"
+            )
         return sentence
 
 
@@ -150,7 +155,7 @@ class Evidence:
 
 def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
     """The verdict on a minimization that has ended."""
-    limits = VerdictLimits() if limits is None else limits
+    limits = limits or VerdictLimits()
     final = evidence.final
     if final is None or not math.isfinite(final.energy):
         return Verdict(
@@ -163,7 +168,7 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
             evidence.has_phase,
         )
     v_score = evidence.sites * final.variance / max(final.energy**2, 1e-300)
-    falling = _gained(evidence.history, limits)
+    falling = _compute_fall(evidence.history, limits)
     problem = _find_chain_problem(evidence, final, limits)
     if problem is not None:
         outcome = Outcome.UNRELIABLE
@@ -206,7 +211,7 @@ def _find_chain_problem(
     return None
 
 
-def _gained(history: History, limits: VerdictLimits) -> float:
+def _compute_fall(history: History, limits: VerdictLimits) -> float:
     """The fall of the energy from the third to the last quarter of the steps."""
     steps = len(history)
     if steps < limits.least_steps:
