@@ -105,9 +105,9 @@ def compute_exact_energy(hamiltonian: vmc.Hamiltonian, network: torch.nn.Module)
     energy = 0.0
     for configurations in basis.split(2**14):
         connections = hamiltonian.connections(configurations)
-        here = log_psi[((configurations > 0) * powers).sum(-1)]
-        there = log_psi[((connections.configurations > 0) * powers).sum(-1)]
-        terms = connections.elements * (here[:, None] + there).exp()
+        log_values = log_psi[((configurations > 0) * powers).sum(-1)]
+        log_connected = log_psi[((connections.configurations > 0) * powers).sum(-1)]
+        terms = connections.elements * (log_values[:, None] + log_connected).exp()
         energy += float(torch.where(connections.elements != 0, terms, 0.0).sum())
     return energy / float(norm)
 

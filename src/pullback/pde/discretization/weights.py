@@ -51,9 +51,8 @@ def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, f
     of another on the boundary. Their ratio is a boundary's weight, rounded down to a power of ten.
     Squared it would count errors of the solution alike, and 1 counts residuals alike.
 
-    If one of the balanced weights is large, 1 would leave the boundary free: that of a biharmonic
-    equation ends with an error of 5, and with balanced weights of 1e-3. Then all conditions without
-    a weight of their own are balanced.
+    If one of the balanced weights is large, 1 would leave the boundary nearly free, as in a
+    biharmonic equation. Then all conditions without a weight of their own are balanced.
     """
     weights = {condition.name: condition.weight for condition in problem.conditions}
     balanced = _measure_balance(problem, sites)

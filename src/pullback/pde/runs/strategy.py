@@ -37,8 +37,8 @@ class StrategyThresholds:
     """When other networks are tried, and when they are dropped.
 
     Attributes:
-        look_share: of the steps and the budget, after which a network is looked at first; bad seeds
-            of Burgers' equation are known by then (step 60 of 600).
+        look_share: of the steps and the budget, after which a network is looked at first. This
+            value and the others below are chosen, not measured.
         fewest_steps: of a run that is looked at; shorter ones are over too soon.
         looked_steps: at least so many are taken before a look: the pace of the loss is measured
             over twenty. If a small budget allows fewer, nothing can be said.
