@@ -151,7 +151,15 @@ def main() -> None:
     if not python or not Path(python).exists():
         print("skipped: give --python with an interpreter that has NetKet")
         return
-    record = {}
+    version = subprocess.run(
+        [python, "-c", "import netket; print(netket.__version__)"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    record: dict[str, object] = {
+        "environment": f"torch {torch.__version__}, NetKet {version}, CPU, float64"
+    }
     for name in ("ising", "heisenberg"):
         differences = compare(name, python)
         if differences is None:
