@@ -233,8 +233,7 @@ class Replicas:
             sums[key] = {at: tensors[at] if at in tensors else zeros[at] for at in layout}
         owners = self.placement.owners if self._is_owned else {}
         placed = owners if sums.keys() <= owners.keys() else {}
-        shared = dict.fromkeys(sums, frozenset[str]())
-        return SentSums(pool, sums, shared, processes, device, placed)
+        return SentSums(pool, sums, processes, device, placed)
 
     # --- averages ---------------------------------------------------------------------------------
 

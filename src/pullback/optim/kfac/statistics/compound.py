@@ -24,7 +24,7 @@ from ....maps.proof import Proof, accumulate, norm
 from ....maps.record import CompoundCall
 from .covectors import Descent
 from .plan import BlockPlan, LayerUse
-from .sums import BIAS, Pool, factors_of
+from .sums import BIAS_OUTPUT, Pool, factors_of
 
 #: a layer's affine maps, each with the cotangents (G, P, O) at the positions of all steps
 Maps = Sequence[tuple[Tap, Tensor]]
@@ -126,7 +126,7 @@ class CompoundReplays:
                         pool.of(key).add(inputs, tap_moments(tap, sharing, mask))
                     pool.of(key).add(outputs, second)
                 if (key := plan.bias_block(names)) is not None:
-                    pool.of(key).add(BIAS[1], pack(unpack(second).clone()))
+                    pool.of(key).add(BIAS_OUTPUT, pack(unpack(second).clone()))
 
 
 def tap_moments(tap: Tap, sharing: Sharing, mask: Tensor | None = None) -> Moments:

@@ -31,7 +31,7 @@ from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
 from .covectors import Descent
 from .plan import BlockPlan
-from .sums import BIAS, Pool, Sums, factors_of
+from .sums import BIAS_OUTPUT, Pool, Sums, factors_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
@@ -220,7 +220,7 @@ class CotangentPass:
                 if own.spectrum is not None and own.basis == key:
                     held.add(SPECTRUM, own.spectrum)
             if own.shifts is not None and (key := plan.bias_block(names)) is not None:
-                pool.of(key).add(BIAS[1], pack(unpack(own.shifts).clone()))
+                pool.of(key).add(BIAS_OUTPUT, pack(unpack(own.shifts).clone()))
 
 
 class UserPass:

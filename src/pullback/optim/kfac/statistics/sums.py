@@ -1,11 +1,10 @@
-"""What one statistics step adds up, block by block, its means, and its sums over processes."""
+"""The sums of one statistics step by block, their means, and their sums over processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +21,24 @@ from ....grams.kronecker.packed_matrix import (
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.proof import accumulate
-from ..factors.block import SPECTRUM, BlockKey, FactorKey, Factors
+from ..factors.block import SPECTRUM, BlockKey, FactorKey
 
-#: the factors of a bias by itself, whose input is 1 everywhere
-BIAS = FactorKey("bias", "right"), FactorKey("bias", "left")
+#: the factors of a bias that has a block by itself; its input is 1 everywhere
+BIAS_INPUT = FactorKey("bias", "right")
+BIAS_OUTPUT = FactorKey("bias", "left")
 
 
 def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, FactorKey]:
-    """Return the factors of inputs and outputs of a layer's weight, in the block's coordinates."""
-    role = layer.use
-    first = layer.input_first and not key.turned
-    one, two = ("left", "right") if first else ("right", "left")
-    return FactorKey(role, one), FactorKey(role, two)
+    """Return the keys of the input factor and of the output factor of a layer's weight.
+
+    The output factor acts on the rows ("left") of the block, unless the weight's rows belong to its
+    input and the block is not turned.
+    """
+    left = FactorKey(layer.use, "left")
+    right = FactorKey(layer.use, "right")
+    if layer.input_first and not key.turned:
+        return left, right
+    return right, left
 
 
 @dataclass
@@ -47,10 +52,12 @@ class Sums:
     inputs: dict[FactorKey, Moments] = field(default_factory=dict)
     values: dict[FactorKey, FactorMatrix] = field(default_factory=dict)
 
-    def add(self, factor: FactorKey, found: Moments | FactorMatrix) -> None:
-        """Add the moments of inputs at one use, or what one covector gave there."""
-        held: dict[FactorKey, Any] = self.inputs if isinstance(found, Moments) else self.values
-        accumulate(held, {factor: found})
+    def add(self, factor: FactorKey, term: Moments | FactorMatrix) -> None:
+        """Add the moments of the inputs of one use, or a term that is quadratic in cotangents."""
+        if isinstance(term, Moments):
+            accumulate(self.inputs, {factor: term})
+        else:
+            accumulate(self.values, {factor: term})
 
 
 #: why a forward pass gave no statistics; of several passes, the one that came farthest counts
@@ -72,74 +79,100 @@ DERIVED = MISSED[7]
 
 @dataclass
 class Pool:
-    """Everything gathered since the last step: sums, and the count of samples beside them."""
+    """The sums of all blocks since the last step, and the number of samples in them."""
 
     sums: dict[BlockKey, Sums] = field(default_factory=dict)
+    #: NaN after a pass whose outputs or gradients were not finite
     samples: Tensor | float = 0.0
+    #: how many forward passes were added
     calls: int = 0
+    #: one of `MISSED`: why there are no statistics, if there are none
     missed: str = MISSED[0]
-    #: the sides of each block of which this process has a share, and the others have the rest
-    shared: Mapping[BlockKey, frozenset[str]] = field(default_factory=dict)
-    #: what it adds there of what is known without measuring: all on one process, 0 on the others
-    share: float = 1.0
 
     def of(self, key: BlockKey) -> Sums:
         """Return a block's sums, empty ones at first."""
         return self.sums.setdefault(key, Sums())
 
-    def share_of(self, key: BlockKey, side: str) -> float:
-        """Return how much of what is known without measuring this process adds to a side."""
-        if side in self.shared.get(key, ()):
-            return self.share
-        return 1.0
-
     def add(self, sums: Mapping[BlockKey, Sums], samples: Tensor | float) -> None:
-        for key, own in sums.items():
-            accumulate(self.of(key).inputs, own.inputs)
-            accumulate(self.of(key).values, own.values)
+        """Add the sums of one pass and its number of samples."""
+        for key, block_sums in sums.items():
+            accumulate(self.of(key).inputs, block_sums.inputs)
+            accumulate(self.of(key).values, block_sums.values)
         self.samples = self.samples + samples
 
     def miss(self, reason: str) -> None:
-        """Note a pass that gave nothing."""
+        """Note why a pass gave no statistics."""
         self.missed = max(self.missed, reason, key=MISSED.index)
 
 
 def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
-    """Means over samples (cotangents) and positions (inputs); cotangents are multiplied by `scale`.
+    """Return the factors of all blocks: means over samples (cotangents) and positions (inputs).
 
-    The memory of the sums becomes that of the means, many of them at once.
+    The means over samples are multiplied by `scale`. The means overwrite the sums in their memory.
     """
-    out: dict[BlockKey, dict[FactorKey, FactorMatrix]] = {}
-    values: dict[object, list[Tensor]] = {}
-    inputs: dict[object, tuple[list[Tensor], list[float]]] = {}
-    for key, held in pool.sums.items():
-        own = out[key] = dict(held.values)
-        for t in map(get_entries, held.values.values()):
-            values.setdefault((t.device, t.dtype), []).append(t)
-        if BIAS[1] in own:
-            ones = get_entries(own[BIAS[1]]).new_ones(own[BIAS[1]].shape[0], 1)
-            own[BIAS[0]] = ones * pool.share_of(key, BIAS[0].side)
-        roles = {factor.role for factor in held.values}
-        for factor, m in held.inputs.items():
+    factors_by_block: dict[BlockKey, dict[FactorKey, FactorMatrix]] = {}
+    cotangent_sums: list[Tensor] = []
+    input_sums = _DividedSums()
+    for key, block_sums in pool.sums.items():
+        cotangent_sums += map(get_entries, block_sums.values.values())
+        factors = dict(block_sums.values)
+        if BIAS_OUTPUT in factors:
+            groups = factors[BIAS_OUTPUT].shape[0]
+            factors[BIAS_INPUT] = get_entries(factors[BIAS_OUTPUT]).new_ones(groups, 1)
+        roles = {factor.role for factor in block_sums.values}
+        for factor, moments in block_sums.inputs.items():
             if factor.role in roles:
-                share = pool.share_of(key, factor.side)
-                for side, t in _sums(m, key.joint, share).items():
-                    own[FactorKey(factor.role, side or factor.side)] = t
-                    if isinstance(m.positions, Tensor):  # one per group, perhaps
-                        _divide(get_entries(t), m.positions.view(-1, *[1] * (len(t.shape) - 1)))
-                        continue
-                    some, counts = inputs.setdefault(get_entries(t).device, ([], []))
-                    some.append(get_entries(t))
-                    counts.append(m.positions or torch.nan)
-    by = scale / pool.samples
-    for some in values.values():
-        torch._foreach_mul_(some, by.to(some[0]) if isinstance(by, Tensor) else by)
-    for some, counts in inputs.values():
-        torch._foreach_div_(some, counts)
-    return out
+                input_factors = _list_input_factors(factor, moments, key.joint)
+                input_sums.add(input_factors.values(), moments.positions)
+                factors |= input_factors
+        factors_by_block[key] = factors
+    _multiply(cotangent_sums, scale / pool.samples)
+    input_sums.divide()
+    return factors_by_block
 
 
-def _divide(total: Tensor, positions: Tensor) -> None:
+def _list_input_factors(
+    factor: FactorKey, moments: Moments, is_joint: bool
+) -> dict[FactorKey, FactorMatrix]:
+    """Return Σaaᵀ by the key of the input factor; a joint block has Σa as well, as "mean".
+
+    The diagonal of a joint block's Σaaᵀ is extended to that of (a, 1).
+    """
+    if not is_joint:
+        return {factor: pack(moments.second)}
+    if len(moments.second.shape) == 3:
+        return {factor: pack(moments.second), FactorKey(factor.role, "mean"): moments.first}
+    counts = moments.positions
+    if isinstance(counts, Tensor):
+        counts = counts.view(-1, 1)
+    ones = torch.ones_like(moments.second[:, :1])
+    return {factor: torch.cat([moments.second, ones * counts], 1)}
+
+
+class _DividedSums:
+    """Sums over positions that are divided in place, those of one device by one kernel."""
+
+    def __init__(self) -> None:
+        self._sums: dict[torch.device, list[Tensor]] = {}
+        self._counts: dict[torch.device, list[float]] = {}
+
+    def add(self, sums: Iterable[FactorMatrix], positions: Tensor | float) -> None:
+        """Divide sums by a tensor of positions at once, and by a number in `divide`."""
+        for total in sums:
+            entries = get_entries(total)
+            if isinstance(positions, Tensor):
+                _divide_groups(entries, positions.view(-1, *[1] * (len(total.shape) - 1)))
+            else:
+                self._sums.setdefault(entries.device, []).append(entries)
+                self._counts.setdefault(entries.device, []).append(positions or torch.nan)
+
+    def divide(self) -> None:
+        """Divide the sums whose number of positions is known on the host."""
+        for device, sums in self._sums.items():
+            torch._foreach_div_(sums, self._counts[device])
+
+
+def _divide_groups(total: Tensor, positions: Tensor) -> None:
     """Divide sums over positions by their number; a group without any takes the mean of all."""
     if len(positions) == 1:
         total.div_(positions)
@@ -148,165 +181,156 @@ def _divide(total: Tensor, positions: Tensor) -> None:
     total.copy_(torch.where(positions == 0, pooled, total / positions))
 
 
-def _sums(m: Moments, joint: bool, share: float) -> dict[str, FactorMatrix]:
-    """Σaaᵀ and, in a joint block, Σa beside it as "mean"; of its diagonal that of (a, 1)."""
-    if not joint:
-        return {"": pack(m.second)}
-    if len(m.second.shape) == 3:
-        return {"": pack(m.second), "mean": m.first}
-    if isinstance(m.positions, Tensor):
-        counts = m.positions.view(-1, 1)
-    else:
-        counts = m.positions
-    return {"": torch.cat([m.second, torch.ones_like(m.second[:, :1]) * counts * share], 1)}
+def _multiply(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place, those of one device and dtype by one kernel."""
+    batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        batches.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for batch in batches.values():
+        if isinstance(factor, Tensor):
+            torch._foreach_mul_(batch, factor.to(batch[0]))
+        else:
+            torch._foreach_mul_(batch, factor)
 
 
 #: one of a block's sums: "values", or of inputs "second" Σaaᵀ, "first" Σa and "positions"
-Place = tuple[str, FactorKey]
-BlockTensors = dict[Place, FactorMatrix]
+SumKey = tuple[str, FactorKey]
+BlockTensors = dict[SumKey, FactorMatrix]
+BlockLayout = dict[SumKey, tuple[tuple[int, ...], torch.dtype]]
 #: shapes and dtypes of all sums, by block
-Layouts = dict[BlockKey, dict[Place, tuple[tuple[int, ...], torch.dtype]]]
+Layouts = dict[BlockKey, BlockLayout]
 
 
 def tensors_of(sums: Sums) -> BlockTensors:
-    """Return a block's sums one by one; `sums_of` puts them together again."""
-    out: BlockTensors = {("values", f): t for f, t in sorted(sums.values.items())}
-    for f, m in sorted(sums.inputs.items()):
-        positions = torch.as_tensor(m.positions, dtype=torch.float64)
-        out |= {("second", f): m.second, ("first", f): m.first, ("positions", f): positions}
-    return out
+    """Return a block's sums one by one; `sums_of` is the inverse."""
+    tensors: BlockTensors = {("values", f): value for f, value in sorted(sums.values.items())}
+    for factor, moments in sorted(sums.inputs.items()):
+        tensors["second", factor] = moments.second
+        tensors["first", factor] = moments.first
+        tensors["positions", factor] = torch.as_tensor(moments.positions, dtype=torch.float64)
+    return tensors
 
 
-def sums_of(own: BlockTensors) -> Sums:
-    """Return the sums of a block."""
-    out = Sums(values={f: t for (kind, f), t in own.items() if kind == "values"})
-    for f in [f for kind, f in own if kind == "second"]:
-        first = get_entries(own["first", f])
-        positions = get_entries(own["positions", f])
-        out.inputs[f] = Moments(own["second", f], first, positions.to(first))
-    return out
+def sums_of(tensors: BlockTensors) -> Sums:
+    """Return a block's sums from their tensors; `tensors_of` is the inverse."""
+    sums = Sums()
+    for (quantity, factor), tensor in tensors.items():
+        if quantity == "values":
+            sums.values[factor] = tensor
+        elif quantity == "second":
+            first = get_entries(tensors["first", factor])
+            positions = get_entries(tensors["positions", factor])
+            sums.inputs[factor] = Moments(tensor, first, positions.to(first))
+    return sums
 
 
-def layout_of(own: BlockTensors) -> dict[Place, tuple[tuple[int, ...], torch.dtype]]:
+def layout_of(tensors: BlockTensors) -> BlockLayout:
     """Return shapes and dtypes of a block's sums."""
-    return {at: (tuple(t.shape), get_entries(t).dtype) for at, t in own.items()}
+    return {k: (tuple(tensor.shape), get_entries(tensor).dtype) for k, tensor in tensors.items()}
 
 
-def join_layouts(every: Sequence[Layouts]) -> Layouts:
+def join_layouts(layouts_by_rank: Sequence[Layouts]) -> Layouts:
     """Return the blocks that any process saw; raise where they contradict each other.
 
     A process without samples, or whose samples passed other layers, adds nothing to a block that
     others saw. One that sees a parameter in another block is an error on all of them.
     """
-    out: Layouts = {}
-    seen: dict[str, tuple[int, BlockKey]] = {}
-    for rank, layouts in enumerate(every):
-        for key, own in layouts.items():
-            held = out.setdefault(key, {})
-            fits = all(held.get(at, own[at]) == own[at] for at in own)
+    joined: Layouts = {}
+    first_views: dict[str, tuple[int, BlockKey]] = {}
+    for rank, layouts in enumerate(layouts_by_rank):
+        for key, layout in layouts.items():
+            joined_layout = joined.setdefault(key, {})
+            is_consistent = all(joined_layout.get(k, layout[k]) == layout[k] for k in layout)
             for name in key.names:
-                first, other = seen.setdefault(name, (rank, key))
-                if other != key or not fits:
+                first_rank, first_key = first_views.setdefault(name, (rank, key))
+                if first_key != key or not is_consistent:
+                    first_view = _describe_block(first_key, layouts_by_rank[first_rank])
                     raise PullbackError(
                         f"The processes see {name!r} otherwise",
-                        f"process {first} has {_said(other, every[first])} and process {rank} "
-                        f"{_said(key, layouts)}",
+                        f"process {first_rank} has {first_view} and process {rank} "
+                        f"{_describe_block(key, layouts)}",
                         "Let all of them use its layer in the same way, in the same precision",
                     )
-            held |= own
-    return {k: dict(sorted(out[k].items())) for k in sorted(out, key=lambda key: key.names)}
+            joined_layout |= layout
+    ordered_keys = sorted(joined, key=lambda key: key.names)
+    return {key: dict(sorted(joined[key].items())) for key in ordered_keys}
 
 
-def _said(key: BlockKey, layouts: Layouts) -> str:
-    found = [layout for (kind, _), layout in layouts[key].items() if kind == "values"]
+def _describe_block(key: BlockKey, layouts: Layouts) -> str:
+    """Return a block's kind, parameters, shapes and dtype in words, for an error."""
+    layout_items = layouts[key].items()
+    values = [layout for (quantity, _), layout in layout_items if quantity == "values"]
+    shapes = [shape for shape, _ in values]
+    parameters = ""
     if len(key.names) > 1:
-        together = f" of {' and '.join(key.names)}"
-    else:
-        together = ""
-    return f"a {key.kind} block{together} with sides {[s for s, _ in found]} in {found[0][1]}"
+        parameters = f" of {' and '.join(key.names)}"
+    return f"a {key.kind} block{parameters} with sides {shapes} in {values[0][1]}"
 
 
-def zeros_of(at: Place, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> FactorMatrix:
-    """Return what a process has of sums that it did not see."""
-    zeros = torch.zeros((), dtype=dtype, device=like.device).expand(torch.Size(shape))
-    if len(shape) == 3 and at[1] != SPECTRUM:
+def zeros_of(
+    sum_key: SumKey, shape: Sequence[int], dtype: torch.dtype, parameter: Tensor
+) -> FactorMatrix:
+    """Return the zeros that a process adds to a sum of which it saw nothing."""
+    zeros = torch.zeros((), dtype=dtype, device=parameter.device).expand(torch.Size(shape))
+    if len(shape) == 3 and sum_key[1] != SPECTRUM:
         return zeros_like(zeros)
     return zeros.clone()
 
 
 def is_broken(pool: Pool) -> bool:
-    """Whether a pass gave something that is not finite."""
+    """Return True if a pass gave outputs or gradients that are not finite."""
     return isinstance(pool.samples, float) and isnan(pool.samples)
 
 
 class SentSums:
-    """The sums of one statistics step, on their way to become those of all processes.
+    """The sums of one statistics step while they are added up over all processes.
 
-    Of `shared` sides every process keeps its share, over the counts of all. Where blocks have
-    `owners`, these alone get the sums.
+    Args:
+        pool: receives the sums over processes in `finish`.
+        sums: this process's sums by block, with the same keys on all processes.
+        owners: the ranks that alone get the factors of their blocks; empty if all ranks get them.
     """
 
     def __init__(
         self,
         pool: Pool,
         sums: dict[BlockKey, BlockTensors],
-        shared: Mapping[BlockKey, frozenset[str]],
         processes: Processes,
         device: torch.device,
         owners: Mapping[BlockKey, int],
     ) -> None:
         self.pool = pool
         self.calls = pool.calls
-        self.shared = shared
-        self.processes = processes
         self._sums = sums
-        every = [(key, at) for key, own in sums.items() for at in own]
-        # numbers that are no sides: of positions, and second moments in eigenbases
-        self._numbers = [(k, at) for k, at in every if at[0] == "positions" or at[1] == SPECTRUM]
-        rest = [(k, at) for k, at in every if at[0] != "positions" and at[1] != SPECTRUM]
-        self._rest = [(key, at) for key, at in rest if at[1].side not in shared[key]]
-        counts = [
-            torch.as_tensor(pool.samples),
-            *(get_entries(sums[k][at]) for k, at in self._numbers),
-        ]
-        wide = [t.to(device, torch.float64) for t in counts]
-        self._counts = processes.launch_sum(wide, "counts")
-        sides = [sums[key][at] for key, at in self._rest]
+        #: the sums that are no factors, of positions and in eigenbases, go to all ranks in float64
+        self._count_keys: list[tuple[BlockKey, SumKey]] = []
+        self._factor_keys: list[tuple[BlockKey, SumKey]] = []
+        for key, tensors in sums.items():
+            for sum_key in tensors:
+                if sum_key[0] == "positions" or sum_key[1] == SPECTRUM:
+                    self._count_keys.append((key, sum_key))
+                else:
+                    self._factor_keys.append((key, sum_key))
+        self._counts = processes.launch_sum(self._list_counts(device), "counts")
+        factors = [sums[key][sum_key] for key, sum_key in self._factor_keys]
+        ranks = None
         if owners:
-            ranks = [owners[key] for key, _ in self._rest]
-        else:
-            ranks = None
-        self._sides = launch_sum(sides, processes, ranks)
+            ranks = [owners[key] for key, _ in self._factor_keys]
+        self._factors = launch_sum(factors, processes, ranks)
+
+    def _list_counts(self, device: torch.device) -> list[Tensor]:
+        """Return the number of samples and the sums of `_count_keys`, in float64."""
+        counts = [torch.as_tensor(self.pool.samples)]
+        counts += [get_entries(self._sums[key][sum_key]) for key, sum_key in self._count_keys]
+        return [count.to(device, torch.float64) for count in counts]
 
     def finish(self) -> None:
-        """Fill the pool with what has been summed."""
+        """Wait for the sums over all processes and put them into the pool."""
         samples, *counts = self._counts.wait()
-        for (key, at), t in zip(self._numbers, counts, strict=True):
-            self._sums[key][at] = t.to(get_entries(self._sums[key][at]).dtype)
-        for (key, at), side in zip(self._rest, self._sides.wait(), strict=True):
-            self._sums[key][at] = side
+        for (key, sum_key), count in zip(self._count_keys, counts, strict=True):
+            tensors = self._sums[key]
+            tensors[sum_key] = count.to(get_entries(tensors[sum_key]).dtype)
+        for (key, sum_key), factor in zip(self._factor_keys, self._factors.wait(), strict=True):
+            self._sums[key][sum_key] = factor
         self.pool.samples = samples
-        self.pool.sums = {key: sums_of(own) for key, own in self._sums.items()}
-
-
-def sides_of(own: BlockTensors) -> dict[FactorKey, FactorMatrix]:
-    """Return Σaaᵀ and Σδδᵀ."""
-    roles = {f.role for kind, f in own if kind == "values"}
-    some = [(f, t) for (kind, f), t in own.items() if kind in ("values", "second")]
-    return {f: t for f, t in some if f.role in roles}
-
-
-def shared_sides(key: BlockKey, factors: Factors, *, read: bool) -> frozenset[str]:
-    """Return the sides of a block of which every process may hold a share between inversions.
-
-    Averages are linear, so that shares can be averaged and added up later. If xᵀF̂x is `read` in
-    between, it must be linear in what is shared: the longer of both sides, and neither of them
-    where a parameter has several roles.
-    """
-    if not read or not key.kronecker:
-        return frozenset({"left", "right", "mean"})
-    if len({factor.role for factor in factors}) > 1:
-        return frozenset()
-    lengths = {f.side: t.shape[-1] for f, t in factors.items() if len(t.shape) == 3}
-    longer = lengths.get("right", 0) > lengths.get("left", 0)
-    return frozenset({"right", "mean"} if longer else {"left"})
+        self.pool.sums = {key: sums_of(tensors) for key, tensors in self._sums.items()}
