@@ -41,7 +41,7 @@ def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 3) -
 
     def values() -> list[Tensor]:
         with torch.no_grad():
-            return [side.seen(side.model(pair.held)) for side in sides]
+            return [side.readout(side.model(pair.probe_inputs)) for side in sides]
 
     start = values()[0]
     for _ in range(steps):
