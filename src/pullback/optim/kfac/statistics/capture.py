@@ -49,7 +49,7 @@ from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
 from .cotangents import AllSums, measuring
-from .covectors import Descent, NotFinite, covectors, covectors_of, random_signs
+from .covectors import Descent, NotFinite, draw_signs, generate_covectors, make_covectors
 from .launch_thread import LaunchThread, sets_precision
 from .record import RepeatedCall
 from .structure import BlockStructure
@@ -412,7 +412,7 @@ class StatisticsCapture:
             dtype = z[0].dtype
             thread = self._second_thread(record, slope.device)
             try:  # z is not held any longer than it takes to draw from it
-                found = covectors_of(self._options, z.pop(), slope, inputs, random, deferred)
+                found = make_covectors(self._options, z.pop(), slope, inputs, random, deferred)
                 given = root, slope, record, leaves, self._options.sharing, found.keep
                 if alone:
                     own = Descent(*given, inputs=True)
@@ -428,7 +428,7 @@ class StatisticsCapture:
                     else:
                         value = kept
                     random.manual_seed(random.initial_seed())
-                    found = covectors_of(self._options, value, slope, inputs, random)
+                    found = make_covectors(self._options, value, slope, inputs, random)
                     add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
                     fresh = self.structure.measure(root, found, record, leaves, None, thread)
             except NotFinite:
@@ -499,7 +499,7 @@ class StatisticsCapture:
         self._checks -= 1
         if options.fisher != "empirical" or options.scaled:
             return
-        drawn = covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
+        drawn = generate_covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
         typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
         if options.reduction == "mean":
             count = options.metric.samples(value)
@@ -552,7 +552,7 @@ def averaged_parts(
         value = part.linearization.value
         if options.fisher == "mc":
             shape = (1, len(value), *part.factor.white)
-            given = part.factor.apply(random_signs(shape, value, generator))
+            given = part.factor.apply(draw_signs(shape, value, generator))
         else:
             given = part.factor.covectors(value)
         for block in part.linearization.pullback_factored(given).blocks.values():

@@ -63,7 +63,7 @@ class Coupling:
     signs: Tensor
 
     def whiten(self, x: Tensor, axis: int, *, signed: bool = False) -> Tensor:
-        """L⁻¹ x along the axis of samples, after the covector's signs are taken off."""
+        """Return L⁻¹ x along the axis of samples, after the covector's signs are taken off."""
         if signed:
             matrix = self.inverse * self.signs
         else:
@@ -75,17 +75,17 @@ class Coupling:
     def related_covector(self, covector: Tensor, axis: int) -> Tensor:
         """Return φ_i = (L⁻ᵀε)_i P_i v for the covector ε_i P_i v: E[(Jᵀφ)²] = diag(JᵀMJ)."""
         factor = (self.inverse.mT @ self.signs) * self.signs
-        along = [-1 if i == axis else 1 for i in range(covector.ndim)]
-        return covector * factor.to(covector.dtype).view(along)
+        shape = _shape_along(axis, covector.ndim)
+        return covector * factor.to(covector.dtype).view(shape)
 
     def whitened_use(self, entry: Entry, delta: Tensor, sharing: Sharing) -> tuple[Tensor, Tensor]:
-        """A use's input a as it is, and L⁻¹δ, both in full precision."""
-        axis = samples_axis(entry, sharing)
+        """Return a use's input a as it is, and L⁻¹δ, both in full precision."""
+        axis = find_samples_axis(entry, sharing)
         dtype = compute_dtype(delta.dtype)
         return entry.input.to(dtype), self.whiten(delta.to(dtype), axis, signed=True)
 
     def units(self, entry: Entry, delta: Tensor, roles: list[str], sharing: Sharing) -> Tensor:
-        """Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
+        """Return Σ_ij K⁻¹_ij row_i row_jᵀ of gains and shifts, unit by unit: (U, k, k)."""
         layer: Any = entry.layer
         rows = form_unit_rows(
             [layer.compute_unit_sums(entry.module, entry.input, delta, roles, sharing)]
@@ -93,37 +93,38 @@ class Coupling:
         rows = self.whiten(rows, 0, signed=True)
         return torch.einsum("nuk,nul->ukl", rows, rows)
 
-    def unrelated(self, record: ForwardRecord, sharing: Sharing) -> dict[str, str]:
+    def find_unrelated(self, record: ForwardRecord, sharing: Sharing) -> dict[str, str]:
         """Return the parameters held as diagonals since samples cannot be related, and why."""
-        out: dict[str | None, str] = {}
+        reasons: dict[str | None, str] = {}
         for entry in record.entries:
-            axis = samples_axis(entry, sharing)
+            axis = find_samples_axis(entry, sharing)
             shapes = (tuple(entry.shape), entry.input.shape)
             if any(len(s) <= axis or s[axis] != len(self.signs) for s in shapes):
                 reason = f"the layer's output {shapes[0]} does not show them"
-                out |= dict.fromkeys(entry.names.values(), reason)
+                reasons |= dict.fromkeys(entry.names.values(), reason)
             elif not entry.input.is_floating_point():
-                out |= dict.fromkeys(entry.names.values(), "hence every index to every other")
+                reason = "hence every index to every other"
+                reasons |= dict.fromkeys(entry.names.values(), reason)
         for call in record.compounds:
             reason = f"the maps inside {type(call.module).__name__} do not show them"
-            out |= dict.fromkeys(map(record.name, call.module.parameters()), reason)
-        said = "the metric relates samples, and"
-        return {n: f"{said} {why}" for n, why in out.items() if n is not None}
+            reasons |= dict.fromkeys(map(record.name, call.module.parameters()), reason)
+        cause = "the metric relates samples, and"
+        return {n: f"{cause} {reason}" for n, reason in reasons.items() if n is not None}
 
     def inputs(self, entry: Entry, x: Tensor, sharing: Sharing) -> Moments:
-        """Σ āāᵀ of L⁻¹ā with ā = (a, 1), and its number of positions as 1ᵀK⁻¹1 counts them."""
-        axis = samples_axis(entry, sharing)
-        found = entry.layer.input_moments(entry.module, self.whiten(x, axis), sharing, None)
+        """Return Σ āāᵀ of L⁻¹ā with ā = (a, 1); its positions are counted as by 1ᵀK⁻¹1."""
+        axis = find_samples_axis(entry, sharing)
+        whitened = entry.layer.input_moments(entry.module, self.whiten(x, axis), sharing, None)
         weights = self.inverse.mT @ self.inverse.sum(1)  # K⁻¹1
         # Σ_ij K⁻¹_ij a_i is linear in a: that of one sample, the weighted sum of all
         total = torch.tensordot(weights.to(x.dtype), x.movedim(axis, 0), 1)[None]
         cheap = replace(sharing, longest=0)  # its second moment is of no use
         one = entry.layer.input_moments(entry.module, total.movedim(0, axis), cheap, None)
-        return Moments(found.second, one.first, found.positions * weights.mean())
+        return Moments(whitened.second, one.first, whitened.positions * weights.mean())
 
 
-def samples_axis(entry: Entry, sharing: Sharing) -> int:
-    """The axis of a layer's input and output that counts samples."""
+def find_samples_axis(entry: Entry, sharing: Sharing) -> int:
+    """Return the axis of a layer's input and output that counts samples."""
     lead = len(entry.shape) - entry.features
     if lead <= 1:
         return 0
@@ -134,7 +135,8 @@ def samples_axis(entry: Entry, sharing: Sharing) -> int:
 class Covectors:
     """Covectors in the layout of the output z, without z itself: it may be large."""
 
-    every: Iterator[tuple[Tensor, Coupling | None]]
+    #: each covector, with the relation of samples where the metric has one
+    pairs: Iterator[tuple[Tensor, Coupling | None]]
     samples: Tensor | float
     #: which positions of the output count, None for all
     keep: Tensor | None
@@ -144,7 +146,36 @@ class Covectors:
     whole: bool | DeferredFlags
 
 
-def covectors_of(
+@dataclass(frozen=True)
+class CountedPositions:
+    """Which positions of the output count: a mask, samples first, or None for all."""
+
+    mask: Tensor | None
+    #: whether all positions count, or flags on the device that say so
+    whole: bool | DeferredFlags
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """How covectors (N, *event) become those of the output as the model returned it."""
+
+    axis: int
+    ndim: int
+    dtype: torch.dtype
+    #: the positions that count, None for all
+    mask: Tensor | None
+
+    def place(self, pair: tuple[Tensor, Coupling | None]) -> tuple[Tensor, Coupling | None]:
+        """Return the covector in the output's layout, zero where positions do not count."""
+        covector, coupling = pair
+        if self.mask is not None:
+            covector = covector * self.mask
+        if self.ndim == 1:
+            covector = covector.view(len(covector))
+        return covector.movedim(0, self.axis).to(self.dtype), coupling
+
+
+def make_covectors(
     options: Options,
     z: Tensor,
     cotangent: Tensor,
@@ -161,101 +192,115 @@ def covectors_of(
     metric = options.metric
     value = move_samples_first(z, axis)
     slope = move_samples_first(cotangent, axis)
-    if deferred:
-        some = metric.uncounted(value, slope)
-    else:
-        some = None
-    if some is None and not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
-        raise NotFinite
-    if some is None:
-        mask = metric.counted(value, slope)
-    else:
-        mask = None
-    if some is None:
-        whole = mask is None
-    else:
-        whole = DeferredFlags(~some.view(1), takes_statistics=False)
+    counted = _count_positions(metric, value, slope, deferred)
     samples: Tensor | float = metric.samples(value)
-    if mask is not None:
-        samples = samples * mask.double().mean()
-    keep = _kept_places(mask, z, axis)
-    ndim = cotangent.ndim
-    dtype = cotangent.dtype
+    if counted.mask is not None:
+        samples = samples * counted.mask.double().mean()
+    keep = _reduce_mask(counted.mask, z, axis)
+    layout = OutputLayout(axis, cotangent.ndim, cotangent.dtype, counted.mask)
     first = find_first_input(inputs, len(value), axis)
-
-    def placed(pair: tuple[Tensor, Coupling | None]) -> tuple[Tensor, Coupling | None]:
-        if mask is None:
-            covector = pair[0]
-        else:
-            covector = pair[0] * mask
-        if ndim == 1:
-            covector = covector.view(len(covector))
-        return covector.movedim(0, axis).to(dtype), pair[1]
-
     reach = None
     if keep is not None and options.fisher == "exact" and not metric.couples_samples:
-        one = replace(options, fisher="mc", draws=1)
-        reach = placed(next(covectors(one, value, slope, first, generator)))[0]
-    found = covectors(options, value, slope, first, generator)
-    return Covectors(map(placed, found), samples, keep, reach, whole)
+        single_draw = replace(options, fisher="mc", draws=1)
+        pairs = generate_covectors(single_draw, value, slope, first, generator)
+        reach, _ = layout.place(next(pairs))
+    pairs = generate_covectors(options, value, slope, first, generator)
+    return Covectors(map(layout.place, pairs), samples, keep, reach, counted.whole)
 
 
-def _kept_places(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
-    """Which of the output's positions count: the mask without the one axis it is constant along."""
+def _count_positions(
+    metric: Metric, value: Tensor, slope: Tensor, deferred: bool
+) -> CountedPositions:
+    """Return which positions count; raise NotFinite at NaN unless the device shall not be read."""
+    if deferred:
+        has_uncounted = metric.uncounted(value, slope)
+        if has_uncounted is not None:
+            flags = DeferredFlags(~has_uncounted.view(1), takes_statistics=False)
+            return CountedPositions(None, flags)
+    if not bool(value.amax() < torch.inf):  # NaN neither; −inf may mask a class
+        raise NotFinite
+    mask = metric.counted(value, slope)
+    return CountedPositions(mask, mask is None)
+
+
+def _reduce_mask(mask: Tensor | None, z: Tensor, batch_dim: int) -> Tensor | None:
+    """Return the mask of z's positions without the one axis along which it is constant."""
     if mask is None or mask.ndim != z.ndim or z.ndim < 2:
         return None
     mask = mask.movedim(0, batch_dim)
-    event = [i for i in range(z.ndim) if mask.shape[i] == 1 and z.shape[i] > 1]
-    if len(event) == 1:
-        return mask.squeeze(event[0])
+    constant_axes = [i for i in range(z.ndim) if mask.shape[i] == 1 and z.shape[i] > 1]
+    if len(constant_axes) == 1:
+        return mask.squeeze(constant_axes[0])
     return None
 
 
-def covectors(
+def generate_covectors(
     options: Options,
     z: Tensor,
     cotangent: Tensor,
     inputs: Tensor | None,
     generator: torch.Generator,
 ) -> Iterator[tuple[Tensor, Coupling | None]]:
-    """Covectors (N, *event) whose outer products add up to M, on average or exactly.
+    """Return covectors (N, *event) whose outer products add up to M, on average or exactly.
 
     The signs of "exact" and "empirical" covectors are random by sample: it does not matter for
     layers, and makes the square of a summed gradient an estimate of the summed squares. Where the
-    metric relates samples, each covector comes with their relation.
+    metric relates samples, each covector comes with their relation. Nothing is computed before the
+    first one is asked for.
     """
+    if options.metric.couples_samples:
+        return _generate_coupled(options, z, inputs, generator)
+    if options.fisher == "empirical":
+        return _generate_signed_cotangent(cotangent, generator)
+    if options.fisher == "exact":
+        return _generate_columns(options, z, inputs, generator)
+    return _generate_draws(options, z, inputs, generator)
+
+
+def _generate_signed_cotangent(
+    cotangent: Tensor, generator: torch.Generator
+) -> Iterator[tuple[Tensor, None]]:
+    """Yield the loss's own cotangent with random signs, in its dtype: it may be large."""
+    signs = draw_signs(_shape_along(0, cotangent.ndim, len(cotangent)), cotangent, generator)
+    yield cotangent * signs, None
+
+
+def _generate_columns(
+    options: Options, z: Tensor, inputs: Tensor | None, generator: torch.Generator
+) -> Iterator[tuple[Tensor, None]]:
+    """Yield the columns of the metric's factor, with random signs."""
+    z = _promote_output(options, z)
+    _refuse_undeclared_coupling(options.metric, z, inputs)
+    shape = _shape_along(0, z.ndim, len(z))
+    for column in options.metric.factor(z, inputs=inputs).covectors(z):
+        yield column * draw_signs(shape, z, generator), None
+
+
+def _generate_draws(
+    options: Options, z: Tensor, inputs: Tensor | None, generator: torch.Generator
+) -> Iterator[tuple[Tensor, None]]:
+    """Yield as many random covectors as the options ask for; the last one without holding z."""
     metric = options.metric
-    fisher = options.fisher
     draws = options.draws
-    signs = (len(z), *[1] * (z.ndim - 1))
-    if fisher == "empirical" and not metric.couples_samples:  # as it is: it may be large
-        yield cotangent * random_signs(signs, cotangent, generator), None
-        return
-    if fisher != "mc" or not isinstance(metric, Fisher):  # which takes some samples at a time
-        z, cotangent = (t.to(compute_dtype(t.dtype)) for t in (z, cotangent))
-    if metric.couples_samples:
-        yield from _coupled(options, z, inputs, generator)
-        return
-    if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
-        raise coupling_error(metric, "it does not declare them: couples_samples is False")
-    if fisher == "exact":
-        for column in metric.factor(z, inputs=inputs).covectors(z):
-            yield column * random_signs(signs, z, generator), None
-        return
+    z = _promote_output(options, z)
+    _refuse_undeclared_coupling(metric, z, inputs)
     for _ in range(draws - 1):
         yield _draw(metric, z, inputs, generator).div_(draws**0.5), None
     last = [_draw(metric, z, inputs, generator)]
-    del z, cotangent  # the logits of a language model are larger than its activations
-    yield last.pop() if draws == 1 else last.pop().div_(draws**0.5), None
+    del z  # the logits of a language model are larger than its activations
+    if draws > 1:
+        last[0].div_(draws**0.5)
+    yield last.pop(), None
 
 
-def _coupled(
+def _generate_coupled(
     options: Options, z: Tensor, inputs: Tensor | None, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Coupling]]:
-    """Covectors that all samples share, up to signs, and how samples are related.
+    """Yield covectors that all samples share, up to signs, and how samples are related.
 
     "exact" runs through the columns of P, "mc" draws v ∈ {±1}^m once for the whole batch.
     """
+    z = _promote_output(options, z)
     factor = options.metric.factor(z, inputs=inputs)
     draws = options.draws
     if factor.coupling is None:
@@ -265,24 +310,37 @@ def _coupled(
     eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
 
-    def signed(covector: Tensor) -> tuple[Tensor, Coupling]:
-        signs = random_signs((len(z),), z, generator)
-        along = signs.view(-1, *[1] * (covector.ndim - 1))
-        return covector * along, Coupling(inverse, signs)
+    def apply_signs(covector: Tensor) -> tuple[Tensor, Coupling]:
+        signs = draw_signs((len(z),), z, generator)
+        column = signs.view(_shape_along(0, covector.ndim))
+        return covector * column, Coupling(inverse, signs)
 
     if options.fisher == "exact":
-        yield from map(signed, separate.covectors(z))
+        yield from map(apply_signs, separate.covectors(z))
         return
     for _ in range(draws):
-        v = random_signs(separate.white, z, generator)
-        yield signed(separate.apply(v.expand(len(z), *v.shape)) / draws**0.5)
+        v = draw_signs(separate.white, z, generator)
+        yield apply_signs(separate.apply(v.expand(len(z), *v.shape)) / draws**0.5)
+
+
+def _promote_output(options: Options, z: Tensor) -> Tensor:
+    """Return z in full precision, unless scores are drawn, which take some samples at a time."""
+    if options.fisher == "mc" and isinstance(options.metric, Fisher):
+        return z
+    return z.to(compute_dtype(z.dtype))
+
+
+def _refuse_undeclared_coupling(metric: Metric, z: Tensor, inputs: Tensor | None) -> None:
+    """Raise where the metric's factor relates samples, and the metric does not say so."""
+    if not isinstance(metric, Fisher) and metric.factor(z, inputs=inputs).couples_samples:
+        raise coupling_error(metric, "it does not declare them: couples_samples is False")
 
 
 def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Generator) -> Tensor:
-    """One covector; scores in full precision are formed of some samples at a time."""
+    """Return one covector; scores in full precision are formed of some samples at a time."""
     if not isinstance(metric, Fisher):
         factor = metric.factor(z, inputs=inputs)
-        return factor.apply(random_signs((len(z), *factor.white), z, generator))
+        return factor.apply(draw_signs((len(z), *factor.white), z, generator))
     likelihood: Any = metric.likelihood
     if likelihood.halves:
         return likelihood.score(z, generator)
@@ -290,16 +348,23 @@ def _draw(metric: Metric, z: Tensor, inputs: Tensor | None, generator: torch.Gen
     dtype = compute_dtype(z.dtype)
     if step >= len(z):
         return likelihood.score(z.to(dtype), generator)
-    out = torch.empty_like(z)
-    for one, some in zip(out.split(step), z.split(step), strict=True):
-        one.copy_(likelihood.score(some.to(dtype), generator))
-    return out
+    scores = torch.empty_like(z)
+    for target, samples in zip(scores.split(step), z.split(step), strict=True):
+        target.copy_(likelihood.score(samples.to(dtype), generator))
+    return scores
 
 
-def random_signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    """±1 with equal probability, in the dtype of `like`."""
-    coins = torch.randint(0, 2, shape, device=like.device, generator=generator)
-    return (2 * coins - 1).to(like.dtype)
+def draw_signs(shape: tuple[int, ...], template: Tensor, generator: torch.Generator) -> Tensor:
+    """Return ±1 with equal probability, in the dtype of `template` and on its device."""
+    coins = torch.randint(0, 2, shape, device=template.device, generator=generator)
+    return (2 * coins - 1).to(template.dtype)
+
+
+def _shape_along(axis: int, ndim: int, size: int = -1) -> tuple[int, ...]:
+    """Return the shape with `size` at one axis and 1 at all others."""
+    shape = [1] * ndim
+    shape[axis] = size
+    return tuple(shape)
 
 
 def coupling_error(metric: Metric, why: str) -> PullbackError:
@@ -334,8 +399,10 @@ class Descent:
 
     @cached_property
     def edges(self) -> list[GradientEdge]:
-        """Where cotangents are wanted, as `ForwardRecord.edges`."""
-        return self.record.edges(None if isinstance(self.root, Tensor) else self.root.node)
+        """The edges at which cotangents are asked for, as `ForwardRecord.edges`."""
+        if isinstance(self.root, Tensor):
+            return self.record.edges(None)
+        return self.record.edges(self.root.node)
 
     @cached_property
     def axis(self) -> int:
@@ -345,9 +412,10 @@ class Descent:
     def samples(self) -> int:
         return self.covector.shape[self.axis]
 
-    def signature(self, apart: bool) -> tuple[Any, ...]:
+    def signature(self, separates_samples: bool) -> tuple[Any, ...]:
         """Return what tells this way through the model from others, with the sizes that matter."""
         record = self.record
+        separated = self._list_separated(separates_samples)
         return (
             tuple([e.site.mark for e in record.entries]),
             tuple([(c.path, c.note) for c in record.compounds]),
@@ -355,7 +423,7 @@ class Descent:
             tuple(self.unrelated.items()),
             record.nodes,
             self.samples == 1,
-            tuple([self._on_batch_axis(e) for _, e in self._told_apart(apart)]),
+            tuple([self._shows_samples(record.entries[i]) for i in separated]),
         )
 
     def pull(
@@ -375,84 +443,105 @@ class Descent:
             for handle in handles:
                 handle.remove()
 
-    def upcoming(self) -> tuple[int, ...]:
+    def find_upcoming(self) -> tuple[int, ...]:
         """Return the uses that the user's backward pass under way is going to reach."""
         will = torch._C._will_engine_execute_node
         return tuple([i for i, edge in enumerate(self.edges) if will(edge.node)])
 
     def differs(self, covector: Tensor) -> bool:
         """Whether a covector with signs would show that samples meet: some have another sign."""
-        same = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
-        return self.samples == 1 or not same
+        is_equal = torch.equal(covector, self.covector) or torch.equal(covector, -self.covector)
+        return self.samples == 1 or not is_equal
 
-    def everywhere(self) -> Tensor:
-        """A fixed random covector, nonzero at all positions and about as long as the metric's."""
+    def draw_everywhere(self) -> Tensor:
+        """Return a fixed random covector, nonzero everywhere and about as long as the metric's."""
         random = torch.Generator(self.covector.device).manual_seed(0)
-        like = torch.empty_like(self.covector)
-        return like.normal_(0, like.shape[-1] ** -0.5, generator=random)
+        covector = torch.empty_like(self.covector)
+        return covector.normal_(0, covector.shape[-1] ** -0.5, generator=random)
 
     def sharing_at(self, entry: Entry, layout: str) -> Sharing:
-        """How the positions of a use enter; each for itself where the samples are not known."""
+        """Return how the positions of a use enter; each for itself if its samples are unknown."""
         if not layout:
             return self.sharing
         lead = tuple(entry.shape[: len(entry.shape) - entry.features])
         fitting = [at for at in list_layouts(lead, self.samples) if at.axis == layout]
         if fitting:
-            known = {"layout": fitting[0]}
-        else:
-            known = {"reduce": False}
-        return replace(self.sharing, **known)
+            return replace(self.sharing, layout=fitting[0])
+        return replace(self.sharing, reduce=False)
 
-    def locate_samples(self, apart: bool) -> list[str]:
-        """By use: empty where the axis tells, the axis of a `SampleLayout`, or `UNKNOWN`.
+    def locate_samples(self, separates_samples: bool) -> list[str]:
+        """Return by use: "" where the axis tells, the axis of a `SampleLayout`, or `UNKNOWN`.
 
-        `apart` says that all layers have to tell samples apart, and not only gains and shifts.
+        `separates_samples` says that all layers have to separate their samples, and not only gains
+        and shifts.
         """
         entries = self.record.entries
-        out = [""] * len(entries)
-        doubtful = [i for i, e in self._told_apart(apart) if self._doubtful(e)]
+        axes = [""] * len(entries)
+        separated = self._list_separated(separates_samples)
+        doubtful = [i for i in separated if self._is_doubtful(entries[i])]
         if self.coupling is not None or not doubtful:
-            return out
-        # about half of the samples, always the same: the first one and not the last
-        chosen = torch.rand(self.samples, generator=torch.Generator().manual_seed(0)) < 0.5
-        chosen[-1] = False
-        chosen[0] = True
-        chosen = chosen.to(self.covector.device)
+            return axes
+        for i in doubtful:
+            if not self._shows_samples(entries[i]):
+                axes[i] = UNKNOWN
+        chosen = self._choose_samples()
 
         def observe(i: int, delta: Tensor) -> None:
-            if delta.numel():
-                delta = delta.reshape(*entries[i].shape, 1)
-                layout = find_layout(delta, chosen, entries[i].features + 1)
-                out[i] = out[i] if layout is None else layout.axis
+            if not delta.numel():
+                return
+            delta = delta.reshape(*entries[i].shape, 1)
+            layout = find_layout(delta, chosen, entries[i].features + 1)
+            if layout is not None:
+                axes[i] = layout.axis
 
-        for i in doubtful:
-            out[i] = "" if self._on_batch_axis(entries[i]) else UNKNOWN
-        mask = chosen.view([-1 if i == self.axis else 1 for i in range(self.covector.ndim)])
-        part = replace(self, covector=self.everywhere().mul_(mask))
-        part.pull(list(self.leaves.values()), doubtful, observe)
-        return out
+        mask = chosen.view(_shape_along(self.axis, self.covector.ndim))
+        probe = replace(self, covector=self.draw_everywhere().mul_(mask))
+        probe.pull(list(self.leaves.values()), doubtful, observe)
+        return axes
 
-    def _told_apart(self, apart: bool) -> list[tuple[int, Entry]]:
-        every = enumerate(self.record.entries)
-        return [(i, e) for i, e in every if apart or e.layer.curvature == "units"]
+    def _choose_samples(self) -> Tensor:
+        """Return flags (N,) of about half of the samples: the first one and not the last.
 
-    def _doubtful(self, entry: Entry) -> bool:
+        They are always the same.
+        """
+        flags = torch.rand(self.samples, generator=torch.Generator().manual_seed(0)) < 0.5
+        flags[-1] = False
+        flags[0] = True
+        return flags.to(self.covector.device)
+
+    def _list_separated(self, separates_samples: bool) -> list[int]:
+        """Return the uses of layers that have to separate their samples."""
+        entries = self.record.entries
+        if separates_samples:
+            return list(range(len(entries)))
+        return [i for i, entry in enumerate(entries) if entry.layer.curvature == "units"]
+
+    def _is_doubtful(self, entry: Entry) -> bool:
+        """Whether the sizes of a use leave a doubt where its samples stand."""
         lead = entry.shape[: len(entry.shape) - entry.features]
-        alike = lead.count(self.samples) > 1
-        return len(lead) > 0 and (alike or not self._on_batch_axis(entry))
+        is_ambiguous = lead.count(self.samples) > 1
+        return len(lead) > 0 and (is_ambiguous or not self._shows_samples(entry))
 
-    def _on_batch_axis(self, entry: Entry) -> bool:
+    def _shows_samples(self, entry: Entry) -> bool:
         """Whether the output's axis of samples has their number here as well."""
-        return entry.shape[samples_axis(entry, self.sharing)] == self.samples
+        return entry.shape[find_samples_axis(entry, self.sharing)] == self.samples
 
 
-def unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
-    """What `UNKNOWN` means for the parameters of such uses."""
-    uses = [e for e, at in zip(entries, layouts, strict=True) if at == UNKNOWN]
-    return {n: f"{type(e.module).__name__}; {_REMARK}" for e in uses for n in e.names.values() if n}
+def describe_unknown_layouts(entries: Sequence[Entry], layouts: Sequence[str]) -> dict[str, str]:
+    """Return what `UNKNOWN` means for the parameters of such uses, by name."""
+    remarks: dict[str, str] = {}
+    for entry, layout in zip(entries, layouts, strict=True):
+        if layout == UNKNOWN:
+            remark = f"{type(entry.module).__name__}; {_REMARK}"
+            remarks |= {n: remark for n in entry.names.values() if n}
+    return remarks
 
 
-def used_by_functions(entries: Sequence[Entry]) -> dict[str, str]:
-    """What functions do with parameters that no module of a known kind showed."""
-    used = [e for e in entries if e.site.function]
-    return {n: f"used as by {type(e.module).__name__}" for e in used for n in e.names.values() if n}
+def describe_function_uses(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return what functions do with parameters that no module of a known kind showed, by name."""
+    remarks: dict[str, str] = {}
+    for entry in entries:
+        if entry.site.function:
+            remark = f"used as by {type(entry.module).__name__}"
+            remarks |= {n: remark for n in entry.names.values() if n}
+    return remarks

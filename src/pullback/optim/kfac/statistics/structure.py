@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,29 @@ from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
 from .compound import CompoundReplays, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
-from .covectors import Covectors, Descent, NotFinite, unknown_layouts, used_by_functions
+from .covectors import (
+    Covectors,
+    Descent,
+    NotFinite,
+    describe_function_uses,
+    describe_unknown_layouts,
+)
 from .launch_thread import LaunchThread
 from .plan import BlockPlan, different_forms, use_of
 from .sums import Pool, factors_of
 
-_ROUTES = 256  # ways through a network that are remembered
-_PLACES = 4096  # at which a layer's inputs are measured where they alone are
+
+@dataclass(frozen=True)
+class StructureLimits:
+    """Bounds on what is remembered and measured."""
+
+    #: proven ways through a network; a model with more of them proves the oldest one anew
+    routes: int = 256
+    #: positions at which inputs are measured where nothing else is; a root needs no more
+    positions: int = 4096
+
+
+_LIMITS = StructureLimits()
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -45,7 +61,14 @@ class Route:
     #: the uses below which there is no other
     last: list[int]
     #: by modules' modes, whether the user's own backward pass gives the same sums
-    alike: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+    agrees_with_user_pass: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+
+
+class ProvenRoute(NamedTuple):
+    """A route, and whether it is certain: it is not where a gradient is zero."""
+
+    route: Route
+    is_certain: bool
 
 
 class BlockStructure:
@@ -54,8 +77,8 @@ class BlockStructure:
     def __init__(self, options: Options) -> None:
         self._sharing = options.sharing
         self._options = options
-        #: whether all layers have to tell samples apart
-        self._apart = options.ekfac or options.sharing.reduce
+        #: whether all layers have to separate their samples
+        self._separates_samples = options.ekfac or options.sharing.reduce
         #: eigenbases in which second moments of gradients are wanted, by block
         self.bases: Mapping[BlockKey, Bases] = {}
         #: why a parameter is held as a diagonal
@@ -74,214 +97,283 @@ class BlockStructure:
         return all(n in self.partners and leaves.keys() >= {*self.partners[n]} for n in leaves)
 
     def measure_along(
-        self, own: Descent, add: Callable[[AllSums], None], *, tried: bool = True
+        self, loss_descent: Descent, add: Callable[[AllSums], None], *, tried: bool = True
     ) -> bool:
-        """Give the sums along the user's own pass to `add`, at its end; False where it may not do.
+        """Return whether the user's own pass gives the sums; at its end `add` receives them.
 
         It may where it was `tried` and gave what a second pass did. It does not if samples meet, as
         in batch normalization, since their signs matter then; nor if the loss depends on the layers
         by another way than the measured output.
         """
-        signature = own.signature(self._apart)
-        modes = own.record.modes
+        signature = loss_descent.signature(self._separates_samples)
+        modes = loss_descent.record.modes
         route = self._routes.get(signature)
-        if route is None or route.alike.get(modes) is not (True if tried else None):
+        if route is None:
+            return False
+        required = None
+        if tried:
+            required = True
+        if route.agrees_with_user_pass.get(modes) is not required:
             return False
         # diagonals are the squares of gradients, which the pass under way adds up
         diagonals = bool(route.plan.plain) and self._options.measures_diagonals
-        if diagonals or own.upcoming() != route.reached:
+        if diagonals or loss_descent.find_upcoming() != route.reached:
             return False
 
         def finish(down: CotangentPass) -> None:
             pool = Pool()
             if down.reached == route.reached:
-                self._note(route.plan)
+                self._adopt_plan(route.plan)
                 self._add(down, route.plan, pool)
                 add(pool.sums)
             elif tried:  # nothing is added, and the next pass proves the route again
                 self._routes.pop(signature, None)
             else:
-                route.alike[modes] = False
+                route.agrees_with_user_pass[modes] = False
 
-        UserPass(CotangentPass(own, route.layouts, route.plan.plain, self.bases), finish)
+        UserPass(CotangentPass(loss_descent, route.layouts, route.plan.plain, self.bases), finish)
         return True
 
-    def _try_along(self, own: Descent, covector: Tensor, expected: Pool) -> None:
+    def _try_along(self, loss_descent: Descent, covector: Tensor, expected: Pool) -> None:
         """Find out whether the user's own pass gives these sums of a second one."""
-        route = self._routes.get(own.signature(self._apart))
-        modes = own.record.modes
-        if route is not None and modes not in route.alike and own.differs(covector):
-            known = route.alike
+        route = self._routes.get(loss_descent.signature(self._separates_samples))
+        modes = loss_descent.record.modes
+        if route is None or modes in route.agrees_with_user_pass:
+            return
+        if not loss_descent.differs(covector):
+            return
+        agreement = route.agrees_with_user_pass
 
-            def compare(sums: AllSums) -> None:
-                known[modes] = alike(own, sums, expected.sums)
+        def compare(sums: AllSums) -> None:
+            agreement[modes] = alike(loss_descent, sums, expected.sums)
 
-            self.measure_along(own, compare, tried=False)
+        self.measure_along(loss_descent, compare, tried=False)
 
     def measure(
         self,
         root: Root,
-        found: Covectors,
+        covectors: Covectors,
         record: ForwardRecord,
         leaves: Mapping[str, Tensor],
-        own: Descent | None = None,
+        loss_descent: Descent | None = None,
         thread: LaunchThread | None = None,
     ) -> Pool:
-        """Pull back all covectors of one pass and return the sums; inputs are added once.
+        """Return the sums of one pass, over all its covectors; inputs are added once.
 
-        `own` is the loss's own cotangent, if the user's pass might give the next sums by itself.
-        The sums are complete when the `thread` has done its tasks.
+        `loss_descent` has the loss's own cotangent, if the user's pass might give the next sums by
+        itself. The sums are complete when the `thread` has done its tasks.
         """
         pool = Pool()
-        inputs = found.reach is None
-        given = record, leaves, self._sharing, found.keep
-        if found.reach is not None:  # inputs count where any of the covectors reaches
-            seen = Pool()
-            self._pull(Descent(root, found.reach, *given, True), seen)
-            for key, sums in seen.sums.items():
+        descend = partial(
+            Descent,
+            root=root,
+            record=record,
+            leaves=leaves,
+            sharing=self._sharing,
+            keep=covectors.keep,
+        )
+        needs_inputs = covectors.reach is None
+        if covectors.reach is not None:  # inputs count where any of the covectors reaches
+            reached = Pool()
+            self._pull(descend(covector=covectors.reach, inputs=True), reached)
+            for key, sums in reached.sums.items():
                 pool.of(key).inputs.update(sums.inputs)
-        for covector, coupling in found.every:
-            if coupling:
-                unrelated = coupling.unrelated(record, self._sharing)
-            else:
+        for covector, coupling in covectors.pairs:
+            if coupling is None:
                 unrelated = {}
-            way = Descent(root, covector, *given, inputs, coupling, unrelated, thread)
-            self._pull(way, pool)
-            inputs = False
-            if own is not None:
-                self._try_along(own, covector, pool)
+            else:
+                unrelated = coupling.find_unrelated(record, self._sharing)
+            descent = descend(
+                covector=covector,
+                inputs=needs_inputs,
+                coupling=coupling,
+                unrelated=unrelated,
+                thread=thread,
+            )
+            self._pull(descent, pool)
+            needs_inputs = False
+            if loss_descent is not None:
+                self._try_along(loss_descent, covector, pool)
         return pool
 
     def measure_inputs(self, record: ForwardRecord, leaves: Mapping[str, Tensor]) -> Pool:
         """Return the sums of what layers saw, with a flat metric on their outputs."""
         pool = Pool()
-        uses = [UseMoments(e, self._sharing) for e in record.entries if e.names.get("weight")]
-        for own in uses:
-            own.seen = LayerInput(own.entry.module, _some_places(own.entry), None)
-        form_inputs([own for own in uses if own.entry.layer.curvature == "kronecker"])
+        self._add_layer_inputs(pool, record, leaves)
+        self._add_compound_inputs(pool, record, leaves)
+        measured: set[str] = set()
+        for key in pool.sums:
+            measured.update(key.names)
+        self.partners = {n: (n,) for n in leaves}
+        self.plain = {n: NO_LAYER for n in leaves if n not in measured}
+        self.reasons = dict(self.plain)
+        return pool
+
+    def _add_layer_inputs(
+        self, pool: Pool, record: ForwardRecord, leaves: Mapping[str, Tensor]
+    ) -> None:
+        """Add the inputs' moments of all layers with a trained weight."""
+        uses = [
+            UseMoments(entry, self._sharing, seen=_subsample_input(entry))
+            for entry in record.entries
+            if entry.names.get("weight")
+        ]
+        form_inputs([use for use in uses if use.entry.layer.curvature == "kronecker"])
         # a weight that is used transposed as well is whitened by what it sees as it is
         untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.is_transposed}
-        for own in uses:
-            name = own.entry.names["weight"]
-            layer = own.entry.layer
-            if name is None or own.inputs is None:
+        for use in uses:
+            name = use.entry.names["weight"]
+            layer = use.entry.layer
+            if name is None or use.inputs is None:
                 continue
-            if not (layer.is_transposed and name in untransposed):
-                key = BlockKey("kronecker", (name,), turned=layer.is_transposed)
-                _add_inputs(pool, key, layer, own.inputs, leaves[name])
+            if layer.is_transposed and name in untransposed:
+                continue
+            key = BlockKey("kronecker", (name,), turned=layer.is_transposed)
+            _add_inputs(pool, key, layer, use.inputs, leaves[name])
+
+    def _add_compound_inputs(
+        self, pool: Pool, record: ForwardRecord, leaves: Mapping[str, Tensor]
+    ) -> None:
+        """Add the inputs' moments of the trained weights inside compound layers."""
         for call in record.compounds:
-            for tap in call.compound.replay(call.module, call.args, call.kwargs)[1]:
+            _, taps = call.compound.replay(call.module, call.args, call.kwargs)
+            for tap in taps:
                 name = record.name(tap.weight)
                 if name is not None:
                     key = BlockKey("kronecker", (name,))
                     moments = tap_moments(tap, self._sharing)
                     _add_inputs(pool, key, call.compound, moments, leaves[name])
-        self.partners = {n: (n,) for n in leaves}
-        measured = {n for key in pool.sums for n in key.names}
-        self.plain = {n: NO_LAYER for n in leaves if n not in measured}
-        self.reasons = dict(self.plain)
-        return pool
 
-    def _pull(self, way: Descent, pool: Pool) -> None:
+    def _pull(self, descent: Descent, pool: Pool) -> None:
         """Pull one covector back from the output and add up what is measured."""
-        signature = way.signature(self._apart)
+        signature = descent.signature(self._separates_samples)
         route = self._routes.get(signature)
-        if route is not None and self._follow(way, route, pool):
+        if route is not None and self._follow(descent, route, pool):
             return
         # the first time, or another way through the same layers
-        if way.thread is not None:
-            way.thread.join()
-            way.thread = None
-        route, proven = self._prove_everywhere(way, pool) or self._prove(way, pool)
-        if proven:
-            self._routes[signature] = route
-            if len(self._routes) > _ROUTES:
+        if descent.thread is not None:
+            descent.thread.join()
+            descent.thread = None
+        proven = self._prove_everywhere(descent, pool) or self._prove(descent, pool)
+        if proven.is_certain:
+            self._routes[signature] = proven.route
+            if len(self._routes) > _LIMITS.routes:
                 del self._routes[next(iter(self._routes))]
 
-    def _follow(self, way: Descent, route: Route, pool: Pool) -> bool:
+    def _follow(self, descent: Descent, route: Route, pool: Pool) -> bool:
         """Pull back on a known route; False, and nothing added, if it is another one."""
-        down = CotangentPass(way, route.layouts, route.plan.plain, self.bases)
-        down.run(route.last, [n for n in route.plan.plain if n in way.leaves])
+        down = CotangentPass(descent, route.layouts, route.plan.plain, self.bases)
+        down.run(route.last, [n for n in route.plan.plain if n in descent.leaves])
         if down.reached != route.reached:
             return False
-        CompoundReplays(way, down.cotangents).add_to(pool, route.plan)
-        self._note(route.plan)
-        if way.thread is None:
+        CompoundReplays(descent, down.cotangents).add_to(pool, route.plan)
+        self._adopt_plan(route.plan)
+        if descent.thread is None:
             self._add(down, route.plan, pool)
         else:
-            way.thread.do(partial(self._add, down, route.plan, pool))
+            descent.thread.do(partial(self._add, down, route.plan, pool))
         return True
 
-    def _prove_everywhere(self, way: Descent, pool: Pool) -> tuple[Route, bool] | None:
-        """Prove all of the model first where a covector of single positions shows a part of it."""
-        large = way.record.head is not None  # one of these is drawn at all positions that count
-        if large or way.coupling is not None or bool(way.covector.all()):
+    def _prove_everywhere(self, descent: Descent, pool: Pool) -> ProvenRoute | None:
+        """Return a route proven at all positions, where the covector shows a part of the model.
+
+        None where the covector is nonzero everywhere, or takes another route: nothing is added.
+        """
+        is_large = descent.record.head is not None  # drawn at all positions that count
+        if is_large or descent.coupling is not None or bool(descent.covector.all()):
             return None
-        found = self._prove(replace(way, covector=way.everywhere(), inputs=False), Pool())
-        if self._follow(way, found[0], pool):
-            return found
+        proven = self._prove(
+            replace(descent, covector=descent.draw_everywhere(), inputs=False), Pool()
+        )
+        if self._follow(descent, proven.route, pool):
+            return proven
         return None
 
-    def _prove(self, way: Descent, pool: Pool) -> tuple[Route, bool]:
-        """Prove the structure on the way; return it, and whether it holds from now on."""
+    def _prove(self, descent: Descent, pool: Pool) -> ProvenRoute:
+        """Return the route of this covector with the structure proven on it, and add its sums."""
         self.proofs += 1
-        entries = way.record.entries
-        leaves = way.leaves
+        entries = descent.record.entries
         proof = Proof()
-        layouts = way.locate_samples(self._apart)
-        down = CotangentPass(way, layouts, way.unrelated, self.bases, proof)
-        down.run([], list(leaves))
+        layouts = descent.locate_samples(self._separates_samples)
+        down = CotangentPass(descent, layouts, descent.unrelated, self.bases, proof)
+        down.run([], list(descent.leaves))
         if any(g is None for g in down.gradients.values()):
-            refuse_reentrant(way.root)
-        replays = CompoundReplays(way, down.cotangents)
+            refuse_reentrant(descent.root)
+        replays = CompoundReplays(descent, down.cotangents)
         replays.prove(proof)
-        for name, gradient in down.gradients.items():
-            refuse_sparse(name, gradient)
-        if not all(torch.isfinite(n) for n in _norms(down.gradients)):
-            raise NotFinite
-        uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
-        remarks = used_by_functions(entries) | replays.remarks | unknown_layouts(entries, layouts)
-        plain = {
-            **different_forms(uses),
-            **_name_hooks(proof.find_unexplained(down.gradients), leaves),
-            **way.unrelated,
-        }
-        if any(plain.values()) and not way.record.sites.listening:
-            way.record.sites.listening = True  # a function may use what no module showed
-        plan = BlockPlan(uses, plain, self._options.joint, remarks)
-        ends = find_last_edges(way.root, way.edges[: len(entries)])
+        _check_gradients(down.gradients)
+        plan = self._make_plan(descent, layouts, replays, proof.find_unexplained(down.gradients))
+        ends = find_last_edges(descent.root, descent.edges[: len(entries)])
         replays.add_to(pool, plan)
-        self._note(plan)
+        self._adopt_plan(plan)
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
-        proven = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
-        return Route(plan, layouts, down.reached, ends), proven
+        is_certain = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
+        return ProvenRoute(Route(plan, layouts, down.reached, ends), is_certain)
 
-    def _note(self, plan: BlockPlan) -> None:
-        """Note what holds for the parameters from now."""
+    def _make_plan(
+        self,
+        descent: Descent,
+        layouts: Sequence[str],
+        replays: CompoundReplays,
+        unexplained: Mapping[str, str],
+    ) -> BlockPlan:
+        """Return the plan of blocks for these uses; `unexplained` gradients become diagonals."""
+        entries = descent.record.entries
+        uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
+        remarks = {
+            **describe_function_uses(entries),
+            **replays.remarks,
+            **describe_unknown_layouts(entries, layouts),
+        }
+        plain = {
+            **different_forms(uses),
+            **_name_hooks(unexplained, descent.leaves),
+            **descent.unrelated,
+        }
+        sites = descent.record.sites
+        if any(plain.values()) and not sites.listening:
+            sites.listening = True  # a function may use what no module showed
+        return BlockPlan(uses, plain, self._options.joint, remarks)
+
+    def _adopt_plan(self, plan: BlockPlan) -> None:
+        """Take the blocks of this plan for those of its parameters from now on."""
         if plan is self._plan:
             return
         self._plan = plan
-        self.plain = {n: why for n, why in plan.plain.items() if why}
-        unused = {n for n, why in plan.plain.items() if not why and n in self.partners}
-        new = {n: key.names for key in plan.keys for n in key.names if n not in unused}
-        kept = {n: names for n, names in self.partners.items() if not new.keys() & {*names}}
-        self.partners = {**kept, **new}
-        self.reasons = {n: r for n, r in self.reasons.items() if n not in new} | plan.reasons
+        self.plain = {n: reason for n, reason in plan.plain.items() if reason}
+        planned = self._find_partners(plan)
+        unplanned: dict[str, tuple[str, ...]] = {}
+        for name, partners in self.partners.items():
+            if planned.keys().isdisjoint(partners):
+                unplanned[name] = partners
+        self.partners = {**unplanned, **planned}
+        self.reasons = {n: r for n, r in self.reasons.items() if n not in planned} | plan.reasons
+
+    def _find_partners(self, plan: BlockPlan) -> dict[str, tuple[str, ...]]:
+        """Return the parameters of each one's block; unused ones that have a block stay in it."""
+        partners: dict[str, tuple[str, ...]] = {}
+        for key in plan.keys:
+            for name in key.names:
+                is_unused = name in plan.plain and not plan.plain[name]
+                if not is_unused or name not in self.partners:
+                    partners[name] = key.names
+        return partners
 
     def _add(self, down: CotangentPass, plan: BlockPlan, pool: Pool) -> None:
-        way = down.descent
+        """Add what one pass measured, and the squared gradients of parameters held as diagonals."""
+        descent = down.descent
         down.add_to(pool, plan)
-        names = [n for n in plan.plain if n in way.leaves]
+        names = [n for n in plan.plain if n in descent.leaves]
         gradients = [down.gradients.get(n) for n in names]
-        if way.coupling is not None and names:  # theirs is another covector
-            related = way.coupling.related_covector(way.covector, way.axis)
-            gradients = pull_back(way.root, related, [way.leaves[n] for n in names])
+        if descent.coupling is not None and names:  # theirs is another covector
+            related = descent.coupling.related_covector(descent.covector, descent.axis)
+            gradients = pull_back(descent.root, related, [descent.leaves[n] for n in names])
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
-                held = pool.of(BlockKey("diagonal", (name,)))
-                held.add(DIAGONAL, flat.square()[:, None, None])
+                sums = pool.of(BlockKey("diagonal", (name,)))
+                sums.add(DIAGONAL, flat.square()[:, None, None])
 
 
 def _add_inputs(
@@ -299,16 +391,16 @@ def _add_inputs(
 
 
 def _name_hooks(reasons: Mapping[str, str], leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """The reasons, where a gradient hook rather than another use explains a difference."""
-    out = dict(reasons)
+    """Return the reasons, with a gradient hook named where one may explain the difference."""
+    named = dict(reasons)
     for name, reason in reasons.items():
         if reason == ELSEWHERE and leaves[name]._backward_hooks:
-            out[name] = HOOKED
-    return out
+            named[name] = HOOKED
+    return named
 
 
-def _some_places(entry: Entry) -> Tensor:
-    """Return the inputs at enough positions: a root needs no more.
+def _subsample_input(entry: Entry) -> LayerInput:
+    """Return what a layer saw at enough positions: a root needs no more.
 
     Of a linear layer single positions, of a convolution whole samples.
     """
@@ -322,12 +414,22 @@ def _some_places(entry: Entry) -> Tensor:
         positions = prod(entry.shape) // module.out_channels
         columns = module.weight[0].numel()
     else:
-        return x
-    return x[:: min(len(x), max(1, positions // max(_PLACES, 2 * columns)))]
+        return LayerInput(module, x, None)
+    stride = max(1, positions // max(_LIMITS.positions, 2 * columns))
+    return LayerInput(module, x[:: min(len(x), stride)], None)
+
+
+def _check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
+    """Refuse sparse gradients, and raise NotFinite where one is not finite."""
+    for name, gradient in gradients.items():
+        refuse_sparse(name, gradient)
+    if not all(torch.isfinite(norm) for norm in _norms(gradients)):
+        raise NotFinite
 
 
 def _norms(gradients: Mapping[str, Tensor | None]) -> Sequence[Tensor]:
-    given = [g for g in gradients.values() if g is not None and g.numel()]
-    if given:
-        return torch._foreach_norm(given)
+    """Return the lengths of the gradients that have entries."""
+    nonempty = [g for g in gradients.values() if g is not None and g.numel()]
+    if nonempty:
+        return torch._foreach_norm(nonempty)
     return []
