@@ -19,7 +19,7 @@ step: the first reads the table, and what it names is read by the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -37,7 +37,7 @@ from .factors.block import BlockKey, BlockKind, FactorKey, Factors, block_shape
 from .schedule import COUNTS
 from .stacks import Block, Tensors
 from .state import KFACState
-from .table import FactorLayout, TableWriter, foreign, read_row
+from .table import FactorLayout, SavedRow, TableWriter, foreign, read_row
 from .update import State
 
 #: keys of a parameter's state that older versions wrote
@@ -63,7 +63,9 @@ def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _keep) ->
         saved = into[p]
         key = leaders.get(name)
         saved["schedule"] = state.schedule.numbers
-        device = p.device if p.requires_grad or key is not None else None
+        device = None
+        if p.requires_grad or key is not None:
+            device = p.device
         saved["table"] = writer.row(name, key, _factors_of(state, key), device)
         saved["state"] = {"ready": 0, "born": 0}
         saved["average"] = {}
@@ -131,22 +133,31 @@ def restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Te
 def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
     rows = {name: read_row(name, row["table"], params) for name, row in saved.items()}
     state.assignment.roles = {n: row.role for n, row in rows.items() if row.role is not None}
-    blocks = {name: row.key for name, row in rows.items() if row.key is not None}
-    measured = [name for name, key in blocks.items() if key.kind != BlockKind.ENTRIES]
-    state.is_shown = bool(measured) and not any(saved[name].get("average") for name in measured)
-    for name, key in blocks.items():
-        if key.kind == BlockKind.ENTRIES:
+    state.is_shown = _has_table_alone(rows, saved)
+    for name, row in rows.items():
+        if row.key is None:
+            continue
+        if row.key.kind == BlockKind.ENTRIES:
             _fill_entries(state, name, saved[name]["state"], params[name])
             continue
-        layout = rows[name].factors
+        layout = row.factors
         if not state.is_shown:
             layout = _layout_of(saved[name]["average"])
-        _show_block(state, key, layout, params)
+        _show_block(state, row.key, layout, params)
     state.replicas.place(state.states, state.averages, state.averages.keys())
     if not state.is_shown:
         _fill_blocks(state, saved, params)
     numbers = next(iter(saved.values()))["schedule"]
     state.schedule.numbers.update({name: _number(numbers[name]) for name in COUNTS})
+
+
+def _has_table_alone(rows: Mapping[str, SavedRow], saved: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return True if the table names blocks with averages, and no averages were saved or read."""
+    measured = []
+    for name, row in rows.items():
+        if row.key is not None and row.key.kind != BlockKind.ENTRIES:
+            measured.append(name)
+    return bool(measured) and not any(saved[name].get("average") for name in measured)
 
 
 def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: Tensors) -> None:
@@ -189,17 +200,17 @@ def _show_block(
     state: KFACState, key: BlockKey, layout: Sequence[FactorLayout], params: Tensors
 ) -> None:
     """Reserve a saved block; raise where it is not that of these parameters."""
-    like = params[key.names[0]]
-    dtype = compute_dtype(like.dtype)
+    leader = params[key.names[0]]
+    dtype = compute_dtype(leader.dtype)
     factors: dict[FactorKey, FactorMatrix] = {}
     for factor in layout:
-        zeros = torch.zeros((), dtype=dtype, device=like.device)
+        zeros = torch.zeros((), dtype=dtype, device=leader.device)
         factors[factor.key] = from_entries(zeros.expand(factor.shape))
     size = prod(block_shape(key, factors))
-    wanted = sum(params[n].numel() for n in key.names)
-    if size != wanted:
+    current_size = sum(params[n].numel() for n in key.names)
+    if size != current_size:
         names = " and ".join(key.names)
-        raise foreign(f"{names} had {size} entries, and have {wanted} now")
+        raise foreign(f"{names} had {size} entries, and have {current_size} now")
     if not state.assignment.takes(key, factors):
         raise _of_another_rule(f"what it keeps for {key.names[0]} is no block of this rule")
     state.reserve(key, factors)
@@ -245,7 +256,9 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
 
     def take(is_held: bool, t: Tensor) -> Tensor:
         t = gather_whole(t)
-        return t.to(p.device, copy=True) if is_held else _placeholder(t, p.device)
+        if is_held:
+            return t.to(p.device, copy=True)
+        return _placeholder(t, p.device)
 
     average = state.averages[key]
     take_factor = partial(take, state.replicas.keeps(key))
@@ -261,8 +274,8 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
         if name not in _NUMBERS:
             tensors[name] = take(not block.is_absent, t)
     block.state = replace(block.state, **tensors)
-    like = get_entries(next(iter(average.value.values())))
-    block.shape = replace(block.shape, dtype=like.dtype, device=like.device)
+    entries = get_entries(next(iter(average.value.values())))
+    block.shape = replace(block.shape, dtype=entries.dtype, device=entries.device)
     block.is_ready = bool(_number(saved["state"]["ready"]))
     block.born = int(_number(saved["state"]["born"]))
     state.reserved.discard(key)
@@ -274,12 +287,26 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
 
 
 def saved_by_name(
-    state_dict: Any, names: Sequence[Sequence[str]], wanted: Iterable[str]
+    state_dict: Any, names: Sequence[Sequence[str]], required_keys: Collection[str]
 ) -> dict[str, Any]:
     """Return the saved state of each parameter, by name; raise where something is missing.
 
-    `names` are those of each param group, and `wanted` the keys of every parameter's state.
+    `names` are those of each param group, and `required_keys` those of every parameter's state.
     """
+    by_name = _match_names(state_dict, names)
+    _refuse_old(by_name)
+    if not by_name or not all(map(_has_table, by_name.values())):
+        raise _not_ours("it holds no table of blocks under its parameters")
+    for state in by_name.values():
+        missing = [key for key in required_keys if key not in state]
+        missing += [n for n in COUNTS if n not in state.get("schedule", {})]
+        if missing:
+            raise incomplete(f"{', '.join(missing)} is not in it")
+    return by_name
+
+
+def _match_names(state_dict: Any, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return what was saved under the parameters' numbers, by name."""
     try:
         numbers = [group["params"] for group in state_dict["param_groups"]]
         saved = dict(state_dict["state"])
@@ -291,14 +318,6 @@ def saved_by_name(
     for name, number in zip(chain(*names), chain(*numbers), strict=True):
         if saved.get(number) is not None:  # frozen parameters may be left out
             by_name[name] = saved[number]
-    _refuse_old(by_name)
-    if not by_name or not all(map(_has_table, by_name.values())):
-        raise _not_ours("it holds no table of blocks under its parameters")
-    for state in by_name.values():
-        missing = [key for key in wanted if key not in state]
-        missing += [n for n in COUNTS if n not in state.get("schedule", {})]
-        if missing:
-            raise incomplete(f"{', '.join(missing)} is not in it")
     return by_name
 
 

@@ -120,8 +120,8 @@ class Options:
     @property
     def common(self) -> dict[str, Any]:
         """What several processes must have in common; param groups are compared by themselves."""
-        own = ("grad_scaler", "output", "weight_decay", "rule")
-        common = {n: v for n, v in vars(self).items() if n not in own}
+        per_process = ("grad_scaler", "output", "weight_decay", "rule")
+        common = {n: v for n, v in vars(self).items() if n not in per_process}
         of_rule = {n: v for n, v in vars(self.rule).items() if n != "estimation"}
         return {**common, **of_rule, **vars(self.rule.estimation), "rule": self.rule.name}
 
@@ -202,43 +202,48 @@ def choose_rule(
     transformers and other networks with normalizations take `Spectral`, and the rest `Eigenbasis`.
     """
     shortcuts = {"likelihood": likelihood, "damping": damping}
-    given = {name: value for name, value in shortcuts.items() if value is not None}
+    shortcuts = {name: value for name, value in shortcuts.items() if value is not None}
     if rule is None:
-        if given or step is not None:
-            chosen = Natural(**given)
+        if shortcuts or step is not None:
+            chosen = Natural(**shortcuts)
         else:
             chosen = default_rule(model)
     elif isinstance(rule, str) and rule in _RULES:
-        chosen = _named_rule(rule, given)
+        chosen = _named_rule(rule, shortcuts)
     else:
-        chosen = rule
-    if not isinstance(chosen, Rule):
-        raise PullbackError(
-            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
-        )
-    if given and chosen is rule:
-        name = next(iter(given))
-        raise PullbackError(
-            f"{name}= was given beside {rule!r}",
-            "a rule that is given as an object has its own options",
-            f"Give it to the rule: Natural({name}=...)",
-        )
+        chosen = _check_rule_object(rule, shortcuts)
     if step is not None and chosen.damping is None:
         raise _misplaced("step", chosen)
     return chosen
 
 
-def _named_rule(name: str, given: dict[str, Any]) -> Rule:
+def _check_rule_object(rule: Any, shortcuts: dict[str, Any]) -> Rule:
+    """Return the rule; raise if it is none, or if options stand beside it."""
+    if not isinstance(rule, Rule):
+        raise PullbackError(
+            "rule= is not usable", f"got {rule!r}", f"Use one of {', '.join(_RULES)}, or a Rule"
+        )
+    if shortcuts:
+        name = next(iter(shortcuts))
+        raise PullbackError(
+            f"{name}= was given beside {rule!r}",
+            "a rule that is given as an object has its own options",
+            f"Give it to the rule: Natural({name}=...)",
+        )
+    return rule
+
+
+def _named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
     """Return the rule of this name; raise for shortcuts that it does not have."""
     make = _RULES[name]
     accepted = {"natural": ("likelihood", "damping"), "eigenbasis": ("likelihood",)}
     names = {**accepted, "spectral": ("damping",), "adam": ()}[name]
-    for option in given:
+    for option in shortcuts:
         if option == "likelihood" and name == "spectral":
             continue
         if option not in names:
             raise _misplaced(option, make())
-    return make(**{n: v for n, v in given.items() if n in names})
+    return make(**{n: v for n, v in shortcuts.items() if n in names})
 
 
 def _misplaced(option: str, rule: Rule) -> PullbackError:
@@ -265,11 +270,12 @@ def default_rule(model: nn.Module) -> Rule:
 
 def _check_rule(rule: Rule) -> None:
     """Raise for options of a rule, or of its estimation, that are not usable."""
-    own = rule.estimation
+    estimation = rule.estimation
     check(
-        fisher=own.fisher, draws=own.draws, ema=own.ema, sharing=own.sharing,
-        max_factor=own.max_factor, batch_dim=own.batch_dim, reduction=own.reduction, seed=own.seed,
-        joint=own.joint, rate=rule.rate, warmup=rule.warmup, kl_clip=rule.kl_clip,
+        fisher=estimation.fisher, draws=estimation.draws, ema=estimation.ema,
+        sharing=estimation.sharing, max_factor=estimation.max_factor,
+        batch_dim=estimation.batch_dim, reduction=estimation.reduction, seed=estimation.seed,
+        joint=estimation.joint, rate=rule.rate, warmup=rule.warmup, kl_clip=rule.kl_clip,
     )  # fmt: skip
     if rule.others is not None and not rule.others.accepts(Role.VECTOR):
         raise PullbackError(

@@ -10,6 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .rules import RuleState
 from .stacks import Averages, Block, BlockStates, Tensors
 from .statistics.capture import StatisticsCapture
 from .statistics.sums import (
+    BlockLayout,
     BlockTensors,
     Layouts,
     Pool,
@@ -45,6 +47,51 @@ BlockAverages = Sequence[tuple[BlockKey, Average]]
 def placeholder(t: Tensor) -> Tensor:
     """Return zeros of this shape that take no memory."""
     return torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """What holds on all processes at a sum of statistics; in the order of `_list_flags`."""
+
+    #: no process lost its statistics
+    is_unbroken: bool
+    #: no process recorded a call
+    is_idle: bool
+    #: the sums that were sent ahead hold all calls
+    is_fresh: bool
+    #: the sums that were sent ahead are those of the present pool, or none were sent
+    is_current: bool
+
+
+def _list_flags(pool: Pool, sent: SentSums | None) -> list[bool]:
+    """Return the fields of `_Agreement` as this process alone sees them."""
+    is_current = sent is None or sent.pool is pool
+    is_fresh = sent is not None and is_current and sent.calls == pool.calls
+    return [not is_broken(pool), pool.calls == 0, is_fresh, is_current]
+
+
+def _measured_layouts(pool: Pool) -> Layouts:
+    """Return the shapes of the pooled sums, in an order that all processes have."""
+    if is_broken(pool):
+        return {}
+    keys = sorted(pool.sums, key=lambda key: key.names)
+    return {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
+
+
+def _fill_layout(pool: Pool, key: BlockKey, layout: BlockLayout, parameter: Tensor) -> BlockTensors:
+    """Return the tensors of a block's sums, with zeros where this process has none."""
+    tensors: BlockTensors = {}
+    if not is_broken(pool) and key in pool.sums:
+        tensors = tensors_of(pool.sums[key])
+    if not layout_of(tensors).items() <= layout.items():
+        tensors = {}  # `sum_statistics` finds out
+    filled: BlockTensors = {}
+    for at in layout:
+        if at in tensors:
+            filled[at] = tensors[at]
+        else:
+            filled[at] = zeros_of(at, *layout[at], parameter)
+    return filled
 
 
 class Replicas:
@@ -66,7 +113,7 @@ class Replicas:
         self._is_owned = is_owned and not processes.is_single
         #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
         self._overlaps = is_wrapped and not is_owned and not processes.is_single
-        self._apart: Processes | None = None
+        self._overlap_group: Processes | None = None
         #: what all processes measured last, and what is under way
         self._layouts: Layouts | None = None
         self._sent: SentSums | None = None
@@ -78,7 +125,7 @@ class Replicas:
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what is under way, and the group in which it is."""
-        return {**vars(self), **dict.fromkeys(("_sent", "_apart", "_layouts"))}
+        return {**vars(self), **dict.fromkeys(("_sent", "_overlap_group", "_layouts"))}
 
     def meet(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
@@ -118,14 +165,15 @@ class Replicas:
         was skipped, and `sum_statistics` finds out what is out of date. Nothing is waited for,
         since another process may wait for this one's gradients.
         """
-        if self._sent is None and self._apart is not None and self._layouts is not None:
-            self._sent = self._begin(pool, self._layouts, params, self._apart)
+        group = self._overlap_group
+        if self._sent is None and group is not None and self._layouts is not None:
+            self._sent = self._start_sums(pool, self._layouts, params, group)
 
     def forget_sums(self) -> None:
         """Begin no sums ahead from now on: states were loaded, and some may have begun."""
         if self._layouts is not None:
             self._sent = None
-            self._apart = None
+            self._overlap_group = None
             self._overlaps = False
 
     def sum_statistics(
@@ -143,31 +191,39 @@ class Replicas:
         sent = self._sent
         self._sent = None
         pool = capture.pool
-        structure = capture.structure
-        has_failed = is_broken(pool)
-        keys = [] if has_failed else sorted(pool.sums, key=lambda key: key.names)
-        layouts = {key: layout_of(tensors_of(pool.sums[key])) for key in keys}
-        is_current = sent is None or sent.pool is pool
-        is_fresh = sent is not None and is_current and sent.calls == pool.calls
-        flags = [not has_failed, pool.calls == 0, is_fresh, is_current]
-        facts = (layouts, sorted(structure.partners.items()), capture.table.known_roles())
-        is_alike, common = self._compare(facts, flags, params, groups, gradients, schedule)
-        all_good, all_idle, all_fresh, all_current = common
-        if not is_alike:
+        layouts = _measured_layouts(pool)
+        facts = (
+            layouts, sorted(capture.structure.partners.items()), capture.table.known_roles()
+        )  # fmt: skip
+        flags = _list_flags(pool, sent)
+        have_same_facts, common = self._compare(facts, flags, params, groups, gradients, schedule)
+        agreement = _Agreement(*common)
+        if not have_same_facts:
             layouts = self._join_structure(layouts, capture)
-        if all_idle:
+        if agreement.is_idle:
             return
         pool.calls = max(pool.calls, 1)
-        if not all_good:
+        if not agreement.is_unbroken:
             pool.sums = {}
             pool.samples = torch.nan
             return
-        if sent is not None and all_current and not all_fresh:  # each of several passes was sent
-            self._apart = None
-        if sent is None or not all_fresh or layouts != self._layouts:
-            sent = self._begin(pool, layouts, params, self.processes)
+        self._finish_sums(pool, sent, layouts, agreement, params)
+
+    def _finish_sums(
+        self,
+        pool: Pool,
+        sent: SentSums | None,
+        layouts: Layouts,
+        agreement: _Agreement,
+        params: ModelParameters,
+    ) -> None:
+        """Wait for the sums that were sent ahead, or send and sum anew if they are out of date."""
+        if sent is not None and agreement.is_current and not agreement.is_fresh:
+            self._overlap_group = None  # each of several passes was sent
+        if sent is None or not agreement.is_fresh or layouts != self._layouts:
+            sent = self._start_sums(pool, layouts, params, self.processes)
         if self._layouts is None and self._overlaps:
-            self._apart = self.processes.duplicate()
+            self._overlap_group = self.processes.duplicate()
         self._layouts = layouts
         sent.finish()
 
@@ -175,13 +231,13 @@ class Replicas:
         """Return the blocks that any process saw, and let all know the same structure and roles."""
         structure = capture.structure
         known = (layouts, dict(structure.partners), dict(capture.table.roles))
-        every = self.processes.gather_objects(known)
+        known_by_rank = self.processes.gather_objects(known)
         partners: dict[str, tuple[str, ...]] = {}
-        for _, partners_there, roles in reversed(every):
+        for _, partners_there, roles in reversed(known_by_rank):
             partners |= partners_there
             capture.table.add_roles(roles.values())
         structure.partners = partners
-        return join_layouts([layouts_there for layouts_there, *_ in every])
+        return join_layouts([layouts_there for layouts_there, *_ in known_by_rank])
 
     def _compare(
         self,
@@ -199,41 +255,56 @@ class Replicas:
         processes = self.processes
         rates = _rates(params, groups, schedule)
         bits = (checksum([*gradients.values()]), params.checksum(groups))
-        alike, common = processes.compare([facts, rates, [*gradients]], flags, bits)
-        if not alike[1]:
+        are_equal, common = processes.compare([facts, rates, [*gradients]], flags, bits)
+        have_same_facts, *have_same_replicas = are_equal
+        if not all(have_same_replicas):
+            self._refuse_drift(have_same_replicas, params, groups, gradients, rates)
+        return have_same_facts, common
+
+    def _refuse_drift(
+        self,
+        have_same: Sequence[bool],
+        params: ModelParameters,
+        groups: Groups,
+        gradients: Tensors,
+        rates: Mapping[str, Any],
+    ) -> None:
+        """Raise on all processes, with what differs between them.
+
+        `have_same` says of rates, names of gradients, bits of gradients and bits of parameters
+        whether all processes have the same.
+        """
+        same_rates, same_names, same_gradients, same_parameters = have_same
+        processes = self.processes
+        if not same_rates:
             remedy = "Change param groups and load states in all of them alike"
             processes.require_same("the options of KFAC", rates, remedy)
-        if not alike[2]:
-            chosen = params.in_groups(groups)
-            given = {f"that of {n}": "there" if n in gradients else None for n in chosen}
+        if not same_names:
+            presence: dict[str, str | None] = {}
+            for name in params.in_groups(groups):
+                presence[f"that of {name}"] = "there" if name in gradients else None
             remedy = "Wrap the model in DistributedDataParallel(find_unused_parameters=True)"
-            processes.require_same("their gradients", given, remedy)
-        if not alike[3]:
+            processes.require_same("their gradients", presence, remedy)
+        if not same_gradients:
             remedy = "Change them in all processes alike, or before they are averaged: in the loss"
             processes.require_same("their gradients", _lengths(gradients), remedy)
-        if not alike[4]:
+        if not same_parameters:
             remedy = "Load the last checkpoint, and change gradients in all processes alike"
-            held = params.gather_whole(params.in_groups(groups), "parameters")
-            processes.require_same("their parameters", _lengths(held), remedy)
-        return alike[0], common
+            parameters = params.gather_whole(params.in_groups(groups), "parameters")
+            processes.require_same("their parameters", _lengths(parameters), remedy)
 
-    def _begin(
+    def _start_sums(
         self, pool: Pool, layouts: Layouts, params: ModelParameters, processes: Processes
     ) -> SentSums:
         """Begin to sum counts and sides."""
         device = next(iter(params.by_name.values())).device
         sums: dict[BlockKey, BlockTensors] = {}
         for key, layout in layouts.items():
-            own = None if is_broken(pool) else pool.sums.get(key)
-            tensors = {} if own is None else tensors_of(own)
-            if not layout_of(tensors).items() <= layout.items():
-                tensors = {}  # `sum_statistics` finds out
-            like = params.by_name[key.names[0]]
-            zeros = {at: zeros_of(at, *layout[at], like) for at in layout if at not in tensors}
-            sums[key] = {at: tensors[at] if at in tensors else zeros[at] for at in layout}
-        owners = self.placement.owners if self._is_owned else {}
-        placed = owners if sums.keys() <= owners.keys() else {}
-        return SentSums(pool, sums, processes, device, placed)
+            sums[key] = _fill_layout(pool, key, layout, params.by_name[key.names[0]])
+        owners = {}
+        if self._is_owned and sums.keys() <= self.placement.owners.keys():
+            owners = self.placement.owners
+        return SentSums(pool, sums, processes, device, owners)
 
     # --- averages ---------------------------------------------------------------------------------
 
@@ -247,8 +318,8 @@ class Replicas:
             return shares
         first = next(iter(shares.values()))
         stacked = torch.stack([t.to(first) for t in shares.values()])
-        found = self.processes.sum([stacked], "lengths")[0]
-        return dict(zip(shares, found.unbind(), strict=True))
+        totals = self.processes.sum([stacked], "lengths")[0]
+        return dict(zip(shares, totals.unbind(), strict=True))
 
     def assemble(self, blocks: BlockAverages) -> None:
         """Bring whole averages here; those of owners are given up again by `release`."""
@@ -299,14 +370,14 @@ class Replicas:
         if self.is_single:
             states.refresh(averages, keys, damping, references)
             return
-        mine = [k for k in keys if self.placement.owns(k)]
+        owned_keys = [k for k in keys if self.placement.owns(k)]
         with self.processes.raise_together("refresh its blocks"):
-            states.refresh(averages, mine, damping, references)
-        ends = {k: _outcome(states.blocks[k]) for k in mine}
+            states.refresh(averages, owned_keys, damping, references)
+        owned_outcomes = {k: _outcome(states.blocks[k]) for k in owned_keys}
         outcomes: dict[BlockKey, Any] = {}
-        for own in self.processes.gather_objects(ends):
-            outcomes |= own
-        for key in [k for k in keys if k not in ends]:
+        for outcomes_there in self.processes.gather_objects(owned_outcomes):
+            outcomes |= outcomes_there
+        for key in [k for k in keys if k not in owned_outcomes]:
             self._adopt(states, key, outcomes[key])
         self._send(states, keys)
 
@@ -330,19 +401,21 @@ class Replicas:
             return
         sent: dict[BlockKey, list[Tensor]] = {}
         mirrored: list[tuple[Tensor, PackedMatrix]] = []
-        for key in [k for k in keys if states.blocks[k].is_ready and self.placement.holds(k)]:
-            state = states.blocks[key].state
-            tensors = state.tensors()
+        for key in keys:
+            if not states.blocks[key].is_ready or not self.placement.holds(key):
+                continue
             sent[key] = []
-            for name in [n for n in state.refreshed_names() if n in tensors]:
-                is_symmetric = name in state.symmetric_names()
-                side = pack_triangle(tensors[name]) if is_symmetric else tensors[name]
-                sent[key].append(get_entries(side))
-                if isinstance(side, PackedMatrix):
-                    mirrored.append((tensors[name], side))
+            for tensor, is_symmetric in _refreshed_tensors(states.blocks[key].state):
+                if is_symmetric:
+                    packed = pack_triangle(tensor)
+                    if isinstance(packed, PackedMatrix):
+                        mirrored.append((tensor, packed))
+                    sent[key].append(get_entries(packed))
+                else:
+                    sent[key].append(tensor)
         self.placement.send_within(sent, "inverses")
-        for tensor, side in mirrored:
-            tensor.copy_(side.unpack())
+        for tensor, packed in mirrored:
+            tensor.copy_(packed.unpack())
 
     def complete(
         self,
@@ -354,18 +427,18 @@ class Replicas:
         """Return the directions of this team's blocks together with those of other teams."""
         if not self.placement.has_several_teams:
             return directions, stacked
-        every = dict(directions)
+        all_directions = dict(directions)
         sent: dict[BlockKey, list[Tensor]] = {}
         placed = states.ready & self.placement.owners.keys()
         for key in sorted(placed, key=lambda key: key.names):
             for name in [n for n in key.names if n in gradients]:
                 dtype = states.blocks[key].shape.dtype
-                every[name] = torch.empty_like(gradients[name], dtype=dtype)
+                all_directions[name] = torch.empty_like(gradients[name], dtype=dtype)
                 if self.placement.holds(key):
-                    every[name].copy_(directions[name])
-                sent.setdefault(key, []).append(every[name])
+                    all_directions[name].copy_(directions[name])
+                sent.setdefault(key, []).append(all_directions[name])
         self.placement.send_across(sent, "directions")
-        return every, [*every.values()]
+        return all_directions, [*all_directions.values()]
 
     # --- saved states -----------------------------------------------------------------------------
 
@@ -374,14 +447,14 @@ class Replicas:
         if self._is_owned or not self.placement.has_several_teams:
             return
         placed = states.ready & self.placement.owners.keys()
-        held: dict[BlockKey, list[Tensor]] = {}
+        tensors: dict[BlockKey, list[Tensor]] = {}
         for key in sorted(placed, key=lambda key: key.names):
             block = states.blocks[key]
             if block.is_absent:
                 states.change(key, Tensor.contiguous)
                 block.is_absent = False
-            held[key] = [*block.state.tensors().values()]
-        self.placement.send_across(held, "state")
+            tensors[key] = [*block.state.tensors().values()]
+        self.placement.send_across(tensors, "state")
 
     def piece(self, key: BlockKey, t: Tensor) -> Tensor:
         """Return a tensor of a block for `state_dict`: where owners hold it, cut into pieces."""
@@ -390,6 +463,14 @@ class Replicas:
         if 0 in t.stride():  # shown, and without memory so far
             return t.clone(memory_format=torch.contiguous_format)
         return t
+
+
+def _refreshed_tensors(state: RuleState) -> list[tuple[Tensor, bool]]:
+    """Return the tensors that a refresh changes, and whether each is symmetric."""
+    tensors = state.tensors()
+    symmetric_names = state.symmetric_names()
+    names = [name for name in state.refreshed_names() if name in tensors]
+    return [(tensors[name], name in symmetric_names) for name in names]
 
 
 def _outcome(block: Block) -> tuple[bool, str, Any]:
@@ -407,7 +488,10 @@ def _room(state: RuleState, form: dict[str, Any], *, is_held: bool) -> RuleState
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in form.items():
         zeros = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        tensors[name] = zeros.clone() if is_held else zeros
+        if is_held:
+            tensors[name] = zeros.clone()
+        else:
+            tensors[name] = zeros
     return type(state)(**{**vars(state), **tensors})
 
 
@@ -423,9 +507,9 @@ def _lengths(tensors: Tensors) -> dict[str, str]:
 
 def _rates(params: ModelParameters, groups: Groups, schedule: Mapping[str, Any]) -> dict[str, Any]:
     """Return what param groups and schedule say, without numbers on a device."""
-    out: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for i, group in enumerate(groups):
-        own = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
-        own["params"] = [*params.in_groups([group])]
-        out |= {f"{name} of param group {i}": v for name, v in own.items()}
-    return out | {f"the schedule's {n}": v for n, v in schedule.items()}
+        options = {n: v for n, v in group.items() if not isinstance(v, Tensor)}
+        options["params"] = [*params.in_groups([group])]
+        rates |= {f"{name} of param group {i}": v for name, v in options.items()}
+    return rates | {f"the schedule's {n}": v for n, v in schedule.items()}

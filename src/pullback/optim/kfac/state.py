@@ -108,26 +108,31 @@ class KFACState:
 
     def make_room(self, means: BlockMeans) -> bool:
         """Make room for statistics whose blocks are new or have other shapes; say if it did."""
-        blocks_of = {n: key for key in self.averages for n in key.names}
-        changed = False
+        blocks_of = _keys_by_name(self.averages)
+        has_changed = False
         for key, factors in means.items():
-            sides = {f: t for f, t in factors.items() if f != SPECTRUM}
             for old in {blocks_of[n] for n in key.names if blocks_of.get(n, key) != key}:
-                changed |= self.drop(old)  # a bias was frozen, say, and the weight is by itself now
-            average = self.averages.get(key)
-            if average is not None and average.fits(sides) and key not in self.reserved:
-                continue
-            if average is not None and key in self.learned and average.has_shapes(sides):
-                self.move(key, get_entries(next(iter(sides.values()))))
-            else:
-                self.allocate(key, sides)
-            changed = True
-        return changed
+                # a bias was frozen, say, and the weight is by itself now
+                has_changed |= self.drop(old)
+            has_changed |= self._fit_block(key, factors)
+        return has_changed
 
-    def move(self, key: BlockKey, like: Tensor) -> None:
-        """Bring a block, with all that is in it, to another device or dtype."""
-        self.averages[key].change(lambda t: t.to(like))
-        self.states.convert(key, like)
+    def _fit_block(self, key: BlockKey, factors: Factors) -> bool:
+        """Make room for the statistics of one block; return False if there was room already."""
+        sides = {f: t for f, t in factors.items() if f != SPECTRUM}
+        average = self.averages.get(key)
+        if average is not None and average.fits(sides) and key not in self.reserved:
+            return False
+        if average is not None and key in self.learned and average.has_shapes(sides):
+            self.move(key, get_entries(next(iter(sides.values()))))
+        else:
+            self.allocate(key, sides)
+        return True
+
+    def move(self, key: BlockKey, template: Tensor) -> None:
+        """Bring a block, with all that is in it, to the template's device and dtype."""
+        self.averages[key].change(lambda t: t.to(template))
+        self.states.convert(key, template)
 
     def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
@@ -171,7 +176,9 @@ class KFACState:
 
     def learn(self, means: BlockMeans, guard: Guard) -> bool:
         """Take up the statistics of one step, if all of them are finite."""
-        tensors = [get_entries(t) for factors in means.values() for t in factors.values()]
+        tensors: list[Tensor] = []
+        for factors in means.values():
+            tensors += map(get_entries, factors.values())
         if not guard.holds(self.replicas.processes.all_agree(are_finite_in_place(tensors))):
             return False
         if self.rule.damping is not None:
@@ -179,18 +186,27 @@ class KFACState:
         if not guard.is_deferred and self.make_room(means):
             self.replicas.place(self.states, self.averages, self.averages.keys() - self.reserved)
         spectra = {k: factors.pop(SPECTRUM) for k, factors in means.items() if SPECTRUM in factors}
-        pairs = [(self.averages[k], f if self.replicas.keeps(k) else {}) for k, f in means.items()]
+        pairs: list[tuple[Average, Factors]] = []
+        for key, factors in means.items():
+            if self.replicas.keeps(key):
+                pairs.append((self.averages[key], factors))
+            else:
+                pairs.append((self.averages[key], {}))
         ema_update(pairs, self.rule.estimation.ema, guard.is_void)
         self.learned.update(means)
         self.schedule.numbers["taken"] += 1
+        self._observe_spectra(spectra)
+        return True
+
+    def _observe_spectra(self, spectra: Mapping[BlockKey, FactorMatrix]) -> None:
+        """Give second moments in the blocks' eigenbases to the rules that measure them."""
         for key, spectrum in spectra.items():
             block = self.states.blocks[key]
             block.rule.observe(unpack(spectrum), block.state, self.schedule.damping)
-        return True
 
-    def refresh(self, taken: bool) -> bool:
+    def refresh(self, has_new_statistics: bool) -> bool:
         """Refresh states when it is time, and make those that are missing; say if any changed."""
-        is_due = taken and self.schedule.is_refresh_step(self.schedule.taken)
+        is_due = has_new_statistics and self.schedule.is_refresh_step(self.schedule.taken)
         keys = self.learned - self.states.ready
         if is_due or self.schedule.asks_again:
             keys = self.learned
@@ -203,12 +219,12 @@ class KFACState:
         )
         return True
 
-    def stack(self, params: Tensors, like: Tensors, group_numbers: Mapping[str, int]) -> bool:
+    def stack(self, params: Tensors, templates: Tensors, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
         self.follow(params)
         if self.states.is_stacked:
             return False
-        self.states.stack(like, group_numbers)
+        self.states.stack(templates, group_numbers)
         return True
 
     def directions(
@@ -224,22 +240,24 @@ class KFACState:
         such a rule, a parameter without a block follows its gradient.
         """
         step = self.schedule.step
-        found, stacked = self.states.directions(gradients, groups, group_numbers, step, is_void)
-        found, stacked = self.replicas.complete(self.states, found, stacked, gradients)
-        found = {n: found[n] for n in gradients if n in found}
-        waiting = {n for key in self.learned - self.states.ready for n in key.names}
+        directions, stacked = self.states.directions(
+            gradients, groups, group_numbers, step, is_void
+        )
+        directions, stacked = self.replicas.complete(self.states, directions, stacked, gradients)
+        directions = {n: directions[n] for n in gradients if n in directions}
+        waiting = _keys_by_name(self.learned - self.states.ready)
         for name, gradient in gradients.items():
-            if name in found:
+            if name in directions:
                 continue
             if self.assignment.others is None:
-                found[name] = gradient
+                directions[name] = gradient
             elif name in waiting:
                 options = groups[group_numbers[name]]
-                found[name] = self._first_step(gradient, StepContext(1, options, is_void))
+                directions[name] = self._first_step(gradient, StepContext(1, options, is_void))
             else:
                 continue
-            stacked.append(found[name])
-        return found, stacked
+            stacked.append(directions[name])
+        return directions, stacked
 
     def _first_step(self, gradient: Tensor, step: StepContext) -> Tensor:
         """Return the first direction of the rule for others, whose state is not kept."""
@@ -254,7 +272,9 @@ class KFACState:
         """The eigenbases in which statistics are to be taken."""
         bases: dict[BlockKey, Bases] = {}
         for key, block in self.states.blocks.items():
-            measured = block.rule.measured_bases(block.state) if block.is_ready else None
+            if not block.is_ready:
+                continue
+            measured = block.rule.measured_bases(block.state)
             if measured is not None:
                 bases[key] = Bases(*measured)
         return bases
@@ -267,7 +287,7 @@ class KFACState:
 
     # --- lengths ----------------------------------------------------------------------------------
 
-    def lengths(self, move: Tensors, like: Tensors, *, damped: bool) -> dict[str, Tensor]:
+    def lengths(self, move: Tensors, templates: Tensors, *, damped: bool) -> dict[str, Tensor]:
         """Return for each parameter ⟨x, F̂x⟩ over its entries, for a move x by name.
 
         Their sum is xᵀF̂x. All processes call it; each adds what its averages give.
@@ -278,28 +298,33 @@ class KFACState:
                 continue
             names = [n for n in key.names if n in move]
             if self.replicas.keeps(key):
-                products = self._block_products(key, average, move, like, damped=damped)
+                products = self._block_products(key, average, move, templates, damped=damped)
                 shares |= {n: products[n] for n in names}
             else:
                 shares |= {n: average.mass.new_zeros(()) for n in names}
         return self.replicas.total(shares)
 
     def _block_products(
-        self, key: BlockKey, average: Average, move: Tensors, like: Tensors, *, damped: bool
+        self, key: BlockKey, average: Average, move: Tensors, templates: Tensors, *, damped: bool
     ) -> dict[str, Tensor]:
         """Return ⟨x, Fx⟩ of one block, parameter by parameter."""
-        block, given = self.describe(key, average)
+        block, rule_averages = self.describe(key, average)
         dtype = average.mass.dtype
-        parts = [
-            move[n].to(dtype) if n in move else torch.zeros_like(like[n], dtype=dtype)
-            for n in key.names
-        ]
-        v = to_block(key, parts, block.shape.size)
-        gram_of = block.rule.damped_gram if damped else block.rule.gram
-        product = v * gram_of(given, block.state).matvec(v)
-        shapes = [like[n] for n in key.names]
-        each = from_block(key, product, shapes, block.shape.size)
-        return {n: t.sum() for n, t in zip(key.names, each, strict=True)}
+        pieces: list[Tensor] = []
+        for name in key.names:
+            if name in move:
+                pieces.append(move[name].to(dtype))
+            else:
+                pieces.append(torch.zeros_like(templates[name], dtype=dtype))
+        v = to_block(key, pieces, block.shape.size)
+        if damped:
+            gram = block.rule.damped_gram(rule_averages, block.state)
+        else:
+            gram = block.rule.gram(rule_averages, block.state)
+        product = v * gram.matvec(v)
+        shapes = [templates[n] for n in key.names]
+        products = from_block(key, product, shapes, block.shape.size)
+        return {n: t.sum() for n, t in zip(key.names, products, strict=True)}
 
     def describe(self, key: BlockKey, average: Average) -> tuple[Block, Any]:
         """Return a block, and its averages as its rule sees them."""
@@ -321,15 +346,24 @@ class KFACState:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held, by what for."""
-        held = [k for k in self.averages if k not in self.reserved]
-        averages = [self.averages[k].mass for k in held]
-        for key in [k for k in held if self.replicas.keeps(k)]:
-            averages += self.averages[key].sides()
+        averages: list[Tensor] = []
+        for key in self.averages.keys() - self.reserved:
+            averages.append(self.averages[key].mass)
+            if self.replicas.keeps(key):
+                averages += self.averages[key].sides()
         states: list[Tensor] = []
         for key, block in self.states.blocks.items():
             if not block.is_absent and key not in self.reserved:
                 states += block.state.tensors().values()
         return {"averages": _nbytes(averages), "states": _nbytes(states)}
+
+
+def _keys_by_name(keys: Iterable[BlockKey]) -> dict[str, BlockKey]:
+    """Return the block of each parameter, by the parameter's name."""
+    by_name: dict[str, BlockKey] = {}
+    for key in keys:
+        by_name |= dict.fromkeys(key.names, key)
+    return by_name
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
