@@ -28,7 +28,6 @@ def main(epochs: int = 5) -> float:
     )  # fmt: skip
     opt = pb.KFAC(model, lr=0.05, likelihood=pb.likelihoods.Categorical(), damping=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, epochs)
-    print(opt.coverage())
 
     for epoch in range(epochs):
         for index in torch.randperm(len(x)).split(128):
@@ -38,6 +37,7 @@ def main(epochs: int = 5) -> float:
             opt.step()
         schedule.step()
         print(f"epoch {epoch}  loss {loss.item():.4f}")
+    print(opt.coverage())
 
     test, truth = pictures(512)
     model.eval()

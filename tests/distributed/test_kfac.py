@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
-from pullback_experiments.benchmarks.traffic import count
+from pullback_experiments.benchmarks.traffic import count, take_first_step
 from tests.kfac_options import kfac_of
 
 from .training import FEW, MODELS, STEPS, batch, model_of, train
@@ -231,7 +231,10 @@ def test_traffic(world: World) -> None:
     assert sent["counts"][0] == 3
     assert sent["inverses"][0] == 3  # the first, second and third statistics
     schedule: dict[str, Any] = {"statistics_every": 2, "invert_every": 2}
-    paper, *_ = count(model_of("dense").float(), {"likelihood": CATEGORICAL, **schedule}, 3, 3)
+    model = model_of("dense").float()
+    inputs, _ = batch(0, 8, "dense")
+    opt = take_first_step(model, inputs.float(), {"likelihood": CATEGORICAL, **schedule})
+    paper, *_ = count(model, opt, 3, 3)
     assert sent["factors"][1] == pytest.approx(3 * 2 * paper["factors"])
     assert sent["inverses"][1] == pytest.approx(3 * 2 * paper["inverses"])
 

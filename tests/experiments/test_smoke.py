@@ -44,6 +44,7 @@ SLOW = {
     "influence-mnist",
     "laplace-rotation",
     "pde-honesty",
+    "pde-seeds",
 }
 
 
@@ -93,6 +94,7 @@ NOT_DRAWN = {
     "laplace-rotation",
     "laplace-uci",
     "pde-honesty",
+    "pde-seeds",
     "vmc-spins",
 }
 

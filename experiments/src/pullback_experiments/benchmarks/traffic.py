@@ -35,7 +35,11 @@ from ..framework.benchmark import RESULTS, make_parser, write_results
 from ..framework.timing import describe_machine
 from .kfac_models import GPT, convnet, resnet50
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50": resnet50, "GPT-2": lambda: GPT(depth=12)}
+#: networks, and inputs of a first step
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "ResNet-50": (resnet50, lambda: torch.randn(2, 3, 64, 64)),
+    "GPT-2": (lambda: GPT(depth=12), lambda: torch.randint(0, 50257, (1, 16))),
+}
 CATEGORICAL = pb.likelihoods.Categorical()
 RULES: dict[str, dict[str, Any]] = {
     "natural": {"rule": Natural(CATEGORICAL, kl_clip=None)},
@@ -70,14 +74,23 @@ def shape_of(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 
+def take_first_step(model: nn.Module, inputs: Tensor, options: dict[str, Any]) -> pb.KFAC:
+    """Return the optimizer after one step: its statistics have shown what it keeps and sends."""
+    opt = pb.KFAC(model, **options)
+    model(inputs).square().mean().backward()
+    opt.step()
+    opt.close()
+    return opt
+
+
 def count(
-    model: nn.Module, options: dict[str, Any], size: int, workers: int
+    model: nn.Module, opt: pb.KFAC, size: int, workers: int
 ) -> tuple[dict[str, float], float, dict[str, float]]:
     """Return bytes per step by purpose, calls, and bytes summed in single backward passes.
 
-    Intervals are those of the rule. Passes are those with statistics.
+    Intervals are those of the rule. Passes are those with statistics. The optimizer has taken a
+    step; its tensors lose their values.
     """
-    opt = pb.KFAC(model, **options)
     state = opt.blocks
     paper = Paper(size)
     replicas = Replicas(paper, workers, is_wrapped=True)
@@ -99,7 +112,6 @@ def count(
     replicas._send(state.states, keys)
     gradients = {n: shape_of(p) for n, p in model.named_parameters()}
     replicas.complete(state.states, gradients, [], gradients)
-    opt.close()
     steps = {"inverses": opt.invert_every, "directions": 1}
     by_purpose = {what: traffic.bytes / steps[what] for what, traffic in paper.traffic().items()}
     calls += sum(traffic.calls / steps[what] for what, traffic in paper.traffic().items())
@@ -195,13 +207,14 @@ def main(arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
         mp.spawn(_measure_all, (2, str(out), options.steps), nprocs=2)
         return []
     results = []
-    for name, build in MODELS.items():
+    for (name, (build, draw)), rule in itertools.product(MODELS.items(), RULES):
         model = build()
+        opt = take_first_step(model, draw(), RULES[rule])
         weights = sum(p.nbytes for p in model.parameters())
-        for size, rule in itertools.product(options.processes, RULES):
+        for size in options.processes:
             gradients = 2 * (size - 1) / size * weights
             for workers in (size, 1):
-                sent, calls, passes = count(model, RULES[rule], size, workers)
+                sent, calls, passes = count(model, opt, size, workers)
                 total = sum(sent.values())
                 row = {"model": name, "rule": rule, "processes": size, "workers": workers}
                 more = {"gradients": gradients, **sent, "total": total, "calls": calls, **passes}
