@@ -48,7 +48,7 @@ from ..assignment import Assignment
 from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
-from .cotangents import AllSums, measuring
+from .cotangents import AllSums, measurement_context
 from .covectors import Descent, NotFinite, draw_signs, generate_covectors, make_covectors
 from .launch_thread import LaunchThread, sets_precision
 from .record import RepeatedCall
@@ -397,7 +397,7 @@ class StatisticsCapture:
             with torch.no_grad():
                 self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
             return True
-        with measuring(cotangent.device):
+        with measurement_context(cotangent.device):
             random = self.generator(cotangent.device)
             slope = cotangent.detach()
             self._check_loss(z[0], slope, random)

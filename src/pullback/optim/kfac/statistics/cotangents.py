@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, pack, pack_stacked, unpack
-from ....maps.layers import AffineBlock, Block, Use
+from ....maps.layers import AffineBlock, Block, Layer, Use
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.registry import LayerInput
 from ....maps.layers.scale import Scale, UnitSums, compute_unit_moments
@@ -34,17 +34,32 @@ from .plan import BlockPlan
 from .sums import BIAS_OUTPUT, Pool, Sums, factors_of
 
 _HALF = (torch.float16, torch.bfloat16)
-_FEW = 2**18  # entries of a normalization's sums that are finished together with those of others
-_AT_ONCE = 2**26  # entries of inputs' moments before they are packed
-_PIECE = 2**25  # entries of cotangents whose formula is evaluated at once
-_WAITING = 2**25  # entries of inputs that are held until their moments are formed together
 _ENGINE: Any = torch.autograd.Variable._execution_engine
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bounds on memory, in entries of tensors."""
+
+    #: of a normalization's sums by sample that are kept until those of all uses are joined
+    unit_sums: int = 2**18
+    #: of the moments of inputs that are formed by one product, before they are packed
+    input_moments: int = 2**26
+    #: of cotangents for which a layer's formula is evaluated by one call
+    formula: int = 2**25
+    #: of inputs that are kept until their moments are formed together
+    pending_inputs: int = 2**25
+    #: relative difference of two sums that are taken for equal in half precision
+    half_precision_error: float = 1e-3
+
+
+_LIMITS = _Limits()
 
 AllSums = Mapping[BlockKey, Sums]
 
 
 @contextlib.contextmanager
-def measuring(device: torch.device) -> Iterator[None]:
+def measurement_context(device: torch.device) -> Iterator[None]:
     """Compute without a graph, without tangents, and in the precision that tensors have."""
     no_autocast = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), _set_fwd_grad_enabled(False), no_autocast:
@@ -58,8 +73,8 @@ class UseMoments:
     entry: Entry
     sharing: Sharing
     inputs: Moments | None = None
-    #: what the layer saw and which of its positions count, of which the moments are to be formed
-    seen: LayerInput | None = None
+    #: what the moments `inputs` are formed of, until they are
+    layer_input: LayerInput | None = None
     outputs: FactorMatrix | None = None
     shifts: FactorMatrix | None = None
     #: sums by sample of gain and shift, until Σ rows rowsᵀ, (U, k, k), is formed of them
@@ -91,13 +106,12 @@ class CotangentPass:
         self._plain = plain
         self._proof = proof
         #: by use, the eigenbases of its block, where it is the block's only use
-        names = [e.names.get("weight") for e in self._entries]
-        keys = {k.names[0]: k for k in bases if k.kronecker and not k.bias}
-        self._bases = {
-            i: (keys[n], bases[keys[n]])
-            for i, n in enumerate(names)
-            if n in keys and names.count(n) == 1
-        }
+        self._bases: dict[int, tuple[BlockKey, Bases]] = {}
+        keys = {key.names[0]: key for key in bases if key.kronecker and not key.bias}
+        weights = [entry.names.get("weight") for entry in self._entries]
+        for i, weight in enumerate(weights):
+            if weight in keys and weights.count(weight) == 1:
+                self._bases[i] = (keys[weight], bases[keys[weight]])
         #: by use of a layer that the covector reached
         self.uses: dict[int, UseMoments] = {}
         #: the cotangents at compound layers, and the gradients of the parameters asked for
@@ -105,25 +119,27 @@ class CotangentPass:
         self.gradients: dict[str, Tensor | None] = {}
 
     @property
-    def reached(self) -> tuple[Any, ...]:
-        """Which uses of layers, and which ends of compound ones, the covector reached."""
-        return (*sorted(self.uses), *(c is not None for c in self.cotangents))
+    def reached_uses(self) -> tuple[Any, ...]:
+        """Which uses of layers, and which outputs of compound ones, the covector reached."""
+        return (*sorted(self.uses), *(delta is not None for delta in self.cotangents))
 
     def run(self, ends: Sequence[int], names: Sequence[str]) -> None:
-        """Go down to the parameters of these names, and past all layers.
+        """Pull the covector back to parameters of these names, and measure all uses of layers.
 
         `ends` are the uses below which there is no other, where the parameters do not suffice.
         """
-        d = self.descent
-        count = len(self._entries)
-        targets = [d.edges[i] for i in ends] + d.edges[count:] + [d.leaves[n] for n in names]
-        found = d.pull(targets, range(count), self.measure)
-        middle = len(ends) + len(d.edges) - count
-        self.cotangents = found[len(ends) : middle]
-        self.gradients = dict(zip(names, found[middle:], strict=True))
-        del found[len(ends) :]
+        edges = self.descent.edges
+        use_count = len(self._entries)
+        compound_edges = edges[use_count:]
+        leaves = [self.descent.leaves[name] for name in names]
+        targets = [*(edges[i] for i in ends), *compound_edges, *leaves]
+        pulled_back = self.descent.pull(targets, range(use_count), self.measure)
+        first_gradient = len(ends) + len(compound_edges)
+        self.cotangents = pulled_back[len(ends) : first_gradient]
+        self.gradients = dict(zip(names, pulled_back[first_gradient:], strict=True))
+        del pulled_back[len(ends) :]
         for i in reversed(ends):  # the first layers' cotangents are large, and not kept
-            if (delta := found.pop()) is not None:
+            if (delta := pulled_back.pop()) is not None:
                 self.measure(i, delta)
             del delta
 
@@ -133,94 +149,116 @@ class CotangentPass:
             return
         entry = self._entries[i]
         thread = self.descent.thread
-        self.uses[i] = own = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
+        use = UseMoments(entry, self.descent.sharing_at(entry, self._layouts[i]))
+        self.uses[i] = use
         if thread is None:
-            self._measure(i, own, delta)
+            self._measure_use(i, use, delta)
         else:
-            thread.do(partial(self._measure, i, own, delta), delta)
+            thread.do(partial(self._measure_use, i, use, delta), delta)
 
-    def _measure(self, i: int, own: UseMoments, delta: Tensor) -> None:
-        entry = own.entry
-        sharing = own.sharing
+    def _measure_use(self, i: int, use: UseMoments, delta: Tensor) -> None:
+        """Add the use to the proof, and form its moments if it has a block of its own."""
+        entry = use.entry
         if self._proof is not None:
-            self._proof.add_use(entry, delta, _formula(entry, delta))
-        trained = {role: n for role, n in entry.names.items() if n is not None}
-        if not delta.numel() or not any(n not in self._plain for n in trained.values()):
-            return  # nothing is learned
-        if isinstance(entry.layer, Scale):
-            self._measure_units(own, delta, list(trained))
+            self._proof.add_use(entry, delta, _evaluate_formula(entry, delta))
+        names_by_role = {role: name for role, name in entry.names.items() if name is not None}
+        if not delta.numel() or all(name in self._plain for name in names_by_role.values()):
             return
-        self._measure_sides(own, delta, trained)
-        if i in self._bases and (sharing.layout is not None or not self._layouts[i]):
-            own.basis, basis = self._bases[i]
-            own.spectrum = _squares_in(basis, own, delta)
+        if isinstance(entry.layer, Scale):
+            self._measure_units(use, delta, list(names_by_role))
+            return
+        self._measure_factors(use, delta, names_by_role)
+        if i in self._bases and (use.sharing.layout is not None or not self._layouts[i]):
+            use.basis, bases = self._bases[i]
+            use.spectrum = _compute_squares(bases, use, delta)
 
-    def _measure_units(self, own: UseMoments, delta: Tensor, roles: list[str]) -> None:
-        entry = own.entry
-        layer = own.entry.layer
+    def _measure_units(self, use: UseMoments, delta: Tensor, roles: list[str]) -> None:
+        """Form the sums of gain and shift by sample, or their moments at once if they are large."""
+        entry = use.entry
+        layer = entry.layer
         coupling = self.descent.coupling
         assert isinstance(layer, Scale)
         if coupling is not None:
-            own.units = coupling.units(entry, delta, roles, own.sharing)
+            use.units = coupling.units(entry, delta, roles, use.sharing)
             return
-        given = entry.module, entry.input, delta, roles, own.sharing
-        own.rows = layer.compute_unit_sums(*given, entry.normalization)
-        if own.rows.shape.numel() > _FEW:
-            _form_units([own])
+        use.rows = layer.compute_unit_sums(
+            entry.module, entry.input, delta, roles, use.sharing, entry.normalization
+        )
+        if use.rows.shape.numel() > _LIMITS.unit_sums:
+            _form_units([use])
 
-    def _measure_sides(self, own: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
-        entry = own.entry
-        sharing = own.sharing
-        x = own.entry.input
-        module = entry.module
+    def _measure_factors(self, use: UseMoments, delta: Tensor, roles: Collection[str]) -> None:
+        """Form the moments of inputs and outputs of a layer with weight or bias."""
+        entry = use.entry
         layer = entry.layer
-        way = self.descent
+        x = entry.input
         if x.dtype != delta.dtype and delta.dtype in _HALF and x.is_floating_point():
             x = x.to(delta.dtype)  # as the layer itself saw it
-        if way.coupling is not None:
-            x, delta = way.coupling.whitened_use(entry, delta, sharing)
+        if self.descent.coupling is not None:
+            x, delta = self.descent.coupling.whitened_use(entry, delta, use.sharing)
         if "weight" in roles:
-            if way.inputs and way.coupling is not None:
-                own.inputs = way.coupling.inputs(entry, x, sharing)
-            elif way.inputs:
-                if way.keep is None:
-                    keep = None
-                else:
-                    keep = layer.counted_positions(module, x, delta, way.keep)
-                if x.device.type == "cpu":
-                    own.inputs = layer.input_moments(module, x, sharing, keep)
-                else:
-                    own.seen = LayerInput(module, x, keep)
-            own.outputs = pack(layer.output_moment(module, x, delta, sharing))
+            if self.descent.inputs:
+                self._measure_inputs(use, x, delta)
+            use.outputs = pack(layer.output_moment(entry.module, x, delta, use.sharing))
         if "bias" in roles:
-            joint = layer.joint and own.outputs is not None
-            if joint:
-                own.shifts = own.outputs
+            if layer.joint and use.outputs is not None:
+                use.shifts = use.outputs
             else:
-                own.shifts = layer.bias_moment(module, x, delta, sharing)
+                use.shifts = layer.bias_moment(entry.module, x, delta, use.sharing)
+
+    def _measure_inputs(self, use: UseMoments, x: Tensor, delta: Tensor) -> None:
+        """Form the moments of the inputs x, or keep x where this is done for several uses."""
+        entry = use.entry
+        layer = entry.layer
+        descent = self.descent
+        if descent.coupling is not None:
+            use.inputs = descent.coupling.inputs(entry, x, use.sharing)
+            return
+        keep = None
+        if descent.keep is not None:
+            keep = layer.counted_positions(entry.module, x, delta, descent.keep)
+        if x.device.type == "cpu":
+            use.inputs = layer.input_moments(entry.module, x, use.sharing, keep)
+        else:
+            use.layer_input = LayerInput(entry.module, x, keep)
 
     def add_to(self, pool: Pool, plan: BlockPlan) -> None:
         """Add what was measured to the blocks of the plan."""
-        uses = [own for _, own in sorted(self.uses.items())]
+        uses = [use for _, use in sorted(self.uses.items())]
         _form_units(uses)
-        form_inputs([own for own in uses if plan.weight_block(own.entry.names) is not None])
-        for own in uses:
-            names = own.entry.names
-            if own.units is not None:
-                for key, at in plan.unit_blocks(names).items():
-                    every = len(at) == own.units.shape[-1]
-                    pool.of(key).add(UNITS, own.units if every else own.units[:, at][:, :, at])
+        form_inputs([use for use in uses if plan.weight_block(use.entry.names) is not None])
+        for use in uses:
+            if use.units is not None:
+                _add_units(pool, plan, use, use.units)
                 continue
-            if own.outputs is not None and (key := plan.weight_block(names)) is not None:
-                held = pool.of(key)
-                inputs, outputs = factors_of(own.entry.layer, key)
-                if own.inputs is not None:
-                    held.add(inputs, own.inputs)
-                held.add(outputs, own.outputs)
-                if own.spectrum is not None and own.basis == key:
-                    held.add(SPECTRUM, own.spectrum)
-            if own.shifts is not None and (key := plan.bias_block(names)) is not None:
-                pool.of(key).add(BIAS_OUTPUT, pack(unpack(own.shifts).clone()))
+            if use.outputs is not None:
+                _add_weight(pool, plan, use, use.outputs)
+            bias_key = plan.bias_block(use.entry.names)
+            if use.shifts is not None and bias_key is not None:
+                pool.of(bias_key).add(BIAS_OUTPUT, pack(unpack(use.shifts).clone()))
+
+
+def _add_units(pool: Pool, plan: BlockPlan, use: UseMoments, units: Tensor) -> None:
+    """Add the moments of gain and shift to their blocks: one for both, or one for each."""
+    for key, indices in plan.unit_blocks(use.entry.names).items():
+        if len(indices) == units.shape[-1]:
+            pool.of(key).add(UNITS, units)
+        else:
+            pool.of(key).add(UNITS, units[:, indices][:, :, indices])
+
+
+def _add_weight(pool: Pool, plan: BlockPlan, use: UseMoments, outputs: FactorMatrix) -> None:
+    """Add the moments of inputs and outputs to the block of the weight, if it has one."""
+    key = plan.weight_block(use.entry.names)
+    if key is None:
+        return
+    block_sums = pool.of(key)
+    input_factor, output_factor = factors_of(use.entry.layer, key)
+    if use.inputs is not None:
+        block_sums.add(input_factor, use.inputs)
+    block_sums.add(output_factor, outputs)
+    if use.spectrum is not None and use.basis == key:
+        block_sums.add(SPECTRUM, use.spectrum)
 
 
 class UserPass:
@@ -232,23 +270,27 @@ class UserPass:
     behind. The descent's root is the node whose hook runs now, its covector the cotangent there.
     """
 
-    def __init__(self, down: CotangentPass, finish: Callable[[CotangentPass], None]) -> None:
-        way = down.descent
-        self._down = down
+    def __init__(
+        self, cotangent_pass: CotangentPass, finish: Callable[[CotangentPass], None]
+    ) -> None:
+        descent = cotangent_pass.descent
+        self._cotangent_pass = cotangent_pass
         self._finish = finish
-        self._entries = way.record.entries
+        self._entries = descent.record.entries
         self._task = torch._C._current_graph_task_id()
         self._versions = [entry.input._version for entry in self._entries]
-        self._waiting: list[UseMoments] = []
-        self._held = 0  # entries of the inputs that wait
+        #: uses whose inputs are kept until their moments are formed, and the inputs' entries
+        self._pending: list[UseMoments] = []
+        self._pending_entries = 0
         self._handles: list[Any] = []
-        for i, edge in enumerate(way.edges):
-            if edge == way.root:
-                self._measure(i, way.covector)
+        for i, edge in enumerate(descent.edges):
+            if edge == descent.root:
+                self._measure(i, descent.covector)
             else:
                 hook = partial(_observe, weakref.ref(self), i, edge.output_nr)
                 self._handles.append(edge.node.register_prehook(hook))
-        way.covector = way.covector.new_empty(()).expand(way.covector.shape)  # may be large
+        # an empty one of the same shape, since the covector may be large
+        descent.covector = descent.covector.new_empty(()).expand(descent.covector.shape)
         _ENGINE.queue_callback(self._end)
 
     def _measure(self, i: int, delta: Tensor) -> None:
@@ -258,139 +300,165 @@ class UserPass:
             return
         if torch._C._current_graph_task_id() != self._task:  # a pass inside of a user's hook
             return
-        with measuring(delta.device):
-            self._down.measure(i, delta)
+        with measurement_context(delta.device):
+            self._cotangent_pass.measure(i, delta)
             entry.input = entry.input.new_empty(0)
-            own = self._down.uses[i]
-            if own.seen is not None:
-                self._waiting.append(own)
-                self._held += own.seen[1].numel()
-            if self._held > _WAITING:
-                form_inputs(self._waiting)
-                self._waiting = []
-                self._held = 0
+            use = self._cotangent_pass.uses[i]
+            if use.layer_input is not None:
+                self._pending.append(use)
+                self._pending_entries += use.layer_input.input.numel()
+            if self._pending_entries > _LIMITS.pending_inputs:
+                form_inputs(self._pending)
+                self._pending = []
+                self._pending_entries = 0
 
     def _end(self) -> None:
+        """Remove the hooks and hand over the sums, when the user's pass is over."""
         for handle in self._handles:
             handle.remove()
-        with measuring(self._down.descent.covector.device):
-            self._finish(self._down)
+        with measurement_context(self._cotangent_pass.descent.covector.device):
+            self._finish(self._cotangent_pass)
 
 
 def _observe(
-    held: weakref.ref[UserPass], i: int, number: int, cotangents: Sequence[Tensor | None]
+    user_pass: weakref.ref[UserPass],
+    i: int,
+    output_number: int,
+    cotangents: Sequence[Tensor | None],
 ) -> None:
-    own = held()
-    delta = cotangents[number]
-    if own is not None and delta is not None:
-        own._measure(i, delta)
+    """Measure use i at the cotangent that its node receives, while the user's pass is under way."""
+    live_pass = user_pass()
+    delta = cotangents[output_number]
+    if live_pass is not None and delta is not None:
+        live_pass._measure(i, delta)
 
 
-def alike(way: Descent, found: AllSums, expected: AllSums) -> bool:
-    """Whether both sums of squares are the same, up to round-off in the layers' precision."""
-    half = any(entry.input.dtype in _HALF for entry in way.record.entries)
-    for key, own in found.items():
-        for factor, side in own.values.items():
-            got = get_entries(side)
-            want = get_entries(expected[key].values[factor])
-            if half:
-                limit = 1e-3
+def are_sums_equal(descent: Descent, actual: AllSums, expected: AllSums) -> bool:
+    """Return True if the sums are equal, up to round-off in the layers' precision."""
+    is_half = any(entry.input.dtype in _HALF for entry in descent.record.entries)
+    for key, block_sums in actual.items():
+        for factor, actual_matrix in block_sums.values.items():
+            actual_entries = get_entries(actual_matrix)
+            entries = get_entries(expected[key].values[factor])
+            if is_half:
+                tolerance = _LIMITS.half_precision_error
             else:
-                limit = torch.finfo(want.dtype).eps ** 0.8
-            if got.shape != want.shape or not (got - want).norm() <= limit * want.norm():
+                tolerance = torch.finfo(entries.dtype).eps ** 0.8
+            if actual_entries.shape != entries.shape:
+                return False
+            if not (actual_entries - entries).norm() <= tolerance * entries.norm():
                 return False
     return True
 
 
 def _form_units(uses: Sequence[UseMoments]) -> None:
-    """Form Σ rows rowsᵀ, of uses of one kind at once."""
-    kinds: dict[Any, list[UseMoments]] = {}
-    for own in uses:
-        if own.rows is not None:
-            kinds.setdefault(own.rows.join_key, []).append(own)
-    for some in kinds.values():
-        found = compute_unit_moments([own.rows for own in some if own.rows is not None])
-        for own, units in zip(some, found, strict=True):
-            own.rows = None
-            own.units = units
+    """Form Σ rows rowsᵀ of all uses that have rows, of uses with one join key at once."""
+    batches: dict[Any, list[UseMoments]] = {}
+    for use in uses:
+        if use.rows is not None:
+            batches.setdefault(use.rows.join_key, []).append(use)
+    for batch in batches.values():
+        moments = compute_unit_moments([use.rows for use in batch if use.rows is not None])
+        for use, units in zip(batch, moments, strict=True):
+            use.rows = None
+            use.units = units
 
 
 def form_inputs(uses: Sequence[UseMoments]) -> None:
-    """Form Σ āāᵀ, of uses of one kind and shape at once, so many that their matrices fit."""
-    kinds: dict[Any, list[UseMoments]] = {}
-    for own in uses:
-        if own.seen is not None:
-            x = own.seen[1]
-            kinds.setdefault((own.entry.layer, own.sharing, x.shape, x.dtype), []).append(own)
-    for (layer, sharing, shape, _), every in kinds.items():
+    """Form Σ āāᵀ of all uses that have a layer input, of uses of one layer and shape at once."""
+    batches: dict[Any, list[UseMoments]] = {}
+    for use in uses:
+        if use.layer_input is not None:
+            x = use.layer_input.input
+            batch_key = (use.entry.layer, use.sharing, x.shape, x.dtype)
+            batches.setdefault(batch_key, []).append(use)
+    for (layer, sharing, shape, _), batch in batches.items():
+        size = len(batch)
         if shape:
-            step = max(1, _AT_ONCE // shape[-1] ** 2)
-        else:
-            step = len(every)
-        for some in (every[a : a + step] for a in range(0, len(every), step)):
-            found = layer.input_moments_of_uses(
-                [own.seen for own in some if own.seen is not None], sharing
-            )
-            second = pack_stacked([moments.second for moments in found])
-            for own, moments, side in zip(some, found, second, strict=True):
-                own.seen = None
-                own.inputs = replace(moments, second=side)
+            size = max(1, _LIMITS.input_moments // shape[-1] ** 2)
+        for start in range(0, len(batch), size):
+            _form_batch(layer, sharing, batch[start : start + size])
 
 
-def _block_of_use(
-    entry: Entry, delta: Tensor, sharing: Sharing, wanted: Collection[str | None]
+def _form_batch(layer: Layer, sharing: Sharing, uses: Sequence[UseMoments]) -> None:
+    """Form Σ āāᵀ of uses of one layer and shape, by one product, and let their inputs go."""
+    layer_inputs = [use.layer_input for use in uses if use.layer_input is not None]
+    moments_by_use = layer.input_moments_of_uses(layer_inputs, sharing)
+    packed = pack_stacked([moments.second for moments in moments_by_use])
+    for use, moments, second in zip(uses, moments_by_use, packed, strict=True):
+        use.layer_input = None
+        use.inputs = replace(moments, second=second)
+
+
+def _make_block(
+    entry: Entry, delta: Tensor, sharing: Sharing, parameter_names: Collection[str | None]
 ) -> tuple[Block, int]:
-    """The block of rows of one use, and how many samples it has."""
+    """Return the block of rows of one use, for parameters of these names, and how many samples."""
     features = entry.layer.features(entry.module, delta.ndim)
     dtype = compute_dtype(delta.dtype)
     x = entry.input
     if x.is_floating_point():
         x = x.to(dtype)
-    lead = delta.ndim - features
-    if lead == 0:
+    leading_axes = delta.ndim - features
+    if leading_axes == 0:
         x = x[None]
         delta = delta[None]
     elif sharing.layout is not None:
         x = sharing.layout(x)
         delta = sharing.layout(delta)
-    elif lead > 1:
+    elif leading_axes > 1:
         x = x.movedim(sharing.batch_dim, 0)
         delta = delta.movedim(sharing.batch_dim, 0)
-    names = {r: n if n in wanted else None for r, n in entry.names.items()}
+    names: dict[str, str | None] = dict.fromkeys(entry.names)
+    names |= {role: name for role, name in entry.names.items() if name in parameter_names}
     use = Use(entry.module, x, delta.to(dtype)[:, None], features)
     return entry.layer.block(names, [use]), len(delta)
 
 
-def _squares_in(basis: Bases, own: UseMoments, delta: Tensor) -> Tensor | None:
-    """Second moments of a use's gradients in these eigenbases."""
-    assert own.basis is not None
-    block = _block_of_use(own.entry, delta, own.sharing, own.basis.names)[0]
+def _compute_squares(bases: Bases, use: UseMoments, delta: Tensor) -> Tensor | None:
+    """Return the second moments of a use's gradients in eigenbases; None if it is not affine."""
+    assert use.basis is not None
+    block, _ = _make_block(use.entry, delta, use.sharing, use.basis.names)
     if not isinstance(block, AffineBlock):
         return None
-    like = delta.device, compute_dtype(delta.dtype)
-    sides = [None if t is None else t.to(*like) for t in (basis.left, basis.right)]
-    if block.is_transposed == own.basis.turned:
-        return block.squares(*sides)
-    return block.squares(*sides[::-1]).mT  # the weight's rows belong to the input
+    left = _convert(bases.left, delta)
+    right = _convert(bases.right, delta)
+    if block.is_transposed == use.basis.turned:
+        return block.squares(left, right)
+    return block.squares(right, left).mT  # the weight's rows belong to the input
 
 
-def _formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:
-    """The gradients that the layer's own formula gives for its cotangents, by name.
+def _convert(basis: Tensor | None, delta: Tensor) -> Tensor | None:
+    """Return a basis on the device of δ, in the precision in which δ is computed with."""
+    if basis is None:
+        return None
+    return basis.to(delta.device, compute_dtype(delta.dtype))
 
-    Some samples at a time where there are many positions; batch norms need all of them.
-    """
+
+def _evaluate_formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:
+    """Return the gradients that the layer's own formula gives for its cotangents, by name."""
+    gradients: dict[str, Tensor] = {}
     if not delta.numel():  # no positions, no share in the gradient
-        held = zip(entry.names.values(), entry.site.parameters, strict=True)
-        return {n: p.new_zeros(p.numel()) for n, p in held if n is not None and p is not None}
-    out: dict[str, Tensor] = {}
-    pieces = [(entry.input, delta)]
-    together = entry.layer.curvature == "units" or delta.ndim == entry.features
-    if not together and delta.numel() > _PIECE and len(entry.input) == len(delta):
-        step = max(1, _PIECE * len(delta) // delta.numel())
-        pieces = zip(entry.input.split(step), delta.split(step), strict=True)
-    for x, d in pieces:
-        every = set(entry.names.values())
-        block, samples = _block_of_use(replace(entry, input=x), d, Sharing(), every)
-        ones = d.new_ones(samples, 1, dtype=compute_dtype(d.dtype))
-        accumulate(out, block.lift(ones))
-    return out
+        for name, parameter in zip(entry.names.values(), entry.site.parameters, strict=True):
+            if name is not None and parameter is not None:
+                gradients[name] = parameter.new_zeros(parameter.numel())
+        return gradients
+    names = set(entry.names.values())
+    for x, delta_piece in _split_samples(entry, delta):
+        block, samples = _make_block(replace(entry, input=x), delta_piece, Sharing(), names)
+        ones = delta.new_ones(samples, 1, dtype=compute_dtype(delta.dtype))
+        accumulate(gradients, block.lift(ones))
+    return gradients
+
+
+def _split_samples(entry: Entry, delta: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return inputs and cotangents, of some samples each where there are many positions.
+
+    Batch norms need all samples at once.
+    """
+    needs_all = entry.layer.curvature == "units" or delta.ndim == entry.features
+    is_large = delta.numel() > _LIMITS.formula
+    if needs_all or not is_large or len(entry.input) != len(delta):
+        return [(entry.input, delta)]
+    size = max(1, _LIMITS.formula * len(delta) // delta.numel())
+    return zip(entry.input.split(size), delta.split(size), strict=True)

@@ -22,7 +22,7 @@ from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
 from .compound import CompoundReplays, tap_moments
-from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, alike, form_inputs
+from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, are_sums_equal, form_inputs
 from .covectors import (
     Covectors,
     Descent,
@@ -122,7 +122,7 @@ class BlockStructure:
 
         def finish(down: CotangentPass) -> None:
             pool = Pool()
-            if down.reached == route.reached:
+            if down.reached_uses == route.reached:
                 self._adopt_plan(route.plan)
                 self._add(down, route.plan, pool)
                 add(pool.sums)
@@ -145,7 +145,7 @@ class BlockStructure:
         agreement = route.agrees_with_user_pass
 
         def compare(sums: AllSums) -> None:
-            agreement[modes] = alike(loss_descent, sums, expected.sums)
+            agreement[modes] = are_sums_equal(loss_descent, sums, expected.sums)
 
         self.measure_along(loss_descent, compare, tried=False)
 
@@ -214,7 +214,7 @@ class BlockStructure:
     ) -> None:
         """Add the inputs' moments of all layers with a trained weight."""
         uses = [
-            UseMoments(entry, self._sharing, seen=_subsample_input(entry))
+            UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
             for entry in record.entries
             if entry.names.get("weight")
         ]
@@ -264,7 +264,7 @@ class BlockStructure:
         """Pull back on a known route; False, and nothing added, if it is another one."""
         down = CotangentPass(descent, route.layouts, route.plan.plain, self.bases)
         down.run(route.last, [n for n in route.plan.plain if n in descent.leaves])
-        if down.reached != route.reached:
+        if down.reached_uses != route.reached:
             return False
         CompoundReplays(descent, down.cotangents).add_to(pool, route.plan)
         self._adopt_plan(route.plan)
@@ -309,7 +309,7 @@ class BlockStructure:
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
         is_certain = all(bool(norm > 0) for norm in norms)  # a gradient of zero proves nothing
-        return ProvenRoute(Route(plan, layouts, down.reached, ends), is_certain)
+        return ProvenRoute(Route(plan, layouts, down.reached_uses, ends), is_certain)
 
     def _make_plan(
         self,
