@@ -81,7 +81,7 @@ class RowLabels:
 
 
 @dataclass(frozen=True)
-class MadeWeight:
+class ComputedWeight:
     """A weight that was computed from parameters before a layer's function used it."""
 
     function: str
@@ -102,10 +102,10 @@ class OutputParts(TorchFunctionMode):
         super().__init__()
         self._names = names
         self._by_tensor: Any = WeakTensorKeyDictionary()
-        self._every: list[RowLabels] = []
+        self._all_labels: list[RowLabels] = []
         self._has_started = False
         #: weights that no recorder knows, since they were computed from parameters
-        self.made: list[MadeWeight] = []
+        self.computed: list[ComputedWeight] = []
 
     def start(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
         """Follow the output of a module, or of a function that it stands for."""
@@ -118,7 +118,7 @@ class OutputParts(TorchFunctionMode):
     def parts(self) -> dict[str, list[list[int]]]:
         """Return, by weight, the rows that are used together, each row in one part."""
         used: dict[str, list[list[int]]] = {}
-        for labels in self._every:
+        for labels in self._all_labels:
             if labels.is_used or not labels.is_followed:
                 for weight in labels.weights:
                     used.setdefault(weight, []).append(labels.rows)
@@ -138,11 +138,11 @@ class OutputParts(TorchFunctionMode):
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Give the labels of the arguments to the result, or mark them as used."""
-        arguments = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
+        arguments = _list_tensors((args, kwargs))
+        sources = self._labels_of(arguments)
         if not sources:
             return
-        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        results = _list_tensors(result)
         if name != "__setitem__" and not any(t.requires_grad for t in results):
             return  # a shape, an index, a detached copy
         if name == "glu":
@@ -156,8 +156,12 @@ class OutputParts(TorchFunctionMode):
             return
         _mark_followed(sources)
         for tensor, row_labels in zip(results, labels, strict=True):
-            self._every.append(row_labels)
+            self._all_labels.append(row_labels)
             self._by_tensor[tensor] = row_labels
+
+    def _labels_of(self, tensors: Iterable[Tensor]) -> list[RowLabels]:
+        """The labels of those tensors that have any."""
+        return [self._by_tensor[t] for t in tensors if t in self._by_tensor]
 
     def _carry_over(
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
@@ -168,25 +172,24 @@ class OutputParts(TorchFunctionMode):
             return self._relabel(name, func, args, kwargs, results, arguments)
         if len(results) != 1:
             return None
-        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
-        return _common_labels(sources, results[0].shape)
+        return _common_labels(self._labels_of(arguments), results[0].shape)
 
     def _use_halves(self, args: Any, kwargs: Any, sources: Sequence[RowLabels]) -> None:
         """Mark the two halves that a gated linear unit multiplies as used, each by itself."""
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+        dim = _second_argument(args, kwargs, "dim", -1)
         if len(sources) != 1 or not isinstance(dim, int):
             _mark_used(sources)
             return
         _mark_followed(sources)
         for half in sources[0].labels.chunk(2, dim):
-            self._every.append(RowLabels(sources[0].weights, half, is_used=True))
+            self._all_labels.append(RowLabels(sources[0].weights, half, is_used=True))
 
     def _relabel(
         self, name: str, func: Any, args: Any, kwargs: Any, results: list[Tensor],
         arguments: list[Tensor],
     ) -> list[RowLabels] | None:  # fmt: skip
         """Apply a selection to the labels; None where that is not possible."""
-        sources = [self._by_tensor[t] for t in arguments if t in self._by_tensor]
+        sources = self._labels_of(arguments)
         weights = sources[0].weights
         if any(source.weights != weights for source in sources):
             return None
@@ -194,15 +197,15 @@ class OutputParts(TorchFunctionMode):
             return None
         try:
             if name in _RESHAPES:
-                found = [_reshape(sources[0].labels, results[0].shape)]
+                labels = [_reshape(sources[0].labels, results[0].shape)]
             else:
-                found = self._apply(func, args, kwargs)
+                labels = self._apply(func, args, kwargs)
         except Exception as error:  # an index on another device, or a view as another dtype
             reraise_fatal(error)
             return None
-        if [t.shape for t in found] != [t.shape for t in results]:
+        if [t.shape for t in labels] != [t.shape for t in results]:
             return None
-        return [RowLabels(weights, t) for t in found]
+        return [RowLabels(weights, t) for t in labels]
 
     def _apply(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Call the function with the labels in the place of the tensors."""
@@ -213,18 +216,17 @@ class OutputParts(TorchFunctionMode):
             return value
 
         labels_args, labels_kwargs = pytree.tree_map(swap, (args, kwargs))
-        found = pytree.tree_leaves(func(*labels_args, **labels_kwargs))
-        return [t for t in found if isinstance(t, Tensor)]
+        return _list_tensors(func(*labels_args, **labels_kwargs))
 
     def _start_made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Follow the output of a weight that was computed from parameters."""
-        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        weight = _second_argument(args, kwargs, "weight", None)
         if not isinstance(weight, Tensor) or weight.grad_fn is None:
             return
         below = frozenset(self._parameters_below(weight))
         if not below:
             return
-        self.made.append(MadeWeight(name, tuple(weight.shape), below))
+        self.computed.append(ComputedWeight(name, tuple(weight.shape), below))
         if name == "linear":
             axis = -1
         else:
@@ -234,13 +236,13 @@ class OutputParts(TorchFunctionMode):
 
     def _parameters_below(self, weight: Tensor) -> Iterable[str]:
         """The parameters that a weight was computed from."""
-        seen: set[Any] = set()
+        visited: set[Any] = set()
         nodes: list[Any] = [weight.grad_fn]
         while nodes:
             node = nodes.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             name = self._names.get(id(getattr(node, "variable", None)))
             if name is not None:
                 yield name
@@ -250,7 +252,7 @@ class OutputParts(TorchFunctionMode):
         labels = RowLabels(weights, _initial_labels(output, axes))
         if output in self._by_tensor:  # a function inside of a module, which shows it again
             self._by_tensor[output].is_followed = True
-        self._every.append(labels)
+        self._all_labels.append(labels)
         self._by_tensor[output] = labels
 
 
@@ -271,18 +273,18 @@ def output_axes(module: nn.Module, ndim: int) -> tuple[int, ...]:
     return ()
 
 
-def merge_overlapping(parts: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Return disjoint sets of rows: parts that have a row in common become one."""
+def merge_overlapping(row_sets: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return disjoint sets of rows: sets that have a row in common become one."""
     merged: list[set[int]] = []
-    for rows in {frozenset(part) for part in parts}:
-        together = set(rows)
-        apart = []
+    for rows in set(map(frozenset, row_sets)):
+        union = set(rows)
+        disjoint = []
         for other in merged:
-            if other & together:
-                together |= other
+            if other & union:
+                union |= other
             else:
-                apart.append(other)
-        merged = [*apart, together]
+                disjoint.append(other)
+        merged = [*disjoint, union]
     return sorted(sorted(rows) for rows in merged if rows)
 
 
@@ -328,6 +330,20 @@ def _common_labels(sources: Sequence[RowLabels], shape: Sequence[int]) -> list[R
     if all(source.weights == first.weights and source.rows == first.rows for source in others):
         return [RowLabels(first.weights, first.labels)]
     return None
+
+
+def _list_tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments or results."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _second_argument(args: Any, kwargs: Any, name: str, default: Any) -> Any:
+    """The argument of this name, which may also be the second one by position."""
+    if name in kwargs:
+        return kwargs[name]
+    if len(args) > 1:
+        return args[1]
+    return default
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:

@@ -25,7 +25,7 @@ from .._core.graph import collect_reachable_nodes
 from .layers import Compound, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
-from .output_parts import MadeWeight
+from .output_parts import ComputedWeight
 from .record import Entry, ForwardRecord
 
 #: entries of a structured output that are not what the model computes for its caller
@@ -130,22 +130,25 @@ def assign_roles(
     assert record.outputs is not None
     uses: dict[str, list[_Use]] = {}
     for entry in record.entries:
-        for kind, name in entry.names.items():
+        for parameter_key, name in entry.names.items():
             if name is not None:
-                uses.setdefault(name, []).append(_Use(entry, kind))
+                uses.setdefault(name, []).append(_Use(entry, parameter_key))
     taps = _compound_roles(record)
     heads = _find_heads(record, result)
-    parts = record.outputs.parts()
-    made = {name: weight for weight in record.outputs.made for name in weight.parameters}
+    row_sets = record.outputs.parts()
+    computed: dict[str, ComputedWeight] = {}
+    for weight in record.outputs.computed:
+        computed |= dict.fromkeys(weight.parameters, weight)
     unused = _UnusedRoles(model)
     roles = []
     for name, parameter in parameters.items():
         if name in uses:
-            role = _role_from_uses(name, parameter, uses[name], parts.get(name, []), heads)
+            role = _role_from_uses(name, parameter, uses[name], row_sets.get(name, []), heads)
         elif name in taps:
             role = taps[name]
-        elif name in made:
-            role = _role_of_made(name, parameter, made[name], parts.get(name, []))
+        elif name in computed:
+            rows_used_together = row_sets.get(name, [])
+            role = _role_of_source(name, parameter, computed[name], rows_used_together)
         else:
             role = unused.role(name, parameter)
         roles.append(role)
@@ -154,10 +157,10 @@ def assign_roles(
 
 @dataclass(frozen=True)
 class _Use:
-    """One use of a parameter by a layer, as its "weight", "bias" or another part."""
+    """One use of a parameter by a layer, as its "weight", "bias" or under another key."""
 
     entry: Entry
-    kind: str
+    parameter_key: str
 
     @property
     def module(self) -> nn.Module:
@@ -174,7 +177,7 @@ class _Use:
 
     @property
     def is_matrix(self) -> bool:
-        return self.entry.layer.curvature == "kronecker" and self.kind == "weight"
+        return self.entry.layer.curvature == "kronecker" and self.parameter_key == "weight"
 
     @property
     def is_lookup(self) -> bool:
@@ -186,30 +189,43 @@ class _Use:
 
 
 def _role_from_uses(
-    name: str, parameter: Tensor, uses: Sequence[_Use], parts: Sequence[Sequence[int]],
+    name: str, parameter: Tensor, uses: Sequence[_Use], row_sets: Sequence[Sequence[int]],
     heads: Collection[str],
 ) -> ParameterRole:  # fmt: skip
-    kind = uses[0].layer_name
+    """The role of a parameter that known layers use."""
     if any(use.is_lookup for use in uses):
         reason = "its rows are looked up"
         if name in heads:
             reason += ", and it is tied to the head"
         return ParameterRole(name, Role.EMBEDDING, (), 0, reason)
+    layer_name = uses[0].layer_name
     matrices = [use for use in uses if use.is_matrix]
     if not matrices:
-        return ParameterRole(name, Role.VECTOR, (), 0, f"{uses[0].kind} of {kind}")
-    convolutions = [use.module for use in matrices if use.is_convolution]
+        reason = f"{uses[0].parameter_key} of {layer_name}"
+        return ParameterRole(name, Role.VECTOR, (), 0, reason)
+    return _role_from_matrices(
+        name, parameter, matrices, row_sets, f"weight of {layer_name}", name in heads
+    )
+
+
+def _role_from_matrices(
+    name: str, parameter: Tensor, uses: Sequence[_Use], row_sets: Sequence[Sequence[int]],
+    reason: str, is_head: bool,
+) -> ParameterRole:  # fmt: skip
+    """The role of a parameter that layers use as a matrix, as filters or as a stack of matrices."""
+    convolutions = [use.module for use in uses if use.is_convolution]
     if convolutions:
-        return _convolution_role(name, parameter, convolutions[0], parts, name in heads)
-    products = [use.module.product for use in matrices if isinstance(use.module, ProductUse)]
-    if len(products) == len(matrices) and products[0].form[0] > 1:
-        return _stack_role(name, parameter, products[0], parts)
-    product = products[0] if products else None
-    return _matrix_role(name, parameter, product, parts, f"weight of {kind}", name in heads)
+        return _convolution_role(name, parameter, convolutions[0], row_sets, is_head)
+    products = [use.module.product for use in uses if isinstance(use.module, ProductUse)]
+    if not products:
+        return _matrix_role(name, parameter, None, row_sets, reason, is_head)
+    if len(products) == len(uses) and products[0].form[0] > 1:
+        return _stack_role(name, parameter, products[0], row_sets)
+    return _matrix_role(name, parameter, products[0], row_sets, reason, is_head)
 
 
 def _matrix_role(
-    name: str, parameter: Tensor, product: MatrixProduct | None, parts: Sequence[Sequence[int]],
+    name: str, parameter: Tensor, product: MatrixProduct | None, row_sets: Sequence[Sequence[int]],
     reason: str, is_head: bool,
 ) -> ParameterRole:  # fmt: skip
     """The role of a single matrix, or of several one below the other."""
@@ -219,7 +235,7 @@ def _matrix_role(
         rows = product.form[1]
         if product.is_transposed:
             axis = parameter.ndim - 1
-    split, remark = _split_of(parts, rows)
+    split, remark = _split_of(row_sets, rows)
     reason += remark
     if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
@@ -227,9 +243,9 @@ def _matrix_role(
 
 
 def _convolution_role(
-    name: str, parameter: Tensor, module: Any, parts: Sequence[Sequence[int]], is_head: bool
+    name: str, parameter: Tensor, module: Any, row_sets: Sequence[Sequence[int]], is_head: bool
 ) -> ParameterRole:
-    kind = type(module).__name__
+    layer_name = type(module).__name__
     groups = module.groups
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         axis = 1
@@ -240,7 +256,7 @@ def _convolution_role(
         rows = parameter.shape[0] // groups
         inputs = parameter.shape[1]
     if groups > 1 and (inputs == 1 or rows == 1):
-        return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise filters of {kind}")
+        return ParameterRole(name, Role.VECTOR, (), 0, f"depthwise filters of {layer_name}")
     remark = ""
     if groups > 1:
         if axis == 0:
@@ -249,15 +265,15 @@ def _convolution_role(
             split = (rows,)
         remark = f", {groups} groups"
     else:
-        split, remark = _split_of(parts, rows)
-    reason = f"filters of {kind}{remark}"
+        split, remark = _split_of(row_sets, rows)
+    reason = f"filters of {layer_name}{remark}"
     if is_head:
         return ParameterRole(name, Role.HEAD, split, axis, f"it gives the output; {reason}")
     return ParameterRole(name, Role.CONVOLUTION, split, axis, reason)
 
 
 def _stack_role(
-    name: str, parameter: Tensor, product: Any, parts: Sequence[Sequence[int]]
+    name: str, parameter: Tensor, product: Any, row_sets: Sequence[Sequence[int]]
 ) -> ParameterRole:
     """The role of a parameter that holds several matrices, each used with inputs of its own."""
     count, rows, columns = product.form
@@ -270,7 +286,7 @@ def _stack_role(
         return ParameterRole(name, Role.MATRIX, (size,) * count, 0, reason)
     if min(rows, columns) == 1:
         return ParameterRole(name, Role.VECTOR, (), 0, f"a stack of {count} vectors")
-    split, remark = _split_of(parts, rows)
+    split, remark = _split_of(row_sets, rows)
     if product.is_transposed:
         axis = parameter.ndim - 1
     else:
@@ -278,21 +294,20 @@ def _stack_role(
     return ParameterRole(name, Role.EXPERTS, split, axis, f"a stack of {count} matrices{remark}")
 
 
-def _split_of(parts: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, ...], str]:
-    """Row counts of the parts of an output, and a remark for the reason.
+def _split_of(row_sets: Sequence[Sequence[int]], rows: int) -> tuple[tuple[int, ...], str]:
+    """Row counts of the matrices that a weight holds, and a remark for the reason.
 
-    Parts must be neighbouring rows, at least two of them each: a single row is no matrix.
+    Each of `row_sets` has the rows that are used together. They must be neighbouring rows, at least
+    two of them: a single row is no matrix.
     """
-    if len(parts) <= 1:
+    if len(row_sets) <= 1:
         return (rows,), ""
-    if any(part[-1] - part[0] + 1 != len(part) for part in parts):
-        return (rows,), f"; its rows belong to {len(parts)} matrices by turns, and are not split"
-    bounds = [part[0] for part in parts]
-    if bounds[0] != 0 or sum(map(len, parts)) != rows:
+    if any(row_set[-1] - row_set[0] + 1 != len(row_set) for row_set in row_sets):
+        return (rows,), f"; its rows belong to {len(row_sets)} matrices by turns, and are not split"
+    counts = tuple(map(len, row_sets))
+    if row_sets[0][0] != 0 or sum(counts) != rows or min(counts) < 2:
         return (rows,), ""
-    if min(map(len, parts)) < 2:
-        return (rows,), ""
-    return tuple(map(len, parts)), f", whose output is split in {len(parts)}"
+    return counts, f", whose output is split in {len(row_sets)}"
 
 
 def _compound_roles(record: ForwardRecord) -> dict[str, ParameterRole]:
@@ -311,9 +326,9 @@ def _inner_role(
     name: str, tensor: Tensor, module: nn.Module, groups: int, is_weight: bool
 ) -> ParameterRole:
     """The role of a weight or bias inside a compound layer."""
-    kind = type(module).__name__
+    layer_name = type(module).__name__
     if not is_weight:
-        return ParameterRole(name, Role.VECTOR, (), 0, f"bias in {kind}")
+        return ParameterRole(name, Role.VECTOR, (), 0, f"bias in {layer_name}")
     rows = tensor.shape[0]
     count = groups
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
@@ -321,25 +336,25 @@ def _inner_role(
         count = max(1, rows // int(module.hidden_size))
     split = (rows // count,) * count
     if count > 1:
-        what = f"{count} matrices"
+        reason = f"{count} matrices in {layer_name}"
     else:
-        what = "matrix"
-    return ParameterRole(name, Role.MATRIX, split, 0, f"{what} in {kind}")
+        reason = f"matrix in {layer_name}"
+    return ParameterRole(name, Role.MATRIX, split, 0, reason)
 
 
-def _role_of_made(
-    name: str, parameter: Tensor, made: MadeWeight, parts: Sequence[Sequence[int]]
+def _role_of_source(
+    name: str, parameter: Tensor, weight: ComputedWeight, row_sets: Sequence[Sequence[int]]
 ) -> ParameterRole:
     """The role of a parameter from which a layer's weight is computed."""
     if parameter.ndim < 2 or min(parameter.flatten(1).shape) == 1:
         return ParameterRole(name, Role.VECTOR, (), 0, "a part of a computed weight")
-    reason = f"the weight of {made.function} is computed from it"
+    reason = f"the weight of {weight.function} is computed from it"
     rows = parameter.shape[0]
     split = (rows,)
-    if tuple(parameter.shape) == made.shape:
-        split, remark = _split_of(parts, rows)
+    if tuple(parameter.shape) == weight.shape:
+        split, remark = _split_of(row_sets, rows)
         reason += remark
-    if made.function == "linear":
+    if weight.function == "linear":
         role = Role.MATRIX
     else:
         role = Role.CONVOLUTION
@@ -443,10 +458,16 @@ def _main_outputs(result: Any) -> list[Tensor]:
     if is_dataclass(result) and not isinstance(result, Mapping):
         result = vars(result)
     if isinstance(result, Mapping):
-        logits = [value for key, value in result.items() if "logits" in str(key)]
-        rest = [value for key, value in result.items() if key not in _SIDE_OUTPUTS]
-        result = logits or rest
+        result = _main_entries(result)
     elif hasattr(result, "logits"):
         result = result.logits
     tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     return [t for t in tensors if t.grad_fn is not None]
+
+
+def _main_entries(result: Mapping[Any, Any]) -> list[Any]:
+    """The logits of a structured output, or all that is not known to stand beside the output."""
+    logits = [value for key, value in result.items() if "logits" in str(key)]
+    if logits:
+        return logits
+    return [value for key, value in result.items() if key not in _SIDE_OUTPUTS]
