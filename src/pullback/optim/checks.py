@@ -260,7 +260,7 @@ def dense_gradients(
 def own_group(
     param_group: dict[str, Any],
     names: Mapping[int, str],
-    taken: Collection[int] = (),
+    grouped: Collection[int] = (),
     *,
     sharded: bool = False,
 ) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def own_group(
     Args:
         param_group: what the user gave.
         names: of the model's parameters, by their id.
-        taken: ids of those that are in another group already.
+        grouped: ids of those that are in another group already.
         sharded: whether parameters may lie on several processes.
     """
     if isinstance(param_group, dict):
@@ -281,7 +281,7 @@ def own_group(
     if isinstance(params, Tensor):
         params = [params]
     params = list(params or ())
-    ids = {*taken}
+    ids = {*grouped}
     for entry in params:
         if isinstance(entry, tuple):
             p = entry[1]
@@ -309,9 +309,9 @@ def refuse_late_parameters(param_group: Any, model: nn.Module, names: Mapping[in
         params = None
     if isinstance(params, Tensor) or not isinstance(params, Collection):
         return
-    given = {id(p) for p in params}
+    ids = {id(p) for p in params}
     for name, p in unwrap_model(model).named_parameters():
-        if id(p) in given and id(p) not in names:
+        if id(p) in ids and id(p) not in names:
             raise PullbackError(
                 f"Parameter {name!r} is new in the model",
                 "its layer was added after the optimizer was built, which watches the layers that "

@@ -310,8 +310,10 @@ class ClosureProblem(StepProblem):
     def _find_unmeasured(self, linearizations: Sequence[ModuleLinearization]) -> list[str]:
         """The parameters with a gradient on which none of these outputs depends."""
         measured = self._memory.measured_names
-        unknown = [name for name in self.params if name not in measured]
-        unknown = [name for name in unknown if self.params[name].grad is not None]
+        unknown = []
+        for name, p in self.params.items():
+            if name not in measured and p.grad is not None:
+                unknown.append(name)
         if not unknown:
             return []
         for linearization in linearizations:

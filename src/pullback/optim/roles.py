@@ -46,7 +46,8 @@ class RoleTable(tuple[RoleRow, ...]):
             shape = "×".join(map(str, row.shape))
             split = "+".join(map(str, row.split))
             lines.append((row.name, shape, row.role.value, split, row.rule, row.reason))
-        widths = [max(len(line[column]) for line in lines) for column in range(5)]
+        columns = list(zip(*lines, strict=True))
+        widths = [max(map(len, column)) for column in columns[:-1]]
         return "\n".join(_format_line(line, widths) for line in lines)
 
 
@@ -80,16 +81,25 @@ def parameter_roles(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Ro
     rule = default_rule(unwrap_model(model))
     shapes = {name: tuple(p.shape) for name, p in unwrap_model(model).named_parameters()}
     rows = []
-    for found in roles:
-        name = rule.name if rule.accepts(found.role) else "adam"
+    for role in roles:
+        rule_name = "adam"
+        if rule.accepts(role.role):
+            rule_name = rule.name
         row = RoleRow(
-            found.name, found.role, found.split, name, shapes[found.name], found.split_axis,
-            found.reason,
-        )  # fmt: skip
+            name=role.name,
+            role=role.role,
+            split=role.split,
+            rule=rule_name,
+            shape=shapes[role.name],
+            split_axis=role.split_axis,
+            reason=role.reason,
+        )
         rows.append(row)
     return RoleTable(rows)
 
 
 def _device(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    if parameter is None:
+        return torch.device("cpu")
+    return parameter.device

@@ -71,12 +71,12 @@ class Assignment:
         """Become the same as a copy."""
         vars(self).update(vars(other))
 
-    def choose(self, chosen: Mapping[str, Tensor], apart: Collection[str]) -> None:
-        """Settle which parameters are optimized; param groups ask for AdamW for those `apart`."""
+    def choose(self, chosen: Mapping[str, Tensor], with_adamw: Collection[str]) -> None:
+        """Settle which parameters are optimized, and for which a param group asks for AdamW."""
         self._shapes = {name: p.shape for name, p in chosen.items() if p.numel()}
         for name in [n for n, why in self.left_out.items() if why == GROUP_ASKS]:
             del self.left_out[name]
-        self.left_out |= dict.fromkeys(apart, GROUP_ASKS)
+        self.left_out |= dict.fromkeys(with_adamw, GROUP_ASKS)
         self._divide()
 
     def add_roles(self, roles: Iterable[ParameterRole]) -> None:
@@ -100,15 +100,15 @@ class Assignment:
 
         Sides up to `longest` are held as matrices.
         """
-        taken = {key: factors for key, factors in means.items() if self.takes(key, factors)}
+        selected = {key: factors for key, factors in means.items() if self.takes(key, factors)}
         for key, factors in means.items():
-            if key not in taken and _is_weight(key, factors):
+            if key not in selected and _is_weight(key, factors):
                 reason = NO_DENSE_FACTOR
                 if max(side.shape[-1] for side in factors.values()) > longest:
                     reason = f"one of its sides is longer than max_factor={longest}"
                 self.left_out |= dict.fromkeys(key.names, reason)
         self._divide()
-        return taken
+        return selected
 
     def _divide(self) -> None:
         """Divide the parameters between both rules."""
@@ -159,14 +159,14 @@ class Assignment:
     def shape_of(self, key: BlockKey, factors: Factors) -> BlockShape:
         """Return the shape of a block that has these factors."""
         size = block_shape(key, factors)
-        like = get_entries(next(iter(factors.values())))
+        entries = get_entries(next(iter(factors.values())))
         return BlockShape(
             kind=BlockKind(key.kind),
             size=size,
             dense_rows=is_dense(factors, FactorSide.LEFT),
             dense_columns=is_dense(factors, FactorSide.RIGHT),
-            dtype=like.dtype,
-            device=like.device,
+            dtype=entries.dtype,
+            device=entries.device,
             split=self._split_of(key, size),
         )
 
@@ -182,12 +182,16 @@ class Assignment:
             counts_rows = role.split_axis > 0
         else:
             counts_rows = role.split_axis == 0 or role.role is Role.EXPERTS
-        return role.split if counts_rows and sum(role.split) == size[1] else ()
+        if counts_rows and sum(role.split) == size[1]:
+            return role.split
+        return ()
 
 
 def entries_of(name: str, p: Any) -> tuple[BlockKey, BlockShape]:
     """Return the block of a parameter's entries, or of those that this process has."""
-    piece = get_local_piece(p) if is_sharded(p) else p
+    piece = p
+    if is_sharded(p):
+        piece = get_local_piece(p)
     dtype = compute_dtype(p.dtype)
     size = (1, piece.numel())
     shape = BlockShape(BlockKind.ENTRIES, size, False, False, dtype, torch.device(p.device))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..._core.shards import ModelParameters
 from ..._core.space import compute_dtype
 from ...steps.wrappers import clip_factor
+from .factors.block import names_of
 from .stacks import Tensors
 from .state import KFACState
 from .update import Share, State
@@ -49,7 +50,7 @@ class KLClip:
         is_void: Tensor | None,
     ) -> None:
         """Shorten the steps ηm' of all shares to ηc·m' with η²c²·m'ᵀFm' ≤ δ."""
-        measured = {n for key in curvature.learned for n in key.names}
+        measured = names_of(curvature.learned)
         shares = [share for share in shares if not measured.isdisjoint(share.names)]
         if self._is_exact:
             self._shorten(shares, clip_factor(_exact_total(shares, curvature, params), self.limit))

@@ -86,10 +86,10 @@ def problem_of(
     refuse_uncallable(closure)
     if objective is None and not options.controlled:
         return None
-    own = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad}
+    trained = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad}
     if objective is not None:
         _refuse_objective(objective, closure, options, processes)
-        return ObjectiveProblem(own, objective, options.reduction)
+        return ObjectiveProblem(trained, objective, options.reduction)
     if closure is None:
         raise PullbackError(
             "This step needs a closure",
@@ -98,7 +98,7 @@ def problem_of(
         )
     outputs = Outputs(options.output, options.batch_dim, options.reduction)
     problem = ControlledClosure(
-        own, capture.model, closure, outputs, memory, processes, coupled=True
+        trained, capture.model, closure, outputs, memory, processes, coupled=True
     )
     problem.unwatched = capture.watch.pause_all
     return problem
@@ -113,9 +113,11 @@ def _refuse_objective(objective: Any, closure: Any, options: Options, processes:
         remedy = "Use rule='natural', or call backward() and step() without an objective"
     elif closure is not None:
         what = "step() was given a closure and an objective"
-        why, remedy = "each of them is a loss", "Give one of them"
+        why = "each of them is a loss"
+        remedy = "Give one of them"
     elif not isinstance(objective, Objective) and not callable(objective):
-        what, why = "The objective is not usable", f"got {type(objective).__name__}"
+        what = "The objective is not usable"
+        why = f"got {type(objective).__name__}"
         remedy = "Give an optim.Objective, or a function of the parameter dict"
     elif not processes.is_single:
         what += " several processes"
@@ -131,9 +133,9 @@ def _refuse_objective(objective: Any, closure: Any, options: Options, processes:
 
 def _loss_now(problem: StepProblem) -> float:
     """Return the loss at the parameters as they are now, and change nothing."""
-    here = {n: p.detach() for n, p in problem.params.items()}
+    current = {n: p.detach() for n, p in problem.params.items()}
     zero = problem.space.zeros(problem.space.size)[None]
-    return float(problem.losses(zero, lambda origin, move: here)[0])
+    return float(problem.losses(zero, lambda origin, move: current)[0])
 
 
 def gram_products(problem: StepProblem, metric: Metric, vectors: Tensor) -> Tensor:
@@ -142,8 +144,8 @@ def gram_products(problem: StepProblem, metric: Metric, vectors: Tensor) -> Tens
         row_blocks, _ = problem.row_blocks(metric, None)
         rows: list[Tensor] = []
         for vector in vectors:
-            parts = [block.push(vector) for block in row_blocks]
-            rows.append(torch.cat([problem.space.zeros(0), *parts]))
+            pushed = [block.push(vector) for block in row_blocks]
+            rows.append(torch.cat([problem.space.zeros(0), *pushed]))
     white = torch.stack(rows).double()
     return problem.sum_tensors(white @ white.mT)[0]
 
@@ -185,7 +187,9 @@ def trial_move(
     for name, p in params.items():  # the quadratic model is that of the point before
         p.copy_(before[name])
     predicted = _predict_reduction(moved, problem, metric, gradients)
-    ratio = actual / predicted if predicted else float("nan")
+    ratio = float("nan")
+    if predicted:
+        ratio = actual / predicted
     if not actual >= 0:
         for m in buffers:
             m.zero_()  # which no damping makes shorter

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from random import Random
 from typing import Any
@@ -51,7 +52,7 @@ from .assignment import Assignment
 from .checkpoint import half_loaded, incomplete, publish, restore, saved_by_name
 from .clip import KLClip, length_of, sum_lengths
 from .closure import evaluate, problem_of, trial_move
-from .factors.block import BlockKey, BlockKind, FactorKey
+from .factors.block import BlockKey, BlockKind, FactorKey, names_of
 from .factors.damping import Damping
 from .guard import Guard
 from .replicas import Replicas
@@ -167,7 +168,9 @@ class KFAC(Optimizer):
         self._clip = self._make_clip()
         self._curvature = self._empty_state()
         self._step_memory = self._make_step_memory()
-        chosen = list(unwrap_model(model).parameters() if params is None else params)
+        if params is None:
+            params = unwrap_model(model).parameters()
+        chosen = list(params)
         options.refuse_unready(model, chosen)
         self._register()
         options.refuse_spread(
@@ -192,12 +195,16 @@ class KFAC(Optimizer):
 
     def _empty_state(self) -> KFACState:
         """Return the state of an optimizer that has done nothing."""
-        own = self._options
-        schedule = Schedule(own.statistics_every, own.invert_every, own.rule.warmup)
-        schedule.numbers["damping"] = 0.0 if own.rule.damping is None else own.rule.damping.value
-        if own.step is not None:
-            schedule.numbers["damping"] = find_damping(own.step) or schedule.numbers["damping"]
-        return KFACState(Assignment(own.rule, own.others), self._replicas, schedule)
+        rule = self._options.rule
+        schedule = Schedule(self._options.statistics_every, self._options.invert_every, rule.warmup)
+        if rule.damping is None:
+            schedule.numbers["damping"] = 0.0
+        else:
+            schedule.numbers["damping"] = rule.damping.value
+        step_rule = self._options.step
+        if step_rule is not None:
+            schedule.numbers["damping"] = find_damping(step_rule) or schedule.numbers["damping"]
+        return KFACState(Assignment(rule, self._options.others), self._replicas, schedule)
 
     def _register(self) -> None:
         """Find the model's parameters and hook the model."""
@@ -218,8 +225,7 @@ class KFAC(Optimizer):
             whole=self._params.leaves if self._params.shards else None,
         )
         if not processes.is_single:
-            me = ref(self)  # hooks hold it
-            self._capture.completed = lambda: (own := me()) and own._launch()
+            self._capture.completed = partial(_launch_sums, ref(self))  # hooks hold it
         self._verdict: DeferredFlags | None = None
         # KFAC gives the warnings itself
         self._memory = ClosureMemory(warned={*ClosureWarning})
@@ -298,7 +304,9 @@ class KFAC(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take up more of the model's parameters."""
-        present = {id(p) for group in self.param_groups for p in group["params"]}
+        present: set[int] = set()
+        for group in self.param_groups:
+            present.update(map(id, group["params"]))
         refuse_late_parameters(param_group, self.model, self._params.names)
         group = own_group(param_group, self._params.names, present, sharded=True)
         arguments.check_group(group, self.defaults)
@@ -323,8 +331,8 @@ class KFAC(Optimizer):
 
     def _assign(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
-        apart = self._params.in_groups(group for group in self.param_groups if group.get("rule"))
-        self._assignment.choose(self._chosen, apart)
+        with_rule = [group for group in self.param_groups if group.get("rule")]
+        self._assignment.choose(self._chosen, self._params.in_groups(with_rule))
         self._capture.choose(self._assignment.measured)
 
     def _publish(self) -> None:
@@ -361,12 +369,12 @@ class KFAC(Optimizer):
             length_of(p, self.state)
 
     @property
-    def _like(self) -> dict[str, Tensor]:
+    def _templates(self) -> dict[str, Tensor]:
         """What shows the shapes of directions: whole parameters, or pieces of single entries."""
-        like: dict[str, Tensor] = dict(self._params.templates)
+        templates: dict[str, Tensor] = dict(self._params.templates)
         for name in self._params.shards.keys() & self._curvature.entry_names:
-            like[name] = get_local_piece(self._params.by_name[name])
-        return like
+            templates[name] = get_local_piece(self._params.by_name[name])
+        return templates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -389,9 +397,9 @@ class KFAC(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """All but the hooks: a copy or a pickle brings its model along."""
         self._read_verdict()
-        own = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
-        own.pop("step", None)  # a scheduler counts calls by a function of its own
-        return own
+        state = {n: v for n, v in vars(self).items() if n not in _UNSAVED}
+        state.pop("step", None)  # a scheduler counts calls by a function of its own
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -421,7 +429,8 @@ class KFAC(Optimizer):
             ) from error
         else:
             out = super().state_dict()
-            return {**out, "state": {number: dict(own) for number, own in out["state"].items()}}
+            copies = {number: dict(saved) for number, saved in out["state"].items()}
+            return {**out, "state": copies}
         finally:
             replicas.release(curvature.states, curvature.averages)
             self._publish()
@@ -431,8 +440,8 @@ class KFAC(Optimizer):
         params = self._params.by_name
         names = [[*self._params.in_groups([group])] for group in self.param_groups]
         saved = saved_by_name(state_dict, names, ("schedule", "table", "state"))
-        for name, own in saved.items():
-            if "momentum" in own and own["momentum"].shape != params[name].shape:
+        for name, state in saved.items():
+            if "momentum" in state and state["momentum"].shape != params[name].shape:
                 raise incomplete(f"the moments of {name!r} have another shape")
         fresh = self._empty_state()
         fresh.assignment = self._assignment.copy()
@@ -444,12 +453,12 @@ class KFAC(Optimizer):
         fresh.inherit(self._curvature, saved)
         self._curvature = fresh
         self._assign()
-        for name, own in saved.items():
+        for name, state in saved.items():
             p = params[name]
-            if "momentum" in own:
-                self.state[p]["momentum"] = shard_like(own["momentum"], p)
-            if "length" in own:
-                self.state[p]["length"] = own["length"].detach().to(p.device, copy=True)
+            if "momentum" in state:
+                self.state[p]["momentum"] = shard_like(state["momentum"], p)
+            if "length" in state:
+                self.state[p]["length"] = state["length"].detach().to(p.device, copy=True)
         if self._step_memory is not None:
             self._step_memory.load(saved, params)
         self._make_buffers()
@@ -458,7 +467,9 @@ class KFAC(Optimizer):
 
     def _resume(self) -> None:
         self._assign()
-        partners = {n: key.names for key in self._curvature.learned for n in key.names}
+        partners: dict[str, tuple[str, ...]] = {}
+        for key in self._curvature.learned:
+            partners |= dict.fromkeys(key.names, key.names)
         if self._schedule.taken:  # others were not used yet
             params = self._params.by_name
             trained = {n for n in self._assignment.measured if params[n].requires_grad}
@@ -534,7 +545,7 @@ class KFAC(Optimizer):
         learning = Learning(means, Guard(guard.is_deferred, guard.is_good))
         if not guard.is_deferred or not self._replicas.is_single:
             self._learn(learning, gradients)
-        self._refresh(learning.taken, gradients)
+        self._refresh(learning.is_averaged, gradients)
         directions, stacked = self._curvature.directions(
             gradients, self.param_groups, self._group_numbers, guard.is_void
         )
@@ -559,7 +570,8 @@ class KFAC(Optimizer):
         whole = params.gather_whole(
             {n: g for n, g in gradients.items() if n not in pieces}, "gradients"
         )
-        return {n: pieces[n] if n in pieces else whole[n] for n in gradients}
+        collected = {**pieces, **whole}
+        return {name: collected[name] for name in gradients}
 
     def _is_idle(self, gradients: Tensors) -> bool:
         """Return whether a step without a gradient and a rate asks for nothing."""
@@ -622,9 +634,9 @@ class KFAC(Optimizer):
         """Return the means of an objective's terms, where statistics are due."""
         if not self._is_statistics_step:
             return {}
-        parts, _ = problem.row_blocks(self.metric, None)
-        generator = self._capture.generator(parts[0].linearization.value.device)
-        return averaged_parts(parts, self._options, generator)
+        row_blocks, _ = problem.row_blocks(self.metric, None)
+        generator = self._capture.generator(row_blocks[0].linearization.value.device)
+        return averaged_parts(row_blocks, self._options, generator)
 
     def _refuse_missing_statistics(self) -> None:
         """Raise where statistics were due and no forward pass gave any."""
@@ -667,25 +679,28 @@ class KFAC(Optimizer):
             return
         means = learning.means
         learning.means = {}  # its memory serves the refresh
-        learning.taken = self._curvature.learn(means, learning.guard)
-        if not learning.taken:
+        learning.is_averaged = self._curvature.learn(means, learning.guard)
+        if not learning.is_averaged:
             self._skipped = True
         elif not learning.guard.is_deferred and self.rule.reads is not Statistics.INPUTS:
             known = {*self._assignment.elementwise, *self._capture.structure.plain}
             self._notices.warn_unmeasured(self._curvature, gradients, known)
 
-    def _refresh(self, taken: bool, gradients: dict[str, Tensor]) -> None:
+    def _refresh(self, has_new_statistics: bool, gradients: dict[str, Tensor]) -> None:
         """Refresh states when it is time, and bring them into stacks."""
         curvature = self._curvature
-        is_refreshed = curvature.refresh(taken)
+        is_refreshed = curvature.refresh(has_new_statistics)
         if is_refreshed and self._step_memory is not None:
             self._step_memory.inverted_damping = self._schedule.damping
-        if self._clip is not None and (is_refreshed or (taken and self._options.ekfac)):
+        has_new_spectrum = has_new_statistics and self._options.ekfac
+        if self._clip is not None and (is_refreshed or has_new_spectrum):
             self._clip.is_stale = True
         params = self._params.by_name
         self._thaw(gradients)
         curvature.follow_entries(params)
-        if curvature.stack(params, self._like, self._group_numbers):  # states are other tensors
+        if curvature.stack(
+            params, self._templates, self._group_numbers
+        ):  # states are other tensors
             self._publish()
             self._capture.structure.bases = curvature.bases
 
@@ -698,7 +713,7 @@ class KFAC(Optimizer):
         if self._assignment.others is None:
             return
         curvature = self._curvature
-        measured = {n for key in curvature.learned for n in key.names}
+        measured = names_of(curvature.learned)
         entries = curvature.entry_names
         for name in entries & measured:
             curvature.states.drop(BlockKey(BlockKind.ENTRIES, (name,)))
@@ -787,16 +802,18 @@ class KFAC(Optimizer):
         """Count the step and report it; what was seen belonged to the old parameters."""
         self._schedule.numbers["step"] += 1
         self._capture.reset()
-        is_owed = self._is_late and not learning.taken
+        is_owed = self._is_late and not learning.is_averaged
         self._capture.watch.wants_compiled_calls = (
             self._is_statistics_step or is_owed or self._capture.lacking
         )
         notes = report.notes_of(self._curvature, self._skipped)
-        self._info = replace(self._info, taken=learning.taken, notes=notes)
+        self._info = replace(self._info, taken=learning.is_averaged, notes=notes)
         if guard.is_good is not None:
-            is_learned = learning.guard.is_good if learning.taken else guard.is_good
+            is_learned = guard.is_good
+            if learning.is_averaged:
+                is_learned = learning.guard.is_good
             flags: Any = (guard.is_good, is_learned)
-            self._verdict = DeferredFlags(torch.stack(flags), learning.taken)
+            self._verdict = DeferredFlags(torch.stack(flags), learning.is_averaged)
 
     def _reject(self, reason: str, loss: Any) -> Any:
         self._capture.reset()
@@ -821,10 +838,8 @@ class KFAC(Optimizer):
             self._capture.watch.wants_compiled_calls = (
                 self._is_statistics_step or self._capture.lacking
             )
-            if (
-                not self._capture.watch.wants_compiled_calls
-            ):  # what was gathered meanwhile is not due after all
-                self._capture.clear()
+            if not self._capture.watch.wants_compiled_calls:
+                self._capture.clear()  # what was gathered meanwhile is not due after all
             self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
             self._notices.warn_not_finite()
 
@@ -844,11 +859,13 @@ class KFAC(Optimizer):
             self._options.step,
         )
         shared = {id(x): x for x in shared_objects}
-        before = deepcopy(curvature, shared) if may_learn else None
+        before = None
+        if may_learn:
+            before = deepcopy(curvature, shared)
         step_memory = deepcopy(self._step_memory, shared)
         table = self._assignment.copy()
         params = list(self._chosen.values())
-        buffers = [self.state[p][n] for p in params for n in BUFFERS if n in self.state[p]]
+        buffers = _list_buffers(self.state[p] for p in params)
         copies = [(t, t.clone()) for t in (*params, *buffers)]
         try:
             yield
@@ -927,8 +944,8 @@ class KFAC(Optimizer):
     def average(self) -> dict[BlockKey, dict[FactorKey, Tensor]]:
         """The averages as they are, to serve as an `Invariant` damping's reference."""
         with self._whole() as curvature:
-            learned = curvature.learned
-            return {k: a.divided() for k, a in curvature.averages.items() if k in learned}
+            averages = curvature.averages
+            return {k: a.divided() for k, a in averages.items() if k in curvature.learned}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""
@@ -937,7 +954,7 @@ class KFAC(Optimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by what for."""
-        buffers = [s[part] for s in self.state.values() for part in BUFFERS if part in s]
+        buffers = _list_buffers(self.state.values())
         sizes = self._curvature.memory()
         if buffers:
             sizes["momentum"] = sum(get_local_piece(t).nbytes for t in buffers)
@@ -948,11 +965,26 @@ class KFAC(Optimizer):
         return self._replicas.processes.traffic()
 
 
+def _list_buffers(states: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """Return momenta and the like from the states of parameters."""
+    buffers: list[Tensor] = []
+    for state in states:
+        buffers += [state[name] for name in BUFFERS if name in state]
+    return buffers
+
+
+def _launch_sums(reference: ref[KFAC]) -> None:
+    """Begin to sum the statistics of an optimizer that still exists."""
+    optimizer = reference()
+    if optimizer is not None:
+        optimizer._launch()
+
+
 class Learning:
     """Statistics of a step, until they are taken up."""
 
     def __init__(self, means: BlockMeans, guard: Guard) -> None:
         self.means = means
         self.guard = guard
-        #: whether they were taken up
-        self.taken = False
+        #: whether the averages contain them
+        self.is_averaged = False

@@ -18,7 +18,7 @@ from ...maps.roles import Role
 from ..checks import find_user_stacklevel, warn_growth
 from .assignment import Assignment
 from .factors.averages import gram_of as factor_gram
-from .factors.block import BlockKey, describe, to_block
+from .factors.block import BlockKey, describe, names_of, to_block
 from .stacks import Tensors
 from .state import KFACState
 
@@ -72,7 +72,8 @@ class Coverage(tuple[Row, ...]):
     def __str__(self) -> str:
         table = [("parameter", "shape", "rule", "block", "reason")]
         table += [(r.name, "×".join(map(str, r.shape)), r.rule, r.block, r.reason) for r in self]
-        widths = [max(len(line[column]) for line in table) for column in range(4)]
+        columns = list(zip(*table, strict=True))
+        widths = [max(map(len, column)) for column in columns[:-1]]
         lines = [_format_line(line, widths) for line in table]
         if self.is_preliminary:
             lines.append("preliminary: the first statistics show blocks and rules")
@@ -122,7 +123,9 @@ def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) ->
     others = assignment.others
     is_settled = name in assignment.elementwise or name in facts.state.entry_names
     if not is_settled and not facts.state.schedule.taken:
-        rule = assignment.rule.name if others is None else UNKNOWN
+        rule = UNKNOWN
+        if others is None:
+            rule = assignment.rule.name
         return Row(name, shape, UNKNOWN, "the first statistics show what is done with it", rule)
     if others is not None:
         return Row(name, shape, "none", _why_others(name, facts), others.name)
@@ -139,7 +142,9 @@ def _why_no_rule(name: str, p: Tensor, facts: CoverageFacts) -> str:
         return "frozen"
     if name not in facts.chosen:
         return "not given to the optimizer"
-    return "" if p.numel() else "it has no entries"
+    if not p.numel():
+        return "it has no entries"
+    return ""
 
 
 def _measured_row(name: str, shape: tuple[int, ...], key: BlockKey, facts: CoverageFacts) -> Row:
@@ -191,7 +196,10 @@ def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str,
         if not role.is_used or not has_matrices:
             reasons[name] = role.reason
     for name, why in plain.items():
-        reasons[name] = UNUSED if assignment.is_unused(name) else why
+        if assignment.is_unused(name):
+            reasons[name] = UNUSED
+        else:
+            reasons[name] = why
     return reasons
 
 
@@ -201,21 +209,31 @@ UNKNOWN = "unknown"
 
 def name_parametrizations(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the reasons, where a parametrization hides what a parameter does with its name."""
-    made: dict[str, str] = {}
+    parametrizations = _find_parametrizations(model)
+    named: dict[str, str] = {}
+    for name, why in reasons.items():
+        named[name] = why
+        if why == NO_LAYER and name in parametrizations:
+            named[name] = (
+                f"the layer's weight is computed from it ({parametrizations[name]}): "
+                "no block is proven for that"
+            )
+    return named
+
+
+def _find_parametrizations(model: nn.Module) -> dict[str, str]:
+    """Return the class names of the parametrizations of each parameter that has any."""
+    parametrizations: dict[str, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
-            kinds = ", ".join(type(m).__name__ for m in module)
-            made |= {f"{path}.{n}": kinds for n in module._parameters}
-        for hook in module._forward_pre_hooks.values():  # the older way
-            own = f"{getattr(hook, 'name', None)}_orig"
-            if own in module._parameters:
-                made[f"{path}.{own}" if path else own] = type(hook).__name__
-    return {
-        n: f"the layer's weight is computed from it ({made[n]}): no block is proven for that"
-        if why == NO_LAYER and n in made
-        else why
-        for n, why in reasons.items()
-    }
+            class_names = ", ".join(type(m).__name__ for m in module)
+            parametrizations |= {f"{path}.{n}": class_names for n in module._parameters}
+        for hook in module._forward_pre_hooks.values():  # torch.nn.utils.weight_norm, say
+            original = f"{getattr(hook, 'name', None)}_orig"
+            if original in module._parameters:
+                name = f"{path}.{original}" if path else original
+                parametrizations[name] = type(hook).__name__
+    return parametrizations
 
 
 def gram_of(state: KFACState, params: Tensors) -> Kronecker:
@@ -223,7 +241,7 @@ def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     keys = [k for k in state.averages if k in state.learned]
     if not keys:
         raise PullbackError("There are no statistics yet", "no step was taken", "Call step() first")
-    covered = {n for key in keys for n in key.names}
+    covered = names_of(keys)
     offsets: dict[str, int] = {}
     start = 0
     for name, p in params.items():
@@ -234,8 +252,8 @@ def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     blocks: list[GramBlock] = []
     for key in keys:
         block, averages = state.describe(key, state.averages[key])
-        places = [_positions(offsets[n], params[n]) for n in key.names]
-        index.append(to_block(key, places, block.shape.size).flatten())
+        positions = [_positions(offsets[n], params[n]) for n in key.names]
+        index.append(to_block(key, positions, block.shape.size).flatten())
         blocks.append(block.rule.gram(averages, block.state))
     return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
 
@@ -272,16 +290,17 @@ class Notices:
 
         Those `known` to have no block are said elsewhere.
         """
-        seen = {n for key in state.learned for n in key.names} | self._unmeasured | {*known}
-        lost = [n for n, g in gradients.items() if n not in seen and bool(g.any())]
+        explained = names_of(state.learned) | self._unmeasured | {*known}
+        lost = [n for n, g in gradients.items() if n not in explained and bool(g.any())]
         self._unmeasured.update(lost)
         if not lost:
             return
-        others = state.assignment.others
-        what = "their gradient is followed as it is" if others is None else "they follow AdamW"
+        treatment = "they follow AdamW"
+        if state.assignment.others is None:
+            treatment = "their gradient is followed as it is"
         warnings.warn(
             f"The loss reaches {', '.join(lost)}, on which the measured output does not "
-            f"depend: {what}. Measure their output too (output=), "
+            f"depend: {treatment}. Measure their output too (output=), "
             "or give them to another optimizer.",
             RuntimeWarning,
             stacklevel=6,
@@ -296,9 +315,9 @@ class Notices:
         if share <= _PLAIN_SHARE:
             return
         most = max(plain, key=sizes.__getitem__)
-        what = "follow AdamW" if has_others else "are held as a diagonal"
+        treatment = "follow AdamW" if has_others else "are held as a diagonal"
         warnings.warn(
-            f"{100 * share:.0f} % of the trained parameters {what}, {most} among them: "
+            f"{100 * share:.0f} % of the trained parameters {treatment}, {most} among them: "
             f"{plain[most]}. coverage() says what is known of each.",
             RuntimeWarning,
             stacklevel=6,
@@ -320,7 +339,9 @@ class Notices:
     def watch_growth(self, loss: Any) -> None:
         """Warn of a closure's loss that has grown, where reading it waits for no device."""
         if isinstance(loss, Tensor):
-            loss = loss.item() if loss.device.type == "cpu" and loss.numel() == 1 else None
+            if loss.device.type != "cpu" or loss.numel() != 1:
+                return
+            loss = loss.item()
         if isinstance(loss, float):
             self._growth[:] = self._growth or [loss, 0]
             warn_growth(self._growth, loss, "Take a smaller lr", 6)
@@ -353,33 +374,53 @@ def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
     """
     if isinstance(block, Units):
         diagonal = block.diagonal()
-        dead, units = int((diagonal <= 0).any(1).sum()), len(diagonal)
+        dead = int((diagonal <= 0).any(1).sum())
+        units = len(diagonal)
+        if not dead:
+            return []
         reason = f"{dead} units never matter"
-        return [Degenerate(key.names, "units", units - dead, units, reason)] if dead else []
+        return [Degenerate(key.names, "units", units - dead, units, reason)]
     assert isinstance(block, Pair)
-    found = []
+    singular_sides = []
     for name, side in (("output", block.output_factor), ("input", block.input_factor)):
-        values = side if factor_matrix.is_diagonal(side) else torch.linalg.eigvalsh(side)
+        if factor_matrix.is_diagonal(side):
+            values = side
+        else:
+            values = torch.linalg.eigvalsh(side)
         for rank, matrix in zip(
             factor_matrix.is_above_round_off(values).sum(-1).tolist(), side, strict=True
         ):
             if rank < len(matrix):
                 reason = _reason(name, matrix, rank)
-                found.append(Degenerate(key.names, name, rank, len(matrix), reason))
-    return found
+                singular_sides.append(Degenerate(key.names, name, rank, len(matrix), reason))
+    return singular_sides
 
 
 def _reason(name: str, matrix: Tensor, rank: int) -> str:
-    diagonal = matrix if matrix.ndim == 1 else matrix.diagonal()
-    size, dead = len(diagonal), int((diagonal <= 0).sum())
-    parts = []
+    """Return why a side is singular, as far as its entries show it."""
+    if matrix.ndim == 1:
+        diagonal = matrix
+    else:
+        diagonal = matrix.diagonal()
+    size = len(diagonal)
+    dead = int((diagonal <= 0).sum())
+    reasons = []
     if dead:
-        what = "inputs are always zero" if name == "input" else "outputs receive no gradient"
-        parts.append(f"{dead} {what}")
-    if matrix.ndim == 2 and name == "output":
-        floor = size * torch.finfo(matrix.dtype).eps ** 0.5
-        if float(matrix.sum(0).abs().max()) <= floor * float(diagonal.max()):
-            parts.append("moving all outputs alike changes nothing, as with softmax logits")
-    if size - rank > dead and not parts[bool(dead) :]:
-        parts.append(f"{size - rank - dead} directions did not occur in the statistics")
-    return "; ".join(parts)
+        if name == "input":
+            reasons.append(f"{dead} inputs are always zero")
+        else:
+            reasons.append(f"{dead} outputs receive no gradient")
+    has_common_shift = name == "output" and _has_zero_row_sums(matrix, diagonal)
+    if has_common_shift:
+        reasons.append("moving all outputs alike changes nothing, as with softmax logits")
+    if size - rank > dead and not has_common_shift:
+        reasons.append(f"{size - rank - dead} directions did not occur in the statistics")
+    return "; ".join(reasons)
+
+
+def _has_zero_row_sums(matrix: Tensor, diagonal: Tensor) -> bool:
+    """Return True if the vector of ones is in the null space of a full matrix, up to round-off."""
+    if matrix.ndim != 2:
+        return False
+    floor = len(diagonal) * torch.finfo(matrix.dtype).eps ** 0.5
+    return float(matrix.sum(0).abs().max()) <= floor * float(diagonal.max())

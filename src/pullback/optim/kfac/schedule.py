@@ -52,11 +52,11 @@ class Schedule:
         """Whether the step that comes takes statistics."""
         return self.step < self.warmup or self.step % self.statistics_every == 0
 
-    def is_refresh_step(self, taken: int) -> bool:
-        """Return whether states are refreshed with this many statistics taken up.
+    def is_refresh_step(self, count: int) -> bool:
+        """Return whether states are refreshed with `count` statistics taken up.
 
         Until the first `refresh_every` steps are done, also at the first, second, fourth, ...
         """
         if self.step < self.warmup or self.step % self.refresh_every == 0:
             return True
-        return self.step < self.refresh_every and taken & (taken - 1) == 0
+        return self.step < self.refresh_every and count & (count - 1) == 0

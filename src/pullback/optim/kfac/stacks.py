@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -125,10 +125,10 @@ class BlockStates:
         block.state = block.state.map(change)
         self._stacks = None
 
-    def convert(self, key: BlockKey, like: Tensor) -> None:
-        """Bring a block's state to another device or dtype, with all that is in it."""
+    def convert(self, key: BlockKey, template: Tensor) -> None:
+        """Bring a block's state, with all that is in it, to the template's device and dtype."""
         block = self.blocks[key]
-        block.shape = replace(block.shape, dtype=like.dtype, device=like.device)
+        block.shape = replace(block.shape, dtype=template.dtype, device=template.device)
         block.state = block.rule.convert(block.state, block.shape)
         self._stacks = None
 
@@ -159,13 +159,13 @@ class BlockStates:
     ) -> None:
         """Refresh these blocks with λ = `damping`; where one fails, its last state stays."""
         for portion in self._portions(keys):
-            groups = self._alike(averages, portion)
+            groups = self._group_by_form(averages, portion)
             batches = [[group] for group in groups]
             if self.blocks[portion[0]].rule.refreshes_together:
                 batches = [groups]
             for batch in batches:
                 self._refresh_stacks(
-                    [self._stack_averages(averages, alike, damping, references) for alike in batch]
+                    [self._stack_averages(averages, group, damping, references) for group in batch]
                 )
 
     def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
@@ -173,7 +173,9 @@ class BlockStates:
         portions: list[list[BlockKey]] = []
         room = 0
         for key in sorted(keys, key=lambda key: -self.blocks[key].entries):
-            entries = self.blocks[key].entries if key.kronecker else 0
+            entries = 0
+            if key.kronecker:
+                entries = self.blocks[key].entries
             if not portions or entries > room:
                 portions.append([])
                 room = self.blocks[key].rule.refreshed_entries
@@ -181,7 +183,7 @@ class BlockStates:
             room -= entries
         return portions
 
-    def _alike(self, averages: Averages, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+    def _group_by_form(self, averages: Averages, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks whose averages and states can be stacked."""
         groups: dict[Any, list[BlockKey]] = {}
         for key in keys:
@@ -224,21 +226,17 @@ class BlockStates:
         self, block: Block, state: RuleState, indices: range, report: RefreshReport
     ) -> None:
         """Copy a block's part of a refreshed stack to the block's memory, unless it failed."""
-        texts = [text for i in indices for text in report.notes.get(i, ())]
-        block.note = "; ".join(dict.fromkeys([*filter(None, [block.note]), *texts]))
+        notes = [block.note] if block.note else []
+        for i in indices:
+            notes += report.notes.get(i, ())
+        block.note = "; ".join(dict.fromkeys(notes))
         if not report.failed.isdisjoint(indices):
-            kept = "the last good one stays" if block.is_ready else "it has none yet"
-            block.note += f"; {kept}"
+            if block.is_ready:
+                block.note += "; the last good one stays"
+            else:
+                block.note += "; it has none yet"
             return
-        new: dict[str, Tensor] = {}
-        old = block.state.tensors()
-        tensors = state.tensors()
-        for name in [n for n in state.refreshed_names() if n in tensors]:
-            part = tensors[name][indices.start : indices.stop]
-            if name in old and old[name].shape == part.shape:
-                old[name].copy_(part)
-            else:  # a dense reference beside a diagonal
-                new[name] = part.clone()
+        new = _copy_refreshed(state, indices, block.state)
         if new or not block.is_ready:
             block.state = replace(block.state, **new)
             self._stacks = None
@@ -258,7 +256,7 @@ class BlockStates:
         """Whether states of one form lie in one piece of memory."""
         return self._stacks is not None
 
-    def stack(self, like: Tensors, group_numbers: Mapping[str, int]) -> None:
+    def stack(self, templates: Tensors, group_numbers: Mapping[str, int]) -> None:
         """Bring states of one form, for parameters of one shape and group, into one memory."""
         groups: dict[Any, list[Block]] = {}
         for key, block in self.blocks.items():
@@ -275,12 +273,12 @@ class BlockStates:
                 form = (id(block.rule), number, block.born, block.shape.device, block.shape.dtype)
                 form += names
             elif key.kronecker:
-                shapes = tuple(like[n].shape for n in key.names)
+                shapes = tuple(templates[n].shape for n in key.names)
                 form += (key.bias, key.turned, shapes, block.shape.size)
             else:
                 form += (key.kind, len(key.names))
             groups.setdefault(form, []).append(block)
-        self._stacks = [Stack(blocks, like) for blocks in groups.values()]
+        self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
 
     def directions(
         self,
@@ -308,6 +306,20 @@ class BlockStates:
         return directions, stacked
 
 
+def _copy_refreshed(stacked: RuleState, indices: range, state: RuleState) -> dict[str, Tensor]:
+    """Copy some blocks of a refreshed stack into a state; return the tensors that do not fit."""
+    new: dict[str, Tensor] = {}
+    old = state.tensors()
+    tensors = stacked.tensors()
+    for name in [n for n in stacked.refreshed_names() if n in tensors]:
+        refreshed = tensors[name][indices.start : indices.stop]
+        if name in old and old[name].shape == refreshed.shape:
+            old[name].copy_(refreshed)
+        else:  # a dense reference beside a diagonal
+            new[name] = refreshed.clone()
+    return new
+
+
 def find_reference(key: BlockKey, average: Average, references: Any) -> tuple[Any, str]:
     """Return the long-run averages of a block where the damping reads them, and what to note.
 
@@ -329,23 +341,22 @@ def join_states(states: Sequence[RuleState], axis: int = 0) -> RuleState:
     if len(states) == 1:
         return replace(states[0])
     tensors_by_state = [state.tensors() for state in states]
-    joined = {
-        n: torch.cat([tensors[n] for tensors in tensors_by_state], axis)
-        for n in tensors_by_state[0]
-    }
+    joined: dict[str, Tensor] = {}
+    for name in tensors_by_state[0]:
+        joined[name] = torch.cat([tensors[name] for tensors in tensors_by_state], axis)
     return replace(states[0], **joined)
 
 
 class Stack:
     """Blocks of one form: their states are views of one state, which a rule applies at once."""
 
-    def __init__(self, blocks: Sequence[Block], like: Tensors) -> None:
+    def __init__(self, blocks: Sequence[Block], templates: Tensors) -> None:
         first = blocks[0]
         self.rule = first.rule
         self.born = first.born
-        self.names = [n for block in blocks for n in block.key.names]
+        self.names = list(chain.from_iterable(block.key.names for block in blocks))
         self._blocks = blocks
-        self._like = like
+        self._templates = templates
         self._key = first.key
         self._dtype = first.shape.dtype
         self._rows, self._columns = first.shape.size[-2:]
@@ -358,16 +369,19 @@ class Stack:
         """Let every block's state be a part of the joined one."""
         for name, stacked in self._state.tensors().items():
             sizes = [block.state.tensors()[name].shape[self._axis] for block in self._blocks]
-            for block, part in zip(self._blocks, stacked.split(sizes, self._axis), strict=True):
-                setattr(block.state, name, part)
+            views = stacked.split(sizes, self._axis)
+            for block, view in zip(self._blocks, views, strict=True):
+                setattr(block.state, name, view)
 
     def direction(self, gradients: Tensors, step: StepContext) -> list[Tensor]:
         """Return the stacked directions, of weights and biases that share blocks in two parts.
 
         States of blocks without a gradient stay as they are.
         """
-        absent = [b for b in self._blocks if gradients.keys().isdisjoint(b.key.names)]
-        before = [(t, t.clone()) for block in absent for t in block.state.tensors().values()]
+        before: list[tuple[Tensor, Tensor]] = []
+        for block in self._blocks:
+            if gradients.keys().isdisjoint(block.key.names):
+                before += [(t, t.clone()) for t in block.state.tensors().values()]
         if self._key.joint:
             weight = self._stack_weights(gradients)
             biases = self._gradients(1, gradients)
@@ -383,25 +397,29 @@ class Stack:
             tensor.copy_(copy)
         return pieces
 
-    def _gradients(self, place: int, gradients: Tensors) -> list[Tensor]:
-        """Return the gradients of all weights (place 0) or partners; missing ones are zero."""
-        same_place: list[Tensor] = []
+    def _gradients(self, member: int, gradients: Tensors) -> list[Tensor]:
+        """Return the gradients of all weights (member 0) or partners; missing ones are zero."""
+        member_gradients: list[Tensor] = []
         for block in self._blocks:
-            name = block.key.names[place]
+            name = block.key.names[member]
             gradient = gradients.get(name)
             if gradient is None:
-                gradient = torch.zeros_like(self._like[name], dtype=self._dtype)
-            same_place.append(gradient.to(self._dtype))
-        return same_place
+                gradient = torch.zeros_like(self._templates[name], dtype=self._dtype)
+            member_gradients.append(gradient.to(self._dtype))
+        return member_gradients
 
     def _join(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
-        by_place = [self._gradients(i, gradients) for i in range(len(self._key.names))]
         if self._axis:
-            flat = [g.reshape(-1) for g in by_place[0]]
-            return (flat[0] if len(flat) == 1 else torch.cat(flat))[None]
+            flat = [g.reshape(-1) for g in self._gradients(0, gradients)]
+            if len(flat) == 1:
+                return flat[0][None]
+            return torch.cat(flat)[None]
         if not self._key.kronecker:
-            columns = [torch.cat([g.reshape(-1) for g in of_place]) for of_place in by_place]
+            columns: list[Tensor] = []
+            for member in range(len(self._key.names)):
+                flat = [g.reshape(-1) for g in self._gradients(member, gradients)]
+                columns.append(torch.cat(flat))
             return torch.stack(columns, 1)
         return self._stack_weights(gradients)
 
@@ -424,24 +442,26 @@ class Stack:
             return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
         by_name: dict[str, Tensor] = {}
         if not self._key.kronecker:
-            for place, column in enumerate(first.unbind(1)):
-                names = [block.key.names[place] for block in self._blocks]
+            for member, column in enumerate(first.unbind(1)):
+                names = [block.key.names[member] for block in self._blocks]
                 by_name |= self._split_flat(column, names)
             return by_name
-        weight = first.mT if self._key.turned else first
+        weight = first
+        if self._key.turned:
+            weight = first.mT
         # at once: an update of strided directions would copy them one by one
         by_name |= self._unbind(weight.contiguous(), 0)
         if self._key.joint:
             by_name |= self._unbind(pieces[1], 1)
         return by_name
 
-    def _unbind(self, stacked: Tensor, place: int) -> dict[str, Tensor]:
-        names = [block.key.names[place] for block in self._blocks]
-        unbound = stacked.reshape(len(names), *self._like[names[0]].shape).unbind()
+    def _unbind(self, stacked: Tensor, member: int) -> dict[str, Tensor]:
+        names = [block.key.names[member] for block in self._blocks]
+        unbound = stacked.reshape(len(names), *self._templates[names[0]].shape).unbind()
         return dict(zip(names, unbound, strict=True))
 
     def _split_flat(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        shapes = {name: self._like[name].shape for name in names}
+        shapes = {name: self._templates[name].shape for name in names}
         pieces = flat.split([shape.numel() for shape in shapes.values()])
         by_name = dict(zip(shapes, pieces, strict=True))
         return {name: piece.view(shapes[name]) for name, piece in by_name.items()}

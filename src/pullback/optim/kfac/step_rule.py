@@ -92,10 +92,10 @@ class StepMemory:
     def load(self, saved: dict[str, Any], params: Tensors) -> None:
         """Take up what `KFAC` saved, by parameter."""
         first = {"step": first_numbers(self.step), _IN_USE: self.inverted_damping}
-        self.numbers = shared_numbers(first, [own.get(NUMBERS) for own in saved.values()])
-        for name, own in saved.items():
+        self.numbers = shared_numbers(first, [state.get(NUMBERS) for state in saved.values()])
+        for name, state in saved.items():
             zeros = first_vectors(self.step, params[name].detach())
-            self.vectors[name] = merge_saved(zeros, own.get(VECTORS, {}))
+            self.vectors[name] = merge_saved(zeros, state.get(VECTORS, {}))
 
 
 @dataclass

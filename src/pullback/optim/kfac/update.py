@@ -108,9 +108,9 @@ def _share_of(
     pieces, tensors, buffers = params.cut_pieces(names, directions, tensors, buffers)
     if rule.is_elementwise:  # whose directions are pieces already
         pieces = directions
-    like = [like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
+    shaped = [like_parameter(d, p) for d, p in zip(pieces, tensors, strict=True)]
     decay = float(group["weight_decay"])
-    return Share(names, tensors, like, buffers, lr, momentum, decay)
+    return Share(names, tensors, shaped, buffers, lr, momentum, decay)
 
 
 def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
@@ -123,10 +123,10 @@ def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
         if decay and (share.momentum or share.factor != 1):  # of which the kernel knows no decay
             _decay(share, is_void)
             decay = 0.0
-        kinds: dict[object, list[int]] = {}  # one kernel knows one device and dtype
+        by_memory: dict[object, list[int]] = {}  # one kernel knows one device and dtype
         for i, p in enumerate(share.params):
-            kinds.setdefault((p.device, p.dtype), []).append(i)
-        for indices in kinds.values():
+            by_memory.setdefault((p.device, p.dtype), []).append(i)
+        for indices in by_memory.values():
             _move_alike(share, indices, decay, is_void)
 
 

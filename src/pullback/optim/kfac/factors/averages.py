@@ -36,19 +36,19 @@ class Average:
     count: int = 0
 
     @classmethod
-    def empty(cls, like: Factors, *, has_mean: bool) -> Average:
+    def empty(cls, factors: Factors, *, has_mean: bool) -> Average:
         """Return zeros of the factors' shapes."""
-        value = {f: zeros_like(t) for f, t in like.items()}
+        value = {f: zeros_like(t) for f, t in factors.items()}
         if has_mean:
-            mean = {f: zeros_like(t) for f, t in like.items()}
+            mean = {f: zeros_like(t) for f, t in factors.items()}
         else:
             mean = {}
         return cls(value, get_entries(next(iter(value.values()))).new_zeros(()), mean)
 
     def fits(self, new: Factors) -> bool:
         """Return whether these are factors of the same names, shapes, dtype and device."""
-        kinds = {(t.dtype, t.device) for t in map(get_entries, new.values())}
-        return self.has_shapes(new) and kinds == {(self.mass.dtype, self.mass.device)}
+        memories = {(t.dtype, t.device) for t in map(get_entries, new.values())}
+        return self.has_shapes(new) and memories == {(self.mass.dtype, self.mass.device)}
 
     def has_shapes(self, new: Factors) -> bool:
         """Return whether these are factors of the same names and shapes."""
@@ -89,7 +89,9 @@ class Average:
 
 def _over_groups(side: Tensor, mass: Tensor) -> Tensor:
     """Divide a side (G, ...) by a number, or by one per group."""
-    return side / (mass.view(-1, *[1] * (side.ndim - 1)) if mass.ndim else mass)
+    if mass.ndim:
+        mass = mass.view(-1, *[1] * (side.ndim - 1))
+    return side / mass
 
 
 def stack_averages(averages: Sequence[Average]) -> Average:
@@ -98,8 +100,8 @@ def stack_averages(averages: Sequence[Average]) -> Average:
         return averages[0]
 
     def join(factor: FactorKey, side: FactorMatrix) -> FactorMatrix:
-        parts = [get_entries(average.value[factor]) for average in averages]
-        return map_entries(lambda _: torch.cat(parts), side)
+        entries = [get_entries(average.value[factor]) for average in averages]
+        return map_entries(lambda _: torch.cat(entries), side)
 
     value = {factor: join(factor, side) for factor, side in averages[0].value.items()}
     groups = [next(iter(average.value.values())).shape[0] for average in averages]
@@ -115,20 +117,21 @@ def ema_update(
     Where the float32 flag `is_void` on the device is 1, nothing changes. Without factors the mass
     alone does: another process has them.
     """
-    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    # one kernel serves one device and dtype
+    by_memory: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     ones: dict[object, Tensor] = {}
     for average, new in pairs:
-        kind = (average.mass.device, average.mass.dtype)
-        if kind not in ones:
-            ones[kind] = torch.ones_like(average.mass)
-        values, news = kinds.setdefault(kind, ([], []))
+        memory = (average.mass.device, average.mass.dtype)
+        if memory not in ones:
+            ones[memory] = torch.ones_like(average.mass)
+        values, news = by_memory.setdefault(memory, ([], []))
         values += [average.mass, *(get_entries(average.value[f]) for f in new)]
-        news += [ones[kind], *map(get_entries, new.values())]
+        news += [ones[memory], *map(get_entries, new.values())]
         if average.mean:
             average.count += 1
             for f, t in new.items():
                 get_entries(average.mean[f]).lerp_(get_entries(t), 1 / average.count)
-    for values, news in kinds.values():
+    for values, news in by_memory.values():
         lerp_unless(is_void, values, news, 1 - ema)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -90,6 +90,14 @@ class BlockKey:
         return self.kind == BlockKind.KRONECKER
 
 
+def names_of(keys: Iterable[BlockKey]) -> set[str]:
+    """Return the names of all parameters of these blocks."""
+    names: set[str] = set()
+    for key in keys:
+        names.update(key.names)
+    return names
+
+
 def block_shape(key: BlockKey, factors: Factors) -> tuple[int, ...]:
     """Return the shape of a block's coordinates: (G, O, I) with the bias as a column, or (U, k)."""
     if not key.kronecker:
@@ -138,19 +146,22 @@ def _to_matrices(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...
 
 
 def from_block(
-    key: BlockKey, v: Tensor, like: Sequence[Tensor], shape: tuple[int, ...]
+    key: BlockKey, v: Tensor, templates: Sequence[Tensor], shape: tuple[int, ...]
 ) -> list[Tensor]:
-    """Return a block's coordinates in the parameters' shapes."""
+    """Return a block's coordinates in the shapes of the parameters, which `templates` have."""
     v = v.reshape(shape)
     if not key.kronecker:
-        return [column.reshape(p.shape) for column, p in zip(v.unbind(1), like, strict=True)]
+        pairs = zip(v.unbind(1), templates, strict=True)
+        return [column.reshape(template.shape) for column, template in pairs]
     if key.joint:
         weight = v[..., :-1]
     else:
         weight = v
-    out = [(weight.mT if key.turned else weight).reshape(like[0].shape)]
+    if key.turned:
+        weight = weight.mT
+    out = [weight.reshape(templates[0].shape)]
     if key.joint:
-        out.append(v[..., -1].reshape(like[1].shape))
+        out.append(v[..., -1].reshape(templates[1].shape))
     return out
 
 
@@ -159,15 +170,17 @@ def describe(key: BlockKey, factors: Factors) -> str:
     if key.kind == BlockKind.DIAGONAL:
         return "diagonal"
     if key.kind == BlockKind.UNITS:
-        return "units, gain and shift" if len(key.names) == 2 else "units"
+        if len(key.names) == 2:
+            return "units, gain and shift"
+        return "units"
     groups, rows, columns = block_shape(key, factors)
     if groups > 1:
         several = f"{groups} × "
     else:
         several = ""
-    parts = [f"kronecker {several}({rows} ⊗ {columns})"]
+    words = [f"kronecker {several}({rows} ⊗ {columns})"]
     if not is_dense(factors, FactorSide.LEFT):
-        parts.append("output diagonal")
+        words.append("output diagonal")
     if not is_dense(factors, FactorSide.RIGHT):
-        parts.append("input diagonal")
-    return ", ".join(parts)
+        words.append("input diagonal")
+    return ", ".join(words)

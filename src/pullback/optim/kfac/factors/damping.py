@@ -114,9 +114,12 @@ class Invariant(Damping):
             items = ()
         good = [isinstance(k, BlockKey) and isinstance(v, Mapping) for k, v in items]
         if reference is not None and not (good and all(good)):
+            description = type(reference).__name__
+            if reference == {}:
+                description = "an empty one"
             raise PullbackError(
                 "The damping's reference is not usable",
-                f"got {'an empty one' if reference == {} else type(reference).__name__}",
+                f"got {description}",
                 "Give what KFAC.average() of the same network returned, or leave it out",
             )
         self.reference = reference
@@ -196,16 +199,16 @@ def as_damping(damping: Damping | float) -> Damping:
     return Tikhonov(damping)  # pyright: ignore[reportArgumentType]
 
 
-def refuse_reference(damping: Damping, found: Reference) -> None:
-    """Raise where a given reference is that of other blocks than these."""
-    for key, given in (damping.reference or {}).items():
-        new = found.get(key, {})
-        for factor in new.keys() & given.keys():
-            own = tuple(new[factor].shape)
-            other = tuple(given[factor].shape)
-            if (own[0], own[-1]) != (other[0], other[-1]):  # one may be a diagonal
+def refuse_reference(damping: Damping, statistics: Reference) -> None:
+    """Raise where the damping's reference is that of other blocks than the statistics."""
+    for key, reference in (damping.reference or {}).items():
+        means = statistics.get(key, {})
+        for factor in means.keys() & reference.keys():
+            measured = tuple(means[factor].shape)
+            other = tuple(reference[factor].shape)
+            if (measured[0], measured[-1]) != (other[0], other[-1]):  # one may be a diagonal
                 raise PullbackError(
                     "The damping's reference does not fit",
-                    f"for {key.names[0]!r} it has {other}, and the statistics {own}",
+                    f"for {key.names[0]!r} it has {other}, and the statistics {measured}",
                     "Give what KFAC.average() of the same network returned",
                 )

@@ -73,9 +73,10 @@ class Estimation:
 
     def with_metric(self, likelihood: Any, metric: Any, **changes: Any) -> Estimation:
         """Return the same for the Fisher metric of a likelihood, or for a metric."""
-        own = metric if metric is not None or likelihood is not None else self.metric
+        if metric is None and likelihood is None:
+            metric = self.metric
         reduction = self.reduction or reduction_of(likelihood)
-        return replace(self, metric=metric_of(likelihood, own), reduction=reduction, **changes)
+        return replace(self, metric=metric_of(likelihood, metric), reduction=reduction, **changes)
 
     @property
     def positions(self) -> Sharing:
@@ -192,13 +193,17 @@ class FactorAverages:
 
     def select(self, i: int) -> FactorAverages:
         """Return the averages of one block."""
-        mass = self.mass[i : i + 1] if self.mass.ndim else self.mass
+        mass = self.mass
+        if mass.ndim:
+            mass = mass[i : i + 1]
         return replace(self, gram=_one(self.gram, i), mass=mass, reference=_one(self.reference, i))
 
 
 def _over(side: Tensor, mass: Tensor) -> Tensor:
     """Divide a side (B, ...) by a number, or by one for each block."""
-    return side / (mass.view(-1, *[1] * (side.ndim - 1)) if mass.ndim else mass)
+    if mass.ndim:
+        mass = mass.view(-1, *[1] * (side.ndim - 1))
+    return side / mass
 
 
 def _one(gram: Any, i: int) -> Any:
@@ -245,7 +250,10 @@ class StepContext:
 
     def add_one(self, counts: Tensor) -> None:
         """Count the step, unless it is void."""
-        counts += 1 if self.is_void is None else (1 - self.is_void).to(counts)
+        if self.is_void is None:
+            counts += 1
+        else:
+            counts += (1 - self.is_void).to(counts)
 
 
 class Rule(ABC):
@@ -352,7 +360,8 @@ class Rule(ABC):
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
     ) -> list[RefreshReport]:
         """Refresh several stacks; a rule that shares work between them overrides this."""
-        return [self.refresh(own, state) for own, state in zip(averages, states, strict=True)]
+        pairs = zip(averages, states, strict=True)
+        return [self.refresh(average, state) for average, state in pairs]
 
     def convert(self, state: RuleState, shape: BlockShape) -> RuleState:
         """Return a state on the device and in the dtype of `shape`."""

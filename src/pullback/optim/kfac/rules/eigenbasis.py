@@ -88,10 +88,8 @@ class Eigenbasis(Rule):
         self.eps = eps
         self.takes_head = head
         if estimation is None:
-            own = Estimation()
-        else:
-            own = estimation
-        self.estimation = own.with_metric(likelihood, metric, fisher=fisher)
+            estimation = Estimation()
+        self.estimation = estimation.with_metric(likelihood, metric, fisher=fisher)
         if others is None:
             self.others = AdamW()
         else:
@@ -100,11 +98,15 @@ class Eigenbasis(Rule):
     def init(self, shape: BlockShape) -> EigenbasisState:
         blocks, rows, columns = shape.size
         dtype = half_precision(shape.zeros(0))
+        left = None
+        right = None
+        if shape.dense_rows:
+            left = shape.zeros(blocks, rows, rows, dtype=dtype)
+        if shape.dense_columns:
+            right = shape.zeros(blocks, columns, columns, dtype=dtype)
         return EigenbasisState(
-            left=shape.zeros(blocks, rows, rows, dtype=dtype) if shape.dense_rows else None,
-            right=shape.zeros(blocks, columns, columns, dtype=dtype)
-            if shape.dense_columns
-            else None,
+            left=left,
+            right=right,
             first=shape.zeros(*shape.size),
             second=shape.zeros(*shape.size),
             steps=shape.zeros(blocks),

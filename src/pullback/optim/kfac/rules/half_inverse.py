@@ -39,7 +39,7 @@ class HalfSizes:
     #: rows of the smaller factor
     smaller: int = 512
     #: rows of both factors together
-    both: int = 2560
+    total: int = 2560
     #: rows of the output factor are a multiple of this number, as tensor cores read them
     multiple: int = 8
     #: rows of the output factor at most: see `HalfRange.gradient_entry`
@@ -70,7 +70,7 @@ def pays_in_half(left: Tensor, right: Tensor) -> bool:
         return False
     rows = left.shape[-1]
     columns = right.shape[-1]
-    has_sizes = min(rows, columns) >= _SIZES.smaller and rows + columns >= _SIZES.both
+    has_sizes = min(rows, columns) >= _SIZES.smaller and rows + columns >= _SIZES.total
     return has_sizes and rows % _SIZES.multiple == 0 and rows <= _SIZES.most_rows
 
 

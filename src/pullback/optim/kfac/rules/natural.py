@@ -181,11 +181,9 @@ class Natural(Rule):
         self.kl_clip = kl_clip
         self.warmup = warmup
         if estimation is None:
-            own = Estimation()
-        else:
-            own = estimation
+            estimation = Estimation()
         changes = {"fisher": fisher, "joint": joint, "measures_spectrum": ekfac}
-        self.estimation = own.with_metric(likelihood, metric, **changes)
+        self.estimation = estimation.with_metric(likelihood, metric, **changes)
         refuse_combinations(self.estimation, self.damping)
 
     @property
@@ -225,10 +223,9 @@ class Natural(Rule):
             return state
         filled = _fill_up(columns)
         if shape.dense_columns:
-            wide = (blocks, filled, filled)
+            right = shape.zeros(blocks, filled, filled)
         else:
-            wide = (blocks, filled)
-        right = shape.zeros(*wide)
+            right = shape.zeros(blocks, filled)
         if left is None:
             left = shape.zeros(blocks, rows)
         if pays_in_half(left, right):
@@ -285,11 +282,11 @@ class Natural(Rule):
         """Refresh all stacks; the factors of all of them are inverted together by Cholesky."""
         reports: dict[int, RefreshReport] = {}
         indices: list[int] = []
-        for i, (own, state) in enumerate(zip(averages, states, strict=True)):
+        for i, state in enumerate(states):
             if isinstance(state, InverseState):
                 indices.append(i)
             else:
-                reports[i] = self.refresh(own, state)
+                reports[i] = self.refresh(averages[i], state)
         inverses = self._invert([averages[i] for i in indices])
         for i, inverse in zip(indices, inverses, strict=True):
             state = states[i]
@@ -345,7 +342,9 @@ class Natural(Rule):
     ) -> list[Tensor]:
         """Return the inverses of one block's factors, with more damping where it takes more."""
         (inverse,) = self._invert([averages])
-        attempts = _RETRIES.most if averages.damping else 1
+        attempts = 1
+        if averages.damping:
+            attempts = _RETRIES.most
         for attempt in range(1, attempts):
             if not any(inverse.failed):
                 break

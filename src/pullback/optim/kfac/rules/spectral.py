@@ -99,8 +99,12 @@ class Spectral(Rule):
         self.adapt = adapt
         self.relative_damping = damping
         self.takes_head = head
-        self.estimation = Estimation(ema=0.8) if estimation is None else estimation
-        self.others = AdamW(rate=0.5) if others is None else others
+        if estimation is None:
+            estimation = Estimation(ema=0.8)
+        if others is None:
+            others = AdamW(rate=0.5)
+        self.estimation = estimation
+        self.others = others
 
     def init(self, shape: BlockShape) -> SpectralState:
         blocks, rows, columns = shape.size
@@ -135,8 +139,13 @@ class Spectral(Rule):
         step.average(state.square, gradient.square().mean(2, keepdim=True), 1 - self.adapt)
         nesterov = torch.lerp(gradient, state.momentum, self.momentum)
         whitened = self.whiten(nesterov, state)
-        parts = [_separate(t, state.split) for t in (whitened, nesterov, state.square)]
-        directions = [_even_direction(*part) for part in zip(*parts, strict=True)]
+        matrices = zip(
+            _separate(whitened, state.split),
+            _separate(nesterov, state.split),
+            _separate(state.square, state.split),
+            strict=True,
+        )
+        directions = [_even_direction(*tensors) for tensors in matrices]
         return _join(directions, gradient.shape)
 
     def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
@@ -162,11 +171,11 @@ def _separate(x: Tensor, split: tuple[int, ...]) -> Sequence[Tensor]:
     return x.split(split, dim=1)
 
 
-def _join(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def _join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Return what `_separate` took apart, in this shape."""
-    if len(parts) == 1:
-        return parts[0].reshape(shape)
-    return torch.cat(list(parts), dim=1)
+    if len(matrices) == 1:
+        return matrices[0].reshape(shape)
+    return torch.cat(list(matrices), dim=1)
 
 
 def _even_direction(whitened: Tensor, nesterov: Tensor, square: Tensor) -> Tensor:
