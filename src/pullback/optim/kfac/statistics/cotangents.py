@@ -162,7 +162,7 @@ class CotangentPass:
         if self._proof is not None:
             self._proof.add_use(entry, delta, _evaluate_formula(entry, delta))
         names_by_role = {role: name for role, name in entry.names.items() if name is not None}
-        if not delta.numel() or all(name in self._plain for name in names_by_role.values()):
+        if not delta.numel() or self._are_plain(names_by_role.values()):
             return
         if isinstance(entry.layer, Scale):
             self._measure_units(use, delta, list(names_by_role))
@@ -171,6 +171,10 @@ class CotangentPass:
         if i in self._bases and (use.sharing.layout is not None or not self._layouts[i]):
             use.basis, bases = self._bases[i]
             use.spectrum = _compute_squares(bases, use, delta)
+
+    def _are_plain(self, names: Iterable[str]) -> bool:
+        """Return True if all of these parameters are held as diagonals."""
+        return all(name in self._plain for name in names)
 
     def _measure_units(self, use: UseMoments, delta: Tensor, roles: list[str]) -> None:
         """Form the sums of gain and shift by sample, or their moments at once if they are large."""
