@@ -61,7 +61,7 @@ from .rules import Rule, Statistics
 from .schedule import Schedule
 from .stacks import Tensors
 from .state import BlockMeans, KFACState
-from .statistics.capture import StatisticsCapture, averaged_parts
+from .statistics.capture import StatisticsCapture, average_terms
 from .step_rule import NUMBERS, VECTORS, StepMemory, StepView, find_damping, replace_directions
 from .update import BUFFERS, Share
 
@@ -511,7 +511,7 @@ class KFAC(Optimizer):
         if self._curvature.is_shown:
             raise half_loaded()
         was_announced = self._capture.watch.wants_compiled_calls
-        was_wanted = self._capture.wanted
+        was_wanted = self._capture.wants_statistics
         self._read_verdict()
         problem = problem_of(
             closure, objective, self._options, self._capture, self._params, self.param_groups,
@@ -636,7 +636,7 @@ class KFAC(Optimizer):
             return {}
         row_blocks, _ = problem.row_blocks(self.metric, None)
         generator = self._capture.generator(row_blocks[0].linearization.value.device)
-        return averaged_parts(row_blocks, self._options, generator)
+        return average_terms(row_blocks, self._options, generator)
 
     def _refuse_missing_statistics(self) -> None:
         """Raise where statistics were due and no forward pass gave any."""
@@ -804,7 +804,7 @@ class KFAC(Optimizer):
         self._capture.reset()
         is_owed = self._is_late and not learning.is_averaged
         self._capture.watch.wants_compiled_calls = (
-            self._is_statistics_step or is_owed or self._capture.lacking
+            self._is_statistics_step or is_owed or self._capture.lacks_block
         )
         notes = report.notes_of(self._curvature, self._skipped)
         self._info = replace(self._info, taken=learning.is_averaged, notes=notes)
@@ -836,7 +836,7 @@ class KFAC(Optimizer):
         if not has_moved:
             numbers["step"] -= 1
             self._capture.watch.wants_compiled_calls = (
-                self._is_statistics_step or self._capture.lacking
+                self._is_statistics_step or self._capture.lacks_block
             )
             if not self._capture.watch.wants_compiled_calls:
                 self._capture.clear()  # what was gathered meanwhile is not due after all
@@ -913,7 +913,7 @@ class KFAC(Optimizer):
         Between them forward and backward passes may be replayed from a CUDA graph, if they fill the
         same gradients.
         """
-        return self._capture.wanted
+        return self._capture.wants_statistics
 
     @property
     def info(self) -> KFACInfo:

@@ -10,10 +10,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from ...._core.capture import (
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
 from ...._core.graph import (
+    Root,
     call_on_second_pass,
     reaches_parameters,
     refuse_reentrant,
@@ -49,19 +50,38 @@ from ..factors.block import DIAGONAL, BlockKey, FactorKey
 from ..options import Options
 from ..rules import Statistics
 from .cotangents import AllSums, measurement_context
-from .covectors import Descent, NotFinite, draw_signs, generate_covectors, make_covectors
+from .covectors import Covectors, Descent, NotFinite, draw_signs, generate_covectors, make_covectors
 from .launch_thread import LaunchThread, sets_precision
 from .record import RepeatedCall
 from .structure import BlockStructure
 from .sums import DERIVED, MISSED, UNREACHED, Pool, means
 
-_LARGE = 2**24  # entries of an output from which on it is computed twice instead of kept
 _ENGINE: Any = torch.autograd.Variable._execution_engine
-_CHECKS = 3  # of the first gradients' length; the first one shows what loss it is
-_SCALED = 1e3  # how much longer than the metric says a loss's gradient is, if it was scaled
+
+
+@dataclass(frozen=True)
+class CaptureLimits:
+    """Bounds on what is kept of a pass, and on what a loss's gradient may look like."""
+
+    #: entries of an output from which on it is computed twice instead of kept: 64 MiB of float32
+    large_output: int = 2**24
+    #: how many of the first gradients are checked; the first one shows what loss it is
+    checks: int = 3
+    #: how much longer than the metric says a loss's gradient is, if it was scaled
+    scaled_ratio: float = 1e3
+
+
+_LIMITS = CaptureLimits()
 
 #: the layers of a pass; or how to run it again, if it ran in compiled code
 Source = ForwardRecord | RepeatedCall
+
+
+class StartedCall(NamedTuple):
+    """A forward pass under way: its layers, and the tensors among its arguments."""
+
+    source: Source
+    inputs: list[Tensor]
 
 
 class PendingPass:
@@ -71,11 +91,10 @@ class PendingPass:
     `inputs` are the tensors among the call's arguments, for metrics that depend on them.
     """
 
-    def __init__(
-        self, z: Tensor, node: Any, number: int, source: Source, inputs: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, z: Tensor, node: Any, number: int, call: StartedCall) -> None:
+        source = call.source
         self.source: Source | None = source
-        self.inputs = inputs
+        self.inputs: Sequence[Tensor] = call.inputs
         self._value = z.detach()
         self._number = number
         self._dtype = z.dtype
@@ -85,17 +104,20 @@ class PendingPass:
         else:
             self._leaf = None
         if isinstance(source, ForwardRecord) and node is not None:
-            if z.numel() >= _LARGE and node is z.grad_fn and source.find_head(node):
+            if z.numel() >= _LIMITS.large_output and node is z.grad_fn and source.find_head(node):
                 # while the loss is differentiated there would be one more tensor of this size
                 self._value = None
             source.release(node)
 
     def clear(self) -> None:
         """Let go of everything; a user may keep the graph for long."""
-        self.source = self._leaf = self._value = None
+        self.source = None
+        self._leaf = None
+        self._value = None
         self.inputs = ()
 
     def value(self) -> Tensor:
+        """Return z as the model gave it; an error where it was changed in place."""
         if self._value is None:
             assert isinstance(self.source, ForwardRecord)
             return self.source.head_output(self._dtype)
@@ -112,6 +134,51 @@ class PendingPass:
         if self._leaf is not None:
             return self._leaf
         return GradientEdge(torch._C._current_autograd_node(), self._number)
+
+
+@dataclass
+class ReceivedPass:
+    """A recorded pass whose output has received its gradient: what statistics are made of."""
+
+    #: where the output stands in the graph
+    root: Root
+    record: ForwardRecord
+    leaves: dict[str, Tensor]
+    #: ∂loss/∂z
+    cotangent: Tensor
+    #: the tensors among the call's arguments
+    inputs: Sequence[Tensor]
+    #: z, until it is taken
+    output: Tensor | None
+    #: whether the user's pass has all that a second one would: the layers, and no graph of its own
+    allows_user_pass: bool
+
+    def __post_init__(self) -> None:
+        assert self.output is not None
+        self._dtype = self.output.dtype
+        self.is_large = self.output.numel() >= _LIMITS.large_output
+
+    def take_output(self, *, retain: bool) -> Tensor:
+        """Return z; it is let go here unless it is to be retained."""
+        output = self.output
+        assert output is not None
+        if not retain:
+            self.output = None
+        return output
+
+    def repeat_output(self) -> Tensor:
+        """Return z once more after it was taken: the retained one, or computed by its layer."""
+        if self.output is None:
+            return self.record.head_output(self._dtype)
+        return self.output
+
+
+class MeasuredPass(NamedTuple):
+    """The sums of a pass, complete when the thread has done its tasks, and its covectors."""
+
+    sums: AllSums
+    covectors: Covectors
+    thread: LaunchThread | None
 
 
 class StatisticsCapture:
@@ -150,21 +217,21 @@ class StatisticsCapture:
         self._forget_leaves()
         self.choose(table.measured)
         self._open: weakref.WeakSet[PendingPass] = weakref.WeakSet()
-        self._begun: tuple[Source, list[Tensor]] | None = None
+        self._started_call: StartedCall | None = None
         #: `due` says that the next forward pass shall give statistics
         self.watch = Watch(self, model)
-        self._checks = _CHECKS
-        self._whole = False  # whether all positions of the last pass counted
+        self._checks_left = _LIMITS.checks
+        self._counted_all = False  # whether all positions of the last pass counted
         #: whether a second thread measures while a backward pass goes on; None for on a GPU
         self.overlaps: bool | None = None
 
     @property
-    def wanted(self) -> bool:
+    def wants_statistics(self) -> bool:
         """Whether it is due, or a parameter was frozen or unfrozen since its block was made."""
-        return self.watch.wants_compiled_calls or self.lacking
+        return self.watch.wants_compiled_calls or self.lacks_block
 
     @property
-    def lacking(self) -> bool:
+    def lacks_block(self) -> bool:
         """Whether a parameter that takes part has no block yet, or one with others."""
         leaves = self.leaves()
         if leaves is not self._covered and self.structure.covers(leaves):
@@ -196,25 +263,31 @@ class StatisticsCapture:
         return self._leaves
 
     def sites(self) -> Sites | None:
-        """None where the model holds other tensors, as in `torch.func.functional_call`."""
+        """Return where the model's layers are; None where it holds other tensors.
+
+        It does in `torch.func.functional_call`.
+        """
         model = unwrap_model(self.model)
         if self._sites is not None and not self._sites.current:
             self._sites = None
             self.table.is_stale = True
         if self._sites is None:
             self._sites = Sites(model, ForwardRecord.kind)
-        now = dict(model.named_parameters())
-        if all(now.get(n, p) is p for n, p in self._chosen.items()):
+        current = dict(model.named_parameters())
+        if all(current.get(n, p) is p for n, p in self._chosen.items()):
             return self._sites
         return None
 
     def close(self) -> None:
+        """Stop watching the model, and forget everything."""
         self.watch.close()
         self.reset()
 
     def clear(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
-        self.pool = Pool(missed=MISSED[5] if self._waiting else MISSED[0])
+        self.pool = Pool()
+        if self._has_pending:
+            self.pool.miss(MISSED[5])
         self.watch.reset()
 
     def reset(self) -> None:
@@ -230,44 +303,55 @@ class StatisticsCapture:
         return torch.Generator(device).manual_seed(seed)
 
     def begin_call(self, args: Any, kwargs: Any, compiled: bool) -> Any:
-        """Record the layers of a forward pass, if it can give statistics."""
+        """Return a context that records the layers of a call, or None if it gives no statistics."""
         if torch.is_grad_enabled():
-            wrapper = active_wrapper()
-            self.wrapped = wrapper is not None
-            self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
-        if not self.wanted:
+            self._note_wrapper()
+        if not self.wants_statistics:
             return None
         stack = contextlib.ExitStack()
         if not compiled:
-            try:  # what the module calls may be compiled, and its layers' hooks would not fire
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            except RuntimeError:
-                compiled = True  # by the caller, whose code was left for the hook
+            # what the module calls may be compiled, and its layers' hooks would not fire
+            compiled = not _force_eager(stack)
         with stack:
-            if self._gather:
-                sites = None
-            else:
+            sites = None
+            if not self._gather:
                 sites = self.sites()
-            reason = ""
-            if (sites is None and not self._gather) or peek_interpreter_stack() is not None:
-                reason = MISSED[1]
-            elif not torch.is_grad_enabled():
-                reason = MISSED[2]
-            elif not self.model.training:
-                reason = MISSED[3]
-            if reason:
-                self.pool.miss(reason)
+            obstacle = self._find_obstacle(sites)
+            if obstacle is not None:
+                self.pool.miss(obstacle)
                 return None
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            if self._gather is not None:
-                self._begun = RepeatedCall(self.model, args, kwargs, self._gather()), tensors
-            elif compiled:
-                self._begun = RepeatedCall(self.model, args, kwargs), tensors
-            else:
-                record = self._new_record(self.leaves(), sites)
-                self._begun = stack.enter_context(record), tensors
+            source = self._make_source(args, kwargs, compiled, sites)
+            if isinstance(source, ForwardRecord):
+                stack.enter_context(source)
+            self._started_call = StartedCall(source, tensors)
             return stack.pop_all()
         return None
+
+    def _note_wrapper(self) -> None:
+        """Note whether `DistributedDataParallel` makes this call, and averages its gradients."""
+        wrapper = active_wrapper()
+        self.wrapped = wrapper is not None
+        self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
+
+    def _find_obstacle(self, sites: Sites | None) -> str | None:
+        """Return why a call that begins cannot give statistics, one of `MISSED`."""
+        holds_others = sites is None and not self._gather
+        if holds_others or peek_interpreter_stack() is not None:
+            return MISSED[1]
+        if not torch.is_grad_enabled():
+            return MISSED[2]
+        if not self.model.training:
+            return MISSED[3]
+        return None
+
+    def _make_source(self, args: Any, kwargs: Any, compiled: bool, sites: Sites | None) -> Source:
+        """Return the record of a call's layers, or how to repeat a call that cannot be recorded."""
+        if self._gather is not None:
+            return RepeatedCall(self.model, args, kwargs, self._gather())
+        if compiled:
+            return RepeatedCall(self.model, args, kwargs)
+        return self._new_record(self.leaves(), sites)
 
     def _new_record(self, leaves: dict[str, Tensor], sites: Sites | None = None) -> ForwardRecord:
         """Return the record of a pass, which follows outputs if a parameter has no role yet."""
@@ -300,27 +384,42 @@ class StatisticsCapture:
 
     def end_call(self, output: Any) -> None:
         """Wait for the gradient to come back to the output."""
-        begun = self._begun
-        self._begun = None
-        if begun is None:
+        call = self._started_call
+        self._started_call = None
+        if call is None:
             return
-        if isinstance(begun[0], ForwardRecord):
-            self._find_roles(begun[0], output, self.leaves())
+        if isinstance(call.source, ForwardRecord):
+            self._find_roles(call.source, output, self.leaves())
             if not self.leaves():
                 return
         z = self._find_output(output)
-        me = weakref.ref(self)
         if self._several and not z.numel():
-            if z.requires_grad:
-                z.register_hook(lambda _: (held := me()) and held.complete())
+            self._await_empty_gradient(z)
             return
         move_samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
             self.pool.miss(MISSED[4])
             return
         self.pool.miss(MISSED[5])
+        self._await_gradient(z, call)
+
+    def _await_empty_gradient(self, z: Tensor) -> None:
+        """Tell that statistics are complete when the gradient passes an output of no samples."""
+        me = weakref.ref(self)
+
+        def complete(_: Tensor) -> None:
+            capture = me()
+            if capture is not None:
+                capture.complete()
+
+        if z.requires_grad:
+            z.register_hook(complete)
+
+    def _await_gradient(self, z: Tensor, call: StartedCall) -> None:
+        """Take the statistics of a call when the gradient passes its output."""
+        me = weakref.ref(self)
         node, number = skip_dtype_casts(z)
-        pending = PendingPass(z, node, number, *begun)
+        pending = PendingPass(z, node, number, call)
         self._open.add(pending)
 
         # the graph holds this function, so it must not hold the graph
@@ -340,121 +439,189 @@ class StatisticsCapture:
     @torch._disable_dynamo
     def receive(self, pending: PendingPass, cotangent: Tensor) -> None:
         """Take the statistics of a pass, whose output has received its gradient."""
-        source = pending.source
-        with source.whole() if isinstance(source, RepeatedCall) else contextlib.nullcontext():
-            complete = self._measure(pending, cotangent)
-        if complete:
+        with contextlib.ExitStack() as stack:
+            if isinstance(pending.source, RepeatedCall):
+                stack.enter_context(pending.source.whole())
+            is_complete = self._measure(pending, cotangent)
+        if is_complete:
             self.complete()
 
     def complete(self) -> None:
         """Tell that statistics are complete, unless another pass is to be added."""
-        if self.completed is not None and self._syncs and not self._waiting:
+        if self.completed is not None and self._syncs and not self._has_pending:
             with torch.no_grad():
                 self.completed()
 
     @property
-    def _waiting(self) -> bool:
+    def _has_pending(self) -> bool:
         """Whether the output of a pass has not received its gradient yet."""
         return any(p.source is not None for p in self._open)
 
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
         """Add the sums of a pass; False where there are none, or not yet."""
-        leaves = self.leaves()
         root = pending.root()
         # a gradient by the inputs alone: a penalty, an attack
-        if self._gather is None and not reaches_parameters(leaves):
+        if self._gather is None and not reaches_parameters(self.leaves()):
             refuse_reentrant(root)
             self._note_derivative()
             return False
-        record = pending.source
-        inputs = pending.inputs
         proofs = self.structure.proofs
         was_stale = self.table.is_stale
-        empirical = self._options.fisher == "empirical"
-        # whether the pass under way might do by itself: it has the layers, and no graph of its own
-        alone = empirical and isinstance(record, ForwardRecord) and not record.compounds
-        alone = alone and isinstance(root, GradientEdge) and not torch.is_grad_enabled()
-        if isinstance(record, RepeatedCall):
-            if record.params is not None:
-                leaves = {n: record.params[n] for n in leaves}
-            call = record
-            record = self._new_record(leaves)
-            with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
-                output = call(record)
-                self._find_roles(record, output, leaves)
-                leaves = {n: leaves[n] for n in self.leaves()}
-                root = self._find_output(output)
-            z = [root.detach()]
-            cotangent = cotangent.to(root.dtype)
-        else:
-            z = [pending.value()]
-        pending.clear()
-        if not leaves:
+        received = self._open_pass(pending, root, cotangent)
+        if not received.leaves:
             return False
-        assert record is not None
         if self._options.reads is Statistics.INPUTS:
-            self.pool.calls += 1
-            with torch.no_grad():
-                self.pool.add(self.structure.measure_inputs(record, leaves).sums, 1.0)
+            self._add_inputs(received)
             return True
-        with measurement_context(cotangent.device):
-            random = self.generator(cotangent.device)
-            slope = cotangent.detach()
-            self._check_loss(z[0], slope, random)
-            self.pool.calls += 1
-            large = z[0].numel() >= _LARGE
-            deferred = self._whole and slope.is_cuda and (record.head is not None or not large)
-            deferred = deferred and not empirical  # it cannot be measured again
-            if deferred and not large:
-                kept = z[0]
-            else:
-                kept = None
-            dtype = z[0].dtype
-            thread = self._second_thread(record, slope.device)
-            try:  # z is not held any longer than it takes to draw from it
-                found = make_covectors(self._options, z.pop(), slope, inputs, random, deferred)
-                given = root, slope, record, leaves, self._options.sharing, found.keep
-                if alone:
-                    own = Descent(*given, inputs=True)
-                else:
-                    own = None
-                add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
-                if own is not None and self.structure.measure_along(own, add):
-                    return False
-                fresh = self.structure.measure(root, found, record, leaves, own, thread)
-                if isinstance(found.whole, DeferredFlags) and not all(found.whole.flags()):
-                    if kept is None:
-                        value = record.head_output(dtype)
-                    else:
-                        value = kept
-                    random.manual_seed(random.initial_seed())
-                    found = make_covectors(self._options, value, slope, inputs, random)
-                    add = partial(self._add_along, weakref.ref(self), self.pool, found.samples)
-                    fresh = self.structure.measure(root, found, record, leaves, None, thread)
-            except NotFinite:
-                self.pool.samples = torch.nan
-                return True
-            self._whole = found.whole is not False
-            if proofs and self.structure.proofs > proofs and not was_stale:
-                self.table.is_stale = True  # the next pass shows roles on this new way
-        if thread is not None:
-            finish = partial(add, fresh.sums, thread)
-            if self._several:  # sums over processes begin at once
-                finish()
-            else:
-                _ENGINE.queue_callback(finish)
+        try:
+            with measurement_context(received.cotangent.device):
+                measured = self._measure_covectors(received)
+        except NotFinite:
+            self.pool.samples = torch.nan
+            return True
+        if measured is None:
             return False
-        self.pool.add(fresh.sums, found.samples)
-        return True
+        self._counted_all = measured.covectors.whole is not False
+        if proofs and self.structure.proofs > proofs and not was_stale:
+            self.table.is_stale = True  # the next pass shows roles on this new way
+        return self._add_measured(measured)
+
+    def _open_pass(self, pending: PendingPass, root: Root, cotangent: Tensor) -> ReceivedPass:
+        """Return what is measured of a pass; that of a repeated call is recorded now."""
+        source = pending.source
+        assert source is not None
+        if isinstance(source, RepeatedCall):
+            received = self._repeat_call(source, cotangent, pending.inputs)
+        else:
+            received = ReceivedPass(
+                root=root,
+                record=source,
+                leaves=self.leaves(),
+                cotangent=cotangent,
+                inputs=pending.inputs,
+                output=pending.value(),
+                allows_user_pass=self._allows_user_pass(root, source),
+            )
+        pending.clear()
+        return received
+
+    def _allows_user_pass(self, root: Root, record: ForwardRecord) -> bool:
+        """Whether the pass under way might do by itself: its cotangents are those asked for."""
+        return (
+            self._options.fisher == "empirical"
+            and not record.compounds
+            and isinstance(root, GradientEdge)
+            and not torch.is_grad_enabled()
+        )
+
+    def _repeat_call(
+        self, call: RepeatedCall, cotangent: Tensor, inputs: Sequence[Tensor]
+    ) -> ReceivedPass:
+        """Return the pass of a call that is repeated where its layers can be recorded."""
+        leaves = self.leaves()
+        if call.params is not None:
+            leaves = {n: call.params[n] for n in leaves}
+        record = self._new_record(leaves)
+        with self.watch.pause_all(), torch.compiler.set_stance("force_eager"):
+            output = call(record)
+            self._find_roles(record, output, leaves)
+            leaves = {n: leaves[n] for n in self.leaves()}
+            root = self._find_output(output)
+        return ReceivedPass(
+            root=root,
+            record=record,
+            leaves=leaves,
+            cotangent=cotangent.to(root.dtype),
+            inputs=inputs,
+            output=root.detach(),
+            allows_user_pass=False,
+        )
+
+    def _add_inputs(self, received: ReceivedPass) -> None:
+        """Add the moments of what layers saw, where nothing else is asked for."""
+        self.pool.calls += 1
+        with torch.no_grad():
+            inputs = self.structure.measure_inputs(received.record, received.leaves)
+            self.pool.add(inputs.sums, 1.0)
+
+    def _measure_covectors(self, received: ReceivedPass) -> MeasuredPass | None:
+        """Return the sums of a pass over its covectors; None if the user's own pass gives them."""
+        options = self._options
+        record = received.record
+        slope = received.cotangent.detach()
+        random = self.generator(slope.device)
+        assert received.output is not None
+        self._check_loss(received.output, slope, random)
+        self.pool.calls += 1
+        deferred = self._can_defer_count(received, slope)
+        retain = deferred and not received.is_large
+        thread = self._second_thread(record, slope.device)
+        # z is not held any longer than it takes to draw from it
+        covectors = make_covectors(
+            options,
+            received.take_output(retain=retain),
+            slope,
+            received.inputs,
+            random,
+            deferred,
+        )
+        loss_descent = None
+        if received.allows_user_pass:
+            loss_descent = Descent(
+                received.root,
+                slope,
+                record,
+                received.leaves,
+                options.sharing,
+                covectors.keep,
+                inputs=True,
+            )
+            add = partial(self._add_along, weakref.ref(self), self.pool, covectors.samples)
+            if self.structure.measure_along(loss_descent, add):
+                return None
+        measure = partial(self.structure.measure, record=record, leaves=received.leaves)
+        pool = measure(received.root, covectors, loss_descent=loss_descent, thread=thread)
+        if isinstance(covectors.whole, DeferredFlags) and not all(covectors.whole.flags()):
+            random.manual_seed(random.initial_seed())
+            output = received.repeat_output()
+            covectors = make_covectors(options, output, slope, received.inputs, random)
+            pool = measure(received.root, covectors, thread=thread)
+        return MeasuredPass(pool.sums, covectors, thread)
+
+    def _can_defer_count(self, received: ReceivedPass, slope: Tensor) -> bool:
+        """Whether the device may be asked later if all positions count, as they last did.
+
+        If they do not, the pass is measured again: its output must be at hand then.
+        """
+        if self._options.fisher == "empirical":  # it cannot be measured again
+            return False
+        is_repeatable = received.record.head is not None or not received.is_large
+        return self._counted_all and slope.is_cuda and is_repeatable
+
+    def _add_measured(self, measured: MeasuredPass) -> bool:
+        """Add the sums of a pass, now or when the thread is done; return whether they are added."""
+        samples = measured.covectors.samples
+        if measured.thread is None:
+            self.pool.add(measured.sums, samples)
+            return True
+        finish = partial(
+            self._add_along, weakref.ref(self), self.pool, samples, measured.sums, measured.thread
+        )
+        if self._several:  # sums over processes begin at once
+            finish()
+        else:
+            _ENGINE.queue_callback(finish)
+        return False
 
     def _second_thread(self, record: ForwardRecord, device: torch.device) -> LaunchThread | None:
         """Return what measures during the backward pass; None where that could change a result."""
-        once = self._options.metric.couples_samples or self._options.fisher == "empirical"
-        if self.overlaps is None:
-            wanted = device.type == "cuda"
-        else:
-            wanted = self.overlaps
-        if once or record.compounds or not wanted or sets_precision(record.entries):
+        options = self._options
+        if options.metric.couples_samples or options.fisher == "empirical" or record.compounds:
+            return None
+        overlaps = self.overlaps
+        if overlaps is None:
+            overlaps = device.type == "cuda"
+        if not overlaps or sets_precision(record.entries):
             return None
         return LaunchThread(device, record.entries)
 
@@ -480,34 +647,38 @@ class StatisticsCapture:
         """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
         self.pool.miss(UNREACHED)
         if torch.is_grad_enabled():
-            pool = weakref.ref(self.pool)
+            reference = weakref.ref(self.pool)
 
-            def used() -> None:
-                if (held := pool()) is not None:
-                    held.miss(DERIVED)
+            def note_use() -> None:
+                pool = reference()
+                if pool is not None:
+                    pool.miss(DERIVED)
 
-            call_on_second_pass(torch._C._current_autograd_node(), used)
+            call_on_second_pass(torch._C._current_autograd_node(), note_use)
 
     def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
         options = self._options
-        if self._checks == 0:
+        if self._checks_left == 0:
             return
-        value, own = (move_samples_first(t, options.batch_dim) for t in (z, slope))
-        if self._checks == _CHECKS:
-            warn_mismatch(options.metric, value, own, stacklevel=2)
-        self._checks -= 1
+        value = move_samples_first(z, options.batch_dim)
+        cotangent = move_samples_first(slope, options.batch_dim)
+        if self._checks_left == _LIMITS.checks:
+            warn_mismatch(options.metric, value, cotangent, stacklevel=2)
+        self._checks_left -= 1
         if options.fisher != "empirical" or options.scaled:
             return
-        drawn = generate_covectors(replace(options, fisher="mc", draws=1), value, own, None, random)
-        typical = next(drawn)[0].norm(dtype=compute_dtype(own.dtype))
+        drawn = generate_covectors(
+            replace(options, fisher="mc", draws=1), value, cotangent, None, random
+        )
+        typical = next(drawn)[0].norm(dtype=compute_dtype(cotangent.dtype))
         if options.reduction == "mean":
             count = options.metric.samples(value)
         else:
             count = 1
-        ratio = count * own.norm(dtype=typical.dtype) / typical
-        if bool(typical > 0) and float(ratio) > _SCALED:
-            self._checks = 0
+        ratio = count * cotangent.norm(dtype=typical.dtype) / typical
+        if bool(typical > 0) and float(ratio) > _LIMITS.scaled_ratio:
+            self._checks_left = 0
             warnings.warn(
                 f"The loss's gradient is about {ratio:.0e} times as long as the metric says. If "
                 'the loss is scaled, give KFAC grad_scaler=...: fisher="empirical" takes the '
@@ -529,18 +700,30 @@ class StatisticsCapture:
             if pool.samples > 0:
                 return {}
             return None
-        mean = self._options.reduction == "mean"
-        if mean:
+        is_mean = self._options.reduction == "mean"
+        is_empirical = self._options.fisher == "empirical"
+        if is_empirical and is_mean:  # a mean's own cotangents are divided by N
+            scale = pool.samples**2 / loss_scale**2
+        elif is_empirical:
+            scale = pool.samples / loss_scale**2
+        elif is_mean:
             scale = 1.0
         else:
             scale = pool.samples
-        if self._options.fisher == "empirical":  # a mean's own cotangents are divided by N
-            scale = pool.samples ** (2 if mean else 1) / loss_scale**2
         return means(pool, scale)
 
 
-def averaged_parts(
-    parts: Sequence[RowBlock], options: Options, generator: torch.Generator
+def _force_eager(stack: contextlib.ExitStack) -> bool:
+    """Run what follows in the stack without compiled code; False where that is the caller's."""
+    try:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    except RuntimeError:
+        return False  # compiled by the caller, whose code was left for the hook
+    return True
+
+
+def average_terms(
+    terms: Sequence[RowBlock], options: Options, generator: torch.Generator
 ) -> dict[BlockKey, dict[FactorKey, Any]]:
     """Return means for losses stated on derivatives of the network: one Kronecker product per term.
 
@@ -548,21 +731,25 @@ def averaged_parts(
     the homogeneous coordinate 1 at the value and 0 at its derivatives.
     """
     pool = Pool()
-    for number, part in enumerate(parts):
-        value = part.linearization.value
-        if options.fisher == "mc":
-            shape = (1, len(value), *part.factor.white)
-            given = part.factor.apply(draw_signs(shape, value, generator))
-        else:
-            given = part.factor.covectors(value)
-        for block in part.linearization.pullback_factored(given).blocks.values():
+    for number, term in enumerate(terms):
+        covectors = _form_term_covectors(term, options, generator)
+        for block in term.linearization.pullback_factored(covectors).blocks.values():
             if isinstance(block, AffineBlock) and block.weight is not None:
-                held = pool.of(BlockKey("kronecker", block.names))
-                sides = block.sides(options.sharing.longest)
-                for name, side in zip(("left", "right"), sides, strict=True):
-                    held.values[FactorKey(f"term {number}", name)] = pack(side)
+                sums = pool.of(BlockKey("kronecker", block.names))
+                left, right = block.sides(options.sharing.longest)
+                sums.values[FactorKey(f"term {number}", "left")] = pack(left)
+                sums.values[FactorKey(f"term {number}", "right")] = pack(right)
                 continue
             for name, rows in block.rows().items():
                 squares = rows.square().sum((0, 1))[:, None, None]
                 pool.of(BlockKey("diagonal", (name,))).add(DIAGONAL, squares)
     return {key: sums.values for key, sums in pool.sums.items()}
+
+
+def _form_term_covectors(term: RowBlock, options: Options, generator: torch.Generator) -> Any:
+    """Return the covectors of a term: the columns of its factor, or one random combination."""
+    value = term.linearization.value
+    if options.fisher == "mc":
+        shape = (1, len(value), *term.factor.white)
+        return term.factor.apply(draw_signs(shape, value, generator))
+    return term.factor.covectors(value)

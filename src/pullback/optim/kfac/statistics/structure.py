@@ -213,12 +213,7 @@ class BlockStructure:
         self, pool: Pool, record: ForwardRecord, leaves: Mapping[str, Tensor]
     ) -> None:
         """Add the inputs' moments of all layers with a trained weight."""
-        uses = [
-            UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
-            for entry in record.entries
-            if entry.names.get("weight")
-        ]
-        form_inputs([use for use in uses if use.entry.layer.curvature == "kronecker"])
+        uses = self._form_input_moments(record)
         # a weight that is used transposed as well is whitened by what it sees as it is
         untransposed = {u.entry.names["weight"] for u in uses if not u.entry.layer.is_transposed}
         for use in uses:
@@ -230,6 +225,16 @@ class BlockStructure:
                 continue
             key = BlockKey("kronecker", (name,), turned=layer.is_transposed)
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
+
+    def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:
+        """Return the uses of trained weights, with their inputs' moments where they have a root."""
+        uses = [
+            UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
+            for entry in record.entries
+            if entry.names.get("weight")
+        ]
+        form_inputs([use for use in uses if use.entry.layer.curvature == "kronecker"])
+        return uses
 
     def _add_compound_inputs(
         self, pool: Pool, record: ForwardRecord, leaves: Mapping[str, Tensor]
