@@ -3,7 +3,7 @@
 Residuals can be small everywhere while the solution is wrong, because the equation amplifies a tiny
 violation. The tangents of a network need not see that: the error may be no combination of them.
 Here the error e of a solution u is a polynomial, and solves F(u + e) = 0 with all conditions of the
-problem in least squares (defect correction; Stetter, Numer. Math. 29, 1978). If time is a
+problem in least squares (defect correction; Stetter, Numerische Mathematik 29, 1978). If time is a
 coordinate it is cut into windows that are solved one after the other, so that errors grow as the
 equation lets them.
 """
