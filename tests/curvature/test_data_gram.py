@@ -29,8 +29,10 @@ def test_products_are_those_of_the_dense_gram(name: str) -> None:
     assert abs(float(gram.trace() / want.trace()) - 1) < 1e-10
 
 
-@pytest.mark.parametrize("structure", ["ekfac", "kfac"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("structure", ["ekfac", pytest.param("kfac", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "norms" else []) for n in CASES]
+)
 def test_scores_are_brute_force(name: str, structure: str) -> None:
     case = make_case(name)
     curvature = pb.curvature.fit(

@@ -127,6 +127,7 @@ def test_separable_networks() -> None:
         pde.Separable(0)
 
 
+@pytest.mark.slow
 def test_a_separable_network_solves_in_six_dimensions() -> None:
     problem = pde.Poisson(6, boundary_weight=100)
     network = pde.Rescaled(pde.Separable(6, rank=1, width=4, seed=0), problem.domain)

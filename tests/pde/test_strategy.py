@@ -117,6 +117,7 @@ def test_the_state_of_an_ordinary_equation_is_handed_on() -> None:
     assert len(first.conditions) == 3
 
 
+@pytest.mark.slow
 def test_ordinary_equations_in_slabs() -> None:
     network = pde.Rescaled(pde.mlp(1, 8, 1, seed=0), oscillator().domain)
     solution = solve(oscillator(), network, slabs=3, steps=60)
