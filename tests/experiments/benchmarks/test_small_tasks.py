@@ -1,10 +1,12 @@
 """Small tasks train, and the summary picks the best rate of each method."""
 
+import math
+
 import pytest
 import torch
 
 from pullback_experiments.benchmarks.small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
-from pullback_experiments.benchmarks.small_tasks import METHODS, find_best, run
+from pullback_experiments.benchmarks.small_tasks import METHODS, find_best, rank_settings, run
 from pullback_experiments.learning.data import available
 
 
@@ -19,8 +21,14 @@ def test_ten_tasks_to_choose_by_and_five_aside() -> None:
     assert not OPEN_TASKS.keys() & ASIDE_TASKS.keys()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["tabular", "adversarial", "forecast"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *[("tabular", method) for method in METHODS],
+        ("adversarial", "kfac-short"),
+        ("forecast", "kfac"),
+    ],
+)
 def test_every_method_trains(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     _shorten(monkeypatch, name, 6)
@@ -43,3 +51,15 @@ def test_the_best_rate_and_whether_it_is_at_the_edge() -> None:
     best = find_best(seeds, "adam", (0.3, 0.1, 0.2))
     assert (best.rate, best.loss, best.is_edge) == (0.2, 1.0, False)
     assert find_best(seeds, "adam", (0.1, 0.2)).is_edge
+
+
+def test_settings_are_ranked_by_loss_and_time() -> None:
+    methods = {"kfac": (1.0, 1e-3), "kfac-seldom": (1.1, 5e-4), "kfac-long": (1.2, 1e-3)}
+    runs = {}
+    for method, (loss, seconds) in methods.items():
+        for multiple in ("1", "1.5", "2"):
+            runs[f"{method} {multiple}"] = {"loss": loss, "step_seconds": seconds}
+    settings = rank_settings([{"task": "tabular", "seed": 0, "runs": runs}])
+    assert settings[0].method == "kfac-seldom"  # 10 % more loss in half of the time
+    assert settings[0].score == pytest.approx(math.log(1.1) - 0.3 * math.log(2))
+    assert settings[-1].method == "kfac-long"
