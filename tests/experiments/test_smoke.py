@@ -44,7 +44,7 @@ SLOW = {
     "influence-mnist",
     "laplace-rotation",
     "pde-honesty",
-    "pde-seeds",
+    "pde-unseen-seeds",
 }
 
 
@@ -94,7 +94,7 @@ NOT_DRAWN = {
     "laplace-rotation",
     "laplace-uci",
     "pde-honesty",
-    "pde-seeds",
+    "pde-unseen-seeds",
     "vmc-spins",
 }
 

@@ -44,7 +44,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "races": ("race-text", "race-text-large", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
-    "pde_seeds": ("pde-seeds",),
+    "pde_unseen_seeds": ("pde-unseen-seeds",),
     "curvature": ("influence-mnist", "influence-cifar", "laplace-uci", "laplace-rotation"),
     "quantum_spins": ("vmc-spins",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),

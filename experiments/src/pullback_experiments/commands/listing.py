@@ -113,7 +113,7 @@ QUICK: dict[str, float] = {
     "laplace-uci": 10,
     "laplace-rotation": 60,
     "pde-honesty": 20,
-    "pde-seeds": 20,
+    "pde-unseen-seeds": 20,
     "vmc-spins": 25,
     "yin-2024-shallow": 10,
     "yin-2024-deep": 22,

@@ -75,7 +75,10 @@ class Honesty(Experiment):
     def _solve(self, name: str, context: Context) -> Record:
         try:
             return self._solve_problem(name, context)
-        except ArithmeticError as error:  # one solve that fails does not end the others
+        except (
+            ArithmeticError,
+            RuntimeError,
+        ) as error:  # others go on
             nothing = dict.fromkeys(("estimated", "true", "residual", "seconds"), math.nan)
             return {"verdict": "failed", **nothing, "steps": 0, "stopped": repr(error)}
 
@@ -104,6 +107,8 @@ class Honesty(Experiment):
             "seconds": solution.history.spent,
             "steps": len(solution.history),
             "stopped": solution.stopped,
+            "tried": list(solution.verdict.tried),
+            "unknowns": solution.unknowns,
         }
 
     def line(self, record: Record) -> str:

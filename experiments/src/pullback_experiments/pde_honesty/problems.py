@@ -246,14 +246,131 @@ def fisher() -> pde.Problem:
     )
 
 
-def boundary_layer() -> pde.Problem:
-    """−0.02u'' + u' = 1 with a layer of width 0.02."""
-    width = 0.02
+def boundary_layer(width: float = 0.02) -> pde.Problem:
+    """−εu'' + u' = 1 with a layer of width ε."""
     return pde.Problem(
         pde.Interval(0, 1),
         [pde.Equation(lambda u: -width * u.xx + u.x - 1), pde.Dirichlet(0.0)],
         exact=lambda x: x - torch.exp((x - 1) / width) * (1 - torch.exp(-x / width)),
-        name="boundary layer",
+        name=f"boundary layer {width:g}",
+    )
+
+
+def bose_einstein() -> pde.Problem:
+    """−u''/2 + x²u/2 + 50u³ = μu with ∫u² = 1, from μ = 1: the true one is 8.9."""
+    reference = CondensateReference(coupling=50.0, half_width=8.0)
+    return pde.Problem(
+        pde.Interval(-8, 8),
+        [
+            pde.Equation(lambda u, x, mu: -u.xx / 2 + x**2 * u / 2 + 50 * u**3 - mu * u),
+            pde.Dirichlet(0.0),
+            pde.Integral(lambda u: u**2, 1.0),
+        ],
+        unknowns={"mu": 1.0},
+        reference=reference,
+        name="Bose–Einstein condensate",
+    )
+
+
+class CondensateReference:
+    """The ground state of a condensate by Newton's method on Chebyshev points.
+
+    Args:
+        coupling: factor of u³.
+        half_width: of the interval.
+    """
+
+    def __init__(self, coupling: float, half_width: float, nodes: int = 160) -> None:
+        angles = pi * np.arange(nodes + 1) / nodes
+        self._nodes = half_width * np.cos(angles)
+        self._half_width = half_width
+        first = _differentiate_on_chebyshev_points(nodes) / half_width
+        second = (first @ first)[1:-1, 1:-1]
+        x = self._nodes[1:-1]
+        weights = half_width * pi / nodes * np.sin(angles[1:-1])
+        chemical_potential = 0.5 * (1.5 * coupling) ** (2 / 3)  # of Thomas and Fermi
+        u = np.sqrt(np.maximum(chemical_potential - x**2 / 2, 1e-3 * np.exp(-(x**2))) / coupling)
+        for _ in range(50):
+            operator = -second / 2 + np.diag(x**2 / 2 + coupling * u**2 - chemical_potential)
+            residual = np.append(operator @ u, (weights @ u**2 - 1) / 2)
+            jacobian = np.zeros((nodes, nodes))
+            jacobian[:-1, :-1] = operator + np.diag(2 * coupling * u**2)
+            jacobian[:-1, -1] = -u
+            jacobian[-1, :-1] = weights * u
+            step = np.linalg.solve(jacobian, -residual)
+            u = u + step[:-1]
+            chemical_potential += step[-1]
+        self._values = np.concatenate([[0.0], u, [0.0]])
+        self.chemical_potential = float(chemical_potential)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the state at points (N, 1)."""
+        coefficients = np.polynomial.chebyshev.chebfit(
+            self._nodes / self._half_width, self._values, len(self._nodes) - 1
+        )
+        scaled = x[:, :1].cpu().double().numpy() / self._half_width
+        return torch.from_numpy(np.polynomial.chebyshev.chebval(scaled, coefficients)).to(x)
+
+
+def _differentiate_on_chebyshev_points(count: int) -> np.ndarray:
+    """Return the matrix that differentiates values at cos(πj/count), (count + 1, count + 1)."""
+    points = np.cos(pi * np.arange(count + 1) / count)
+    ends = np.ones(count + 1)
+    ends[[0, -1]] = 2.0
+    signs = ends * (-1.0) ** np.arange(count + 1)
+    differences = points[:, None] - points[None, :] + np.eye(count + 1)
+    matrix = np.outer(signs, 1 / signs) / differences
+    return matrix - np.diag(matrix.sum(1))
+
+
+def naive_interface() -> pde.Problem:
+    """(a u')' = −1 with a = 1 on the left and 10 on the right, written as a u'' = −1.
+
+    That leaves out the jump of u', so its smooth solution is another one.
+    """
+
+    def coefficient(x: Tensor) -> Tensor:
+        return torch.where(x < 0.5, 1.0, 10.0)
+
+    def exact(x: Tensor) -> Tensor:
+        flux = 13 / 44  # a u' at 0, so that u(1) = 0
+        left = flux * x - x**2 / 2
+        middle = flux / 2 - 1 / 8
+        right = middle + (flux * (x - 0.5) - (x**2 - 0.25) / 2) / 10
+        return torch.where(x < 0.5, left, right)
+
+    return pde.Problem(
+        pde.Interval(0, 1),
+        [pde.Equation(lambda u, x: coefficient(x) * u.xx + 1), pde.Dirichlet(0.0)],
+        exact=exact,
+        name="interface in one field",
+    )
+
+
+def two_constants() -> pde.Problem:
+    """u_t = κu_xx − ρu with measurements of 1 % noise; κ = 0.1 and ρ = 0.5 are to be found."""
+
+    def exact(x: Tensor, t: Tensor) -> Tensor:
+        slow = torch.exp(-(0.1 * pi**2 + 0.5) * t) * torch.sin(pi * x)
+        fast = torch.exp(-(0.9 * pi**2 + 0.5) * t) * torch.sin(3 * pi * x)
+        return slow + fast / 2
+
+    domain = pde.SpaceTime(pde.Interval(0, 1), (0, 1))
+    generator = torch.Generator().manual_seed(0)
+    points = domain.sample(200, "sobol", seed=5).x
+    noise = 0.01 * torch.randn(len(points), generator=generator, dtype=torch.float64)
+    values = exact(points[:, 0], points[:, 1])
+    return pde.Problem(
+        domain,
+        [
+            pde.Equation(lambda u, kappa, rho: u.t - kappa * u.xx + rho * u),
+            pde.Dirichlet(0.0),
+            pde.Initial(lambda x: exact(x, torch.zeros_like(x))),
+            pde.Data(points, values + noise),
+        ],
+        unknowns={"kappa": 1.0, "rho": 0.0},
+        exact=exact,
+        name="two constants",
     )
 
 
@@ -271,8 +388,8 @@ def total_mass() -> pde.Problem:
     )
 
 
-def clamped_plate() -> pde.Problem:
-    """Δ²u = f with u = ∂u/∂n = 0 on the square."""
+def clamped_plate(boundary_weight: float | None = None) -> pde.Problem:
+    """Δ²u = f with u = ∂u/∂n = 0 on the square; the boundary is balanced unless it has a weight."""
 
     def load(x: Tensor, y: Tensor) -> Tensor:
         cos_x = torch.cos(2 * pi * x)
@@ -283,8 +400,8 @@ def clamped_plate() -> pde.Problem:
         pde.Box([(0, 1), (0, 1)]),
         [
             pde.Equation(lambda u, x, y: u.xxxx + 2 * u.xxyy + u.yyyy - load(x, y)),
-            pde.Dirichlet(0.0),
-            pde.Neumann(0.0),
+            pde.Dirichlet(0.0, weight=boundary_weight),
+            pde.Neumann(0.0, weight=boundary_weight),
         ],
         exact=lambda x, y: (torch.sin(pi * x) * torch.sin(pi * y)) ** 2,
         name="clamped plate",
@@ -406,6 +523,15 @@ OTHERS: dict[str, Callable[[], pde.Problem]] = {
     "lotka-volterra": lotka_volterra,
     "stokes-disk": stokes_in_a_disk,
 }
+#: those with which solvers by defaults were stuck
+STUCK: dict[str, Callable[[], pde.Problem]] = {
+    "biharmonic": lambda: clamped_plate(boundary_weight=1.0),
+    "bose-einstein": bose_einstein,
+    "heat-space": lambda: pde.Heat(3),
+    "naive-interface": naive_interface,
+    "thin-layer": lambda: boundary_layer(1e-3),
+    "two-constants": two_constants,
+}
 
 READY: dict[str, Callable[[], pde.Problem]] = {
     "poisson1d": lambda: pde.Poisson(1),
@@ -422,4 +548,4 @@ READY: dict[str, Callable[[], pde.Problem]] = {
     "allen-cahn": lambda: AllenCahn(),
     "kdv": lambda: KdV(initial_weight=100),
 }
-PROBLEMS = {**UNSTABLE, **OTHERS, **READY}
+PROBLEMS = {**UNSTABLE, **STUCK, **OTHERS, **READY}
