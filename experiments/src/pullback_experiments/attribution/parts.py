@@ -24,7 +24,9 @@ class Sizes:
         sequences, length, text_queries: of the GPT-2 timing.
         decoder: words, width, layers and heads of that decoder.
         subsets, tuning: halves retrained for the score, and for the choice of settings.
-        rounds: how many networks are trained on each half at most.
+        rounds, tuning_rounds: how many networks are trained on each half at most, and on each half
+            for the choice of settings.
+        side_by_side: how many of them train at the same time on a GPU.
         images, cifar_queries: of two classes of CIFAR-10.
         epoch_factor: multiplies the epochs of ResNet-9's schedules.
         trak_models, trak_dimension: networks and projected gradients of TRAK.
@@ -41,7 +43,9 @@ class Sizes:
     decoder: tuple[int, int, int, int] = (50_257, 768, 12, 12)
     subsets: int = 50
     tuning: int = 16
-    rounds: int = 20
+    rounds: int = 60
+    tuning_rounds: int = 4
+    side_by_side: int = 4
     images: int = 5_000
     cifar_queries: int = 500
     epoch_factor: float = 1.0
@@ -65,6 +69,7 @@ TINY = Sizes(
     subsets=4,
     tuning=2,
     rounds=2,
+    tuning_rounds=1,
     images=200,
     cifar_queries=20,
     epoch_factor=0.1,

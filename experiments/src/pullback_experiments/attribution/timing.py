@@ -127,25 +127,41 @@ def time_growth(context: PartContext) -> None:
 def time_decoder(context: PartContext) -> None:
     """Fit a decoder of GPT-2's size with random weights and score its sequences."""
     sizes = context.sizes
-    device = context.device
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     words, width, layers, heads = sizes.decoder
-    model = Decoder(words, width, layers, heads, sizes.length, is_tied=True).to(device).eval()
-    tokens = torch.randint(0, words, (sizes.sequences, sizes.length + 1), device=device)
+    model = Decoder(words, width, layers, heads, sizes.length, is_tied=True)
+    model = model.to(context.device).eval()
+    context.record.add(parameters=sum(p.numel() for p in model.parameters()))
+    # the small run leaves numbers if the large one is stopped, and warms the kernels up
+    for sequences in (max(1, sizes.sequences // 8), sizes.sequences):
+        numbers = time_sequences(model, sequences, context)
+        context.record.add(**{f"{sequences} sequences": numbers})
+
+
+def time_sequences(model: Decoder, sequences: int, context: PartContext) -> dict[str, Any]:
+    """Return the seconds and the memory of a fit to random sequences and of their scores."""
+    sizes = context.sizes
+    shape = (sequences, sizes.length + 1)
+    tokens = torch.randint(0, sizes.decoder[0], shape, device=context.device)
     size = max(1, sizes.batch // 60)
     training = cut_batches(tokens[:, :-1], tokens[:, 1:], size)
-    few = sizes.text_queries
-    queries = cut_batches(tokens[:few, :-1], tokens[:few, 1:], size)
-    context.record.add(parameters=sum(p.numel() for p in model.parameters()))
-    likelihood = pb.likelihoods.Categorical()
-    fit = partial(pb.curvature.fit, model, training, likelihood=likelihood, progress=True)
+    query_count = min(sizes.text_queries, sequences)
+    queries = cut_batches(tokens[:query_count, :-1], tokens[:query_count, 1:], size)
+    fit = partial(
+        pb.curvature.fit, model, training, likelihood=pb.likelihoods.Categorical(), progress=True
+    )
     curvature, fitting = context.measure(fit)
     reasons = sorted({row.reason for row in curvature.table.rows})
-    context.record.add(fit=fitting, metric=curvature.table.metric, reasons=reasons)
+    context.record.add(**{f"{sequences} sequences, fit": fitting, "reasons": reasons})
     score = partial(
         pb.curvature.influence, curvature, queries, training, dtype=torch.bfloat16,
         query_bytes=2**35, progress=True,
     )  # fmt: skip
     _, scoring = context.measure(score)
-    context.record.add(score=scoring, queries=few, sequences=sizes.sequences)
+    return {
+        "fit": fitting,
+        "score": scoring,
+        "queries": query_count,
+        "metric": curvature.table.metric,
+    }

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.curvature import margin
 
-from ..attribution.cifar import (
-    DAMPINGS,
-    SCHEDULES,
-    ImageSchedule,
-    ResNetTrainer,
-    TwoClasses,
-    compute_accuracy,
-    read_two_classes,
-)
+from ..attribution.cifar import TwoClasses, read_two_classes
 from ..attribution.halves import Halves, score_dot_products, score_samples
+from ..attribution.image_training import (
+    RECIPES,
+    ImageTrainer,
+    Recipe,
+    compute_accuracy,
+    measure_margins,
+)
 from ..attribution.parts import cut_batches
+from ..attribution.retrained_images import DAMPINGS
 from ..attribution.retraining import draw_subsets
 from ..attribution.scores import trak
 from ..framework import plots
@@ -48,7 +48,7 @@ class InfluenceCIFAR(Experiment):
         samples, queries: images.
         subsets, networks: halves, and networks trained on each.
         width: channels of ResNet-9's first layer.
-        schedule: of all trainings.
+        recipe: of all trainings.
         trak_models, trak_dimension: of TRAK.
         is_generated: whether the images are made up instead.
     """
@@ -58,16 +58,16 @@ class InfluenceCIFAR(Experiment):
     subsets: int = 50
     networks: int = 3
     width: int = 64
-    schedule: ImageSchedule = field(default_factory=lambda: SCHEDULES["4 epochs"])
+    recipe: Recipe = field(default_factory=lambda: RECIPES["maximum pooling, 4 epochs"])
     trak_models: int = 10
     trak_dimension: int = 2048
     is_generated: bool = False
     seeds: Sequence[int] = (0,)
 
     def smoke(self) -> Self:
-        few = replace(self.schedule, epochs=1, batch=10)
+        few = replace(self.recipe, schedule=replace(self.recipe.schedule, epochs=1, batch=10))
         return replace(
-            self, judged=False, samples=40, queries=4, subsets=3, networks=1, width=4, schedule=few,
+            self, judged=False, samples=40, queries=4, subsets=3, networks=1, width=4, recipe=few,
             trak_models=2, trak_dimension=8, is_generated=True,
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ class InfluenceCIFAR(Experiment):
             "queries": sized.queries,
             "subsets": sized.subsets,
             "networks per subset": sized.networks,
-            "schedule": vars(sized.schedule),
+            "schedule": vars(sized.recipe.schedule),
             "TRAK": {"models": sized.trak_models, "dimension": sized.trak_dimension},
             "damping": DAMPING,
         }
@@ -138,20 +138,19 @@ def load_images(setting: InfluenceCIFAR, device: torch.device) -> TwoClasses:
 def measure_datamodeling(setting: InfluenceCIFAR, context: Context) -> dict[str, Any]:
     """Retrain on halves, and return how well every method's scores predict it."""
     images = load_images(setting, context.device)
-    trainer = ResNetTrainer(images, setting.width, setting.schedule)
+    trainer = ImageTrainer(images, setting.width, setting.recipe)
     first_seed = 100_000 * (context.seed + 1)
     everything = torch.arange(len(images.x))
     models = []
     for number in range(setting.trak_models):
         models.append(trainer.train_copy(everything, first_seed + number))
     subsets = draw_subsets(len(images.x), setting.subsets, seed=first_seed)
-    rows = []
-    for number, subset in enumerate(subsets):
-        seeds = [first_seed + 1000 * (k + 1) + number for k in range(setting.networks)]
-        margins = [trainer.measure_margins(subset, seed) for seed in seeds]
-        rows.append(torch.stack(margins).mean(0))
-        context.watch(0.8 * (number + 1) / len(subsets), f"half {number + 1} of {len(subsets)}")
-    halves = Halves(subsets, torch.stack(rows))
+    rounds = []
+    for number in range(setting.networks):
+        seed = first_seed + 1000 * (number + 1)
+        rounds.append(measure_margins([trainer], images, subsets, seed))
+        context.watch(0.8 * (number + 1) / setting.networks, f"round {number + 1}")
+    halves = Halves(subsets, torch.stack(rounds).mean(0))
     scores = {}
     for name, method in list_methods(setting, images, models).items():
         scores[name] = halves.score(method())
