@@ -16,7 +16,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .problems import PROBLEMS, UNSTABLE
+from .problems import KINDS, PROBLEMS
 
 #: a true error above so many estimated ones was not seen
 _SILENT_RATIO = 10.0
@@ -55,7 +55,7 @@ class Honesty(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "problems": list(self._problems(quick)),
+            "problems": {name: _find_kind(name) for name in self._problems(quick)},
             "seconds": self._seconds(quick),
             "steps": self.steps,
         }
@@ -127,11 +127,17 @@ class Honesty(Experiment):
         for name in self._problems(results.quick):
             for seed, record in zip(results.seeds, results.of(name), strict=True):
                 numbers = [f"{record[key]:.1e}" for key in ("residual", "estimated", "true")]
-                remark = "unstable" if name in UNSTABLE else ""
                 seconds = f"{record['seconds']:.0f}"
-                rows.append([name, remark, str(seed), record["verdict"], *numbers, seconds])
+                rows.append(
+                    [name, _find_kind(name), str(seed), record["verdict"], *numbers, seconds]
+                )
         columns = ["problem", "", "seed", "verdict", "residual", "estimated", "true", "seconds"]
         return [Table(columns, rows, "Estimated and true relative L² errors", text=4)]
+
+
+def _find_kind(name: str) -> str:
+    """Return what a problem was chosen for."""
+    return next(kind for kind, problems in KINDS.items() if name in problems)
 
 
 def measure_error(solution: pde.PDESolution) -> float:

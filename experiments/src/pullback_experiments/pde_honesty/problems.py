@@ -548,4 +548,6 @@ READY: dict[str, Callable[[], pde.Problem]] = {
     "allen-cahn": lambda: AllenCahn(),
     "kdv": lambda: KdV(initial_weight=100),
 }
+#: groups of problems by what they were chosen for
+KINDS = {"unstable": UNSTABLE, "stuck": STUCK, "further": OTHERS, "ready": READY}
 PROBLEMS = {**UNSTABLE, **STUCK, **OTHERS, **READY}
