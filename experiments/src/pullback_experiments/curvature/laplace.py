@@ -396,10 +396,11 @@ class LaplaceRotation(Experiment):
 
     networks: Sequence[str] = tuple(NETWORKS)
     samples: int = 2000
-    tests: int = 200
+    tests: int = 500
     angles: Sequence[float] = (0.0, 30.0, 60.0)
     epochs: int = 12
-    seeds: Sequence[int] = (0,)
+    seeds: Sequence[int] = (0, 1, 2)
+    quick_seeds: Sequence[int] = (0,)
     is_generated: bool = False
 
     def smoke(self) -> Self:
@@ -431,11 +432,14 @@ class LaplaceRotation(Experiment):
         return items
 
     def reports(self, results: Results, name: str) -> dict[str, Any]:
-        """Return the reports on a network by method and angle; a refusal is an `error`."""
-        reports = dict(results.of(name)[0]["reports"])
+        """Return the reports on a network by method and angle, as means over seeds.
+
+        A refusal is an `error`.
+        """
+        reports = average_reports([record["reports"] for record in results.of(name)])
         peer: dict[str, Any] = {}
         for angle in map(str, self.angles):
-            peer.update(results.of(name, "laplace-torch", angle)[0])
+            peer.update(average_reports(results.of(name, "laplace-torch", angle)))
         if peer:
             reports["laplace-torch Kronecker"] = peer
         return reports
@@ -487,6 +491,20 @@ class LaplaceRotation(Experiment):
                 rows.append(cells)
             tables.append(Table(columns, rows, name))
         return tables
+
+
+def average_reports(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the mean of every number of equally nested reports; other values are the first's."""
+    means: dict[str, Any] = {}
+    for key, first in reports[0].items():
+        values = [report[key] for report in reports]
+        if isinstance(first, dict):
+            means[key] = average_reports(values)
+        elif isinstance(first, float):
+            means[key] = sum(values) / len(values)
+        else:
+            means[key] = first
+    return means
 
 
 @dataclass(frozen=True)
