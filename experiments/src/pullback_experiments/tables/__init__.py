@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..framework.checkout import REPOSITORY
-from .costs import costs, kfac, races, rules, vision, worth
+from .costs import costs, kfac, races, rules, vision
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery, pde_race
 from .numbers import Rows
@@ -34,7 +34,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
     table.__name__: table
     for table in (
         verdicts,
-        *(costs, worth, kfac, rules, races, vision),
+        *(costs, kfac, rules, races, vision),
         *(exact, scale, pde, pde_chosen, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, small_tasks),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .numbers import RESULTS, Rows, record, seconds, size, times
+from .numbers import Rows, record, seconds, size, times
 
 KFAC = {  # label, batch, parameters
     "autoencoder": ("autoencoder 784-1000-500-250-30", "512", 2_837_314),
@@ -17,42 +17,26 @@ EXACT = {
     "wide-mlp": ("MLP 3072-5120⁴-10", "512"),
     "resnet18": ("ResNet-18 (group norm)", "128"),
 }
-TRAINED = {
-    "kfac-autoencoder": "deep autoencoder, MNIST",
-    "kfac-convnet": "conv net, Fashion-MNIST",
-    "kfac-vgg": "VGG-16, CIFAR-10",
-    "kfac-shakespeare": "transformer, tiny Shakespeare",
-}
 
 
 def costs() -> Rows:
-    """A step beside one of the first-order method, same model and batch."""
-    rows = [["method", "model", "parameters", "batch", "time", "memory", "where", "record"]]
-    for name, where in (("kfac-cpu", "CPU"), ("kfac-cuda", "H200")):
-        for key, one in record(name)["results"].items():
-            label, batch, count = KFAC[key]
-            more = [label, size(count), batch]
-            ratio = one["ratio"]
-            memory = times(one["ratio"].get("memory"))
-            for schedule in ("10/100", "every step"):
-                method = "K-FAC" if schedule == "10/100" else "K-FAC, every step"
-                cell = times(ratio[schedule])
-                rows.append([method, *more, cell, memory, where, f"`{name}`"])
+    """A step of exact methods and slices beside a first-order step, same model and batch."""
+    rows = [["method", "model", "parameters", "batch", "time", "memory", "where"]]
     for key, (label, batch) in EXACT.items():
         one = record("scale_h200")["results"][key]
         memory = one["peak_bytes"]["natural gradient"] / one["peak_bytes"]["SGD"]
         method = "exact, sample space"
         more = [label, size(one["parameters"]), batch, times(one["ratio"]), times(memory)]
-        rows.append([method, *more, "H200", "`scale_h200`"])
+        rows.append([method, *more, "H200"])
     one = record("slices-cuda")["results"]["mlp"]
     more = ["MLP 3072-2634-…-444-10", size(one["parameters"]), "128"]
     for method, route in (("`SliceSGD`", "units"), ("`SliceSGD(every=10)`", "units, every 10")):
         cell = times(one["captured training step"]["ratio"][route]["ratio"])
-        rows.append([method, *more, cell, "–", "H200", "`slices-cuda`"])
+        rows.append([method, *more, cell, "–", "H200"])
     ours, adam = (float(_yin(name)[-1]) for name in ("E-NGD, target ratio", "Adam"))
     ratio = times(ours / adam)
     more = ["2-20-20-1, Poisson", "501", "all points"]
-    rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU", "`yin-2024-poisson`"])
+    rows.append(["exact, pseudo-inverse", *more, ratio, "–", "CPU"])
     return rows
 
 
@@ -62,51 +46,19 @@ def _yin(method: str) -> list[str]:
     return next(row for row in rows if row[0] == method)
 
 
-def worth() -> Rows:
-    """What was reached, by the best first-order method that ran beside it and here."""
-    rows = [["task", "first order", "here", "record"]]
-    adam, ours = (_yin(name)[2].replace("e-0", "e-") for name in ("Adam", "E-NGD, target ratio"))
-    cells = [f"{adam} (Adam, 2000 steps)", f"{ours} (`TargetRatio`, 100 steps)"]
-    rows.append(["Poisson's equation, 2-20-20-1, error", *cells, "`yin-2024-poisson`"])
-    for name, label in TRAINED.items():
-        if (RESULTS / f"{name}.json").exists() and record(name)["summary"]:
-            rows.append(_trained(name, label))
-    return rows
-
-
-def _trained(name: str, label: str) -> list[str]:
-    """Seconds to the best loss of the first-order methods, of the quickest of them and of K-FAC."""
-    table = record(name)["summary"]["tables"][0]
-    level = next(c for c in table["columns"] if c.startswith("steps to ")).removeprefix("steps to ")
-    column = table["columns"].index("seconds to it")
-    spent = {row[0]: row[column] for row in table["rows"]}
-    said = {k: v if v == "never" else f"{v} s" for k, v in spent.items()}
-    others = (k for k in spent if k != "K-FAC")
-    first = min(others, key=lambda k: float("inf") if spent[k] == "never" else float(spent[k]))
-    cells = [f"{said[k]} ({k})" for k in (first, "K-FAC")]
-    return [f"{label}, time to a loss of {level}", *cells, f"`{name}`"]
-
-
 ASKED = {
     "kfac-cpu": ("every step", "10/100"),
-    "kfac-cuda": (
-        "10/100", "25/250", "statistics", "memory",
-        "spectral, run", "spectral, memory", "eigenbasis, run", "eigenbasis, memory",
-    ),
-}  # fmt: skip
+    "kfac-cuda": ("10/100", "25/250", "statistics", "memory"),
+}
 SAID = {
     "statistics": "a statistics step",
     "memory": "peak memory",
-    "spectral, run": "`Spectral`",
-    "spectral, memory": "`Spectral`, peak memory",
-    "eigenbasis, run": "`Eigenbasis`",
-    "eigenbasis, memory": "`Eigenbasis`, peak memory",
 }
 
 
 def kfac() -> Rows:
-    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor", "aim"]]
-    measures = "ratio", "kernels", "naive", "floor", "target"
+    rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor"]]
+    measures = ("ratio", "kernels", "naive", "floor")
     for name, steps in ASKED.items():
         where = ", H200" if name == "kfac-cuda" else ""
         for key, one in record(name)["results"].items():

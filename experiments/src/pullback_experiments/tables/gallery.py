@@ -7,18 +7,16 @@ from .numbers import Rows, record, small
 
 def pde_gallery() -> Rows:
     """Every program of the gallery."""
-    head = ["", "parameters", "steps", "CPU s", "error", "estimated", "residual", "verdict"]
+    head = ["", "parameters", "CPU s", "error", "estimated", "verdict"]
     return [
         head,
         *(
             [
                 f"[{r['title']}](#{name})",
                 str(r["parameters"]),
-                str(r["steps"]),
                 f"{r['cpu_seconds']:.0f}",
                 small(r["error"]),
                 "–" if r["estimated"] is None else small(r["estimated"], 0),
-                small(r["residual"], 0),
                 r["verdict"],
             ]
             for name, r in record("pde-gallery")["gallery"].items()

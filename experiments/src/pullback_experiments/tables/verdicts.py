@@ -45,10 +45,11 @@ def held(one: dict[str, Any]) -> str:
 
 
 def verdicts() -> Rows:
-    """Every experiment, whether it was reproduced, and on how many seeds."""
+    """Experiments that decide claims of a paper: whether they hold, and on how many seeds."""
     rows = [["experiment", "found", "claims that hold", "seeds"]]
     for name, one in experiments():
-        rows.append([f"`{name}`", outcome(one), held(one), seeds(one)])
+        if any(check["of_paper"] for check in one["summary"].get("checks", [])):
+            rows.append([f"`{name}`", outcome(one), held(one), seeds(one)])
     return rows
 
 

@@ -56,6 +56,11 @@ class Eigenbasis(Rule):
     the round-off of a coordinate is added, so that directions without a gradient stay at rest.
     First bases of large sides are divided over the first steps; until then AdamW moves a matrix.
 
+    Relatives: SOAP (Vyas et al., 2024, arXiv:2409.11321) does the same in the eigenbases of
+    Shampoo's factors GGᵀ and GᵀG (Gupta et al., 2018, arXiv:1802.09568) instead of K-FAC's. EKFAC
+    (George et al., 2018, arXiv:1806.03884) divides by second moments of the samples' gradients,
+    not by their root.
+
     Args:
         betas: the weights of the past in m and v.
         eps: what is added to √v̂.

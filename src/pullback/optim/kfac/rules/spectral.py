@@ -71,6 +71,11 @@ class Spectral(Rule):
     backward pass, and no output factor. A weight that holds several matrices one below the other,
     such as fused queries, keys and values, has the directions of these matrices.
 
+    Relatives: Muon (Jordan et al., 2024) is polar(M) alone. NorMuon (Li et al., 2025,
+    arXiv:2510.05491) divides its rows by a running root mean square; here their length is set at
+    each step. Newton–Muon (Du and Su, 2026, arXiv:2604.01472) multiplies gradients by the inverse
+    of C before they are averaged; here it is the inverse root, after momentum.
+
     Args:
         momentum: the weight of the past in M.
         adapt: the weight of the past in the mean squares of the gradient.
