@@ -57,7 +57,7 @@ def test_predicted_moves_are_those_of_a_dense_jacobian(method: str, shape: tuple
 @pytest.mark.parametrize("method", moves.METHODS)
 def test_an_optimizer_step_moves_as_predicted(method: str) -> None:
     actual = scene(1)
-    record = moves.compared(actual, method)
+    record = moves.compare_moves(actual, method)
     assert abs(slope(record["size"], record["error"]) - 2) < 0.1
     torch.testing.assert_close(record["actual"], record["predicted"], rtol=0, atol=0.03)
 

@@ -251,7 +251,7 @@ def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) ->
     short = _Short(
         name="short", figure="", claim="", expected_outcomes=(), quick_expected_outcomes=()
     )
-    store = short.opened(False, tmp_path)
+    store = short.open_store(False, tmp_path)
     record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
     store.put((("SGD",), 0), record, 1.0, {})
     assert short._found(Available(store, False))["SGD"] == [record]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pullback import PullbackError
 from pullback_experiments import bai_2024_sobolev
-from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, reached
+from pullback_experiments.bai_2024_sobolev.curves import clearly_fewer, epochs, final, find_epoch
 from pullback_experiments.bai_2024_sobolev.digits import METRICS, TASKS, Tuned
 from pullback_experiments.bai_2024_sobolev.vgg import (
     METHODS,
@@ -85,7 +85,7 @@ def test_crops_are_windows_of_the_framed_image() -> None:
 
 
 def test_scaled_data_are_divided_on_both_sides() -> None:
-    actual = data.generated((3, 4, 4), 2, 6)
+    actual = data.generate_pictures((3, 4, 4), 2, 6)
     small = images.shrunk(actual, 20.0)
     torch.testing.assert_close(small.x * 20, actual.x)
     torch.testing.assert_close(small.test_x * 20, actual.test_x)
@@ -130,12 +130,12 @@ def curve(rate: float, top: float = 0.9) -> dict[str, Any]:
 def test_levels_are_found_between_epochs() -> None:
     fast = curve(0.4, 0.95)
     slow = curve(0.1, 0.95)
-    assert reached(fast, "train loss", 5.0) == 0
-    assert abs(reached(slow, "train loss", 0.5) - 10 * math.log(2.3 / 0.5)) < 0.1
-    assert reached(slow, "test accuracy", 0.96) == math.inf
+    assert find_epoch(fast, "train loss", 5.0) == 0
+    assert abs(find_epoch(slow, "train loss", 0.5) - 10 * math.log(2.3 / 0.5)) < 0.1
+    assert find_epoch(slow, "test accuracy", 0.96) == math.inf
     lost = {"epoch": [0, 1], "train loss": [2.3, math.nan], "test accuracy": [0.1, 0.9]}
-    assert reached(lost, "train loss", 0.5) == math.inf
-    assert epochs([fast, slow, lost], "train loss", 0.5) == reached(slow, "train loss", 0.5)
+    assert find_epoch(lost, "train loss", 0.5) == math.inf
+    assert epochs([fast, slow, lost], "train loss", 0.5) == find_epoch(slow, "train loss", 0.5)
     assert final([lost], "test accuracy") == 0
     assert final([lost], "train loss") == math.inf
     assert clearly_fewer(8.9, 10)
@@ -169,7 +169,7 @@ def test_every_figure_names_methods_of_its_experiment() -> None:
 
 def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTraining:
     """A few pictures in place of CIFAR-10."""
-    actual = data.generated((3, 32, 32), 10, 60)
+    actual = data.generate_pictures((3, 32, 32), 10, 60)
     monkeypatch.setattr(images, "load", lambda dataset, sheets: actual)
     return experiment
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pullback import PullbackError
-from pullback_experiments import Check, Table, recorded, seed_range
-from pullback_experiments.framework.check import concluded
+from pullback_experiments import Check, Table, make_checks, seed_range
+from pullback_experiments.framework.check import conclude
 
 
 def test_a_check_says_when_it_differs_from_the_record() -> None:
@@ -24,11 +24,11 @@ def test_a_check_says_when_it_differs_from_the_record() -> None:
 def test_verdicts(outcomes: tuple[bool, ...], outcome: str) -> None:
     checks = [Check(f"c{i}", h, "n") for i, h in enumerate(outcomes)]
     ours = Check("ours", False, "n", of_paper=False)
-    verdict = concluded([*checks, ours])
+    verdict = conclude([*checks, ours])
     assert verdict is not None
     assert verdict.outcome == outcome
     assert "ours" not in verdict.why
-    assert concluded([ours]) is None
+    assert conclude([ours]) is None
 
 
 def test_what_an_array_says_is_a_plain_boolean() -> None:
@@ -36,11 +36,11 @@ def test_what_an_array_says_is_a_plain_boolean() -> None:
 
 
 def test_records_are_beside_the_claims() -> None:
-    checks = recorded([("a", True, "1"), ("b", False, "2")], [True, True], ours={1})
+    checks = make_checks([("a", True, "1"), ("b", False, "2")], [True, True], ours={1})
     assert [c.agrees for c in checks] == [True, False]
     assert [c.of_paper for c in checks] == [True, False]
     with pytest.raises(ValueError, match="zip"):
-        recorded([("a", True, "1")], [True, True])
+        make_checks([("a", True, "1")], [True, True])
 
 
 def test_a_table_shows_brackets_as_they_are() -> None:

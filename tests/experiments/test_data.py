@@ -132,12 +132,12 @@ def test_digits_from_either_source_are_the_same(
 
 
 def test_generated_data_can_be_learned() -> None:
-    actual = data.generated(shape=(5,), classes=3, samples=90)
+    actual = data.generate_pictures(shape=(5,), classes=3, samples=90)
     assert (len(actual.x), len(actual.test_x)) == (90, 90)
     means = torch.stack([actual.x[actual.y == c].mean(0) for c in range(3)])
     guess = torch.cdist(actual.test_x, means).argmin(1)
     assert float((guess == actual.test_y).double().mean()) > 0.8
-    assert torch.equal(actual.x, data.generated(shape=(5,), classes=3, samples=90).x)
+    assert torch.equal(actual.x, data.generate_pictures(shape=(5,), classes=3, samples=90).x)
 
 
 @pytest.mark.skipif(not (HELD / "cifar10_test.npz").exists(), reason="PULLBACK_DATA has no CIFAR")

@@ -79,13 +79,13 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
     """The experiment that a process finds."""
     ours = [Small()]
     monkeypatch.setattr(registry, "find", lambda name: ours[0])
-    parallel._opened.cache_clear()
+    parallel._open_store.cache_clear()
     return ours
 
 
 def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
     sent = pickle.loads(pickle.dumps(parallel._work(job(tmp_path))))
-    record, took = parallel.received(sent)
+    record, took = parallel.rebuild_record(sent)
     assert took > 0
     assert isinstance(record["path"], np.ndarray)
     separate = Small()
@@ -112,7 +112,7 @@ def test_a_process_that_dies_is_reported() -> None:
     with parallel.processes(1, 1) as pool:
         pool._running[pool._pool.submit(os._exit, 9)] = (("k",), 0)  # pyright: ignore
         with pytest.raises(PullbackError, match="fewer --workers"):
-            list(pool.finished())
+            list(pool.wait_for_finished())
 
 
 @pytest.mark.slow

@@ -11,7 +11,12 @@ import torch
 from pullback_experiments import Paused, pde_benchmarks
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.store import Results, Store
-from pullback_experiments.pde_benchmarks.experiment import claims, final, reached, solved
+from pullback_experiments.pde_benchmarks.experiment import (
+    claims,
+    final,
+    find_median_seconds,
+    solve_setup,
+)
 from pullback_experiments.pde_benchmarks.methods import (
     ADAM,
     GAUSS_NEWTON,
@@ -44,7 +49,7 @@ def test_every_method_lowers_the_loss(method: object, tmp_path: Path) -> None:
     actual = setup("ritz")
     options = method.options(*method.rates[-1:])  # pyright: ignore[reportAttributeAccessIssue]
     chosen = {**actual.options, **options, "points": 60, "steps": 10}
-    record = solved(actual, chosen, 60.0, context(tmp_path))
+    record = solve_setup(actual, chosen, 60.0, context(tmp_path))
     assert record["step"][-1] == 10
     assert record["seconds"] == sorted(record["seconds"])
     assert record["error"][-1] < record["error"][0]
@@ -54,9 +59,9 @@ def test_a_run_pauses_and_goes_on(tmp_path: Path) -> None:
     actual = setup("ritz")
     options = {**actual.options, "points": 60, "steps": 12}
     with pytest.raises(Paused):
-        solved(actual, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
-    record = solved(actual, options, 60.0, context(tmp_path))
-    fresh = solved(
+        solve_setup(actual, options, 60.0, context(tmp_path, deadline=time.monotonic() - 1))
+    record = solve_setup(actual, options, 60.0, context(tmp_path))
+    fresh = solve_setup(
         actual, options, 60.0, replace(context(tmp_path), checkpoint_folder=tmp_path / "other")
     )
     assert record["step"][-1] == fresh["step"][-1] == 12
@@ -80,5 +85,5 @@ def test_claims() -> None:
     actual["heat1d"][LBFGS] = curve(1, 5e-5)
     assert not claims(actual, {})[0].holds
     assert final(curve(1, math.nan)) == math.inf
-    assert reached(curve(1, 1e-3, 1e-6), 1e-3) == 1.0
-    assert reached(curve(1, 1e-3), 1e-9) == math.inf
+    assert find_median_seconds(curve(1, 1e-3, 1e-6), 1e-3) == 1.0
+    assert find_median_seconds(curve(1, 1e-3), 1e-9) == math.inf

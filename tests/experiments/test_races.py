@@ -11,7 +11,7 @@ from torch import nn
 from pullback._core.errors import PullbackError
 from pullback_experiments.learning import data
 from pullback_experiments.races import EXPERIMENTS, checks
-from pullback_experiments.races.checks import Lead, final, reached
+from pullback_experiments.races.checks import Lead, final, find_crossing
 from pullback_experiments.races.loop import RaceTask, run
 from pullback_experiments.races.networks import Decoder, ImageData, ResNet, VisionTransformer
 from pullback_experiments.races.optimizers import OPTIMIZERS, OURS, hidden
@@ -60,7 +60,7 @@ def test_the_standard_library_is_enough_for_quick_runs() -> None:
 
 
 def test_batches_of_images_follow_from_the_seed() -> None:
-    source = ImageData(lambda: data.generated((3, 32, 32)), batch=16)
+    source = ImageData(lambda: data.generate_pictures((3, 32, 32)), batch=16)
     one, two, other = (source(20, seed, CPU)[0].of(range(20)) for seed in (0, 0, 1))
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True))
     assert not torch.equal(one[0][0], other[0][0])
@@ -114,7 +114,7 @@ def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) ->
 
 
 def _small(**changes: Any) -> RaceTask:
-    source = ImageData(lambda: data.generated((3, 32, 32), 4, 64), batch=32)
+    source = ImageData(lambda: data.generate_pictures((3, 32, 32), 4, 64), batch=32)
     model = lambda: VisionTransformer(4, 16, 1, 2, 16)  # noqa: E731
     return replace(RaceTask("small", model, source, 9, evaluations=3), **changes)
 
@@ -153,10 +153,10 @@ def _run(losses: list[float], steps: int, ms: float) -> dict[str, Any]:
 def test_curves_are_interpolated() -> None:
     runs = [_run([4.0, 2.0, 1.0], 100, 10.0)] * 2 + [_run([4.0, math.nan], 50, 10.0)]
     assert final(runs) == 1.0
-    assert reached(runs[:2], 1.5, "step") == 75
-    assert reached(runs[:2], 1.5, "seconds") == 0.75
-    assert reached(runs[:2], 9.0, "step") == 0
-    assert reached(runs[:2], 0.9, "step") == math.inf
+    assert find_crossing(runs[:2], 1.5, "step") == 75
+    assert find_crossing(runs[:2], 1.5, "seconds") == 0.75
+    assert find_crossing(runs[:2], 9.0, "step") == 0
+    assert find_crossing(runs[:2], 0.9, "step") == math.inf
 
 
 def test_leads() -> None:
@@ -165,10 +165,10 @@ def test_leads() -> None:
         "kfac-spectral": [_run([4.0, 1.9, 0.98], 100, 12.0)] * 3,
         "ours, 0.8": [_run([4.0, 1.9, 1.0], 80, 12.0)] * 3,
     }
-    claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judged(actual, OURS)
+    claims = Lead("muon", below=0.01, steps=0.8, seconds=1.0).judge_claims(actual, OURS)
     assert [holds for _, holds, _ in claims] == [True, True, True]
     del actual["ours, 0.8"]
-    claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judged(actual, OURS)
+    claims = Lead("muon", below=0.03, steps=0.8, seconds=1.0).judge_claims(actual, OURS)
     assert [holds for _, holds, _ in claims] == [False, False, False]
     assert "never" not in claims[1][2]
     assert len(checks.table(actual, "x").rows) == 2

@@ -18,7 +18,7 @@ import pullback
 from pullback import PullbackError
 from pullback.cli import files
 from pullback_experiments import Context, Item, Paused, registry
-from pullback_experiments.commands.report import gathered
+from pullback_experiments.commands.report import collect_entries
 from pullback_experiments.framework import environment, executor, experiment, progress
 from pullback_experiments.framework.check import UNFINISHED
 from pullback_experiments.framework.store import Store, checkpoints
@@ -66,13 +66,13 @@ def test_seeds_beside_those_asked_for_are_named_and_not_called_missing(tmp_path:
     console = quiet()
     assert executor.run(Small(), seeds=[2], out=tmp_path, console=console).beside == (0, 1)
     assert "Seeds 0-1 are finished too and were not asked for" in said(console)
-    page = gathered(tmp_path)[0][0]
+    page = collect_entries(tmp_path)[0][0]
     assert "missing" not in page.html
     assert "Seeds 0-1 are finished too" in page.html
     assert "pullback run small --out" in page.html  # all of them, so no --seeds
     assert page.seeds == "2, partial"
     assert executor.run(Small(), out=tmp_path).beside == ()
-    assert gathered(tmp_path)[0][0].seeds == "0-2"
+    assert collect_entries(tmp_path)[0][0].seeds == "0-2"
 
 
 def test_what_a_seed_gives_does_not_depend_on_the_order(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in pictures)
     assert {p.with_suffix(".svg") for p in pictures} <= set(outcome.files)
 
-    store = ours.opened(True, tmp_path)  # the same configuration: nothing would be done again
+    store = ours.open_store(True, tmp_path)  # the same configuration: nothing would be done again
     assert len(store) == outcome.total
     assert (
         not ours.judged or tuple(ours.judge(Results(store, outcome.seeds, True))) == outcome.checks

@@ -58,8 +58,8 @@ def test_a_text_that_holds_no_window() -> None:
 
 
 def test_the_made_up_text() -> None:
-    actual = text.generated()
+    actual = text.generate_text()
     assert len(actual.classes) == 11
     assert actual.x.shape[1] == 32
-    assert torch.equal(actual.x, text.generated(32).x)
-    assert not torch.equal(actual.x[:99], text.generated(seed=1).x[:99])
+    assert torch.equal(actual.x, text.generate_text(32).x)
+    assert not torch.equal(actual.x[:99], text.generate_text(seed=1).x[:99])

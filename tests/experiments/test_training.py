@@ -24,7 +24,7 @@ from pullback_experiments.learning import data, schedules
 from pullback_experiments.learning.training import Evaluation, accuracy, fit
 from tests.kfac_options import kfac_of
 
-DATA = data.generated(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
+DATA = data.generate_pictures(shape=(6,), classes=3, samples=60).to("cpu", torch.float64)
 
 
 def context(folder: Path, **arguments: Any) -> Context:
@@ -175,8 +175,8 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_schedules() -> None:
     assert schedules.falls([0.5, 0.75], 0.5)(0.8) == 0.25
-    assert schedules.warmed(schedules.constant, 0.5)(0.25) == 0.5
-    assert schedules.warmed(schedules.linear, 0.0)(0.0) == 1.0
+    assert schedules.add_warmup(schedules.constant, 0.5)(0.25) == 0.5
+    assert schedules.add_warmup(schedules.linear, 0.0)(0.0) == 1.0
 
 
 @pytest.mark.cuda

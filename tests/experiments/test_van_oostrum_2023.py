@@ -24,14 +24,14 @@ def context(tmp_path: Path) -> Context:
 
 
 def test_example_1_splits_the_gradient(context: Context) -> None:
-    actual = examples.rotated(context)
+    actual = examples.compare_rotated_maps(context)
     x, y = actual["gradient"]
     assert actual["moves"] == [[x, 0.0], [0.0, y]]
     assert actual["ranks"] == [1, 1, 2]
 
 
 def test_example_2_has_two_moves_at_one_point(context: Context) -> None:
-    actual = examples.crossing(context)
+    actual = examples.compare_at_crossing(context)
     assert actual["tangents"] == [[2.0, 1.0], [-2.0, 1.0]]
     assert actual["grams"] == [5.0, 5.0]
     # (w·∂)∂/5 by hand for w = (1, 0.6)
@@ -60,7 +60,7 @@ def test_the_projection_is_that_of_the_dense_gram(context: Context) -> None:
     gram = j.T @ scene.metric @ j
     move = j @ torch.linalg.pinv(gram, rtol=1e-10, hermitian=True) @ j.T @ slope
     assert int(torch.linalg.matrix_rank(gram, rtol=1e-10)) == theorems.INNER
-    assert_close(scene.projected(), move, 1e-8, "Π grad L")
+    assert_close(scene.project_gradient(), move, 1e-8, "Π grad L")
     f = torch.autograd.functional.jacobian(scene.f, scene.theta)
     assert isinstance(f, Tensor)
     assert float(torch.linalg.svdvals(f)[-1]) > 0.1

@@ -21,7 +21,7 @@ from .commands import report
 from .framework import executor
 from .framework.check import Outcome
 from .framework.environment import environment
-from .showcase.display import described, progress, shown
+from .showcase.display import format_settings, progress, shown
 from .showcase.experiment import Demonstration, budget, problems, table
 from .showcase.problem import DemoProblem
 from .showcase.race import Curve, run, tune
@@ -42,8 +42,10 @@ def search(console: Console, problem: DemoProblem) -> None:
     for contender in problem.contenders:
         if contender.grid:
             ends = tune(problem, contender, seconds=problem.seconds)
-            tried = "; ".join(f"{described(at)}: {shown('', end)}" for at, end in ends)
-            name = f"{problem.title}, {contender.name} ({described(contender.settings)} in use)"
+            tried = "; ".join(f"{format_settings(at)}: {shown('', end)}" for at, end in ends)
+            name = (
+                f"{problem.title}, {contender.name} ({format_settings(contender.settings)} in use)"
+            )
             console.print(f"{name}\n  {tried}", soft_wrap=True)
 
 
@@ -51,7 +53,7 @@ def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
-    store = demonstration.opened(quick, make_folder(out))
+    store = demonstration.open_store(quick, make_folder(out))
     current_environment = environment()
     for problem, curves in races:
         for curve in curves:

@@ -25,7 +25,7 @@ def merge(
     experiment: Experiment, sources: Sequence[Path], out: Path, *, quick: bool = False
 ) -> list[int]:
     """Copy finished items into `out`; those already there stay. The seeds that it now knows of."""
-    merged = experiment.opened(quick, make_folder(out))
+    merged = experiment.open_store(quick, make_folder(out))
     seeds: set[int] = set()
     for source in sources:
         path = source / merged.path.name
@@ -35,7 +35,7 @@ def merge(
                 f"{path.name} is not there",
                 "Pass the --out of the runs",
             )
-        other = experiment.opened(quick, source)
+        other = experiment.open_store(quick, source)
         state = store.read(path)
         for run in state["runs"]:
             if run["seed"] is None:

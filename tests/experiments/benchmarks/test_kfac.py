@@ -18,8 +18,8 @@ def test_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:
     types = {"baseline": 1.0, "kfac plain": 2.0, "kfac statistics": 4.0, "kfac inversion": 10.0}
-    assert kfac.combined(types, "kfac", (1, 1)) == pytest.approx(10.0)
-    assert kfac.combined(types, "kfac", (2, 6)) == pytest.approx(2.0 + 1.0 + 1.0)
+    assert kfac.predict_schedule_ratio(types, "kfac", (1, 1)) == pytest.approx(10.0)
+    assert kfac.predict_schedule_ratio(types, "kfac", (2, 6)) == pytest.approx(2.0 + 1.0 + 1.0)
 
 
 def test_the_floor_counts_a_linear_layer() -> None:

@@ -15,7 +15,7 @@ from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict, exact_level
 from pullback_experiments.benchmarks import pde_defaults
 from pullback_experiments.problems import SETUPS
-from pullback_experiments.tables.defaults import tuned
+from pullback_experiments.tables.defaults import find_smallest_errors
 from pullback_experiments.tables.numbers import record
 
 DOUBLE = torch.float64
@@ -28,7 +28,7 @@ def test_every_ready_problem_is_there() -> None:
 
 def test_no_answer_on_record_would_be_far_off_in_silence() -> None:
     """Beyond 100 times the tuned error there is a warning, unless residuals are exact."""
-    best = tuned()
+    best = find_smallest_errors()
     for name in ("pde-defaults", "pde-seeds"):
         for one in record(name)["runs"].values():
             limit = exact_level(

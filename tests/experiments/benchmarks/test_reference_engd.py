@@ -61,10 +61,10 @@ def test_a_step_is_the_best_of_the_grid_along_the_natural_gradient() -> None:
 
 def test_a_clock_knows_when_a_target_was_reached() -> None:
     clock = poisson.Clock()
-    clock.measured(1.0)
+    clock.add_measurement(1.0)
     assert clock.time(lambda: sum(range(10_000))) == 49_995_000
     clock.steps = 1
-    clock.measured(1e-7)
+    clock.add_measurement(1e-7)
     report = clock.report()
     assert report["seconds to"] == {"1e-06": clock.wall, "1e-09": None}
     assert report["error"] == 1e-7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pullback_experiments.benchmarks.ssbroyden import SSBroyden, updated
+from pullback_experiments.benchmarks.ssbroyden import SSBroyden, update_inverse
 
 
 def pair(seed: int, n: int = 7) -> tuple[torch.Tensor, ...]:
@@ -23,11 +23,11 @@ def pair(seed: int, n: int = 7) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("seed", range(20))
 def test_updates(seed: int) -> None:
     inverse, s, y, gradient = pair(seed)
-    actual = updated(inverse, s, y, gradient, 0.3)
+    actual = update_inverse(inverse, s, y, gradient, 0.3)
     assert torch.allclose(actual @ y, s, rtol=1e-8, atol=1e-9 * float(s.norm()))
     assert torch.allclose(actual, actual.T)
     assert float(torch.linalg.eigvalsh(actual)[0]) > 0
-    plain = updated(inverse, s, y, gradient, 0.3, scaled=False)
+    plain = update_inverse(inverse, s, y, gradient, 0.3, scaled=False)
     rho = 1 / (y @ s)
     eye = torch.eye(len(s), dtype=torch.float64)
     left = eye - rho * torch.outer(s, y)

@@ -319,7 +319,7 @@ class TestCache:
             return {"a": np.arange(3.0)}
 
         def get(version=1, **parameters):
-            arrays = base.cached("name", parameters, version, ("a",), compute)
+            arrays = base.load_or_compute("name", parameters, version, ("a",), compute)
             assert (arrays["a"] == np.arange(3)).all()
             return len(counted)
 
@@ -424,7 +424,7 @@ class TestArguments:
     def test_unresolved_solution_is_refused(self):
         for error in (0.1, math.nan):
             with pytest.raises(PullbackError, match="not resolved"):
-                base.resolved(error, "this")
+                base.require_resolved(error, "this")
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
     def test_dtype_rounding_and_no_points(self, dtype):

@@ -60,7 +60,7 @@ def test_a_long_line_keeps_its_ends_its_extremes_and_its_beginning() -> None:
     y: list[float | None] = [1 / (i + 1) for i in range(50_000)]
     y[31_234] = 99.0
     y[777] = None
-    thinned = charts.thinned(y)
+    thinned = charts.thin_curve(y)
     assert len(thinned) <= 320
     assert {0, 1, 2, 49_999, 31_234} <= set(thinned)
     assert sum(i < 1000 for i in thinned) > 60
@@ -103,7 +103,7 @@ def test_committed_records_have_curves(name: str, records: Path) -> None:
     for chart in curves.charts:
         data = charts.as_data(chart)
         assert data["axes"]
-        assert len(charts.embedded(data)) < 150_000
+        assert len(charts.embed_json(data)) < 150_000
     assert all(chart.shown() for chart in curves.charts) or "figure2" in name
 
 

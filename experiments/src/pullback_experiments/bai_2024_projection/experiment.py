@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
@@ -112,7 +112,7 @@ class Projection(Experiment):
             "residual": scene.residuals[:, 0],
             "gradient": scene.gradient(scene.grid)[:, 0],
             "laws": moves.projections(scene),
-            "moves": {method: moves.compared(scene, method) for method in METHODS},
+            "moves": {method: moves.compare_moves(scene, method) for method in METHODS},
         }
 
     def _resolution(self, context: Context) -> Record:
@@ -128,7 +128,7 @@ class Projection(Experiment):
         return {"resolution": list(self.resolutions), "norms": norms}
 
     def judge(self, results: Results) -> list[Check]:
-        return judged(results, self.expected_outcomes)
+        return judge_claims(results, self.expected_outcomes)
 
     def curves(self, results: Results) -> list[Chart]:
         return charts(results)
@@ -168,7 +168,7 @@ def slope(x: Sequence[float], y: Sequence[float], most: float = SMALL) -> float:
     return sum((a - u) * (b - v) for a, b in pairs) / sum((a - u) ** 2 for a, _ in pairs)
 
 
-def judged(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
+def judge_claims(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
     """All of them; the order of the error is what we add."""
     records = [r for name in ("wide", "narrow") for r in results.of(name)]
     claims = [
@@ -182,7 +182,7 @@ def judged(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
         _order(records),
         *_resolution(results),
     ]
-    return recorded(claims, expected_outcomes, ours={5})
+    return make_checks(claims, expected_outcomes, ours={5})
 
 
 def _at_most(records: Sequence[dict], law: str, most: float, claim: str) -> Claim:

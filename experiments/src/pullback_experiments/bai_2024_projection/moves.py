@@ -102,7 +102,7 @@ class NetworkData:
         assert isinstance(projection, FunctionChange)
         return projection
 
-    def stepped(self, method: str, lr: float) -> nn.Sequential:
+    def take_step(self, method: str, lr: float) -> nn.Sequential:
         """A copy of the network after one step of the optimizer."""
         net = copy.deepcopy(self.net)
         optimizer = _optimizer(method, net, lr)
@@ -131,7 +131,7 @@ def _optimizer(method: str, net: nn.Module, lr: float) -> Optimizer:
 
 
 @torch.no_grad()
-def compared(scene: NetworkData, method: str) -> dict[str, Any]:
+def compare_moves(scene: NetworkData, method: str) -> dict[str, Any]:
     """Predicted and actual moves at the grid, and their distance for every size of step."""
     change = scene.change(method)
     rate = change(scene.grid)
@@ -142,7 +142,7 @@ def compared(scene: NetworkData, method: str) -> dict[str, Any]:
     for size in SIZES:
         lr = size / largest
         with torch.enable_grad():
-            moved = scene.stepped(method, lr)
+            moved = scene.take_step(method, lr)
         actual = moved(scene.grid) - before
         predicted = -lr * rate
         errors.append(float((actual - predicted).square().mean().sqrt()))

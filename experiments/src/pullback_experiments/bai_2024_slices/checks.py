@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
-from ..bai_2024_sobolev.curves import counted, epochs, reached
-from ..framework.check import Check, Claim, recorded
+from ..bai_2024_sobolev.curves import epochs, find_epoch, format_epochs
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import quantiles
 from ..framework.records import Record
 from ..framework.tabular import Table
@@ -30,7 +30,7 @@ def claims(
     records: GroupedRecords, law: Record, level: float, expected_outcomes: Sequence[bool]
 ) -> list[Check]:
     """The paper's three; then what of them the start explains, and what the others do."""
-    return recorded(
+    return make_checks(
         [
             _fewer(records, FIRST, SGD, level),
             _sooner(records, FIRST, SGD, level),
@@ -57,7 +57,7 @@ def seconds_per_epoch(records: Sequence[Record]) -> float:
 def seconds(records: Sequence[Record], level: float) -> float:
     """Until a test accuracy is reached, the median over seeds."""
     timed = [{**r, "epoch": r["seconds"]} for r in records]
-    return quantiles([reached(r, "test accuracy", level) for r in timed])[1]
+    return quantiles([find_epoch(r, "test accuracy", level) for r in timed])[1]
 
 
 def final(records: Sequence[Record]) -> tuple[float, float]:
@@ -74,7 +74,7 @@ def _sooner(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
     a = seconds(records[one], level)
     b = seconds(records[two], level)
     claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
-    return claim, a < b, f"{_timed(a)} and {_timed(b)}"
+    return claim, a < b, f"{_format_seconds(a)} and {_format_seconds(b)}"
 
 
 def _cheap(records: GroupedRecords, name: str) -> Claim:
@@ -104,7 +104,11 @@ def _by_start(records: GroupedRecords, level: float) -> Claim:
     claim = "the start explains it: SGD that begins on the slice and never returns to it gains at "
     claim += "least half of what approach I gains"
     holds = first < plain and start <= 0.5 * (first + plain) and math.isfinite(start)
-    return claim, holds, f"{counted(plain)}, {counted(start)} and {counted(first)} epochs"
+    return (
+        claim,
+        holds,
+        f"{format_epochs(plain)}, {format_epochs(start)} and {format_epochs(first)} epochs",
+    )
 
 
 def _law(law: Record) -> Claim:
@@ -119,10 +123,14 @@ def _law(law: Record) -> Claim:
 def _fewer(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
     a, b = (epochs(records[m], "test accuracy", level) for m in (one, two))
     claim = f"{one} needs at most nine tenths of the epochs of {two} to an accuracy of {level:g}"
-    return claim, math.isfinite(a) and a <= 0.9 * b, f"{counted(a)} and {counted(b)} epochs"
+    return (
+        claim,
+        math.isfinite(a) and a <= 0.9 * b,
+        f"{format_epochs(a)} and {format_epochs(b)} epochs",
+    )
 
 
-def _timed(value: float) -> str:
+def _format_seconds(value: float) -> str:
     if math.isfinite(value):
         return f"{value:.3g} s"
     return "never"
@@ -141,8 +149,8 @@ def table(records: GroupedRecords, level: float) -> Table:
                 f"{runs[0]['rate']:g}",
                 f"{mean:.4f} ± {deviation:.4f}",
                 f"{best:.4f}",
-                counted(epochs(runs, "test accuracy", level)),
-                _timed(seconds(runs, level)),
+                format_epochs(epochs(runs, "test accuracy", level)),
+                _format_seconds(seconds(runs, level)),
                 f"{seconds_per_epoch(runs) / base:.2f}",
                 f"{sum(not _finite(r) for r in runs)}/{len(runs)}",
             ]

@@ -20,7 +20,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from ..learning.data import DataSet, generated
+from ..learning.data import DataSet, generate_pictures
 from ..learning.training import fit, tensor_cores
 from .checks import TIMED, claims, table
 from .law import RATES, law
@@ -74,7 +74,7 @@ class Figure2(Experiment):
             "searched": 0 if quick else self.searched,
             "law": list(RATES),
             "precision": "float32, on CUDA with TF32 products and captured steps",
-            "methods": {m.name: m.described() for m in METHODS},
+            "methods": {m.name: m.describe() for m in METHODS},
         }
 
     def smoke(self) -> Self:
@@ -87,7 +87,7 @@ class Figure2(Experiment):
         out = [Item(("law",), law, once=True)]
         for m in METHODS:
             for rate in () if quick else m.rates:
-                work = partial(self._tried, m, rate)
+                work = partial(self._try_rate, m, rate)
                 out.append(Item(_trial(m, rate), work, once=True, resumable=True))
             if not quick:
                 out.append(Item(("cost", m.name), partial(self._cost, m), once=True))
@@ -98,12 +98,14 @@ class Figure2(Experiment):
     def _cost(self, method: SliceMethod, context: Context) -> Record:
         """Seconds of a step on noise: the median over epochs of a hundred."""
         config = self.config(context.quick)
-        noise = generated((config["widths"][0],), config["widths"][-1], 100 * config["batch"])
+        noise = generate_pictures(
+            (config["widths"][0],), config["widths"][-1], 100 * config["batch"]
+        )
         record = self._train(method, 1e-5, noise.to(context.device), 8, context)
         each = [t - s for s, t in pairwise(record["seconds"])]
         return {"seconds of a step": median(each[1:]) / 100}
 
-    def _tried(self, method: SliceMethod, rate: float, context: Context) -> Record:
+    def _try_rate(self, method: SliceMethod, rate: float, context: Context) -> Record:
         torch.manual_seed(_SEARCH_SEED)
         config = self.config(context.quick)
         data = _held_out(load(config["dataset"], str(context.device)))

@@ -65,7 +65,7 @@ def _difference(
         before = model(x).detach()
         if not sliced:
             optimizer = torch.optim.SGD(model.parameters(), lr)
-        ends.append(_descended(model, optimizer, x, y, steps))
+        ends.append(_train_and_evaluate(model, optimizer, x, y, steps))
     return float((ends[0] - ends[1]).norm() / (ends[0] - before).norm())
 
 
@@ -77,7 +77,9 @@ def _larger(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def _descended(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, steps: int) -> Tensor:
+def _train_and_evaluate(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, steps: int
+) -> Tensor:
     for _ in range(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

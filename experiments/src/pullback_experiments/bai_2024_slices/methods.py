@@ -35,7 +35,7 @@ class SliceMethod:
     quick: float | None = None
     seeds: Sequence[int] | None = None
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
         return {"about": self.about, "rates": list(self.rates), "digits": self.quick}
 

@@ -20,7 +20,7 @@ from pullback.likelihoods import Categorical
 from pullback.symmetry import Sliced, SliceSGD, Symmetry
 
 from ..framework import plots
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart, Line, Series, Style, finite, quantiles
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
@@ -55,7 +55,7 @@ class RescaledMethod:
     rates: Sequence[float]
     sliced: bool = False
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
         return {"rates": list(self.rates), "sliced": self.sliced}
 
@@ -145,7 +145,7 @@ class Rescaling(Experiment):
             "starts": list(STARTS)[: 1 if quick else None],
             "epochs": self.epochs,
             "batch": self.batch,
-            "methods": {m.name: m.described() for m in METHODS},
+            "methods": {m.name: m.describe() for m in METHODS},
         }
 
     def smoke(self) -> Self:
@@ -224,7 +224,7 @@ class Rescaling(Experiment):
         return claims(self._ends(results), self.expected_outcomes)
 
     def curves(self, results: Results) -> list[Chart]:
-        return rescaled(self._ends(results))
+        return chart_final_losses(self._ends(results))
 
     def tables(self, results: Results) -> list[Table]:
         return [table(name, ends) for name, ends in self._ends(results).items()]
@@ -247,7 +247,7 @@ def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
         _same(ends, _SLICED),
         *(_slow(ends, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
     ]
-    return recorded(checks, expected_outcomes, ours=range(len(checks)))
+    return make_checks(checks, expected_outcomes, ours=range(len(checks)))
 
 
 def final(records: Sequence[Record]) -> float:
@@ -348,7 +348,7 @@ def draw(ends_by_start: Ends, seeds: int) -> Figure:
     return figure
 
 
-def rescaled(ends: Ends) -> list[Chart]:
+def chart_final_losses(ends: Ends) -> list[Chart]:
     """The final loss against the size."""
     return [
         Chart(

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def reached(record: Record, measure: str, level: float) -> float:
+def find_epoch(record: Record, measure: str, level: float) -> float:
     """The epoch at which a loss first is as low, or an accuracy as high; ∞ where it never is.
 
     Between two epochs the curve is a line.
 
     >>> run = {"epoch": [0, 1, 2], "train loss": [2.0, 1.0, 0.5], "test accuracy": [0.0, 0.5, 0.6]}
-    >>> reached(run, "train loss", 0.75), reached(run, "test accuracy", 0.9)
+    >>> find_epoch(run, "train loss", 0.75), find_epoch(run, "test accuracy", 0.9)
     (1.5, inf)
     """
     sign = -1.0 if "accuracy" in measure else 1.0
@@ -39,7 +39,7 @@ def reached(record: Record, measure: str, level: float) -> float:
 
 def epochs(records: Sequence[Record], measure: str, level: float) -> float:
     """The median over seeds."""
-    return quantiles([reached(r, measure, level) for r in records])[1]
+    return quantiles([find_epoch(r, measure, level) for r in records])[1]
 
 
 def final(records: Sequence[Record], measure: str) -> float:
@@ -59,10 +59,10 @@ def clearly_fewer(a: float, b: float) -> bool:
     return math.isfinite(a) and a <= 0.9 * b
 
 
-def counted(value: float) -> str:
+def format_epochs(value: float) -> str:
     """Epochs for people.
 
-    >>> counted(3.14159), counted(math.inf)
+    >>> format_epochs(3.14159), format_epochs(math.inf)
     ('3.1', 'never')
     """
     if math.isfinite(value):

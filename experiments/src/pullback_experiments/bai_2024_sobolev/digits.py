@@ -17,7 +17,7 @@ from pullback.likelihoods import Categorical
 from pullback.metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
 
 from ..framework import plots
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
@@ -28,7 +28,7 @@ from ..learning.data import DataSet
 from ..learning.natural import natural_kfac
 from ..learning.networks import convnet, mlp
 from ..learning.training import fit
-from .curves import chart, clearly_fewer, counted, epochs, final, panel
+from .curves import chart, clearly_fewer, epochs, final, format_epochs, panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +133,7 @@ class Tuned(Experiment):
         out = []
         for net, method in product(self._tasks(quick), METRICS):
             for number, pair in enumerate(self._grid(quick)):
-                work = partial(self._tried, net, method, pair)
+                work = partial(self._try_settings, net, method, pair)
                 out.append(Item(_trial(net, method, number), work, once=True, resumable=True))
             for rank in range(self._finalists(quick)):
                 work = partial(self._final, net, method, rank)
@@ -151,7 +151,9 @@ class Tuned(Experiment):
     def _finalists(self, quick: bool) -> int:
         return min(FINALISTS, len(self._grid(quick)))
 
-    def _tried(self, net: str, method: str, pair: tuple[float, float], context: Context) -> Record:
+    def _try_settings(
+        self, net: str, method: str, pair: tuple[float, float], context: Context
+    ) -> Record:
         return {"lr": pair[0], "damping": pair[1], "score": self._score(net, method, pair, context)}
 
     def _final(self, net: str, method: str, rank: int, context: Context) -> Record:
@@ -209,10 +211,10 @@ class Tuned(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         nets = list(self._tasks(results.quick))  # the quick version has the first
-        return judged(results, nets, self.expected_outcomes[: PER_NETWORK * len(nets)])
+        return judge_networks(results, nets, self.expected_outcomes[: PER_NETWORK * len(nets)])
 
     def curves(self, results: Results) -> list[Chart]:
-        return tuned(results, list(self._tasks(results.quick)), list(METRICS))
+        return chart_networks(results, list(self._tasks(results.quick)), list(METRICS))
 
     def tables(self, results: Results) -> list[Table]:
         nets = list(self._tasks(results.quick))
@@ -253,7 +255,9 @@ def mark(results: Results, net: str) -> float:
     return final([{**r, "train loss": r["train loss"][: half + 1]} for r in runs], "train loss")
 
 
-def judged(results: Results, nets: Sequence[str], expected_outcomes: Sequence[bool]) -> list[Check]:
+def judge_networks(
+    results: Results, nets: Sequence[str], expected_outcomes: Sequence[bool]
+) -> list[Check]:
     """For every network: faster at K-FAC's settings, as good; and at its own, in either metric."""
     claims: list[Claim] = []
     for net in nets:
@@ -266,7 +270,7 @@ def judged(results: Results, nets: Sequence[str], expected_outcomes: Sequence[bo
             _than_second(results, net),
         ]
     ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
-    return recorded(claims, expected_outcomes, ours=ours)
+    return make_checks(claims, expected_outcomes, ours=ours)
 
 
 def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
@@ -274,7 +278,11 @@ def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
     a = epochs(runs_of(results, net, method, settings), "train loss", level)
     b = epochs(runs_of(results, net, "K-FAC", OWN), "train loss", level)
     claim = f"{net}: {method} at {settings} needs clearly fewer epochs than K-FAC to its mark"
-    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+    return (
+        claim,
+        clearly_fewer(a, b),
+        f"{format_epochs(a)} and {format_epochs(b)} to a loss of {level:.3g}",
+    )
 
 
 def _than_second(results: Results, net: str) -> Claim:
@@ -283,7 +291,11 @@ def _than_second(results: Results, net: str) -> Claim:
     a = epochs(results.of(net, "Sobolev", OWN), "train loss", level)
     b = epochs(results.of(net, "K-FAC", SECOND), "train loss", level)
     claim = f"{net}: Sobolev at {OWN} needs clearly fewer epochs than K-FAC at its second-best"
-    return claim, clearly_fewer(a, b), f"{counted(a)} and {counted(b)} to a loss of {level:.3g}"
+    return (
+        claim,
+        clearly_fewer(a, b),
+        f"{format_epochs(a)} and {format_epochs(b)} to a loss of {level:.3g}",
+    )
 
 
 def _similar(results: Results, net: str) -> Claim:
@@ -309,7 +321,7 @@ def table(results: Results, net: str, methods: Sequence[str]) -> Table:
                     settings,
                     f"{lr:g}",
                     f"{damping:g}",
-                    counted(epochs(runs, "train loss", level)),
+                    format_epochs(epochs(runs, "train loss", level)),
                     f"{final(runs, 'train loss'):.4f}",
                     f"{final(runs, 'test loss'):.3f}",
                     f"{final(runs, 'test accuracy'):.3f}",
@@ -348,7 +360,7 @@ def _share(one: Axes, two: Axes) -> None:
     two.set_ylim(low, high)
 
 
-def tuned(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
+def chart_networks(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
     """For each network: training loss and test accuracy, at K-FAC's settings and at their own."""
     words = {SHARED: "all at K-FAC's settings", OWN: "each at its own settings"}
     return [

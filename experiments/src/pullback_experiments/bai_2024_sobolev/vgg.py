@@ -15,7 +15,7 @@ from pullback import KFAC
 from pullback.likelihoods import Categorical
 from pullback.metrics import Fisher, Metric, Sobolev
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
@@ -25,7 +25,7 @@ from ..learning import images, schedules
 from ..learning.natural import natural_kfac
 from ..learning.networks import vgg16
 from ..learning.training import fit, tensor_cores
-from .curves import charts, clearly_fewer, counted, epochs, final
+from .curves import charts, clearly_fewer, epochs, final, format_epochs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,7 +80,7 @@ class SobolevMethod:
         """Covectors per statistics: one that the batch shares is noisier than one per sample."""
         return 4 if self.metric().couples_samples else 1
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
         schedule = {"factor": self.schedule.factor, "at": list(self.schedule.at)}
         return {
@@ -127,7 +127,7 @@ def paper_claims(records: GroupedRecords, expected_outcomes: Sequence[bool]) -> 
     claims.append(_sooner("Sobolev − schedule", unscheduled, "K-FAC", theirs, "train loss", 0.1))
     with_all_options = records["K-FAC + both"]
     claims.append(_sooner("Sobolev", ours, "K-FAC + both", with_all_options, "train loss", 0.1))
-    return recorded(claims, expected_outcomes, ours={6, 7})
+    return make_checks(claims, expected_outcomes, ours={6, 7})
 
 
 def _sooner(
@@ -136,7 +136,11 @@ def _sooner(
     first = epochs(a, measure, level)
     second = epochs(b, measure, level)
     claim = f"{one} needs clearly fewer epochs than {two} to a {measure} of {level:g}"
-    return claim, clearly_fewer(first, second), f"{counted(first)} and {counted(second)}"
+    return (
+        claim,
+        clearly_fewer(first, second),
+        f"{format_epochs(first)} and {format_epochs(second)}",
+    )
 
 
 def _similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
@@ -196,14 +200,14 @@ class VGGTraining(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "dataset": images.checked(self.dataset),
+            "dataset": images.require_known_dataset(self.dataset),
             "sheets": 1 if quick else None,
             "narrow": 16 if quick else 1,
             "epochs": 2 if quick else self.epochs,
             "batch": 50 if quick else self.batch,
             "settings": dict(self.settings),
             "precision": "bfloat16 autocast and TF32 products on CUDA, float32 elsewhere",
-            "methods": {m.name: m.described() for m in self.methods},
+            "methods": {m.name: m.describe() for m in self.methods},
         }
 
     def smoke(self) -> Self:
@@ -265,7 +269,7 @@ class VGGTraining(Experiment):
         rows = [
             [
                 name,
-                *(counted(epochs(runs, m, level)) for m, level in goals),
+                *(format_epochs(epochs(runs, m, level)) for m, level in goals),
                 f"{final(runs, 'train loss'):.4f}",
                 f"{final(runs, 'test loss'):.4f}",
                 f"{final(runs, 'test accuracy'):.4f}",

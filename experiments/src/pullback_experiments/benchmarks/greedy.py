@@ -113,10 +113,10 @@ FORMS = {"rows": from_rows, "dense": from_dense, "matrix-free": matrix_free}
 def measure(name: str, a: Tensor, r: Tensor, k: int) -> dict[str, Any]:
     answers: dict[str, Any] = {}
 
-    def keeping(route: str, run: Route) -> Route:
+    def keep_answer(route: str, run: Route) -> Route:
         return lambda: answers.update({route: run()})
 
-    routes = {route: keeping(route, run) for route, run in FORMS[name](a, r, k).items()}
+    routes = {route: keep_answer(route, run) for route, run in FORMS[name](a, r, k).items()}
     times = compare(routes, a.device, repeats=3, warmup=0, patience=10.0)
     ratios = {route: times[route] / times["floor"] for route in times}
     n, p = a.shape

@@ -106,7 +106,7 @@ def peak(problem: str, n: int, route: str, device: torch.device) -> int:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     arguments = (problem, n, route, torch.get_num_threads(), queue)
-    process = context.Process(target=_measured, args=arguments)
+    process = context.Process(target=_send_memory_rise, args=arguments)
     process.start()
     process.join()
     if process.exitcode == 0:
@@ -114,7 +114,7 @@ def peak(problem: str, n: int, route: str, device: torch.device) -> int:
     return -1
 
 
-def _measured(problem: str, n: int, route: str, threads: int, queue: Any) -> None:
+def _send_memory_rise(problem: str, n: int, route: str, threads: int, queue: Any) -> None:
     torch.set_num_threads(threads)
     model, x = build(problem, n, torch.device("cpu"))
     ROUTES[route](model, x[:2])  # what a first call loads is not the route's
@@ -252,11 +252,11 @@ def main(arguments: Sequence[str] = ()) -> None:
             "results": results,
         }
         if options.merge and options.out.exists():
-            record = merged(json.loads(options.out.read_text()), record)
+            record = merge_records(json.loads(options.out.read_text()), record)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def merge_records(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Both records' problems and sizes, the new ones where both have them."""
     if any(old[key] != new[key] for key in ("environment", "clock")):
         raise SystemExit(f"the record is from {old['environment']} by {old['clock']} time")

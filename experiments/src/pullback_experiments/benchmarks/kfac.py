@@ -106,14 +106,14 @@ class Bench:
         """The GPU's own time over that of the baseline, by schedule, kind of step and rule."""
         seconds = {}
         for step_type, step in self.routes("kfac").items():
-            repeated(step, 4)()  # the fifth and sixth statistics renew no inverse
+            repeat_step(step, 4)()  # the fifth and sixth statistics renew no inverse
             seconds[step_type] = kernel_seconds(step, self.device, 2)
-        out = {s: combined(seconds, "kfac", v) for s, v in SCHEDULES.items()}
+        out = {s: predict_schedule_ratio(seconds, "kfac", v) for s, v in SCHEDULES.items()}
         for step_type in ("plain", "statistics"):
             out[step_type] = seconds[f"kfac {step_type}"] / seconds["baseline"]
         for rule in RULES:  # a whole cycle of statistics and renewals
             step = self.route(self.rule(rule))
-            repeated(step, 61)()  # every basis has been begun
+            repeat_step(step, 61)()  # every basis has been begun
             out[f"{rule}, run"] = kernel_seconds(step, self.device, 20) / seconds["baseline"]
         return out
 
@@ -121,7 +121,7 @@ class Bench:
         """Of a step of each kind, and of the baseline."""
         row = IN_A_ROW[self.device.type]
         routes = self.routes(who)
-        in_rows = {step_type: repeated(step, row) for step_type, step in routes.items()}
+        in_rows = {step_type: repeat_step(step, row) for step_type, step in routes.items()}
         seconds_of_rows = compare(in_rows, self.device, repeats=repeats, warmup=3, patience=90)
         return {step_type: seconds / row for step_type, seconds in seconds_of_rows.items()}
 
@@ -138,11 +138,11 @@ class Bench:
         return out
 
 
-def repeated(step: Callable[[], Any], count: int) -> Callable[[], Any]:
+def repeat_step(step: Callable[[], Any], count: int) -> Callable[[], Any]:
     return lambda: [step() for _ in range(count)]
 
 
-def combined(seconds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
+def predict_schedule_ratio(seconds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
     """Seconds per step by the schedule, in multiples of the baseline."""
     plain = seconds[f"{who} plain"]
     statistics = seconds[f"{who} statistics"]
@@ -157,7 +157,7 @@ def least(seconds: dict[str, float], at: dict[str, float], schedule: tuple[int, 
     return 1 + extra / seconds["baseline"]
 
 
-def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
+def measure_schedule_ratio(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
     """Return the time of `steps` steps over the baseline's, after as many to warm up."""
     routes = {"baseline": bench.route(bench.baseline), "kfac": bench.route(make)}
     for _ in range(steps):
@@ -166,7 +166,7 @@ def scheduled(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) ->
     totals = dict.fromkeys(routes, 0.0)
     for _ in range(max(1, steps // chunk)):
         times = compare(
-            {n: repeated(run, chunk) for n, run in routes.items()},
+            {n: repeat_step(run, chunk) for n, run in routes.items()},
             bench.device,
             repeats=1,
             warmup=0,
@@ -203,19 +203,19 @@ def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[st
     reached = work.gradient / step_seconds["baseline"]
     full = 0.0 if case.half else reached
     lowest = work.seconds(at.best(rates(device, case.half)).best(Rates(reached, full, 0.0)))
-    ratios = {s: combined(step_seconds, "kfac", v) for s, v in SCHEDULES.items()}
+    ratios = {s: predict_schedule_ratio(step_seconds, "kfac", v) for s, v in SCHEDULES.items()}
     ratios["statistics"] = step_seconds["kfac statistics"] / step_seconds["baseline"]
     ratios["plain"] = step_seconds["kfac plain"] / step_seconds["baseline"]
     floors = {s: least(step_seconds, lowest, v) for s, v in SCHEDULES.items()}
     floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / step_seconds["baseline"]
     floors["plain"] = 1 + lowest["apply"] / step_seconds["baseline"]
     if theirs:
-        peer = {s: combined(theirs, "naive", v) for s, v in SCHEDULES.items()}
+        peer = {s: predict_schedule_ratio(theirs, "naive", v) for s, v in SCHEDULES.items()}
     else:
         peer = {}
-    ratios["10/100, run"] = scheduled(bench, bench.kfac(10, 100), 6 if quick else 100)
+    ratios["10/100, run"] = measure_schedule_ratio(bench, bench.kfac(10, 100), 6 if quick else 100)
     for rule in RULES if device.type == "cuda" or quick else ():  # each by its own schedule
-        ratios[f"{rule}, run"] = scheduled(bench, bench.rule(rule), 6 if quick else 60)
+        ratios[f"{rule}, run"] = measure_schedule_ratio(bench, bench.rule(rule), 6 if quick else 60)
     floors["10/100, run"] = floors["10/100"]
     if memory:
         ratios["memory"] = memory["kfac"] / memory["baseline"]

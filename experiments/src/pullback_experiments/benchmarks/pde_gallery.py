@@ -73,13 +73,13 @@ class Program:
         """Execute it; options replace those that it passes to `solve`. Return its names."""
         solve = pde.solve
 
-        def replaced(
+        def solve_with_options(
             problem: pde.Problem, network: nn.Module, **solve_options: Any
         ) -> pde.PDESolution:
             return solve(problem, network, **{**solve_options, "progress": False, **options})
 
         names: dict[str, Any] = {}
-        with patch.object(pde, "solve", replaced):
+        with patch.object(pde, "solve", solve_with_options):
             exec(f"{_first()}\n{self.code}", names)
         return names
 
@@ -274,13 +274,13 @@ class AdamThenLBFGS(torch.optim.Optimizer):
         if not self.switch():
             return self.adam.step(closure)
 
-        def scaled() -> Any:
+        def evaluate_scaled() -> Any:
             value = closure()
             for p in self.param_groups[0]["params"]:
                 p.grad.mul_(self.scale)
             return self.scale * value
 
-        return self.lbfgs.step(scaled) / self.scale
+        return self.lbfgs.step(evaluate_scaled) / self.scale
 
 
 def optimizers(due: Callable[[], bool]) -> dict[str, dict[str, Any]]:

@@ -72,7 +72,7 @@ class Clock:
         self.cpu += time.process_time() - cpu
         return out
 
-    def measured(self, error: float) -> None:
+    def add_measurement(self, error: float) -> None:
         self.entries.append((self.wall, self.cpu, error))
 
     def report(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Rival:
         yardstick = Yardstick(poisson(), next(network.parameters()))
         self._error = lambda: yardstick.error(network)
         self.clock = Clock()
-        self.clock.measured(self._error())
+        self.clock.add_measurement(self._error())
 
     def until(self, seconds: float) -> None:
         """Step until so many seconds of the wall are spent."""
@@ -108,7 +108,7 @@ class Rival:
             clock.time(self._reference.step)
             clock.steps += 1
             if clock.steps % MEASURE == 0 or clock.steps == self._steps:
-                clock.measured(self._error())
+                clock.add_measurement(self._error())
 
 
 def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
@@ -123,8 +123,8 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
         clock.cpu += time.process_time() - mark  # with the measuring, which is a few milliseconds
         clock.wall = history.spent
         clock.steps = len(history)
-        if history.measured[-1] == len(history):
-            clock.measured(history.error[-1])
+        if history.add_measurement[-1] == len(history):
+            clock.add_measurement(history.error[-1])
         rival.until(clock.wall)
         mark = time.process_time()
 
@@ -137,7 +137,7 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
         callbacks=[turn],
         progress=False,
     )
-    clock.measured(solution.error)
+    clock.add_measurement(solution.error)
     rival.until(PATIENCE * clock.wall)
     return {
         "ours": {**clock.report(), "stopped": solution.stopped},
@@ -204,7 +204,7 @@ def shown(seed: str, run: dict[str, Any]) -> str:
     return f"seed {seed}: {one('ours')}; {one('reference')}"
 
 
-def parsed(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
     first, _, last = text.partition("-")
     return list(range(int(first), int(last or first) + 1))
 
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         record = {**about, "runs": {}}
     print(about["environment"], flush=True)
     race(0, 2, 1)  # torch loads what it needs
-    for seed in map(str, parsed(options.seeds)):
+    for seed in map(str, parse_seeds(options.seeds)):
         if seed not in record["runs"]:
             record["runs"][seed] = race(int(seed), options.steps, options.reference_steps)
             options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -151,12 +151,12 @@ class Powered(Spectral):
                 m = state.row_root @ m
             return m
         m = to_bases(state.row_basis, m, state.column_basis)
-        m = m * self._reduced(state.column_values)[:, None]
+        m = m * self._raise_to_power(state.column_values)[:, None]
         if self.both_sides:
-            m = m * self._reduced(state.row_values)[..., None]
+            m = m * self._raise_to_power(state.row_values)[..., None]
         return from_bases(state.row_basis, m, state.column_basis)
 
-    def _reduced(self, values: Tensor) -> Tensor:
+    def _raise_to_power(self, values: Tensor) -> Tensor:
         return (values / values.mean(1, keepdim=True) + self.share) ** -self.power
 
 
@@ -216,7 +216,9 @@ class Sphere(Optimizer):
 
 
 def _with(rule: Callable[[], Spectral], **more: Any) -> optimizers.Build:
-    return lambda model, lr, settings: [optimizers._ruled(model, lr, rule, {**more, **settings})]
+    return lambda model, lr, settings: [
+        optimizers._make_kfac(model, lr, rule, {**more, **settings})
+    ]
 
 
 def _on_a_sphere(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
@@ -228,13 +230,13 @@ def _on_a_sphere(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
     return [optimizer, Sphere(params)]
 
 
-def _changed(**settings: Any) -> optimizers.Build:
+def _vary_spectral(**settings: Any) -> optimizers.Build:
     return lambda model, lr, more: optimizers.spectral(model, lr, {**REST, **settings, **more})
 
 
 ROWS: dict[str, optimizers.Build] = {
-    "Spectral, unchanged": _changed(),
-    "no factor: Muon with its rows made even": _changed(damping=1e4),
+    "Spectral, unchanged": _vary_spectral(),
+    "no factor: Muon with its rows made even": _vary_spectral(damping=1e4),
     "inputs, power ½, by eigh": _with(Powered),
     "inputs, power ¼": _with(lambda: Powered(0.25)),
     "inputs, power 1": _with(lambda: Powered(1.0)),
@@ -246,11 +248,13 @@ ROWS: dict[str, optimizers.Build] = {
         lambda: Powered(0.25, both_sides=True, gradient=True)
     ),
     "the factor again after the polar factor": _with(lambda: Powered(whitens_twice=True)),
-    "damping 0.02": _changed(damping=0.02),
-    "damping 1": _changed(damping=1.0),
-    "statistics and roots at every step": _changed(statistics_every=1, invert_every=1),
-    "statistics every 20, roots every 100 steps": _changed(statistics_every=20, invert_every=100),
-    "the head follows the rule too": _changed(rule_head=True),
+    "damping 0.02": _vary_spectral(damping=0.02),
+    "damping 1": _vary_spectral(damping=1.0),
+    "statistics and roots at every step": _vary_spectral(statistics_every=1, invert_every=1),
+    "statistics every 20, roots every 100 steps": _vary_spectral(
+        statistics_every=20, invert_every=100
+    ),
+    "the head follows the rule too": _vary_spectral(rule_head=True),
     "as long as Adam's step": _with(Grafted),
     "weights on a sphere, no decay": _on_a_sphere,
 }

@@ -62,10 +62,10 @@ class Reference:
         return 0.5 * inside + 0.5 * _shares(self._boundary) @ walls.square()
 
     def gram(self, params: Params) -> Tensor:
-        inside = self._integrated(self._laplacian, params, self._inside)
-        return inside + self._integrated(self._u, params, self._boundary)
+        inside = self._integrate_gram(self._laplacian, params, self._inside)
+        return inside + self._integrate_gram(self._u, params, self._boundary)
 
-    def _integrated(self, model: Callable[..., Any], params: Params, at: Points) -> Tensor:
+    def _integrate_gram(self, model: Callable[..., Any], params: Params, at: Points) -> Tensor:
         rows = _flat(vmap(grad(model), (None, 0))(params, at.x), len(at))
         weighted = _shares(at)[:, None] * rows
         if not self.products:
@@ -82,12 +82,12 @@ class Reference:
         ).solution
         pieces = _split(direction[:, 0], params)
 
-        def moved(size: Tensor) -> Params:
+        def step_along(size: Tensor) -> Params:
             return {n: p - size * pieces[n] for n, p in params.items()}
 
-        losses = vmap(lambda size: self.loss(moved(size)))(self._sizes)
+        losses = vmap(lambda size: self.loss(step_along(size)))(self._sizes)
         best = int(losses.nan_to_num(torch.inf).argmin())
-        for name, value in moved(self._sizes[best]).items():
+        for name, value in step_along(self._sizes[best]).items():
             self.network.get_parameter(name).copy_(value)
         return float(losses[best])
 

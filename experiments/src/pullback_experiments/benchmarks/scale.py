@@ -63,8 +63,8 @@ def relative_error(model: nn.Module, x: Tensor, y: Tensor, *, same_pattern: bool
     """‖x32 − x64‖/‖x64‖ of the natural gradient at the same parameters.
 
     With ReLU the two precisions are not the same function: units that lie within round-off of zero
-    switch (`switched` counts them). `same_pattern` gives the float64 network the units that are on
-    in float32, and so isolates the arithmetic.
+    switch (`count_switched_units` counts them). `same_pattern` gives the float64 network the units
+    that are on in float32, and so isolates the arithmetic.
     """
     short = optimizer(model).direction(closure_of(model, x, y)).x
     exact = copy.deepcopy(model).double()
@@ -86,7 +86,7 @@ class Mask(nn.Module):
 
 
 @torch.no_grad()
-def switched(model: nn.Sequential, x: Tensor) -> int:
+def count_switched_units(model: nn.Sequential, x: Tensor) -> int:
     """How many units are on in one precision and off in the other."""
     count = 0
     exact = copy.deepcopy(model).double()
@@ -139,7 +139,10 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         print(f"  {route:17} {1e3 * times[route]:8.2f} ms   {memory[route] / 2**30:6.2f} GiB peak")
     print(f"  ratio {ratio:.1f}×, step error against float64 {error:.1e}", end="")
     if rectified and isinstance(model, nn.Sequential):
-        print(f", with the same units on {fixed:.1e}; {switched(model, x)} units switch", end="")
+        print(
+            f", with the same units on {fixed:.1e}; {count_switched_units(model, x)} units switch",
+            end="",
+        )
     print()
     return {
         "parameters": info.parameters,

@@ -109,7 +109,7 @@ def bandwidth(device: torch.device, quick: bool) -> float:
     return 8 * source.numel() / min(times)
 
 
-def captured(
+def capture_blocks(
     routes: Mapping[str, Route], step_only: bool, device: torch.device
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Blocks as graphs in one pool of memory; and those that could not be recorded."""
@@ -119,7 +119,7 @@ def captured(
     for name, route in routes.items():
         try:
             step = route.alone if step_only else route.train
-            blocks[name] = route.captured(step, pool, device)
+            blocks[name] = route.capture_graph(step, pool, device)
         except RuntimeError as error:
             torch.cuda.synchronize(device)
             failed[name] = str(error).splitlines()[0]
@@ -175,7 +175,7 @@ def measure(
         blocks = {n: r.block(r.alone if step_only else r.train) for n, r in routes.items()}
         failed: dict[str, str] = {}
         if graph:
-            blocks, failed = captured(routes, step_only, device)
+            blocks, failed = capture_blocks(routes, step_only, device)
         times = in_rounds(blocks, device, options.rounds, options.seconds)
         per_step = {n: [t / routes[n].steps for t in seconds] for n, seconds in times.items()}
         title = (

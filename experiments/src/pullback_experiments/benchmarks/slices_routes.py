@@ -124,7 +124,7 @@ class Route:
 
         return run
 
-    def captured(self, step: Callable[[], None], pool: Any, device: torch.device) -> Any:
+    def capture_graph(self, step: Callable[[], None], pool: Any, device: torch.device) -> Any:
         """A block of steps as one CUDA graph."""
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -249,16 +249,16 @@ class Bench:
                 m, LR, symmetry=self.scalings, captured=self.block(name), **options
             )
         slice_name = "layer-balanced" if self.name == "resnet50" else "equal-norm"
-        out[KEPT] = lambda m: self._sliced(
+        out[KEPT] = lambda m: self._make_sliced(
             sgd(m.parameters(), LR, foreach=True), m, KEPT, slice=slice_name, **SLICED[KEPT]
         )
         out["Adam"] = lambda m: adam(m.parameters(), LR, capturable=on_gpu)
-        out["Sliced Adam"] = lambda m: self._sliced(
+        out["Sliced Adam"] = lambda m: self._make_sliced(
             adam(m.parameters(), LR, capturable=on_gpu), m, "Sliced Adam"
         )
         return {name: out[name] for name in CHOSEN.get(self.name, out)}
 
-    def _sliced(
+    def _make_sliced(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str, **options: Any
     ) -> Sliced:
         return Sliced(optimizer, self.scalings, model=model, captured=self.block(name), **options)

@@ -71,7 +71,7 @@ class Split:
         return cls(x[:train], y[:train], x[train:], y[train:])
 
 
-def supervised(model: nn.Module, data: Split, loss: Loss, batch: int, steps: int) -> Task:
+def make_supervised_task(model: nn.Module, data: Split, loss: Loss, batch: int, steps: int) -> Task:
     """Inputs and targets."""
 
     def train(optimizers: Sequence[Optimizer], rows: Tensor) -> None:
@@ -122,7 +122,9 @@ def tabular() -> Task:
     x = torch.randn(21_000, 10, generator=draws)
     signal = torch.sin(2 * x[:, 0]) * x[:, 1] + x[:, 2].abs() - (x[:, 3] * x[:, 4]).tanh()
     y = (signal + 0.1 * torch.randn(21_000, generator=draws))[:, None]
-    return supervised(make_mlp(10, 64, 64, 1), Split.cut(x, y, 20_000), F.mse_loss, 64, 600)
+    return make_supervised_task(
+        make_mlp(10, 64, 64, 1), Split.cut(x, y, 20_000), F.mse_loss, 64, 600
+    )
 
 
 def checkers() -> Task:
@@ -130,7 +132,7 @@ def checkers() -> Task:
     x = 4 * torch.rand(21_000, 8, generator=generator()) - 2
     y = (x[:, 0].floor() + x[:, 1].floor()).long() % 2
     model = make_mlp(8, 64, 64, 2)
-    return supervised(model, Split.cut(x, y, 20_000), classify, 128, 400)
+    return make_supervised_task(model, Split.cut(x, y, 20_000), classify, 128, 400)
 
 
 def convolutions() -> Task:
@@ -140,7 +142,7 @@ def convolutions() -> Task:
         nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
-    return supervised(model, load_digits(), classify, 64, 120)
+    return make_supervised_task(model, load_digits(), classify, 64, 120)
 
 
 class CharacterGRU(nn.Module):
@@ -158,7 +160,7 @@ class CharacterGRU(nn.Module):
 
 def character_gru() -> Task:
     """Shakespeare by a GRU of width 96."""
-    return supervised(CharacterGRU(65, 96), load_characters(), classify, 32, 250)
+    return make_supervised_task(CharacterGRU(65, 96), load_characters(), classify, 32, 250)
 
 
 class VariationalAutoencoder(nn.Module):
@@ -218,7 +220,7 @@ def transformer() -> Task:
     present = torch.stack([(follows & (tokens == token)).any(1) for token in range(12)], 1)
     y = present.sum(1).clamp(max=4)
     model = SequenceClassifier(12, 24, 5)
-    return supervised(model, Split.cut(tokens, y, 3200), classify, 64, 300)
+    return make_supervised_task(model, Split.cut(tokens, y, 3200), classify, 64, 300)
 
 
 def energy_distance(samples: Tensor, others: Tensor) -> Tensor:
@@ -283,7 +285,7 @@ def autoencoder() -> Task:
     x = data.x.flatten(1)
     held_out = data.held_x.flatten(1)
     model = make_mlp(64, 96, 48, 8, 48, 96, 64, activation=nn.Tanh)
-    return supervised(model, Split(x, x, held_out, held_out), F.mse_loss, 128, 300)
+    return make_supervised_task(model, Split(x, x, held_out, held_out), F.mse_loss, 128, 300)
 
 
 class CharacterDecoder(nn.Module):
@@ -309,7 +311,7 @@ class CharacterDecoder(nn.Module):
 
 def character_decoder() -> Task:
     """Shakespeare by a causal transformer of width 64."""
-    return supervised(CharacterDecoder(65, 48), load_characters(), classify, 32, 250)
+    return make_supervised_task(CharacterDecoder(65, 48), load_characters(), classify, 32, 250)
 
 
 # --- five tasks kept aside --------------------------------------------------------------------
@@ -335,7 +337,7 @@ def forecast() -> Task:
     phases = 6.28 * torch.rand(2000, 2, 1, generator=draws)
     series = torch.sin(frequencies * time + phases).sum(1)[..., None]
     data = Split.cut(series[:, :-1], series[:, 1:], 1600)
-    return supervised(Forecaster(), data, F.mse_loss, 64, 300)
+    return make_supervised_task(Forecaster(), data, F.mse_loss, 64, 300)
 
 
 class SetRegressor(nn.Module):
@@ -358,7 +360,7 @@ def point_sets() -> Task:
     """The largest distance between two of twelve points, by attention."""
     points = torch.randn(3000, 12, 3, generator=generator())
     y = torch.cdist(points, points).amax((1, 2))[:, None]
-    return supervised(SetRegressor(), Split.cut(points, y, 2200), F.mse_loss, 64, 300)
+    return make_supervised_task(SetRegressor(), Split.cut(points, y, 2200), F.mse_loss, 64, 300)
 
 
 class GraphNetwork(nn.Module):
@@ -409,7 +411,7 @@ def denoiser() -> Task:
     noisy = (1 - amount).sqrt() * moons + amount.sqrt() * noise
     x = torch.cat([noisy, amount, amount.sqrt()], 1)
     model = make_mlp(4, 96, 96, 96, 2, activation=nn.SiLU)
-    return supervised(model, Split.cut(x, noise, 3200), F.mse_loss, 128, 400)
+    return make_supervised_task(model, Split.cut(x, noise, 3200), F.mse_loss, 128, 400)
 
 
 class ResidualBlock(nn.Module):
@@ -432,7 +434,7 @@ def residual() -> Task:
         nn.Conv2d(1, 16, 3, padding=1), ResidualBlock(16), nn.MaxPool2d(2), ResidualBlock(16),
         nn.Flatten(), nn.Linear(256, 10),
     )  # fmt: skip
-    return supervised(model, load_digits(), classify, 64, 120)
+    return make_supervised_task(model, load_digits(), classify, 64, 120)
 
 
 #: tasks by which defaults may be chosen

@@ -71,7 +71,7 @@ def convnet() -> nn.Module:
 NETS = {"mlp": perceptron, "conv": convnet}
 
 
-def trained(net: nn.Module, x: Tensor, y: Tensor, steps: int = 400) -> nn.Module:
+def train_network(net: nn.Module, x: Tensor, y: Tensor, steps: int = 400) -> nn.Module:
     opt = torch.optim.Adam(net.parameters(), 3e-3)
     for k in range(steps):
         rows = torch.arange(k * 64, k * 64 + 64) % len(x)
@@ -130,7 +130,7 @@ def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
         yield Layer(name, a, delta, torch.einsum("bto,bti->oi", flat(slopes[k]), a))
 
 
-def compared(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str, float]]:
+def measure_errors(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str, float]]:
     """Errors of one layer's block by choice of Z."""
     n, positions = layer.inputs.shape[:2]
     inverse = torch.linalg.inv(k)
@@ -163,7 +163,7 @@ def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
         model = make().double()
         for after in (False, True):
             if after:
-                model = trained(model, x[:1347], y[:1347])
+                model = train_network(model, x[:1347], y[:1347])
             else:
                 model = model
             for batch in batches:
@@ -175,7 +175,7 @@ def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
                     k = Matern(scale=scale * unit)(xs, xs) + JITTER * torch.eye(batch).double()
                     condition = float(torch.linalg.cond(k))
                     for one in all_layers:
-                        errors = compared(one, k)
+                        errors = measure_errors(one, k)
                         records.append(
                             Record(net, after, batch, scale, condition, one.name, *errors)
                         )

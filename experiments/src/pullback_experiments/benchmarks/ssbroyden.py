@@ -76,7 +76,9 @@ class SSBroyden(torch.optim.Optimizer):
         after = evaluate(trial)[1]
         self._put(torch.from_numpy(trial))
         s, y = (torch.from_numpy(a - b) for a, b in ((trial, x), (after, slope)))
-        self.inverse = updated(self.inverse, s, y, torch.from_numpy(slope), length, self.scaled)
+        self.inverse = update_inverse(
+            self.inverse, s, y, torch.from_numpy(slope), length, self.scaled
+        )
         return value
 
     def _put(self, x: Tensor) -> None:
@@ -87,7 +89,7 @@ class SSBroyden(torch.optim.Optimizer):
         return torch.cat([g.flatten() for g in gradients]).double().clone()
 
 
-def updated(
+def update_inverse(
     inverse: Tensor, s: Tensor, y: Tensor, gradient: Tensor, length: float, scaled: bool = True
 ) -> Tensor:
     """H₊ from H, the step s, the gradient's change y, and the gradient before."""

@@ -30,7 +30,7 @@ import pullback as pb
 from ..framework.benchmark import RESULTS, Record, make_parser
 from ..framework.timing import compare, first_and_later
 from . import third_party_real
-from .kfac import NEVER, combined
+from .kfac import NEVER, predict_schedule_ratio
 from .third_party_models import Model, models
 from .third_party_others import others
 from .third_party_real import shares
@@ -66,7 +66,7 @@ def natural(case: Model, model: nn.Module, statistics: int, inversion: int = NEV
     return kfac(case, model, 0.0, likelihood=likelihood, **schedule)
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
+def list_trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -87,7 +87,9 @@ def train(
     return losses
 
 
-def stepping(case: Model, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def make_step(
+    case: Model, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
     """A training step on the first batch."""
     x, y = case.batch(torch.Generator().manual_seed(0))
 
@@ -124,14 +126,14 @@ def costs(case: Model) -> dict[str, Any]:
     cpu = torch.device("cpu")
     clock = time.process_time
     makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-        "baseline": lambda m: torch.optim.AdamW(trained(m), 0.0, foreach=True),
+        "baseline": lambda m: torch.optim.AdamW(list_trainable_parameters(m), 0.0, foreach=True),
         "kfac plain": lambda m: natural(case, m, NEVER),
         "kfac statistics": lambda m: natural(case, m, 1),
         "kfac inversion": lambda m: natural(case, m, 1, 1),
     }
     copies = {name: copy.deepcopy(start) for name in makers}
     routes = {
-        name: stepping(case, copies[name], make(copies[name])) for name, make in makers.items()
+        name: make_step(case, copies[name], make(copies[name])) for name, make in makers.items()
     }
     seconds = compare(routes, cpu, repeats=5, warmup=2, clock=clock)
     base = seconds["baseline"]
@@ -139,9 +141,9 @@ def costs(case: Model) -> dict[str, Any]:
         step_type: seconds[f"kfac {step_type}"] / base
         for step_type in ("plain", "statistics", "inversion")
     }
-    ratios["10/100"] = combined(seconds, "kfac", (10, 100))
+    ratios["10/100"] = predict_schedule_ratio(seconds, "kfac", (10, 100))
     model = copy.deepcopy(start)
-    step = stepping(case, model, kfac(case, model, 0.0))
+    step = make_step(case, model, kfac(case, model, 0.0))
     began = 0.0
     for i in range(21):
         if i == 1:
@@ -151,7 +153,7 @@ def costs(case: Model) -> dict[str, Any]:
         step()
     ratios["default"] = (clock() - began) / 20 / base
     model = copy.deepcopy(start)
-    first, later = first_and_later(stepping(case, model, natural(case, model, 1)), cpu, clock)
+    first, later = first_and_later(make_step(case, model, natural(case, model, 1)), cpu, clock)
     return {"ratio": ratios, "first step": first / later}
 
 
@@ -164,7 +166,7 @@ def race(case: Model) -> dict[str, Any]:
         scores[name] = {}
         for lr in rates:
             model = copy.deepcopy(start)
-            params = trained(model)
+            params = list_trainable_parameters(model)
             opt: torch.optim.Optimizer
             if name == "SGD":
                 opt = torch.optim.SGD(params, lr, momentum=0.9)

@@ -38,7 +38,7 @@ class Model:
 # --- tasks ------------------------------------------------------------------------------------
 
 
-def counting(random: torch.Generator, n: int = 16, t: int = 12) -> tuple[Tensor, Tensor]:
+def make_counting_batch(random: torch.Generator, n: int = 16, t: int = 12) -> tuple[Tensor, Tensor]:
     """Numbers in steps of 1 to 3, and the next ones."""
     first = torch.randint(3, WORDS, (n, 1), generator=random)
     stride = torch.randint(1, 4, (n, 1), generator=random)
@@ -48,20 +48,20 @@ def counting(random: torch.Generator, n: int = 16, t: int = 12) -> tuple[Tensor,
 
 def text(**more: Any) -> Callable[[torch.Generator], Batch]:
     def batch(random: torch.Generator) -> Batch:
-        x, y = counting(random)
+        x, y = make_counting_batch(random)
         return {"input_ids": x, **more}, y
 
     return batch
 
 
 def translation(random: torch.Generator) -> Batch:
-    x, y = counting(random)
+    x, y = make_counting_batch(random)
     return {"input_ids": y, "decoder_input_ids": x}, y
 
 
 def sentences(random: torch.Generator) -> Batch:
     """In which third of the words a sequence begins."""
-    x, _ = counting(random)
+    x, _ = make_counting_batch(random)
     return {"input_ids": x, "attention_mask": torch.ones_like(x)}, 3 * (x[:, 0] - 3) // (WORDS - 3)
 
 
@@ -86,7 +86,7 @@ def sounds(random: torch.Generator) -> Batch:
 
 
 def speech(random: torch.Generator) -> Batch:
-    x, y = counting(random, 8, 10)
+    x, y = make_counting_batch(random, 8, 10)
     heard = F.one_hot(y % 16, 16).float().mT.repeat_interleave(4, 2)
     return {"input_features": heard, "decoder_input_ids": x, "use_cache": False}, y
 

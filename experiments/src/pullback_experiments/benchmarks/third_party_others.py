@@ -16,7 +16,7 @@ from .third_party_models import (
     WORDS,
     Batch,
     Model,
-    counting,
+    make_counting_batch,
     nodes,
     pictures,
     sentences,
@@ -28,7 +28,7 @@ from .third_party_models import (
 
 
 def words(random: torch.Generator) -> Batch:
-    x, y = counting(random)
+    x, y = make_counting_batch(random)
     return {"input_ids": x}, y
 
 
@@ -49,7 +49,7 @@ def clean(random: torch.Generator) -> Batch:
     return images, wave[:, None].expand_as(images["x"]).contiguous()
 
 
-def marked(random: torch.Generator) -> Batch:
+def make_marked_batch(random: torch.Generator) -> Batch:
     """Where a wave is positive, per place."""
     images, target = clean(random)
     return images, (target[:, 0] > 0).long()
@@ -182,7 +182,7 @@ def plain_models() -> dict[str, Model]:
         "graph attention": Model(GraphAttention, nodes),
         "GRU": Model(lambda: Recurrent(nn.GRU), words),
         "MLP-Mixer": Model(Mixer, pictures("x")),
-        "U-Net, plain torch": Model(Segmentation, marked),
+        "U-Net, plain torch": Model(Segmentation, make_marked_batch),
     }
 
 

@@ -25,7 +25,7 @@ import pullback as pb
 
 from ..framework.benchmark import Record, use_tensor_cores
 from ..framework.timing import describe_machine, first_and_later
-from .kfac import NEVER, STILL, Bench, combined, scheduled
+from .kfac import NEVER, STILL, Bench, measure_schedule_ratio, predict_schedule_ratio
 from .kfac_cases import Case, categorical, images, text
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -155,11 +155,11 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
         for step_type in ("plain", "statistics")
     }
     ratio["inversion"] = seconds_by_step["kfac inversion"] / seconds_by_step["baseline"]
-    ratio["10/100"] = combined(seconds_by_step, "kfac", (10, 100))
+    ratio["10/100"] = predict_schedule_ratio(seconds_by_step, "kfac", (10, 100))
     gc.collect()
-    ratio["10/100, run"] = scheduled(bench, natural, 6 if quick else 100)
+    ratio["10/100, run"] = measure_schedule_ratio(bench, natural, 6 if quick else 100)
     gc.collect()
-    ratio["default, run"] = scheduled(bench, default, 6 if quick else 60)
+    ratio["default, run"] = measure_schedule_ratio(bench, default, 6 if quick else 60)
     if device.type == "cuda":
         gc.collect()
         peaks = memory(bench, {"baseline": bench.baseline, "natural": natural, "default": default})

@@ -50,7 +50,15 @@ def table(device: torch.device, sizes: tuple[tuple[int, ...], ...] = SIZES) -> T
     rows: list[list[Cell]] = []
     for layers in sizes:
         row: list[Cell] = ["-".join(map(str, layers)), f"{_count(layers):,}"]
-        rows.append([*row, *(1e3 * timed(build, layers, device) for build in methods().values())])
+        rows.append(
+            [
+                *row,
+                *(
+                    1e3 * measure_step_seconds(build, layers, device)
+                    for build in methods().values()
+                ),
+            ]
+        )
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
@@ -59,7 +67,7 @@ def table(device: torch.device, sizes: tuple[tuple[int, ...], ...] = SIZES) -> T
     return Table(["network", "parameters", *methods()], rows, title)
 
 
-def timed(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
+def measure_step_seconds(build: Build, layers: tuple[int, ...], device: torch.device) -> float:
     """Seconds of one step."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ from pullback.cli.terminal import make_table
 from .. import registry
 from ..framework import store
 from ..framework.experiment import Experiment
-from ..framework.progress import clocked
+from ..framework.progress import format_duration
 
 WIDE = 120  # characters, from which on columns leave room for sentences
 
@@ -67,7 +67,7 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
             return "–", "unreadable"
         return f"{took}{' (quick)' if quick and took != '–' else ''}", word
     soon = expected(experiment.name)
-    return "–" if soon is None else f"about {clocked(soon)} (quick)", ""
+    return "–" if soon is None else f"about {format_duration(soon)} (quick)", ""
 
 
 def _told(state: dict[str, Any]) -> tuple[str, str]:
@@ -78,7 +78,7 @@ def _told(state: dict[str, Any]) -> tuple[str, str]:
         word = "unfinished"
     else:
         word = verdict.get("outcome", "")
-    return clocked(sum(took)) if took else "–", str(word)
+    return format_duration(sum(took)) if took else "–", str(word)
 
 
 #: seconds that the quick versions took on one core of another machine

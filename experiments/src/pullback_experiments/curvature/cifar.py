@@ -71,7 +71,7 @@ class InfluenceCIFAR(Experiment):
             trak_models=2, trak_dimension=8, is_generated=True,
         )  # fmt: skip
 
-    def _sized(self, quick: bool) -> Self:
+    def _reduce_if_quick(self, quick: bool) -> Self:
         if not quick:
             return self
         return replace(self, samples=min(300, self.samples), queries=min(30, self.queries),
@@ -79,7 +79,7 @@ class InfluenceCIFAR(Experiment):
                        trak_models=2, trak_dimension=min(64, self.trak_dimension))  # fmt: skip
 
     def config(self, quick: bool) -> dict[str, Any]:
-        sized = self._sized(quick)
+        sized = self._reduce_if_quick(quick)
         return {
             "network": f"ResNet-9, width {sized.width}",
             "samples": sized.samples,
@@ -92,7 +92,9 @@ class InfluenceCIFAR(Experiment):
         }
 
     def items(self, quick: bool) -> list[Item]:
-        return [Item(("datamodeling",), partial(measure_datamodeling, self._sized(quick)))]
+        return [
+            Item(("datamodeling",), partial(measure_datamodeling, self._reduce_if_quick(quick)))
+        ]
 
     def ready(self, quick: bool) -> None:
         if not self.is_generated:
@@ -128,7 +130,7 @@ class InfluenceCIFAR(Experiment):
 def load_images(setting: InfluenceCIFAR, device: torch.device) -> TwoClasses:
     """Return cats and dogs, or made-up images of two classes."""
     if setting.is_generated:
-        images = data.generated((3, 32, 32), 2, setting.samples)
+        images = data.generate_pictures((3, 32, 32), 2, setting.samples)
     else:
         images = read_two_classes()
     images = images.first(setting.samples, setting.queries).to(device)

@@ -410,19 +410,19 @@ class LaplaceRotation(Experiment):
     def config(self, quick: bool) -> dict[str, Any]:
         return {
             "networks": list(self.networks),
-            "samples": self._sized(quick).samples,
-            "tests": self._sized(quick).tests,
+            "samples": self._reduce_if_quick(quick).samples,
+            "tests": self._reduce_if_quick(quick).tests,
             "angles": list(self.angles),
             "epochs": self.epochs,
         }
 
-    def _sized(self, quick: bool) -> Self:
+    def _reduce_if_quick(self, quick: bool) -> Self:
         if not quick:
             return self
         return replace(self, samples=min(self.samples, 500), tests=min(self.tests, 50))
 
     def items(self, quick: bool) -> list[Item]:
-        sized = self._sized(quick)
+        sized = self._reduce_if_quick(quick)
         items = []
         for name in self.networks:
             items.append(Item((name,), partial(compare_rotation, sized, name)))
@@ -519,7 +519,7 @@ class TurnedTask:
     def make(cls, setting: LaplaceRotation, name: str, seed: int) -> TurnedTask:
         """Return the network of a name after training; the same one for the same seed."""
         if setting.is_generated:
-            images = data.generated((1, 28, 28), 10, setting.samples)
+            images = data.generate_pictures((1, 28, 28), 10, setting.samples)
         else:
             images = data.fashion_mnist()
         images = images.first(setting.samples, setting.tests)

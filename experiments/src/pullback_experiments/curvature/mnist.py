@@ -54,7 +54,7 @@ class Digits:
     def load(cls, setting: InfluenceMNIST, device: torch.device) -> Digits:
         """Return the first images of each part, of MNIST or made up."""
         if setting.is_generated:
-            images = data.generated((1, 28, 28), 10, setting.samples)
+            images = data.generate_pictures((1, 28, 28), 10, setting.samples)
         else:
             images = data.mnist()
         images = images.first(setting.samples, setting.queries).flat().to(device)
@@ -104,14 +104,14 @@ class InfluenceMNIST(Experiment):
             trak_dimension=16, is_generated=True,
         )  # fmt: skip
 
-    def _sized(self, quick: bool) -> Self:
+    def _reduce_if_quick(self, quick: bool) -> Self:
         if not quick:
             return self
         return replace(self, samples=min(1000, self.samples), queries=min(50, self.queries),
                        subsets=min(20, self.subsets), trak_models=2)  # fmt: skip
 
     def config(self, quick: bool) -> dict[str, Any]:
-        sized = self._sized(quick)
+        sized = self._reduce_if_quick(quick)
         return {
             "network": list(WIDTHS),
             "samples": sized.samples,
@@ -124,7 +124,7 @@ class InfluenceMNIST(Experiment):
         }
 
     def items(self, quick: bool) -> list[Item]:
-        sized = self._sized(quick)
+        sized = self._reduce_if_quick(quick)
         return [
             Item(("datamodeling",), partial(measure_datamodeling, sized)),
             Item(("wrong labels",), partial(find_wrong_labels, sized)),

@@ -67,7 +67,7 @@ class Verdict:
         return f"{self.outcome}: {self.why}"
 
 
-def recorded(
+def make_checks(
     claims: Iterable[Claim], full_runs: Sequence[bool], ours: Container[int] = ()
 ) -> list[Check]:
     """Return a check for every claim.
@@ -83,10 +83,10 @@ def recorded(
     return checks
 
 
-def concluded(checks: Sequence[Check]) -> Verdict | None:
+def conclude(checks: Sequence[Check]) -> Verdict | None:
     """Return whether all of the paper's claims hold, some, or none; None without such claims.
 
-    >>> concluded([Check("a", True, "1"), Check("b", False, "2", recorded=False)])
+    >>> conclude([Check("a", True, "1"), Check("b", False, "2", recorded=False)])
     Verdict(outcome='differs', why='1 of 2 claims holds; not: b (2)')
     """
     of_paper = [check for check in checks if check.of_paper]

@@ -152,7 +152,7 @@ def quartiles(
     logarithm, which suits times: no two runs share one. Places are > 0 unless `zero` is asked for.
     """
     if spaced:
-        grid = _spaced(xs)
+        grid = _space_times(xs)
     else:
         grid = sorted({float(x) for one in xs for x in one if x > 0})
     if zero and any(one[0] == 0 for one in xs if len(one)):
@@ -187,7 +187,7 @@ def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Li
     return Line(at, middle, low, high)
 
 
-def _spaced(xs: Sequence[Sequence[float]]) -> list[float]:
+def _space_times(xs: Sequence[Sequence[float]]) -> list[float]:
     first = min((x for one in xs for x in one[1:2]), default=1e-4)
     last = max(one[-1] for one in xs)
     first = max(first, 1e-4)

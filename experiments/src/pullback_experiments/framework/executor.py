@@ -51,8 +51,8 @@ def run(
     checked_device = _check_device(experiment, device)
     console = console or Console(quiet=True)
     if workers > 1:
-        parallel.named(experiment)  # raises before anything is done
-    store = experiment.opened(quick, make_folder(out))
+        parallel.require_registered_name(experiment)  # raises before anything is done
+    store = experiment.open_store(quick, make_folder(out))
     chosen_seeds = experiment.chosen(seeds, quick)
     plan = RunPlan(experiment, quick, chosen_seeds, store, checked_device)
     plan.do(console, seconds, workers)
@@ -296,12 +296,12 @@ class Executor:
                 if not pool.names:
                     break
                 seconds_left = self.estimates.left() / workers
-                self.progress.busy(parallel.waiting(pool.names), seconds_left)
-                for name, sent in pool.finished():
+                self.progress.busy(parallel.describe_running(pool.names), seconds_left)
+                for name, sent in pool.wait_for_finished():
                     if sent is None:  # paused: its time is over, and so is that of the others
                         waiting.clear()
                     else:
-                        self._save(name, *parallel.received(sent))
+                        self._save(name, *parallel.rebuild_record(sent))
 
     def _fill(self, pool: Any, waiting: deque[Name]) -> None:
         """Start items in free processes; clear the queue if there is no time for the next."""

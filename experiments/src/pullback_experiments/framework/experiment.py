@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from .check import Check, Verdict, concluded
+from .check import Check, Verdict, conclude
 from .curves import Chart
 from .records import Record
 from .store import Key, Results, Store
@@ -178,7 +178,7 @@ class Experiment(ABC):
 
     def verdict(self, checks: Sequence[Check]) -> Verdict | None:
         """Reproduced, differs, or not reproduced, and why; by the paper's claims that hold."""
-        return concluded(checks)
+        return conclude(checks)
 
     def line(self, record: Record) -> str:
         """What to say when an item is done."""
@@ -192,7 +192,7 @@ class Experiment(ABC):
         """The name of its files."""
         return self.name + ("-quick" if quick else "")
 
-    def opened(self, quick: bool, out: Path) -> Store:
+    def open_store(self, quick: bool, out: Path) -> Store:
         """The results under a folder; refused where they are another's."""
         about = {k: getattr(self, k) for k in ("name", "paper", "figure", "claim", "about")}
         about |= {"quick": quick, "seeds": list(self.quick_seeds if quick else self.seeds)}

@@ -58,7 +58,7 @@ class Job:
     until: float | None
 
 
-def named(experiment: Experiment) -> str:
+def require_registered_name(experiment: Experiment) -> str:
     """The name by which a process finds the experiment; refused where it would find another."""
     if experiment.name not in registry.names() or registry.find(experiment.name) is not experiment:
         raise PullbackError(
@@ -95,7 +95,7 @@ class Workers:
         with _deaf():  # the first job starts all of them
             self._running[self._pool.submit(_work, job)] = job.name
 
-    def finished(self) -> Iterator[tuple[Name, Sent]]:
+    def wait_for_finished(self) -> Iterator[tuple[Name, Sent]]:
         """Wait until a job ends; return all that have ended."""
         completed, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in completed:
@@ -155,16 +155,16 @@ def _follow() -> None:
 
 
 @lru_cache(maxsize=1)
-def _opened(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
+def _open_store(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
     from .. import registry
 
     experiment = registry.find(name)
-    return experiment, experiment.opened(quick, out)
+    return experiment, experiment.open_store(quick, out)
 
 
 def _work(job: Job) -> Sent:
     """Run one item; called in the worker."""
-    experiment, store = _opened(job.experiment, job.quick, job.out)
+    experiment, store = _open_store(job.experiment, job.quick, job.out)
     key, seed = job.name
     (item,) = [i for i in experiment.items(job.quick) if i.key == key]
     if job.until is None:
@@ -182,16 +182,16 @@ def _work(job: Job) -> Sent:
     return *records.split(record), took
 
 
-def received(sent: tuple[Record, Arrays, float]) -> tuple[Record, float]:
+def rebuild_record(sent: tuple[Record, Arrays, float]) -> tuple[Record, float]:
     """The record as it was made, and its seconds."""
     content, arrays, took = sent
     return records.join(content, arrays), took
 
 
-def waiting(names: Sequence[Name]) -> str:
+def describe_running(names: Sequence[Name]) -> str:
     """A few words on what is being worked on.
 
-    >>> waiting([(("a", "b"), 0), (("a", "c"), 1)])
+    >>> describe_running([(("a", "b"), 0), (("a", "c"), 1)])
     '2 at work: a, b, seed 0; …'
     """
     return f"{len(names)} at work: {spoken(names[0])}{'; …' if len(names) > 1 else ''}"

@@ -99,7 +99,7 @@ class Progress:
         self._show(0.0, words, left)
 
     def _show(self, share: float, words: str, left: float) -> None:
-        clock = f"{clocked(left)} left" if left else ""
+        clock = f"{format_duration(left)} left" if left else ""
         completed = self._finished + share
         self._bars.update(self._task, completed=completed, words=escape(words), left=clock)
 
@@ -113,12 +113,12 @@ class Progress:
         if is_soon and not is_last and not self._console.is_terminal:
             return
         self._last = time_of_line
-        text = f"[{self._finished}/{self._total}] {spoken(name)}: {clocked(took)}"
+        text = f"[{self._finished}/{self._total}] {spoken(name)}: {format_duration(took)}"
         if line:
             text += f", {line}"
         left = max(self._left - took, 0.0)
         if left and not is_last:
-            text += f"; {clocked(left)} left"
+            text += f"; {format_duration(left)} left"
         self._print(text)
 
     def _print(self, text: str) -> None:
@@ -180,10 +180,10 @@ def spoken(name: Name) -> str:
     return ", ".join(words)
 
 
-def clocked(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return seconds in words.
 
-    >>> clocked(0.25), clocked(75), clocked(7260)
+    >>> format_duration(0.25), format_duration(75), format_duration(7260)
     ('0.2 s', '1 min 15 s', '2 h 01 min')
     """
     if seconds < 60:

@@ -70,11 +70,11 @@ def read(path: Path) -> dict[str, Any]:
         for run in state["runs"]:
             _verify(run, len(state["environments"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _malformed(path, error) from None
+        raise _make_malformed_error(path, error) from None
     return state
 
 
-def _malformed(path: Path, error: Exception) -> PullbackError:
+def _make_malformed_error(path: Path, error: Exception) -> PullbackError:
     why = f"it is incomplete or was changed by hand ({error})"
     return PullbackError(f"{path} cannot be read", why, _REMEDY)
 
@@ -99,7 +99,7 @@ class Store:
     ) -> None:
         self.path = path
         self.about = dict(about or {})
-        self.config = settled(config)
+        self.config = normalize_config(config)
         self.environments: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
         self.open_parts = open_parts
@@ -116,7 +116,7 @@ class Store:
         try:
             json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:  # a page can show it, and no file can hold it
-            raise _malformed(self.path, error) from None
+            raise _make_malformed_error(self.path, error) from None
         old = state["config"]
         whose = state["about"].get("name")
         if whose != self.about.get("name"):
@@ -125,7 +125,7 @@ class Store:
                 f"they are of {whose!r}",
                 _REMEDY,
             )
-        if differ := changed(old, self.config, self.open_parts):
+        if differ := list_differences(old, self.config, self.open_parts):
             raise PullbackError(
                 f"{self.path} holds results of another configuration",
                 f"{', '.join(differ)} differ, so the runs cannot be compared",
@@ -252,7 +252,7 @@ def _verify(run: dict[str, Any], environments: int) -> None:
         raise TypeError(f"the item {key} is malformed")
 
 
-def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration as it comes back from a file."""
     content, arrays = records.split(config)
     if arrays:
@@ -264,7 +264,9 @@ def settled(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(content))
 
 
-def changed(old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]) -> list[str]:
+def list_differences(
+    old: dict[str, Any], new: dict[str, Any], open_parts: frozenset[str]
+) -> list[str]:
     """What differs, by name."""
     out = []
     for key in sorted(old.keys() | new.keys()):
@@ -285,20 +287,20 @@ def alone(folder: Path) -> Iterator[None]:
     process, even a killed one. Windows and some network drives have no such locks: nothing is
     locked there.
     """
-    with _opened(folder) as file:
-        _locked(file, "wait")
+    with _open_folder(folder) as file:
+        _acquire_lock(file, "wait")
         yield
 
 
 @contextmanager
 def inside(folder: Path) -> Iterator[Callable[[], bool]]:
     """While this process works in the folder beside others; a function: is it the last one?"""
-    with _opened(folder) as file:
-        _locked(file, "share")
-        yield lambda: _locked(file, "try")
+    with _open_folder(folder) as file:
+        _acquire_lock(file, "share")
+        yield lambda: _acquire_lock(file, "try")
 
 
-def _locked(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
+def _acquire_lock(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
     """Whether the lock was not refused."""
     if file is None or sys.platform == "win32":
         return True
@@ -315,7 +317,7 @@ def _locked(file: int | None, how: Literal["wait", "share", "try"]) -> bool:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int | None]:
+def _open_folder(folder: Path) -> Iterator[int | None]:
     try:
         file = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows opens no folders
@@ -390,7 +392,7 @@ def _check(folder: Path, store: Store) -> None:
         return
     try:
         old = json.loads((folder / _CONFIG).read_text("utf-8"))
-        differ = changed(old, store.config, store.open_parts)
+        differ = list_differences(old, store.config, store.open_parts)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         differ = [str(error)]
     if differ:

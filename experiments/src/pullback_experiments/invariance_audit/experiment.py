@@ -213,8 +213,8 @@ def claims(records: GroupedRecords) -> list[Check]:
         _check("with superfluous parameters it is another vector on the parameter space",
                superfluous, {"not invariant"}),
         _check("finite steps differ under a nonlinear change", nonlinear, {"first order"}),
-        _agreed("without superfluous parameters a step of any size agrees under affine changes",
-                linear),
+        _check_agreement("without superfluous parameters a step of any size agrees under affine "
+                         "changes", linear),
         _check("K-FAC, undamped or damped invariantly, agrees under affine changes of layers",
                layered, {"exact"}, of_paper=False),
         _check("damping by the identity breaks both", damped, {"not invariant"}, of_paper=False),
@@ -251,7 +251,7 @@ def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = T
     return Check(claim, bool(rows) and not other, numbers, of_paper=of_paper)
 
 
-def _agreed(claim: str, rows: list[Row]) -> Check:
+def _check_agreement(claim: str, rows: list[Row]) -> Check:
     """Single steps only: along a run units saturate, and parameters become superfluous."""
     sizes = [k.removeprefix("mismatch ") for k in (rows[0] if rows else ()) if "mismatch" in k]
     pairs = [(r[f"mismatch {s}"], r[f"round-off {s}"]) for r in rows for s in sizes]

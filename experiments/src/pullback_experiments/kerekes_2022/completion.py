@@ -14,7 +14,7 @@ from torch import Tensor
 from pullback import PullbackError
 from pullback.linear import DeepMatrix
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
@@ -100,7 +100,7 @@ class Completion(Repeated):
         # small sizes show the same, less clearly: only the full version says so of the paper
         if results.quick:
             return []
-        return recorded(checks, self.expected_outcomes, ours={6, 7})
+        return make_checks(checks, self.expected_outcomes, ours={6, 7})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.completion(results, self.config(results.quick))
@@ -139,7 +139,7 @@ def _euclidean(depth: int, times: int, config: dict[str, Any], context: Context)
     factors = [w.expand(len(data.mask), *w.shape) for w in start]
     steps = config["steps"]
     descent = descend(factors, data, steps=steps, watch=lambda i: context.watch(i / steps, "steps"))
-    return _measured(product(descent), data)
+    return _measure_matrices(product(descent), data)
 
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
@@ -170,13 +170,13 @@ def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
             steps_taken += 1
         out.append(model.beta.detach())
         steps.append(steps_taken)
-    return _measured(torch.stack(out), data) | {
+    return _measure_matrices(torch.stack(out), data) | {
         "steps": steps,
-        "moved": _moved(torch.stack(out) - product(start), data),
+        "moved": _compare_moves(torch.stack(out) - product(start), data),
     }
 
 
-def _moved(change: Tensor, data: Observed) -> list[float]:
+def _compare_moves(change: Tensor, data: Observed) -> list[float]:
     """‖Δβ‖ off the observed entries over ‖Δβ‖ on them, as root mean squares."""
     square = change.square()
     off = (square * ~data.mask).sum((1, 2)) / (~data.mask).sum((1, 2))
@@ -192,10 +192,10 @@ def _nuclear(config: dict[str, Any], context: Context) -> Record:
         rows, columns = mask.nonzero().T
         completion = nuclear_norm_completion((size, size), rows, columns, truth[mask], tol=1e-3)
         norms.append(completion.matrix)
-    return _measured(torch.stack(norms), data)
+    return _measure_matrices(torch.stack(norms), data)
 
 
-def _measured(beta: Tensor, data: Observed) -> Record:
+def _measure_matrices(beta: Tensor, data: Observed) -> Record:
     return {
         "error": data.error(beta).tolist(),
         "training": data.training(beta).tolist(),
@@ -237,22 +237,24 @@ def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
         _control(results, deep),
         _search(results, 0, False),
         _search(results, 1, False),
-        _damped(results),
+        _claim_damped(results),
     ]
 
 
 def _sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any]) -> Claim:
     nuclear = medians(results, "nuclear norm")
 
-    def needed(errors: np.ndarray) -> float:
+    def count_needed(errors: np.ndarray) -> float:
         enough = [n for n, e in zip(config["counts"], errors, strict=True) if e < 0.1]
         if enough:
             return float(enough[0])
         return float("inf")
 
-    counts = {f"L = {d}": needed(e) for d, e in deep.items()} | {"nuclear norm": needed(nuclear)}
+    counts = {f"L = {d}": count_needed(e) for d, e in deep.items()} | {
+        "nuclear norm": count_needed(nuclear)
+    }
     words = ", ".join(f"{name} {n:g}" for name, n in counts.items())
-    holds = min(needed(e) for d, e in deep.items() if d > 2) < needed(nuclear)
+    holds = min(count_needed(e) for d, e in deep.items() if d > 2) < count_needed(nuclear)
     return "deep EGD needs fewer entries than the nuclear norm", holds, f"error < 0.1 from {words}"
 
 
@@ -297,7 +299,7 @@ def _search(results: Results, which: int, damped: bool) -> Claim:
     return claim, error > 0.8, f"best error {error:.2g}; {_beside(results)}"
 
 
-def _damped(results: Results) -> Claim:
+def _claim_damped(results: Results) -> Claim:
     errors = [best(results, f, True) for f in FISHERS]
     words = f"best error {errors[0]:.2g} (all entries) and {errors[1]:.2g} (observed ones)"
     return "nor of damped NGD", min(errors) > 0.8, f"{words}; {_beside(results)}"

@@ -54,13 +54,13 @@ class Jacobian:
     def _directly(self, c: Tensor) -> Solve:
         whole = self.dense().mul_(-c[..., None])
         whole.diagonal(dim1=-2, dim2=-1).add_(1)
-        return _factored(whole)
+        return _factorize(whole)
 
     def _woodbury(self, c: Tensor, remainder: Tensor) -> Solve:
         left = self.left / remainder[..., None]
         inner = (self.right.mT @ left).mul_(-c[..., None])
         inner.diagonal(dim1=-2, dim2=-1).add_(1)
-        solve = _factored(inner)
+        solve = _factorize(inner)
 
         def whole(r: Tensor) -> Tensor:
             first = r / remainder
@@ -70,7 +70,7 @@ class Jacobian:
         return whole
 
 
-def _factored(matrix: Tensor) -> Solve:
+def _factorize(matrix: Tensor) -> Solve:
     lu, pivots, _ = torch.linalg.lu_factor_ex(matrix)  # singular: not a number, not an exception
     return lambda r: torch.linalg.lu_solve(lu, pivots, r[..., None])[..., 0]
 
@@ -177,12 +177,12 @@ class Explicit:
         moved = y
         slopes = [self.velocity(y)]
         for row in _STAGES:
-            moved = y + h[:, None] * _combined(row, slopes)
+            moved = y + h[:, None] * _combine_slopes(row, slopes)
             slopes.append(self.velocity(moved))
-        return moved, self.size(y, moved, h[:, None] * _combined(_ERROR, slopes))
+        return moved, self.size(y, moved, h[:, None] * _combine_slopes(_ERROR, slopes))
 
 
-def _combined(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
+def _combine_slopes(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
     out = weights[0] * slopes[0]
     for weight, slope in zip(weights[1:], slopes[1:], strict=True):
         out = out + weight * slope

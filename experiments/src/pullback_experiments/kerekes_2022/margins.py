@@ -177,7 +177,7 @@ class EuclideanFlow:
     def _curvature(self, point: _FlowPoint) -> Tensor:
         """Z, (B, k, D), the rows of weights that count, times √(weight φ(u))."""
         weights = point.weights * torch.sigmoid(point.margins)
-        is_counted = _counting(weights).any(0)
+        is_counted = _is_support(weights).any(0)
         return weights[:, is_counted, None].sqrt() * self.data.rows[:, is_counted]
 
     def size(self, v: Tensor, moved: Tensor, error: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class EuclideanFlow:
         """
         entries = relative(self.rtol, 0.1 * self.rtol * self.scale)(v, moved, error)
         weights, level = _weights(self._margins(moved), self.data.counts)
-        is_counted = _counting(weights)
+        is_counted = _is_support(weights)
         off = is_counted * _times(self.data.rows, self._slope(moved) * error)
         mean = (weights * off).sum(1, keepdim=True) / (weights * is_counted).sum(1, keepdim=True)
         deviation = (is_counted * (off - mean)).abs().amax(1)
@@ -241,7 +241,7 @@ def _weights(u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return (slopes - log_loss[:, None]).exp() / counts[:, None], -log_loss[:, None]
 
 
-def _counting(weights: Tensor) -> Tensor:
+def _is_support(weights: Tensor) -> Tensor:
     return weights > _COUNTS * weights.amax(1, keepdim=True)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
@@ -102,7 +102,7 @@ class Planar(Repeated):
 
     def judge(self, results: Results) -> list[Check]:
         depths = self.config(results.quick)["depths"]
-        return recorded(
+        return make_checks(
             [
                 *_euclidean_claims(results, depths),
                 *_natural_claims(results, depths),

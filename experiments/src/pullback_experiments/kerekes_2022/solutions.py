@@ -82,10 +82,10 @@ def l2_max_margin(x: Tensor, y: Tensor) -> Margin:
     A least-distance problem (Lawson and Hanson): with Z = y∘X the residual ρ of the nonnegative
     least squares min ‖[Z 1]ᵀα − (0, 1)‖, α ≥ 0, is a multiple of (β, −1).
     """
-    z = _signed(x, y)
+    z = _multiply_by_signs(x, y)
     alpha = _nonnegative(z)
     active = alpha > 0
-    beta = _polished(z, active)
+    beta = _polish(z, active)
     scale = alpha.sum()
     # Σα = 1: ‖Zᵀα‖ bounds the margin from above
     if scale > 0:
@@ -99,7 +99,7 @@ def l2_max_margin(x: Tensor, y: Tensor) -> Margin:
 
 def l1_max_margin(x: Tensor, y: Tensor) -> Margin:
     """min ‖β‖₁, by linear programming; a vertex of the optimal face where there are several."""
-    z = _signed(x, y)
+    z = _multiply_by_signs(x, y)
     beta, dual = _weighted_l1(z, np.ones(z.shape[1]))
     norm = float(np.abs(beta).sum())
     # α ≥ 0 with ‖Zᵀα‖_∞ ≤ 1 proves ‖β‖₁ ≥ Σα
@@ -129,13 +129,13 @@ def lp_max_margin(x: Tensor, y: Tensor, p: float, *, starts: int = 16, seed: int
         raise PullbackError(
             "The norm is not usable", f"got p = {p}", "Use 2, 1, or a number between 0 and 1"
         )
-    z = _signed(x, y)
+    z = _multiply_by_signs(x, y)
     rng = np.random.default_rng(seed)
     dim = z.shape[1]
-    points = [_weighted_l1(z, np.ones(dim))[0], _polished(z, _nonnegative(z) > 0)]
-    candidates = [_reweighted(z, point, p, 1.0) for point in points[: max(1, starts)]]
+    points = [_weighted_l1(z, np.ones(dim))[0], _polish(z, _nonnegative(z) > 0)]
+    candidates = [_minimize_reweighted(z, point, p, 1.0) for point in points[: max(1, starts)]]
     for _ in range(starts - 2):  # far apart, and without the smoothing that leads back to ℓ1
-        candidates.append(_reweighted(z, np.exp(4 * rng.standard_normal(dim)), p, 1e-3))
+        candidates.append(_minimize_reweighted(z, np.exp(4 * rng.standard_normal(dim)), p, 1e-3))
     beta = min(candidates, key=lambda b: _quasi_norm(b, p))
     return _margin(beta, _quasi_norm(beta, p), z, x, status="stationary point")
 
@@ -147,7 +147,7 @@ def separates(x: Tensor, y: Tensor) -> bool:
     return _largest_margin(z) > 0
 
 
-def _signed(x: Tensor, y: Tensor) -> np.ndarray:
+def _multiply_by_signs(x: Tensor, y: Tensor) -> np.ndarray:
     """Z = y∘X; refused where no β separates."""
     refuse_data(x, y)
     z = (read_signs(y, x.dtype)[:, None] * x.detach()).double().cpu().numpy()
@@ -190,7 +190,7 @@ def _nonnegative(z: np.ndarray) -> np.ndarray:
     return scipy.optimize.nnls(sides, target, maxiter=50 * max(z.shape))[0]
 
 
-def _polished(z: np.ndarray, active: np.ndarray) -> np.ndarray:
+def _polish(z: np.ndarray, active: np.ndarray) -> np.ndarray:
     """The shortest β with Z_aβ = 1 on the support, made feasible for the last digits elsewhere."""
     beta = np.linalg.lstsq(z[active], np.ones(int(active.sum())), rcond=None)[0]
     return beta / min(1.0, float((z @ beta).min()))
@@ -211,7 +211,7 @@ def _weighted_l1(z: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.nda
     return beta / float((z @ beta).min()), np.maximum(0.0, -result.ineqlin.marginals)
 
 
-def _reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np.ndarray:
+def _minimize_reweighted(z: np.ndarray, start: np.ndarray, p: float, smooth: float) -> np.ndarray:
     """Linear programs with weights (|β| + ε)^{p−1}, ε from smooth·max|β| down."""
     beta = start
     best = start
@@ -306,7 +306,7 @@ def nuclear_norm_completion(
     Raises:
         PullbackError: if observations contradict each other, or the gap is not reached.
     """
-    y, mask = _observed(shape, rows, columns, values)
+    y, mask = _fill_observed(shape, rows, columns, values)
     size = float(torch.linalg.matrix_norm(y, 2))
     if size == 0:
         return CompletedMatrix(y, 0.0, 0.0, 0)
@@ -357,7 +357,7 @@ def _sides(shape: tuple[int, int]) -> tuple[int, int]:
     return rows, columns[0]
 
 
-def _observed(
+def _fill_observed(
     shape: tuple[int, int], rows: Tensor, columns: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The matrix with the observations, zero elsewhere, and where they are."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pullback import PullbackError
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
@@ -103,7 +103,7 @@ class Sparse(Repeated):
         # small sizes show the same, less clearly: only the full version says so of the paper
         if results.quick:
             return []
-        return recorded(checks, self.expected_outcomes, ours={len(checks) - 1})
+        return make_checks(checks, self.expected_outcomes, ours={len(checks) - 1})
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.sparse(results, self.config(results.quick))

@@ -12,7 +12,7 @@ import torch
 
 from pullback.linear import logistic_natural_gradient
 
-from ..framework.check import Check, recorded
+from ..framework.check import Check, make_checks
 from ..framework.curves import Chart
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
@@ -76,7 +76,7 @@ class Support(Repeated):
                 f"on average at least {100 * far:.1f}% for D > 3 N log N",
             ),
         ]
-        return recorded(claims, (True,) * 4)
+        return make_checks(claims, (True,) * 4)
 
     def curves(self, results: Results) -> list[Chart]:
         return figures.support(results, self.config(results.quick)["ratios"])

@@ -14,7 +14,7 @@ from pullback.kernels import natural_ntk, ntk
 from pullback.linear import DeepMatrix
 
 from ..framework import plots
-from ..framework.check import Check, recorded
+from ..framework.check import Check, make_checks
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
 from ..framework.store import Results
@@ -76,7 +76,7 @@ class Kernels(Repeated):
         off = max(off, worst("EGF", [2], "off the cross"))
         spread = least("EGF", depths[2:], "off the cross")
         egd = least("EGD", deep, "elsewhere")
-        return recorded(
+        return make_checks(
             [
                 ("without depth EGF moves the observed entry only", direct == 0, f"{direct:.0e}"),
                 (
@@ -129,9 +129,9 @@ def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
     pull = torch.zeros(size, size, dtype=DTYPE, device=context.device)
     pull[middle, middle] = 1.0  # −∂L/∂β of an entry that is too small by one
     euclidean = torch.autograd.grad((model.beta * pull).sum(), list(model.factors))
-    moves["EGD"] = _stepped(model, euclidean, lr)
-    moves["NGD"] = _stepped(model, model.natural_gradient(pull), lr)
-    moves[LONG] = _stepped(model, model.natural_gradient(pull), 10 * lr)
+    moves["EGD"] = _compute_difference_quotient(model, euclidean, lr)
+    moves["NGD"] = _compute_difference_quotient(model, model.natural_gradient(pull), lr)
+    moves[LONG] = _compute_difference_quotient(model, model.natural_gradient(pull), 10 * lr)
     record: Record = {"depth": depth, "elsewhere": {}, "off the cross": {}}
     for name in (*METHODS, LONG):
         kernel = moves[name].detach() / moves[name][middle, middle].detach()
@@ -145,7 +145,7 @@ def _moves(depth: int, size: int, lr: float, context: Context) -> Record:
     return record
 
 
-def _stepped(model: DeepMatrix, moves: Sequence[Tensor], lr: float) -> Tensor:
+def _compute_difference_quotient(model: DeepMatrix, moves: Sequence[Tensor], lr: float) -> Tensor:
     """(β(w + lr·x) − β(w))/lr."""
     after = [w.detach() + lr * x for w, x in zip(model.factors, moves, strict=True)]
     return (DeepMatrix.of(after).beta - model.beta).detach() / lr

@@ -14,7 +14,7 @@ from pullback.flow import Supervised, Trajectory, integrate
 from pullback.likelihoods import Bernoulli
 from pullback.linear import DiagonalNetwork, LinearModel
 
-from ..framework.check import Check, recorded
+from ..framework.check import Check, make_checks
 from ..framework.experiment import Context, Item
 from ..framework.records import Record
 from ..framework.store import Results
@@ -206,7 +206,7 @@ class Theorems(Repeated):
             ("the ℓ2 margin is not invariant (Appendix D)", gap > 0.1, f"{gap:.2f} apart"),
             ("the points printed there are the ℓ2 margins", off < 1e-9, f"off by {off:.2f}"),
         ]
-        return recorded(claims, (True,) * 8 + (False,))
+        return make_checks(claims, (True,) * 8 + (False,))
 
     def tables(self, results: Results) -> list[Table]:
         rows = [[name, max(r["error"] for r in results.of(name))] for name in self.works]

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 from ..framework import plots
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart, Line, Series
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.plots import INK
@@ -243,7 +243,7 @@ def claims(records: GroupedRecords) -> list[Check]:
         _same(records, "softmax", "with softmax the probabilities agree"),
         _same(records, "softmax, logits", "with softmax the logits agree"),
     ]
-    return recorded(verdicts, RECORDED, OURS)
+    return make_checks(verdicts, RECORDED, OURS)
 
 
 def sound(records: Iterable[TwinRun]) -> list[TwinRun]:

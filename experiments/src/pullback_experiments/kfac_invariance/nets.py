@@ -157,7 +157,7 @@ def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def _initialized(model: nn.Module, generator: torch.Generator, gain: float) -> nn.Module:
+def _initialize(model: nn.Module, generator: torch.Generator, gain: float) -> nn.Module:
     """Weights of variance gain²/fan-in: large enough for units to differ, so factors are sound."""
     for p in model.parameters():
         if p.ndim > 1:
@@ -210,7 +210,7 @@ def _pair(
 ) -> TwinPair:
     """Inputs with correlated channels and a mean; a teacher of the same kind as the network."""
     generator = _random(seed)
-    model, teacher = (_initialized(build(), generator, gain) for _ in range(2))
+    model, teacher = (_initialize(build(), generator, gain) for _ in range(2))
     axis = -1 if isinstance(model, Recurrent) else 1
     if isinstance(model, Recurrent):
         channels = shape[-1]
@@ -238,7 +238,7 @@ def _pair(
     return TwinPair(one, two, batch, inputs(HELD))
 
 
-def _reparametrized(
+def _reparametrize(
     model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
 ) -> nn.Module:
     """In random coordinates of every layer; without γ if not `shifted`."""
@@ -252,8 +252,10 @@ def _reparametrized(
     return twin(model, list(zip(input_map, outputs_to, strict=True)))
 
 
-def _unshifted(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
-    return _reparametrized(model, generator, inputs, shifted=False)
+def _reparametrize_without_shift(
+    model: nn.Sequential, generator: torch.Generator, inputs: Inputs
+) -> nn.Module:
+    return _reparametrize(model, generator, inputs, shifted=False)
 
 
 def _whitened_tanh(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
@@ -264,7 +266,7 @@ def _mlp_pair(
     sizes: tuple[int, ...],
     likelihood: likelihoods.Likelihood,
     activation: type[nn.Module] = nn.Tanh,
-    other: Reparametrize = _reparametrized,
+    other: Reparametrize = _reparametrize,
     **options: object,
 ) -> Callable[[int], TwinPair]:
     def make(seed: int) -> TwinPair:
@@ -275,7 +277,7 @@ def _mlp_pair(
 
 
 def _conv_pair(
-    padding: int, other: Reparametrize = _reparametrized, *, explicit: bool = False
+    padding: int, other: Reparametrize = _reparametrize, *, explicit: bool = False
 ) -> Callable[[int], TwinPair]:
     def make(seed: int) -> TwinPair:
         def build() -> nn.Sequential:
@@ -314,7 +316,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
         back = AffineMap(change.inverse())
         two = TwinSide(
             nn.Sequential(mlp_pair.two.model, AffineMap(change)),
-            flat if metric == "euclidean" else _carried(change),
+            flat if metric == "euclidean" else _pull_back_metric(change),
             lambda z, y: mlp_pair.two.loss(back(z), y),
             back,
         )
@@ -323,7 +325,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
     return make
 
 
-def _carried(change: Change) -> metrics.Metric:
+def _pull_back_metric(change: Change) -> metrics.Metric:
     """½‖y‖² of the old outputs, as a potential of the new ones."""
     back = change.inverse()
     return metrics.Bregman(lambda z: 0.5 * (back.matrix @ z + back.shift).square().sum())
@@ -350,7 +352,11 @@ NETS = (
         _mlp_pair((4, 3, 2), _BERNOULLI, nn.Sigmoid, _whitened_tanh, gain=2.0),
     ),
     Net("conv, valid", "two 3 × 3 convolutions, Gaussian", _conv_pair(0)),
-    Net("conv, padded, γ = 0", "zero padding, unshifted activations", _conv_pair(1, _unshifted)),
+    Net(
+        "conv, padded, γ = 0",
+        "zero padding, unshifted activations",
+        _conv_pair(1, _reparametrize_without_shift),
+    ),
     Net("conv, padded by γ", "the twin pads with its own zero, γ", _conv_pair(1, explicit=True)),
     Net("RNN", "4-4-2 over 6 steps, Gaussian, a₀ changes too", _recurrent_pair()),
     Net(

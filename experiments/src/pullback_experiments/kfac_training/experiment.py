@@ -15,7 +15,7 @@ import torch
 from pullback import KFAC
 
 from ..framework import plots
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.curves import Chart, finite, over_seeds
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
@@ -76,11 +76,11 @@ class KFACTraining(Experiment):
     def config(self, quick: bool) -> dict[str, Any]:
         seeds = {"search seeds": list(self.search_seeds)}
         return {
-            **self.task.described(),
+            **self.task.describe(),
             **(seeds if self.search_seeds != _SEARCH_SEEDS else {}),
             "epochs": dict(self.quick_epochs if quick else self.epochs),
             "batch": self.quick_batch if quick else self.batch,
-            "methods": {m.name: m.described() for m in self._methods(quick)},
+            "methods": {m.name: m.describe() for m in self._methods(quick)},
         }
 
     def _methods(self, quick: bool) -> Sequence[TunedMethod]:
@@ -95,12 +95,12 @@ class KFACTraining(Experiment):
         out = []
         for m in self._methods(quick):
             for number, settings in enumerate(m.grid):
-                work = partial(self._tried, m, settings)
+                work = partial(self._try_settings, m, settings)
                 out.append(Item(_trial(m, number), work, once=True, resumable=True))
             out.append(Item((m.name,), partial(self._chosen, m), resumable=True))
         return out
 
-    def _tried(self, method: TunedMethod, settings: Settings, context: Context) -> Record:
+    def _try_settings(self, method: TunedMethod, settings: Settings, context: Context) -> Record:
         ends = []
         for seed in self.search_seeds:
             torch.manual_seed(seed)
@@ -148,10 +148,10 @@ class KFACTraining(Experiment):
         checks = claims(self._group_records(results), self.less, self.fewer)
         # seconds of a tiny network are Python's; and only the full version speaks of the paper
         if results.quick:
-            return recorded(
+            return make_checks(
                 checks[: len(self.quick_expected_outcomes)], self.quick_expected_outcomes, ours={0}
             )
-        return recorded(checks, self.expected_outcomes, ours={0, 1} if self.ours else ())
+        return make_checks(checks, self.expected_outcomes, ours={0, 1} if self.ours else ())
 
     def tables(self, results: Results) -> list[Table]:
         return [table(self._group_records(results), _told)]

@@ -40,7 +40,7 @@ class TunedMethod:
     common: Mapping[str, Any]
     rivals: Sequence[str] = ()
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
         if self.rivals:
             rivals = {"rivals": list(self.rivals)}

@@ -136,7 +136,7 @@ class TrainingTask:
     half: bool = False
     layout: torch.memory_format = torch.preserve_format
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What a run depends on beside the title, where it is not as of most tasks."""
         said = {
             "evaluated": self.evaluated if self.evaluated != TrainingTask.evaluated else None,
@@ -156,7 +156,7 @@ class TrainingTask:
         """How the loop is to go: arguments of `fit`."""
         falling = schedules.linear
         return {
-            "schedule": schedules.warmed(falling, self.warm) if self.warm else falling,
+            "schedule": schedules.add_warmup(falling, self.warm) if self.warm else falling,
             "augment": images.CropAndFlip.of(samples.x) if self.cropped else None,
             "half": torch.bfloat16 if self.half and samples.x.is_cuda else None,
             "evaluated": self.evaluated,
@@ -221,7 +221,7 @@ VGG = TrainingTask(
 SHAKESPEARE = TrainingTask(
     "Transformer",
     (partial(GPT, 65, 256, 256, 6, 4, tied=False), text.tiny_shakespeare),
-    (partial(GPT, 11, 32, 32, 2, 2, tied=False), text.generated),
+    (partial(GPT, 11, 32, 32, 2, 2, tied=False), text.generate_text),
     categorical,
     Categorical,
     evaluated=1024,

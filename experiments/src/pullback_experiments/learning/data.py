@@ -6,7 +6,7 @@
     tiny_shakespeare.txt.gz        see `text`
     digits8x8.npz                  images (1797, 8, 8) 0..16, labels; or scikit-learn's
 
-Nothing stands in for a file that is not there: `generated` is for those who ask for it.
+Nothing stands in for a file that is not there: `generate_pictures` is for those who ask for it.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     return bunch.images, bunch.target
 
 
-def generated(
+def generate_pictures(
     shape: tuple[int, ...] = (1, 8, 8), classes: int = 4, samples: int = 256, seed: int = 0
 ) -> DataSet:
     """Noisy copies of one random picture per class: something to learn where there is no data."""

@@ -20,7 +20,7 @@ _MEAN = (0.5071, 0.4867, 0.4408)
 _STD = (0.2675, 0.2565, 0.2761)
 
 
-def checked(dataset: str) -> str:
+def require_known_dataset(dataset: str) -> str:
     """The name of a data set that is known here."""
     if dataset not in CLASSES:
         raise PullbackError(
@@ -41,10 +41,10 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
             test_labels.
         sheets: only so many times 500 images of each file.
     """
-    if checked(dataset) == "cifar10":
+    if require_known_dataset(dataset) == "cifar10":
         return data.cifar10(sheets)
     if dataset == "generated":
-        return data.generated((3, 32, 32), CLASSES[dataset], samples=100)
+        return data.generate_pictures((3, 32, 32), CLASSES[dataset], samples=100)
     if sheets is None:
         images = None
     else:
@@ -52,7 +52,7 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
     path = data.file("cifar100.npz")
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            x, tx = (_normalized(arrays[k][:images]) for k in ("train_images", "test_images"))
+            x, tx = (_normalize(arrays[k][:images]) for k in ("train_images", "test_images"))
             y, ty = (arrays[k][:images].astype(np.int64) for k in ("train_labels", "test_labels"))
     except (OSError, ValueError, KeyError) as error:
         why = "it needs train_images, train_labels, test_images and test_labels"
@@ -60,7 +60,7 @@ def load(dataset: str, sheets: int | None = None) -> DataSet:
     return DataSet(x, torch.from_numpy(y), tx, torch.from_numpy(ty))
 
 
-def _normalized(images: np.ndarray) -> Tensor:
+def _normalize(images: np.ndarray) -> Tensor:
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (_MEAN, _STD))
     return (torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255 - mean) / std
 

@@ -36,6 +36,6 @@ def falls(at: Sequence[float], factor: float = 0.1) -> Schedule:
     return lambda share: factor ** sum(share >= milestone for milestone in at)
 
 
-def warmed(schedule: Schedule, until: float) -> Schedule:
+def add_warmup(schedule: Schedule, until: float) -> Schedule:
     """It rises along a line until this share, under another schedule."""
     return lambda share: schedule(share) * min(1.0, share / until if until > 0 else 1.0)

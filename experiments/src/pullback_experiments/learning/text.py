@@ -36,7 +36,7 @@ def _of_file(path: Path, length: int) -> DataSet:
 
 
 @lru_cache(maxsize=2)
-def generated(length: int = 32, characters: int = 20_000, seed: int = 0) -> DataSet:
+def generate_text(length: int = 32, characters: int = 20_000, seed: int = 0) -> DataSet:
     """Twelve made-up words in random order: something to learn where there is no data."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -27,8 +27,8 @@ from ..framework.experiment import Context, Paused
 from ..framework.records import Record
 from ..framework.timing import synchronize
 from . import schedules
+from .cuda_graph import capture_step
 from .data import DataSet
-from .graphed import graphed as captured
 
 _SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
 
@@ -118,12 +118,10 @@ class _Loop:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._saved = time.monotonic()
         self._wait = _SAVE_EVERY
-        fixed = self.schedule is schedules.constant
-        step = partial(captured, self.optimizer, self._gradient, fixed=fixed)
+        self._replayed = None
         if self.graphed:
-            self._replayed = step()
-        else:
-            self._replayed = None
+            fixed = self.schedule is schedules.constant
+            self._replayed = capture_step(self.optimizer, self._gradient, fixed=fixed)
 
     @property
     def lost(self) -> bool:

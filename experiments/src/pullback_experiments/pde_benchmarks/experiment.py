@@ -65,7 +65,7 @@ class Benchmarks(Experiment):
             "problems": list(self._problems(quick)),
             "seconds": self._seconds(quick),
             "points": self.quick_points if quick else 1.0,
-            "methods": {m.name: m.described() for m in METHODS},
+            "methods": {m.name: m.describe() for m in METHODS},
         }
 
     def _problems(self, quick: bool) -> Sequence[str]:
@@ -82,19 +82,19 @@ class Benchmarks(Experiment):
         for problem in self._problems(quick):
             for m in METHODS:
                 for rate in m.rates:
-                    work = partial(self._tried, problem, m, rate)
+                    work = partial(self._try_rate, problem, m, rate)
                     out.append(Item(_trial(problem, m, rate), work, once=True, resumable=True))
-                work = partial(self._solved, problem, m)
+                work = partial(self._solve_problem, problem, m)
                 out.append(Item((problem, m.name), work, resumable=True))
         return out
 
-    def _tried(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
+    def _try_rate(self, problem: str, method: PdeMethod, rate: float, context: Context) -> Record:
         seconds = self._seconds(context.quick) / 4
         context = replace(context, seed=_SEARCH_SEED)
         record = self._run(problem, method.options(rate), seconds, context)
         return {"rate": rate, "loss": record["loss"]}
 
-    def _solved(self, problem: str, method: PdeMethod, context: Context) -> Record:
+    def _solve_problem(self, problem: str, method: PdeMethod, context: Context) -> Record:
         seconds = self._seconds(context.quick)
         if not method.rates:
             return self._run(problem, method.options(), seconds, context)
@@ -116,7 +116,7 @@ class Benchmarks(Experiment):
                 each = {"": points}
             fewer = {name: round(self.quick_points * n) for name, n in each.items()}
             options["points"] = fewer if isinstance(points, dict) else fewer[""]
-        return solved(tuned_setup, options, seconds, context)
+        return solve_setup(tuned_setup, options, seconds, context)
 
     def line(self, record: Record) -> str:
         if "error" not in record:
@@ -139,7 +139,7 @@ class Benchmarks(Experiment):
             if target is None:
                 to = None
             else:
-                to = reached(by[METHODS[0].name], target)
+                to = find_median_seconds(by[METHODS[0].name], target)
             rows.append(
                 [
                     problem,
@@ -167,7 +167,7 @@ def _trial(problem: str, method: PdeMethod, rate: float) -> tuple[str, ...]:
 _ENTRIES = 60  # of a curve
 
 
-def solved(
+def solve_setup(
     tuned_setup: pde.Setup, options: dict[str, Any], seconds: float, context: Context
 ) -> Record:
     """So many seconds of steps, unless the run ends before; it goes on from its checkpoint."""
@@ -268,7 +268,7 @@ def final(records: Sequence[Record]) -> float:
     return median(finite(r["error"][-1]) for r in records)
 
 
-def reached(records: Sequence[Record], target: float) -> float:
+def find_median_seconds(records: Sequence[Record], target: float) -> float:
     """The median over seeds of the seconds until an error was at most this, ∞ where never."""
 
     def one(record: Record) -> float:
@@ -293,7 +293,7 @@ def _ahead(records: GroupedRecords) -> Check:
 
 def _accurate(problem: str, records: Sequence[Record], target: float) -> Check:
     errors = final(records)
-    seconds = reached(records, target)
+    seconds = find_median_seconds(records, target)
     numbers = f"{errors:.1e}" + (f", reached in {seconds:.0f} s" if seconds < math.inf else "")
     return Check(
         f"the natural gradient solves {problem} to {target:.1e}", errors <= target, numbers

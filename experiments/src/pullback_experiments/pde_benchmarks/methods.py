@@ -34,7 +34,7 @@ class PdeMethod:
     options: Callable[..., dict[str, Any]] = field(default=dict)
     rates: Sequence[float] = ()
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
         return {"about": self.about, "rates": list(self.rates)}
 
@@ -66,14 +66,14 @@ class _ScaledLBFGS(torch.optim.LBFGS):
     def step(self, closure: Callable[[], Any]) -> Any:
         params: list[Tensor] = self.param_groups[0]["params"]
 
-        def scaled() -> Any:
+        def evaluate_scaled() -> Any:
             value = closure()
             for p in params:
                 if p.grad is not None:
                     p.grad.mul_(_SCALE)
             return _SCALE * value
 
-        return super().step(scaled) / _SCALE
+        return super().step(evaluate_scaled) / _SCALE
 
 
 def _lbfgs() -> dict[str, Any]:

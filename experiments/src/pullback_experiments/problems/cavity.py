@@ -31,7 +31,7 @@ def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
         edge = bump(box)(points)
         return edge, edge, 0 * edge + 1
 
-    def moving(x: Any, y: Any) -> Any:
+    def lid_velocity(x: Any, y: Any) -> Any:
         return 16 * x**2 * (1 - x) ** 2 * y**2, 0 * x, 0 * x
 
     return Ready(
@@ -42,7 +42,7 @@ def Cavity(reynolds: float = 100.0, *, hard: bool = False) -> Ready:
             Dirichlet(0.0, field="v", name="dirichlet v"),
         ],
         hard=hard,
-        wrap=wrap_by_distance(box, walls, moving),
+        wrap=wrap_by_distance(box, walls, lid_velocity),
         fields=("u", "v", "p"),
         reference=references.Cavity(re),
         free=("p",),

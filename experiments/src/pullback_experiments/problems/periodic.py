@@ -151,7 +151,7 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     third = 0.0
     shift = 0.0
     for gap in (1 - x, 1 + x):
-        one, three = _iterated(gap / width)
+        one, three = _integrate_erfc(gap / width)
         first = first + one
         third = third + three
         kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
@@ -162,7 +162,7 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     return smooth - shift + torch.exp(-decay * t) * layer
 
 
-def _iterated(z: Any) -> tuple[Any, Any]:
+def _integrate_erfc(z: Any) -> tuple[Any, Any]:
     """ierfc and i³erfc, by 2n·iⁿerfc = iⁿ⁻²erfc − 2z·iⁿ⁻¹erfc from (2/√π)e^(−z²) and erfc."""
     bell = torch.exp(-(z**2)) * (2 / math.sqrt(math.pi))
     zero = 1 - torch.erf(z)

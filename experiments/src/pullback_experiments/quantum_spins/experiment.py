@@ -137,9 +137,9 @@ class QuantumSpins(Experiment):
     chains: Sequence[SpinChain] = CHAINS
 
     def config(self, quick: bool) -> dict[str, Any]:
-        return {"chains": [vars(self._sized(chain, quick)) for chain in self.chains]}
+        return {"chains": [vars(self._reduce_if_quick(chain, quick)) for chain in self.chains]}
 
-    def _sized(self, chain: SpinChain, quick: bool) -> SpinChain:
+    def _reduce_if_quick(self, chain: SpinChain, quick: bool) -> SpinChain:
         if not quick:
             return chain
         return replace(chain, steps=60, samples=500, measure=20_000)
@@ -151,10 +151,10 @@ class QuantumSpins(Experiment):
         return replace(self, judged=False, chains=(tiny,))
 
     def items(self, quick: bool) -> list[Item]:
-        return [Item((chain.name,), partial(self._minimized, chain)) for chain in self.chains]
+        return [Item((chain.name,), partial(self._minimize_energy, chain)) for chain in self.chains]
 
-    def _minimized(self, chain: SpinChain, context: Context) -> Record:
-        sized = self._sized(chain, context.quick and self.judged)
+    def _minimize_energy(self, chain: SpinChain, context: Context) -> Record:
+        sized = self._reduce_if_quick(chain, context.quick and self.judged)
         torch.manual_seed(context.seed)
         network = vmc.Rbm(vmc.Chain(sized.sites), sized.features, bias=False).double()
         hamiltonian = sized.hamiltonian()

@@ -37,7 +37,7 @@ class Lead:
     steps: float | None = None
     seconds: float | None = None
 
-    def judged(self, records: GroupedRecords, ours: Sequence[str]) -> list[Claim]:
+    def judge_claims(self, records: GroupedRecords, ours: Sequence[str]) -> list[Claim]:
         """Return (claim, holds, numbers) of all that it claims."""
         claims = []
         if self.below is not None:
@@ -64,7 +64,7 @@ class Lead:
         """Judge whether ours reach the rival's end in a share of its steps or seconds."""
         level = final(records[self.rival])
         theirs = median(record[along][-1] for record in records[self.rival])
-        times = [reached(runs, level, along) for runs in _runs_of_ours(records, ours)]
+        times = [find_crossing(runs, level, along) for runs in _runs_of_ours(records, ours)]
         best = min(times, default=math.inf)
         unit = along.rstrip("s") + "s"
         if share == 1:
@@ -82,13 +82,13 @@ def final(records: Sequence[Record]) -> float:
     return median(finite(r["held-out loss"][-1]) for r in records)
 
 
-def reached(records: Sequence[Record], level: float, along: str) -> float:
+def find_crossing(records: Sequence[Record], level: float, along: str) -> float:
     """Return the steps or seconds at which the median curve reaches a loss, ∞ if it never does.
 
     Between two evaluations it is interpolated linearly.
 
     >>> run = {"step": [0, 10, 20], "held-out loss": [3.0, 2.0, 1.0]}
-    >>> reached([run], 1.5, "step"), reached([run], 0.5, "step")
+    >>> find_crossing([run], 1.5, "step"), find_crossing([run], 0.5, "step")
     (15.0, inf)
     """
     count = min(len(record["step"]) for record in records)  # a run that diverged ends early

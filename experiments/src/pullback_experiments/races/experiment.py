@@ -40,7 +40,7 @@ class Entrant:
     rates: Sequence[float]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def described(self) -> Record:
+    def describe(self) -> Record:
         """Everything its runs depend on."""
         return {"rates": list(self.rates), **self.settings}
 
@@ -86,11 +86,11 @@ class Race(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "tasks": {name: task.described() for name, task in self._tasks(quick).items()},
+            "tasks": {name: task.describe() for name, task in self._tasks(quick).items()},
             "search": self.search,
             "lengths": list(self.lengths),
             "search seed": _SEARCH_SEED,
-            "methods": {n: e.described() for n, e in self._entrants(quick).items()},
+            "methods": {n: e.describe() for n, e in self._entrants(quick).items()},
         }
 
     def ready(self, quick: bool) -> None:
@@ -109,11 +109,11 @@ class Race(Experiment):
         out = []
         for task in self._tasks(quick):
             for name in self._entrants(quick):  # first, when nothing else runs yet
-                pace = partial(self._paced, task, name)
+                pace = partial(self._measure_pace, task, name)
                 out.append(Item(("pace", task, name), pace, once=True))
             for name, entrant in self._entrants(quick).items():
                 for number in range(len(entrant.rates)):
-                    work = partial(self._tried, task, name, number)
+                    work = partial(self._try_rate, task, name, number)
                     out.append(Item(_trial(task, name, number), work, once=True))
                 out.append(Item((task, name), partial(self._chosen, task, [name], 1.0)))
             for share in self._shorter(quick):
@@ -121,13 +121,13 @@ class Race(Experiment):
                 out.append(Item((task, f"ours, {share:g}"), work))
         return out
 
-    def _tried(self, task: str, name: str, number: int, context: Context) -> Record:
+    def _try_rate(self, task: str, name: str, number: int, context: Context) -> Record:
         """One rate, on the seed of searches."""
         rate = self._entrants(context.quick)[name].rates[number]
         record = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
         return {"method": name, "lr": rate, "score": finite(record["final"]), "ms": record["ms"]}
 
-    def _paced(self, task: str, name: str, context: Context) -> Record:
+    def _measure_pace(self, task: str, name: str, context: Context) -> Record:
         """How long a step takes, of a run that should be alone on its device."""
         what = self._tasks(context.quick)[task]
         entrant = self._entrants(context.quick)[name]
@@ -194,7 +194,9 @@ class Race(Experiment):
             prefix = f"{what.title}: "
             for lead in self.leads:
                 if lead.rival in records:
-                    checks += [(prefix + c, *details) for c, *details in lead.judged(records, OURS)]
+                    checks += [
+                        (prefix + c, *details) for c, *details in lead.judge_claims(records, OURS)
+                    ]
         expected_outcomes = self.expected_outcomes or [True] * len(checks)
         return [
             Check(*one, recorded=was, of_paper=False)

@@ -78,7 +78,7 @@ class RaceTask:
     compiled: bool = False
     layout: torch.memory_format = torch.preserve_format
 
-    def described(self) -> Record:
+    def describe(self) -> Record:
         """What a run depends on beside the network and the data."""
         return {
             "steps": self.steps,
@@ -156,7 +156,7 @@ class _RaceState:
         self._half = torch.bfloat16 if self.task.half and self.device.type == "cuda" else None
         self._groups = [g for o in self.optimizers for g in o.param_groups]
         self._rates = [g["lr"] for g in self._groups]
-        self._schedule = schedules.warmed(schedules.linear, self.task.warm)
+        self._schedule = schedules.add_warmup(schedules.linear, self.task.warm)
         if self.task.compiled:
             self._forward = torch.compile(self.model)
         else:

@@ -93,15 +93,17 @@ def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
 
 def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """K-FAC's input factor, then the polar factor."""
-    return [_ruled(model, lr, Spectral, settings)]
+    return [_make_kfac(model, lr, Spectral, settings)]
 
 
 def eigenbasis(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Adam in the eigenbases of K-FAC's factors."""
-    return [_ruled(model, lr, Eigenbasis, settings)]
+    return [_make_kfac(model, lr, Eigenbasis, settings)]
 
 
-def _ruled(model: nn.Module, lr: float, rule: Callable[..., Rule], settings: Settings) -> Optimizer:
+def _make_kfac(
+    model: nn.Module, lr: float, rule: Callable[..., Rule], settings: Settings
+) -> Optimizer:
     """KFAC by a rule, whose own settings begin with `rule_`.
 
     `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
@@ -286,8 +288,8 @@ class SOAP(StackedOptimizer):
         state["left"].lerp_(left, 1 - beta2)
         state["right"].lerp_(right, 1 - beta2)
         if t % group["every"] == 0:
-            state["q"], rows = _renewed(state["left"], q)
-            state["p"], columns = _renewed(state["right"], p)
+            state["q"], rows = _refresh_basis(state["left"], q)
+            state["p"], columns = _refresh_basis(state["right"], p)
             v = v.gather(1, rows[:, :, None].expand_as(v))
             state["v"] = v.gather(2, columns[:, None, :].expand_as(v))
         return update
@@ -303,7 +305,7 @@ def _eigenvectors(g: Tensor) -> tuple[Tensor, Tensor]:
         return q, torch.linalg.qr(g.mT @ q, mode="complete")[0]
 
 
-def _renewed(s: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+def _refresh_basis(s: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """One step of orthogonal iteration, and the order that the columns of q are put in first."""
     with _float32():  # round-off of the largest eigenvalues would drown the smallest
         sq = s @ q

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import LogNorm
 
 
-def described(settings: Mapping[str, float]) -> str:
+def format_settings(settings: Mapping[str, float]) -> str:
     """The settings in a few characters, or that nothing was tuned."""
     return ", ".join(f"{k} {v:g}" for k, v in settings.items()) or "untuned"
 
@@ -50,7 +50,7 @@ def progress(
     """One bar per contender with its loss and the time left; plain lines without a terminal."""
     console.print(f"[bold]{problem.title}[/bold], {seconds:g} s for each optimizer")
     if not console.is_terminal:
-        yield lambda contender: _announced(console, contender)
+        yield lambda contender: _announce_run(console, contender)
         return
     bars = Progress(
         TextColumn("  {task.description:<16}"),
@@ -74,7 +74,7 @@ def progress(
         yield watcher
 
 
-def _announced(console: Console, contender: Competitor) -> Watcher:
+def _announce_run(console: Console, contender: Competitor) -> Watcher:
     """A line when a run starts, and one when it ends."""
     console.print(f"  {contender.name}: running")
 

@@ -18,7 +18,7 @@ from ..framework.plots import INK, dress
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .display import described, shown
+from .display import format_settings, shown
 from .problem import Competitor, DemoProblem
 from .problems import PROBLEMS
 from .race import Curve, run
@@ -56,7 +56,7 @@ class Demonstration(Experiment):
                 p.title: {
                     "setting": p.setting,
                     "seconds": budget(p, quick),
-                    "contenders": {c.name: described(c.settings) for c in p.contenders},
+                    "contenders": {c.name: format_settings(c.settings) for c in p.contenders},
                 }
                 for p in problems()[0]
             }
@@ -154,7 +154,7 @@ def _series(curve: Curve, measure: str) -> Series:
 
 def table(problem: DemoProblem, curves: Sequence[Curve]) -> Table:
     """Optimizer, settings, steps, seconds, and the final measures."""
-    settings = {c.name: described(c.settings) for c in problem.contenders}
+    settings = {c.name: format_settings(c.settings) for c in problem.contenders}
     names = list(curves[0].measures[-1])
     rows = [
         [

@@ -8,7 +8,7 @@ from typing import Any
 from .numbers import Rows, record, small
 
 
-def tuned() -> dict[str, float]:
+def find_smallest_errors() -> dict[str, float]:
     """The smallest error on record by set-up."""
     runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
     errors: dict[str, float] = {}
@@ -20,7 +20,7 @@ def tuned() -> dict[str, float]:
 def pde_defaults() -> Rows:
     """Every ready problem with nothing tuned."""
     rows = [["problem", "error", "tuned", "`check()` estimates", "verdict"]]
-    best = tuned()
+    best = find_smallest_errors()
     for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
         estimated = one["estimated"]
         known = best.get(one["name"])

@@ -13,7 +13,7 @@ RULES = {
 MODELS = {"ResNet-50": "resnet50", "GPT-2": "gpt2"}
 
 
-def _counted(model: str, rule: str, processes: int) -> dict[str, float]:
+def _find_row(model: str, rule: str, processes: int) -> dict[str, float]:
     """Every inverse is held by all."""
     return next(
         row
@@ -27,7 +27,7 @@ def traffic() -> Rows:
     """Bytes per step of one of eight processes."""
     rows = [["", "gradients (DDP)", *RULES.values()]]
     for model in MODELS:
-        counts = [_counted(model, rule, 8) for rule in RULES]
+        counts = [_find_row(model, rule, 8) for rule in RULES]
         gradients = counts[0]["gradients"]
         cells = [f"{r['total'] / 1e6:.1f} MB ({r['total'] / gradients:.1%})" for r in counts]
         rows.append([model, f"{gradients / 1e6:.1f} MB", *cells])

@@ -24,12 +24,12 @@ def _linear(z: Tensor) -> Tensor:
     return z @ _vector(*_SLOPE).to(z)
 
 
-def _moved(point: Point, loss: Callable[[Tensor], Tensor]) -> list[float]:
+def _compute_move(point: Point, loss: Callable[[Tensor], Tensor]) -> list[float]:
     """dφ·G⁺∇L."""
     return point.pushforward(point.natural_gradient(loss)).tolist()
 
 
-def rotated(context: Context) -> Record:
+def compare_rotated_maps(context: Context) -> Record:
     """Example 1: φ = (ξ₁, ξ₂³) covers the plane and sees one direction at 0; ψ is φ turned by 90°.
 
     Returns:
@@ -48,7 +48,7 @@ def rotated(context: Context) -> Record:
     joint_rank = torch.linalg.matrix_rank(torch.cat([one.image(), two.image()], 1))
     return {
         "gradient": list(_SLOPE),
-        "moves": [_moved(one, _linear), _moved(two, _linear)],
+        "moves": [_compute_move(one, _linear), _compute_move(two, _linear)],
         "ranks": [one.rank.rank, two.rank.rank, int(joint_rank)],
     }
 
@@ -58,7 +58,7 @@ def eight(x: Tensor) -> Tensor:
     return torch.cat([torch.sin(2 * x), torch.sin(x)])
 
 
-def crossing(context: Context) -> Record:
+def compare_at_crossing(context: Context) -> Record:
     """Example 2 and A.2: the figure eight at 0 from ξ = 0, and through f(θ) = π − θ from θ = 0.
 
     Returns:
@@ -72,7 +72,7 @@ def crossing(context: Context) -> Record:
         "gradient": list(_SLOPE),
         "tangents": [p.pushforward(unit).tolist() for p in (one, two)],
         "grams": [float(p.gram()) for p in (one, two)],
-        "moves": [_moved(p, _linear) for p in (one, two)],
+        "moves": [_compute_move(p, _linear) for p in (one, two)],
         "printed": eight(zero + pi / 2).tolist(),
         "right": eight(zero + pi).tolist(),
     }

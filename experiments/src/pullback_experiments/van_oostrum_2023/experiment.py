@@ -10,7 +10,7 @@ from math import hypot, log
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..framework import plots
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from ..framework.experiment import Experiment, Item
 from ..framework.plots import INK, PALETTE
 from ..framework.store import Results
@@ -51,15 +51,15 @@ class Examples(Experiment):
 
     def items(self, quick: bool) -> list[Item]:
         return [
-            Item(("example 1",), examples.rotated, once=True),
-            Item(("example 2",), examples.crossing, once=True),
+            Item(("example 1",), examples.compare_rotated_maps, once=True),
+            Item(("example 2",), examples.compare_at_crossing, once=True),
             Item(("A.3",), examples.parameters, once=True),
             Item(("theorems",), theorems.theorems),
             Item(("steps",), partial(theorems.steps, SIZES)),
         ]
 
     def judge(self, results: Results) -> list[Check]:
-        return judged(results)
+        return judge_claims(results)
 
     def tables(self, results: Results) -> list[Table]:
         runs = results.of("theorems")
@@ -80,13 +80,13 @@ _TINY = 1e-12  # of numbers near one
 _SOUND = tuple(name for name in INVERSES if name != DAMPED)
 
 
-def judged(results: Results) -> list[Check]:
+def judge_claims(results: Results) -> list[Check]:
     """The theorems, then the examples; one printed number is wrong."""
     claims = [*_theorems(results), *_examples(results)]
     # damping is not in the paper; the point that A.2 prints
     ours = 5
     wrong = 8
-    return recorded(claims, [i != wrong for i in range(len(claims))], {ours})
+    return make_checks(claims, [i != wrong for i in range(len(claims))], {ours})
 
 
 def _theorems(results: Results) -> list[Claim]:
@@ -202,7 +202,7 @@ def _arrow(axes: Axes, end: Sequence[float], color: str, name: str) -> None:
     axes.plot([], [], color=color, lw=2, label=name)
 
 
-def _framed(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower right") -> None:
+def _format_axes(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower right") -> None:
     plots.dress(axes, logx=False, logy=False)
     axes.set_aspect("equal")
     axes.locator_params(nbins=6)
@@ -218,7 +218,7 @@ def _plane(axes: Axes, results: Results) -> None:
     _arrow(axes, records["moves"][0], _PHI, "through φ")
     _arrow(axes, records["moves"][1], _PSI, "through ψ")
     axes.set(xlim=(-0.5, 1.3), ylim=(-0.6, 1.0))
-    _framed(axes, "Example 1: spans that meet in zero", "x", "y")
+    _format_axes(axes, "Example 1: spans that meet in zero", "x", "y")
 
 
 def _eight(axes: Axes, results: Results) -> None:
@@ -231,7 +231,7 @@ def _eight(axes: Axes, results: Results) -> None:
         _arrow(axes, end, color, name)
     _arrow(axes, records["gradient"], INK, "grad L")
     axes.plot(0, 0, "o", color=INK, ms=4)
-    _framed(axes, "Example 2: a crossing", "x = sin 2ξ", "y = sin ξ")
+    _format_axes(axes, "Example 2: a crossing", "x = sin 2ξ", "y = sin ξ")
     # inside the upper loop, where no line is
     inside = {"bbox_to_anchor": (0, 0.72), "bbox_transform": axes.transData}
     axes.legend(frameon=False, fontsize=8, loc="center", **inside)
@@ -243,7 +243,7 @@ def _space(axes: Axes, results: Results) -> None:
     _arrow(axes, records["y_xi"], _PHI, r"$y_\Xi$ = (3, 3)")
     _arrow(axes, records["y_theta"], _PSI, r"$y_\Theta$ = (4⅘, 1⅕)")
     axes.set(xlim=(-0.5, 6.5), ylim=(-0.5, 6.5))
-    _framed(axes, "A.3: two vectors, one move", "y₁", "y₂", "upper right")
+    _format_axes(axes, "A.3: two vectors, one move", "y₁", "y₂", "upper right")
 
 
 def _steps(axes: Axes, results: Results) -> None:

@@ -73,7 +73,7 @@ class RandomModel:
         """φ at ξ and ψ at θ."""
         return Point(self.phi, self.xi, self.metric), Point(self.psi, self.theta, self.metric)
 
-    def projected(self) -> Tensor:
+    def project_gradient(self) -> Tensor:
         """Π grad L by a dense projector, which shares nothing with `Point`."""
         jacobian = jacrev(self.phi)(self.xi)
         u, sigma, _ = torch.linalg.svd(jacobian, full_matrices=False)
@@ -96,7 +96,7 @@ def theorems(context: Context) -> Record:
     """By inverse: how far dφ·G⁻∇L is from Π grad L, from ψ's move, and df·x from x, relative."""
     scene = RandomModel(context)
     one, two = scene.points()
-    truth = scene.projected()
+    truth = scene.project_gradient()
     jacobian = jacrev(scene.f)(scene.theta)
     projection = {}
     model = {}

@@ -60,7 +60,7 @@ class Comparison(Experiment):
             "layers": list(self.setting.layers),
             "points": dict(self.setting.points),
             "methods": {
-                method.name: {"steps": self._length(steps, quick), "settings": method.described()}
+                method.name: {"steps": self._length(steps, quick), "settings": method.describe()}
                 for method, steps in self.methods
             },
         }

@@ -55,7 +55,7 @@ class DescentMethod(ABC):
         """The method at work."""
 
     @abstractmethod
-    def described(self) -> str:
+    def describe(self) -> str:
         """Its settings, for the record."""
 
 
@@ -71,7 +71,7 @@ class FirstOrder(DescentMethod):
     def on(self, fit: Fit) -> Stepper:
         return _Gradient(fit, self.build(fit.model.parameters(), lr=self.lr, **self.options))
 
-    def described(self) -> str:
+    def describe(self) -> str:
         tried = ", ".join(f"{lr:g}" for lr in self.tried)
         return f"{self.build.__name__}(lr={self.lr:g}), best of {tried}"
 
@@ -110,7 +110,7 @@ class NaturalMethod(DescentMethod):
     def on(self, fit: Fit) -> Stepper:
         return _NaturalStepper(fit, self)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         metric = "L² of u" if self.l2 else "Gauss–Newton"
         if self.pretrain:
             before = f", after {self.pretrain} Adam steps"

@@ -9,7 +9,7 @@ import torch
 from pullback.solvers import Cholesky, OrthogonalGreedy, PseudoInverse, Relative, Solver
 from pullback.steps import Backtracking, Clip, GridLineSearch, Step, TargetRatio
 
-from ..framework.check import Check, Claim, recorded
+from ..framework.check import Check, Claim, make_checks
 from . import problems
 from .experiment import Comparison
 from .methods import ArgMin, DescentMethod, FirstOrder, NaturalMethod
@@ -22,7 +22,7 @@ def least_squares_claims(
 ) -> list[Check]:
     """What section 2.1 shows and section 1.1 promises, for p = size parameters."""
     full, greedy, damped = (summaries[m] for m in ("NGD", "NGD-OGA", "NGD-OGA, damped"))
-    return recorded(
+    return make_checks(
         [
             _singular(full, size),
             _nearly_best(full),
@@ -45,7 +45,7 @@ def poisson_claims(
     cut, greedy, plain = (summaries[m] for m in ("E-NGD", "E-NGD-OGA", "E-NGD, not cut"))
     first = cut.first("largest")
     pretrained = summaries["E-NGD, pre-trained"]
-    return recorded(
+    return make_checks(
         [
             _singular(plain, size),
             ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
@@ -139,7 +139,7 @@ def _grid() -> Step:
     return GridLineSearch(_GRID)
 
 
-def _printed() -> Step:
+def _make_paper_step() -> Step:
     return ArgMin(_GRID)
 
 
@@ -151,7 +151,7 @@ def _greedy(k: int) -> Callable[[], Solver]:
     return lambda: OrthogonalGreedy(k)
 
 
-def _damped() -> Solver:
+def _make_damped_solver() -> Solver:
     return Cholesky(Relative(_DAMPING))
 
 
@@ -183,9 +183,9 @@ def _fit(
     natural = [
         NaturalMethod("NGD", "minimum norm, grid search", full, _grid, greedy=k),
         NaturalMethod("NGD-OGA", f"{k} greedy vectors, grid search", greedy, _grid),
-        NaturalMethod("NGD, arg-min", "grid search without accept test", full, _printed),
+        NaturalMethod("NGD, arg-min", "grid search without accept test", full, _make_paper_step),
         NaturalMethod("NGD-OGA, backtracking", f"{k} greedy vectors, Armijo", greedy, Backtracking),
-        NaturalMethod("NGD, damped", f"{_ADDED}, grid search", _damped, _grid),
+        NaturalMethod("NGD, damped", f"{_ADDED}, grid search", _make_damped_solver, _grid),
         NaturalMethod("NGD-OGA, damped", f"{k} greedy vectors, {_ADDED}", _damped_greedy(k), _grid),
         NaturalMethod("NGD, target ratio", "trust radius", full, TargetRatio, gram="rows"),
     ]
@@ -218,10 +218,10 @@ def _poisson(steps: int = 100, k: int = 20, more: int = 100, pretrain: int = 200
         NaturalMethod(
             "E-NGD-OGA, 100 vectors", f"{more} greedy vectors, not cut", _greedy(more), _grid
         ),
-        NaturalMethod("E-NGD, arg-min", "not cut, no accept test", full, _printed),
+        NaturalMethod("E-NGD, arg-min", "not cut, no accept test", full, _make_paper_step),
         NaturalMethod("E-NGD, backtracking", "not cut, Armijo", full, Backtracking),
         NaturalMethod("E-NGD, from rows", "not cut, SVD of A", full, _grid, gram="rows"),
-        NaturalMethod("E-NGD, damped", f"not cut, {_ADDED}", _damped, _grid),
+        NaturalMethod("E-NGD, damped", f"not cut, {_ADDED}", _make_damped_solver, _grid),
         NaturalMethod(
             "E-NGD-OGA, damped", f"{k} greedy vectors, not cut, {_ADDED}", _damped_greedy(k), _grid
         ),

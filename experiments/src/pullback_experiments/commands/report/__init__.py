@@ -28,7 +28,7 @@ from .markup import ReportEntry
 from .page import page
 from .solution import solution
 
-__all__ = ["write", "gathered", "ranges"]
+__all__ = ["write", "collect_entries", "ranges"]
 
 
 def write(out: Path) -> tuple[Path, list[str]]:
@@ -39,7 +39,7 @@ def write(out: Path) -> tuple[Path, list[str]]:
     if not out.is_dir():
         why = "it is no folder" if out.exists() else "there is no such folder"
         raise PullbackError(f"There are no results under {out}", why, "Pass the --out of the runs")
-    entries, left_out = gathered(out)
+    entries, left_out = collect_entries(out)
     path = files.write_text(out / "report.html", page(entries, left_out))
     if not entries:
         why = "; ".join(left_out) or "there is no JSON file"
@@ -48,7 +48,7 @@ def write(out: Path) -> tuple[Path, list[str]]:
     return path, left_out
 
 
-def gathered(out: Path) -> tuple[list[ReportEntry], list[str]]:
+def collect_entries(out: Path) -> tuple[list[ReportEntry], list[str]]:
     """Return an entry for every result file, and a line on every other JSON file."""
     entries: list[ReportEntry] = []
     left_out: list[str] = []

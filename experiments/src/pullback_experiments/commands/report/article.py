@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...framework.check import BESIDE, UNJUDGED
-from ...framework.progress import clocked, ranges
+from ...framework.progress import format_duration, ranges
 from . import charts
 from .charts import Curves
 from .markup import (
@@ -18,10 +18,10 @@ from .markup import (
     badge,
     command,
     environments,
-    folded,
     lines,
-    listing,
     pictures,
+    render_details,
+    render_json,
     table,
     text,
 )
@@ -33,10 +33,10 @@ def article(
     """Return the entry of a results file."""
     about = state["about"]
     summary = state["summary"]
-    verdict = judged(summary)
+    verdict = read_verdict(summary)
     seeds = _describe_seeds(about, summary)
     title = "Environment and configuration, " + str(path.relative_to(out))
-    details = environments(state["environments"]) + listing(state["config"])
+    details = environments(state["environments"]) + render_json(state["config"])
     blocks = [
         _heading(anchor, str(about["name"]), about, verdict),
         f'<p class="claim">{text(about.get("claim", ""))}</p>',
@@ -46,7 +46,7 @@ def article(
         *_illustrations(path, about, summary, curves),
         _paragraph("about", about.get("about")),
         command(_again(path, about, summary)),
-        folded(title, details),
+        render_details(title, details),
     ]
     html = f'<article id="{text(anchor)}" data-verdict="{verdict}">\n{lines(blocks)}\n</article>'
     took = summary.get("seconds")
@@ -103,7 +103,7 @@ def _illustrations(
     ]
 
 
-def judged(summary: Mapping[str, Any]) -> str:
+def read_verdict(summary: Mapping[str, Any]) -> str:
     """Return the verdict of a run; "not judged" without one that this version knows."""
     verdict = summary.get("verdict")
     if verdict is None or str(verdict["outcome"]) not in VERDICTS:
@@ -171,7 +171,7 @@ def _describe_seeds(about: Mapping[str, Any], summary: Mapping[str, Any]) -> See
         clauses.append(f"unfinished, {int(finished)} of {int(total)} items")
     took = summary.get("seconds")
     if took is not None:
-        clauses.append(f"{clocked(float(took))} in all")
+        clauses.append(f"{format_duration(float(took))} in all")
     sentence = "; ".join(clauses)
     if beside:
         sentence += f". {BESIDE.format(ranges(beside))}; the command below takes them in"

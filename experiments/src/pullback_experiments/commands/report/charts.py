@@ -33,17 +33,17 @@ def drawn(charts: Sequence[Chart]) -> str:
             else:
                 small = f" <small>{text(chart.y)}</small>"
             head = f"<h4>{text(chart.title)}{small}</h4>"
-            data = f'<script type="application/json">{embedded(as_data(chart))}</script>'
+            data = f'<script type="application/json">{embed_json(as_data(chart))}</script>'
             blocks.append(f'<div class="chart" data-chart hidden>{head}{data}</div>')
     if blocks:
         return f'<div class="charts">\n{chr(10).join(blocks)}\n</div>'
     return ""
 
 
-def embedded(value: object) -> str:
+def embed_json(value: object) -> str:
     r"""JSON that ends no tag and opens no comment: <, > and & are written as escapes.
 
-    >>> embedded("</script><!--")
+    >>> embed_json("</script><!--")
     '"\\u003c/script\\u003e\\u003c!--"'
     """
     words = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
@@ -59,11 +59,11 @@ def as_data(chart: Chart) -> dict[str, Any]:
         "logx": bool(chart.logx),
         "logy": bool(chart.logy),
         "axes": [list(pair) for pair in chart.axes().items()],
-        "series": _colored(chart.shown()),
+        "series": _assign_colors(chart.shown()),
     }
 
 
-def _colored(shown: Sequence[Series]) -> list[dict[str, Any]]:
+def _assign_colors(shown: Sequence[Series]) -> list[dict[str, Any]]:
     """Methods in the colors of the figures; other series in the order of the palette."""
     names = [series.name for series in shown]
     if any(map(known, names)) and len(fixed_colors := places(names)) == len(set(names)):
@@ -89,7 +89,7 @@ def _line(line: Line) -> dict[str, list[float | None]]:
     columns = {name: values for name, values in columns.items() if len(values)}
     if len({len(values) for values in columns.values()}) > 1:
         raise ValueError(f"a line has {', '.join(f'{len(v)} {k}' for k, v in columns.items())}")
-    entries = thinned([_plain(v) for v in line.y])
+    entries = thin_curve([_plain(v) for v in line.y])
     return {name: [_plain(values[i]) for i in entries] for name, values in columns.items()}
 
 
@@ -101,15 +101,15 @@ def _plain(value: float) -> float | None:
     return None
 
 
-def thinned(y: Sequence[float | None], most: int = _MOST) -> list[int]:
+def thin_curve(y: Sequence[float | None], most: int = _MOST) -> list[int]:
     """Places of at most so many entries: the lowest and the highest of every stretch, and the ends.
 
     Half of the stretches are equally long and half grow geometrically, so that the early entries
     of a long run survive on a logarithmic axis.
 
-    >>> thinned([1.0, 2.0, 3.0])
+    >>> thin_curve([1.0, 2.0, 3.0])
     [0, 1, 2]
-    >>> len(thinned([0.0] * 100_000)) <= 320
+    >>> len(thin_curve([0.0] * 100_000)) <= 320
     True
     """
     n = len(y)
@@ -154,7 +154,7 @@ def curves(path: Path, state: Mapping[str, Any]) -> Curves:
         experiment = registry.find(name)
         if path.stem != experiment.stem(quick):
             return Curves(note=f"No curves: results of {name} are called {experiment.stem(quick)}.")
-        store = experiment.opened(quick, path.parent)
+        store = experiment.open_store(quick, path.parent)
         return Curves(experiment.curves(Available(store, quick)))
     except PullbackError as error:
         return Curves(note=f"No curves: {error.why}.")

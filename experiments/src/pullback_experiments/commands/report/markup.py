@@ -105,12 +105,12 @@ def environments(records: Sequence[Mapping[str, Any]]) -> str:
     return lines(out)
 
 
-def folded(summary: str, inside: str) -> str:
+def render_details(summary: str, inside: str) -> str:
     """Something to open; the summary is a text."""
     return f"<details><summary>{text(summary)}</summary>{inside}</details>"
 
 
-def listing(value: object) -> str:
+def render_json(value: object) -> str:
     """Any JSON, indented."""
     return f"<pre>{text(json.dumps(value, indent=1, ensure_ascii=False))}</pre>"
 

@@ -13,7 +13,7 @@ from importlib import resources
 import pullback
 
 from ...framework.plots import PALETTE
-from ...framework.progress import clocked
+from ...framework.progress import format_duration
 from .markup import VERDICTS, ReportEntry, badge, lines, text
 
 #: in the order in which they are joined
@@ -40,7 +40,7 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
     body = lines(
         [
             _filters(papers) if entries else "",
-            _overview(papers) if entries else _nothing(left_out),
+            _overview(papers) if entries else _explain_empty_page(left_out),
             *(_section(paper, entries_of_paper) for paper, entries_of_paper in papers.items()),
             _left_out(left_out),
         ]
@@ -60,7 +60,7 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
 <header>
 <p class="brand">pullback</p>
 <h1>Experiments</h1>
-<p>{text(_counted(papers))}</p>
+<p>{text(_summarize_counts(papers))}</p>
 <button type="button" class="theme" data-theme-switch hidden>Theme: system</button>
 </header>
 <main id="main">
@@ -79,15 +79,15 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
 def styles() -> str:
     """All of the style, with the palette of the figures."""
     colors = "".join(f"--c{i}:{color};" for i, color in enumerate(PALETTE))
-    return f":root{{{colors}}}\n" + _joined(STYLES)
+    return f":root{{{colors}}}\n" + _read_assets(STYLES)
 
 
 def scripts() -> str:
     """All of the script, in a scope of its own."""
-    return f'(() => {{\n"use strict";\n{_joined(SCRIPTS)}}})();\n'
+    return f'(() => {{\n"use strict";\n{_read_assets(SCRIPTS)}}})();\n'
 
 
-def _joined(names: Sequence[str]) -> str:
+def _read_assets(names: Sequence[str]) -> str:
     folder = resources.files(__package__ or "") / "assets"
     return "".join((folder / name).read_text("utf-8") for name in names)
 
@@ -95,17 +95,17 @@ def _joined(names: Sequence[str]) -> str:
 def _policy(style: str, script: str) -> str:
     """Nothing is loaded, and no other script runs than this one."""
 
-    def allowed(words: str) -> str:
+    def hash_source(words: str) -> str:
         digest = hashlib.sha256(words.encode()).digest()
         return f"'sha256-{base64.b64encode(digest).decode()}'"
 
     return (
-        f"default-src 'none'; img-src data:; style-src {allowed(style)}; "
-        f"script-src {allowed(script)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src {hash_source(style)}; "
+        f"script-src {hash_source(script)}; base-uri 'none'; form-action 'none'"
     )
 
 
-def _counted(papers: dict[str, list[ReportEntry]]) -> str:
+def _summarize_counts(papers: dict[str, list[ReportEntry]]) -> str:
     entries = [e for entries_of_paper in papers.values() for e in entries_of_paper]
     if not entries:
         return "No results."
@@ -115,7 +115,7 @@ def _counted(papers: dict[str, list[ReportEntry]]) -> str:
     return f"{words}: {', '.join(phrases)}."
 
 
-def _nothing(left_out: Sequence[str]) -> str:
+def _explain_empty_page(left_out: Sequence[str]) -> str:
     why = "none of the JSON files holds any" if left_out else "there is no JSON file"
     return f"<p>There are no results under this folder: {why}. Run an experiment first.</p>"
 
@@ -144,7 +144,7 @@ def _overview(papers: dict[str, list[ReportEntry]]) -> str:
             if e.took is None:
                 took = "–"
             else:
-                took = clocked(e.took)
+                took = format_duration(e.took)
             if e.took is None:
                 number = ""
             else:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ...framework.curves import Chart, Line, Series
-from ...framework.progress import clocked
+from ...framework.progress import format_duration
 from . import charts
 from .markup import (
     ReportEntry,
     badge,
     command,
     environments,
-    folded,
     lines,
-    listing,
     pictures,
+    render_details,
+    render_json,
     table,
     text,
 )
@@ -38,7 +38,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         reached = "no exact solution"
     else:
         reached = f"relative L² error {float(error):.1e}"
-    words = f"{config['problem']}: {reached}, {int(result['steps']):,} steps, " + clocked(
+    words = f"{config['problem']}: {reached}, {int(result['steps']):,} steps, " + format_duration(
         float(result["seconds"])
     )
     plots = charts.drawn(history(state["history"]))
@@ -59,9 +59,9 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         pictures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
         command(repeat_command),
-        folded(
+        render_details(
             f"Environment and configuration, {path.relative_to(out)}",
-            environments([state["environment"]]) + listing(config),
+            environments([state["environment"]]) + render_json(config),
         ),
     ]
     html = f'<article id="{text(anchor)}" data-verdict="not judged">\n{lines(blocks)}\n</article>'

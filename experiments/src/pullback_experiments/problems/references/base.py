@@ -76,7 +76,7 @@ def relative(a: Array, b: Array) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def resolved(error: float, what: str, limit: float = 1e-3) -> float:
+def require_resolved(error: float, what: str, limit: float = 1e-3) -> float:
     """The estimated error, if it is small enough to call the solution a reference."""
     if not error <= limit:
         raise PullbackError(
@@ -100,7 +100,7 @@ def folder() -> Path:
     return Path(base).expanduser() / "pullback"
 
 
-def cached(
+def load_or_compute(
     name: str,
     parameters: Mapping[str, float],
     version: int,

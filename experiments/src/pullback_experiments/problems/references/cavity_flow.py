@@ -13,7 +13,7 @@ from numpy.polynomial import Polynomial, legendre
 from pullback._core.errors import PullbackError
 from pullback.pde.arguments import check_positive
 
-from .base import Array, Reference, cached, relative, resolved
+from .base import Array, Reference, load_or_compute, relative, require_resolved
 
 
 def shifted_vander(x: Array, degree: int) -> Array:
@@ -60,7 +60,7 @@ class Clamped:
         dy = self.b0 @ a @ self.b1.T
         return dx, dy, self.b2 @ a @ self.b0.T + self.b0 @ a @ self.b2.T
 
-    def tested(self, fx: Array, fy: Array, fl: Array) -> Array:
+    def integrate_against_basis(self, fx: Array, fy: Array, fl: Array) -> Array:
         """∫ fx ∂xφ_ij + fy ∂yφ_ij + fl Δφ_ij, (M, M)."""
         wx = self.weights * fx
         wy = self.weights * fy
@@ -163,13 +163,13 @@ class Cavity(Reference):
     def _arrays(self) -> dict[str, Array]:
         parameters = {"reynolds": self.reynolds, "degree": self.degrees[0]}
         keys = ("psi", "head", "accuracy")
-        return cached("cavity", parameters, self.version, keys, self._compute)
+        return load_or_compute("cavity", parameters, self.version, keys, self._compute)
 
     def _compute(self) -> dict[str, Array]:
         fine, coarse = (self.solve(degree) for degree in self.degrees)
         probe = np.random.default_rng(0).random((8192, 2))
         error = relative(self._at(probe, *coarse), self._at(probe, *fine))
-        resolved(error, f"Cavity with reynolds={self.reynolds}")
+        require_resolved(error, f"Cavity with reynolds={self.reynolds}")
         return {"psi": fine[0], "head": fine[1], "accuracy": np.array(error)}
 
     def _at(self, points: Array, psi: Array, head: Array) -> Array:
@@ -204,7 +204,7 @@ class _Newton:
         bending = self.field(differentiate(dx, 0) + differentiate(dy, 1))
         self.base = self.field(dx), self.field(dy), bending
         zero = np.zeros_like(bending)
-        self.load = self.nu * space.tested(zero, zero, bending)
+        self.load = self.nu * space.integrate_against_basis(zero, zero, bending)
 
     def field(self, c: Array) -> Array:
         """Values (Q, Q) from Legendre coefficients."""
@@ -235,12 +235,12 @@ class _Newton:
 
     def residual(self, a: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         dx, dy, h = (f + g for f, g in zip(self.space.fields(a), self.base, strict=True))
-        moved = self.space.tested(h * dy, -h * dx, np.zeros_like(h))
+        moved = self.space.integrate_against_basis(h * dy, -h * dx, np.zeros_like(h))
         return self.load + self.nu * self._stiff(a) + moved, (dx, dy, h)
 
     def _stiff(self, a: Array) -> Array:
         h = self.space.fields(a)[2]
-        return self.space.tested(np.zeros_like(h), np.zeros_like(h), h)
+        return self.space.integrate_against_basis(np.zeros_like(h), np.zeros_like(h), h)
 
     def improve(self, a: Array, residual: Array, fields: tuple[Array, Array, Array]) -> Array:
         """a − (derivative of the residual)⁻¹ residual; GMRES on (1/Re)⁻¹ biharmonic⁻¹ of both."""
@@ -251,7 +251,7 @@ class _Newton:
         def apply(flat: Array) -> Array:
             d = flat.reshape(shape)
             ex, ey, eh = self.space.fields(d)
-            moved = self.space.tested(eh * dy + h * ey, -eh * dx - h * ex, zero)
+            moved = self.space.integrate_against_basis(eh * dy + h * ey, -eh * dx - h * ex, zero)
             return (d + self.space.biharmonic(moved) / self.nu).ravel()
 
         rhs = self.space.biharmonic(residual).ravel() / self.nu

@@ -13,7 +13,7 @@ import scipy
 from pullback._core.errors import PullbackError
 from pullback.pde.arguments import check_positive
 
-from .base import Array, Reference, cached, relative, resolved
+from .base import Array, Reference, load_or_compute, relative, require_resolved
 from .etdrk4 import FourierTrajectory, integrate
 
 _DEGREE = 10
@@ -84,7 +84,7 @@ class Pseudospectral(Reference):
     @cached_property
     def _arrays(self) -> dict[str, Array]:
         keys = ("edges", "coefficients", "accuracy")
-        return cached(self.name, self.parameters, self.version, keys, self._compute)
+        return load_or_compute(self.name, self.parameters, self.version, keys, self._compute)
 
     def _compute(self) -> dict[str, Array]:
         fine = self.solve(coarse=False)
@@ -92,7 +92,7 @@ class Pseudospectral(Reference):
         low, high = np.array(self.domain).T
         points = low + (high - low) * np.random.default_rng(0).random((8192, 2))
         error = relative(self._at(points, _by_field(*coarse)), self._at(points, _by_field(*fine)))
-        resolved(error, f"{type(self).__name__} with {self.parameters}")
+        require_resolved(error, f"{type(self).__name__} with {self.parameters}")
         return {"edges": fine[0], "coefficients": fine[1], "accuracy": np.array(error)}
 
     def solve(self, *, coarse: bool) -> tuple[Array, Array]:
@@ -240,7 +240,7 @@ class KortewegDeVries(Pseudospectral):
         return 1j * self.mu**2 * wave**3, start
 
     def nonlinear(self, c: Array) -> Array:
-        return -0.5j * self.eta * math.pi * np.arange(len(c)) * _squared(c)
+        return -0.5j * self.eta * math.pi * np.arange(len(c)) * _square(c)
 
 
 class KuramotoSivashinsky(Pseudospectral):
@@ -277,10 +277,10 @@ class KuramotoSivashinsky(Pseudospectral):
         return 100 * (scaled**2 - scaled**4), start
 
     def nonlinear(self, c: Array) -> Array:
-        return -50j / 16 * np.arange(len(c)) * _squared(c)
+        return -50j / 16 * np.arange(len(c)) * _square(c)
 
 
-def _squared(c: Array) -> Array:
+def _square(c: Array) -> Array:
     """Coefficients of u² from those of u, dealiased: 3/2 as many points as u needs."""
     n = scipy.fft.next_fast_len(3 * len(c), real=True)
     u = np.asarray(scipy.fft.irfft(c, n)) * n

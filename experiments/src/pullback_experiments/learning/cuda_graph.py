@@ -58,7 +58,7 @@ class Captured:
         self._graph.replay()
 
 
-def graphed(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
+def capture_step(optimizer: Optimizer, gradient: Gradient, *, fixed: bool) -> Step:
     """Gradient and step, captured as far as the optimizer lets it.
 
     With `fixed` rates the step is captured too, with the rates that it has at first; the optimizer
