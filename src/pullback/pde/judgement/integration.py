@@ -64,6 +64,19 @@ class _TooLong(Exception):
     """The integration takes more evaluations than allowed."""
 
 
+@dataclass(frozen=True)
+class LeadingTerms:
+    """The highest derivatives of an equation at a state, and the equation's slopes by these.
+
+    Attributes:
+        highest: u⁽ᵏ⁾ of each field, (m,).
+        slopes: ∂F/∂u⁽ᵏ⁾, (m, m).
+    """
+
+    highest: Tensor
+    slopes: Tensor
+
+
 class InitialValueProblem:
     """F(t, u, u', …, u⁽ᵏ⁾) = 0 with as many initial conditions as u, u', …, u⁽ᵏ⁻¹⁾ has entries.
 
@@ -112,6 +125,23 @@ class InitialValueProblem:
     def orders(self) -> list[int]:
         """The highest derivative of each field in the equations."""
         return list(self._orders)
+
+    def find_initial_state(self) -> Tensor:
+        """Return (u₁, u₁', …, u₂, …) at the start; raise IntegrationFailed if it is not found."""
+        state = self._find_initial_state(lambda times: times.new_zeros(1, len(self._orders)))
+        if state is None:
+            raise IntegrationFailed
+        return state
+
+    def linearize(self, t: float, state: Tensor) -> LeadingTerms:
+        """Return the highest derivatives at a state; raise IntegrationFailed if there are none."""
+        try:
+            self._slope(t, state)
+        except (ArithmeticError, torch.linalg.LinAlgError):
+            raise IntegrationFailed from None
+        highest = self._highest
+        slopes = _differentiate(lambda h: self._equation_residuals(t, state, h), highest)
+        return LeadingTerms(highest, slopes)
 
     def integrate(self, guess: Trajectory) -> Trajectory | None:
         """Return the solution, or None if the integration fails.
@@ -324,14 +354,18 @@ def _find_root(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     """Return a root near `start` by Newton's method; raise ArithmeticError if it is not reached."""
     x = start
     for _ in range(LIMITS.newton_steps):
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            value = function(leaf)
-            rows = [torch.autograd.grad(v, leaf, retain_graph=True)[0] for v in value]
-        jacobian = torch.stack(rows)
-        move = torch.linalg.solve(jacobian, value.detach())
+        move = torch.linalg.solve(_differentiate(function, x), function(x).detach())
         x = x - move
         scale = 1.0 + float(x.abs().max())
         if float(move.abs().max()) <= LIMITS.newton_tolerance * scale:
             return x
     raise ArithmeticError("Newton's method did not converge")
+
+
+def _differentiate(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the Jacobian of a function at x."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        values = function(leaf)
+        rows = [torch.autograd.grad(v, leaf, retain_graph=True)[0] for v in values]
+    return torch.stack(rows)

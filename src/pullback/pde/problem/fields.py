@@ -171,6 +171,11 @@ class Field:
         return func(*plain_args, **plain_kwargs)
 
 
+def scale_field(field: Field, factor: float) -> Field:
+    """Return a field times a number, with its derivatives."""
+    return Field(lambda index: factor * field._channel(index), field._coordinates, field._normals)
+
+
 def _as_tensor(value: Any) -> Any:
     """Return the value of a field; anything else as it is."""
     if isinstance(value, Field):

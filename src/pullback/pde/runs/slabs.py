@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,32 +17,10 @@ from ..judgement.solution import PDESolution
 from ..judgement.stop import StopReason
 from ..judgement.verdict import Outcome, PDEVerdict
 from ..networks.modules import Slabs
-from ..networks.windows import read_initial_values, rescale_time
 from ..problem.problem import Problem
 from .run import Run
 from .settings import Settings
-from .time_windows import find_time_windows
-
-
-@dataclass(frozen=True)
-class SlabThresholds:
-    """How the lengths of slabs are controlled."""
-
-    #: share of the whole time below which slabs are not halved any more
-    shortest_share: float = 1 / 16
-    #: share of its steps and its budget after which a slab is looked at
-    look_share: float = 0.25
-    #: relative residuals at which it is given up then: 1 % after a quarter of the steps
-    hopeless_residual: float = 1e-2
-    #: two halvings of a slab must divide its residuals by this, or shorter ones are no easier
-    useful_fall: float = 2.0
-    #: share of its steps below which a slab was easy, and the next is twice as long
-    easy_share: float = 0.5
-    #: budget of the first slab in units of a later one's: it begins with random parameters
-    first_slab_budget: float = 2.0
-
-
-THRESHOLDS = SlabThresholds()
+from .time_windows import MarchControl, TimeWindow, TimeWindows, find_time_windows
 
 
 class SlabMarch:
@@ -58,6 +36,7 @@ class SlabMarch:
         problem, network: of the whole time.
         checkpoint: the file that slab i saves to has i behind this name.
         settings: of every slab; the budget is that of all of them.
+        windows: of time; by default each has a copy of the network.
     """
 
     def __init__(
@@ -66,12 +45,15 @@ class SlabMarch:
         network: nn.Module,
         checkpoint: str | Path | None,
         settings: Settings,
+        windows: TimeWindows | None = None,
     ) -> None:
-        self._windows = find_time_windows(problem)
+        self._windows = windows or find_time_windows(problem)
+        self._control = self._windows.control
         self._problem = problem
         self._network = network
         self._checkpoint = checkpoint
-        self._settings = settings
+        self._settings = self._windows.adapt(settings)
+        self._window: TimeWindow | None = None
         self._edges = [self._windows.start]
         self._networks: list[nn.Module] = []
         self._verdicts: list[PDEVerdict] = []
@@ -81,14 +63,17 @@ class SlabMarch:
         self._spent = 0.0
         self._attempts = 0
 
-    def solve(self, slabs: int | str | Sequence[float], *, first_share: float = 1.0) -> PDESolution:
+    def solve(
+        self, slabs: int | str | Sequence[float], *, is_whole_hopeless: bool = False
+    ) -> PDESolution:
         """Solve so many slabs, those that end at given times, or "auto".
 
         Args:
             slabs: a number, inner edges, or "auto".
-            first_share: of the whole time, that is tried first with "auto".
+            is_whole_hopeless: whether the whole time is not tried first with "auto".
         """
         if isinstance(slabs, str):
+            first_share = self._control.first_share if is_whole_hopeless else 1.0
             self._solve_adaptively(first_share)
         else:
             self._solve_up_to(_place_edges(slabs, self._windows.start, self._windows.end))
@@ -107,18 +92,20 @@ class SlabMarch:
         end = self._windows.end
         duration = end - self._windows.start
         length = first_share * duration
-        shortest = THRESHOLDS.shortest_share * duration
+        shortest = self._control.shortest_share * duration
         residuals: list[float] = []  # of the attempts at this slab
         while (time_left := end - self._edges[-1]) > 0:
             length = min(length, time_left)
+            if self._has_spent_budget:
+                length = time_left
             until = end if length == time_left else self._edges[-1] + length
             run = self._begin_slab(until, slabs_later=time_left / length - 1)
-            solution = run.advance(THRESHOLDS.look_share)
+            solution = run.advance(self._control.look_share)
             residuals.append(_early_residual(run, solution))
-            if _is_halving_useless(residuals):
+            if _is_halving_useless(residuals, self._control):
                 shortest = length
             is_shortest = length <= 1.001 * shortest
-            if is_shortest or not residuals[-1] > THRESHOLDS.hopeless_residual:
+            if is_shortest or not residuals[-1] > self._control.hopeless_residual:
                 solution = run.advance()
             if not is_shortest and not self._is_good_enough(run, solution):
                 self._spent += run.seconds_spent
@@ -127,7 +114,7 @@ class SlabMarch:
             residuals.clear()
             if self._keep(run, solution, until):
                 break
-            if len(run.history) < THRESHOLDS.easy_share * self._settings.limits.steps:
+            if len(run.history) < self._control.easy_share * self._settings.limits.steps:
                 length *= 2
 
     def _is_good_enough(self, run: Run, solution: PDESolution) -> bool:
@@ -135,6 +122,9 @@ class SlabMarch:
         verdict = solution.verdict
         if self._ends_march(solution) or self._exhausts_budget(run):
             return True
+        accurate_residual = self._control.accurate_residual
+        if accurate_residual is not None:
+            return verdict.relative <= max(accurate_residual, verdict.exact)
         is_within_tolerance = verdict.stop.reason is StopReason.TOLERANCE_REACHED
         return verdict.name in {Outcome.CONVERGED, Outcome.UNJUDGED} or is_within_tolerance
 
@@ -144,30 +134,34 @@ class SlabMarch:
         return self._spent
 
     def _exhausts_budget(self, run: Run) -> bool:
-        """Return True if the budget of all slabs is spent.
+        """Return True if the budget of all slabs is spent with this one."""
+        return self._is_beyond_budget(self._spent + run.seconds_spent)
+
+    @property
+    def _has_spent_budget(self) -> bool:
+        """Return True if nothing of the budget is left for the next slab."""
+        return self._is_beyond_budget(self._spent)
+
+    def _is_beyond_budget(self, seconds: float) -> bool:
+        """Return True if the budget of all slabs allows no more seconds than these.
 
         A run with a checkpoint goes on when called again, and decides as if never interrupted.
         """
         budget = self._settings.limits.budget
         if budget is None or self._checkpoint is not None:
             return False
-        return self._spent + run.seconds_spent >= budget
+        return seconds >= budget
 
     def _begin_slab(self, end: float, slabs_later: float) -> Run:
         """Return a run over the next slab, which shares the budget that is left with later ones."""
         previous = self._networks[-1] if self._networks else None
-        initial_values = None
-        if previous is not None:
-            initial_values = read_initial_values(previous, self._problem.domain.dim - 1)
-        restricted = self._windows.restrict(self._edges[-1], end, initial_values)
-        network = rescale_time(
-            previous or self._network, restricted, keep_function=previous is not None
-        )
+        window = self._windows.open(self._edges[-1], end, self._network, previous)
+        self._window = window
         path = None
         if self._checkpoint is not None:
             path = Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
-        return Run(restricted, network, self._share_budget(slabs_later), path)
+        return Run(window.problem, window.network, self._share_budget(slabs_later), path)
 
     def _share_budget(self, slabs_later: float) -> Settings:
         """Return the settings of the next slab.
@@ -179,14 +173,17 @@ class SlabMarch:
         if budget is None:
             return self._settings
         left = max(0.0, budget - self._spent)
-        if self._checkpoint is not None:
+        if self._checkpoint is not None or not self._control.shares_budget:
             return self._settings.with_budget(left)
-        weight = 1.0 if self._networks else THRESHOLDS.first_slab_budget
+        weight = 1.0
+        if not self._networks:
+            weight = self._control.first_window_budget
         return self._settings.with_budget(left * weight / (weight + slabs_later))
 
     def _keep(self, run: Run, solution: PDESolution, end: float) -> bool:
         """Add a slab that ends at a time; return True if the march ends with it, too early."""
-        self._networks.append(run.network)
+        assert self._window is not None
+        self._networks.append(self._window.restore_units())
         self._verdicts.append(solution.verdict)
         self._edges.append(end)
         self._spent += run.seconds_spent
@@ -239,9 +236,12 @@ def _early_residual(run: Run, solution: PDESolution) -> float:
     return run.early_residual
 
 
-def _is_halving_useless(residuals: list[float]) -> bool:
-    """Return True if two halvings of a slab did not halve its residuals."""
-    return len(residuals) > 2 and residuals[-1] > residuals[-3] / THRESHOLDS.useful_fall
+def _is_halving_useless(residuals: list[float], control: MarchControl) -> bool:
+    """Return True if several halvings of a slab did not halve its residuals."""
+    count = control.halvings_compared
+    if len(residuals) <= count:
+        return False
+    return residuals[-1] > residuals[-1 - count] / control.useful_fall
 
 
 def _place_edges(slabs: int | Sequence[float], start: float, end: float) -> list[float]:

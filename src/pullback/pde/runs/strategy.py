@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from ..._core.errors import PullbackError
+from ..judgement.integration import IntegrationFailed
 from ..judgement.solution import PDESolution
 from ..problem.problem import Problem
 from .perturbation import reinitialize
 from .run import Run
 from .settings import Settings
 from .slabs import SlabMarch
+from .state_windows import find_state_windows
 from .time_windows import can_march
 
 
@@ -49,7 +51,6 @@ class StrategyThresholds:
         useful_ratio: of residuals, below which another network replaces the first one: one half,
             since residuals that are nearly alike say nothing about the end.
         march_steps_share: of the steps, that a slab of time may take.
-        march_first_share: of the whole time, that the first slab has.
     """
 
     look_share: float = 0.1
@@ -60,7 +61,6 @@ class StrategyThresholds:
     promising_fall: float = 0.05
     useful_ratio: float = 0.5
     march_steps_share: float = 0.25
-    march_first_share: float = 0.25
 
 
 THRESHOLDS = StrategyThresholds()
@@ -148,7 +148,8 @@ class Strategy:
        nothing else happens.
     2. Scout: networks with other initial values take as many steps, until one gets on. The better
        half takes as many again (successive halving, arXiv:1502.07943).
-    3. March: if none gets on and the problem has an initial value, time is cut into slabs.
+    3. March: if none gets on and the problem has an initial value, time is cut into slabs. For
+       ordinary differential equations that comes before the scouts, with small networks.
     4. Finish: the best network takes all its steps. Time is cut where that was not enough.
 
     All stages share the budget. What was tried is in the verdict.
@@ -168,6 +169,7 @@ class Strategy:
         self._look_share = max(THRESHOLDS.look_share, least_share)
         self._attempts: list[Attempt] = []
         self._march_seconds = 0.0
+        self._state_windows = find_state_windows(problem)
 
     def solve(self) -> PDESolution:
         """Return the best solution."""
@@ -176,11 +178,14 @@ class Strategy:
         solution = first.advance(self._look_share)
         if first.is_promising or first.is_slow or self._has_ended(solution):
             return self._finish(first)
+        if self._state_windows is not None:
+            marched = self._march(first)
+            return marched or self._finish(first)
         best = self._scout(first)
         if not best.is_promising and self._can_march:
-            marched = self._march()
-            if self._has_ended(marched) or marched.verdict.relative < best.residual:
-                return self._describe(marched, _SLABS)
+            marched = self._march(best)
+            if marched is not None:
+                return marched
         return self._finish(best)
 
     @property
@@ -247,8 +252,11 @@ class Strategy:
         reinitialize(network, torch.Generator().manual_seed(seed), candidate.gain)
         return network
 
-    def _march(self) -> PDESolution:
-        """Return the solution in slabs of time, by what is left of the budget."""
+    def _march(self, best: Attempt) -> PDESolution | None:
+        """Return the solution in slabs of time, by what is left of the budget.
+
+        It is None if the best network has smaller residuals, or a slab cannot begin.
+        """
         limits = self._settings.limits
         steps = max(1, int(THRESHOLDS.march_steps_share * limits.steps))
         limits = replace(limits, steps=steps, budget=self._seconds_left)
@@ -257,10 +265,17 @@ class Strategy:
             copy.deepcopy(self._initial),
             None,
             replace(self._settings, limits=limits),
+            self._state_windows,
         )
-        solution = march.solve("auto", first_share=THRESHOLDS.march_first_share)
-        self._march_seconds = march.seconds_spent
-        return solution
+        try:
+            solution = march.solve("auto", is_whole_hopeless=True)
+        except (IntegrationFailed, PullbackError):
+            return None
+        finally:
+            self._march_seconds = max(march.seconds_spent, torch.finfo(torch.float64).tiny)
+        if self._has_ended(solution) or solution.verdict.relative < best.residual:
+            return self._describe(solution, _SLABS)
+        return None
 
     def _finish(self, best: Attempt) -> PDESolution:
         """Return the solution of a network after all its steps; the given one gets its values."""
@@ -272,9 +287,9 @@ class Strategy:
             self._network.load_state_dict(best.run.network.state_dict())
             solution.network = self._network
         if self._is_unsolved(solution) and self._can_march:
-            marched = self._march()
-            if marched.verdict.relative < best.residual:
-                return self._describe(marched, _SLABS)
+            marched = self._march(best)
+            if marched is not None:
+                return marched
         return self._describe(solution, best.words)
 
     def _is_unsolved(self, solution: PDESolution) -> bool:

@@ -7,15 +7,74 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._core.errors import PullbackError
 from ..domains import Domain, Interval, Region
 from ..judgement.integration import InitialValueProblem
-from ..networks.windows import require_cut_in_time, restrict_to_window
+from ..networks.state import InUnits
+from ..networks.windows import (
+    read_initial_values,
+    require_cut_in_time,
+    rescale_time,
+    restrict_to_window,
+)
 from ..problem.conditions import Condition, FieldAtTime
 from ..problem.fields import View
 from ..problem.problem import Problem
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class MarchControl:
+    """How the lengths of windows are controlled, in shares of the whole time.
+
+    Attributes:
+        first_share: length of the first window.
+        shortest_share: below which windows are not halved any more.
+        look_share: of its steps and its budget, after which a window is looked at.
+        hopeless_residual: relative residuals at which it is given up then: 1 %.
+        halvings_compared: halvings of a window that must divide its residuals by `useful_fall`, or
+            shorter ones are no easier.
+        useful_fall: see there.
+        easy_share: of its steps, below which a window was easy, and the next is twice as long.
+        accurate_residual: relative residuals above which a window is halved although it converged;
+            None accepts what converged.
+        shares_budget: whether a window leaves some of the budget to later ones; cheap ones do not.
+        first_window_budget: in units of a later one's: the first begins with random parameters.
+    """
+
+    first_share: float = 0.25
+    shortest_share: float = 1 / 16
+    look_share: float = 0.25
+    hopeless_residual: float = 1e-2
+    halvings_compared: int = 2
+    useful_fall: float = 2.0
+    easy_share: float = 0.5
+    accurate_residual: float | None = None
+    shares_budget: bool = True
+    first_window_budget: float = 2.0
+
+
+@dataclass(frozen=True)
+class TimeWindow:
+    """A problem on a window of time, and the network that begins there.
+
+    Attributes:
+        problem: the restricted one.
+        network: with initial parameters.
+        units: of the fields in that problem, (m,); None where they are the whole problem's.
+    """
+
+    problem: Problem
+    network: nn.Module
+    units: Tensor | None = None
+
+    def restore_units(self) -> nn.Module:
+        """Return the network with its fields in the units of the whole problem."""
+        if self.units is None:
+            return self.network
+        return InUnits(self.network, self.units)
 
 
 class TimeWindows(ABC):
@@ -24,12 +83,45 @@ class TimeWindows(ABC):
     Attributes:
         problem: of the whole time.
         start, end: of the whole time.
+        control: of the lengths of windows.
     """
+
+    control: MarchControl = MarchControl()
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.start = float(problem.domain.low[-1])
         self.end = float(problem.domain.high[-1])
+
+    def adapt(self, settings: Settings) -> Settings:
+        """Return the settings of a window."""
+        return settings
+
+    @abstractmethod
+    def open(
+        self, start: float, end: float, network: nn.Module, previous: nn.Module | None
+    ) -> TimeWindow:
+        """Return a window, with the network that begins there.
+
+        Args:
+            start, end: of the window.
+            network: of the whole time, with its initial parameters.
+            previous: that of the window before; None for the first one.
+        """
+
+
+class RestrictedWindows(TimeWindows):
+    """Windows with a copy of the whole time's network each, which begins as the last one ended."""
+
+    def open(
+        self, start: float, end: float, network: nn.Module, previous: nn.Module | None
+    ) -> TimeWindow:
+        initial_values = None
+        if previous is not None:
+            initial_values = read_initial_values(previous, self.problem.domain.dim - 1)
+        restricted = self.restrict(start, end, initial_values)
+        copied = rescale_time(previous or network, restricted, keep_function=previous is not None)
+        return TimeWindow(restricted, copied)
 
     @abstractmethod
     def restrict(self, start: float, end: float, initial_values: FieldAtTime | None) -> Problem:
@@ -42,7 +134,7 @@ class TimeWindows(ABC):
         """
 
 
-class SpaceTimeWindows(TimeWindows):
+class SpaceTimeWindows(RestrictedWindows):
     """Windows of a problem in space and time, whose `Initial` conditions are handed on."""
 
     def __init__(self, problem: Problem) -> None:
@@ -53,7 +145,7 @@ class SpaceTimeWindows(TimeWindows):
         return restrict_to_window(self.problem, start, end, initial_values)
 
 
-class OrdinaryWindows(TimeWindows):
+class OrdinaryWindows(RestrictedWindows):
     """Windows of an ordinary initial value problem; its whole state is handed on.
 
     Args:
@@ -123,7 +215,7 @@ def _read_entry(values: FieldAtTime, column: int, order: int) -> Callable[..., T
     return lambda points: values(points, order)[:, column]
 
 
-def find_time_windows(problem: Problem) -> TimeWindows:
+def find_time_windows(problem: Problem) -> RestrictedWindows:
     """Return the windows of a problem; raise if it cannot be cut in time."""
     if problem.domain.names == ("t",):
         ordinary = InitialValueProblem.from_problem(problem, problem.unknowns)
