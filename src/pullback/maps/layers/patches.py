@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._core.products import column_gram, multiply_batches
 from ..._core.space import compute_dtype
 
-_MEMORY = 2**27  # bytes unfolded at a time
+_MEMORY = 2**25  # bytes unfolded at a time, while all activations of the network are alive
 _ALIGNED = 8  # entries that lines of patches are a multiple of: tensor cores read no others
 
 
@@ -75,7 +75,7 @@ def compute_patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     copied = x.nbytes * k // prod(module.stride)
     # sums over few samples would move the moments more often than the inputs
     limit = max(_MEMORY, 4 * (k * c) ** 2 * compute_dtype(x.dtype).itemsize)
-    chunk, *others = _pad_channels_last(module, x).chunk(max(1, -(-copied // limit)))
+    chunk, *others = x.chunk(max(1, -(-copied // limit)))
     second = _offset_major_moment(module, chunk)
     for chunk in others:
         second += _offset_major_moment(module, chunk)
@@ -84,12 +84,13 @@ def compute_patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _offset_major_moment(module: Any, x: Tensor) -> Tensor:
-    """Return Σ a aᵀ of padded (B, *space, C), the kernel's offsets before the channels.
+    """Return Σ a aᵀ of (B, C, *space), the kernel's offsets before the channels.
 
     The call ends the life of the patches, so that those of the next samples take their memory.
     """
-    width = prod(module.kernel_size) * x.shape[-1]
-    return column_gram(_unfold(module, x, _ALIGNED))[:width, :width]
+    width = prod(module.kernel_size) * x.shape[1]
+    patches = _unfold(module, _pad_channels_last(module, x), _ALIGNED)
+    return column_gram(patches)[:width, :width]
 
 
 def sum_patches(module: Any, x: Tensor, second: Tensor) -> Tensor:

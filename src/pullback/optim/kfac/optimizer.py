@@ -537,12 +537,13 @@ class KFAC(Optimizer):
         if problem is not None and not isfinite(problem.loss):
             return self._reject(f"the loss is {problem.loss}", loss)
         self._notices.watch_growth(loss)
-        means = self._collect_statistics(problem, gradients, was_wanted)
-        guard = Guard(self._can_defer(means, gradients))
-        if not self._check_gradients(gradients, means, guard):
+        # nothing else refers to the means, whose memory serves the refresh once they are averaged
+        learning = Learning(self._collect_statistics(problem, gradients, was_wanted))
+        guard = Guard(self._can_defer(learning.means, gradients))
+        if not self._check_gradients(gradients, learning.means, guard):
             self._notices.warn_not_finite()
             return self._reject(_NOT_FINITE, loss)
-        learning = Learning(means, Guard(guard.is_deferred, guard.is_good))
+        learning.guard = Guard(guard.is_deferred, guard.is_good)
         if not guard.is_deferred or not self._replicas.is_single:
             self._learn(learning, gradients)
         self._refresh(learning.is_averaged, gradients)
@@ -678,7 +679,7 @@ class KFAC(Optimizer):
         if not learning.means:
             return
         means = learning.means
-        learning.means = {}  # its memory serves the refresh
+        learning.means = {}
         learning.is_averaged = self._curvature.learn(means, learning.guard)
         if not learning.is_averaged:
             self._skipped = True
@@ -983,8 +984,8 @@ def _launch_sums(reference: ref[KFAC]) -> None:
 class Learning:
     """Statistics of a step, until they are taken up."""
 
-    def __init__(self, means: BlockMeans, guard: Guard) -> None:
+    def __init__(self, means: BlockMeans) -> None:
         self.means = means
-        self.guard = guard
+        self.guard = Guard(is_deferred=False)
         #: whether the averages contain them
         self.is_averaged = False

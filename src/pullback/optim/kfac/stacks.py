@@ -82,6 +82,11 @@ class RefreshStack:
         """The rule that all of the blocks follow."""
         return self.blocks[0].rule
 
+    def release(self) -> None:
+        """Give up the memory of the refreshed state, of which the blocks have their parts."""
+        for name in self.state.tensors():
+            setattr(self.state, name, None)
+
 
 class BlockStates:
     """The states of all blocks."""
@@ -221,6 +226,7 @@ class BlockStates:
                 block.note = stack.note
                 self._accept(block, stack.state, range(start, stop), report)
                 start = stop
+            stack.release()
 
     def _accept(
         self, block: Block, state: RuleState, indices: range, report: RefreshReport

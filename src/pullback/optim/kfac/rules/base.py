@@ -8,7 +8,7 @@ questions: what the state is at first (`init`), what averages of a layer's facto
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -358,10 +358,14 @@ class Rule(ABC):
 
     def refresh_stacks(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
-    ) -> list[RefreshReport]:
-        """Refresh several stacks; a rule that shares work between them overrides this."""
-        pairs = zip(averages, states, strict=True)
-        return [self.refresh(average, state) for average, state in pairs]
+    ) -> Iterator[RefreshReport]:
+        """Refresh several stacks, and yield the report of each in turn.
+
+        The caller copies a stack's state before it asks for the next. A rule that shares work
+        between stacks overrides this.
+        """
+        for stack_averages, state in zip(averages, states, strict=True):
+            yield self.refresh(stack_averages, state)
 
     def convert(self, state: RuleState, shape: BlockShape) -> RuleState:
         """Return a state on the device and in the dtype of `shape`."""

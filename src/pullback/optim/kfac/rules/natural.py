@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -278,25 +278,26 @@ class Natural(Rule):
 
     def refresh_stacks(
         self, averages: Sequence[FactorAverages], states: Sequence[RuleState]
-    ) -> list[RefreshReport]:
+    ) -> Iterator[RefreshReport]:
         """Refresh all stacks; the factors of all of them are inverted together by Cholesky."""
-        reports: dict[int, RefreshReport] = {}
-        indices: list[int] = []
+        indices = [i for i, state in enumerate(states) if isinstance(state, InverseState)]
+        inverses = dict(zip(indices, self._invert([averages[i] for i in indices]), strict=True))
         for i, state in enumerate(states):
             if isinstance(state, InverseState):
-                indices.append(i)
+                yield self._store_inverses(inverses.pop(i), averages[i], state)
             else:
-                reports[i] = self.refresh(averages[i], state)
-        inverses = self._invert([averages[i] for i in indices])
-        for i, inverse in zip(indices, inverses, strict=True):
-            state = states[i]
-            assert isinstance(state, InverseState)
-            reports[i] = RefreshReport()
-            left, right = inverse.matrices
-            if any(inverse.failed) or self._inverts_on_range(averages[i]):
-                left, right = self._invert_one_by_one(averages[i], reports[i])
-            state.store(left, _pad(right), is_half=state.in_half is not None)
-        return [reports[i] for i in range(len(states))]
+                yield self.refresh(averages[i], state)
+
+    def _store_inverses(
+        self, inverse: FactorInverses, averages: FactorAverages, state: InverseState
+    ) -> RefreshReport:
+        """Take up the inverses of a stack; where they failed, those of its blocks one by one."""
+        report = RefreshReport()
+        left, right = inverse.matrices
+        if any(inverse.failed) or self._inverts_on_range(averages):
+            left, right = self._invert_one_by_one(averages, report)
+        state.store(left, _pad(right), is_half=state.in_half is not None)
+        return report
 
     def _invert_one_by_one(
         self, averages: FactorAverages, report: RefreshReport

@@ -1,0 +1,61 @@
+"""What K-FAC holds while it refreshes its states."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from pullback.grams.kronecker.packed_matrix import get_entries
+from pullback.optim.kfac.rules import Natural
+from pullback.optim.kfac.state import KFACState
+
+from .common import kfac, net, train
+
+
+def test_statistics_are_gone_when_states_are_refreshed(monkeypatch: Any) -> None:
+    """Their memory serves the refresh, which needs several copies of all factors."""
+    means_of_step: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    learn = KFACState.learn
+    refresh = Natural.refresh_stacks
+
+    def learn_and_note(self: KFACState, means: Any, guard: Any) -> bool:
+        for factors in means.values():
+            means_of_step.extend(weakref.ref(get_entries(t)) for t in factors.values())
+        return learn(self, means, guard)
+
+    def refresh_and_count(self: Natural, averages: Any, states: Any) -> Any:
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in means_of_step))
+        return refresh(self, averages, states)
+
+    monkeypatch.setattr(KFACState, "learn", learn_and_note)
+    monkeypatch.setattr(Natural, "refresh_stacks", refresh_and_count)
+    torch.manual_seed(0)
+    model = net()
+    train(kfac(model, statistics_every=1, invert_every=1), model, 2)
+    assert means_of_step
+    assert alive == [0, 0]
+
+
+def test_a_refreshed_stack_is_copied_before_the_next_is_stored(monkeypatch: Any) -> None:
+    """Inverses of several shapes are never held twice at once."""
+    stored: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    store = Natural._store_inverses
+
+    def store_and_count(self: Natural, inverse: Any, averages: Any, state: Any) -> Any:
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in stored))
+        report = store(self, inverse, averages, state)
+        stored.append(weakref.ref(state.right))
+        return report
+
+    monkeypatch.setattr(Natural, "_store_inverses", store_and_count)
+    torch.manual_seed(0)
+    model = net()
+    train(kfac(model), model)
+    assert alive == [0, 0]
