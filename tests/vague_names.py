@@ -31,9 +31,6 @@ NOT_YET_CLEAN = frozenset({"geometry", "optim/kfac/statistics", "vmc"})
 
 #: public names, such as `every=10` for every tenth step: file ↦ the names that it may bind
 OPTIONS = {
-    "optim/kfac/factors/block.py": {"turned"},
-    "optim/kfac/report.py": {"taken"},
-    "optim/kfac/state.py": {"learned"},
     "pde/discretization/plan.py": {"every"},
     "symmetry/descent/keeper.py": {"every"},
     "symmetry/slice_sgd.py": {"every"},

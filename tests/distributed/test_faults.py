@@ -58,7 +58,9 @@ def not_finite(rank: int, size: int, options: dict[str, Any]) -> Any:
     for number in range(5):
         before = vector(net)
         step(net, opt, number, rank, torch.nan if rank == 1 and number in (0, 2) else 1.0)
-        observed.append((opt.info.accepted, torch.equal(before, vector(net)), opt.info.taken))
+        observed.append(
+            (opt.info.accepted, torch.equal(before, vector(net)), opt.info.took_statistics)
+        )
     return observed, vector(net)
 
 
@@ -185,10 +187,10 @@ def test_a_layer_that_one_process_sees_otherwise(world: World) -> None:
 class Failing(pb.optim.kfac.Tikhonov):
     """Fails on one process."""
 
-    def added(self, means: Any, reference: Any, value: float) -> Any:
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
         if dist.get_rank() == 0:
             raise ValueError("no damping today")
-        return super().added(means, reference, value)
+        return super().find_shifts(means, reference, value)
 
     def __repr__(self) -> str:
         return "Failing()"
@@ -295,10 +297,10 @@ class Deadly(pb.optim.kfac.Tikhonov):
 
     armed = False
 
-    def added(self, means: Any, reference: Any, value: float) -> Any:
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
         if Deadly.armed:
             die()
-        return super().added(means, reference, value)
+        return super().find_shifts(means, reference, value)
 
     def __repr__(self) -> str:
         return "Deadly()"

@@ -191,7 +191,7 @@ def _eigenbasis_run(rank: int, size: int) -> Tensor:
         loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
         (loss / sum(COUNTS) * size).backward()
         opt.step()
-    ready = torch.tensor([float(len(opt.blocks.states.ready & opt.blocks.learned))])
+    ready = torch.tensor([float(len(opt.blocks.states.ready & opt.blocks.measured_keys))])
     return torch.cat([ready, *(p.detach().flatten().cpu() for p in model.parameters())])
 
 

@@ -140,7 +140,7 @@ def direction(opt: pb.KFAC, x: Tensor) -> dict[str, Tensor]:
     before = {n: p.detach().clone() for n, p in opt.model.named_parameters()}
     opt.param_groups[0].update(lr=1.0, momentum=0.0)
     train(opt.model, x, opt, 1)
-    assert not opt.info.taken
+    assert not opt.info.took_statistics
     return {n: before[n] - p.detach() for n, p in opt.model.named_parameters()}
 
 

@@ -111,7 +111,7 @@ class DistributedRowStack(RowStack):
     def _gather_pulled(self) -> list[list[Pulled]]:
         """What the rows of every process are made of."""
         with self.processes.raise_together():
-            pulled = [block.pulled for block in self.row_blocks]
+            pulled = [block.pulled_covectors for block in self.row_blocks]
         return gather_pulled(pulled, self.space, self.processes, self._model)
 
     def kernel(self, budget: int) -> Tensor:

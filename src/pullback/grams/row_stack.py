@@ -30,7 +30,7 @@ class RowBlock:
         self.count = self.samples * prod(factor.white)
 
     @cached_property
-    def pulled(self) -> Pulled:
+    def pulled_covectors(self) -> Pulled:
         """The covectors S (or, where S couples samples, the coordinates) pulled back."""
         value = self.linearization.value
         if self.factor.couples_samples:
@@ -40,7 +40,7 @@ class RowBlock:
     @property
     def used_structure(self) -> bool:
         """Whether rows were pulled back through layers, and not by autograd alone."""
-        return "pulled" in vars(self) and bool(self.pulled.coverage)
+        return "pulled_covectors" in vars(self) and bool(self.pulled_covectors.coverage)
 
     def _shape_white(self, c: Tensor) -> Tensor:
         """(..., n) -> (..., N, *white)."""
@@ -54,10 +54,10 @@ class RowBlock:
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """A, (n, p), or its rows of the samples in [start, stop)."""
         if self.factor.couples_samples:
-            return self.transpose(self.pulled.rows().T).T
+            return self.transpose(self.pulled_covectors.rows().T).T
         if start == 0 and stop in (None, self.samples):
-            return self.pulled.rows()
-        return self.pulled.narrow(start, self.samples if stop is None else stop).rows()
+            return self.pulled_covectors.rows()
+        return self.pulled_covectors.narrow(start, self.samples if stop is None else stop).rows()
 
     def kernel(self, budget: int) -> Tensor:
         """A Aᵀ, (n, n), in float64 where S couples samples and the device is fast at that.
@@ -66,18 +66,18 @@ class RowBlock:
         round-off of float32 would exceed small dampings.
         """
         if not self.factor.couples_samples:
-            return self.pulled.kernel(budget=budget)
+            return self.pulled_covectors.kernel(budget=budget)
         device = self.linearization.value.device
         dtype: torch.dtype | None = None
         if has_fast_float64(device):
             dtype = torch.float64
-        kernel = self.pulled.kernel(budget=budget, dtype=dtype)
+        kernel = self.pulled_covectors.kernel(budget=budget, dtype=dtype)
         kernel = self.transpose(kernel)
         return self.transpose(kernel.T)
 
     def project(self, v: Tensor) -> Tensor:
         """A v from the pulled-back blocks."""
-        values = self.pulled.project(v).flatten()
+        values = self.pulled_covectors.project(v).flatten()
         if self.factor.couples_samples:
             return self.transpose(values)
         return values
@@ -86,7 +86,7 @@ class RowBlock:
         """Aᵀ c from the pulled-back blocks."""
         if self.factor.couples_samples:
             c = self.factor.apply(self._shape_white(c))
-        return self.pulled.lift(c.reshape(self.pulled.shape))
+        return self.pulled_covectors.lift(c.reshape(self.pulled_covectors.shape))
 
     def push(self, v: Tensor) -> Tensor:
         """A v by one forward-mode pass."""
@@ -207,7 +207,7 @@ class RowStack:
         """A Aᵀ, (n, n)."""
         if len(self.row_blocks) == 1:
             return self.row_blocks[0].kernel(budget)
-        return multiply_with_itself([block.pulled for block in self.row_blocks], budget)
+        return multiply_with_itself([block.pulled_covectors for block in self.row_blocks], budget)
 
     def dense(self, budget: int) -> Tensor:
         """AᵀA, (p, p), over panels of samples whose rows fit the budget."""

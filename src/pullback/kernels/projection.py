@@ -91,7 +91,7 @@ class Projected(FeatureKernel):
         if self._v is not None:
             return (linear.rows() @ self._v).view(shape) / self._sigma
         pulled = linear.pullback(identity_covectors(linear.value))
-        across = pulled.kernel(self.part.pulled)  # J(x) Jᵀ, or J(x) Aᵀ
+        across = pulled.kernel(self.part.pulled_covectors)  # J(x) Jᵀ, or J(x) Aᵀ
         if self.part.factor.couples_samples:
             across = self.part.transpose(across)
         assert self._spectrum.left is not None

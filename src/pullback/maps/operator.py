@@ -369,7 +369,7 @@ def _split_channels(use: LinearUse, gradients: Iterator[Tensor | None]) -> list[
         gradient = next(gradients)
         if gradient is None:
             gradient = output.new_zeros(()).expand_as(output)
-        if k == 1 and use.output.computed[0]:  # all first derivatives in one tensor
+        if k == 1 and use.output.computed_flags[0]:  # all first derivatives in one tensor
             channels.extend(gradient.unbind())
         else:
             channels.append(gradient)

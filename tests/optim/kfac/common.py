@@ -44,7 +44,7 @@ def train(
         opt.zero_grad()
         F.cross_entropy(call(x), y).backward()
         opt.step()
-        taken.append(opt.info.taken)
+        taken.append(opt.info.took_statistics)
     return taken
 
 

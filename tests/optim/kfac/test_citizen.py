@@ -207,7 +207,7 @@ def test_activations_are_freed_with_their_graph() -> None:
     gc.collect()
     assert not any(held() is not None for held in seen)
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 def test_memory_is_counted() -> None:
@@ -303,7 +303,7 @@ def test_statistics_are_those_of_the_gradient_however_it_came(loop: Loop, fisher
             opt.zero_grad()
             way(opt, model, x, y)
             opt.step()
-            assert opt.info.taken
+            assert opt.info.took_statistics
             found.append(opt.gram().dense())
     assert_close(found[1], found[0], 1e-12)
 
@@ -328,7 +328,7 @@ def test_two_optimizers_mind_their_own_models() -> None:
         og.zero_grad()
         loss(d(fake), torch.ones(8, 1)).backward()
         og.step()
-        assert og.info.taken == (i % 2 == 0)
+        assert og.info.took_statistics == (i % 2 == 0)
 
 
 def test_the_step_is_linear_in_what_the_gradients_are_when_it_comes() -> None:
@@ -404,7 +404,7 @@ def test_forward_mode_derivatives_in_the_loss(inside: bool) -> None:
         if not inside:
             loss.backward()
         opt.step()
-        assert opt.info.taken
+        assert opt.info.took_statistics
 
 
 KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {

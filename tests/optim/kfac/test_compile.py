@@ -125,7 +125,7 @@ def test_a_compiled_part_and_a_compiled_loss() -> None:
         second.zero_grad()
         loss(*batch(seed=i)).backward()
         second.step()
-        assert train(first, model, start=i) == [second.info.taken] == [i % 2 == 0]
+        assert train(first, model, start=i) == [second.info.took_statistics] == [i % 2 == 0]
     assert backend.ran == 1
     for opt in (first, second):
         assert all(row.block != "gradient" for row in opt.coverage())

@@ -185,7 +185,7 @@ def test_controlled_steps_need_a_closure(options: dict[str, Any]) -> None:
     plain, closure = made(net())
     closure.end, closure.at = lambda: None, 1
     assert plain.step(closure) is None  # the loss is not needed where nobody looks
-    assert plain.info.taken
+    assert plain.info.took_statistics
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_adaptive_damping_does_not_get_stuck(options: dict[str, Any]) -> None:
 class Ridge(Damping):
     """A damping of one's own."""
 
-    def added(self, means: Any, reference: Any, value: float) -> Any:
+    def find_shifts(self, means: Any, reference: Any, value: float) -> Any:
         return torch.full_like(means[0], value), torch.full_like(means[1], value)
 
 

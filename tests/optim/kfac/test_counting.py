@@ -224,7 +224,7 @@ def steps(opt: pb.KFAC, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor
         opt.zero_grad()
         F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
         opt.step()
-        assert opt.info.taken
+        assert opt.info.took_statistics
 
 
 @pytest.mark.parametrize("order", [(0, 5), (5, 0), (0, 0)])

@@ -83,7 +83,7 @@ def test_plain_steps_wait_for_nothing_and_passes_may_be_captured() -> None:
             for p, g in zip(model.parameters(), captured, strict=True):
                 p.grad = g
         opt.step()
-        assert opt.info.taken == due
+        assert opt.info.took_statistics == due
         assert not torch.equal(before, vector(model))
 
 

@@ -48,7 +48,7 @@ def _trained(overlaps: bool, loss: Callable[[nn.Module, int], Tensor], **options
         opt.zero_grad()
         loss(model, seed).backward()
         opt.step()
-        assert opt.info.taken
+        assert opt.info.took_statistics
     return model
 
 
@@ -85,7 +85,7 @@ def test_an_input_that_is_overwritten_is_noticed() -> None:
         F.cross_entropy(z, y).backward()
         opt.step()
         # then it is measured before the pass goes on
-        assert opt.info.taken is (seed != 1)
+        assert opt.info.took_statistics is (seed != 1)
 
 
 def test_nothing_is_kept() -> None:
@@ -117,4 +117,4 @@ def test_a_pass_that_fails_leaves_nothing() -> None:
     _loss(model, 1).backward()
     assert float(opt._capture.pool.samples) == 6
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics

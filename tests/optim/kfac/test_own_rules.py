@@ -65,7 +65,7 @@ class Whitened(Rule):
         return OneMoment(shape.zeros(*shape.size), shape.zeros(blocks, rows, rows))
 
     def refresh(self, averages: Any, state: Any) -> RefreshReport:
-        pair = averages.divided()
+        pair = averages.normalize()
         assert isinstance(pair, Pair)
         values, basis = torch.linalg.eigh(pair.output_factor)
         roots = (values.clamp(min=0) + 1e-2).rsqrt()
@@ -92,7 +92,7 @@ class Scaled(Rule):
         return InputScale(shape.zeros(shape.size[0], shape.size[2]))
 
     def refresh(self, averages: Any, state: Any) -> RefreshReport:
-        factor = averages.divided().input_factor
+        factor = averages.normalize().input_factor
         state.scale = (factor.diagonal(dim1=1, dim2=2) + 1e-3).rsqrt()
         return RefreshReport()
 

@@ -192,7 +192,7 @@ def test_steps_without_gradients_in_inference_mode_or_with_a_strange_closure() -
         opt.step(lambda: 0.0, objective=lambda params: {})
     assert torch.equal(vector(model), before)
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 class After(nn.Module):

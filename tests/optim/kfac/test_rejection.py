@@ -75,7 +75,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(where: str, kind: str, fi
     opt.zero_grad()
     broken_pass(model, where)
     opt.step()
-    assert (opt.info.accepted, opt.info.taken) == (False, False)
+    assert (opt.info.accepted, opt.info.took_statistics) == (False, False)
     assert "not finite" in opt.info.reason
     assert same(before, state(opt))
     assert opt.statistics_due == due
@@ -104,7 +104,7 @@ def test_statistics_that_are_not_finite_are_left_and_told(how: str, at: int) -> 
         assert p.grad is not None
         p.grad.nan_to_num_()
     opt.step()
-    assert (opt.info.accepted, opt.info.taken) == (True, False)
+    assert (opt.info.accepted, opt.info.took_statistics) == (True, False)
     assert "not finite" in opt.info.notes["statistics"]
     assert torch.isfinite(vector(model)).all()
     assert not torch.equal(vector(model), start)

@@ -246,7 +246,7 @@ def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
     settings = {"lr": 1e-3, "statistics_every": 1, "invert_every": 1} | case.options | options
     opt = kfac_of(model, likelihood=pb.likelihoods.Categorical(), **settings)
     loop(opt, model, case)
-    assert opt.info.taken
+    assert opt.info.took_statistics
     return _sums(opt)
 
 
@@ -334,7 +334,7 @@ def test_one_backward_pass() -> None:
             opt.zero_grad()
             F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
             opt.step()
-            assert opt.info.taken
+            assert opt.info.took_statistics
             counts.append(_Counter.passes)
     assert counts[1:] == [1, 1, 1]
 
@@ -418,7 +418,7 @@ def test_a_graph_that_is_dropped(along: list[bool]) -> None:
         gc.enable()
     F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 def test_a_kept_graph_measures_once(along: list[bool]) -> None:
@@ -433,7 +433,7 @@ def test_a_kept_graph_measures_once(along: list[bool]) -> None:
     after = [get_entries(t) for own in pool.sums.values() for t in own.values.values()]
     assert all(map(torch.equal, before, after))
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 @pytest.mark.parametrize("clear", [False, True])
@@ -456,7 +456,7 @@ def test_a_pass_that_fails(clear: bool, along: list[bool]) -> None:
         F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
         assert float(opt._capture.pool.samples) == 8
     opt.step()
-    assert opt.info.taken is clear
+    assert opt.info.took_statistics is clear
     assert torch.isfinite(model[0].weight).all()
 
 
@@ -470,7 +470,7 @@ def test_an_input_that_is_overwritten(along: list[bool]) -> None:
     F.cross_entropy(z, _labels(8)).backward()
     assert along[-1]
     opt.step()
-    assert not opt.info.taken
+    assert not opt.info.took_statistics
 
 
 def test_a_gradient_with_a_graph_takes_a_second_pass(along: list[bool]) -> None:
@@ -480,7 +480,7 @@ def test_a_gradient_with_a_graph_takes_a_second_pass(along: list[bool]) -> None:
     loss.backward(create_graph=True)
     assert len(along) == before
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 def test_gradients_by_autograd_grad(along: list[bool]) -> None:
@@ -491,13 +491,13 @@ def test_gradients_by_autograd_grad(along: list[bool]) -> None:
         p.grad = g
     assert along[-1]
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
     # of the last layer alone: the others are measured by a second pass
     loss = F.cross_entropy(model(torch.randn(8, 3)), _labels(8))
     torch.autograd.grad(loss, params[-2:])
     assert not along[-1]
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 def test_passes_that_do_not_go_as_foreseen_are_left_out(
@@ -510,11 +510,11 @@ def test_passes_that_do_not_go_as_foreseen_are_left_out(
     assert along[-1]
     assert not routes
     opt.step()
-    assert not opt.info.taken
+    assert not opt.info.took_statistics
     monkeypatch.undo()
     F.cross_entropy(model(torch.randn(8, 3)), _labels(8)).backward()
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
     assert len(routes) == 1
 
 

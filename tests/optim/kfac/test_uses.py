@@ -31,7 +31,7 @@ def take(opt: pb.KFAC, model: nn.Module, *args: Any) -> None:
     opt.zero_grad()
     (0.5 * model(x, *args).square().sum() / 5 + getattr(model, "extra", 0.0)).backward()
     opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 def optimizer(model: nn.Module, **options: Any) -> pb.KFAC:
@@ -301,7 +301,7 @@ def test_gradients_by_inputs_that_no_loss_uses_do_not_warn() -> None:
             attacked = x + 0.1 * slope(model, x, graph=False).sign()
             model(attacked).square().mean().backward()
             opt.step()
-    assert opt.info.taken
+    assert opt.info.took_statistics
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -319,7 +319,7 @@ def test_derivatives_of_the_same_output_warn_only_where_the_loss_uses_them(order
             warnings.simplefilter("always")
             (z.square().mean() + (shown.square().mean() if used else 0)).backward()
             opt.step()
-        assert opt.info.taken
+        assert opt.info.took_statistics
         assert ["step(objective=" in str(w.message) for w in found] == [True] * used
 
 

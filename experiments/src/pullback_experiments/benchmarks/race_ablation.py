@@ -117,7 +117,7 @@ class Powered(Spectral):
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         assert isinstance(state, PoweredState)
-        pair = averages.divided()
+        pair = averages.normalize()
         assert isinstance(pair, Pair)
         state.row_values, state.row_basis = decompose(pair.output_factor)
         state.column_values, state.column_basis = decompose(pair.input_factor)

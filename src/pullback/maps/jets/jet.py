@@ -29,7 +29,7 @@ class LinearUse:
     @property
     def channels(self) -> list[Tensor]:
         """The channels (B, …, I) of the input whose output was computed."""
-        channels = self.input.channels(self.output.computed)
+        channels = self.input.channels(self.output.computed_flags)
         return [x.detach().expand(self.input.shape) for x in channels]
 
 
@@ -96,7 +96,7 @@ class Cells(Sequence[Tensor]):
         return cell
 
     @property
-    def computed(self) -> tuple[bool, ...]:
+    def computed_flags(self) -> tuple[bool, ...]:
         """For each tensor, True if it was computed."""
         return tuple(isinstance(cell, Tensor) for cell in self._cells)
 
@@ -181,9 +181,9 @@ class Jet:
         return self.higher[i - 1 - m]
 
     @property
-    def computed(self) -> tuple[bool, ...]:
+    def computed_flags(self) -> tuple[bool, ...]:
         """Which channels were computed: first derivatives together, then each higher one."""
-        return (*self._first.computed, *self.higher.computed)
+        return (*self._first.computed_flags, *self.higher.computed_flags)
 
     def tensors(self, selected: tuple[bool, ...] | None = None) -> list[Tensor]:
         """Return the value, first derivatives in one tensor and higher ones.
@@ -191,7 +191,7 @@ class Jet:
         `selected` says which, in the order of `computed`; by default those computed so far.
         """
         if selected is None:
-            selected = self.computed
+            selected = self.computed_flags
         out = [self.value]
         if selected[0]:
             out.append(self.first)
@@ -201,7 +201,7 @@ class Jet:
     def channels(self, selected: tuple[bool, ...] | None = None) -> list[Tensor]:
         """Return the same tensors, with the first derivatives one by one."""
         if selected is None:
-            selected = self.computed
+            selected = self.computed_flags
         value, *derivatives = self.tensors(selected)
         if not selected[0]:
             return [value, *derivatives]
@@ -210,7 +210,7 @@ class Jet:
 
     def stack_channels(self) -> Tensor:
         """Return all channels, (T, *shape)."""
-        channels = self.channels((True,) * len(self.computed))
+        channels = self.channels((True,) * len(self.computed_flags))
         return torch.stack([x.expand(self.shape) for x in channels])
 
     @classmethod

@@ -82,7 +82,7 @@ class AffineBlock(Block):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the cached properties."""
-        cached = ("_pooled", "_separated")
+        cached = ("_pooled_block", "_separated_cotangents")
         return {name: value for name, value in vars(self).items() if name not in cached}
 
     def _inputs(self) -> Tensor:
@@ -130,7 +130,7 @@ class AffineBlock(Block):
         return torch.einsum("nrgto,t->nrgo", self._delta, self._h)
 
     @cached_property
-    def _pooled(self) -> AffineBlock:
+    def _pooled_block(self) -> AffineBlock:
         """A block with the same rows from one position, if all positions have one cotangent.
 
         It serves `add_gram`. Elsewhere it is this block.
@@ -162,7 +162,7 @@ class AffineBlock(Block):
         return is_equal
 
     @cached_property
-    def _separated(self) -> list[SeparatedCotangents]:
+    def _separated_cotangents(self) -> list[SeparatedCotangents]:
         """The factors v and g of the cotangents of each group; empty if they do not separate."""
         was_separated = self.structure_tests.get(CotangentStructure.SEPARATED)
         if was_separated is False:
@@ -178,14 +178,18 @@ class AffineBlock(Block):
 
     @property
     def route(self) -> str:
-        return self._pooled._choose_route(self._pooled).value
+        return self._pooled_block._choose_route(self._pooled_block).value
 
     def _choose_route(self, other: AffineBlock) -> Route:
         """Return the formula for the Gram that takes the fewest operations."""
         if self._weight is None:
             return Route.ROWS
         costs = estimate_costs(self._delta, other._delta, self.shape[3])
-        if costs.is_separation_worth_testing and self._separated and other._separated:
+        if (
+            costs.is_separation_worth_testing
+            and self._separated_cotangents
+            and other._separated_cotangents
+        ):
             return Route.SEPARATED
         return costs.cheapest
 
@@ -302,10 +306,10 @@ class AffineBlock(Block):
     def add_gram(self, out: Tensor, other: Block, budget: int) -> None:
         """Add Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ) to `out`."""
         assert isinstance(other, AffineBlock)
-        pooled = self._pooled
+        pooled = self._pooled_block
         pooled_other = pooled
         if other is not self:
-            pooled_other = other._pooled
+            pooled_other = other._pooled_block
         pooled._add_gram_by(pooled._choose_route(pooled_other), out, pooled_other, budget)
 
     def _add_gram_by(self, route: Route, out: Tensor, other: AffineBlock, budget: int) -> None:
@@ -370,5 +374,5 @@ class AffineBlock(Block):
         heights = None
         if self._bias is not None:
             heights = self._height
-        factors = self._separated[g]
+        factors = self._separated_cotangents[g]
         return ContractedInputs(factors.v, factors.contract(inputs[:, g], heights))

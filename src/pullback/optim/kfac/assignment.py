@@ -178,7 +178,7 @@ class Assignment:
         role = self.roles.get(key.names[0])
         if role is None or not key.kronecker or key.bias or len(role.split) < 2:
             return ()
-        if key.turned:
+        if key.is_transposed:
             counts_rows = role.split_axis > 0
         else:
             counts_rows = role.split_axis == 0 or role.role is Role.EXPERTS

@@ -280,7 +280,7 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
     block.born = int(_number(saved["state"]["born"]))
     state.reserved.discard(key)
     if bool(mass > 0):
-        state.learned.add(key)
+        state.measured_keys.add(key)
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class KLClip:
         is_void: Tensor | None,
     ) -> None:
         """Shorten the steps ηm' of all shares to ηc·m' with η²c²·m'ᵀFm' ≤ δ."""
-        measured = names_of(curvature.learned)
+        measured = names_of(curvature.measured_keys)
         shares = [share for share in shares if not measured.isdisjoint(share.names)]
         if self._is_exact:
             self._shorten(shares, clip_factor(_exact_total(shares, curvature, params), self.limit))

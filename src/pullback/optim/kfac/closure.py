@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def problem_of(
     Raise where what `step` was given cannot be used, or something is lacking.
     """
     refuse_uncallable(closure)
-    if objective is None and not options.controlled:
+    if objective is None and not options.is_controlled:
         return None
     trained = {n: p for n, p in params.in_groups(groups).items() if p.requires_grad}
     if objective is not None:
@@ -160,6 +160,46 @@ def _unfused_recurrence(model: nn.Module | None) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """Parameters and momenta of shares, with copies of what they were."""
+
+    params: dict[str, Tensor]
+    before: dict[str, Tensor]
+    momenta: list[Tensor]
+    momenta_before: list[Tensor]
+
+    @classmethod
+    def of(cls, shares: Sequence[Share]) -> _Snapshot:
+        """Copy the parameters and momenta as they are now."""
+        params: dict[str, Tensor] = {}
+        momenta: list[Tensor] = []
+        for share in shares:
+            params |= zip(share.names, share.params, strict=True)
+            momenta += share.buffers
+        before = {name: p.clone() for name, p in params.items()}
+        return cls(params, before, momenta, [m.clone() for m in momenta])
+
+    def displacement(self) -> dict[str, Tensor]:
+        """Return how far parameters have moved, as w_before − w."""
+        return {name: self.before[name] - p for name, p in self.params.items()}
+
+    def restore_params(self) -> None:
+        """Put the parameters back."""
+        for name, p in self.params.items():
+            p.copy_(self.before[name])
+
+    def restore_momenta(self) -> None:
+        """Put the momenta back."""
+        for momentum, before in zip(self.momenta, self.momenta_before, strict=True):
+            momentum.copy_(before)
+
+    def clear_momenta(self) -> None:
+        """Set the momenta to zero."""
+        for momentum in self.momenta:
+            momentum.zero_()
+
+
 def trial_move(
     shares: Sequence[Share],
     problem: StepProblem,
@@ -174,41 +214,32 @@ def trial_move(
     """
     if isinstance(problem, ControlledClosure):
         problem.refuse_stochastic()
-    params: dict[str, Tensor] = {}
-    buffers: list[Tensor] = []
-    for share in shares:
-        params |= zip(share.names, share.params, strict=True)
-        buffers += share.buffers
-    before = {n: p.clone() for n, p in params.items()}
-    momenta = [m.clone() for m in buffers]
+    snapshot = _Snapshot.of(shares)
     move([replace(share, decay=0.0) for share in shares])
-    moved = {n: before[n] - p for n, p in params.items()}
+    displacement = snapshot.displacement()
     actual = problem.loss - _loss_now(problem)
-    for name, p in params.items():  # the quadratic model is that of the point before
-        p.copy_(before[name])
-    predicted = _predict_reduction(moved, problem, metric, gradients)
+    snapshot.restore_params()  # the quadratic model is that of the point before
+    predicted = _predict_reduction(displacement, problem, metric, gradients)
     ratio = float("nan")
     if predicted:
         ratio = actual / predicted
     if not actual >= 0:
-        for m in buffers:
-            m.zero_()  # which no damping makes shorter
+        snapshot.clear_momenta()  # no damping makes these shorter
         return KFACInfo(False, "the loss rose", damping.next(value, -1.0), ratio=ratio)
-    for m, momentum in zip(buffers, momenta, strict=True):
-        m.copy_(momentum)
+    snapshot.restore_momenta()
     move(shares)  # once more, with the decay
     return KFACInfo(True, "", damping.next(value, ratio), ratio=ratio)
 
 
 def _predict_reduction(
-    moved: Tensors, problem: StepProblem, metric: Metric, gradients: Tensors
+    displacement: Tensors, problem: StepProblem, metric: Metric, gradients: Tensors
 ) -> float:
-    """Return ⟨g, x⟩ − ½xᵀGx of a move x."""
-    flat = problem.space.flatten({n: moved.get(n) for n in problem.params})
+    """Return ⟨g, x⟩ − ½xᵀGx of a displacement x."""
+    flat = problem.space.flatten({n: displacement.get(n) for n in problem.params})
     squared_length = float(gram_products(problem, metric, flat[None])[0, 0])
-    return float(_inner(moved, gradients)) - 0.5 * squared_length
+    return float(_inner(displacement, gradients)) - 0.5 * squared_length
 
 
 def _inner(x: Tensors, y: Tensors) -> Tensor:
-    """⟨x, y⟩ over all parameters of x."""
+    """Return ⟨x, y⟩ over all parameters of x."""
     return torch.stack([torch.sum(x[n].double() * y[n].double()) for n in x]).sum()

@@ -149,11 +149,12 @@ class KFAC(Optimizer):
         is_wrapped = find_group(model) is not None
         self.model = model = unwrap_distributed(model)
         arguments.check(params=params)
-        self._options = options.resolve(
-            model, rule=rule, likelihood=likelihood, damping=damping, lr=lr,
-            weight_decay=weight_decay, statistics_every=statistics_every,
-            invert_every=invert_every, output=output, grad_scaler=grad_scaler, step=step,
+        user_arguments = options.Arguments(
+            rule=rule, likelihood=likelihood, damping=damping, lr=lr, weight_decay=weight_decay,
+            statistics_every=statistics_every, invert_every=invert_every, output=output,
+            grad_scaler=grad_scaler, step=step,
         )  # fmt: skip
+        self._options = options.resolve(model, user_arguments)
         is_sharded_model = any(map(is_sharded, model.parameters()))
         if is_sharded_model and workers is None and not self._options.ekfac:
             workers = 1
@@ -186,7 +187,7 @@ class KFAC(Optimizer):
     def _make_clip(self) -> KLClip | None:
         if self._options.kl_clip is None:
             return None
-        return KLClip(self._options.kl_clip, is_exact=self._options.controlled)
+        return KLClip(self._options.kl_clip, is_exact=self._options.is_controlled)
 
     def _make_step_memory(self) -> StepMemory | None:
         if self._options.step is None:
@@ -279,7 +280,7 @@ class KFAC(Optimizer):
     @property
     def is_controlled(self) -> bool:
         """Whether steps look at the loss again, and need a closure."""
-        return self._options.controlled
+        return self._options.is_controlled
 
     @property
     def _schedule(self) -> Schedule:
@@ -468,9 +469,9 @@ class KFAC(Optimizer):
     def _resume(self) -> None:
         self._assign()
         partners: dict[str, tuple[str, ...]] = {}
-        for key in self._curvature.learned:
+        for key in self._curvature.measured_keys:
             partners |= dict.fromkeys(key.names, key.names)
-        if self._schedule.taken:  # others were not used yet
+        if self._schedule.statistics_count:  # others were not used yet
             params = self._params.by_name
             trained = {n for n in self._assignment.measured if params[n].requires_grad}
             partners |= {n: (n,) for n in trained - partners.keys()}
@@ -520,7 +521,7 @@ class KFAC(Optimizer):
         # the forward pass was not told that statistics are due, where the last step was rejected
         is_plain = closure is None and objective is None
         self._is_late = is_plain and not was_announced and self._is_statistics_step
-        if not self._options.controlled:
+        if not self._options.is_controlled:
             return self._take_step(problem, closure, was_wanted)
         may_learn = was_wanted or self._is_statistics_step or self._capture.pool.calls
         may_learn = bool(may_learn) or self._schedule.asks_again
@@ -602,34 +603,40 @@ class KFAC(Optimizer):
     ) -> BlockMeans:
         """Return the means of what was seen since the last step, or of an objective's terms."""
         self._skipped = False
-        capture = self._capture
-        if (was_wanted or capture.pool.calls) and not self._is_late:
-            pieces = self._params.shards.keys() & self._curvature.entry_names
-            whole = {n: g for n, g in gradients.items() if n not in pieces}
-            self._replicas.sum_statistics(
-                capture, self._params, self.param_groups, whole, self._schedule.numbers
-            )
+        if (was_wanted or self._capture.pool.calls) and not self._is_late:
+            self._sum_statistics(gradients)
         if isinstance(problem, ObjectiveProblem):
             return self._measure_objective(problem)
         if not self._measures:
             self._warn_plain()
-        if not capture.pool.calls:
+        if not self._capture.pool.calls:
             self._refuse_missing_statistics()
             return {}
-        if self.grad_scaler is None:
-            scale = 1.0
-        else:
+        return self._average_statistics()
+
+    def _sum_statistics(self, gradients: Tensors) -> None:
+        """Sum what was seen over processes; gradients are whole except those of entries."""
+        pieces = self._params.shards.keys() & self._curvature.entry_names
+        whole = {n: g for n, g in gradients.items() if n not in pieces}
+        self._replicas.sum_statistics(
+            self._capture, self._params, self.param_groups, whole, self._schedule.numbers
+        )
+
+    def _average_statistics(self) -> BlockMeans:
+        """Return the means of what was seen, for blocks that follow the rule."""
+        scale = 1.0
+        if self.grad_scaler is not None:
             scale = float(self.grad_scaler.get_scale())
         # gradients are averaged over processes, and cotangents not yet
-        means = capture.take(scale * self._replicas.processes.size)
+        means = self._capture.take(scale * self._replicas.processes.size)
         self._skipped = means is None
         if means is None:
             return {}
-        fitting = self._assignment.select_blocks(means, self._options.sharing.longest)
-        capture.choose(self._assignment.measured)
-        if not self._schedule.taken:
+        selected = self._assignment.select_blocks(means, self._options.sharing.longest)
+        self._capture.choose(self._assignment.measured)
+        if not self._schedule.statistics_count:
             self._warn_plain()
-        return fitting
+        return selected
 
     def _measure_objective(self, problem: ObjectiveProblem) -> BlockMeans:
         """Return the means of an objective's terms, where statistics are due."""
@@ -644,7 +651,7 @@ class KFAC(Optimizer):
         if self._is_statistics_step and not self._is_late:
             raise PullbackError(
                 "A statistics step saw no layer",
-                self._capture.pool.missed,
+                self._capture.pool.obstacle.description,
                 "Call the module given to KFAC, in training mode, and backpropagate from its "
                 "output before step(). If it is compiled, give KFAC the compiled module: "
                 "KFAC(torch.compile(model))",
@@ -657,11 +664,11 @@ class KFAC(Optimizer):
         `_read_verdict` reads it later.
         """
         first = next(iter(gradients.values()))
-        if not first.is_cuda or self._options.controlled or self._schedule.asks_again:
+        if not first.is_cuda or self._options.is_controlled or self._schedule.asks_again:
             return False
         if any(g.device != first.device for g in gradients.values()):
             return False
-        is_refreshed = self._schedule.is_refresh_step(self._schedule.taken + 1)
+        is_refreshed = self._schedule.is_refresh_step(self._schedule.statistics_count + 1)
         if means and (self._options.ekfac or is_refreshed):
             return False
         return self._curvature.can_defer(means)
@@ -714,7 +721,7 @@ class KFAC(Optimizer):
         if self._assignment.others is None:
             return
         curvature = self._curvature
-        measured = names_of(curvature.learned)
+        measured = names_of(curvature.measured_keys)
         entries = curvature.entry_names
         for name in entries & measured:
             curvature.states.drop(BlockKey(BlockKind.ENTRIES, (name,)))
@@ -748,7 +755,7 @@ class KFAC(Optimizer):
                 return info
         if self._clip is not None:
             self._clip.apply(shares, gradients, self._curvature, self._params, self.state, is_void)
-        if damping is None or not damping.controlled:
+        if damping is None or not damping.is_controlled:
             update.move(shares, is_void)
             return info
         value = numbers["damping"]
@@ -808,7 +815,7 @@ class KFAC(Optimizer):
             self._is_statistics_step or is_owed or self._capture.lacks_block
         )
         notes = report.notes_of(self._curvature, self._skipped)
-        self._info = replace(self._info, taken=learning.is_averaged, notes=notes)
+        self._info = replace(self._info, took_statistics=learning.is_averaged, notes=notes)
         if guard.is_good is not None:
             is_learned = guard.is_good
             if learning.is_averaged:
@@ -833,7 +840,7 @@ class KFAC(Optimizer):
             numbers["taken"] -= 1
             self._skipped = has_moved
             notes = report.notes_of(self._curvature, has_moved)
-            self._info = replace(self._info, taken=False, notes=notes)
+            self._info = replace(self._info, took_statistics=False, notes=notes)
         if not has_moved:
             numbers["step"] -= 1
             self._capture.watch.wants_compiled_calls = (
@@ -946,7 +953,7 @@ class KFAC(Optimizer):
         """The averages as they are, to serve as an `Invariant` damping's reference."""
         with self._whole() as curvature:
             averages = curvature.averages
-            return {k: a.divided() for k, a in averages.items() if k in curvature.learned}
+            return {k: a.normalize() for k, a in averages.items() if k in curvature.measured_keys}
 
     def degenerate(self) -> list[Degenerate]:
         """Blocks on which F̂ is no metric, and why: directions that change nothing."""

@@ -19,7 +19,7 @@ from ...steps import Step
 from ..checks import metric_of, refuse_parameter
 from .arguments import check
 from .needs import refuse_step
-from .rules import AdamW, Eigenbasis, Natural, Rule, Spectral, Statistics
+from .rules import AdamW, Defaults, Eigenbasis, Natural, Rule, Spectral, Statistics
 
 #: layers by which a transformer or a relative of it is known
 _OF_TRANSFORMERS = (nn.Embedding, nn.MultiheadAttention, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
@@ -96,17 +96,17 @@ class Options:
         return self.rule.estimation.measures_spectrum
 
     @property
-    def scaled(self) -> bool:
+    def accepts_scaled_loss(self) -> bool:
         """Whether a loss that is scaled does no harm: the scaler is known, or no length is read."""
         return self.grad_scaler is not None or self.others is not None
 
     # --- what the optimizer reads -----------------------------------------------------------------
 
     @property
-    def controlled(self) -> bool:
+    def is_controlled(self) -> bool:
         """Whether steps look at the loss again."""
         damping = self.rule.damping
-        return self.step is not None or (damping is not None and damping.controlled)
+        return self.step is not None or (damping is not None and damping.is_controlled)
 
     @property
     def group_defaults(self) -> dict[str, Any]:
@@ -126,66 +126,80 @@ class Options:
         return {**common, **of_rule, **vars(self.rule.estimation), "rule": self.rule.name}
 
 
-def resolve(
-    model: nn.Module,
-    *,
-    rule: Rule | str | None,
-    likelihood: Any,
-    damping: Any,
-    lr: float | None,
-    weight_decay: float,
-    statistics_every: int | None,
-    invert_every: int | None,
-    output: Selector,
-    grad_scaler: Any,
-    step: Step | None,
-) -> Options:
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `KFAC` as the user gave them; None stands for the rule's default."""
+
+    rule: Rule | str | None
+    likelihood: Any
+    damping: Any
+    lr: float | None
+    weight_decay: float
+    statistics_every: int | None
+    invert_every: int | None
+    output: Selector
+    grad_scaler: Any
+    step: Step | None
+
+    def fill_in(self, defaults: Defaults) -> Defaults:
+        """Return a rule's defaults with the values of the user in their place."""
+        values: dict[str, Any] = {}
+        if isinstance(self.step, Step):
+            values["lr"] = self.step.initial_lr
+        for name in ("lr", "statistics_every", "invert_every"):
+            user_value = getattr(self, name)
+            if user_value is not None:
+                values[name] = user_value
+        return replace(defaults, **values)
+
+
+def resolve(model: nn.Module, arguments: Arguments) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
-    chosen = choose_rule(model, rule, likelihood, damping, step)
-    defaults = chosen.defaults
-    if isinstance(step, Step):
-        defaults = replace(defaults, lr=step.initial_lr)
-    lr = defaults.lr if lr is None else lr
-    statistics_every = defaults.statistics_every if statistics_every is None else statistics_every
-    invert_every = defaults.invert_every if invert_every is None else invert_every
+    step = arguments.step
+    rule = choose_rule(model, arguments.rule, arguments.likelihood, arguments.damping, step)
+    values = arguments.fill_in(rule.defaults)
     check(
-        lr=lr, weight_decay=weight_decay, statistics_every=statistics_every,
-        invert_every=invert_every, output=output, grad_scaler=grad_scaler, step=step,
+        **vars(values), weight_decay=arguments.weight_decay, output=arguments.output,
+        grad_scaler=arguments.grad_scaler, step=step,
     )  # fmt: skip
-    _check_rule(chosen)
-    has_control = chosen.damping is not None and chosen.damping.controlled
+    _check_rule(rule)
+    has_control = rule.damping is not None and rule.damping.is_controlled
     if step is not None:
         refuse_step(step, has_control=has_control)
-    others = _find_others(chosen)
-    is_controlled = step is not None or has_control
-    kl_clip: Any = chosen.kl_clip
-    if kl_clip == "auto":
-        kl_clip = None if is_controlled else _KL_CLIP
     return Options(
-        rule=chosen,
-        others=others,
-        lr=lr,
-        weight_decay=weight_decay,
-        statistics_every=statistics_every,
-        invert_every=invert_every,
-        output=output,
-        grad_scaler=grad_scaler,
+        rule=rule,
+        others=_find_others(rule),
+        lr=values.lr,
+        weight_decay=arguments.weight_decay,
+        statistics_every=values.statistics_every,
+        invert_every=values.invert_every,
+        output=arguments.output,
+        grad_scaler=arguments.grad_scaler,
         step=step,
-        kl_clip=kl_clip,
-        metric=chosen.estimation.metric or metric_of(None, None),
-        reduction=chosen.estimation.reduction or "mean",
-        fisher=chosen.estimation.fisher,
-        draws=chosen.estimation.draws,
+        kl_clip=_find_kl_clip(rule, is_controlled=step is not None or has_control),
+        metric=rule.estimation.metric or metric_of(None, None),
+        reduction=rule.estimation.reduction or "mean",
+        fisher=rule.estimation.fisher,
+        draws=rule.estimation.draws,
     )
+
+
+def _find_kl_clip(rule: Rule, *, is_controlled: bool) -> float | None:
+    """Return the bound of the KL clip; "auto" is none where a closure controls the step."""
+    kl_clip: Any = rule.kl_clip
+    if kl_clip != "auto":
+        return kl_clip
+    if is_controlled:
+        return None
+    return _KL_CLIP
 
 
 def _find_others(rule: Rule) -> Rule | None:
     """Return the rule for parameters that this one does not take, if there are any."""
     if not rule.accepts(Role.VECTOR):
-        if rule.others is None:
+        others = rule.others
+        if others is None:
             others = AdamW()
-        else:
-            others = rule.others
         _check_rule(others)
         return others
     if rule.is_elementwise:
@@ -213,7 +227,7 @@ def choose_rule(
     else:
         chosen = _check_rule_object(rule, shortcuts)
     if step is not None and chosen.damping is None:
-        raise _misplaced("step", chosen)
+        raise _misplaced_option("step", chosen)
     return chosen
 
 
@@ -242,11 +256,11 @@ def _named_rule(name: str, shortcuts: dict[str, Any]) -> Rule:
         if option == "likelihood" and name == "spectral":
             continue
         if option not in names:
-            raise _misplaced(option, make())
+            raise _misplaced_option(option, make())
     return make(**{n: v for n, v in shortcuts.items() if n in names})
 
 
-def _misplaced(option: str, rule: Rule) -> PullbackError:
+def _misplaced_option(option: str, rule: Rule) -> PullbackError:
     return PullbackError(
         f"{option}= does not go with {rule!r}",
         "another rule reads it",
@@ -312,7 +326,7 @@ def refuse_spread(options: Options, *, several: bool, teams: bool, shards: bool)
             "all processes measure in the eigenbases",
             "Leave workers out, so that all of them hold these",
         )
-    if options.controlled and shards:
+    if options.is_controlled and shards:
         raise PullbackError(
             "A controlled step does not go with a sharded model",
             "adaptive damping and rules of steps/ look at whole parameters",

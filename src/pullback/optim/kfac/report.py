@@ -34,7 +34,7 @@ class KFACInfo:
         accepted: whether the parameters moved.
         reason: why not, or empty.
         damping: λ in use.
-        taken: whether statistics were taken up.
+        took_statistics: whether statistics were taken up.
         notes: what went wrong or was left out when blocks were inverted, by parameters.
         ratio: actual over predicted reduction, where it was measured.
         step_size, momentum: the model's best factors, where they were computed.
@@ -43,7 +43,7 @@ class KFACInfo:
     accepted: bool = True
     reason: str = ""
     damping: float = 0.0
-    taken: bool = False
+    took_statistics: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     ratio: float | None = None
     step_size: float | None = None
@@ -103,11 +103,11 @@ class CoverageFacts:
 def coverage_of(facts: CoverageFacts, params: Tensors) -> Coverage:
     """Return the rows of all parameters."""
     blocks = {}
-    for key in facts.state.learned:
+    for key in facts.state.measured_keys:
         blocks |= dict.fromkeys(key.names, key)
     rows = [_row_of(name, p, blocks.get(name), facts) for name, p in params.items()]
     coverage = Coverage(rows)
-    coverage.is_preliminary = not facts.state.learned
+    coverage.is_preliminary = not facts.state.measured_keys
     return coverage
 
 
@@ -122,7 +122,7 @@ def _row_of(name: str, p: Tensor, key: BlockKey | None, facts: CoverageFacts) ->
     assignment = facts.state.assignment
     others = assignment.others
     is_settled = name in assignment.elementwise or name in facts.state.entry_names
-    if not is_settled and not facts.state.schedule.taken:
+    if not is_settled and not facts.state.schedule.statistics_count:
         rule = UNKNOWN
         if others is None:
             rule = assignment.rule.name
@@ -238,7 +238,7 @@ def _find_parametrizations(model: nn.Module) -> dict[str, str]:
 
 def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     """Return F̂ without damping, over the parameters that have a block, in the model's order."""
-    keys = [k for k in state.averages if k in state.learned]
+    keys = [k for k in state.averages if k in state.measured_keys]
     if not keys:
         raise PullbackError("There are no statistics yet", "no step was taken", "Call step() first")
     covered = names_of(keys)
@@ -290,7 +290,7 @@ class Notices:
 
         Those `known` to have no block are said elsewhere.
         """
-        explained = names_of(state.learned) | self._unmeasured | {*known}
+        explained = names_of(state.measured_keys) | self._unmeasured | {*known}
         lost = [n for n, g in gradients.items() if n not in explained and bool(g.any())]
         self._unmeasured.update(lost)
         if not lost:
@@ -362,8 +362,8 @@ def degenerate_of(state: KFACState) -> list[Degenerate]:
     """Return the singular sides of all blocks that have statistics."""
     degenerate: list[Degenerate] = []
     for key, average in state.averages.items():
-        if key in state.learned:
-            degenerate += _degenerate_sides(key, factor_gram(key, average.divided()))
+        if key in state.measured_keys:
+            degenerate += _degenerate_sides(key, factor_gram(key, average.normalize()))
     return degenerate
 
 

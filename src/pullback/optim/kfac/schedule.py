@@ -33,8 +33,8 @@ class Schedule:
         return self.numbers["step"]
 
     @property
-    def taken(self) -> int:
-        """Statistics taken up."""
+    def statistics_count(self) -> int:
+        """How many statistics were taken up."""
         return self.numbers["taken"]
 
     @property

@@ -280,7 +280,7 @@ class BlockStates:
                 form += names
             elif key.kronecker:
                 shapes = tuple(templates[n].shape for n in key.names)
-                form += (key.bias, key.turned, shapes, block.shape.size)
+                form += (key.bias, key.is_transposed, shapes, block.shape.size)
             else:
                 form += (key.kind, len(key.names))
             groups.setdefault(form, []).append(block)
@@ -339,7 +339,7 @@ def find_reference(key: BlockKey, average: Average, references: Any) -> tuple[An
     note = ""
     if references:
         note = "its reference is its own average: the one given lacks this block"
-    return gram_of(key, average.mean or average.divided()), note
+    return gram_of(key, average.mean or average.normalize()), note
 
 
 def join_states(states: Sequence[RuleState], axis: int = 0) -> RuleState:
@@ -437,7 +437,7 @@ class Stack:
         else:
             weight = torch.stack(weights)
         columns = self._columns - self._key.joint
-        if self._key.turned:
+        if self._key.is_transposed:
             return weight.reshape(-1, columns, self._rows).mT.contiguous()
         return weight.reshape(-1, self._rows, columns)
 
@@ -453,7 +453,7 @@ class Stack:
                 by_name |= self._split_flat(column, names)
             return by_name
         weight = first
-        if self._key.turned:
+        if self._key.is_transposed:
             weight = first.mT
         # at once: an update of strided directions would copy them one by one
         by_name |= self._unbind(weight.contiguous(), 0)

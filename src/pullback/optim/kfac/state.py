@@ -46,7 +46,7 @@ class KFACState:
         schedule: steps, statistics and λ.
         states: of blocks, in the form in which rules apply them.
         averages: of the blocks' factors.
-        learned: blocks that have statistics; the others are expected.
+        measured_keys: blocks that have statistics; the others are expected.
         reserved: expected blocks whose tensors show their shapes and take no memory yet.
     """
 
@@ -55,7 +55,7 @@ class KFACState:
     schedule: Schedule
     states: BlockStates = field(default_factory=BlockStates)
     averages: dict[BlockKey, Average] = field(default_factory=dict)
-    learned: set[BlockKey] = field(default_factory=set)
+    measured_keys: set[BlockKey] = field(default_factory=set)
     reserved: set[BlockKey] = field(default_factory=set)
     #: whether all blocks are known from the table of a checkpoint alone, until a load fills them
     is_shown: bool = False
@@ -77,7 +77,7 @@ class KFACState:
     def references(self) -> Any:
         """Long-run averages that were given, or None where the damping reads none."""
         damping = self.rule.damping
-        if damping is None or not damping.referenced:
+        if damping is None or not damping.needs_reference:
             return None
         return damping.reference or {}
 
@@ -88,7 +88,7 @@ class KFACState:
         self.averages[key] = Average.empty(factors, has_mean=self.references is not None)
         shape = self.assignment.shape_of(key, factors)
         self.states.allocate(key, self.rule, shape, self.schedule.step)
-        self.learned.discard(key)
+        self.measured_keys.discard(key)
         self.reserved.discard(key)
 
     def allocate_entries(self, name: str, p: Tensor) -> BlockKey:
@@ -123,7 +123,7 @@ class KFACState:
         average = self.averages.get(key)
         if average is not None and average.fits(sides) and key not in self.reserved:
             return False
-        if average is not None and key in self.learned and average.has_shapes(sides):
+        if average is not None and key in self.measured_keys and average.has_shapes(sides):
             self.move(key, get_entries(next(iter(sides.values()))))
         else:
             self.allocate(key, sides)
@@ -140,7 +140,7 @@ class KFACState:
         if devices == self.devices:
             return
         self.devices = devices
-        for key in self.learned:
+        for key in self.measured_keys:
             mass = self.averages[key].mass
             device = params[key.names[0]].device
             if mass.device != device:
@@ -159,7 +159,7 @@ class KFACState:
     def drop(self, key: BlockKey) -> bool:
         """Forget a block; return whether there was one."""
         self.states.drop(key)
-        self.learned.discard(key)
+        self.measured_keys.discard(key)
         self.reserved.discard(key)
         return self.averages.pop(key, None) is not None
 
@@ -193,7 +193,7 @@ class KFACState:
             else:
                 pairs.append((self.averages[key], {}))
         ema_update(pairs, self.rule.estimation.ema, guard.is_void)
-        self.learned.update(means)
+        self.measured_keys.update(means)
         self.schedule.numbers["taken"] += 1
         self._observe_spectra(spectra)
         return True
@@ -206,10 +206,12 @@ class KFACState:
 
     def refresh(self, has_new_statistics: bool) -> bool:
         """Refresh states when it is time, and make those that are missing; say if any changed."""
-        is_due = has_new_statistics and self.schedule.is_refresh_step(self.schedule.taken)
-        keys = self.learned - self.states.ready
+        is_due = has_new_statistics and self.schedule.is_refresh_step(
+            self.schedule.statistics_count
+        )
+        keys = self.measured_keys - self.states.ready
         if is_due or self.schedule.asks_again:
-            keys = self.learned
+            keys = self.measured_keys
         self.schedule.numbers["retry"] = 0
         if not keys:
             return False
@@ -245,7 +247,7 @@ class KFACState:
         )
         directions, stacked = self.replicas.complete(self.states, directions, stacked, gradients)
         directions = {n: directions[n] for n in gradients if n in directions}
-        waiting = _keys_by_name(self.learned - self.states.ready)
+        waiting = _keys_by_name(self.measured_keys - self.states.ready)
         for name, gradient in gradients.items():
             if name in directions:
                 continue
@@ -282,7 +284,7 @@ class KFACState:
     @property
     def block_averages(self) -> list[tuple[BlockKey, Average]]:
         """The blocks that have statistics, in an order that all processes have."""
-        keys = sorted(self.learned, key=lambda key: key.names)
+        keys = sorted(self.measured_keys, key=lambda key: key.names)
         return [(key, self.averages[key]) for key in keys]
 
     # --- lengths ----------------------------------------------------------------------------------
@@ -337,7 +339,7 @@ class KFACState:
 
         All blocks have states and room for them, and there is such a kernel.
         """
-        if not self.learned <= self.states.ready or not self.learned.issuperset(means):
+        if not self.measured_keys <= self.states.ready or not self.measured_keys.issuperset(means):
             return False
         if self.rule.estimation.ema < _LEAST_EMA:
             return False

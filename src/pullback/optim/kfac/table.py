@@ -103,7 +103,7 @@ class TableWriter:
         if key is not None:
             row["kind"] = _KIND_NUMBERS[BlockKind(key.kind)]
             row["bias"] = int(key.bias)
-            row["transposed"] = int(key.turned)
+            row["transposed"] = int(key.is_transposed)
         if key is not None and len(key.names) > 1:
             row["partner"] = self._numbers[key.names[1]]
         if device is not None:
@@ -149,7 +149,7 @@ def _read_key(name: str, numbers: Mapping[str, int], names: Sequence[str]) -> Bl
         raise foreign(f"{name} shared a block with parameter {partner} of {len(names)}")
     members = (name,) if partner == _NONE else (name, names[partner])
     is_transposed = bool(numbers["transposed"])
-    return BlockKey(str(kind), members, bias=bool(numbers["bias"]), turned=is_transposed)
+    return BlockKey(str(kind), members, bias=bool(numbers["bias"]), is_transposed=is_transposed)
 
 
 def _unknown(what: str, number: int) -> PullbackError:

@@ -65,7 +65,7 @@ class Average:
             get_entries(self.value[f]).stride() == get_entries(t).stride() for f, t in new.items()
         )
 
-    def divided(self) -> dict[FactorKey, Tensor]:
+    def normalize(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
         return {f: _over_groups(unpack(t), self.mass) for f, t in self.value.items()}
 
@@ -159,7 +159,7 @@ def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tenso
     """
     if len({factor.role for factor in average.value}) == 1:
         return gram_of(key, average.value, average.mass), average.mass
-    return gram_of(key, average.divided()), torch.ones_like(average.mass)
+    return gram_of(key, average.normalize()), torch.ones_like(average.mass)
 
 
 def _homogeneous(factors: Factors, use: str, width: int, corner: Tensor | float) -> Tensor:

@@ -68,14 +68,14 @@ class Bases:
 class BlockKey:
     """The parameters of one block, and what is held for them.
 
-    A `turned` weight is held as (G, I, O), and its coordinates are those of its transpose. `bias`
-    says that the block is that of a bias by itself.
+    Where `is_transposed`, the weight is held as (G, I, O), and its coordinates are those of its
+    transpose. `bias` says that the block is that of a bias by itself.
     """
 
     kind: str
     names: tuple[str, ...]
     bias: bool = False
-    turned: bool = False
+    is_transposed: bool = False
 
     def __hash__(self) -> int:
         return hash(self.names)  # few blocks share a parameter
@@ -136,7 +136,7 @@ def _to_matrices(key: BlockKey, tensors: Sequence[Tensor], shape: tuple[int, ...
     v = tensors[0]
     if v.numel() != groups * rows * (columns - key.joint):
         return v
-    if key.turned:
+    if key.is_transposed:
         v = v.reshape(groups, -1, rows).mT
     else:
         v = v.reshape(groups, rows, -1)
@@ -157,7 +157,7 @@ def from_block(
         weight = v[..., :-1]
     else:
         weight = v
-    if key.turned:
+    if key.is_transposed:
         weight = weight.mT
     out = [weight.reshape(templates[0].shape)]
     if key.joint:

@@ -1,8 +1,8 @@
 r"""Damping of Kronecker blocks: what is added to R ⊗ C before it is inverted.
 
-A damping answers three questions: what is added to a pair of sides (`added`), what to gains and
-shifts (`units`), and how λ follows the success of a step (`next`), for which `controlled` dampings
-need a closure.
+A damping answers three questions: what is added to a pair of factors (`find_shifts`), what to gains
+and shifts (`units`), and how λ follows the success of a step (`next`). A damping whose λ follows
+the loss needs a closure (`is_controlled`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ class Damping(ABC):
     Attributes:
         value: λ, in the units of the Gram.
         exact: whether R ⊗ C + λ is inverted as it stands, in the eigenbases of its sides.
-        referenced: whether long-run averages of the blocks are needed.
+        needs_reference: whether long-run averages of the blocks are needed.
         reference: long-run averages by block, instead of the means of all statistics so far.
-        controlled: whether λ follows the loss, which a closure has to evaluate again.
+        is_controlled: whether λ follows the loss, which a closure has to evaluate again.
     """
 
     exact: bool = False
-    referenced: bool = False
+    needs_reference: bool = False
     reference: Reference | None = None
-    controlled: bool = False
+    is_controlled: bool = False
 
     def __init__(self, value: float = 1e-3) -> None:
         refuse_number("The damping", value)
         self.value = float(value)
 
     @abstractmethod
-    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def find_shifts(
+        self, means: Means, reference: Pair | None, value: float
+    ) -> tuple[Tensor, Tensor]:
         """Return what is added to the left and to the right side.
 
         Args:
@@ -76,7 +78,9 @@ class Tikhonov(Damping):
     nothing is added, and singular sides are inverted on their range.
     """
 
-    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def find_shifts(
+        self, means: Means, reference: Pair | None, value: float
+    ) -> tuple[Tensor, Tensor]:
         rows, columns = means
         tiny = torch.finfo(rows.dtype).tiny ** 0.5
         pi = (columns.clamp(min=tiny) / rows.clamp(min=tiny)).sqrt().clamp(1e-6, 1e6)
@@ -90,7 +94,9 @@ class Exact(Damping):
 
     exact = True
 
-    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def find_shifts(
+        self, means: Means, reference: Pair | None, value: float
+    ) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(means[0]), torch.zeros_like(means[1])
 
 
@@ -104,7 +110,7 @@ class Invariant(Damping):
     reported.
     """
 
-    referenced = True
+    needs_reference = True
 
     def __init__(self, value: float = 1e-2, reference: Reference | None = None) -> None:
         super().__init__(value)
@@ -124,7 +130,9 @@ class Invariant(Damping):
             )
         self.reference = reference
 
-    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
+    def find_shifts(
+        self, means: Means, reference: Pair | None, value: float
+    ) -> tuple[Tensor, Tensor]:
         assert reference is not None
         return value * reference.output_factor, value * reference.input_factor
 
@@ -150,7 +158,7 @@ class Adaptive(Damping):
         smallest, largest: its bounds.
     """
 
-    controlled = True
+    is_controlled = True
 
     def __init__(
         self,
@@ -164,7 +172,7 @@ class Adaptive(Damping):
     ) -> None:
         self.inner = as_damping(inner)
         super().__init__(self.inner.value)
-        if self.inner.controlled:
+        if self.inner.is_controlled:
             raise PullbackError(
                 "Adaptive damping is not usable",
                 f"{self.inner!r} adapts already",
@@ -176,11 +184,13 @@ class Adaptive(Damping):
             decrease = factor
         self._rule = RatioDamping(low, high, factor, decrease, smallest, largest)
         self.exact = self.inner.exact
-        self.referenced = self.inner.referenced
+        self.needs_reference = self.inner.needs_reference
         self.reference = self.inner.reference
 
-    def added(self, means: Means, reference: Pair | None, value: float) -> tuple[Tensor, Tensor]:
-        return self.inner.added(means, reference, value)
+    def find_shifts(
+        self, means: Means, reference: Pair | None, value: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.inner.find_shifts(means, reference, value)
 
     def units(self, block: Units, reference: Units | None, value: float) -> tuple[Units, float]:
         return self.inner.units(block, reference, value)
@@ -194,9 +204,9 @@ class Adaptive(Damping):
 
 def as_damping(damping: Damping | float) -> Damping:
     """Return the damping itself, or `Tikhonov` of a number."""
-    if hasattr(damping, "added"):
-        return damping  # pyright: ignore[reportReturnType]
-    return Tikhonov(damping)  # pyright: ignore[reportArgumentType]
+    if isinstance(damping, Damping):
+        return damping
+    return Tikhonov(damping)
 
 
 def refuse_reference(damping: Damping, statistics: Reference) -> None:

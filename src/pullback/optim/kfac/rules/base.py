@@ -183,7 +183,7 @@ class FactorAverages:
         assert isinstance(self.gram, Pair)
         return self.gram
 
-    def divided(self) -> Pair | Units:
+    def normalize(self) -> Pair | Units:
         """Return the averages over their mass."""
         if isinstance(self.gram, Units):
             return Units(_over(self.gram.matrices, self.mass))
@@ -379,7 +379,7 @@ class Rule(ABC):
 
     def gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
         """Return F̂ of the blocks, without damping."""
-        return averages.divided()
+        return averages.normalize()
 
     def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
         """Return the metric F of which directions are F⁻¹g, for the KL clip."""

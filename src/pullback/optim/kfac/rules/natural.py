@@ -316,7 +316,7 @@ class Natural(Rule):
 
         They are so without damping, and with an invariant one.
         """
-        return averages.damping == 0 or self.damping.referenced
+        return averages.damping == 0 or self.damping.needs_reference
 
     def _invert(self, stacks: Sequence[FactorAverages]) -> list[FactorInverses]:
         """Return the inverses of both damped factors of each stack."""
@@ -326,17 +326,17 @@ class Natural(Rule):
         for averages in stacks:
             factors += [averages.pair.output_factor, averages.pair.input_factor]
             scales += [averages.mass, averages.mass]
-            shifts += self._added(averages)
+            shifts += self._find_shifts(averages)
         singular = any(self._inverts_on_range(averages) for averages in stacks)
         inverses = invert_factors(factors, scales=scales, shifts=shifts, singular=singular)
         return [inverses[2 * i : 2 * i + 2] for i in range(len(stacks))]
 
-    def _added(self, averages: FactorAverages) -> list[Tensor]:
+    def _find_shifts(self, averages: FactorAverages) -> list[Tensor]:
         """Return what the damping adds to the left and to the right factor."""
         rows = factor_matrix.diagonal(averages.pair.output_factor).mean(-1) / averages.mass
         columns = factor_matrix.diagonal(averages.pair.input_factor).mean(-1) / averages.mass
         reference: Any = averages.reference
-        return list(self.damping.added((rows, columns), reference, averages.damping))
+        return list(self.damping.find_shifts((rows, columns), reference, averages.damping))
 
     def _invert_one(
         self, averages: FactorAverages, block: int, report: RefreshReport
@@ -366,7 +366,7 @@ class Natural(Rule):
     def _refresh_eigen(self, averages: FactorAverages, state: EigenState) -> RefreshReport:
         """Find the eigenbases; corrected eigenvalues are carried to the new ones."""
         report = RefreshReport()
-        pair = averages.divided()
+        pair = averages.normalize()
         assert isinstance(pair, Pair)
         try:
             rows, left = factor_matrix.eigendecompose(pair.output_factor)
@@ -380,7 +380,7 @@ class Natural(Rule):
             turns = _overlap(left, state.left), _overlap(right, state.right)
             state.spectrum = EigenBlock(*turns, state.spectrum).diagonal()
             has_spectrum = (state.mass > 0)[:, None, None]
-            values = torch.where(has_spectrum, _corrected(state.spectrum, state.mass), values)
+            values = torch.where(has_spectrum, _remove_bias(state.spectrum, state.mass), values)
         state.left = left
         state.right = right
         state.scale = _reciprocal(values, averages.damping)
@@ -397,7 +397,7 @@ class Natural(Rule):
         assert state.mass is not None
         state.spectrum.lerp_(spectrum, 1 - self.estimation.ema)
         state.mass.lerp_(torch.ones_like(state.mass), 1 - self.estimation.ema)
-        state.scale.copy_(_reciprocal(_corrected(state.spectrum, state.mass), damping))
+        state.scale.copy_(_reciprocal(_remove_bias(state.spectrum, state.mass), damping))
 
     # --- gains, shifts and single entries ---------------------------------------------------------
 
@@ -405,7 +405,7 @@ class Natural(Rule):
         report = RefreshReport()
         damped, shift = self._damped_units(averages)
         state.inverse = damped.inverse(shift)
-        if self.damping.referenced:
+        if self.damping.needs_reference:
             rank = round(float((damped.matrices * state.inverse).sum()))  # tr M M⁺
             size = damped.matrices[..., 0].numel()
             if rank < size:
@@ -414,7 +414,7 @@ class Natural(Rule):
         return report
 
     def _damped_units(self, averages: FactorAverages) -> tuple[Units, float]:
-        units = averages.divided()
+        units = averages.normalize()
         reference = averages.reference
         assert isinstance(units, Units)
         assert reference is None or isinstance(reference, Units)
@@ -424,9 +424,9 @@ class Natural(Rule):
 
     def gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
         if not isinstance(state, EigenState) or averages.is_first:
-            return averages.divided()
+            return averages.normalize()
         if state.spectrum is None or state.mass is None or not bool((state.mass > 0).all()):
-            return averages.divided()
+            return averages.normalize()
         if state.left is None:
             left = None
         else:
@@ -435,7 +435,7 @@ class Natural(Rule):
             right = None
         else:
             right = state.right.clone()
-        return EigenBlock(left, right, _corrected(state.spectrum, state.mass))
+        return EigenBlock(left, right, _remove_bias(state.spectrum, state.mass))
 
     def damped_gram(self, averages: FactorAverages, state: RuleState) -> GramBlock:
         if isinstance(state, UnitState):
@@ -445,9 +445,9 @@ class Natural(Rule):
         if isinstance(state, EigenState):
             values = torch.where(state.scale > 0, 1 / state.scale, 0.0)
             return EigenBlock(state.left, state.right, values)
-        pair = averages.divided()
+        pair = averages.normalize()
         assert isinstance(pair, Pair)
-        left, right = self._added(averages)
+        left, right = self._find_shifts(averages)
         return Pair(_shift(pair.output_factor, left), _shift(pair.input_factor, right))
 
     def rescale(self, state: RuleState, rows: Tensor, columns: Tensor) -> None:
@@ -504,7 +504,7 @@ def refuse_combinations(estimation: Estimation, damping: Damping) -> None:
     """Raise for options of the natural gradient that do not go together."""
     metric = estimation.metric
     assert metric is not None
-    if estimation.measures_spectrum and damping.referenced:
+    if estimation.measures_spectrum and damping.needs_reference:
         raise PullbackError(
             "Corrected eigenvalues do not go with this damping",
             f"{damping!r} adds to the sides, and ekfac=True damps the corrected eigenvalues",
@@ -585,7 +585,7 @@ def _overlap(new: Tensor | None, old: Tensor | None) -> Tensor | None:
     return new.mT @ old
 
 
-def _corrected(spectrum: Tensor, mass: Tensor) -> Tensor:
+def _remove_bias(spectrum: Tensor, mass: Tensor) -> Tensor:
     """Return the running mean without the weight of its empty beginning."""
     tiny = torch.finfo(mass.dtype).tiny
     return spectrum / mass.clamp(min=tiny)[:, None, None]

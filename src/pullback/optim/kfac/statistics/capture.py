@@ -54,7 +54,7 @@ from .covectors import Covectors, Descent, NotFinite, draw_signs, generate_covec
 from .launch_thread import LaunchThread, sets_precision
 from .record import RepeatedCall
 from .structure import BlockStructure
-from .sums import DERIVED, MISSED, UNREACHED, Pool, means
+from .sums import Obstacle, Pool, means
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 
@@ -287,7 +287,7 @@ class StatisticsCapture:
         """Forget what was gathered: it belonged to gradients that were dropped."""
         self.pool = Pool()
         if self._has_pending:
-            self.pool.miss(MISSED[5])
+            self.pool.note_obstacle(Obstacle.OUTPUT_NOT_REACHED)
         self.watch.reset()
 
     def reset(self) -> None:
@@ -318,7 +318,7 @@ class StatisticsCapture:
                 sites = self.sites()
             obstacle = self._find_obstacle(sites)
             if obstacle is not None:
-                self.pool.miss(obstacle)
+                self.pool.note_obstacle(obstacle)
                 return None
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             source = self._make_source(args, kwargs, compiled, sites)
@@ -334,15 +334,15 @@ class StatisticsCapture:
         self.wrapped = wrapper is not None
         self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
 
-    def _find_obstacle(self, sites: Sites | None) -> str | None:
-        """Return why a call that begins cannot give statistics, one of `MISSED`."""
+    def _find_obstacle(self, sites: Sites | None) -> Obstacle | None:
+        """Return why a call that begins cannot give statistics, if it cannot."""
         holds_others = sites is None and not self._gather
         if holds_others or peek_interpreter_stack() is not None:
-            return MISSED[1]
+            return Obstacle.OTHER_PARAMETERS
         if not torch.is_grad_enabled():
-            return MISSED[2]
+            return Obstacle.WITHOUT_GRADIENTS
         if not self.model.training:
-            return MISSED[3]
+            return Obstacle.EVALUATION_MODE
         return None
 
     def _make_source(self, args: Any, kwargs: Any, compiled: bool, sites: Sites | None) -> Source:
@@ -398,9 +398,9 @@ class StatisticsCapture:
             return
         move_samples_first(z, self._options.batch_dim)  # refuses what no metric is of
         if not z.requires_grad:
-            self.pool.miss(MISSED[4])
+            self.pool.note_obstacle(Obstacle.INDEPENDENT_OUTPUT)
             return
-        self.pool.miss(MISSED[5])
+        self.pool.note_obstacle(Obstacle.OUTPUT_NOT_REACHED)
         self._await_gradient(z, call)
 
     def _await_empty_gradient(self, z: Tensor) -> None:
@@ -645,14 +645,14 @@ class StatisticsCapture:
 
     def _note_derivative(self) -> None:
         """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
-        self.pool.miss(UNREACHED)
+        self.pool.note_obstacle(Obstacle.PARAMETERS_NOT_REACHED)
         if torch.is_grad_enabled():
             reference = weakref.ref(self.pool)
 
             def note_use() -> None:
                 pool = reference()
                 if pool is not None:
-                    pool.miss(DERIVED)
+                    pool.note_obstacle(Obstacle.INPUT_DERIVATIVES)
 
             call_on_second_pass(torch._C._current_autograd_node(), note_use)
 
@@ -666,7 +666,7 @@ class StatisticsCapture:
         if self._checks_left == _LIMITS.checks:
             warn_mismatch(options.metric, value, cotangent, stacklevel=2)
         self._checks_left -= 1
-        if options.fisher != "empirical" or options.scaled:
+        if options.fisher != "empirical" or options.accepts_scaled_loss:
             return
         drawn = generate_covectors(
             replace(options, fisher="mc", draws=1), value, cotangent, None, random
@@ -693,7 +693,7 @@ class StatisticsCapture:
         "sum" multiplies them by the samples. None where nothing finite was met.
         """
         pool = self.pool
-        if pool.missed == DERIVED:
+        if pool.obstacle is Obstacle.INPUT_DERIVATIVES:
             warn_derivatives(stacklevel=2)
         self.clear()
         if not pool.sums:

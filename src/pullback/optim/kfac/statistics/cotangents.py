@@ -427,7 +427,7 @@ def _compute_squares(bases: Bases, use: UseMoments, delta: Tensor) -> Tensor | N
         return None
     left = _convert(bases.left, delta)
     right = _convert(bases.right, delta)
-    if block.is_transposed == use.basis.turned:
+    if block.is_transposed == use.basis.is_transposed:
         return block.squares(left, right)
     return block.squares(right, left).mT  # the weight's rows belong to the input
 

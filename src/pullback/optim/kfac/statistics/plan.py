@@ -106,12 +106,12 @@ class BlockPlan:
         names = [n for n in (use.weight, use.bias) if n is not None and n not in self.plain]
         has_both = len(names) == 2
         if has_both and self._are_partners(use.weight, use.bias):
-            return [BlockKey(str(kind), tuple(names), turned=is_turned)]
+            return [BlockKey(str(kind), tuple(names), is_transposed=is_turned)]
         keys = []
         for name in names:
             is_weight = name == use.weight
             is_bias = name == use.bias
-            key = BlockKey(str(kind), (name,), bias=is_bias, turned=is_turned and is_weight)
+            key = BlockKey(str(kind), (name,), bias=is_bias, is_transposed=is_turned and is_weight)
             keys.append(key)
         return keys
 

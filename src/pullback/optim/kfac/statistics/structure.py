@@ -223,7 +223,7 @@ class BlockStructure:
                 continue
             if layer.is_transposed and name in untransposed:
                 continue
-            key = BlockKey("kronecker", (name,), turned=layer.is_transposed)
+            key = BlockKey("kronecker", (name,), is_transposed=layer.is_transposed)
             _add_inputs(pool, key, layer, use.inputs, leaves[name])
 
     def _form_input_moments(self, record: ForwardRecord) -> list[UseMoments]:

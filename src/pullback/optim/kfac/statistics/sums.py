@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from math import isnan
 
 import torch
@@ -36,7 +37,7 @@ def factors_of(layer: Layer | Compound, key: BlockKey) -> tuple[FactorKey, Facto
     """
     left = FactorKey(layer.use, "left")
     right = FactorKey(layer.use, "right")
-    if layer.input_first and not key.turned:
+    if layer.input_first and not key.is_transposed:
         return left, right
     return right, left
 
@@ -60,21 +61,37 @@ class Sums:
             accumulate(self.values, {factor: term})
 
 
-#: why a forward pass gave no statistics; of several passes, the one that came farthest counts
-MISSED = (
-    "the model was not called",
-    "the model was called inside a transform of torch.func, or held other parameters than the "
-    "optimizer's",
-    "the model was called without gradients",
-    "the model was in evaluation mode",
-    "the model's output does not depend on its parameters",
-    "no gradient reached the model's output",
-    "the gradient passed the model's output, but not to its parameters",
-    "the loss was made of derivatives of the model's output by its inputs, and the metric is that "
-    "of the output itself; step(objective=...) takes such terms",
-)
-UNREACHED = MISSED[6]
-DERIVED = MISSED[7]
+class Obstacle(IntEnum):
+    """Why a forward pass gave no statistics, in the order in which a pass meets the obstacles."""
+
+    NOT_CALLED = 0
+    OTHER_PARAMETERS = 1
+    WITHOUT_GRADIENTS = 2
+    EVALUATION_MODE = 3
+    INDEPENDENT_OUTPUT = 4
+    OUTPUT_NOT_REACHED = 5
+    PARAMETERS_NOT_REACHED = 6
+    INPUT_DERIVATIVES = 7
+
+    @property
+    def description(self) -> str:
+        """The reason in words, as the cause of an error."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    Obstacle.NOT_CALLED: "the model was not called",
+    Obstacle.OTHER_PARAMETERS: "the model was called inside a transform of torch.func, or held "
+    "other parameters than the optimizer's",
+    Obstacle.WITHOUT_GRADIENTS: "the model was called without gradients",
+    Obstacle.EVALUATION_MODE: "the model was in evaluation mode",
+    Obstacle.INDEPENDENT_OUTPUT: "the model's output does not depend on its parameters",
+    Obstacle.OUTPUT_NOT_REACHED: "no gradient reached the model's output",
+    Obstacle.PARAMETERS_NOT_REACHED: "the gradient passed the model's output, but not to its "
+    "parameters",
+    Obstacle.INPUT_DERIVATIVES: "the loss was made of derivatives of the model's output by its "
+    "inputs, and the metric is that of the output itself; step(objective=...) takes such terms",
+}
 
 
 @dataclass
@@ -86,8 +103,9 @@ class Pool:
     samples: Tensor | float = 0.0
     #: how many forward passes were added
     calls: int = 0
-    #: one of `MISSED`: why there are no statistics, if there are none
-    missed: str = MISSED[0]
+    #: why there are no statistics, if there are none; of several passes, the one that came
+    #: farthest counts
+    obstacle: Obstacle = Obstacle.NOT_CALLED
 
     def of(self, key: BlockKey) -> Sums:
         """Return a block's sums, empty ones at first."""
@@ -100,9 +118,9 @@ class Pool:
             accumulate(self.of(key).values, block_sums.values)
         self.samples = self.samples + samples
 
-    def miss(self, reason: str) -> None:
+    def note_obstacle(self, obstacle: Obstacle) -> None:
         """Note why a pass gave no statistics."""
-        self.missed = max(self.missed, reason, key=MISSED.index)
+        self.obstacle = max(self.obstacle, obstacle)
 
 
 def means(pool: Pool, scale: Tensor | float) -> dict[BlockKey, dict[FactorKey, FactorMatrix]]:
