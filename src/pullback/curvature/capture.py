@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.products import full_precision
 from ..grams.kronecker import Pair
 from ..maps import Call, ModuleMap
 from ..maps.layers import AffineBlock, Block
@@ -240,9 +239,7 @@ class BatchTangent:
         plans: dict[Any, Any],
     ) -> None:
         module_map = ModuleMap(model, call_of(inputs), output=output, plans=plans)
-        self._device = next(iter(parameters.values())).device
-        with full_precision(self._device, entries=0):
-            self._linear = module_map.linearize(parameters)
+        self._linear = module_map.linearize(parameters)
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         #: z, (N, *event)
         self.outputs = self._linear.value
@@ -256,9 +253,7 @@ class BatchTangent:
 
         With `forms` the blocks are these, in this order.
         """
-        # layers are proven against autograd, and TF32 would hide that they are right
-        with full_precision(self._device, entries=0):
-            pulled = self._linear.pullback(covectors)
+        pulled = self._linear.pullback(covectors)
         self.coverage = [Coverage(row.name, row.reason) for row in pulled.coverage]
         shape = BatchShape(*pulled.shape, covectors.is_cuda)
         gradients: list[GradientBlock] = []

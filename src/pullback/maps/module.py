@@ -26,9 +26,11 @@ from .._core.capture import Call, Selector, move_samples_first, select_output, u
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
 from .._core.graph import disable_fused_attention
+from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
 from .base import Linearization, Map, Pulled
 from .record import Recorder
+from .shared_embedding import are_added_to_samples
 from .structure import LayerStructure
 
 
@@ -105,17 +107,65 @@ class ModuleLinearization(Linearization):
         self.space = ParameterSpace(params)
         #: the parameters the graph is built on
         self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        self._recorder = Recorder(source.model, self.leaves)
-        call = source.call
-        listening_key = ("listening", *((tuple(t.shape), t.dtype) for t in call.tensors))
-        self._recorder.sites.listening = source.plans.get(listening_key, True)
-        with torch.enable_grad(), call.replay_context(), self._recorder:
-            self.graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[listening_key] = self._recorder.sites.listening
+        shapes = tuple((tuple(t.shape), t.dtype) for t in source.call.tensors)
+        self._recorder, self.graph = self._record_pass(shapes)
         #: the uses of known layers in the pass
         self.entries = self._recorder.entries
         self.value = self.graph.detach().to(self.space.dtype)
         self._refuse_another_output()
+
+    def _record_pass(self, shapes: tuple[Any, ...]) -> tuple[Recorder, Tensor]:
+        """Return the layers of a pass and its output, with shared embeddings repeated by sample.
+
+        Where repeating them would change the pass, it runs again without, now and from then on.
+        """
+        plans = self.map.plans
+        sharing_key = ("shared embeddings", *shapes)
+        if self.map.batch_dim == 0 and shapes and plans.get(sharing_key, True):
+            samples = next(iter(shapes[0][0]), 0)
+            try:
+                recorder, graph = self._run_recorded(shapes, samples)
+            except (RuntimeError, ValueError, IndexError) as error:
+                reraise_fatal(error)
+            else:
+                if not recorder.shared or self._is_unchanged(recorder, graph, sharing_key):
+                    return recorder, graph
+            plans[sharing_key] = False
+        return self._run_recorded(shapes, 0)
+
+    def _run_recorded(self, shapes: tuple[Any, ...], samples: int) -> tuple[Recorder, Tensor]:
+        """Return the layers of one pass and its output."""
+        source = self.map
+        call = source.call
+        recorder = Recorder(source.model, self.leaves)
+        recorder.samples = samples
+        listening_key = ("listening", *shapes)
+        recorder.sites.listening = source.plans.get(listening_key, True)
+        # proofs compare formulas with autograd, and TF32 would hide that they are right
+        precision = full_precision(self.space.device, entries=0)
+        with precision, torch.enable_grad(), call.replay_context(), recorder:
+            graph = source.call_with(self.leaves, *call.args, **call.kwargs)
+        source.plans[listening_key] = recorder.sites.listening
+        return recorder, graph
+
+    def _is_unchanged(self, recorder: Recorder, graph: Tensor, sharing_key: Any) -> bool:
+        """Return True if the pass with repeated embeddings is the model's own.
+
+        The values are compared once per shape; the graph is looked at every time.
+        """
+        if not are_added_to_samples(graph, recorder.shared):
+            return False
+        if sharing_key not in self.map.plans:
+            call = self.map.call
+            precision = full_precision(self.space.device, entries=0)
+            with precision, torch.no_grad(), call.replay_context():
+                plain = self.map.call_with(self.leaves, *call.args, **call.kwargs)
+            limit = relative_tolerance(graph.dtype, 10)
+            is_same = plain.shape == graph.shape
+            if not is_same or not bool((graph - plain).norm() <= limit * plain.norm()):
+                return False
+            self.map.plans[sharing_key] = True
+        return True
 
     def _refuse_another_output(self) -> None:
         """Raise if the replayed pass gave another output than the recorded one."""
@@ -251,11 +301,13 @@ class ModuleLinearization(Linearization):
         """Return the rows, factored for layers with known structure, materialized elsewhere."""
         key = self._recorder.signature(self.map.call)
         plan = self.map.plans.get(key)
-        if plan is None:
-            plan = LayerStructure.establish(self)
-            if plan.is_reusable:
-                self.map.plans[key] = plan
-        return plan.pullback(self, covectors)
+        # proofs compare formulas with autograd, and TF32 would hide that they are right
+        with full_precision(self.space.device, entries=0):
+            if plan is None:
+                plan = LayerStructure.establish(self)
+                if plan.is_reusable:
+                    self.map.plans[key] = plan
+            return plan.pullback(self, covectors)
 
     @property
     def footprint(self) -> int:

@@ -23,6 +23,7 @@ from .layers import Compound, Layer, find_layer
 from .layers.compound import list_tensors
 from .layers.scale import Normalization
 from .output_parts import OutputParts
+from .shared_embedding import is_shared, repeat_for_samples
 
 _HALF = (torch.float16, torch.bfloat16)
 _NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
@@ -200,6 +201,10 @@ class Recorder:
         self.outputs: OutputParts | None = None
         #: nodes of the outputs of layers whose parameters do not take part, if outputs are followed
         self.untrained: list[Any] = []
+        #: for how many samples outputs of shared embeddings are repeated; 0: they stay as they are
+        self.samples = 0
+        #: nodes of the outputs that were repeated
+        self.shared: set[Any] = set()
 
     def follow_outputs(self) -> OutputParts:
         """Let the pass show how outputs of weights are split; call it before the pass."""
@@ -327,8 +332,14 @@ class Recorder:
 
     def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
         """What is written down, and the output to go on with."""
+        has_shared_input = is_shared(site.module, x, self.samples)
+        if has_shared_input:
+            x = repeat_for_samples(x, self.samples, 0)
+            output = repeat_for_samples(output, self.samples, 1)
         if output._is_view():  # an in-place activation would replace a view's node
             output = output.clone()
+        if has_shared_input:
+            self.shared.add(output.grad_fn)
         return Entry(site, x.detach(), edge_of(output), output.shape), output
 
     def signature(self, call: Call) -> Any:

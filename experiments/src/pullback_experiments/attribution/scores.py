@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pullback._core.products import full_precision
 from pullback.curvature import margin
 from pullback.curvature.measures import Measure, measure_gradient
 from pullback.maps import Call, ModuleMap
@@ -41,10 +40,8 @@ def datamodeling_score(scores: Tensor, subsets: Tensor, measured: Tensor) -> Ten
 def sample_gradients(model: nn.Module, measure: Measure, x: Tensor, y: Tensor) -> Tensor:
     """Return ∇f of every sample as flat rows, (N, p)."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    # the layers are proven against autograd, which fails where products are rounded to TF32
-    with full_precision(x.device, entries=0):
-        linear = ModuleMap(model, Call.of(x)).linearize(parameters)
-        return linear.pullback(measure_gradient(measure, linear.value, y)).rows()
+    linear = ModuleMap(model, Call.of(x)).linearize(parameters)
+    return linear.pullback(measure_gradient(measure, linear.value, y)).rows()
 
 
 def trak(
