@@ -103,6 +103,8 @@ TOO_SHORT = {
     "bai-2024-sobolev-cifar10",
     "bai-2024-sobolev-cifar100",
     "demo",
+    "influence-cifar",
+    "influence-mnist",
     "kerekes-2022-figure4",
     "kerekes-2022-figure5",
     "kerekes-2022-figure6",

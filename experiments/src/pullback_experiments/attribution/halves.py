@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pullback as pb
 from pullback.curvature import Relative
+from pullback.curvature.measures import Measure
 
 from .scores import datamodeling_score
+
+Damping = float | Relative
 
 #: multiples of each block's mean eigenvalue, and numbers, that are tried as dampings beside the
 #: weight decay of training. Training that stops early acts as a damping of one over its time.
@@ -40,53 +43,90 @@ class Halves:
         by_query = datamodeling_score(scores, self.subsets, self.measured)
         return round(float(by_query.mean()), 4)
 
-    def choose(self, candidates: Mapping[str, Tensor]) -> tuple[str, dict[str, float]]:
-        """Return the best candidate's name, and the datamodeling score of each."""
-        by_name = {name: self.score(scores) for name, scores in candidates.items()}
-        return max(by_name, key=lambda name: by_name[name]), by_name
 
-
-def list_dampings(decay: float) -> dict[str, float | Relative]:
+def list_dampings(decay: float) -> dict[str, Damping]:
     """Return the dampings to choose among, by name."""
-    dampings: dict[str, float | Relative] = {f"relative {k:g}": Relative(k) for k in MULTIPLES}
+    dampings: dict[str, Damping] = {f"relative {k:g}": Relative(k) for k in MULTIPLES}
     dampings.update({f"{number:g}": number for number in NUMBERS})
     if decay > 0:
         dampings["weight decay"] = decay
     return dampings
 
 
-def score_dampings(
-    curvature: pb.curvature.Curvature,
-    queries: Any,
-    training: Any,
-    measure: Any,
-    dampings: Mapping[str, float | Relative],
-) -> dict[str, Tensor]:
-    """Return the scores of every damping, by its name."""
-    by_damping = {}
-    for name, damping in dampings.items():
-        by_damping[name] = score_samples(curvature, queries, training, measure, damping)
-    return by_damping
+@dataclass(frozen=True)
+class Scorer:
+    """A fitted network, and the samples and queries that are scored with it.
+
+    Attributes:
+        curvature: of the network.
+        queries, training: what `pb.curvature.influence` takes.
+        measure: of the queries; None for their loss.
+    """
+
+    curvature: pb.curvature.Curvature
+    queries: Any
+    training: Any
+    measure: Measure | None
+
+    @classmethod
+    def fit(
+        cls, model: nn.Module, queries: Any, training: Any, measure: Measure | None,
+        structure: str = "ekfac",
+    ) -> Scorer:  # fmt: skip
+        """Return a scorer with the curvature of a classifier."""
+        curvature = pb.curvature.fit(
+            model, training, likelihood=pb.likelihoods.Categorical(), structure=structure
+        )
+        return cls(curvature, queries, training, measure)
+
+    def score(self, damping: Damping | None) -> Tensor:
+        """Return scores (queries, samples), large for samples that raise the measure if trained on.
+
+        None is the default damping.
+        """
+        return -pb.curvature.influence(
+            self.curvature, self.queries, self.training, damping=damping, measure=self.measure,
+            query_bytes=2**35,
+        )  # fmt: skip
+
+    def score_all(self, dampings: Mapping[str, Damping]) -> dict[str, Tensor]:
+        """Return the scores of every damping, by its name."""
+        return {name: self.score(damping) for name, damping in dampings.items()}
+
+    def score_dot_products(self) -> Tensor:
+        """Return the scores of plain gradient dot products."""
+        return self.score(HUGE_DAMPING)
+
+    def tune(self, dampings: Mapping[str, Damping], halves: Halves) -> TunedScores:
+        """Return the scores of the damping that predicts these halves best, and of peers."""
+        candidates = self.score_all(dampings)
+        by_damping = {name: halves.score(scores) for name, scores in candidates.items()}
+        best = max(by_damping, key=lambda name: by_damping[name])
+        by_method = {
+            "EK-FAC": candidates[best],
+            "EK-FAC, default damping": self.score(None),
+            "gradient dot product": self.score_dot_products(),
+        }
+        return TunedScores(best, by_damping, by_method)
 
 
-def score_samples(
-    curvature: pb.curvature.Curvature,
-    queries: Any,
-    training: Any,
-    measure: Any,
-    damping: float | Relative | None,
-) -> Tensor:
-    """Return scores that are large for samples that raise the measure when they are trained on."""
-    return -pb.curvature.influence(
-        curvature, queries, training, damping=damping, measure=measure, query_bytes=2**35
-    )
+@dataclass(frozen=True)
+class TunedScores:
+    """Scores with a damping that halves which do not judge have chosen.
 
+    Attributes:
+        damping: the chosen one's name.
+        by_damping: the datamodeling score of every damping on those halves.
+        by_method: scores (queries, samples) of the chosen damping and of methods without a choice.
+    """
 
-def score_dot_products(
-    curvature: pb.curvature.Curvature, queries: Any, training: Any, measure: Any
-) -> Tensor:
-    """Return the scores of plain gradient dot products."""
-    return score_samples(curvature, queries, training, measure, HUGE_DAMPING)
+    damping: str
+    by_damping: dict[str, float]
+    by_method: dict[str, Tensor]
+
+    def judge(self, halves: Halves) -> dict[str, float]:
+        """Return the datamodeling score of every method on halves that judge."""
+        return {name: halves.score(scores) for name, scores in self.by_method.items()}
 
 
 def split_subsets(subsets: Tensor, tuning: int) -> tuple[Tensor, Tensor]:

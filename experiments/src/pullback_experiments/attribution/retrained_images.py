@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import pullback as pb
 from pullback.curvature import Relative, margin
-from pullback.curvature.scores import DEFAULT_DAMPING
 
 from .cifar import TwoClasses
-from .halves import Halves, score_dampings, score_dot_products, split_subsets
+from .halves import Halves, Scorer, TunedScores, split_subsets
 from .image_training import (
     RECIPES,
     ImageTrainer,
@@ -65,18 +63,19 @@ class Pilot:
         trainers: of its networks, to work side by side.
         model: trained on all images.
         accuracy: of that model on the queries.
-        damping: the best one for the halves for tuning.
-        tuning: the datamodeling score of that damping there.
-        scores: of every sample for every query, by method.
+        tuned: its scores, with the damping that the halves for tuning chose.
     """
 
     recipe: str
     trainers: Sequence[ImageTrainer]
     model: nn.Module
     accuracy: float
-    damping: str
-    tuning: float
-    scores: dict[str, Tensor]
+    tuned: TunedScores
+
+    @property
+    def tuning_score(self) -> float:
+        """The datamodeling score on the halves for tuning."""
+        return self.tuned.by_damping[self.tuned.damping]
 
     @property
     def is_accurate(self) -> bool:
@@ -129,19 +128,12 @@ def run_pilot(name: str, images: TwoClasses, subsets: Tensor, context: PartConte
     for number in range(context.sizes.tuning_rounds):
         measured += measure_margins(trainers, images, subsets, 50_000 + 100 * number)
     training = cut_batches(images.x, images.y, context.sizes.batch)
-    fit = partial(pb.curvature.fit, model, training, likelihood=pb.likelihoods.Categorical())
-    curvature, numbers["fit"] = context.measure(fit)
-    candidates = score_dampings(curvature, images.queries, training, margin, DAMPINGS)
-    best, by_damping = Halves(subsets, measured).choose(candidates)
-    numbers.update(tuning=by_damping, damping=best)
+    fit = partial(Scorer.fit, model, images.queries, training, margin)
+    scorer, numbers["fit"] = context.measure(fit)
+    tuned = scorer.tune(DAMPINGS, Halves(subsets, measured))
+    numbers.update(tuning=tuned.by_damping, damping=tuned.damping)
     context.record.add(**{f"pilot {name}": numbers})
-    others = {"EK-FAC, default damping": DEFAULT_DAMPING}
-    scores = {
-        "EK-FAC": candidates[best],
-        **score_dampings(curvature, images.queries, training, margin, others),
-        "gradient dot product": score_dot_products(curvature, images.queries, training, margin),
-    }
-    return Pilot(name, trainers, model, accuracy, best, by_damping[best], scores)
+    return Pilot(name, trainers, model, accuracy, tuned)
 
 
 def run_pilots(images: TwoClasses, tuning: Tensor, context: PartContext) -> Pilot:
@@ -152,7 +144,7 @@ def run_pilots(images: TwoClasses, tuning: Tensor, context: PartContext) -> Pilo
         if pilots and context.record.seconds > limit:
             break
         pilots.append(run_pilot(name, images, tuning, context))
-    return max(pilots, key=lambda pilot: (pilot.is_accurate, pilot.tuning))
+    return max(pilots, key=lambda pilot: (pilot.is_accurate, pilot.tuning_score))
 
 
 class MarginRounds:
@@ -205,16 +197,14 @@ def score_cifar(context: PartContext) -> None:
     tuning, judging = split_subsets(subsets, sizes.tuning)
     pilot = run_pilots(images, tuning, context)
     schedule = asdict(shorten(RECIPES[pilot.recipe], sizes).schedule)
-    context.record.add(recipe=pilot.recipe, schedule=schedule, damping=pilot.damping)
+    context.record.add(recipe=pilot.recipe, schedule=schedule, damping=pilot.tuned.damping)
     rounds = MarginRounds(judging)
     for number in range(sizes.rounds):
         start = context.record.seconds
         rounds.add(measure_margins(pilot.trainers, images, judging, 1000 * (number + 1)))
-        halves = rounds.halves
         numbers: dict[str, Any] = {
-            method: halves.score(scores) for method, scores in pilot.scores.items()
-        }
-        numbers["reliability"] = rounds.reliability()
+            **pilot.tuned.judge(rounds.halves), "reliability": rounds.reliability()
+        }  # fmt: skip
         context.record.add(**{f"networks per half: {number + 1}": numbers})
         _save_halves(context, pilot, judging, rounds.margins)
         seconds_per_round = context.record.seconds - start

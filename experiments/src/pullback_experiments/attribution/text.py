@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import pullback as pb
-
-from .halves import Halves, list_dampings, score_dampings, score_dot_products, split_subsets
+from .halves import Halves, Scorer, list_dampings, split_subsets
 from .networks import Decoder
 from .parts import PartContext, Sizes, cut_batches
 from .retraining import Schedule, draw_subsets, train_networks
@@ -90,21 +88,10 @@ def score_text(context: PartContext) -> None:
         context.record.add(retraining=trained, networks_per_half=number + 1)
     training = cut_batches(data.x, data.y, 200)
     torch.set_float32_matmul_precision("highest")
-    fit = partial(pb.curvature.fit, model, training, likelihood=pb.likelihoods.Categorical())
-    curvature, fitting = context.measure(fit)
+    scorer, fitting = context.measure(partial(Scorer.fit, model, data.queries, training, None))
     # G adds up the positions of a sequence, and training takes their mean
-    decay = schedule.decay * sizes.text_length
-    dampings = list_dampings(decay)
-    candidates = score_dampings(curvature, data.queries, training, None, dampings)
+    dampings = list_dampings(schedule.decay * sizes.text_length)
     tuning_subsets, judging_subsets = split_subsets(subsets, sizes.tuning)
-    tuning = Halves(tuning_subsets, measured[: sizes.tuning])
-    judging = Halves(judging_subsets, measured[sizes.tuning :])
-    best, by_damping = tuning.choose(candidates)
-    context.record.add(fit=fitting, tuning=by_damping, damping=best)
-    for name, scores in candidates.items():
-        context.record.add(**{f"ekfac, {name}": judging.score(scores)})
-    dot_products = score_dot_products(curvature, data.queries, training, None)
-    context.record.add(
-        ekfac=judging.score(candidates[best]),
-        **{"gradient dot product": judging.score(dot_products)},
-    )
+    tuned = scorer.tune(dampings, Halves(tuning_subsets, measured[: sizes.tuning]))
+    context.record.add(fit=fitting, tuning=tuned.by_damping, damping=tuned.damping)
+    context.record.add(**tuned.judge(Halves(judging_subsets, measured[sizes.tuning :])))

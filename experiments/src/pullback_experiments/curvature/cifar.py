@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import pullback as pb
 from pullback.curvature import margin
 
 from ..attribution.cifar import TwoClasses, read_two_classes
-from ..attribution.halves import Halves, score_dot_products, score_samples
+from ..attribution.halves import Halves, Scorer
 from ..attribution.image_training import (
     RECIPES,
     ImageTrainer,
@@ -25,13 +24,12 @@ from ..attribution.image_training import (
 from ..attribution.parts import cut_batches
 from ..attribution.retrained_images import DAMPINGS
 from ..attribution.retraining import draw_subsets
-from ..attribution.scores import trak
-from ..framework import plots
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data
+from .datamodeling import Methods, check_scores, draw_scores, judge_methods, list_trak
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,14 +101,7 @@ class InfluenceCIFAR(Experiment):
     def judge(self, results: Results) -> list[Check]:
         if results.quick:
             return []
-        scores = results.of("datamodeling")[0]["scores"]
-        one = scores["EK-FAC"]
-        others = [scores[name] for name in ("gradient dot product", "TRAK, 1 model")]
-        return [
-            Check("one model reaches 0.37", one >= 0.37, f"{one:.3f}", of_paper=False),
-            Check("EK-FAC is ahead of one-model scores", one > max(others),
-                  f"{one:.3f}, {max(others):.3f}", of_paper=False),
-        ]  # fmt: skip
+        return check_scores(results.of("datamodeling")[0]["scores"], 0.37)
 
     def tables(self, results: Results) -> list[Table]:
         record = results.of("datamodeling")[0]
@@ -119,12 +110,7 @@ class InfluenceCIFAR(Experiment):
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         scores = results.of("datamodeling")[0]["scores"]
-        figure = plots.new(6, 2.4, "Linear datamodeling score, ResNet-9 on CIFAR-2")
-        axes = figure.subplots()
-        names = sorted(scores, key=lambda name: scores[name])
-        axes.barh(names, [scores[name] for name in names], color=plots.PALETTE[0])
-        axes.set_xlabel("rank correlation with retraining")
-        return {"": figure}
+        return {"": draw_scores(scores, "ResNet-9 on CIFAR-2")}
 
 
 def load_images(setting: InfluenceCIFAR, device: torch.device) -> TwoClasses:
@@ -153,12 +139,9 @@ def measure_datamodeling(setting: InfluenceCIFAR, context: Context) -> dict[str,
         rounds.append(measure_margins([trainer], images, subsets, seed))
         context.watch(0.8 * (number + 1) / setting.networks, f"round {number + 1}")
     halves = Halves(subsets, torch.stack(rounds).mean(0))
-    scores = {}
-    for name, method in list_methods(setting, images, models).items():
-        scores[name] = halves.score(method())
-        context.watch(0.9, f"{name} {scores[name]:.3f}")
+    methods = list_methods(setting, images, models)
     return {
-        "scores": scores,
+        **judge_methods(methods, halves, context),
         "accuracy": compute_accuracy(models[0], *images.queries),
         "accuracy on training data": compute_accuracy(models[0], images.x, images.y),
     }
@@ -166,26 +149,13 @@ def measure_datamodeling(setting: InfluenceCIFAR, context: Context) -> dict[str,
 
 def list_methods(
     setting: InfluenceCIFAR, images: TwoClasses, models: Sequence[nn.Module]
-) -> dict[str, Callable[[], Tensor]]:
-    """Return the methods by name; each gives scores (queries, samples)."""
+) -> Methods:
+    """Return the methods by name."""
     training = cut_batches(images.x, images.y, 250)
-    curvature = pb.curvature.fit(models[0], training, likelihood=pb.likelihoods.Categorical())
-
-    def score(damping: Any) -> Tensor:
-        return score_samples(curvature, images.queries, training, margin, damping)
-
-    def attribute(count: int) -> Tensor:
-        return trak(
-            models[:count], images.queries, (images.x, images.y), setting.trak_dimension, seed=0,
-            batch=250,
-        )  # fmt: skip
-
+    scorer = Scorer.fit(models[0], images.queries, training, margin)
     return {
-        "EK-FAC": partial(score, DAMPINGS[DAMPING]),
-        "EK-FAC, default damping": partial(score, None),
-        "gradient dot product": partial(
-            score_dot_products, curvature, images.queries, training, margin
-        ),
-        "TRAK, 1 model": partial(attribute, 1),
-        f"TRAK, {setting.trak_models} models": partial(attribute, setting.trak_models),
+        "EK-FAC": partial(scorer.score, DAMPINGS[DAMPING]),
+        "EK-FAC, default damping": partial(scorer.score, None),
+        "gradient dot product": scorer.score_dot_products,
+        **list_trak(models, images.queries, (images.x, images.y), setting.trak_dimension),
     }

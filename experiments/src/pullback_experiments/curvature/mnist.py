@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.curvature import Relative, margin
+from pullback.curvature import margin
 
+from ..attribution.halves import HUGE_DAMPING, Halves, Scorer
 from ..attribution.retraining import Schedule, TrainedNetworks, draw_subsets, train_networks
-from ..attribution.scores import datamodeling_score, trak
-from ..framework import plots
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data
 from ..learning.networks import mlp
+from .datamodeling import Methods, check_scores, draw_scores, judge_methods, list_trak
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 WIDTHS = (784, 128, 64, 10)
 _MEAN = 0.1307
 _DEVIATION = 0.3081
-#: names of the methods whose scores need one network
-ONE_MODEL = ("EK-FAC", "K-FAC", "EK-FAC, default damping", "gradient dot product", "TRAK, 1 model")
 
 
 def make_network() -> nn.Module:
@@ -138,16 +135,10 @@ class InfluenceMNIST(Experiment):
         if results.quick:
             return []
         scores = results.of("datamodeling")[0]["scores"]
-        shares = results.of("wrong labels")[0]["EK-FAC"]
-        one = scores["EK-FAC"]
-        others = [scores[name] for name in ("gradient dot product", "TRAK, 1 model")]
-        return [
-            Check("one model reaches 0.45", one >= 0.45, f"{one:.3f}", of_paper=False),
-            Check("EK-FAC is ahead of one-model scores", one > max(others),
-                  f"{one:.3f}, {max(others):.3f}", of_paper=False),
-            Check("80 % of wrong labels are in the top tenth", shares[0] >= 0.8,
-                  f"{shares[0]:.3f}", of_paper=False),
-        ]  # fmt: skip
+        share = results.of("wrong labels")[0]["EK-FAC"][0]
+        claim = "80 % of wrong labels are in the top tenth"
+        wrong_labels = Check(claim, share >= 0.8, f"{share:.3f}", of_paper=False)
+        return [*check_scores(scores, 0.45), wrong_labels]
 
     def tables(self, results: Results) -> list[Table]:
         tables = []
@@ -163,12 +154,7 @@ class InfluenceMNIST(Experiment):
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         scores = results.of("datamodeling")[0]["scores"]
-        figure = plots.new(6, 3.2, "Linear datamodeling score, MLP on MNIST")
-        axes = figure.subplots()
-        names = sorted(scores, key=lambda name: scores[name])
-        axes.barh(names, [scores[name] for name in names], color=plots.PALETTE[0])
-        axes.set_xlabel("rank correlation with retraining")
-        return {"": figure}
+        return {"": draw_scores(scores, "MLP on MNIST")}
 
 
 def train_full(digits: Digits, seed: int, schedule: Schedule, count: int = 1) -> TrainedNetworks:
@@ -190,17 +176,10 @@ def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str,
     full = train_full(digits, first_seed, setting.schedule, setting.trak_models)
     context.watch(0.5, "scores")
     methods = list_methods(setting, digits, full)
-    scores = {}
-    seconds = {}
-    for name, method in methods.items():
-        start = time.monotonic()
-        score = datamodeling_score(method(), subsets, measured)
-        seconds[name] = time.monotonic() - start
-        scores[name] = float(score.mean())
-        context.watch(0.5, f"{name} {scores[name]:.3f}")
+    judged = judge_methods(methods, Halves(subsets, measured), context)
     outputs = copy_network(full, 0)(digits.query_x)
     accuracy = float((outputs.argmax(1) == digits.query_y).float().mean())
-    return {"scores": scores, "seconds": seconds, "accuracy": accuracy}
+    return {**judged, "accuracy": accuracy}
 
 
 def copy_network(networks: TrainedNetworks, number: int) -> nn.Module:
@@ -210,33 +189,23 @@ def copy_network(networks: TrainedNetworks, number: int) -> nn.Module:
     return network.to(next(iter(networks.parameters.values())).device)
 
 
-def list_methods(
-    setting: InfluenceMNIST, digits: Digits, full: TrainedNetworks
-) -> dict[str, Callable[[], Tensor]]:
-    """Return the methods by name; each gives scores (queries, samples)."""
-    model = copy_network(full, 0)
+def list_methods(setting: InfluenceMNIST, digits: Digits, full: TrainedNetworks) -> Methods:
+    """Return the methods by name; each fits the curvature that it needs."""
+    models = [copy_network(full, number) for number in range(setting.trak_models)]
+    model = models[0]
     decay = setting.schedule.decay
 
-    def score(structure: str, damping: float | Relative) -> Tensor:
-        curvature = pb.curvature.fit(
-            model, digits.training, likelihood=pb.likelihoods.Categorical(), structure=structure
-        )
-        return -pb.curvature.influence(
-            curvature, digits.queries, digits.training, damping=damping, measure=margin
-        )
+    def score(structure: str, damping: float | None) -> Tensor:
+        scorer = Scorer.fit(model, digits.queries, digits.training, margin, structure)
+        return scorer.score(damping)
 
-    def attribute(count: int) -> Tensor:
-        models = [copy_network(full, number) for number in range(count)]
-        return trak(models, digits.queries, digits.training, setting.trak_dimension, seed=0)
-
-    methods: dict[str, Callable[[], Tensor]] = {
+    methods: Methods = {
         "EK-FAC": partial(score, "ekfac", decay),
-        "EK-FAC, default damping": partial(score, "ekfac", pb.curvature.scores.DEFAULT_DAMPING),
+        "EK-FAC, default damping": partial(score, "ekfac", None),
         "K-FAC": partial(score, "kfac", decay),
         "diagonal": partial(score, "diagonal", decay),
-        "gradient dot product": partial(score, "diagonal", 1e12),
-        "TRAK, 1 model": partial(attribute, 1),
-        f"TRAK, {setting.trak_models} models": partial(attribute, setting.trak_models),
+        "gradient dot product": partial(score, "diagonal", HUGE_DAMPING),
+        **list_trak(models, digits.queries, digits.training, setting.trak_dimension),
     }
     if find_spec("kronfluence") is not None:
         methods["kronfluence"] = partial(score_by_kronfluence, model, digits, None)
@@ -299,7 +268,9 @@ def find_wrong_labels(setting: InfluenceMNIST, context: Context) -> dict[str, An
     ranked = {
         "EK-FAC": pb.curvature.self_influence(curvature, spoiled.training, damping=decay),
         "EK-FAC, default damping": pb.curvature.self_influence(curvature, spoiled.training),
-        "squared gradient": pb.curvature.self_influence(curvature, spoiled.training, damping=1e12),
+        "squared gradient": pb.curvature.self_influence(
+            curvature, spoiled.training, damping=HUGE_DAMPING
+        ),
         "loss": losses,
     }
     shares: dict[str, Any] = {}
