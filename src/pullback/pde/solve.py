@@ -121,7 +121,7 @@ def solve(
         solution = Strategy(problem, network, settings).solve()
     else:
         solution = Run(problem, network, settings, checkpoint).advance()
-    if solution.verdict.name is Outcome.CONVERGED:
+    if solution.verdict.name is Outcome.CONVERGED and solution.verdict.estimated is None:
         solution.verdict = solution.judge_error()
     elif solution.verdict.name in {Outcome.STALLED, Outcome.UNFINISHED}:
         solution.verdict = solution.judge_residuals()

@@ -17,6 +17,7 @@ class StopReason(StrEnum):
     STEPS_REJECTED = "steps rejected"
     LOSS_LEVEL = "loss level"
     ROUNDOFF_REACHED = "round-off reached"
+    ALL_SLABS = "all slabs"
     CALLBACK = "callback"
     SIGNAL = "signal"
 
@@ -30,6 +31,7 @@ _SENTENCES = {
     StopReason.STEPS_REJECTED: "{:.0f} steps in a row could not lower the loss",
     StopReason.LOSS_LEVEL: "the loss fell by less than 1 % in {:.0f} steps",
     StopReason.ROUNDOFF_REACHED: "round-off is reached, and {:.0f} steps changed the loss little",
+    StopReason.ALL_SLABS: "all {:.0f} slabs of time were solved",
     StopReason.CALLBACK: "a callback asked for it",
     StopReason.SIGNAL: "a process was interrupted",
 }

@@ -14,7 +14,7 @@ from torch import nn
 from ..._core.errors import PullbackError
 from ..judgement.history import History
 from ..judgement.solution import PDESolution
-from ..judgement.stop import StopReason
+from ..judgement.stop import Stop, StopReason
 from ..judgement.verdict import Outcome, PDEVerdict
 from ..networks.modules import Slabs
 from ..problem.problem import Problem
@@ -114,8 +114,14 @@ class SlabMarch:
             residuals.clear()
             if self._keep(run, solution, until):
                 break
-            if len(run.history) < self._control.easy_share * self._settings.limits.steps:
+            if self._was_easy(run, solution):
                 length *= 2
+
+    def _was_easy(self, run: Run, solution: PDESolution) -> bool:
+        """Return True if a slab took few steps and has small residuals."""
+        most_steps = self._control.easy_share * self._settings.limits.steps
+        is_accurate = solution.verdict.relative <= self._control.easy_residual
+        return len(run.history) < most_steps and is_accurate
 
     def _is_good_enough(self, run: Run, solution: PDESolution) -> bool:
         """Return True if a slab converged, or nothing is left to do it better with."""
@@ -217,6 +223,8 @@ class SlabMarch:
             self._planned_count or len(networks),
             ended=self._ends_march(last),
         )
+        if self._control.accurate_residual is not None and verdict.name is Outcome.CONVERGED:
+            verdict = replace(verdict, stop=Stop(StopReason.ALL_SLABS, len(networks)))
         return PDESolution(
             self._problem,
             Slabs(networks, edges.to(next(networks[0].parameters()))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class MarchControl:
             shorter ones are no easier.
         useful_fall: see there.
         easy_share: of its steps, below which a window was easy, and the next is twice as long.
+        easy_residual: the next is twice as long only if its relative residuals are below this too.
         accurate_residual: relative residuals above which a window is halved although it converged;
             None accepts what converged.
         shares_budget: whether a window leaves some of the budget to later ones; cheap ones do not.
@@ -51,6 +53,7 @@ class MarchControl:
     halvings_compared: int = 2
     useful_fall: float = 2.0
     easy_share: float = 0.5
+    easy_residual: float = math.inf
     accurate_residual: float | None = None
     shares_budget: bool = True
     first_window_budget: float = 2.0
