@@ -99,6 +99,17 @@ def test_the_bound_holds_to_a_thousandth_of_the_norm() -> None:
     assert bool((values > 0).all())
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_matrix_that_is_not_finite_does_not_disturb_others(value: float) -> None:
+    """No exception: a step on a GPU finds out later that it was void."""
+    x = normal(2, 4, 6)
+    want = polar(x[1:])
+    x[0, 2, 3] = value
+    factors = polar(x)
+    assert not torch.isfinite(factors[0]).all()
+    torch.testing.assert_close(factors[1:], want)
+
+
 def test_zeros_stay_zeros_beside_others() -> None:
     x = normal(3, 4, 6)
     alone = polar(x[2:])

@@ -94,7 +94,10 @@ def _exact_polar(x: Tensor) -> Tensor:
         return _exact_polar(x.mT).mT
     tiny = torch.finfo(dtype).tiny ** 0.5
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
-    values, vectors = torch.linalg.eigh(x @ x.mT)
+    # `eigh` raises for a matrix that is not finite. A step that turns out to be void brings such
+    # ones, and its flag is read later; the result is not finite either, since X is not.
+    gram = torch.nan_to_num(x @ x.mT, nan=0.0, posinf=0.0, neginf=0.0)
+    values, vectors = torch.linalg.eigh(gram)
     roots = values.clamp(min=_THRESHOLDS.least_singular_value**2).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
     return root @ x
