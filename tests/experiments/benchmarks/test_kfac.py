@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pullback_experiments.benchmarks import kfac, kfac_floor
+from pullback_experiments.benchmarks import kfac, kfac_floor, kfac_parts, kfac_versions
 from pullback_experiments.benchmarks.naive_kfac import NaiveKFAC
 
 
@@ -14,6 +14,19 @@ from pullback_experiments.benchmarks.naive_kfac import NaiveKFAC
 def test_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     kfac.main(["--quick", "--only", "autoencoder"])
     assert "10/100, run" in capsys.readouterr().out
+
+
+def test_two_versions_are_measured_alike() -> None:
+    """The function runs in processes of either tree: it needs no names but those of both."""
+    times = kfac_versions.measure("autoencoder", torch.device("cpu"), 1, quick=True)
+    ratios = kfac_versions.ratios(times)
+    assert {"plain", "statistics", "10/100", kfac_versions.SPECTRAL} <= ratios.keys()
+
+
+def test_parts_are_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--quick", "--repeats", "1", "--only", "autoencoder"]
+    kfac_parts.main(options)
+    assert "without float16 inverses" in capsys.readouterr().out
 
 
 def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:

@@ -23,7 +23,7 @@ from pullback.optim.kfac.rules import natural
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import compare, peak_bytes
-from .kfac import IN_A_ROW, NEVER, SCHEDULES, Bench, combined, repeated
+from .kfac import IN_A_ROW, NEVER, SCHEDULES, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
 #: parts, with the module and the test by which each is chosen
@@ -59,24 +59,24 @@ def run_without(part: str | None, run: Callable[[], Any]) -> Callable[[], Any]:
 def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return, for all parts and without each, milliseconds by type of step, ratio and memory."""
     row = IN_A_ROW[bench.device.type]
-    routes = {"baseline": repeated(bench.route(bench.baseline), row)}
+    routes = {"baseline": repeat_step(bench.route(bench.baseline), row)}
     for part in (None, *PARTS):
         for step_type, schedule in STEP_TYPES.items():
             step = bench.route(bench.kfac(*schedule))
-            routes[f"{part} {step_type}"] = run_without(part, repeated(step, row))
+            routes[f"{part} {step_type}"] = run_without(part, repeat_step(step, row))
     seconds = compare(routes, bench.device, repeats=repeats, warmup=3, patience=20)
     routes.clear()
     results: dict[str, Any] = {}
     for part in (None, *PARTS):
         gc.collect()
-        step = run_without(part, repeated(bench.route(bench.kfac(*SCHEDULES[SCHEDULE])), 12))
+        step = run_without(part, repeat_step(bench.route(bench.kfac(*SCHEDULES[SCHEDULE])), 12))
         label = "all parts"
         if part is not None:
             label = f"without {part}"
         milliseconds = {t: 1e3 * seconds[f"{part} {t}"] / row for t in STEP_TYPES}
         results[label] = {
             "milliseconds": milliseconds,
-            SCHEDULE: combined(seconds, str(part), SCHEDULES[SCHEDULE]),
+            SCHEDULE: predict_schedule_ratio(seconds, str(part), SCHEDULES[SCHEDULE]),
             "MiB": peak_bytes(step, bench.device) / 2**20,
         }
     return results

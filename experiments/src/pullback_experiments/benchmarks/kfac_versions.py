@@ -39,7 +39,14 @@ def import_benchmark(name: str) -> Any:
         return importlib.import_module(f"benchmarks.{name}")
 
 
-def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
+def repeat_step(step: Callable[[], Any], count: int) -> Callable[[], Any]:
+    """Return what runs a step several times; the two trees have it under different names."""
+    return lambda: [step() for _ in range(count)]
+
+
+def measure(
+    name: str, device: torch.device, repeats: int, *, quick: bool = False
+) -> dict[str, float]:
     """Measure the library that lies in the current folder on one case.
 
     Returns:
@@ -47,7 +54,7 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
         memory in MiB as "memory, ...".
     """
     kfac = import_benchmark("kfac")
-    bench = kfac.Bench(kfac.cases(device, False)[name], device)
+    bench = kfac.Bench(kfac.cases(device, quick)[name], device)
     makers: dict[str, Any] = {"baseline": bench.baseline}
     for step_type, schedule in KINDS.items():
         makers[step_type] = natural_maker(bench.case.likelihood(), schedule)
@@ -55,11 +62,11 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
     makers[RUN] = natural_maker(bench.case.likelihood(), SCHEDULES["10/100"])
     row = 4 if device.type == "cuda" else 1
     routes = {step_type: bench.route(makers[step_type]) for step_type in ("baseline", *KINDS)}
-    in_rows = {step_type: kfac.repeated(step, row) for step_type, step in routes.items()}
+    in_rows = {step_type: repeat_step(step, row) for step_type, step in routes.items()}
     seconds = kfac.compare(in_rows, device, repeats=repeats, warmup=3, patience=30)
     numbers = {step_type: 1e3 * seconds[step_type] / row for step_type in routes}
     cycle = 20 if device.type == "cuda" else 1
-    spectral = {SPECTRAL: kfac.repeated(bench.route(makers[SPECTRAL]), cycle)}
+    spectral = {SPECTRAL: repeat_step(bench.route(makers[SPECTRAL]), cycle)}
     seconds = kfac.compare(spectral, device, repeats=3, warmup=3, patience=30)
     numbers[SPECTRAL] = 1e3 * seconds[SPECTRAL] / cycle
     if device.type != "cuda":
@@ -72,7 +79,7 @@ def measure(name: str, device: torch.device, repeats: int) -> dict[str, float]:
     spectral.clear()
     for step_type in ("baseline", RUN, SPECTRAL):
         gc.collect()
-        step = kfac.repeated(bench.route(makers[step_type]), 12)
+        step = repeat_step(bench.route(makers[step_type]), 12)
         numbers[f"memory, {step_type}"] = kfac.peak_bytes(step, device) / 2**20
         del step
     return numbers
