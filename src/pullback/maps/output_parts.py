@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -106,6 +107,8 @@ class OutputParts(TorchFunctionMode):
         self._has_started = False
         #: weights that no recorder knows, since they were computed from parameters
         self.computed: list[ComputedWeight] = []
+        #: parameters that a function inside of `torch.vmap` used as a weight
+        self.vmapped: set[str] = set()
 
     def start(self, weight: str | None, module: nn.Module, output: Tensor) -> None:
         """Follow the output of a module, or of a function that it stands for."""
@@ -221,6 +224,9 @@ class OutputParts(TorchFunctionMode):
     def _start_made(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """Follow the output of a weight that was computed from parameters."""
         weight = _second_argument(args, kwargs, "weight", None)
+        if isinstance(weight, Tensor) and is_batchedtensor(weight):
+            self._note_vmapped((args, kwargs))
+            return
         if not isinstance(weight, Tensor) or weight.grad_fn is None:
             return
         below = frozenset(self._parameters_below(weight))
@@ -233,6 +239,16 @@ class OutputParts(TorchFunctionMode):
             axis = 1 - weight.ndim
         if result.ndim >= -axis and result.numel():
             self._label(below, result, (axis,))
+
+    def _note_vmapped(self, arguments: Any) -> None:
+        """Note the parameters that are arguments of a function inside of `torch.vmap`."""
+        for tensor in _list_tensors(arguments):
+            unbatched = tensor
+            while is_batchedtensor(unbatched):
+                unbatched = get_unwrapped(unbatched)
+            name = self._names.get(id(unbatched))
+            if name is not None:
+                self.vmapped.add(name)
 
     def _parameters_below(self, weight: Tensor) -> Iterable[str]:
         """The parameters that a weight was computed from."""

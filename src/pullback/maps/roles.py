@@ -26,7 +26,9 @@ from .layers import Compound, find_layer
 from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
 from .output_parts import ComputedWeight
+from .proof import NO_LAYER
 from .record import Entry, ForwardRecord
+from .unknown_uses import describe_unknown_uses
 
 #: entries of a structured output that are not what the model computes for its caller
 _SIDE_OUTPUTS = ("loss", "past_key_values", "hidden_states", "attentions", "cache_params")
@@ -139,6 +141,9 @@ def assign_roles(
     computed: dict[str, ComputedWeight] = {}
     for weight in record.outputs.computed:
         computed |= dict.fromkeys(weight.parameters, weight)
+    known = uses.keys() | taps.keys() | computed.keys()
+    others = {name: p for name, p in parameters.items() if name not in known}
+    unknown = describe_unknown_uses(result, others, record.outputs.vmapped)
     unused = _UnusedRoles(model)
     roles = []
     for name, parameter in parameters.items():
@@ -149,6 +154,9 @@ def assign_roles(
         elif name in computed:
             rows_used_together = row_sets.get(name, [])
             role = _role_of_source(name, parameter, computed[name], rows_used_together)
+        elif name in unknown:
+            reason = f"{NO_LAYER}: {unknown[name]}"
+            role = ParameterRole(name, Role.VECTOR, (), 0, reason, is_used=False)
         else:
             role = unused.role(name, parameter)
         roles.append(role)

@@ -590,7 +590,8 @@ def test_what_no_layer_uses_follows_adam_and_is_said(rule: str, layer: bool) -> 
     with pytest.warns(RuntimeWarning, match="follow AdamW, product.weight among them: no layer"):
         opt.step()
     row = next(row for row in opt.coverage() if row.name == "product.weight")
-    assert (row.rule, row.reason) == ("adam", "no layer with known structure uses it")
+    assert row.rule == "adam"
+    assert row.reason.startswith("no layer with known structure uses it: it enters ")
 
 
 @pytest.mark.parametrize("rule", RULES)

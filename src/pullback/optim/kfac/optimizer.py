@@ -105,8 +105,10 @@ class KFAC(Optimizer):
         likelihood: short for `rule=Natural(likelihood)`.
         damping: short for `rule=Natural(damping=...)`, or with "spectral" for that rule's.
         params: parameters or param groups, by default all of the model's. Groups may have their own
-            `lr`, `weight_decay`, `momentum` or `betas`. Those with `"rule": "adam"` follow AdamW at
-            the group's rate.
+            `lr` and `weight_decay`, with `Natural` `momentum`, and with other rules `betas`. These
+            reach parameters that follow AdamW alone: `Eigenbasis(betas=)` and
+            `Spectral(momentum=, adapt=)` are options of the rule. Groups with `"rule": "adam"`
+            follow AdamW at the group's rate.
         weight_decay: decoupled, w ← (1 − η·weight_decay)w.
         statistics_every, invert_every: steps between statistics, and between refreshes of what a
             rule makes of them: inverses, roots or bases. Until the first `invert_every` steps are
@@ -931,7 +933,9 @@ class KFAC(Optimizer):
 
     def coverage(self) -> Coverage:
         """What every parameter's block is, and why; the first statistics show it."""
-        reasons = report.name_parametrizations(self.model, self._capture.structure.reasons)
+        reasons = report.explain_reasons(
+            self.model, self._assignment, self._capture.structure.reasons
+        )
         facts = CoverageFacts(self.blocks, self._chosen, reasons)
         return report.coverage_of(facts, dict(unwrap_model(self.model).named_parameters()))
 
@@ -940,7 +944,7 @@ class KFAC(Optimizer):
         if self._notices.has_warned_plain:
             return
         reasons = report.plain_reasons(self._assignment, self._capture.structure.plain)
-        reasons = report.name_parametrizations(self.model, reasons)
+        reasons = report.explain_reasons(self.model, self._assignment, reasons)
         has_others = self._assignment.others is not None
         self._notices.warn_plain(self._chosen, reasons, has_others)
 

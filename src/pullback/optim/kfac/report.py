@@ -207,18 +207,37 @@ def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str,
 UNKNOWN = "unknown"
 
 
-def name_parametrizations(model: nn.Module, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the reasons, where a parametrization hides what a parameter does with its name."""
+def explain_reasons(
+    model: nn.Module, assignment: Assignment, reasons: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the reasons, and what is done with parameters that no known layer uses.
+
+    The first forward pass has shown it, or a parametrization of the model.
+    """
     parametrizations = _find_parametrizations(model)
-    named: dict[str, str] = {}
+    explained: dict[str, str] = {}
     for name, why in reasons.items():
-        named[name] = why
-        if why == NO_LAYER and name in parametrizations:
-            named[name] = (
+        explained[name] = why
+        if why != NO_LAYER:
+            continue
+        if name in parametrizations:
+            explained[name] = (
                 f"the layer's weight is computed from it ({parametrizations[name]}): "
                 "no block is proven for that"
             )
-    return named
+        else:
+            explained[name] = _explain_unknown_use(name, assignment)
+    return explained
+
+
+def _explain_unknown_use(name: str, assignment: Assignment) -> str:
+    """Return what is known of a parameter that no known layer uses."""
+    role = assignment.roles.get(name)
+    if role is None or not role.reason:
+        return NO_LAYER
+    if role.role is Role.VECTOR:
+        return role.reason
+    return f"{role.reason}: no block is proven for that"
 
 
 def _find_parametrizations(model: nn.Module) -> dict[str, str]:
