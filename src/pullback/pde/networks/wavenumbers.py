@@ -272,14 +272,41 @@ def _list_wave_vectors(problem: Problem, axis: int) -> Tensor:
 
 def _is_singular(symbols: list[_Symbol], k: Tensor) -> Tensor:
     """Return for which wave vectors (K, d), and where, plane waves solve the equations: (K, N)."""
-    rows = torch.cat([symbol(k) for symbol in symbols], -2)  # (K, N, R, m)
-    if rows.shape[-2] < rows.shape[-1]:
-        return torch.zeros(rows.shape[:2], dtype=torch.bool)
-    return torch.linalg.svdvals(rows)[..., -1] < THRESHOLDS.singular_share
+    entries = [symbol(k) for symbol in symbols]
+    totals = torch.cat([entry.total for entry in entries], -2)  # (K, N, R, m)
+    sizes = torch.cat([entry.size for entry in entries], -2)
+    if totals.shape[-2] < totals.shape[-1]:
+        return torch.zeros(totals.shape[:2], dtype=torch.bool)
+    row_units = sizes.sum(-1, keepdim=True)
+    is_row_empty = row_units == 0
+    row_units = row_units.masked_fill(is_row_empty, 1.0)
+    column_units = (sizes / row_units).amax(-2, keepdim=True)
+    column_units = torch.where(column_units > 0, column_units, 1.0)
+    balanced = totals / (row_units * column_units)
+    balanced = torch.where(is_row_empty, 1.0 + 0j, balanced)
+    return torch.linalg.svdvals(balanced)[..., -1] < THRESHOLDS.singular_share
+
+
+@dataclass(frozen=True)
+class SymbolEntries:
+    """The symbol of an equation at wave vectors and places.
+
+    Attributes:
+        total: Σ a_α (iκ)^α of every component and field, (K, N, R, m).
+        size: Σ |a_α κ^α|, which is larger where terms cancel, (K, N, R, m).
+    """
+
+    total: Tensor
+    size: Tensor
 
 
 class _Symbol:
-    """Σ a_α(x) (iκ)^α of an equation linearized at zero fields, over Σ |a_α κ^α|."""
+    """Σ a_α(x) (iκ)^α of an equation linearized at zero fields.
+
+    A pressure enters by its first derivative and a velocity by its second: for large κ a row of
+    such a system hardly sees the pressure. That is no free wave, so `_is_singular` gives every
+    field units of its own.
+    """
 
     def __init__(self, problem: Problem, condition: Condition, points: Points) -> None:
         local = LocalResidual(problem, condition, (points,))
@@ -289,18 +316,19 @@ class _Symbol:
         slopes = local.slopes(dict.fromkeys(local.keys, zero))[1]
         self._slopes = {key: slope.nan_to_num(0, 0, 0) for key, slope in slopes.items()}
 
-    def __call__(self, k: Tensor) -> Tensor:
-        """Return (K, N, R, m) for wave vectors (K, d); ones where the equation has no terms."""
+    def __call__(self, k: Tensor) -> SymbolEntries:
+        """Return the symbol at wave vectors (K, d)."""
         count, components = next(iter(self._slopes.values())).shape
         shape = (len(k), count, components, len(self._fields))
         total = torch.zeros(shape, dtype=torch.complex128)
-        size = torch.zeros(shape[:-1], dtype=torch.float64)
+        size = torch.zeros(shape, dtype=torch.float64)
         for (_, field, index), slope in self._slopes.items():
             if index is None:
                 factor = -k[:, list(self._space)].square().sum(1) + 0j
             else:
                 factor = (1j * k[:, list(index)]).prod(1)
             term = factor[:, None, None] * slope
-            total[..., self._fields.index(field)] += term
-            size += term.abs()
-        return torch.where((size > 0)[..., None], total / size[..., None], 1.0 + 0j)
+            column = self._fields.index(field)
+            total[..., column] += term
+            size[..., column] += term.abs()
+        return SymbolEntries(total, size)
