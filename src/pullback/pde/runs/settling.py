@@ -56,7 +56,7 @@ class Settling:
     def can_begin(self) -> bool:
         """Return True if the run takes long steps, whose length it chooses, at fixed points."""
         context = self._context
-        if context.history.short_steps is not None or context.share < 1:
+        if context.history.short_steps is not None:
             return False
         is_at_fixed_points = context.collocation.can_compare_losses(len(context.history))
         return context.settings.method.chooses_step and is_at_fixed_points
