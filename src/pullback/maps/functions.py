@@ -47,7 +47,9 @@ class UseListener(Protocol):
         """Whether a tensor is a parameter that takes part."""
         ...
 
-    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
+    def add_function_use(
+        self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor
+    ) -> Tensor:
         """Write down a use by a function; return the output to go on with."""
         ...
 
@@ -176,7 +178,7 @@ class FunctionMode(TorchFunctionMode):
             hash(key)
         except TypeError:  # settings with tensors
             key = None
-        return self.listener.note(key, make, x, output)
+        return self.listener.add_function_use(key, make, x, output)
 
     def note_product(
         self,
@@ -206,7 +208,9 @@ class FunctionMode(TorchFunctionMode):
         if product.index is None:
             key = (use_type, *map(id, parameters.values()), product)
         inputs = product.arrange_inputs(x).detach()
-        return self.listener.note(key, lambda: use_type(parameters, product), inputs, output)
+        return self.listener.add_function_use(
+            key, lambda: use_type(parameters, product), inputs, output
+        )
 
     def _find_bias(self, bias: Any, product: MatrixProduct) -> Tensor | None:
         """The parameter whose entries are added to the rows of the matrices in use."""

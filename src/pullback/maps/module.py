@@ -29,7 +29,7 @@ from .._core.graph import disable_fused_attention
 from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
 from .base import Linearization, Map, Pulled
-from .record import Recorder
+from .record import ForwardRecord, ModelLayers, find_row_layer
 from .shared_embedding import are_added_to_samples
 from .structure import LayerStructure
 
@@ -108,13 +108,13 @@ class ModuleLinearization(Linearization):
         #: the parameters the graph is built on
         self.leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
         shapes = tuple((tuple(t.shape), t.dtype) for t in source.call.tensors)
-        self._recorder, self.graph = self._record_pass(shapes)
+        self._record, self.graph = self._record_pass(shapes)
         #: the uses of known layers in the pass
-        self.entries = self._recorder.entries
+        self.entries = self._record.entries
         self.value = self.graph.detach().to(self.space.dtype)
         self._refuse_another_output()
 
-    def _record_pass(self, shapes: tuple[Any, ...]) -> tuple[Recorder, Tensor]:
+    def _record_pass(self, shapes: tuple[Any, ...]) -> tuple[ForwardRecord, Tensor]:
         """Return the layers of a pass and its output, with shared embeddings repeated by sample.
 
         Where repeating them would change the pass, it runs again without, now and from then on.
@@ -124,36 +124,37 @@ class ModuleLinearization(Linearization):
         if self.map.batch_dim == 0 and shapes and plans.get(sharing_key, True):
             samples = next(iter(shapes[0][0]), 0)
             try:
-                recorder, graph = self._run_recorded(shapes, samples)
+                record, graph = self._run_recorded(shapes, samples)
             except (RuntimeError, ValueError, IndexError) as error:
                 reraise_fatal(error)
             else:
-                if not recorder.shared or self._is_unchanged(recorder, graph, sharing_key):
-                    return recorder, graph
+                if not record.shared or self._is_unchanged(record, graph, sharing_key):
+                    return record, graph
             plans[sharing_key] = False
         return self._run_recorded(shapes, 0)
 
-    def _run_recorded(self, shapes: tuple[Any, ...], samples: int) -> tuple[Recorder, Tensor]:
+    def _run_recorded(self, shapes: tuple[Any, ...], samples: int) -> tuple[ForwardRecord, Tensor]:
         """Return the layers of one pass and its output."""
         source = self.map
         call = source.call
-        recorder = Recorder(source.model, self.leaves)
-        recorder.samples = samples
+        layers = ModelLayers(source.model, find_row_layer)
+        record = ForwardRecord(layers, self.leaves)
+        record.samples = samples
         listening_key = ("listening", *shapes)
-        recorder.sites.listening = source.plans.get(listening_key, True)
+        layers.is_listening = source.plans.get(listening_key, True)
         # proofs compare formulas with autograd, and TF32 would hide that they are right
         precision = full_precision(self.space.device, entries=0)
-        with precision, torch.enable_grad(), call.replay_context(), recorder:
+        with precision, torch.enable_grad(), call.replay_context(), record:
             graph = source.call_with(self.leaves, *call.args, **call.kwargs)
-        source.plans[listening_key] = recorder.sites.listening
-        return recorder, graph
+        source.plans[listening_key] = layers.is_listening
+        return record, graph
 
-    def _is_unchanged(self, recorder: Recorder, graph: Tensor, sharing_key: Any) -> bool:
+    def _is_unchanged(self, record: ForwardRecord, graph: Tensor, sharing_key: Any) -> bool:
         """Return True if the pass with repeated embeddings is the model's own.
 
         The values are compared once per shape; the graph is looked at every time.
         """
-        if not are_added_to_samples(graph, recorder.shared):
+        if not are_added_to_samples(graph, record.shared):
             return False
         if sharing_key not in self.map.plans:
             call = self.map.call
@@ -193,7 +194,7 @@ class ModuleLinearization(Linearization):
         Both are tested once per model and shape: an embedding's padding row, for instance, has a
         forward mode that its reverse mode does not share.
         """
-        key = ("jvp", self._recorder.signature(self.map.call))
+        key = ("jvp", self._record.signature(self.map.call))
         if key not in self.map.plans:
             self.map.plans[key] = self._choose_push()
         if self.map.plans[key] is _Push.FORWARD_MODE:
@@ -299,7 +300,7 @@ class ModuleLinearization(Linearization):
 
     def pullback(self, covectors: Tensor) -> Pulled:
         """Return the rows, factored for layers with known structure, materialized elsewhere."""
-        key = self._recorder.signature(self.map.call)
+        key = self._record.signature(self.map.call)
         plan = self.map.plans.get(key)
         # proofs compare formulas with autograd, and TF32 would hide that they are right
         with full_precision(self.space.device, entries=0):

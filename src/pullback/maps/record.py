@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Site:
     #: an identifier that other sites do not have
     mark: tuple[Any, ...]
     #: whether the module represents a function that was called
-    function: bool = False
+    is_function: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -58,26 +58,20 @@ class Entry:
     shape: tuple[int, ...]
     #: mean and 1/σ of a batch normalization, where the graph keeps them
     normalization: Normalization | None = None
+    #: the module's name in the model
+    path: str = field(init=False)
+    #: whose use it is
+    module: nn.Module = field(init=False)
+    #: what is known of such modules
+    layer: Layer = field(init=False)
+    #: the parameters that take part, by role
+    names: dict[str, str | None] = field(init=False)
 
-    @property
-    def path(self) -> str:
-        """The module's name in the model."""
-        return self.site.path
-
-    @property
-    def module(self) -> nn.Module:
-        """Whose use it is."""
-        return self.site.module
-
-    @property
-    def layer(self) -> Layer:
-        """What is known of such modules."""
-        return self.site.layer
-
-    @property
-    def names(self) -> dict[str, str | None]:
-        """The parameters that take part, by role."""
-        return self.site.names
+    def __post_init__(self) -> None:
+        self.path = self.site.path
+        self.module = self.site.module
+        self.layer = self.site.layer
+        self.names = self.site.names
 
     @property
     def features(self) -> int:
@@ -95,6 +89,7 @@ class Entry:
         if names != self.names:
             mark = (self.path, self.layer, *names.items())
             self.site = replace(self.site, names=names, mark=mark)
+            self.names = names
         return any(names.values())
 
 
@@ -106,38 +101,64 @@ def edge_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
-class Sites:
-    """What is to be written down of a model's modules, found once: `by` a path, a module, its kind.
+def find_row_layer(module: nn.Module) -> Layer | None:
+    """Return the layer of a module that gives rows of J; those inside compounds are functions."""
+    return find_layer(module)
+
+
+def find_factor_layer(module: nn.Module) -> Layer | Compound | None:
+    """Return the layer of a module that gives Kronecker factors, or the compound that it is."""
+    layer = find_layer(module, Compound) or find_layer(module)
+    if layer is None or layer.curvature == "rows":
+        return None
+    return layer
+
+
+class WatchedLayer(NamedTuple):
+    """A module whose calls are recorded."""
+
+    path: str
+    module: nn.Module
+    layer: Layer | Compound
+
+
+class ModelLayers:
+    """The modules of a model whose calls are recorded, found once for many forward passes.
 
     Args:
         model: whose modules they are.
-        kind: what is known of a module, None where it is of no interest.
+        find: the layer of a module, None for a module that is not recorded: `find_row_layer` or
+            `find_factor_layer`.
     """
 
-    def __init__(self, model: nn.Module, kind: Callable[[nn.Module], Any]) -> None:
-        named = list(model.named_modules())
-        kinds = [(path, module, kind(module)) for path, module in named]
-        self.by = [site for site in kinds if site[2] is not None]
-        self.modules = dict(named)
-        self._structure = [(m, type(m), dict(m._modules)) for _, m in named]
+    def __init__(
+        self, model: nn.Module, find: Callable[[nn.Module], Layer | Compound | None]
+    ) -> None:
+        self.modules = dict(model.named_modules())
+        self._structure = [(m, type(m), dict(m._modules)) for m in self.modules.values()]
+        watched = []
+        for path, module in self.modules.items():
+            layer = find(module)
+            if layer is not None:
+                watched.append(WatchedLayer(path, module, layer))
+        #: the record of the pass under way; its hooks refer to no module
+        self.active: list[ForwardRecord] = []
+        self.hooks = [(each.module, _make_hook(each, self.active)) for each in watched]
         self._leaves: Mapping[str, Tensor] = {}
         self._names: dict[int, str] = {}
         self._known: dict[tuple[Any, ...], Site] = {}
-        #: hooks, which call the recorder in `active`
-        self.hooks: list[tuple[nn.Module, Any]] = []
-        self.active: list[Any] = []
         #: whether functions are listened to: not after a pass in which modules showed every use
-        self.listening = True
+        self.is_listening = True
 
     @property
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """True if the model still has the same modules."""
         for module, module_type, children in self._structure:
             if type(module) is not module_type or module._modules != children:
                 return False
         return True
 
-    def names(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
+    def name_leaves(self, leaves: Mapping[str, Tensor]) -> dict[int, str]:
         """Return the names of these parameters by `id`, and forget the sites of others."""
         if leaves is not self._leaves:
             self._leaves = leaves
@@ -145,7 +166,7 @@ class Sites:
             self._names = {id(leaf): name for name, leaf in leaves.items()}
         return self._names
 
-    def site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
+    def find_site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
         """Return a layer with its present parameters; None if none of them takes part."""
         key = (path, *map(id, layer.parameters(module).values()))
         if key not in self._known:
@@ -155,7 +176,7 @@ class Sites:
             self._known[key] = site
         return self._known[key]
 
-    def function(self, key: Any, make: Callable[[], nn.Module]) -> Site:
+    def find_function_site(self, key: Any, make: Callable[[], nn.Module]) -> Site:
         """Return the site of the module that represents a function, with its parameters."""
         if key is not None and key in self._known:
             return self._known[key]
@@ -174,182 +195,33 @@ class Sites:
             path = next(name for name in names.values() if name is not None)
         mark = (path, layer, *names.items())
         tensors = tuple(parameters.values())
-        return Site(path, module, layer, names, tensors, mark, function=is_function)
+        return Site(path, module, layer, names, tensors, mark, is_function)
 
 
-class Recorder:
-    """A context in which every use of a trainable parameter by a known layer is written down.
+def _make_hook(watched: WatchedLayer, active: list[ForwardRecord]) -> Callable[..., Any]:
+    """Return the forward hook that gives a module's calls to the record of the pass under way."""
+    path = watched.path
+    layer: Any = watched.layer
 
-    Modules of known kinds show their uses by hooks, all others by the functions that they call.
-
-    The output is remembered as a gradient edge and not as a tensor: an activation that
-    works in place changes the tensor, but not the edge.
-    """
-
-    def __init__(
-        self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
-    ) -> None:
-        self.entries: list[Entry] = []
-        if sites is None:
-            self.sites = Sites(model, self.kind)
-        else:
-            self.sites = sites
-        self._names = self.sites.names(leaves)
-        self._number = -1
-        self._mode: FunctionMode | None = None
-        #: follows the outputs of weights, where somebody asks how they are split
-        self.outputs: OutputParts | None = None
-        #: nodes of the outputs of layers whose parameters do not take part, if outputs are followed
-        self.untrained: list[Any] = []
-        #: for how many samples outputs of shared embeddings are repeated; 0: they stay as they are
-        self.samples = 0
-        #: nodes of the outputs that were repeated
-        self.shared: set[Any] = set()
-
-    def follow_outputs(self) -> OutputParts:
-        """Let the pass show how outputs of weights are split; call it before the pass."""
-        self.sites.listening = True
-        self.outputs = OutputParts(self._names)
-        return self.outputs
-
-    def stop_following(self) -> None:
-        """Let go of what `follow_outputs` holds of the graph."""
-        self.outputs = None
-        self.untrained = []
-
-    @staticmethod
-    def kind(module: nn.Module) -> Any:
-        """What is known of a module that is written down."""
-        return find_layer(module)
-
-    def __enter__(self) -> Recorder:
-        # as `register_forward_hook` does it, with one number for all instead of a handle each
-        self._number = RemovableHandle(OrderedDict()).id
-        sites = self.sites
-        sites.active[:] = [self]
-        sites.hooks = sites.hooks or [(m, self._hook(path, k)) for path, m, k in sites.by]
-        for module, hook in sites.hooks:
-            hooks: Any = module._forward_hooks
-            hooks[self._number] = hook
-            hooks.move_to_end(self._number, last=False)  # first of all
-            module._forward_hooks_with_kwargs[self._number] = True
-        if sites.listening:
-            self._mode = FunctionMode(self)
-            self._mode.__enter__()
-        if self.outputs is not None:
-            self.outputs.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self.outputs is not None:
-            self.outputs.__exit__(*exc)
-        if self._mode is not None:
-            self._mode.__exit__(*exc)
-            self._mode = None
-            self.sites.listening = any(e.site.function for e in self.entries)
-        self.sites.active.clear()
-        for module, _ in self.sites.hooks:
-            module._forward_hooks.pop(self._number, None)
-            module._forward_hooks_with_kwargs.pop(self._number, None)
-
-    def _hook(self, path: str, layer: Layer) -> Any:
-        active = self.sites.active  # it refers to no module, so the hook does not either
-
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if args:
-                x = args[0]
-            else:
-                x = next(iter(kwargs.values()), None)
-            if not isinstance(output, Tensor) or not isinstance(x, Tensor):
-                return None
-            if not active or not output.requires_grad:
-                return None
-            return active[0]._module(path, module, layer, x, output)
-
-        return record
-
-    def _module(
-        self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
-    ) -> Tensor | None:
-        site = self.sites.site(path, module, layer)
-        if site is None:
-            if self.outputs is not None and layer.curvature == "kronecker":
-                self.untrained.append(output.grad_fn)
+    def record_compound(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not active or not torch.is_grad_enabled():
             return None
-        if self.entries:
-            last = self.entries[-1]
+        return active[0].add_compound_call(path, module, layer, (args, kwargs), output)
+
+    def record_use(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if args:
+            x = args[0]
         else:
-            last = None
-        if last is not None and last.site.function and output.grad_fn is not None:
-            shown = {*filter(None, last.names.values())}
-            if shown > {*filter(None, site.names.values())} and last.edge.node is output.grad_fn:
-                return None  # the function shows what the module's weight was made of
-        is_built_in = type(layer).__module__.startswith(__package__ or "")
-        if is_built_in:  # such a layer calls one function
-            self.forget(site.names.values(), 1)
-        else:
-            self.forget(site.names.values())
-        return self._write_down(site, x, output)
+            x = next(iter(kwargs.values()), None)
+        if not isinstance(output, Tensor) or not isinstance(x, Tensor):
+            return None
+        if not active or not output.requires_grad:
+            return None
+        return active[0].add_module_use(path, module, layer, x, output)
 
-    def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
-        if x.is_nested or output.is_nested:
-            raise PullbackError(
-                f"The layer of {site.path!r} received a nested tensor",
-                "inputs and cotangents of a layer are read along dense axes",
-                "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
-                "do not give the layer's parameters to the optimizer",
-            )
-        entry, output = self._entry(site, x, output)
-        self.entries.append(entry)
-        if self.outputs is not None:
-            self.outputs.start(site.names.get("weight"), site.module, output)
-        return output
-
-    def forget(self, names: Collection[str | None], count: int | None = None) -> None:
-        """Strike out the last functions that use these parameters alone: a module shows them."""
-        if count is None:
-            last = len(self.entries)
-        else:
-            last = count
-        while last and self.entries and self.entries[-1].site.function:
-            if not {*self.entries[-1].names.values()} <= {*names, None}:
-                return
-            self.entries.pop()
-            last -= 1
-
-    def restrict(self, leaves: Mapping[str, Tensor]) -> None:
-        """Let only these of the parameters take part: strike out the uses of others."""
-        self._names = self.sites.names(leaves)
-        self.entries = [entry for entry in self.entries if entry.restrict(leaves)]
-
-    def is_parameter(self, t: Tensor) -> bool:
-        """Whether it is a parameter that takes part."""
-        return id(t) in self._names
-
-    def note(self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor) -> Tensor:
-        """Write down a use by a function, of the module that stands for it."""
-        return self._write_down(self.sites.function(key, make), x, output)
-
-    def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
-        """What is written down, and the output to go on with."""
-        has_shared_input = is_shared(site.module, x, self.samples)
-        if has_shared_input:
-            x = repeat_for_samples(x, self.samples, 0)
-            output = repeat_for_samples(output, self.samples, 1)
-        if output._is_view():  # an in-place activation would replace a view's node
-            output = output.clone()
-        if has_shared_input:
-            self.shared.add(output.grad_fn)
-        return Entry(site, x.detach(), edge_of(output), output.shape), output
-
-    def signature(self, call: Call) -> Any:
-        """What the established structure depends on: parameters, layers, shapes and modes."""
-        layers = tuple(
-            (e.path, e.shape, tuple(e.input.shape), e.module.training) for e in self.entries
-        )
-        inputs = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
-        names = tuple(self._names.values())
-        return names, layers, inputs, call.autocast, torch.get_default_dtype()
+    if isinstance(layer, Compound):
+        return record_compound
+    return record_use
 
 
 @dataclass(frozen=True)
@@ -367,39 +239,197 @@ class CompoundCall:
     below: list[GradientEdge]
 
 
-class ForwardRecord(Recorder):
-    """A recorder that also keeps the arguments of compound layers."""
+class ForwardRecord:
+    """A context in which every use of a trainable parameter by a known layer is written down.
 
-    def __init__(
-        self, model: nn.Module, leaves: Mapping[str, Tensor], sites: Sites | None = None
-    ) -> None:
-        super().__init__(model, leaves, sites)
+    Modules of known kinds show their uses by hooks, all others by the functions that they call.
+    Natural gradients, kernels, K-FAC and the roles of parameters read this record.
+
+    The output is remembered as a gradient edge and not as a tensor: an activation that
+    works in place changes the tensor, but not the edge.
+
+    Args:
+        layers: the modules to be recorded.
+        leaves: the parameters that take part, by name.
+    """
+
+    def __init__(self, layers: ModelLayers, leaves: Mapping[str, Tensor]) -> None:
+        self.layers = layers
+        self.entries: list[Entry] = []
         self.compounds: list[CompoundCall] = []
         #: how many nodes the pass added to the graph: it shows what is done outside of layers
         self.nodes = 0
         #: the linear layer that gave a large output
         self.head: int | None = None
+        self._names = layers.name_leaves(leaves)
+        self._hook_id = -1
+        self._mode: FunctionMode | None = None
+        #: follows the outputs of weights, where somebody asks how they are split
+        self.outputs: OutputParts | None = None
+        #: nodes of the outputs of layers whose parameters do not take part, if outputs are followed
+        self.untrained: list[Any] = []
+        #: for how many samples outputs of shared embeddings are repeated; 0: they stay as they are
+        self.samples = 0
+        #: nodes of the outputs that were repeated
+        self.shared: set[Any] = set()
 
-    @staticmethod
-    def kind(module: nn.Module) -> Compound | Layer | None:
-        """A compound layer, or one that has factors to give."""
-        layer = find_layer(module, Compound) or find_layer(module)
-        if layer is None or layer.curvature == "rows":
+    def follow_outputs(self) -> None:
+        """Let the pass show how outputs of weights are split; call it before the pass."""
+        self.layers.is_listening = True
+        self.outputs = OutputParts(self._names)
+
+    def stop_following(self) -> None:
+        """Let go of what `follow_outputs` holds of the graph."""
+        self.outputs = None
+        self.untrained = []
+
+    def __enter__(self) -> ForwardRecord:
+        # as `register_forward_hook` does it, with one number for all instead of a handle each
+        self._hook_id = RemovableHandle(OrderedDict()).id
+        self.layers.active[:] = [self]
+        for module, hook in self.layers.hooks:
+            hooks: Any = module._forward_hooks
+            hooks[self._hook_id] = hook
+            hooks.move_to_end(self._hook_id, last=False)  # first of all
+            module._forward_hooks_with_kwargs[self._hook_id] = True
+        if self.layers.is_listening:
+            self._mode = FunctionMode(self)
+            self._mode.__enter__()
+        if self.outputs is not None:
+            self.outputs.__enter__()
+        self.nodes = -_AUTOGRAD._get_sequence_nr()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.nodes += _AUTOGRAD._get_sequence_nr()
+        if self.outputs is not None:
+            self.outputs.__exit__(*exc)
+        if self._mode is not None:
+            self._mode.__exit__(*exc)
+            self._mode = None
+            self.layers.is_listening = any(e.site.is_function for e in self.entries)
+        self.layers.active.clear()
+        for module, _ in self.layers.hooks:
+            module._forward_hooks.pop(self._hook_id, None)
+            module._forward_hooks_with_kwargs.pop(self._hook_id, None)
+
+    # --- what hooks and functions show ----------------------------------------------------------
+
+    def add_module_use(
+        self, path: str, module: nn.Module, layer: Layer, x: Tensor, output: Tensor
+    ) -> Tensor | None:
+        """Write down a module's use of its parameters; return the output to go on with."""
+        site = self.layers.find_site(path, module, layer)
+        if site is None:
+            if self.outputs is not None and layer.curvature == "kronecker":
+                self.untrained.append(output.grad_fn)
             return None
-        return layer
+        if self._shows_more(site, output):
+            return None
+        is_built_in = type(layer).__module__.startswith(__package__ or "")
+        if is_built_in:  # such a layer calls one function
+            self._forget_functions(site.names.values(), 1)
+        else:
+            self._forget_functions(site.names.values())
+        return self._write_down(site, x, output)
 
-    def _hook(self, path: str, layer: Any) -> Any:
-        if layer.curvature == "compound":
-            return self._compound_hook(path, layer)
-        return super()._hook(path, layer)
+    def _shows_more(self, site: Site, output: Tensor) -> bool:
+        """Return True if the last function used more: what the module's weight was made of."""
+        if not self.entries or output.grad_fn is None:
+            return False
+        last = self.entries[-1]
+        if not last.site.is_function or last.edge.node is not output.grad_fn:
+            return False
+        return {*filter(None, last.names.values())} > {*filter(None, site.names.values())}
 
-    def _entry(self, site: Site, x: Tensor, output: Tensor) -> tuple[Entry, Tensor]:
-        if output._is_view():
+    def add_function_use(
+        self, key: Any, make: Callable[[], nn.Module], x: Tensor, output: Tensor
+    ) -> Tensor:
+        """Write down a use by a function, of the module that stands for it."""
+        return self._write_down(self.layers.find_function_site(key, make), x, output)
+
+    def _write_down(self, site: Site, x: Tensor, output: Tensor) -> Tensor:
+        if x.is_nested or output.is_nested:
+            raise PullbackError(
+                f"The layer of {site.path!r} received a nested tensor",
+                "inputs and cotangents of a layer are read along dense axes",
+                "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
+                "do not give the layer's parameters to the optimizer",
+            )
+        has_shared_input = is_shared(site.module, x, self.samples)
+        if has_shared_input:
+            x = repeat_for_samples(x, self.samples, 0)
+            output = repeat_for_samples(output, self.samples, 1)
+        if output._is_view():  # an in-place activation would replace a view's node
             output = output.clone()
+        if has_shared_input:
+            self.shared.add(output.grad_fn)
+        normalization = None
         if site.layer.curvature == "units":
             normalization = _read_normalization(output)
-            return Entry(site, x.detach(), edge_of(output), output.shape, normalization), output
-        return Entry(site, _input_as_used(x, output), edge_of(output), output.shape), output
+            x = x.detach()
+        else:
+            x = _read_used_input(x, output)
+        self.entries.append(Entry(site, x, edge_of(output), output.shape, normalization))
+        if self.outputs is not None:
+            self.outputs.start(site.names.get("weight"), site.module, output)
+        return output
+
+    def add_compound_call(
+        self, path: str, module: nn.Module, compound: Any, arguments: tuple[Any, Any], output: Any
+    ) -> Any:
+        """Write down a call of a compound layer; return the output to go on with."""
+        self._forget_functions({self.name(p) for p in module.parameters()})
+        output = _separate(output, compound.select_outputs(module, output))
+        call = _record_call(path, module, compound, arguments, output)
+        if call is not None:
+            self.compounds.append(call)
+        return output
+
+    def _forget_functions(self, names: Collection[str | None], count: int | None = None) -> None:
+        """Strike out the last functions that use these parameters alone: a module shows them."""
+        if count is None:
+            remaining = len(self.entries)
+        else:
+            remaining = count
+        while remaining and self.entries and self.entries[-1].site.is_function:
+            if not {*self.entries[-1].names.values()} <= {*names, None}:
+                return
+            self.entries.pop()
+            remaining -= 1
+
+    def restrict(self, leaves: Mapping[str, Tensor]) -> None:
+        """Let only these of the parameters take part: strike out the uses of others."""
+        self._names = self.layers.name_leaves(leaves)
+        self.entries = [entry for entry in self.entries if entry.restrict(leaves)]
+
+    # --- parameters and the model ---------------------------------------------------------------
+
+    def is_parameter(self, t: Tensor) -> bool:
+        """Whether it is a parameter that takes part."""
+        return id(t) in self._names
+
+    def name(self, parameter: Tensor | None) -> str | None:
+        """The name of a parameter that takes part."""
+        if parameter is None:
+            return None
+        return self._names.get(id(parameter))
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for module in self.layers.modules.values()])
+
+    def signature(self, call: Call) -> Any:
+        """What the established structure depends on: parameters, layers, shapes and modes."""
+        layers = tuple(
+            (e.path, e.shape, tuple(e.input.shape), e.module.training) for e in self.entries
+        )
+        inputs = tuple((tuple(t.shape), t.dtype) for t in call.tensors)
+        names = tuple(self._names.values())
+        return names, layers, inputs, call.autocast, torch.get_default_dtype()
+
+    # --- the graph ------------------------------------------------------------------------------
 
     def release(self, node: Any) -> None:
         """Drop the references to this node of the graph; `edges` gets it again."""
@@ -425,42 +455,6 @@ class ForwardRecord(Recorder):
             if edge.node is None:
                 edges[i] = GradientEdge(node, edge.output_nr)
         return edges
-
-    @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple([module.training for module in self.sites.modules.values()])
-
-    def name(self, parameter: Tensor | None) -> str | None:
-        """The name of a parameter that takes part."""
-        if parameter is None:
-            return None
-        return self._names.get(id(parameter))
-
-    def __enter__(self) -> ForwardRecord:
-        super().__enter__()
-        self.nodes = -_AUTOGRAD._get_sequence_nr()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.nodes += _AUTOGRAD._get_sequence_nr()
-        super().__exit__(*exc)
-
-    def _compound_hook(self, path: str, compound: Compound) -> Any:
-        active = self.sites.active
-
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not active or not torch.is_grad_enabled():
-                return None
-            recorder: ForwardRecord = active[0]
-            recorder.forget({recorder.name(p) for p in module.parameters()})
-            output = _separate(output, compound.select_outputs(module, output))
-            call = _record_call(path, module, compound, (args, kwargs), output)
-            if call is not None:
-                recorder.compounds.append(call)
-            return output
-
-        return record
 
     def find_head(self, node: Any) -> bool:
         """Note the plain linear layer of this node, before it is released; True if there is one."""
@@ -529,7 +523,7 @@ def _is_reached(node: Any, others: Collection[Any]) -> bool:
     return any(node in collect_reachable_nodes(other, list_later_nodes) for other in others)
 
 
-def _input_as_used(x: Tensor, output: Tensor) -> Tensor:
+def _read_used_input(x: Tensor, output: Tensor) -> Tensor:
     """Return a layer's input, in half precision if its output is.
 
     Autocast's copy of the input is reused if the graph saves it.

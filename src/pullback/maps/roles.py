@@ -27,7 +27,7 @@ from .layers.product import MatrixProduct, ProductUse
 from .layers.weight_norm import WeightNormUse
 from .output_parts import ComputedWeight
 from .proof import NO_LAYER
-from .record import Entry, ForwardRecord
+from .record import Entry, ForwardRecord, ModelLayers, find_factor_layer
 from .unknown_uses import describe_unknown_uses
 
 #: entries of a structured output that are not what the model computes for its caller
@@ -99,7 +99,7 @@ def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
     buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
     swapped = _reparametrize_module(module, {**leaves, **buffers}, tie_weights=True)
     with torch.enable_grad(), call.replay_context(), swapped:
-        record = ForwardRecord(module, leaves)
+        record = ForwardRecord(ModelLayers(module, find_factor_layer), leaves)
         record.follow_outputs()
         with record:
             result = module(*call.args, **call.kwargs)

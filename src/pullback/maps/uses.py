@@ -347,7 +347,9 @@ def _embedding_bag(
     weights = is_real.to(out.dtype)
     if options["mode"] == "mean":
         weights = weights / counts.clamp(min=1)[:, None]
-    return function_mode.listener.note(None, partial(BagUse, table, weights), index, out)
+    return function_mode.listener.add_function_use(
+        None, partial(BagUse, table, weights), index, out
+    )
 
 
 def _pad_bags(
@@ -504,4 +506,4 @@ def _note_gain(
 ) -> Tensor:
     make = partial(Gain, role, parameter, shape)
     key = (Gain, role, id(parameter), shape)
-    return mode.listener.note(key, make, x.detach().expand(out.shape), out)
+    return mode.listener.add_function_use(key, make, x.detach().expand(out.shape), out)

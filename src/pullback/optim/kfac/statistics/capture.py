@@ -42,7 +42,7 @@ from ...._core.space import compute_dtype
 from ....grams import RowBlock
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
-from ....maps.record import ForwardRecord, Sites
+from ....maps.record import ForwardRecord, ModelLayers, find_factor_layer
 from ....maps.roles import assign_roles
 from ...checks import warn_derivatives, warn_mismatch
 from ..assignment import Assignment
@@ -251,7 +251,7 @@ class StatisticsCapture:
     def _forget_leaves(self) -> None:
         self._leaves: dict[str, Tensor] = {}
         self._flags: list[bool] = []
-        self._sites: Sites | None = None
+        self._layers: ModelLayers | None = None
         self._covered: dict[str, Tensor] | None = None
 
     def leaves(self) -> dict[str, Tensor]:
@@ -262,20 +262,20 @@ class StatisticsCapture:
             self._flags = flags
         return self._leaves
 
-    def sites(self) -> Sites | None:
-        """Return where the model's layers are; None where it holds other tensors.
+    def layers(self) -> ModelLayers | None:
+        """Return the model's layers; None where it holds other tensors.
 
         It does in `torch.func.functional_call`.
         """
         model = unwrap_model(self.model)
-        if self._sites is not None and not self._sites.current:
-            self._sites = None
+        if self._layers is not None and not self._layers.is_current:
+            self._layers = None
             self.table.is_stale = True
-        if self._sites is None:
-            self._sites = Sites(model, ForwardRecord.kind)
+        if self._layers is None:
+            self._layers = ModelLayers(model, find_factor_layer)
         current = dict(model.named_parameters())
         if all(current.get(n, p) is p for n, p in self._chosen.items()):
-            return self._sites
+            return self._layers
         return None
 
     def close(self) -> None:
@@ -313,15 +313,15 @@ class StatisticsCapture:
             # what the module calls may be compiled, and its layers' hooks would not fire
             compiled = not _force_eager(stack)
         with stack:
-            sites = None
+            layers = None
             if not self._gather:
-                sites = self.sites()
-            obstacle = self._find_obstacle(sites)
+                layers = self.layers()
+            obstacle = self._find_obstacle(layers)
             if obstacle is not None:
                 self.pool.note_obstacle(obstacle)
                 return None
             tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            source = self._make_source(args, kwargs, compiled, sites)
+            source = self._make_source(args, kwargs, compiled, layers)
             if isinstance(source, ForwardRecord):
                 stack.enter_context(source)
             self._started_call = StartedCall(source, tensors)
@@ -334,9 +334,9 @@ class StatisticsCapture:
         self.wrapped = wrapper is not None
         self._syncs = getattr(wrapper, "require_backward_grad_sync", False)
 
-    def _find_obstacle(self, sites: Sites | None) -> Obstacle | None:
+    def _find_obstacle(self, layers: ModelLayers | None) -> Obstacle | None:
         """Return why a call that begins cannot give statistics, if it cannot."""
-        holds_others = sites is None and not self._gather
+        holds_others = layers is None and not self._gather
         if holds_others or peek_interpreter_stack() is not None:
             return Obstacle.OTHER_PARAMETERS
         if not torch.is_grad_enabled():
@@ -345,17 +345,23 @@ class StatisticsCapture:
             return Obstacle.EVALUATION_MODE
         return None
 
-    def _make_source(self, args: Any, kwargs: Any, compiled: bool, sites: Sites | None) -> Source:
+    def _make_source(
+        self, args: Any, kwargs: Any, compiled: bool, layers: ModelLayers | None
+    ) -> Source:
         """Return the record of a call's layers, or how to repeat a call that cannot be recorded."""
         if self._gather is not None:
             return RepeatedCall(self.model, args, kwargs, self._gather())
         if compiled:
             return RepeatedCall(self.model, args, kwargs)
-        return self._new_record(self.leaves(), sites)
+        return self._new_record(self.leaves(), layers)
 
-    def _new_record(self, leaves: dict[str, Tensor], sites: Sites | None = None) -> ForwardRecord:
+    def _new_record(
+        self, leaves: dict[str, Tensor], layers: ModelLayers | None = None
+    ) -> ForwardRecord:
         """Return the record of a pass, which follows outputs if a parameter has no role yet."""
-        record = ForwardRecord(unwrap_model(self.model), leaves, sites)
+        if layers is None:
+            layers = ModelLayers(unwrap_model(self.model), find_factor_layer)
+        record = ForwardRecord(layers, leaves)
         if self.table.lacks_role(leaves):
             record.follow_outputs()
         return record

@@ -541,7 +541,7 @@ def describe_function_uses(entries: Sequence[Entry]) -> dict[str, str]:
     """Return what functions do with parameters that no module of a known kind showed, by name."""
     remarks: dict[str, str] = {}
     for entry in entries:
-        if entry.site.function:
+        if entry.site.is_function:
             remark = f"used as by {type(entry.module).__name__}"
             remarks |= {n: remark for n in entry.names.values() if n}
     return remarks

@@ -336,9 +336,9 @@ class BlockStructure:
             **_name_hooks(unexplained, descent.leaves),
             **descent.unrelated,
         }
-        sites = descent.record.sites
-        if any(plain.values()) and not sites.listening:
-            sites.listening = True  # a function may use what no module showed
+        layers = descent.record.layers
+        if any(plain.values()) and not layers.is_listening:
+            layers.is_listening = True  # a function may use what no module showed
         return BlockPlan(uses, plain, self._options.joint, remarks)
 
     def _adopt_plan(self, plan: BlockPlan) -> None:
