@@ -6,7 +6,8 @@ autograd's gradient. Exact natural gradients, tangent kernels and K-FAC rest on 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +16,28 @@ from torch.nn import functional as F
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .._core.space import compute_dtype, relative_tolerance
+from .layers import Use
+from .layers.moments import Sharing
 from .record import Entry
 
 NO_LAYER = "no layer with known structure uses it"
 ELSEWHERE = "it is also used outside its layer"
 HOOKED = "a gradient hook on it changes its gradient"
 UNUSED = "no forward pass so far gave it any rows"
-_FOLDED = 2**16  # entries of a gradient that are compared one by one
 _PACKAGE = __package__ or ""
+
+
+@dataclass(frozen=True)
+class ProofLimits:
+    """Bounds on memory, in entries of tensors."""
+
+    #: of a gradient that are compared one by one; larger ones are folded by random signs
+    compared: int = 2**16
+    #: of cotangents for which a layer's formula is evaluated by one call
+    formula: int = 2**25
+
+
+_LIMITS = ProofLimits()
 _HIDDEN = f"{ELSEWHERE}, whose dropout hides which part of the gradient is whose"
 
 
@@ -61,8 +76,12 @@ class Proof:
             accumulate(self._formula, {name: _fold(value)})
             accumulate(self._noise, {name: torch.as_tensor(noise, device=value.device)})
 
-    def add_use(self, entry: Entry, delta: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Add one use of a layer: its cotangents, and what its formula gives for them."""
+    def add_use(self, entry: Entry, delta: Tensor, sharing: Sharing | None = None) -> None:
+        """Add one use of a layer: its formula is evaluated for these cotangents.
+
+        `sharing` says where the samples stand, for layers whose use depends on it.
+        """
+        values = evaluate_formula(entry, delta, sharing or Sharing())
         x = entry.input
         has_half_precision = delta.dtype in (torch.float16, torch.bfloat16)
         self._has_half_precision = self._has_half_precision or has_half_precision
@@ -145,6 +164,57 @@ class Proof:
         return f"the formula of its layer, {layer}, gives another gradient than {module} itself"
 
 
+def arrange_use(entry: Entry, delta: Tensor, sharing: Sharing) -> Use:
+    """Return a use with the cotangents of one covector, samples first: (N, ...) and (N, 1, ...)."""
+    dtype = compute_dtype(delta.dtype)
+    x = entry.input
+    if x.is_floating_point():
+        x = x.to(dtype)
+    features = entry.layer.features(entry.module, delta.ndim)
+    leading_axes = delta.ndim - features
+    if leading_axes == 0:
+        x = x[None]
+        delta = delta[None]
+    elif sharing.layout is not None:
+        x = sharing.layout(x)
+        delta = sharing.layout(delta)
+    elif leading_axes > 1:
+        x = x.movedim(sharing.batch_dim, 0)
+        delta = delta.movedim(sharing.batch_dim, 0)
+    return Use(entry.module, x, delta.to(dtype)[:, None], features)
+
+
+def evaluate_formula(entry: Entry, delta: Tensor, sharing: Sharing) -> dict[str, Tensor]:
+    """Return the gradients that the layer's own formula gives for its cotangents, by name."""
+    gradients: dict[str, Tensor] = {}
+    if not delta.numel():  # no positions, no share in the gradient
+        for name, parameter in zip(entry.names.values(), entry.site.parameters, strict=True):
+            if name is not None and parameter is not None:
+                gradients[name] = parameter.new_zeros(parameter.numel())
+        return gradients
+    for x, delta_piece in _split_samples(entry, delta, sharing):
+        use = arrange_use(replace(entry, input=x), delta_piece, sharing)
+        ones = use.delta.new_ones(len(use.delta), 1)
+        accumulate(gradients, entry.layer.block(entry.names, [use]).lift(ones))
+    return gradients
+
+
+def _split_samples(
+    entry: Entry, delta: Tensor, sharing: Sharing
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Return inputs and cotangents, of some samples each where there are many positions.
+
+    Batch norms need all samples at once.
+    """
+    needs_all = entry.layer.curvature == "units" or delta.ndim == entry.features
+    is_large = delta.numel() > _LIMITS.formula
+    is_folded = sharing.layout is not None or len(entry.input) != len(delta)
+    if needs_all or not is_large or is_folded:
+        return [(entry.input, delta)]
+    size = max(1, _LIMITS.formula * len(delta) // delta.numel())
+    return zip(entry.input.split(size), delta.split(size), strict=True)
+
+
 def differentiate_layer(
     entry: Entry, delta: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
@@ -215,13 +285,14 @@ def _fold(value: Tensor) -> Tensor:
     Memory for a second copy of all gradients may not be there. Small tensors stay as they are.
     """
     flat = value.flatten()
-    if flat.numel() <= _FOLDED:
+    length = _LIMITS.compared
+    if flat.numel() <= length:
         return flat
     generator = torch.Generator(flat.device).manual_seed(0)
     bits = torch.randint(
         0, 2, flat.shape, generator=generator, device=flat.device, dtype=torch.int8
     )
-    return F.pad(flat * (2 * bits - 1), (0, -flat.numel() % _FOLDED)).view(-1, _FOLDED).sum(0)
+    return F.pad(flat * (2 * bits - 1), (0, -flat.numel() % length)).view(-1, length).sum(0)
 
 
 def _is_close(value: Tensor, reference: Tensor, limit: float, noise: Tensor | float = 0.0) -> bool:

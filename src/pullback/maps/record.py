@@ -1,10 +1,15 @@
-"""The layers met in one forward pass: their inputs and where their output cotangents appear."""
+"""The layers met in one forward pass: their inputs and where their output cotangents appear.
+
+There is one record for all its readers: exact rows and tangent kernels (`structure.py`), roles of
+parameters (`roles.py`) and K-FAC's statistics. A `RecordedPass` pulls covectors back through it.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._core.capture import Call, detach_tensors
 from .._core.errors import PullbackError
-from .._core.graph import collect_reachable_nodes
+from .._core.graph import Root, collect_reachable_nodes, pull_back
 from . import uses  # noqa: F401  (what is noted of each function)
 from .functions import FunctionMode
 from .layers import Compound, Layer, find_layer
@@ -473,6 +478,56 @@ class ForwardRecord:
             bias = bias.detach().to(dtype)
         with torch.autocast(entry.input.device.type, enabled=False):
             return F.linear(entry.input.to(dtype), parameters["weight"].detach().to(dtype), bias)
+
+
+@dataclass
+class RecordedPass:
+    """A recorded forward pass with its graph, through which covectors are pulled back."""
+
+    #: where the output stands in the graph
+    root: Root
+    record: ForwardRecord
+    #: the parameters that take part, by name
+    leaves: Mapping[str, Tensor]
+
+    @cached_property
+    def edges(self) -> list[GradientEdge]:
+        """The edges at which cotangents appear: of all uses, then of compound layers' outputs."""
+        if isinstance(self.root, Tensor):
+            return self.record.edges(None)
+        return self.record.edges(self.root.node)
+
+    @property
+    def compound_edges(self) -> list[GradientEdge]:
+        """The edges of compound layers' outputs."""
+        return self.edges[len(self.record.entries) :]
+
+    def pull(
+        self,
+        covector: Tensor,
+        targets: Sequence[GradientEdge | Tensor],
+        use_numbers: Iterable[int],
+        observe: Callable[[int, Tensor], None],
+    ) -> list[Tensor | None]:
+        """Return the covector pulled back to the targets, None at those that it does not reach.
+
+        On the way `observe` gets the number of each of these uses that the covector reaches, with
+        the cotangent there. The pass itself keeps none of these cotangents.
+        """
+
+        def before(i: int, number: int, cotangents: Sequence[Tensor | None]) -> None:
+            if (delta := cotangents[number]) is not None:
+                observe(i, delta)
+
+        handles = []
+        for i in use_numbers:
+            edge = self.edges[i]
+            handles.append(edge.node.register_prehook(partial(before, i, edge.output_nr)))
+        try:
+            return list(pull_back(self.root, covector, targets))
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _record_call(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
@@ -26,7 +26,7 @@ from .._core.graph import collect_reachable_nodes, disable_fused_attention, find
 from .._core.space import relative_tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
-from .layers.moments import SampleLayout, detect_layout
+from .layers.moments import SampleLayout, Sharing, detect_layout
 from .layers.registry import CotangentStructure
 from .proof import Proof, accumulate
 from .record import Entry
@@ -214,23 +214,21 @@ def _have_sum(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: T
     u = torch.einsum("nr,rn...->n...", c, covectors.to(c))
     truth = linear.gradients(u, [linear.leaves[name] for name in rows])
     sums = {n: torch.einsum("nrp,nr->p", r, c.to(r)) for n, r in rows.items()}
-    limit = relative_tolerance(linear.graph.dtype, 10)
-    return not _find_unexplained(linear, [sums], dict(zip(rows, truth, strict=True)), limit)
+    proof = Proof(relative_tolerance(linear.graph.dtype, 10))
+    proof.add(sums, 0.0, 0.0, 0)
+    return not _find_unexplained(linear, proof, dict(zip(rows, truth, strict=True)))
 
 
 def _find_unexplained(
-    linear: ModuleLinearization,
-    sums: Iterable[Mapping[str, Tensor]],
-    truth: Mapping[str, Tensor | None],
-    limit: float,
+    linear: ModuleLinearization, proof: Proof, truth: Mapping[str, Tensor | None]
 ) -> dict[str, str]:
-    """Return the parameters whose sums of rows are not autograd's gradient, with the reason."""
-    proof = Proof(limit)
-    for gradients in sums:
-        proof.add(gradients, 0.0, 0.0, 0)
+    """Return the parameters whose gradient is not the proven one, with the reason.
+
+    A parameter that the graph does not reach has a gradient of zero.
+    """
     true_gradients: dict[str, Tensor | None] = {}
     for name, gradient in truth.items():
-        if gradient is None:  # the layers reach the parameter, but the graph does not
+        if gradient is None:
             gradient = linear.space.zeros(1)
         true_gradients[name] = gradient
     return proof.find_unexplained(true_gradients)
@@ -287,26 +285,21 @@ class LayerStructure:
             scaled = linear.gradients(u * scales.view(-1, *[1] * (u.ndim - 1)), edges)
 
         layouts = _detect_layouts(linear, at_layers, scaled, scales)
-        has_cotangents = all(g is None or bool(g.any()) for g in at_layers)
-        is_reusable = has_cotangents and not has_indexing(linear.graph)
         reasons = _explain_missing_layouts(linear, layouts)
-        plan = cls(layouts, (), reasons, is_reusable=is_reusable)
-        deltas = {i: layout(at_layers[i])[:, None].to(z.dtype) for i, layout in layouts.items()}
         truth = dict(zip(linear.leaves, gradients[len(edges) :], strict=True))
-        plan._verify(plan._form_blocks(linear, deltas), truth, linear)
-        plan.is_vectorized = can_vectorize(linear, edges, u, at_layers)
-        return plan
-
-    def _verify(
-        self, blocks: list[Block], truth: Mapping[str, Tensor | None], linear: ModuleLinearization
-    ) -> None:
-        """Note the parameters for which the layers' formula is not autograd's gradient."""
-        ones = linear.value.new_ones(linear.value.shape[0], 1)
-        sums = (block.lift(ones) for block in blocks)
         limit = relative_tolerance(find_arithmetic_dtype(linear.graph), 10)
-        for name, reason in _find_unexplained(linear, sums, truth, limit).items():
-            self.reasons.setdefault(name, reason)
-        self.unexplained = tuple(name for name in truth if name in self.reasons)
+        proof = Proof(limit)
+        for i, layout in layouts.items():
+            proof.add_use(linear.entries[i], at_layers[i], Sharing(layout=layout))
+        reasons = {**_find_unexplained(linear, proof, truth), **reasons}
+        has_cotangents = all(g is None or bool(g.any()) for g in at_layers)
+        return cls(
+            layouts=layouts,
+            unexplained=tuple(name for name in truth if name in reasons),
+            reasons=reasons,
+            is_vectorized=can_vectorize(linear, edges, u, at_layers),
+            is_reusable=has_cotangents and not has_indexing(linear.graph),
+        )
 
     def pullback(self, linear: ModuleLinearization, covectors: Tensor) -> Pulled:
         """Return the covectors pulled back: blocks of the layers, and rows of other parameters."""

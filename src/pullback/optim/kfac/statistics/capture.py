@@ -42,7 +42,7 @@ from ...._core.space import compute_dtype
 from ....grams import RowBlock
 from ....grams.kronecker.packed_matrix import FactorMatrix, pack
 from ....maps.layers import AffineBlock
-from ....maps.record import ForwardRecord, ModelLayers, find_factor_layer
+from ....maps.record import ForwardRecord, ModelLayers, RecordedPass, find_factor_layer
 from ....maps.roles import assign_roles
 from ...checks import warn_derivatives, warn_mismatch
 from ..assignment import Assignment
@@ -140,10 +140,7 @@ class PendingPass:
 class ReceivedPass:
     """A recorded pass whose output has received its gradient: what statistics are made of."""
 
-    #: where the output stands in the graph
-    root: Root
-    record: ForwardRecord
-    leaves: dict[str, Tensor]
+    forward: RecordedPass
     #: ∂loss/∂z
     cotangent: Tensor
     #: the tensors among the call's arguments
@@ -169,7 +166,7 @@ class ReceivedPass:
     def repeat_output(self) -> Tensor:
         """Return z once more after it was taken: the retained one, or computed by its layer."""
         if self.output is None:
-            return self.record.head_output(self._dtype)
+            return self.forward.record.head_output(self._dtype)
         return self.output
 
 
@@ -474,7 +471,7 @@ class StatisticsCapture:
         proofs = self.structure.proofs
         was_stale = self.table.is_stale
         received = self._open_pass(pending, root, cotangent)
-        if not received.leaves:
+        if not received.forward.leaves:
             return False
         if self._options.reads is Statistics.INPUTS:
             self._add_inputs(received)
@@ -500,9 +497,7 @@ class StatisticsCapture:
             received = self._repeat_call(source, cotangent, pending.inputs)
         else:
             received = ReceivedPass(
-                root=root,
-                record=source,
-                leaves=self.leaves(),
+                forward=RecordedPass(root, source, self.leaves()),
                 cotangent=cotangent,
                 inputs=pending.inputs,
                 output=pending.value(),
@@ -534,9 +529,7 @@ class StatisticsCapture:
             leaves = {n: leaves[n] for n in self.leaves()}
             root = self._find_output(output)
         return ReceivedPass(
-            root=root,
-            record=record,
-            leaves=leaves,
+            forward=RecordedPass(root, record, leaves),
             cotangent=cotangent.to(root.dtype),
             inputs=inputs,
             output=root.detach(),
@@ -547,13 +540,13 @@ class StatisticsCapture:
         """Add the moments of what layers saw, where nothing else is asked for."""
         self.pool.calls += 1
         with torch.no_grad():
-            inputs = self.structure.measure_inputs(received.record, received.leaves)
+            inputs = self.structure.measure_inputs(received.forward)
             self.pool.add(inputs.sums, 1.0)
 
     def _measure_covectors(self, received: ReceivedPass) -> MeasuredPass | None:
         """Return the sums of a pass over its covectors; None if the user's own pass gives them."""
         options = self._options
-        record = received.record
+        forward = received.forward
         slope = received.cotangent.detach()
         random = self.generator(slope.device)
         assert received.output is not None
@@ -561,7 +554,7 @@ class StatisticsCapture:
         self.pool.calls += 1
         deferred = self._can_defer_count(received, slope)
         retain = deferred and not received.is_large
-        thread = self._second_thread(record, slope.device)
+        thread = self._second_thread(forward.record, slope.device)
         # z is not held any longer than it takes to draw from it
         covectors = make_covectors(
             options,
@@ -573,25 +566,17 @@ class StatisticsCapture:
         )
         loss_descent = None
         if received.allows_user_pass:
-            loss_descent = Descent(
-                received.root,
-                slope,
-                record,
-                received.leaves,
-                options.sharing,
-                covectors.keep,
-                inputs=True,
-            )
+            loss_descent = Descent(forward, slope, options.sharing, covectors.keep, inputs=True)
             add = partial(self._add_along, weakref.ref(self), self.pool, covectors.samples)
             if self.structure.measure_along(loss_descent, add):
                 return None
-        measure = partial(self.structure.measure, record=record, leaves=received.leaves)
-        pool = measure(received.root, covectors, loss_descent=loss_descent, thread=thread)
+        measure = self.structure.measure
+        pool = measure(forward, covectors, loss_descent=loss_descent, thread=thread)
         if isinstance(covectors.whole, DeferredFlags) and not all(covectors.whole.flags()):
             random.manual_seed(random.initial_seed())
             output = received.repeat_output()
             covectors = make_covectors(options, output, slope, received.inputs, random)
-            pool = measure(received.root, covectors, thread=thread)
+            pool = measure(forward, covectors, thread=thread)
         return MeasuredPass(pool.sums, covectors, thread)
 
     def _can_defer_count(self, received: ReceivedPass, slope: Tensor) -> bool:
@@ -601,7 +586,7 @@ class StatisticsCapture:
         """
         if self._options.fisher == "empirical":  # it cannot be measured again
             return False
-        is_repeatable = received.record.head is not None or not received.is_large
+        is_repeatable = received.forward.record.head is not None or not received.is_large
         return self._counted_all and slope.is_cuda and is_repeatable
 
     def _add_measured(self, measured: MeasuredPass) -> bool:

@@ -22,11 +22,11 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from ...._core.space import compute_dtype
 from ....grams.kronecker.packed_matrix import FactorMatrix, get_entries, pack, pack_stacked, unpack
-from ....maps.layers import AffineBlock, Block, Layer, Use
+from ....maps.layers import AffineBlock, Layer
 from ....maps.layers.moments import Moments, Sharing
 from ....maps.layers.registry import LayerInput
 from ....maps.layers.scale import Scale, UnitSums, compute_unit_moments
-from ....maps.proof import Proof, accumulate
+from ....maps.proof import Proof, arrange_use
 from ....maps.record import Entry
 from ..factors.block import SPECTRUM, UNITS, Bases, BlockKey
 from .covectors import Descent
@@ -45,8 +45,6 @@ class _Limits:
     unit_sums: int = 2**18
     #: of the moments of inputs that are formed by one product, before they are packed
     input_moments: int = 2**26
-    #: of cotangents for which a layer's formula is evaluated by one call
-    formula: int = 2**25
     #: of inputs that are kept until their moments are formed together
     pending_inputs: int = 2**25
     #: relative difference of two sums that are taken for equal in half precision
@@ -101,7 +99,7 @@ class CotangentPass:
         proof: Proof | None = None,
     ) -> None:
         self.descent = descent
-        self._entries = descent.record.entries
+        self._entries = descent.forward.record.entries
         self._layouts = layouts
         self._plain = plain
         self._proof = proof
@@ -128,12 +126,12 @@ class CotangentPass:
 
         `ends` are the uses below which there is no other, where the parameters do not suffice.
         """
-        edges = self.descent.edges
-        use_count = len(self._entries)
-        compound_edges = edges[use_count:]
-        leaves = [self.descent.leaves[name] for name in names]
-        targets = [*(edges[i] for i in ends), *compound_edges, *leaves]
-        pulled_back = self.descent.pull(targets, range(use_count), self.measure)
+        forward = self.descent.forward
+        compound_edges = forward.compound_edges
+        leaves = [forward.leaves[name] for name in names]
+        targets = [*(forward.edges[i] for i in ends), *compound_edges, *leaves]
+        uses = range(len(self._entries))
+        pulled_back = forward.pull(self.descent.covector, targets, uses, self.measure)
         first_gradient = len(ends) + len(compound_edges)
         self.cotangents = pulled_back[len(ends) : first_gradient]
         self.gradients = dict(zip(names, pulled_back[first_gradient:], strict=True))
@@ -160,7 +158,7 @@ class CotangentPass:
         """Add the use to the proof, and form its moments if it has a block of its own."""
         entry = use.entry
         if self._proof is not None:
-            self._proof.add_use(entry, delta, _evaluate_formula(entry, delta))
+            self._proof.add_use(entry, delta)
         names_by_role = {role: name for role, name in entry.names.items() if name is not None}
         if not delta.numel() or self._are_plain(names_by_role.values()):
             return
@@ -280,15 +278,15 @@ class UserPass:
         descent = cotangent_pass.descent
         self._cotangent_pass = cotangent_pass
         self._finish = finish
-        self._entries = descent.record.entries
+        self._entries = descent.forward.record.entries
         self._task = torch._C._current_graph_task_id()
         self._versions = [entry.input._version for entry in self._entries]
         #: uses whose inputs are kept until their moments are formed, and the inputs' entries
         self._pending: list[UseMoments] = []
         self._pending_entries = 0
         self._handles: list[Any] = []
-        for i, edge in enumerate(descent.edges):
-            if edge == descent.root:
+        for i, edge in enumerate(descent.forward.edges):
+            if edge == descent.forward.root:
                 self._measure(i, descent.covector)
             else:
                 hook = partial(_observe, weakref.ref(self), i, edge.output_nr)
@@ -339,7 +337,7 @@ def _observe(
 
 def are_sums_equal(descent: Descent, actual: AllSums, expected: AllSums) -> bool:
     """Return True if the sums are equal, up to round-off in the layers' precision."""
-    is_half = any(entry.input.dtype in _HALF for entry in descent.record.entries)
+    is_half = any(entry.input.dtype in _HALF for entry in descent.forward.record.entries)
     for key, block_sums in actual.items():
         for factor, actual_matrix in block_sums.values.items():
             actual_entries = get_entries(actual_matrix)
@@ -394,35 +392,13 @@ def _form_batch(layer: Layer, sharing: Sharing, uses: Sequence[UseMoments]) -> N
         use.inputs = replace(moments, second=second)
 
 
-def _make_block(
-    entry: Entry, delta: Tensor, sharing: Sharing, parameter_names: Collection[str | None]
-) -> tuple[Block, int]:
-    """Return the block of rows of one use, for parameters of these names, and how many samples."""
-    features = entry.layer.features(entry.module, delta.ndim)
-    dtype = compute_dtype(delta.dtype)
-    x = entry.input
-    if x.is_floating_point():
-        x = x.to(dtype)
-    leading_axes = delta.ndim - features
-    if leading_axes == 0:
-        x = x[None]
-        delta = delta[None]
-    elif sharing.layout is not None:
-        x = sharing.layout(x)
-        delta = sharing.layout(delta)
-    elif leading_axes > 1:
-        x = x.movedim(sharing.batch_dim, 0)
-        delta = delta.movedim(sharing.batch_dim, 0)
-    names: dict[str, str | None] = dict.fromkeys(entry.names)
-    names |= {role: name for role, name in entry.names.items() if name in parameter_names}
-    use = Use(entry.module, x, delta.to(dtype)[:, None], features)
-    return entry.layer.block(names, [use]), len(delta)
-
-
 def _compute_squares(bases: Bases, use: UseMoments, delta: Tensor) -> Tensor | None:
     """Return the second moments of a use's gradients in eigenbases; None if it is not affine."""
     assert use.basis is not None
-    block, _ = _make_block(use.entry, delta, use.sharing, use.basis.names)
+    names: dict[str, str | None] = {}
+    for role, name in use.entry.names.items():
+        names[role] = name if name in use.basis.names else None
+    block = use.entry.layer.block(names, [arrange_use(use.entry, delta, use.sharing)])
     if not isinstance(block, AffineBlock):
         return None
     left = _convert(bases.left, delta)
@@ -437,32 +413,3 @@ def _convert(basis: Tensor | None, delta: Tensor) -> Tensor | None:
     if basis is None:
         return None
     return basis.to(delta.device, compute_dtype(delta.dtype))
-
-
-def _evaluate_formula(entry: Entry, delta: Tensor) -> dict[str, Tensor]:
-    """Return the gradients that the layer's own formula gives for its cotangents, by name."""
-    gradients: dict[str, Tensor] = {}
-    if not delta.numel():  # no positions, no share in the gradient
-        for name, parameter in zip(entry.names.values(), entry.site.parameters, strict=True):
-            if name is not None and parameter is not None:
-                gradients[name] = parameter.new_zeros(parameter.numel())
-        return gradients
-    names = set(entry.names.values())
-    for x, delta_piece in _split_samples(entry, delta):
-        block, samples = _make_block(replace(entry, input=x), delta_piece, Sharing(), names)
-        ones = delta.new_ones(samples, 1, dtype=compute_dtype(delta.dtype))
-        accumulate(gradients, block.lift(ones))
-    return gradients
-
-
-def _split_samples(entry: Entry, delta: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Return inputs and cotangents, of some samples each where there are many positions.
-
-    Batch norms need all samples at once.
-    """
-    needs_all = entry.layer.curvature == "units" or delta.ndim == entry.features
-    is_large = delta.numel() > _LIMITS.formula
-    if needs_all or not is_large or len(entry.input) != len(delta):
-        return [(entry.input, delta)]
-    size = max(1, _LIMITS.formula * len(delta) // delta.numel())
-    return zip(entry.input.split(size), delta.split(size), strict=True)

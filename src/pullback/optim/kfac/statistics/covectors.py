@@ -24,23 +24,21 @@ a covector of some samples shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ...._core.capture import find_first_input, move_samples_first
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
-from ...._core.graph import Root, pull_back
 from ...._core.space import compute_dtype
 from ....maps.layers.moments import Moments, Sharing, find_layout, list_layouts
 from ....maps.layers.scale import form_unit_rows
-from ....maps.record import Entry, ForwardRecord
+from ....maps.record import Entry, ForwardRecord, RecordedPass
 from ....metrics import Fisher, Metric
 from ..options import Options
 from .launch_thread import LaunchThread
@@ -380,12 +378,10 @@ def coupling_error(metric: Metric, why: str) -> PullbackError:
 class Descent:
     """A covector at the output, and what it is pulled back to."""
 
-    root: Root
+    #: the layers on the way, and the parameters that take part
+    forward: RecordedPass
     #: of the output's shape and dtype
     covector: Tensor
-    #: the layers on the way, and the parameters that take part
-    record: ForwardRecord
-    leaves: Mapping[str, Tensor]
     sharing: Sharing
     #: which positions of the output count
     keep: Tensor | None
@@ -398,13 +394,6 @@ class Descent:
     thread: LaunchThread | None = None
 
     @cached_property
-    def edges(self) -> list[GradientEdge]:
-        """The edges at which cotangents are asked for, as `ForwardRecord.edges`."""
-        if isinstance(self.root, Tensor):
-            return self.record.edges(None)
-        return self.record.edges(self.root.node)
-
-    @cached_property
     def axis(self) -> int:
         return min(self.sharing.batch_dim, self.covector.ndim - 1)
 
@@ -414,39 +403,22 @@ class Descent:
 
     def signature(self, separates_samples: bool) -> tuple[Any, ...]:
         """Return what tells this way through the model from others, with the sizes that matter."""
-        record = self.record
+        record = self.forward.record
         separated = self._list_separated(separates_samples)
         return (
             tuple([e.site.mark for e in record.entries]),
             tuple([(c.path, c.note) for c in record.compounds]),
-            tuple(self.leaves),
+            tuple(self.forward.leaves),
             tuple(self.unrelated.items()),
             record.nodes,
             self.samples == 1,
             tuple([self._shows_samples(record.entries[i]) for i in separated]),
         )
 
-    def pull(
-        self, targets: Sequence[Any], uses: Sequence[int], observe: Callable[[int, Tensor], None]
-    ) -> list[Tensor | None]:
-        """Pull the covector back to these targets; `observe` the cotangents of uses on the way."""
-
-        def before(i: int, number: int, cotangents: Sequence[Tensor | None]) -> None:
-            if (delta := cotangents[number]) is not None:
-                observe(i, delta)
-
-        edges = [(i, self.edges[i]) for i in uses]
-        handles = [e.node.register_prehook(partial(before, i, e.output_nr)) for i, e in edges]
-        try:
-            return list(pull_back(self.root, self.covector, targets))
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def find_upcoming(self) -> tuple[int, ...]:
         """Return the uses that the user's backward pass under way is going to reach."""
         will = torch._C._will_engine_execute_node
-        return tuple([i for i, edge in enumerate(self.edges) if will(edge.node)])
+        return tuple([i for i, edge in enumerate(self.forward.edges) if will(edge.node)])
 
     def differs(self, covector: Tensor) -> bool:
         """Whether a covector with signs would show that samples meet: some have another sign."""
@@ -475,7 +447,7 @@ class Descent:
         `separates_samples` says that all layers have to separate their samples, and not only gains
         and shifts.
         """
-        entries = self.record.entries
+        entries = self.forward.record.entries
         axes = [""] * len(entries)
         separated = self._list_separated(separates_samples)
         doubtful = [i for i in separated if self._is_doubtful(entries[i])]
@@ -495,8 +467,8 @@ class Descent:
                 axes[i] = layout.axis
 
         mask = chosen.view(_shape_along(self.axis, self.covector.ndim))
-        probe = replace(self, covector=self.draw_everywhere().mul_(mask))
-        probe.pull(list(self.leaves.values()), doubtful, observe)
+        leaves = list(self.forward.leaves.values())
+        self.forward.pull(self.draw_everywhere().mul_(mask), leaves, doubtful, observe)
         return axes
 
     def _choose_samples(self) -> Tensor:
@@ -511,7 +483,7 @@ class Descent:
 
     def _list_separated(self, separates_samples: bool) -> list[int]:
         """Return the uses of layers that have to separate their samples."""
-        entries = self.record.entries
+        entries = self.forward.record.entries
         if separates_samples:
             return list(range(len(entries)))
         return [i for i, entry in enumerate(entries) if entry.layer.curvature == "units"]

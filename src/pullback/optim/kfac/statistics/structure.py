@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...._core.graph import Root, find_last_edges, pull_back, refuse_reentrant
+from ...._core.graph import find_last_edges, pull_back, refuse_reentrant
 from ...._core.space import compute_dtype
 from ....maps.layers import Compound, Layer
 from ....maps.layers.moments import Moments
 from ....maps.layers.registry import LayerInput
 from ....maps.proof import ELSEWHERE, HOOKED, NO_LAYER, Proof
-from ....maps.record import Entry, ForwardRecord
+from ....maps.record import Entry, ForwardRecord, RecordedPass
+from ....maps.replay import CompoundReplays
 from ...checks import refuse_sparse
 from ..factors.block import DIAGONAL, Bases, BlockKey
 from ..options import Options
-from .compound import CompoundReplays, tap_moments
+from .compound import add_map_moments, list_map_uses, tap_moments
 from .cotangents import AllSums, CotangentPass, UseMoments, UserPass, are_sums_equal, form_inputs
 from .covectors import (
     Covectors,
@@ -106,7 +107,7 @@ class BlockStructure:
         by another way than the measured output.
         """
         signature = loss_descent.signature(self._separates_samples)
-        modes = loss_descent.record.modes
+        modes = loss_descent.forward.record.modes
         route = self._routes.get(signature)
         if route is None:
             return False
@@ -137,7 +138,7 @@ class BlockStructure:
     def _try_along(self, loss_descent: Descent, covector: Tensor, expected: Pool) -> None:
         """Find out whether the user's own pass gives these sums of a second one."""
         route = self._routes.get(loss_descent.signature(self._separates_samples))
-        modes = loss_descent.record.modes
+        modes = loss_descent.forward.record.modes
         if route is None or modes in route.agrees_with_user_pass:
             return
         if not loss_descent.differs(covector):
@@ -151,10 +152,8 @@ class BlockStructure:
 
     def measure(
         self,
-        root: Root,
+        forward: RecordedPass,
         covectors: Covectors,
-        record: ForwardRecord,
-        leaves: Mapping[str, Tensor],
         loss_descent: Descent | None = None,
         thread: LaunchThread | None = None,
     ) -> Pool:
@@ -166,9 +165,7 @@ class BlockStructure:
         pool = Pool()
         descend = partial(
             Descent,
-            root=root,
-            record=record,
-            leaves=leaves,
+            forward=forward,
             sharing=self._sharing,
             keep=covectors.keep,
         )
@@ -182,7 +179,7 @@ class BlockStructure:
             if coupling is None:
                 unrelated = {}
             else:
-                unrelated = coupling.find_unrelated(record, self._sharing)
+                unrelated = coupling.find_unrelated(forward.record, self._sharing)
             descent = descend(
                 covector=covector,
                 inputs=needs_inputs,
@@ -196,8 +193,10 @@ class BlockStructure:
                 self._try_along(loss_descent, covector, pool)
         return pool
 
-    def measure_inputs(self, record: ForwardRecord, leaves: Mapping[str, Tensor]) -> Pool:
+    def measure_inputs(self, forward: RecordedPass) -> Pool:
         """Return the sums of what layers saw, with a flat metric on their outputs."""
+        record = forward.record
+        leaves = forward.leaves
         pool = Pool()
         self._add_layer_inputs(pool, record, leaves)
         self._add_compound_inputs(pool, record, leaves)
@@ -268,10 +267,11 @@ class BlockStructure:
     def _follow(self, descent: Descent, route: Route, pool: Pool) -> bool:
         """Pull back on a known route; False, and nothing added, if it is another one."""
         down = CotangentPass(descent, route.layouts, route.plan.plain, self.bases)
-        down.run(route.last, [n for n in route.plan.plain if n in descent.leaves])
+        down.run(route.last, [n for n in route.plan.plain if n in descent.forward.leaves])
         if down.reached_uses != route.reached:
             return False
-        CompoundReplays(descent, down.cotangents).add_to(pool, route.plan)
+        if descent.forward.record.compounds:
+            add_map_moments(_replay_compounds(down), descent, pool, route.plan)
         self._adopt_plan(route.plan)
         if descent.thread is None:
             self._add(down, route.plan, pool)
@@ -284,7 +284,7 @@ class BlockStructure:
 
         None where the covector is nonzero everywhere, or takes another route: nothing is added.
         """
-        is_large = descent.record.head is not None  # drawn at all positions that count
+        is_large = descent.forward.record.head is not None  # drawn at all positions that count
         if is_large or descent.coupling is not None or bool(descent.covector.all()):
             return None
         proven = self._prove(
@@ -297,19 +297,19 @@ class BlockStructure:
     def _prove(self, descent: Descent, pool: Pool) -> ProvenRoute:
         """Return the route of this covector with the structure proven on it, and add its sums."""
         self.proofs += 1
-        entries = descent.record.entries
+        forward = descent.forward
         proof = Proof()
         layouts = descent.locate_samples(self._separates_samples)
         down = CotangentPass(descent, layouts, descent.unrelated, self.bases, proof)
-        down.run([], list(descent.leaves))
+        down.run([], list(forward.leaves))
         if any(g is None for g in down.gradients.values()):
-            refuse_reentrant(descent.root)
-        replays = CompoundReplays(descent, down.cotangents)
+            refuse_reentrant(forward.root)
+        replays = _replay_compounds(down)
         replays.prove(proof)
         _check_gradients(down.gradients)
         plan = self._make_plan(descent, layouts, replays, proof.find_unexplained(down.gradients))
-        ends = find_last_edges(descent.root, descent.edges[: len(entries)])
-        replays.add_to(pool, plan)
+        ends = find_last_edges(forward.root, forward.edges[: len(layouts)])
+        add_map_moments(replays, descent, pool, plan)
         self._adopt_plan(plan)
         self._add(down, plan, pool)
         norms = _norms({n: g for n, g in down.gradients.items() if n not in plan.plain})
@@ -324,19 +324,19 @@ class BlockStructure:
         unexplained: Mapping[str, str],
     ) -> BlockPlan:
         """Return the plan of blocks for these uses; `unexplained` gradients become diagonals."""
-        entries = descent.record.entries
-        uses = [use_of(e.layer, e.module, e.names) for e in entries] + replays.uses
+        entries = descent.forward.record.entries
+        uses = [use_of(e.layer, e.module, e.names) for e in entries] + list_map_uses(replays)
         remarks = {
             **describe_function_uses(entries),
-            **replays.remarks,
+            **replays.describe_omissions(),
             **describe_unknown_layouts(entries, layouts),
         }
         plain = {
             **different_forms(uses),
-            **_name_hooks(unexplained, descent.leaves),
+            **_name_hooks(unexplained, descent.forward.leaves),
             **descent.unrelated,
         }
-        layers = descent.record.layers
+        layers = descent.forward.record.layers
         if any(plain.values()) and not layers.is_listening:
             layers.is_listening = True  # a function may use what no module showed
         return BlockPlan(uses, plain, self._options.joint, remarks)
@@ -369,16 +369,28 @@ class BlockStructure:
         """Add what one pass measured, and the squared gradients of parameters held as diagonals."""
         descent = down.descent
         down.add_to(pool, plan)
-        names = [n for n in plan.plain if n in descent.leaves]
+        forward = descent.forward
+        names = [n for n in plan.plain if n in forward.leaves]
         gradients = [down.gradients.get(n) for n in names]
         if descent.coupling is not None and names:  # theirs is another covector
             related = descent.coupling.related_covector(descent.covector, descent.axis)
-            gradients = pull_back(descent.root, related, [descent.leaves[n] for n in names])
+            gradients = pull_back(forward.root, related, [forward.leaves[n] for n in names])
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None:
                 flat = gradient.flatten().to(compute_dtype(gradient.dtype))
                 sums = pool.of(BlockKey("diagonal", (name,)))
                 sums.add(DIAGONAL, flat.square()[:, None, None])
+
+
+def _replay_compounds(down: CotangentPass) -> CompoundReplays:
+    """Return the compound layers that the covector reached.
+
+    Where the metric relates samples their parameters are held as diagonals: none is replayed.
+    """
+    cotangents: Sequence[Tensor | None] = down.cotangents
+    if down.descent.coupling is not None:
+        cotangents = [None] * len(cotangents)
+    return CompoundReplays(down.descent.forward, cotangents)
 
 
 def _add_inputs(
