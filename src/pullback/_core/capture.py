@@ -15,7 +15,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from .errors import PullbackError
-from .graph import call_on_second_pass, reaches_parameters, refuse_reentrant
+from .graph import (
+    call_on_second_pass,
+    reaches_parameters,
+    refuse_reentrant,
+    skip_dtype_casts,
+)
 from .state import RandomState
 
 Selector = Callable[[Any], Tensor] | str | int | None
@@ -453,20 +458,50 @@ class Capture:
         call._output_version = z._version
         self._recorded.append(call)
 
-        # the graph references this function, so the function must not reference the graph
         leaves = self._leaves
         input_derivatives = self._input_derivatives
 
         def receive(gradient: Tensor) -> None:
-            if not reaches_parameters(leaves):  # a derivative by the inputs
-                node = torch._C._current_autograd_node()
-                refuse_reentrant(GradientEdge(node, 0))  # whose rows would be zero
-                if torch.is_grad_enabled():
-                    call_on_second_pass(node, lambda: input_derivatives.append(True))
+            if is_input_derivative(leaves, lambda: input_derivatives.append(True)):
                 return
             if call.cotangent is None:
                 call.cotangent = gradient.detach()
             else:
                 call.cotangent = call.cotangent + gradient.detach()
 
+        await_cotangent(z, receive)
+
+
+def await_cotangent(z: Tensor, receive: Callable[[Tensor], None]) -> None:
+    """Call `receive` with ∂loss/∂z in every backward pass that arrives at z.
+
+    If z is a copy in another dtype, `receive` gets the cotangent of the original: a wrapper may
+    convert outputs after the model has computed its loss from them. The graph refers to
+    `receive`, which must not refer to the graph.
+    """
+    node, number = skip_dtype_casts(z)
+    if node is None or node is z.grad_fn:
         z.register_hook(receive)
+        return
+
+    def receive_at_node(cotangents: Sequence[Tensor | None]) -> None:
+        cotangent = cotangents[number]
+        if cotangent is not None:
+            receive(cotangent)
+
+    node.register_prehook(receive_at_node)
+
+
+def is_input_derivative(leaves: Mapping[str, Tensor], note_use: Callable[[], None]) -> bool:
+    """Return True if the backward pass under way, in whose hook this is called, is no loss's.
+
+    It reaches none of the parameters then: it is a derivative by the inputs, of a penalty or an
+    attack. `note_use` is called when a later pass differentiates this one: the loss contains it.
+    """
+    if reaches_parameters(leaves):
+        return False
+    node = torch._C._current_autograd_node()
+    refuse_reentrant(GradientEdge(node, 0))  # it would hide the parameters
+    if torch.is_grad_enabled():
+        call_on_second_pass(node, note_use)
+    return True

@@ -23,20 +23,16 @@ from torch.utils import _pytree as pytree
 
 from ...._core.capture import (
     Watch,
+    await_cotangent,
     find_trained_tensor,
+    is_input_derivative,
     move_samples_first,
     select_returned_output,
     unwrap_model,
 )
 from ...._core.errors import PullbackError
 from ...._core.flags import DeferredFlags
-from ...._core.graph import (
-    Root,
-    call_on_second_pass,
-    reaches_parameters,
-    refuse_reentrant,
-    skip_dtype_casts,
-)
+from ...._core.graph import Root, skip_dtype_casts
 from ...._core.groups import active_wrapper
 from ...._core.space import compute_dtype
 from ....grams import RowBlock
@@ -85,14 +81,15 @@ class StartedCall(NamedTuple):
 
 
 class PendingPass:
-    """What is kept of a forward pass until its output z, of this node, receives a gradient.
+    """What is kept of a forward pass until its output z receives a gradient.
 
     The graph owns it, by a hook: so it owns neither z nor z's node, and is gone with the graph.
     `inputs` are the tensors among the call's arguments, for metrics that depend on them.
     """
 
-    def __init__(self, z: Tensor, node: Any, number: int, call: StartedCall) -> None:
+    def __init__(self, z: Tensor, call: StartedCall) -> None:
         source = call.source
+        node, number = skip_dtype_casts(z)
         self.source: Source | None = source
         self.inputs: Sequence[Tensor] = call.inputs
         self._value = z.detach()
@@ -421,23 +418,15 @@ class StatisticsCapture:
     def _await_gradient(self, z: Tensor, call: StartedCall) -> None:
         """Take the statistics of a call when the gradient passes its output."""
         me = weakref.ref(self)
-        node, number = skip_dtype_casts(z)
-        pending = PendingPass(z, node, number, call)
+        pending = PendingPass(z, call)
         self._open.add(pending)
 
-        # the graph holds this function, so it must not hold the graph
-        def receive(cotangents: Any) -> None:
-            if isinstance(cotangents, Tensor):
-                delta = cotangents
-            else:
-                delta = cotangents[number]
-            if delta is not None and (capture := me()) and pending.source is not None:
-                capture.receive(pending, delta)
+        def receive(cotangent: Tensor) -> None:
+            capture = me()
+            if capture is not None and pending.source is not None:
+                capture.receive(pending, cotangent)
 
-        if node is None or node is z.grad_fn:
-            z.register_hook(receive)
-        else:
-            node.register_prehook(receive)
+        await_cotangent(z, receive)
 
     @torch._disable_dynamo
     def receive(self, pending: PendingPass, cotangent: Tensor) -> None:
@@ -463,10 +452,8 @@ class StatisticsCapture:
     def _measure(self, pending: PendingPass, cotangent: Tensor) -> bool:
         """Add the sums of a pass; False where there are none, or not yet."""
         root = pending.root()
-        # a gradient by the inputs alone: a penalty, an attack
-        if self._gather is None and not reaches_parameters(self.leaves()):
-            refuse_reentrant(root)
-            self._note_derivative()
+        if self._gather is None and is_input_derivative(self.leaves(), self._make_note()):
+            self.pool.note_obstacle(Obstacle.PARAMETERS_NOT_REACHED)
             return False
         proofs = self.structure.proofs
         was_stale = self.table.is_stale
@@ -634,18 +621,16 @@ class StatisticsCapture:
         if capture is not None:
             capture.complete()
 
-    def _note_derivative(self) -> None:
-        """Note a gradient that does not reach the parameters, and later whether a loss uses it."""
-        self.pool.note_obstacle(Obstacle.PARAMETERS_NOT_REACHED)
-        if torch.is_grad_enabled():
-            reference = weakref.ref(self.pool)
+    def _make_note(self) -> Callable[[], None]:
+        """Return a function that notes that the loss contains derivatives by the inputs."""
+        reference = weakref.ref(self.pool)
 
-            def note_use() -> None:
-                pool = reference()
-                if pool is not None:
-                    pool.note_obstacle(Obstacle.INPUT_DERIVATIVES)
+        def note_use() -> None:
+            pool = reference()
+            if pool is not None:
+                pool.note_obstacle(Obstacle.INPUT_DERIVATIVES)
 
-            call_on_second_pass(torch._C._current_autograd_node(), note_use)
+        return note_use
 
     def _check_loss(self, z: Tensor, slope: Tensor, random: torch.Generator) -> None:
         """Warn of the first gradients where they are of another loss, or far longer: scaled."""
