@@ -740,3 +740,34 @@ def test_reduction_sum(samples: int) -> None:
     closure = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z, y, reduction="sum"))
     assert opt.step(closure).whitened
     assert_close(before - vector(model), want, 1e-8)
+
+
+class _LossInside(nn.Module):
+    """Computes its loss from an output, and returns a copy of the output in another dtype."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        z = self.network(x)
+        return {"loss": F.mse_loss(z, y), "logits": z.double()}
+
+
+def test_a_loss_of_the_output_before_it_is_converted_is_seen() -> None:
+    network = mlp().float()
+    reference = copy.deepcopy(network)
+    x, y = (t.float() for t in data())
+    model = _LossInside(network)
+    opt = natural(model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = model(x, y)["loss"]
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).accepted
+    plain = natural(reference)
+    plain.step(closure_of(plain, reference, x, y))
+    assert_close(flat(network.parameters()), flat(reference.parameters()), 1e-4)

@@ -361,7 +361,7 @@ class ForwardRecord:
                 "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
                 "do not give the layer's parameters to the optimizer",
             )
-        has_shared_input = is_shared(site.module, x, self.samples)
+        has_shared_input = self.samples > 0 and is_shared(site.module, x, self.samples)
         if has_shared_input:
             x = repeat_for_samples(x, self.samples, 0)
             output = repeat_for_samples(output, self.samples, 1)

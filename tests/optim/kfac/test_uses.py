@@ -380,3 +380,20 @@ def test_the_first_statistics_step_knows_roles(compiled: bool) -> None:
     found = {n: (r.role, r.split) for n, r in opt._capture.table.roles.items()}
     assert found == {row.name: (row.role, row.split) for row in pb.parameter_roles(model, x)}
     assert found["0.weight"] == ("matrix", (8, 8))
+
+
+@pytest.mark.parametrize("rule", [None, pb.optim.kfac.Eigenbasis()])
+def test_a_way_through_the_model_is_proven_once(rule) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    likelihood = None
+    if rule is None:
+        likelihood = pb.likelihoods.Categorical()
+    opt = pb.KFAC(model, lr=0.01, rule=rule, likelihood=likelihood, statistics_every=1)
+    x = torch.randn(16, 6)
+    y = torch.randint(0, 3, (16,))
+    for _ in range(3):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    assert opt._capture.structure.proofs == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._core.errors import PullbackError, require
+from ..._core.errors import PullbackError
 from ...steps import Step
 
 #: what is read from a param group
@@ -96,7 +96,8 @@ def check(**arguments: Any) -> None:
         is_usable, remedy = _TESTS[name]
         if value is None and name in _OPTIONAL:
             continue
-        require(not isinstance(value, Tensor) and is_usable(value), f"{name}=", value, remedy)
+        if isinstance(value, Tensor) or not is_usable(value):
+            raise PullbackError(f"{name}= is not usable", f"got {value!r}", remedy)
 
 
 def check_group(group: Mapping[str, Any], options: Iterable[str]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
+@dataclass
 class Guard:
     """Whether a step goes on: asked at once, or by a flag on the device that guards every change.
 
     Where it is deferred, the host does not wait: `is_void` is 1 where nothing may change.
     """
 
-    def __init__(self, is_deferred: bool, is_good: Tensor | None = None) -> None:
-        self.is_deferred = is_deferred
-        self.is_good = is_good
+    is_deferred: bool
+    #: the conditions so far, where they are deferred
+    is_good: Tensor | None = None
 
     def holds(self, flag: Tensor) -> bool:
         """Ask for one more condition; False where it is known to fail."""

@@ -173,9 +173,10 @@ def _homogeneous(factors: Factors, use: str, width: int, corner: Tensor | float)
         return F.pad(side, (0, width - n))
     if mean is None:
         return F.pad(side, (0, width - n, 0, width - n))
+    mean_input = get_entries(mean)
     out = side.new_empty(len(side), width, width)
     out[:, :n, :n] = side
-    out[:, n, :n] = get_entries(mean)
-    out[:, :n, n] = get_entries(mean)
+    out[:, n, :n] = mean_input
+    out[:, :n, n] = mean_input
     out[:, n, n] = corner
     return out

@@ -77,9 +77,6 @@ class BlockKey:
     bias: bool = False
     is_transposed: bool = False
 
-    def __hash__(self) -> int:
-        return hash(self.names)  # few blocks share a parameter
-
     @cached_property
     def joint(self) -> bool:
         """Whether a Kronecker block holds weight and bias together."""
