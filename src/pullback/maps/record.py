@@ -173,9 +173,10 @@ class ModelLayers:
 
     def find_site(self, path: str, module: nn.Module, layer: Layer) -> Site | None:
         """Return a layer with its present parameters; None if none of them takes part."""
-        key = (path, *map(id, layer.parameters(module).values()))
+        parameters = layer.parameters(module)
+        key = (path, *map(id, parameters.values()))
         if key not in self._known:
-            site = self._make_site(path, module, layer)
+            site = self._make_site(path, module, layer, parameters)
             if not any(site.names.values()):
                 return None
             self._known[key] = site
@@ -186,14 +187,20 @@ class ModelLayers:
         if key is not None and key in self._known:
             return self._known[key]
         module = make()
-        site = self._make_site(None, module, find_layer(module))
+        layer = find_layer(module)
+        site = self._make_site(None, module, layer, layer.parameters(module))
         if key is not None:
             self._known[key] = site
         return site
 
-    def _make_site(self, path: str | None, module: nn.Module, layer: Layer) -> Site:
+    def _make_site(
+        self,
+        path: str | None,
+        module: nn.Module,
+        layer: Layer,
+        parameters: Mapping[str, Tensor | None],
+    ) -> Site:
         """Return the site; one without a path is named after its first parameter."""
-        parameters = layer.parameters(module)
         names = {role: self._names.get(id(tensor)) for role, tensor in parameters.items()}
         is_function = path is None
         if path is None:

@@ -48,7 +48,7 @@ from ..rules import Statistics
 from .cotangents import AllSums, measurement_context
 from .covectors import Covectors, Descent, NotFinite, draw_signs, generate_covectors, make_covectors
 from .launch_thread import LaunchThread, sets_precision
-from .record import RepeatedCall
+from .repeated_call import RepeatedCall
 from .structure import BlockStructure
 from .sums import Obstacle, Pool, means
 
