@@ -23,7 +23,7 @@ FOLDERS = {"_core": "core", "likelihoods": "metrics", "testing": "laws"}
 MODULES = {"framework": "runner", "commands": "cli", "volume": "flatness", "invariance": "audit"}
 
 
-def changed(commit: str | None = None) -> list[Path]:
+def find_changed(commit: str | None = None) -> list[Path]:
     """Files that differ from a commit, by default from where this branch left `origin/main`."""
     commit = commit or git("merge-base", "HEAD", "origin/main") or "HEAD"
     differ = git("diff", "--name-only", "--diff-filter=d", commit)
@@ -52,8 +52,8 @@ def nearest(files: Iterable[Path]) -> list[str]:
     ['tests/docs/test_links.py', 'tests/docs/test_snippets.py::test_snippets_run[docs/linear.md]',
      'tests/solvers', 'src/pullback/solvers/cholesky.py']
     """
-    actual = {test for file in files for test in _of(file)}
-    return sorted(actual, key=lambda test: (not test.startswith("tests"), test))
+    tests = set().union(*map(_of, files))
+    return sorted(tests, key=lambda test: (not test.startswith("tests"), test))
 
 
 def _of(file: Path) -> Iterator[str]:
@@ -74,16 +74,16 @@ def _of(file: Path) -> Iterator[str]:
         yield f"tests/{file.parts[0]}"
 
 
-def _package(parts: tuple[str, ...]) -> Iterator[str]:
+def _package(module: tuple[str, ...]) -> Iterator[str]:
     """Tests of the innermost folder that tests have too, without those of other packages' folders.
 
     >>> list(_package(("optim", "kfac", "rules")))
     ['tests/optim/kfac']
     """
-    names = FOLDERS.get(parts[0], parts[0]), *parts[1:-1]
+    names = FOLDERS.get(module[0], module[0]), *module[1:-1]
     folders = [Path("tests", *names[:n]) for n in range(len(names), 0, -1)]
     inner = next((f for f in folders if (ROOT / f).is_dir()), Path("tests/core"))
-    package_folder = ROOT / LIBRARY / parts[0]
+    package_folder = ROOT / LIBRARY / module[0]
     if any(
         (package_folder / f.name).is_dir()
         for f in (ROOT / inner).iterdir()
@@ -94,18 +94,19 @@ def _package(parts: tuple[str, ...]) -> Iterator[str]:
         yield inner.as_posix()
 
 
-def _mirror(parts: tuple[str, ...]) -> Iterator[str]:
+def _mirror(names: tuple[str, ...]) -> Iterator[str]:
     """Tests of the module with these names, innermost first; its package's where it has none."""
-    package = Path("tests", FOLDERS.get(parts[0], parts[0]))
-    for name in reversed(parts[1:]):
+    package = Path("tests", FOLDERS.get(names[0], names[0]))
+    for name in reversed(names[1:]):
         name = MODULES.get(name, name)
-        if collected := [m for p in (f"test_{name}.py", name) for m in (ROOT / package).rglob(p)]:
-            yield from (match.relative_to(ROOT).as_posix() for match in collected)
+        folder = ROOT / package
+        if matches := [*folder.rglob(f"test_{name}.py"), *folder.rglob(name)]:
+            yield from (match.relative_to(ROOT).as_posix() for match in matches)
             return
     yield (package if (ROOT / package).is_dir() else Path("tests/core")).as_posix()
 
 
 if __name__ == "__main__":
-    kind, *commit = sys.argv[1:]
-    files = changed(*commit)
-    print(*(sources(files) if kind == "sources" else nearest(files)), sep="\n")
+    answer, *commit = sys.argv[1:]
+    files = find_changed(*commit)
+    print(*(sources(files) if answer == "sources" else nearest(files)), sep="\n")

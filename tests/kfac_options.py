@@ -27,24 +27,31 @@ def kfac_of(model: Any, lr: float | None = None, *, rule: Any = None, **options:
     Without a rule, an option of the natural gradient asks for it. Its steps then follow the given
     schedule from the first on (`warmup=0`), unless told otherwise.
     """
-    for name in ("likelihood", "damping"):
-        if options.get(name, 0) is None:
-            options.pop(name)
-    if isinstance(rule, Rule):
-        return pb.KFAC(model, lr, rule=rule, **options)
+    options = {name: value for name, value in options.items() if not _is_unset(name, value)}
     if rule is None and not options.keys().isdisjoint({*_OWN["natural"], "step"}):
         rule = "natural"
-    if rule not in _KINDS:
-        return pb.KFAC(model, lr, rule=rule, **options)
-    estimation = {n: options.pop(n) for n in list(options) if n in _ESTIMATION}
-    own = {n: options.pop(n) for n in list(options) if n in _OWN[rule]}
-    if rule == "natural":
-        own.setdefault("warmup", 0)
-    if rule == "spectral":
-        options.pop("likelihood", None)
-    if "betas" in options and rule == "spectral":
-        own["others"] = AdamW(options.pop("betas"), rate=0.5)
+    if isinstance(rule, str) and rule in _KINDS:
+        rule, options = _build_rule(rule, options)
+    return pb.KFAC(model, lr, rule=rule, **options)
+
+
+def _is_unset(name: str, value: Any) -> bool:
+    return value is None and name in ("likelihood", "damping")
+
+
+def _build_rule(name: str, options: dict[str, Any]) -> tuple[Rule, dict[str, Any]]:
+    """Return the rule with its own options, and the options that remain for KFAC."""
+    estimation = {n: options[n] for n in options if n in _ESTIMATION}
+    rule_options = {n: options[n] for n in options if n in _OWN[name]}
+    remaining = {n: options[n] for n in options if n not in {*estimation, *rule_options}}
+    if name == "natural":
+        rule_options.setdefault("warmup", 0)
+    if name == "spectral":
+        remaining.pop("likelihood", None)
+        if "betas" in remaining:
+            rule_options["others"] = AdamW(remaining.pop("betas"), rate=0.5)
+        if estimation:
+            estimation.setdefault("ema", 0.8)
     if estimation:
-        given = {"ema": 0.8, **estimation} if rule == "spectral" else estimation
-        own["estimation"] = Estimation(**given)
-    return pb.KFAC(model, lr, rule=_KINDS[rule](**own), **options)
+        rule_options["estimation"] = Estimation(**estimation)
+    return _KINDS[name](**rule_options), remaining

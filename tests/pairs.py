@@ -30,8 +30,8 @@ def each_once(*axes: Iterable[Any]) -> list[Any]:
     choices = [[*axis] for axis in axes]
     sizes = [len(axis) for axis in choices]
     chosen = {tuple(i % size for size in sizes) for i in range(max(sizes))}
-    places = product(*map(range, sizes))
-    return _marked([*product(*choices)], [place in chosen for place in places])
+    all_indices = product(*map(range, sizes))
+    return _marked([*product(*choices)], [indices in chosen for indices in all_indices])
 
 
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -21,9 +21,9 @@ run = CliRunner()
 
 
 def test_solve_without_a_name_shows_the_setups() -> None:
-    done = run.invoke(app, ["solve"])
-    assert done.exit_code == 0
-    assert all(f"\n{name} " in done.stdout for name in pde.SETUPS)
+    outcome = run.invoke(app, ["solve"])
+    assert outcome.exit_code == 0
+    assert all(f"\n{name} " in outcome.stdout for name in pde.SETUPS)
     assert "kdv" in pde.SETUPS  # which the experiments add
 
 
@@ -59,14 +59,14 @@ main()
 
 
 def test_packages_that_are_missing_are_named_with_the_extra() -> None:
-    done = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-c", USES], capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout.count("matplotlib is not installed") == 1, done.stderr
-    assert done.stdout.count("pip install 'pullback[plots]'") == 1
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("pip install 'pullback[cli]'")
-    assert "Traceback" not in done.stderr
+    assert outcome.stdout.count("matplotlib is not installed") == 1, outcome.stderr
+    assert outcome.stdout.count("pip install 'pullback[plots]'") == 1
+    assert outcome.returncode == 1
+    assert outcome.stderr.splitlines()[-1].endswith("pip install 'pullback[cli]'")
+    assert "Traceback" not in outcome.stderr
 
 
 def test_the_command_knows_what_the_experiments_add() -> None:
@@ -78,22 +78,22 @@ def test_commands_of_a_package_that_is_missing_name_it() -> None:
     bare = typer.Typer()
     bare.command("other")(lambda: None)
     bare.command("run", hidden=True)(refuse_missing_command)
-    done = run.invoke(bare, ["run"])
-    assert done.exit_code == 1
-    assert "pip install ./experiments" in done.output
+    outcome = run.invoke(bare, ["run"])
+    assert outcome.exit_code == 1
+    assert "pip install ./experiments" in outcome.output
 
 
 def test_slabs_of_time_are_described_as_such() -> None:
-    part = pde.mlp(2, 5, 1, seed=0)
-    assert record.describe_network(Slabs([part, part], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
+    slab = pde.mlp(2, 5, 1, seed=0)
+    assert record.describe_network(Slabs([slab, slab], torch.linspace(0, 1, 3))) == "2 × 2-5-1"
 
 
 def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     arguments = ["solve", "ritz", "--seed", "3", "--out", str(tmp_path)]
-    done = run.invoke(app, [*arguments, "--steps", "3"])
-    assert done.exit_code == 0, done.output
+    outcome = run.invoke(app, [*arguments, "--steps", "3"])
+    assert outcome.exit_code == 0, outcome.output
     for word in ("Ritz 1D", "61 parameters", "all 3 steps were taken", "relative L²"):
-        assert word in done.stdout
+        assert word in outcome.stdout
     assert (tmp_path / "ritz-seed3.png").read_bytes()[:4] == b"\x89PNG"
     first = json.loads((tmp_path / "ritz-seed3.json").read_text())
     assert first["config"]["seed"] == 3
@@ -101,8 +101,8 @@ def test_solve_writes_and_goes_on(tmp_path: Path) -> None:
     assert len(first["history"]["loss"]) == first["result"]["steps"] == 3
     assert {"torch", "device", "threads"} <= set(first["environment"])
 
-    again = run.invoke(app, [*arguments, "--steps", "5"])
-    assert "Going on from" in again.stdout
+    resumed = run.invoke(app, [*arguments, "--steps", "5"])
+    assert "Going on from" in resumed.stdout
     second = json.loads((tmp_path / "ritz-seed3.json").read_text())
     assert second["history"]["loss"][:3] == first["history"]["loss"]
     assert len(second["history"]["loss"]) == 5
@@ -123,9 +123,9 @@ def test_a_problem_from_a_file(tmp_path: Path) -> None:
         "network = lambda seed: pde.mlp(1, 5, 1, seed=seed)\n"
         "options = {'points': 20}\n"
     )
-    done = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "Mine" in done.stdout
+    outcome = run.invoke(app, ["solve", str(file), "--steps", "3", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert "Mine" in outcome.stdout
     config = json.loads((tmp_path / "mine.json").read_text())["config"]
     assert config["network"] == "1-5-1"
     report = run.invoke(app, ["report", "--out", str(tmp_path)])
@@ -172,8 +172,8 @@ def test_a_file_without_a_network_and_with_a_neighbor(tmp_path: Path) -> None:
         "from neighbor_of_mine import LENGTH\n" + PROBLEM.replace("(0, 1)", "(0, LENGTH)")
     )
     arguments = ["solve", str(file), "--steps", "2", "--seed", "1", "--out", str(tmp_path)]
-    done = run.invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    outcome = run.invoke(app, arguments)
+    assert outcome.exit_code == 0, outcome.output
     assert (tmp_path / "mine-seed1.json").exists()
     missing = run.invoke(app, ["solve", str(tmp_path / "yours.py"), "--out", str(tmp_path)])
     assert missing.exit_code == 1
@@ -181,28 +181,28 @@ def test_a_file_without_a_network_and_with_a_neighbor(tmp_path: Path) -> None:
 
 
 def test_seconds_are_a_budget(tmp_path: Path) -> None:
-    done = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 0
-    assert "budget" in done.stdout
+    outcome = run.invoke(app, ["solve", "ritz", "--seconds", "0", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0
+    assert "budget" in outcome.stdout
     assert json.loads((tmp_path / "ritz.json").read_text())["result"]["loss"] is None
 
 
 def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = pde.Run._step
-    taken = []
+    finished_steps = []
 
-    def interrupted(self: pde.Run):
-        if len(taken) == 2:
+    def step_or_interrupt(self: pde.Run):
+        if len(finished_steps) == 2:
             raise KeyboardInterrupt
-        taken.append(1)
+        finished_steps.append(1)
         return step(self)
 
     arguments = ["solve", "ritz", "--steps", "4", "--out", str(tmp_path)]
     with monkeypatch.context() as patched:
-        patched.setattr(pde.Run, "_step", interrupted)
-        done = run.invoke(app, arguments)
-    assert done.exit_code == 130
-    assert "ritz-seed0.pt" in done.stdout.replace("\n", "")
+        patched.setattr(pde.Run, "_step", step_or_interrupt)
+        outcome = run.invoke(app, arguments)
+    assert outcome.exit_code == 130
+    assert "ritz-seed0.pt" in outcome.stdout.replace("\n", "")
     assert run.invoke(app, arguments).exit_code == 0
     assert json.loads((tmp_path / "ritz.json").read_text())["result"]["steps"] == 4
 
@@ -216,36 +216,36 @@ def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_refusals_are_messages(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = run.invoke(app, ["solve", *arguments, "--out", str(tmp_path)])
-    assert done.exit_code == 1
-    assert words in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
+    outcome = run.invoke(app, ["solve", *arguments, "--out", str(tmp_path)])
+    assert outcome.exit_code == 1
+    assert words in outcome.output.replace("\n", " ")
+    assert "Traceback" not in outcome.output
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     arguments = ["--steps", "1", "--out", str(tmp_path)]
     assert run.invoke(app, ["solve", "ritz", *arguments]).exit_code == 0
     (tmp_path / "ritz-seed0.pt").rename(tmp_path / "heat1d-seed0.pt")
-    done = run.invoke(app, ["solve", "heat1d", *arguments])
-    assert done.exit_code == 1
-    assert "another run" in done.output
+    outcome = run.invoke(app, ["solve", "heat1d", *arguments])
+    assert outcome.exit_code == 1
+    assert "another run" in outcome.output
 
 
 def test_solve_on_a_full_disk_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["solve", "ritz", "--out", str(tmp_path), "--steps"]
     assert run.invoke(app, [*arguments, "1"]).exit_code == 0
-    kept = (tmp_path / "ritz-seed0.pt").read_bytes()
+    checkpoint = (tmp_path / "ritz-seed0.pt").read_bytes()
 
     def full(content: object, path: Path) -> None:
         path.write_bytes(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos")
 
     monkeypatch.setattr(torch, "save", full)
-    done = run.invoke(app, [*arguments, "2"])
-    assert done.exit_code == 1
-    assert "Free some space" in done.output.replace("\n", " ")
-    assert "Traceback" not in done.output
-    assert (tmp_path / "ritz-seed0.pt").read_bytes() == kept
+    outcome = run.invoke(app, [*arguments, "2"])
+    assert outcome.exit_code == 1
+    assert "Free some space" in outcome.output.replace("\n", " ")
+    assert "Traceback" not in outcome.output
+    assert (tmp_path / "ritz-seed0.pt").read_bytes() == checkpoint
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -255,11 +255,11 @@ def test_version() -> None:
 
 def test_doctor_finds_the_numerics_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULLBACK_DATA", "/some/[where]")
-    done = run.invoke(app, ["doctor"])
-    assert done.exit_code == 0, done.output
+    outcome = run.invoke(app, ["doctor"])
+    assert outcome.exit_code == 0, outcome.output
     for word in ("torch", "natural gradient", "K-FAC", "/some/[where]", "good"):
-        assert word in done.stdout
-    assert "wrong" not in done.stdout
+        assert word in outcome.stdout
+    assert "wrong" not in outcome.stdout
 
 
 def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +272,10 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor.Check("c", lambda device: math.nan, 1.0),
     )
     monkeypatch.setattr(doctor, "CHECKS", checks)
-    done = run.invoke(app, ["doctor"])
-    assert done.exit_code == 1
-    assert done.stdout.count("wrong") == 3
-    assert "ValueError: [oh] no" in done.stdout
+    outcome = run.invoke(app, ["doctor"])
+    assert outcome.exit_code == 1
+    assert outcome.stdout.count("wrong") == 3
+    assert "ValueError: [oh] no" in outcome.stdout
 
 
 def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
@@ -285,12 +285,12 @@ def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
         'network = lambda seed: pde.mlp(1, 4, 1, seed=seed)\nwarnings.warn("mind the gap")\n'
     )
     command = [sys.executable, "-m", "pullback", "solve", str(file), "--steps", "1"]
-    done = subprocess.run(
+    outcome = subprocess.run(
         [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "warning: mind the gap" in done.stderr
-    assert "warnings.warn" not in done.stderr
-    assert "warning_problem.py:" not in done.stderr
+    assert "warning: mind the gap" in outcome.stderr
+    assert "warnings.warn" not in outcome.stderr
+    assert "warning_problem.py:" not in outcome.stderr
 
 
 def test_solve_ends_at_round_off() -> None:

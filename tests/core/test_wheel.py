@@ -16,7 +16,7 @@ from tests.docs.snippets import ROOT, snippets
 pytest.importorskip("hatchling")
 
 
-def called(*words: object, status: int = 0) -> subprocess.CompletedProcess:
+def run_command(*words: object, status: int = 0) -> subprocess.CompletedProcess:
     process = subprocess.run(
         [str(w) for w in words], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -27,19 +27,19 @@ def called(*words: object, status: int = 0) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
-    called(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
+    run_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
     (path,) = folder.glob("*.whl")
     return path
 
 
-def needed(name: str, actual: set[str]) -> set[str]:
+def find_required(name: str, actual: set[str]) -> set[str]:
     """A distribution and all that it requires here."""
     if name not in actual:
         actual.add(name)
         for text in distribution(name).requires or ():
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                needed(requirement.name, actual)
+                find_required(requirement.name, actual)
     return actual
 
 
@@ -59,21 +59,21 @@ def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
 def test_the_first_snippet_runs_where_nothing_else_is_installed(
     wheel: Path, tmp_path: Path
 ) -> None:
-    called(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    run_command(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
     folder = "Scripts" if sys.platform == "win32" else "bin"
     python = tmp_path / "env" / folder / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    called(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
+    run_command(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(called(python, "-I", "-c", where).stdout.strip())
-    for name in set().union(*(needed(n, set()) for n in ("torch", "numpy", "scipy"))):
+    site = Path(run_command(python, "-I", "-c", where).stdout.strip())
+    for name in set().union(*(find_required(n, set()) for n in ("torch", "numpy", "scipy"))):
         files = distribution(name).files or ()
         for top in {f.parts[0] for f in files} - {"..", "__pycache__"}:
             (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
 
     first = next(snippets((ROOT / "README.md").read_text("utf-8"))).code
     first = first.replace("range(200)", "range(3)")
-    process = called(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
+    process = run_command(python, "-I", "-c", f"{first}\nprint(pb.__file__)")
     assert Path(process.stdout.strip()).is_relative_to(site)
-    command = called(python, "-I", "-m", "pullback", "doctor", status=1)
+    command = run_command(python, "-I", "-m", "pullback", "doctor", status=1)
     assert command.stderr.endswith("pip install 'pullback[cli]'\n")

@@ -204,11 +204,11 @@ class Oracle:
         def outputs(values: dict[str, Tensor]) -> Tensor:
             return functional_call(model, values, self.case.arguments)
 
-        found = jacrev(outputs)(parameters)
+        jacobians = jacrev(outputs)(parameters)
         self.raw = outputs(parameters).detach()
         samples = len(self.raw)
-        parts = [found[name].reshape(samples, -1, p.numel()) for name, p in parameters.items()]
-        self.jacobian = torch.cat(parts, -1)
+        blocks = [jacobians[name].reshape(samples, -1, p.numel()) for name, p in parameters.items()]
+        self.jacobian = torch.cat(blocks, -1)
         self.metric = self._metric()
         moved = torch.einsum("nab,nbp->nap", self.metric, self.jacobian)
         self.gram = torch.einsum("nap,naq->pq", self.jacobian, moved) / samples

@@ -14,8 +14,8 @@ from pullback.curvature.data_gram import DataGram
 from .models import CASES, Oracle, make_case
 
 
-def distance(found: Tensor, want: Tensor) -> float:
-    return float((found - want).norm() / want.norm())
+def distance(actual: Tensor, want: Tensor) -> float:
+    return float((actual - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,28 +39,28 @@ def test_scores_are_brute_force(name: str, structure: str) -> None:
         case.model, case.data, likelihood=case.likelihood, structure=structure
     )
     queries = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
-    found = pb.curvature.exact_influence(
+    influence = pb.curvature.exact_influence(
         curvature, queries, case.data, damping=0.02, tol=1e-13, max_iterations=1000
     )
     oracle = Oracle(case)
     gradients = oracle.gradients()
     shifted = oracle.gram + 0.02 * torch.eye(len(oracle.gram))
     want = gradients @ torch.linalg.solve(shifted, gradients.T)
-    assert found.has_converged
-    assert found.residuals.shape == (len(gradients),)
-    assert float(found.residuals.max()) < 1e-9
-    assert distance(found.scores, want) < 1e-10
+    assert influence.has_converged
+    assert influence.residuals.shape == (len(gradients),)
+    assert float(influence.residuals.max()) < 1e-9
+    assert distance(influence.scores, want) < 1e-10
 
 
 def test_relative_damping_is_that_of_the_exact_structure() -> None:
     case = make_case("mlp")
     curvature = pb.curvature.fit(case.model, case.data, likelihood=case.likelihood)
     exact = pb.curvature.fit(case.model, case.data, likelihood=case.likelihood, structure="exact")
-    found = pb.curvature.exact_influence(
+    influence = pb.curvature.exact_influence(
         curvature, case.data, case.data, damping=Relative(0.5), tol=1e-12, max_iterations=500
     )
     want = pb.curvature.influence(exact, case.data, case.data, damping=Relative(0.5))
-    assert distance(found.scores, want) < 1e-9
+    assert distance(influence.scores, want) < 1e-9
 
 
 def test_ignored_positions_do_not_count() -> None:
@@ -87,21 +87,21 @@ def test_the_preconditioner_saves_iterations() -> None:
     errors = {}
     for structure in ("ekfac", "diagonal"):
         curvature = pb.curvature.fit(model, data, likelihood=likelihood, structure=structure)
-        found = pb.curvature.exact_influence(
+        influence = pb.curvature.exact_influence(
             curvature, query, data, damping=1e-4, tol=1e-8, max_iterations=3
         )
-        errors[structure] = distance(found.scores, want)
+        errors[structure] = distance(influence.scores, want)
     assert errors["ekfac"] < 0.3 * errors["diagonal"], errors
 
 
 def test_a_query_that_needs_more_iterations_says_so() -> None:
     case = make_case("conv")
     curvature = pb.curvature.fit(case.model, case.data, likelihood=case.likelihood)
-    found = pb.curvature.exact_influence(
+    influence = pb.curvature.exact_influence(
         curvature, case.data, case.data, damping=1e-6, tol=1e-12, max_iterations=1
     )
-    assert not found.has_converged
-    assert float(found.residuals.max()) > 1e-12
+    assert not influence.has_converged
+    assert float(influence.residuals.max()) > 1e-12
 
 
 def test_other_data_are_refused() -> None:

@@ -33,8 +33,8 @@ def dense(curvature: Curvature) -> Tensor:
     return curvature.matvec(torch.eye(curvature.space.size))
 
 
-def distance(found: Tensor, want: Tensor) -> float:
-    return float((found - want).norm() / want.norm())
+def distance(actual: Tensor, want: Tensor) -> float:
+    return float((actual - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,8 +68,8 @@ def test_eigenvalues_from_gradients_are_closer_than_products(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_diagonal_is_that_of_the_gram(name: str) -> None:
     case = make_case(name)
-    found = dense(fit(case, "diagonal"))
-    assert distance(found, Oracle(case).gram.diagonal().diag()) < 1e-12
+    diagonal = dense(fit(case, "diagonal"))
+    assert distance(diagonal, Oracle(case).gram.diagonal().diag()) < 1e-12
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -106,8 +106,8 @@ def test_algebra_beside_dense_matrices(name: str, structure: str) -> None:
 def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue_of_a_block(structure: str) -> None:
     curvature = fit(make_case("mlp"), structure)
     v = torch.randn(curvature.space.size)
-    found = curvature.solve(v, pb.curvature.Relative(0.3))
-    pieces = curvature.space.split(found)
+    solution = curvature.solve(v, pb.curvature.Relative(0.3))
+    pieces = curvature.space.split(solution)
     for block in curvature.blocks:
         plain = curvature.solve(v, 0.3 * block.mean_eigenvalue())
         for name in block.form.names:
@@ -118,10 +118,10 @@ def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue_of_a_block(struct
 def test_moments_of_samples(structure: str) -> None:
     curvature = fit(make_case("adapter"), structure)
     draws = curvature.sample(200_000, 0.05, torch.Generator().manual_seed(0))
-    found = draws.T @ draws / len(draws)
+    covariance = draws.T @ draws / len(draws)
     want = curvature.solve(torch.eye(curvature.space.size), 0.05)
     deviation = (want.diagonal()[:, None] * want.diagonal() + want.square()) / len(draws)
-    assert ((found - want).abs() / deviation.sqrt()).max() < 6
+    assert ((covariance - want).abs() / deviation.sqrt()).max() < 6
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -129,27 +129,29 @@ def test_saving_and_loading(structure: str, tmp_path: Path) -> None:
     case = make_case("norms")
     curvature = fit(case, structure)
     curvature.save(tmp_path / "curvature.pt")
-    again = pb.curvature.load(tmp_path / "curvature.pt", case.model)
+    loaded = pb.curvature.load(tmp_path / "curvature.pt", case.model)
     v = torch.randn(curvature.space.size)
-    assert torch.equal(again.solve(v, 0.1), curvature.solve(v, 0.1))
-    assert str(again.table) == str(curvature.table)
-    assert again.totals == curvature.totals
-    assert repr(again.likelihood) == repr(case.likelihood)
+    assert torch.equal(loaded.solve(v, 0.1), curvature.solve(v, 0.1))
+    assert str(loaded.table) == str(curvature.table)
+    assert loaded.totals == curvature.totals
+    assert repr(loaded.likelihood) == repr(case.likelihood)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_batches_do_not_matter(structure: str) -> None:
     case = make_case("conv1d")
     batches = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
-    found = pb.curvature.fit(case.model, batches, likelihood=case.likelihood, structure=structure)
-    assert distance(dense(found), dense(fit(case, structure))) < 1e-12
+    curvature = pb.curvature.fit(
+        case.model, batches, likelihood=case.likelihood, structure=structure
+    )
+    assert distance(dense(curvature), dense(fit(case, structure))) < 1e-12
 
 
 def test_draws_are_an_estimate_of_the_same_gram() -> None:
     case = make_case("mlp")
-    found = fit(case, "exact", draws=4000)
-    assert "Monte Carlo, 4000 draws" in found.table.metric
-    assert distance(dense(found), Oracle(case).gram) < 0.05
+    curvature = fit(case, "exact", draws=4000)
+    assert "Monte Carlo, 4000 draws" in curvature.table.metric
+    assert distance(dense(curvature), Oracle(case).gram) < 0.05
 
 
 def test_ignored_positions_do_not_count() -> None:
@@ -195,9 +197,9 @@ def test_an_interrupted_fit_goes_on(structure: str, tmp_path: Path, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             pb.curvature.fit(case.model, Failing(stop), checkpoint=path, **options)
         assert list(tmp_path.iterdir())
-        found = pb.curvature.fit(case.model, batches, checkpoint=path, **options)
-        assert torch.equal(dense(found), dense(want))
-        assert found.totals == want.totals
+        resumed = pb.curvature.fit(case.model, batches, checkpoint=path, **options)
+        assert torch.equal(dense(resumed), dense(want))
+        assert resumed.totals == want.totals
         assert not list(tmp_path.iterdir())
 
 

@@ -24,8 +24,8 @@ def brute_force(gram: Tensor, queries: Tensor, training: Tensor, damping: float)
     return queries @ torch.linalg.solve(shifted, training.T)
 
 
-def distance(found: Tensor, want: Tensor) -> float:
-    return float((found - want).norm() / want.norm())
+def distance(actual: Tensor, want: Tensor) -> float:
+    return float((actual - want).norm() / want.norm())
 
 
 def squared_output(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -37,8 +37,8 @@ def test_exact_scores_are_brute_force(name: str) -> None:
     case = make_case(name)
     oracle = Oracle(case)
     gradients = oracle.gradients()
-    found = pb.curvature.influence(fit(case, "exact"), case.data, case.data, damping=0.02)
-    assert distance(found, brute_force(oracle.gram, gradients, gradients, 0.02)) < 1e-10
+    scores = pb.curvature.influence(fit(case, "exact"), case.data, case.data, damping=0.02)
+    assert distance(scores, brute_force(oracle.gram, gradients, gradients, 0.02)) < 1e-10
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -50,39 +50,39 @@ def test_scores_are_those_of_the_dense_curvature(name: str, structure: str) -> N
     oracle = Oracle(case)
     training = oracle.gradients()
     measured = oracle.gradients(squared_output)
-    found = pb.curvature.influence(
+    scores = pb.curvature.influence(
         curvature, case.data, case.data, damping=0.02, measure=squared_output
     )
-    assert distance(found, brute_force(gram, measured, training, 0.02)) < 1e-10
-    alone = pb.curvature.self_influence(curvature, case.data, damping=0.02)
+    assert distance(scores, brute_force(gram, measured, training, 0.02)) < 1e-10
+    self_scores = pb.curvature.self_influence(curvature, case.data, damping=0.02)
     want = brute_force(gram, training, training, 0.02).diagonal()
-    assert distance(alone, want) < 1e-10
+    assert distance(self_scores, want) < 1e-10
 
 
 def test_small_blocks_of_queries_and_panels_of_samples_give_the_same(monkeypatch) -> None:
     case = make_case("conv")
     curvature = fit(case, "ekfac")
     want = pb.curvature.influence(curvature, case.data, case.data)
-    alone = pb.curvature.self_influence(curvature, case.data)
+    self_scores = pb.curvature.self_influence(curvature, case.data)
     size = curvature.space.size
     monkeypatch.setattr(capture, "LIMITS", capture.Limits(panel_entries=size))
     batches = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
     training = list(zip(case.inputs.split(4), case.targets.split(4), strict=True))
     for count in (1, 3, 4, 100):
-        found = pb.curvature.influence(curvature, batches, training, query_bytes=8 * size * count)
-        assert distance(found, want) < 1e-12
-    assert distance(pb.curvature.self_influence(curvature, training), alone) < 1e-12
+        scores = pb.curvature.influence(curvature, batches, training, query_bytes=8 * size * count)
+        assert distance(scores, want) < 1e-12
+    assert distance(pb.curvature.self_influence(curvature, training), self_scores) < 1e-12
     assert distance(fit(case, "ekfac").eigenvalues(), curvature.eigenvalues()) < 1e-12
 
 
 def test_default_damping_is_relative() -> None:
     case = make_case("mlp")
     curvature = fit(case, "ekfac")
-    found = pb.curvature.influence(curvature, case.data, case.data)
+    scores = pb.curvature.influence(curvature, case.data, case.data)
     default = pb.curvature.scores.DEFAULT_DAMPING
     assert isinstance(default, Relative)
     want = pb.curvature.influence(curvature, case.data, case.data, damping=default)
-    assert torch.equal(found, want)
+    assert torch.equal(scores, want)
 
 
 def test_top_samples() -> None:
@@ -91,20 +91,20 @@ def test_top_samples() -> None:
     whole = pb.curvature.influence(curvature, case.data, case.data)
     training = list(zip(case.inputs.split(5), case.targets.split(5), strict=True))
     for is_largest in (True, False):
-        found = pb.curvature.top_k(curvature, case.data, training, 4, is_largest=is_largest)
+        top = pb.curvature.top_k(curvature, case.data, training, 4, is_largest=is_largest)
         want = whole.topk(4, largest=is_largest)
-        assert torch.equal(found.indices, want.indices)
-        assert torch.allclose(found.scores, want.values, rtol=1e-12)
+        assert torch.equal(top.indices, want.indices)
+        assert torch.allclose(top.scores, want.values, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "tied"])
 def test_modules_add_up(name: str) -> None:
     case = make_case(name)
     curvature = fit(case, "ekfac")
-    parts = pb.curvature.influence_by_module(curvature, case.data, case.data)
+    by_module = pb.curvature.influence_by_module(curvature, case.data, case.data)
     whole = pb.curvature.influence(curvature, case.data, case.data)
-    assert len(parts) == len(curvature.blocks)
-    assert distance(torch.stack(list(parts.values())).sum(0), whole) < 1e-12
+    assert len(by_module) == len(curvature.blocks)
+    assert distance(torch.stack(list(by_module.values())).sum(0), whole) < 1e-12
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -112,10 +112,10 @@ def test_modules_add_up(name: str) -> None:
 def test_tokens_are_brute_force_and_add_up(name: str, structure: str) -> None:
     case = make_case(name)
     curvature = fit(case, structure)
-    found = pb.curvature.influence_by_token(curvature, case.data, case.data, damping=0.05)
+    by_token = pb.curvature.influence_by_token(curvature, case.data, case.data, damping=0.05)
     whole = pb.curvature.influence(curvature, case.data, case.data, damping=0.05)
-    assert found.shape == (*whole.shape, case.targets.shape[1])
-    assert distance(found.sum(2), whole) < 1e-10
+    assert by_token.shape == (*whole.shape, case.targets.shape[1])
+    assert distance(by_token.sum(2), whole) < 1e-10
     oracle = Oracle(case)
     position = 1
 
@@ -124,7 +124,7 @@ def test_tokens_are_brute_force_and_add_up(name: str, structure: str) -> None:
 
     gram = curvature.matvec(torch.eye(curvature.space.size))
     want = brute_force(gram, oracle.gradients(), oracle.gradients(one_position), 0.05)
-    assert distance(found[:, :, position], want) < 1e-10
+    assert distance(by_token[:, :, position], want) < 1e-10
 
 
 def test_margin_is_the_log_odds_of_the_target() -> None:
@@ -155,22 +155,22 @@ def test_scores_predict_retraining_of_a_linear_model() -> None:
         return outputs[:, 0]
 
     query = (torch.randn(1, features), torch.zeros(1, 1))
-    found = pb.curvature.influence(curvature, query, (x, y), damping=decay, measure=first_output)
+    scores = pb.curvature.influence(curvature, query, (x, y), damping=decay, measure=first_output)
     step = 1e-5
     for i in range(5):
         weights = torch.ones(samples)
         weights[i] += step
         moved = query[0] @ (train(weights) - model.weight).T
-        assert abs(-moved.item() * samples / step - found[0, i].item()) < 1e-4
+        assert abs(-moved.item() * samples / step - scores[0, i].item()) < 1e-4
 
 
 def test_bfloat16_scores_are_close() -> None:
     case = make_case("conv")
     curvature = fit(case, "ekfac")
     want = pb.curvature.influence(curvature, case.data, case.data)
-    found = pb.curvature.influence(curvature, case.data, case.data, dtype=torch.bfloat16)
-    assert found.dtype == torch.float64
-    assert distance(found, want) < 0.02
+    scores = pb.curvature.influence(curvature, case.data, case.data, dtype=torch.bfloat16)
+    assert scores.dtype == torch.float64
+    assert distance(scores, want) < 0.02
 
 
 @pytest.mark.parametrize("error", [0.3, 0.03, 1e-6])
@@ -180,10 +180,12 @@ def test_compressed_queries_keep_the_error_that_was_stated(name: str, error: flo
     curvature = fit(case, "ekfac")
     gradients = Oracle(case).gradients()
     want = pb.curvature.influence(curvature, case.data, case.data, damping=0.02)
-    found = pb.curvature.influence(curvature, case.data, case.data, damping=0.02, query_error=error)
+    scores = pb.curvature.influence(
+        curvature, case.data, case.data, damping=0.02, query_error=error
+    )
     solved = curvature.solve(gradients, 0.02)
     bound = error * solved.norm(dim=1)[:, None] * gradients.norm(dim=1)
-    assert bool(((found - want).abs() <= bound * (1 + 1e-9) + 1e-12).all())
+    assert bool(((scores - want).abs() <= bound * (1 + 1e-9) + 1e-12).all())
     batches = list(zip(case.inputs.split(2), case.targets.split(2), strict=True))
     by_batches = pb.curvature.influence(
         curvature, batches, batches, damping=0.02, query_error=error
@@ -218,14 +220,14 @@ def test_grams_of_positions_score_as_matrices_do() -> None:
     gradient = reader.gradients(Batch(*data), None)[0]
     gradients = gradient.matrices(slice(0, 9))[:, 0]
     matrices = curvature.blocks[0].apply(lambda s: 1 / (s + 0.1), gradients)
-    held = queries.hold_queries(matrices, torch.float64, 0.2)
-    assert isinstance(held, queries.LowRankQueries)
+    stored_queries = queries.hold_queries(matrices, torch.float64, 0.2)
+    assert isinstance(stored_queries, queries.LowRankQueries)
     factors = gradient.position_factors(slice(0, 9))
     assert factors is not None
-    assert held._should_score_by_grams(factors)
-    expanded = torch.einsum("qrgo,qrgi->qgoi", held.left, held.right).flatten(1)
+    assert stored_queries._should_score_by_grams(factors)
+    expanded = torch.einsum("qrgo,qrgi->qgoi", stored_queries.left, stored_queries.right).flatten(1)
     want = expanded @ gradients.flatten(1).T
-    assert distance(held.score(gradient, slice(0, 9)), want) < 1e-12
+    assert distance(stored_queries.score(gradient, slice(0, 9)), want) < 1e-12
 
 
 def test_models_of_transformers() -> None:
@@ -241,7 +243,7 @@ def test_models_of_transformers() -> None:
     data = ({"input_ids": tokens}, targets)
     curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical(), draws=3)
     assert any("Kronecker 24 ⊗ 9" in row.block for row in curvature.table.rows)
-    found = pb.curvature.influence(curvature, data, data)
-    assert found.shape == (6, 6)
-    assert bool((found.diagonal() > 0).all())
-    assert distance(found, found.T) < 1e-10
+    scores = pb.curvature.influence(curvature, data, data)
+    assert scores.shape == (6, 6)
+    assert bool((scores.diagonal() > 0).all())
+    assert distance(scores, scores.T) < 1e-10

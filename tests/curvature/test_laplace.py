@@ -102,8 +102,8 @@ def test_bayesian_linear_regression_is_exact() -> None:
     assert torch.allclose(prediction.variance[:, 0], want, rtol=1e-10)
     targets = torch.randn(5, 1)
     density = torch.distributions.Normal(query @ mean, (want[:, None] + noise).sqrt())
-    found = prediction.log_likelihood(targets)
-    assert torch.allclose(found, density.log_prob(targets)[:, 0], rtol=1e-10)
+    log_likelihood = prediction.log_likelihood(targets)
+    assert torch.allclose(log_likelihood, density.log_prob(targets)[:, 0], rtol=1e-10)
     estimated = pb.curvature.laplace(curvature, prior_precision="marginal likelihood")
     assert estimated.noise is not None
     assert 0.05 < estimated.noise < 0.2
@@ -137,9 +137,9 @@ def test_moments_of_samples(structure: str) -> None:
     center = curvature.space.flatten({n: p.detach() for n, p in curvature.parameters.items()})
     gram = curvature.matvec(torch.eye(curvature.space.size))
     want = torch.linalg.inv(curvature.samples * gram + 2.0 * torch.eye(len(gram)))
-    found = (flat - center).T @ (flat - center) / len(flat)
+    covariance = (flat - center).T @ (flat - center) / len(flat)
     deviation = (want.diagonal()[:, None] * want.diagonal() + want.square()) / len(flat)
-    assert ((found - want).abs() / deviation.sqrt()).max() < 6
+    assert ((covariance - want).abs() / deviation.sqrt()).max() < 6
     spread = (want.diagonal() / len(flat)).sqrt()
     assert ((flat.mean(0) - center).abs() / spread).max() < 6
 
@@ -148,8 +148,8 @@ def test_draws_of_the_linearized_model_agree_with_its_covariance() -> None:
     case = make_case("mlp")
     prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
     draws = prediction.sample(100_000, torch.Generator().manual_seed(0)) - prediction.mean
-    found = torch.einsum("sna,snb->nab", draws, draws) / len(draws)
-    assert (found - prediction.covariance).abs().max() < 0.03 * prediction.covariance.max()
+    covariance = torch.einsum("sna,snb->nab", draws, draws) / len(draws)
+    assert (covariance - prediction.covariance).abs().max() < 0.03 * prediction.covariance.max()
     close = prediction.probabilities(100_000, torch.Generator().manual_seed(0))
     probit = prediction.probabilities()
     assert torch.allclose(close.sum(1), torch.ones(len(close)))

@@ -156,7 +156,7 @@ def test_steps_in_the_quotient(world: World, name: str) -> None:
 
 def _without_us(rank: int, size: int) -> None:
     """Training in pieces by torch alone."""
-    net = test_sharded.sharded("dense", size)
+    net = test_sharded.shard_model("dense", size)
     opt = torch.optim.SGD(net.parameters(), 0.1)
     x, y = batch(rank, 8, "dense")
     for _ in range(2):
@@ -209,7 +209,7 @@ def single() -> Iterator[World]:
     processes.close()
 
 
-def _sending(rank: int, size: int) -> None:
+def _pretend_to_send(rank: int, size: int) -> None:
     """Let a single process send what several would."""
     Processes.is_single = property(lambda self: False)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -239,7 +239,7 @@ def _buffers(rank: int, size: int) -> None:
 
 
 def test_buffers_that_nccl_takes(single: World) -> None:
-    single.run(_sending)
+    single.run(_pretend_to_send)
     single.run(_buffers)
 
 
@@ -259,7 +259,7 @@ def _in_a_group_of_one(rank: int, size: int, name: str) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize("name", ["clip", "no clip", "eigenbasis", "spectral"])
 def test_kfac_with_nccl(single: World, name: str) -> None:
-    single.run(_sending)
+    single.run(_pretend_to_send)
     weights, sent = single.run(_in_a_group_of_one, name)[0]
     want = test_kfac.train(0, 1, "convolutions", (36,), OPTIONS[name])
     assert {"factors", "counts", "decisions"} <= sent.keys()
@@ -291,5 +291,5 @@ def _exact_in_a_group_of_one(rank: int, size: int) -> None:
 
 
 def test_exact_methods_with_nccl(single: World) -> None:
-    single.run(_sending)
+    single.run(_pretend_to_send)
     single.run(_exact_in_a_group_of_one)

@@ -29,13 +29,11 @@ from .world import GONE, GROUPS, World
 CATEGORICAL = pb.likelihoods.Categorical()
 
 
-def wrapped(
+def wrap_model(
     size: int, model: nn.Module | None = None, group: Any = None, **options: Any
 ) -> tuple[Any, pb.KFAC]:
     if group is None:
         group = GROUPS[size]
-    else:
-        group = group
     net = DistributedDataParallel(model or model_of("dense"), process_group=group)
     options = {"likelihood": CATEGORICAL, "statistics_every": 2, "invert_every": 2, **options}
     return net, kfac_of(net, 0.05, **options)
@@ -53,7 +51,7 @@ def vector(net: nn.Module) -> Tensor:
 
 
 def not_finite(rank: int, size: int, options: dict[str, Any]) -> Any:
-    net, opt = wrapped(size, **options)
+    net, opt = wrap_model(size, **options)
     observed = []
     for number in range(5):
         before = vector(net)
@@ -79,11 +77,11 @@ def test_nan_on_one_process_is_a_rejected_step_on_all(world: World, rule: str) -
     assert all(other == reports and torch.equal(first, p) for other, p in others)
 
 
-def mismatched(rank: int, size: int, what: str) -> None:
+def build_mismatched(rank: int, size: int, what: str) -> None:
     differing: dict[str, Any] = {"ema": 0.9} if what == "ema" and rank else {}
     if what == "model":
-        wrapped(size)  # DistributedDataParallel itself refuses other shapes
-    net, opt = wrapped(size, **differing)
+        wrap_model(size)  # DistributedDataParallel itself refuses other shapes
+    net, opt = wrap_model(size, **differing)
     step(net, opt, 0, rank)
     step(net, opt, 1, rank)
     if what == "weight decay" and rank == 1:
@@ -107,18 +105,18 @@ def mismatched(rank: int, size: int, what: str) -> None:
     ],
 )
 def test_what_differs_is_said_on_all(world: World, what: str, words: tuple[str, ...]) -> None:
-    for error in world.errors(mismatched, what):
+    for error in world.errors(build_mismatched, what):
         assert error is not None
         assert all(word in error for word in ("PullbackError", *words)), error
 
 
-def changed(rank: int, size: int, at: int, what: str) -> Any:
+def change_one_process(rank: int, size: int, at: int, what: str) -> Any:
     """Change a gradient or a parameter of one process, and go on to the next statistics."""
     model = model_of("dense")
     parameters = [
         p for n, p in model.named_parameters() if what != "not given" or n != "two.weight"
     ]
-    net, opt = wrapped(size, model, params=parameters)
+    net, opt = wrap_model(size, model, params=parameters)
     before = vector(net)
     try:
         for number in range(5):
@@ -145,7 +143,7 @@ def changed(rank: int, size: int, at: int, what: str) -> Any:
 )
 def test_replicas_do_not_drift_apart(world: World, at: int, what: str, said: str) -> None:
     """A change of one process alone, be it of the last bit, is known at the next statistics."""
-    for number, error, is_equal in world.run(changed, at, what):
+    for number, error, is_equal in world.run(change_one_process, at, what):
         assert number == 2 * -(-at // 2)
         assert said in error
         assert "process 1" in error
@@ -153,7 +151,7 @@ def test_replicas_do_not_drift_apart(world: World, at: int, what: str, said: str
 
 
 def test_parameters_of_others_may_differ(world: World) -> None:
-    assert world.run(changed, 3, "not given") == [None] * 3
+    assert world.run(change_one_process, 3, "not given") == [None] * 3
 
 
 class Otherwise(nn.Module):
@@ -173,7 +171,7 @@ class Otherwise(nn.Module):
 
 
 def otherwise(rank: int, size: int) -> None:
-    net, opt = wrapped(size, Otherwise(rank == 1).double())
+    net, opt = wrap_model(size, Otherwise(rank == 1).double())
     step(net, opt, 0, rank)
 
 
@@ -196,13 +194,13 @@ class Failing(pb.optim.kfac.Tikhonov):
         return "Failing()"
 
 
-def failing(rank: int, size: int) -> None:
-    net, opt = wrapped(size, damping=Failing(1e-3))
+def fail_in_damping(rank: int, size: int) -> None:
+    net, opt = wrap_model(size, damping=Failing(1e-3))
     step(net, opt, 0, rank)
 
 
 def test_a_renewal_that_fails_on_one_process(world: World) -> None:
-    first_error, *others = world.errors(failing)
+    first_error, *others = world.errors(fail_in_damping)
     assert first_error == "ValueError: no damping today"
     for error in others:
         assert "Process 0 could not refresh its blocks" in error, error
@@ -234,7 +232,7 @@ def test_an_optimizer_that_is_older_than_the_processes(world: World) -> None:
 
 
 def indivisible(rank: int, size: int) -> None:
-    wrapped(size, workers=2)
+    wrap_model(size, workers=2)
 
 
 def test_teams_have_one_size(world: World) -> None:
@@ -243,7 +241,7 @@ def test_teams_have_one_size(world: World) -> None:
 
 def alone(rank: int, size: int) -> str:
     """State that is spread over processes, asked for by one of them."""
-    net, opt = wrapped(size, kl_clip=None, invert_every=8)
+    net, opt = wrap_model(size, kl_clip=None, invert_every=8)
     for number in range(6):  # the last statistics have not been inverted
         step(net, opt, number, rank)
     if rank == 0:
@@ -264,23 +262,23 @@ def test_state_that_one_process_asks_for() -> None:
     assert "did not hear from all processes" in said
 
 
-def pickled(rank: int, size: int) -> None:
-    net, opt = wrapped(size)
+def pickle_optimizer(rank: int, size: int) -> None:
+    net, opt = wrap_model(size)
     step(net, opt, 0, rank)
     resumed = pickle.loads(pickle.dumps(opt))
     step(resumed.model, resumed, 1, rank)  # averages its gradients in the default group
     if rank < 2:
-        net, opt = wrapped(2)
+        net, opt = wrap_model(2)
         with pytest.raises(pb.PullbackError, match="part of the processes cannot be pickled"):
             pickle.dumps(opt)
 
 
 def test_pickles_find_the_default_group_alone(world: World) -> None:
-    world.run(pickled)
+    world.run(pickle_optimizer)
 
 
 def slow(rank: int, size: int) -> Tensor:
-    net, opt = wrapped(size)
+    net, opt = wrap_model(size)
     for number in range(3):
         time.sleep(0.3 if rank == 1 else 0.0)
         step(net, opt, number, rank)
@@ -327,7 +325,7 @@ def lost(rank: int, size: int) -> dict[str, Any]:
     for partner, (phase, pair) in enumerate(zip(PHASES, pairs, strict=True), 1):
         if rank not in (0, partner):
             continue
-        net, opt = wrapped(2, group=pair, damping=Deadly(1e-3))
+        net, opt = wrap_model(2, group=pair, damping=Deadly(1e-3))
         step(net, opt, 0, rank)
         step(net, opt, 1, rank)
         if rank:
@@ -360,7 +358,7 @@ def test_a_lost_process_is_an_error_within_the_time_limit() -> None:
 
 
 def late(rank: int, size: int, phase: str) -> Any:
-    net, opt = wrapped(size)
+    net, opt = wrap_model(size)
     step(net, opt, 0, rank)
     step(net, opt, 1, rank)
     if rank == size - 1:
@@ -412,8 +410,8 @@ def launch(folder: Path, steps: int, fatal: int, *options: str) -> subprocess.Po
     script = folder / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    given = [str(folder / "saved"), str(steps), str(fatal), str(EXAMPLE)]
-    command = [*launcher, "--nproc-per-node", "2", *options, str(script), *given]
+    arguments = [str(folder / "saved"), str(steps), str(fatal), str(EXAMPLE)]
+    command = [*launcher, "--nproc-per-node", "2", *options, str(script), *arguments]
     # a store that outlives a restart still has the addresses of lost processes
     where = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -195,7 +195,7 @@ def test_replicas_are_equal_to_the_bit(world: World, model_name: str) -> None:
         assert "gradients" not in sent
 
 
-def _clipped(rank: int, size: int, samples: int) -> tuple[Any, Any]:
+def _clip_gradients(rank: int, size: int, samples: int) -> tuple[Any, Any]:
     """A model that is not wrapped, clipped after its gradients were averaged."""
     model: Any = model_of("dense")
     group = torch.distributed.group.WORLD if size > 1 else None
@@ -213,8 +213,8 @@ def _clipped(rank: int, size: int, samples: int) -> tuple[Any, Any]:
 
 
 def test_gradients_are_averaged_before_they_are_clipped(world: World) -> None:
-    single, _ = _clipped(0, 1, 36)
-    for parameters, sent in world.run(_clipped, 36):
+    single, _ = _clip_gradients(0, 1, 36)
+    for parameters, sent in world.run(_clip_gradients, 36):
         torch.testing.assert_close(parameters, single, rtol=1e-9, atol=1e-9)
         assert sent["gradients"] == 4  # not once more in step()
 

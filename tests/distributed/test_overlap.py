@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pullback as pb
@@ -56,13 +58,82 @@ def test_sums_are_under_way_before_the_backward_pass_returns(world: World, name:
     first, *others = world.run(events, OPTIONS[name])
     assert all(other == first for other in others)
     assert first[0] == [(0, 1), (0, inverting)]  # the first statistics show the shapes
-    sent = [
-        inverting,
-        inverting,
-        often,
-        inverting,
-    ]  # inversions follow the first three, and the fifth
+    # inversions follow the first three, and the fifth
+    sent = [inverting, inverting, often, inverting]
     assert first[1:] == [[(1, 0), (often, n - often)] for n in sent]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step's samples on this process; the mean of losses over processes is the joint one."""
+
+    net: Any
+    model: nn.Module
+    rank: int
+    size: int
+    x: Tensor
+    y: Tensor
+
+    def loss(self, rows: slice = slice(None)) -> Tensor:
+        summed = F.cross_entropy(self.net(self.x[rows]), self.y[rows], reduction="sum")
+        return summed / sum(COUNTS) * self.size
+
+    @property
+    def halves(self) -> tuple[slice, slice]:
+        middle = (len(self.x) + 1) // 2
+        return slice(middle), slice(middle, None)
+
+
+def drop_a_pass(step: Pass, opt: pb.KFAC) -> None:
+    """Gradients of a first pass are cleared."""
+    replace(step, x=step.x.flip(0)).loss().backward()
+    opt.zero_grad()
+    step.loss().backward()
+
+
+def hold_a_pass_open(step: Pass, opt: pb.KFAC) -> None:
+    """A pass that stays open keeps statistics back until `step`, on one process alone."""
+    loss = step.loss()
+    outputs = step.model(step.x) if step.rank == 0 else None
+    loss.backward()
+    del outputs
+
+
+def make_two_passes(step: Pass, opt: pb.KFAC) -> None:
+    for rows in step.halves:
+        step.loss(rows).backward()
+
+
+def make_two_calls(step: Pass, opt: pb.KFAC) -> None:
+    first, second = (step.loss(rows) for rows in step.halves)
+    (first + second).backward()
+
+
+def measure_nothing_on_the_last(step: Pass, opt: pb.KFAC) -> None:
+    """The last process's samples count for nothing."""
+    if step.rank == 2:
+        step.net(step.x)
+        sum(p.sum() * 0 for p in step.model.parameters()).backward()  # pyright: ignore
+        return
+    measured = COUNTS[0] + COUNTS[1]
+    step.loss(slice(measured if step.size == 1 else None)).backward()
+
+
+#: other ways than one pass per step
+LOOPS: dict[str, Callable[[Pass, pb.KFAC], None]] = {
+    "dropped": drop_a_pass,
+    "skipped": hold_a_pass_open,
+    "two passes": make_two_passes,
+    "two calls": make_two_calls,
+    "unmeasured": measure_nothing_on_the_last,
+}
+
+
+def rows_of(rank: int, size: int) -> slice:
+    """Return this process's rows of the joined batch."""
+    if size == 1:
+        return slice(None)
+    return share(COUNTS, rank)
 
 
 def loop(rank: int, size: int, variant: str) -> tuple[Tensor, Any]:
@@ -74,55 +145,17 @@ def loop(rank: int, size: int, variant: str) -> tuple[Tensor, Any]:
             model, process_group=GROUPS[size], find_unused_parameters=variant == "unmeasured"
         )
     opt = kfac_of(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
-
-    def loss_of(x: Tensor, y: Tensor, count: int) -> Tensor:
-        return F.cross_entropy(net(x), y, reduction="sum") / count * size
-
+    rows = rows_of(rank, size)
     for number in range(8):
         x, y = batch(number, sum(COUNTS), "dense")
-        if size > 1:
-            rows = share(COUNTS, rank)
-        else:
-            rows = slice(None)
-        x = x[rows]
-        y = y[rows]
-        count = sum(COUNTS)
         opt.zero_grad()
-        if variant == "dropped":
-            loss_of(x.flip(0), y, count).backward()
-            opt.zero_grad()
-        if variant == "unmeasured" and rank == 2:  # its samples count for nothing
-            net(x)
-            sum(p.sum() * 0 for p in model.parameters()).backward()  # pyright: ignore
-        elif variant == "unmeasured":
-            if size == 1:
-                selected = slice(COUNTS[0] + COUNTS[1])
-            else:
-                selected = slice(None)
-            loss_of(x[selected], y[selected], count).backward()
-        elif variant in ("two passes", "two calls"):
-            pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-            if variant == "two passes":
-                for selected, target in pieces:
-                    loss_of(selected, target, count).backward()
-            else:
-                one, two = (loss_of(selected, target, count) for selected, target in pieces)
-                (one + two).backward()
-        else:
-            loss = loss_of(x, y, count)
-            # a pass that stays open keeps statistics back until `step`, on one process alone
-            if variant == "skipped" and rank == 0:
-                outputs = model(x)
-            else:
-                outputs = None
-            loss.backward()
-            del outputs
+        LOOPS[variant](Pass(net, model, rank, size, x[rows], y[rows]), opt)
         if variant != "skipped" or number != 4:
             opt.step()
     return torch.cat([p.detach().flatten().cpu() for p in model.parameters()]), calls(opt)
 
 
-@pytest.mark.parametrize("variant", ["dropped", "skipped", "two passes", "two calls", "unmeasured"])
+@pytest.mark.parametrize("variant", LOOPS)
 def test_other_loops_are_those_of_one_process(world: World, variant: str) -> None:
     (first, sent), *others = world.run(loop, variant)
     want, _ = loop(0, 1, variant)
@@ -139,26 +172,19 @@ def pair(rank: int, size: int) -> Tensor:
         nets = [DistributedDataParallel(model) for model in models]
     options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
     opts = [kfac_of(net, 0.05, **options) for net in nets]
+    rows = rows_of(rank, size)
     for number in range(6):
         x, y = batch(number, sum(COUNTS), "dense")
-        if size > 1:
-            rows = share(COUNTS, rank)
-        else:
-            rows = slice(None)
         for opt in opts:
             opt.zero_grad()
         losses = [F.cross_entropy(net(x[rows]), y[rows], reduction="sum") for net in nets]
-        # keeps statistics back
-        if rank == 0 and size > 1:
-            outputs = models[0](x[rows])
-        else:
-            outputs = None
+        outputs = models[0](x[rows]) if rank == 0 and size > 1 else None  # keeps statistics back
         for loss in losses:
             (loss / sum(COUNTS) * size).backward()
         del outputs
         for opt in opts:
             opt.step()
-    return torch.cat([p.detach().flatten().cpu() for m in models for p in m.parameters()])
+    return torch.cat([p.detach().flatten().cpu() for p in nn.ModuleList(models).parameters()])
 
 
 def test_optimizers_do_not_wait_for_each_other(world: World) -> None:
@@ -181,12 +207,9 @@ def _eigenbasis_run(rank: int, size: int) -> Tensor:
     model = model_of("dense")
     net: Any = DistributedDataParallel(model) if size > 1 else model
     opt = pb.KFAC(net, rule="eigenbasis", statistics_every=1, invert_every=1)
+    rows = rows_of(rank, size)
     for number in range(4):
         x, y = batch(number, sum(COUNTS), "dense")
-        if size > 1:
-            rows = share(COUNTS, rank)
-        else:
-            rows = slice(None)
         opt.zero_grad()
         loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
         (loss / sum(COUNTS) * size).backward()

@@ -322,7 +322,7 @@ def test_all_processes(world: World, name: str) -> None:
     CHECKS.run(world, name)
 
 
-def _killed(rank: int, size: int) -> None:
+def _kill_one_process(rank: int, size: int) -> None:
     def kill(run: Any, info: Any) -> None:
         if rank == 1 and len(run.history) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -334,7 +334,7 @@ def test_a_lost_process_is_an_error() -> None:
     processes = World(2, seconds=20.0)
     start = perf_counter()
     try:
-        first, second = processes.errors(_killed)
+        first, second = processes.errors(_kill_one_process)
     finally:
         processes.close()
     assert first is not None

@@ -17,12 +17,14 @@ CHECKS = Checks(__name__)
 
 def parts(rank: int, lengths: tuple[int, ...]) -> list[Tensor]:
     """Return two tensors for each owner, which every process fills with its own numbers."""
-    sizes = [n for length in lengths for n in (length // 3, length - length // 3)]
+    sizes = []
+    for length in lengths:
+        sizes += [length // 3, length - length // 3]
     return [torch.arange(float(n)) * (rank + 1) + i for i, n in enumerate(sizes)]
 
 
 def owners(lengths: tuple[int, ...]) -> list[int]:
-    return [owner for owner in range(len(lengths)) for _ in range(2)]
+    return [i // 2 for i in range(2 * len(lengths))]
 
 
 #: alike; one long beside short ones, which is sent by itself; one alone

@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
     processes.close()
 
 
-def sharded(model_name: str, size: int, **options: Any) -> Any:
+def shard_model(model_name: str, size: int, **options: Any) -> Any:
     """Every layer by itself, and the rest with the root; four processes are two pairs."""
     model = model_of(model_name)
     if size == 4:
@@ -63,7 +63,7 @@ def run(
     options: dict[str, Any],
     how: dict[str, Any],
 ) -> dict[str, Tensor]:
-    net = sharded(model_name, size, **how.get("policy", {}))
+    net = shard_model(model_name, size, **how.get("policy", {}))
     opt = optimizer(net, options)
     if path := how.get("load"):
         load(net, opt, path, size)
@@ -175,7 +175,7 @@ def test_checkpoints(world: World, tmp_path: Path, name: str, counts: tuple[int,
 
 def held(rank: int, size: int, name: str) -> Any:
     """Return what is held before and after a checkpoint, F̂'s diagonal, and what is saved."""
-    net: Any = sharded("dense", size) if size > 1 else model_of("dense")
+    net: Any = shard_model("dense", size) if size > 1 else model_of("dense")
     opt = optimizer(net, OPTIONS[name])
     advance(net, opt, "dense", COUNTS if size > 1 else (sum(COUNTS),), rank, range(3))
     before = opt.memory()
@@ -218,9 +218,9 @@ def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
         assert sum(piece for _, piece in cut) == size
 
 
-def resumed(rank: int, size: int, name: str, variant: str) -> Any:
+def resume_run(rank: int, size: int, name: str, variant: str) -> Any:
     """Return parameters of a run, and of another one that takes up its state in the middle."""
-    nets = [sharded("convolutions", size) for _ in range(2)]
+    nets = [shard_model("convolutions", size) for _ in range(2)]
     one, two = (optimizer(net, OPTIONS[name]) for net in nets)
     counts = (10, 8, 11, 7)
     advance(nets[0], one, "convolutions", counts, rank, range(3))
@@ -231,7 +231,8 @@ def resumed(rank: int, size: int, name: str, variant: str) -> Any:
         two.load_state_dict(one.state_dict())
     else:
         state: Any = get_optimizer_state_dict(nets[0], one, options=options)
-        assert not any(is_sharded(t) for entry in state["state"].values() for t in _tensors(entry))
+        for entry in state["state"].values():
+            assert not any(map(is_sharded, _tensors(entry)))
         if variant == "given out":
             set_optimizer_state_dict(nets[1], two, state, options=options)
         else:
@@ -255,14 +256,14 @@ WAYS = [
 @pytest.mark.parametrize(("name", "variant"), WAYS)
 def test_resumes_to_the_same_bits(world: World, name: str, variant: str) -> None:
     """A state is taken up in pieces, or whole on every process, by replicas of shards."""
-    for one, two, *bytes_held in world.run(resumed, name, variant):
+    for one, two, *bytes_held in world.run(resume_run, name, variant):
         assert bytes_held[0] == bytes_held[1]
         assert all(torch.equal(p, two[n]) for n, p in one.items())
 
 
-def parted(rank: int, size: int, at: int) -> None:
+def change_one_replica(rank: int, size: int, at: int) -> None:
     """One of two replicas, in two pieces each, changes a gradient."""
-    net = sharded("dense", size)
+    net = shard_model("dense", size)
     schedule = {"statistics_every": 2, "workers": size}  # with fewer, directions come from owners
     opt = kfac_of(net, 0.05, likelihood=pb.likelihoods.Categorical(), **schedule)
     for step in range(5):
@@ -276,22 +277,22 @@ def parted(rank: int, size: int, at: int) -> None:
 
 @pytest.mark.parametrize(("at", "what"), [(2, "gradients"), (3, "parameters")])
 def test_replicas_of_shards_do_not_drift_apart(world: World, at: int, what: str) -> None:
-    for error in world.errors(parted, at):
+    for error in world.errors(change_one_replica, at):
         assert f"The processes differ in their {what}: that of " in error
 
 
-def controlled(rank: int, size: int) -> None:
-    kfac_of(sharded("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
+def build_adaptive(rank: int, size: int) -> None:
+    kfac_of(shard_model("dense", size), damping=pb.optim.kfac.Adaptive(1e-2))
 
 
 def test_controlled_steps_are_refused(world: World) -> None:
-    for error in world.errors(controlled):
+    for error in world.errors(build_adaptive):
         assert "A controlled step does not go with a sharded model" in error
 
 
 def two_optimizers(rank: int, size: int) -> dict[str, Tensor]:
     """Train the last layer by one optimizer, and the others by another."""
-    net: Any = sharded("dense", size) if size > 1 else model_of("dense")
+    net: Any = shard_model("dense", size) if size > 1 else model_of("dense")
     params = list(net.parameters())
     options: dict[str, Any] = {**OPTIONS["clip"], "statistics_every": 2, "invert_every": 4}
     opts = [kfac_of(net, 0.05, params=group, **options) for group in (params[:-2], params[-2:])]

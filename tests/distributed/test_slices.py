@@ -77,7 +77,7 @@ def what_the_processes_must_be_told(rank: int, size: int) -> None:
 
 
 @CHECKS.add
-def sliced(rank: int, size: int) -> None:
+def train_sliced_adam(rank: int, size: int) -> None:
     def adam(m: nn.Module, group: Any) -> Any:
         return pb.symmetry.Sliced(torch.optim.Adam(m.parameters(), 1e-2), m)
 

@@ -88,22 +88,22 @@ def minimize(
 def compare(rank: int, size: int, hamiltonian: vmc.Hamiltonian) -> None:
     torch.manual_seed(rank)  # the first process's network counts
     network = vmc.Rbm(hamiltonian.sites, 2).double()
-    together = minimize(hamiltonian, network, size, None)
+    result = minimize(hamiltonian, network, size, None)
     parameters = torch.cat([p.detach().flatten() for p in network.parameters()])
     same_everywhere(parameters)
-    told_everywhere((together.history.energy, together.energy, together.verdict.name))
+    told_everywhere((result.history.energy, result.energy, result.verdict.name))
     if rank > 0:
         return
     torch.manual_seed(0)
-    alone = vmc.Rbm(hamiltonian.sites, 2).double()
+    other_network = vmc.Rbm(hamiltonian.sites, 2).double()
     with patch.object(sys.modules["pullback.vmc.minimize"], "Minimization", join_chains_of(size)):
-        expected = minimize(hamiltonian, alone, size, only(0))
+        expected = minimize(hamiltonian, other_network, size, only(0))
     torch.testing.assert_close(
-        parameters, torch.cat([p.detach().flatten() for p in alone.parameters()])
+        parameters, torch.cat([p.detach().flatten() for p in other_network.parameters()])
     )
-    assert together.history.energy == pytest.approx(expected.history.energy, rel=1e-10)
-    assert together.energy == pytest.approx(expected.energy, rel=1e-10)
-    assert together.error == pytest.approx(expected.error, rel=1e-8)
+    assert result.history.energy == pytest.approx(expected.history.energy, rel=1e-10)
+    assert result.energy == pytest.approx(expected.energy, rel=1e-10)
+    assert result.error == pytest.approx(expected.error, rel=1e-8)
 
 
 @CHECKS.add

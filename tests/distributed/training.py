@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -158,6 +159,76 @@ def share(counts: tuple[int, ...], rank: int) -> slice:
     return slice(start, start + counts[rank])
 
 
+@dataclass(frozen=True)
+class How:
+    """What a loop does beside its steps."""
+
+    plain: bool = False  #: the model is not wrapped; the optimizer gets the group
+    micro: int = 1  #: passes per step
+    clip: float | None = None  #: the largest norm of the gradient
+    start: int = 0  #: the first step's number
+    load: str | None = None
+    save: str | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A model, the module that the loop calls, its optimizer, and how many processes there are."""
+
+    model: nn.Module
+    net: Any
+    opt: Any
+    size: int
+    how: How
+
+    def backward(self, x: Tensor, y: Tensor, total: Tensor) -> Tensor:
+        """Return the loss of this process's samples, weighted such that its mean is the joint one.
+
+        All but the last of several passes send nothing.
+        """
+        self.opt.zero_grad()
+        out = torch.zeros((), dtype=torch.float64, device=place())
+        pieces = list(zip(x.chunk(self.how.micro), y.chunk(self.how.micro), strict=True))
+        for i, (inputs, target) in enumerate(pieces):
+            is_last = i == len(pieces) - 1
+            with self.net.no_sync() if self.is_wrapped and not is_last else nullcontext():
+                z = self.net(inputs).flatten(0, -2)
+                summed = F.cross_entropy(z, target.flatten(), reduction="sum")
+                loss = summed / total * self.size
+                loss.backward()
+            out = out + loss.detach()
+        if self.how.clip is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), self.how.clip)
+        return out
+
+    @property
+    def is_wrapped(self) -> bool:
+        return self.net is not self.model
+
+    def step(self, x: Tensor, y: Tensor, total: Tensor) -> None:
+        """Take a step, with a closure where the optimizer tries several."""
+        if self.opt.is_controlled:
+            self.opt.step(lambda: self.backward(x, y, total))
+            return
+        self.backward(x, y, total)
+        self.opt.step()
+
+
+def make_loop(size: int, model_name: str, options: dict[str, Any], how: How) -> Loop:
+    """Build a model and its optimizer, on one process or several."""
+    model = model_of(model_name)
+    net: Any = model
+    group = None
+    if size > 1 and how.plain:
+        group = GROUPS[size]
+    elif size > 1:
+        net = DistributedDataParallel(
+            model, process_group=GROUPS[size], find_unused_parameters=model_name == "experts"
+        )
+    options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
+    return Loop(model, net, kfac_of(net, group=group, **options), size, how)
+
+
 def train(
     rank: int,
     size: int,
@@ -167,57 +238,17 @@ def train(
     steps: int = STEPS,
     **how: Any,
 ) -> dict[str, Tensor]:
-    """Train on this process's samples; the loss is weighted such that its mean is the joint one."""
-    model = model_of(model_name)
-    net: Any = model
-    unused = model_name == "experts"
-    if size > 1 and not how.get("plain"):
-        net = DistributedDataParallel(
-            model, process_group=GROUPS[size], find_unused_parameters=unused
-        )
-    options = {"lr": 0.05, "statistics_every": 2, "invert_every": 4, **options}
-    if how.get("plain") and size > 1:
-        group = GROUPS[size]
-    else:
-        group = None
-    opt = kfac_of(net, group=group, **options)
-    if path := how.get("load"):
-        load(net, opt, path, size)
-    controlled = opt.is_controlled
-    micro = how.get("micro", 1)
-    for step in range(how.get("start", 0), steps):
+    """Train on this process's samples, and return the parameters."""
+    loop = make_loop(size, model_name, options, How(**how))
+    if loop.how.load is not None:
+        load(loop.net, loop.opt, loop.how.load, size)
+    rows = share(counts, rank) if size > 1 else slice(None)
+    for step in range(loop.how.start, steps):
         x, y = batch(step, sum(counts), model_name)
-        total = (y != IGNORED).sum()
-        if size > 1:
-            rows = share(counts, rank)
-        else:
-            rows = slice(None)
-
-        def closure(x: Tensor = x[rows], y: Tensor = y[rows], total: Tensor = total) -> Tensor:
-            opt.zero_grad()
-            out = torch.zeros((), dtype=torch.float64, device=place())
-            pieces = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
-            for i, (inputs, target) in enumerate(pieces):
-                last = i == len(pieces) - 1 or size == 1
-                with contextlib.nullcontext() if last or net is model else net.no_sync():
-                    z = net(inputs)
-                    z = z.flatten(0, -2)
-                    components = F.cross_entropy(z, target.flatten(), reduction="sum")
-                    loss = components / total * size
-                    loss.backward()
-                out = out + loss.detach()
-            if clip := how.get("clip"):
-                nn.utils.clip_grad_norm_(net.parameters(), clip)
-            return out
-
-        if controlled:
-            opt.step(closure)
-        else:
-            closure()
-            opt.step()
-    if path := how.get("save"):
-        save(net, opt, path, size)
-    return {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+        loop.step(x[rows], y[rows], (y != IGNORED).sum())
+    if loop.how.save is not None:
+        save(loop.net, loop.opt, loop.how.save, size)
+    return {n: p.detach().cpu().clone() for n, p in loop.model.named_parameters()}
 
 
 def save(net: nn.Module, opt: Any, path: str, size: int) -> None:

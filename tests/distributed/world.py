@@ -99,11 +99,11 @@ class World:
             return [(None, f"an earlier test lost process {self.lost}")] * len(pipes)
         for pipe in pipes:
             pipe.send((function, args, len(pipes)))
-        found = [_received(pipe, patience) for pipe in pipes]
-        for rank, (_, error) in enumerate(found):
+        outcomes = [_receive(pipe, patience) for pipe in pipes]
+        for rank, (_, error) in enumerate(outcomes):
             if error in (GONE, HANGS):
                 self.lost = min(self.lost, rank)
-        return found
+        return outcomes
 
     def close(self) -> None:
         for process in self.processes:
@@ -111,7 +111,7 @@ class World:
             process.join()
 
 
-def _received(pipe: Any, patience: float) -> tuple[Any, Any]:
+def _receive(pipe: Any, patience: float) -> tuple[Any, Any]:
     try:
         if pipe.poll(patience):
             return pipe.recv()

@@ -30,36 +30,60 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                     yield page.name, words
 
 
-FOUND = sorted({(page, *words) for page, words in commands()})
+COMMANDS = sorted({(page, *words) for page, words in commands()})
 
 
-@pytest.mark.parametrize("actual", FOUND, ids=" ".join)
-def test_command_exists(actual: tuple[str, ...]) -> None:
-    _, program, *others = actual
-    if program == "pullback":
-        known = typer.main.get_command(app).commands[others[0]]  # type: ignore[attr-defined]
-        options = {name for param in known.params for name in param.opts}
-        asked = {word for word in others if word.startswith("--")}
-        if others[0] == "bench" and len(others) > 1 and not others[1].startswith("-"):
-            module = BENCHMARKS / f"{others[1].replace('-', '_')}.py"
-            options |= {option for option in asked if option in module.read_text("utf-8")}
-        assert asked <= options
-        if others[0] == "run" and others[1] != "NAME":
-            assert registry.find(others[1]).anywhere or "--device" not in others
-        if others[0] == "solve" and others[1:] not in ([], ["NAME"]):
-            assert others[1] in SETUPS
-    elif program == "torchrun" or others[0].endswith(".py"):
-        assert all((ROOT / word).exists() for word in others if word.endswith(".py"))
-    elif program == "python":
-        flag, module, *arguments = others
-        assert flag == "-m"
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        if spec.submodule_search_locations is None:
-            text = Path(spec.origin).read_text("utf-8")
-            assert all(word in text for word in arguments if word.startswith("--"))
-    elif program == "make":
-        assert re.search(rf"^{others[0]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+def check_pullback(name: str, *words: str) -> None:
+    """The command has the options, and knows the experiment or problem."""
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    options = set().union(*(param.opts for param in command.params))
+    asked = {word for word in words if word.startswith("--")}
+    if name == "bench" and words and not words[0].startswith("-"):
+        module = BENCHMARKS / f"{words[0].replace('-', '_')}.py"
+        options |= {option for option in asked if option in module.read_text("utf-8")}
+    assert asked <= options
+    if name == "run" and words[0] != "NAME":
+        assert registry.find(words[0]).anywhere or "--device" not in words
+    if name == "solve" and words not in ((), ("NAME",)):
+        assert words[0] in SETUPS
+
+
+def check_script(*words: str) -> None:
+    assert all((ROOT / word).exists() for word in words if word.endswith(".py"))
+
+
+def check_module(flag: str, module: str, *arguments: str) -> None:
+    """The module exists, and its text has the options."""
+    assert flag == "-m"
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    if spec.submodule_search_locations is None:
+        text = Path(spec.origin).read_text("utf-8")
+        assert all(word in text for word in arguments if word.startswith("--"))
+
+
+def check_target(name: str, *words: str) -> None:
+    assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+
+
+def check_installation(command: str, *words: str) -> None:
+    assert command == "install"
+
+
+CHECKS = {
+    "pullback": check_pullback,
+    "torchrun": check_script,
+    "python": check_module,
+    "make": check_target,
+    "pip": check_installation,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_command_exists(command: tuple[str, ...]) -> None:
+    _, program, *words = command
+    if words[0].endswith(".py"):
+        check_script(*words)
     else:
-        assert [program, others[0]] == ["pip", "install"]
+        CHECKS[program](*words)

@@ -40,7 +40,7 @@ class Small(Experiment):
     bad: bool = False
     drawn: bool = False
     before: Callable[[str, Context], None] = lambda key, context: None
-    made: list[tuple[str, int]] = field(default_factory=list)
+    finished: list[tuple[str, int]] = field(default_factory=list)
 
     def config(self, quick: bool) -> dict[str, Any]:
         steps = 2 if quick else self.steps
@@ -54,12 +54,12 @@ class Small(Experiment):
         return out
 
     def _reference(self, context: Context) -> Mapping[str, Any]:
-        self.made.append(("reference", context.seed))
+        self.finished.append(("reference", context.seed))
         return {"start": 3.0}
 
     def _descend(self, rate: float, steps: int, context: Context) -> Mapping[str, Any]:
         self.before(f"lr {rate}", context)
-        self.made.append((f"lr {rate}", context.seed))
+        self.finished.append((f"lr {rate}", context.seed))
         w = torch.rand(1, device=context.device, dtype=torch.float64) + 1
         if self.once:
             w = w * context.finished.once("reference")["start"]

@@ -56,7 +56,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return images.x[:32], images.y[:32]
 
 
-def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Tensor:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> Tensor:
     x, y = batch()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def test_every_method_lowers_the_loss(name: str) -> None:
     x, y = batch()
     optimizer = BY_NAME[name].build(model, 1e-3 if BY_NAME[name].rates else 0.1)
     before = float(F.cross_entropy(model(x), y).detach())
-    stepped(model, optimizer, 10)
+    train(model, optimizer, 10)
     assert float(F.cross_entropy(model(x), y).detach()) < before
 
 
@@ -102,8 +102,8 @@ def test_the_control_starts_with_equal_norms_and_the_same_function() -> None:
 def test_units_are_sliced_sgd() -> None:
     one = small()
     two = small()
-    a = stepped(one, BY_NAME[UNITS].build(one, 0.1))
-    b = stepped(two, Sliced(torch.optim.SGD(two.parameters(), 0.1), two, sweeps=1))
+    a = train(one, BY_NAME[UNITS].build(one, 0.1))
+    b = train(two, Sliced(torch.optim.SGD(two.parameters(), 0.1), two, sweeps=1))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
@@ -183,7 +183,7 @@ def test_sliced_optimizers_forget_the_scale(method: Any) -> None:
     ends = []
     for size in (0, 3):
         model, symmetry, _ = networks.start("conv net", False, size, 0, CPU)
-        ends.append(stepped(model, method.build(model, symmetry, 0.01, 0)))
+        ends.append(train(model, method.build(model, symmetry, 0.01, 0)))
     torch.testing.assert_close(*ends, rtol=1e-8, atol=1e-9)
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def windows(image: Tensor, black: Tensor) -> list[Tensor]:
     _, h, w = image.shape
     framed = black[:, None, None].repeat(1, h + 8, w + 8)
     framed[:, 4 : 4 + h, 4 : 4 + w] = image
-    crops = [framed[:, i : i + h, j : j + w] for i in range(9) for j in range(9)]
+    crops = [framed[:, i : i + h, j : j + w] for i, j in product(range(9), range(9))]
     return crops + [crop.flip(2) for crop in crops]
 
 
@@ -184,7 +185,8 @@ def tiny(experiment: VGGTraining, monkeypatch: pytest.MonkeyPatch) -> VGGTrainin
 def test_quick_training(
     experiment: VGGTraining, methods: Sequence[SobolevMethod], tmp_path: Path
 ) -> None:
-    shown = {figure_name: [m.name for m in methods] for figure_name in experiment.figures}
+    names = [m.name for m in methods]
+    shown = {figure_name: names for figure_name in experiment.figures}
     experiment = replace(experiment.smoke(), methods=methods, figures=shown)
     outcome = executor.run(experiment, True, None, tmp_path, quiet())
     assert outcome.status == 0

@@ -205,25 +205,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
 
 
 def test_run_passes_on_status_and_interruption(small: list[Small], tmp_path: Path) -> None:
-    def invoked(ours: Small, *more: str, out: str = "a") -> Result:
+    def invoke(ours: Small, *more: str, out: str = "a") -> Result:
         small[:] = [ours]
         return run.invoke(app, ["run", "small", "--out", str(tmp_path / out), *more])
 
-    assert invoked(Small()).exit_code == 0
-    assert invoked(Small(bad=True)).exit_code == 1
-    unfinished = invoked(Small(before=slow), "--seconds", "0.01", out="b")
+    assert invoke(Small()).exit_code == 0
+    assert invoke(Small(bad=True)).exit_code == 1
+    unfinished = invoke(Small(before=slow), "--seconds", "0.01", out="b")
     assert unfinished.exit_code == 3
     assert "the same command goes on" in unfinished.stdout
 
-    def interrupted(key: str, context: object) -> None:
+    def interrupt(key: str, context: object) -> None:
         if key == "lr 0.5":
             raise KeyboardInterrupt
 
-    outcome = invoked(Small(before=interrupted), out="c")
+    outcome = invoke(Small(before=interrupt), out="c")
     assert outcome.exit_code == 130
     assert "small.json" in outcome.stdout.replace("\n", "")
-    assert "Nothing was finished" in invoked(Small(before=at_once), out="d").stdout
-    assert invoked(Small(), out="c").exit_code == 0
+    assert "Nothing was finished" in invoke(Small(before=at_once), out="d").stdout
+    assert invoke(Small(), out="c").exit_code == 0
 
 
 def at_once(key: str, context: object) -> None:

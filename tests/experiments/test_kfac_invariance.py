@@ -4,6 +4,7 @@ import io
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ PARTED = {"zero padding with a shift", "RNN, a₀ kept"}
 UNLIKE = {*PARTED, "RNN, inputs shifted", "Gauss–Newton, output", "softmax, logits"}
 
 
-def pretended(net: str, group: str) -> TwinRun:
+def predict_run(net: str, group: str) -> TwinRun:
     """What theory predicts."""
     kfac = group.startswith("K-FAC")
     unlike = net in UNLIKE or group in GROUPS[2:]
@@ -89,10 +90,10 @@ def test_a_changed_convolution_sees_changed_channels() -> None:
     after = random_change(3, generator)
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
 
-    def moved(change: Change, a: torch.Tensor) -> torch.Tensor:
+    def apply_change(change: Change, a: torch.Tensor) -> torch.Tensor:
         return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
 
-    actual = moved(after, change_coordinates(layer, before, after)(moved(before, x)))
+    actual = apply_change(after, change_coordinates(layer, before, after)(apply_change(before, x)))
     torch.testing.assert_close(actual, layer(x))
 
 
@@ -135,7 +136,8 @@ def test_a_diverged_run_is_no_agreement() -> None:
 
 
 def test_claims_are_as_recorded_when_theory_holds() -> None:
-    actual = {(n.name, g): [pretended(n.name, g)] for n in (*NETS, *EXHIBITS) for g in GROUPS}
+    names = [net.name for net in (*NETS, *EXHIBITS)]
+    actual = {key: [predict_run(*key)] for key in product(names, GROUPS)}
     checks = claims(actual)
     assert [c.holds for c in checks] == list(RECORDED)
     actual["tanh MLP", GROUPS[0]] = [TwinRun([0.0, 1e-3], condition=10.0)]
@@ -155,10 +157,11 @@ def test_the_experiment_writes_record_and_figure_and_resumes(
 
     def pretend(net: Any, method: TwinMethod, steps: int) -> TwinRun:
         items.append((net, method.name))
-        return pretended(net, method.group)
+        return predict_run(net, method.group)
 
     monkeypatch.setattr(experiment, "run", pretend)
-    nets, exhibits = ([named(net) for net in group] for group in (NETS, EXHIBITS))
+    nets = [name_only(net) for net in NETS]
+    exhibits = [name_only(net) for net in EXHIBITS]
     ours = Invariance(nets=nets, exhibits=exhibits)
     assert executor.run(ours, False, [0, 1], tmp_path, quiet()).status == 0
     assert len(items) == 2 * (len(NETS) * len(METHODS) + len(EXHIBITS) * 4)
@@ -175,7 +178,7 @@ def test_the_experiment_writes_record_and_figure_and_resumes(
     assert {r["seed"] for r in quick["runs"]} == {0, 1}
 
 
-def named(net: Net) -> Net:
+def name_only(net: Net) -> Net:
     """The same, whose pair is nothing but its name."""
     return replace(net, make=lambda seed: net.name)  # pyright: ignore[reportArgumentType]
 

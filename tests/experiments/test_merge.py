@@ -19,14 +19,14 @@ def test_seeds_of_several_folders_are_one_run(tmp_path: Path) -> None:
         executor.run(small, False, [seed], tmp_path / str(seed), quiet())
     sources = [tmp_path / str(seed) for seed in (0, 1, 2)]
     assert merge(small, sources, tmp_path / "all") == [0, 1, 2]
-    actual = len(small.made)
+    actual = len(small.finished)
     outcome = executor.run(small, False, None, tmp_path / "all", quiet())
     assert (outcome.status, outcome.seeds) == (0, (0, 1, 2))
-    assert len(small.made) == actual, "something was done again"
+    assert len(small.finished) == actual, "something was done again"
     whole = Small()
     executor.run(whole, False, None, tmp_path / "whole", quiet())
-    both = [json.loads((tmp_path / d / "small.json").read_text()) for d in ("all", "whole")]
-    records = [{(*r["key"], r["seed"]): r["record"] for r in state["runs"]} for state in both]
+    states = [json.loads((tmp_path / d / "small.json").read_text()) for d in ("all", "whole")]
+    records = [{(*r["key"], r["seed"]): r["record"] for r in state["runs"]} for state in states]
     assert records[0] == records[1]
     repeated = merge(small, sources, tmp_path / "all")
     assert repeated == [0, 1, 2]

@@ -140,7 +140,7 @@ def test_an_interruption_ends_the_processes_and_keeps_what_is_finished(tmp_path:
     assert "the same command goes on" in out
     assert "Traceback" not in err
     assert len(json.loads(file.read_text("utf-8"))["runs"]) >= 1
-    assert ended(process.pid)
+    assert has_ended(process.pid)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals to processes")
@@ -193,7 +193,7 @@ def heard() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def ended(group: int) -> bool:
+def has_ended(group: int) -> bool:
     """Whether a group of processes is gone, after ten seconds at most."""
     for _ in range(200):
         try:

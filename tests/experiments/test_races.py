@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def test_windows_are_seen_once_and_files_held_out() -> None:
     actual = corpus.batches(length=10, batch=2, steps=5, seed=0, device=CPU, held_out=4)
     assert actual.passes == 1
     batches = actual.of(range(5))
-    starts = [int(x[0]) for xs, _ in batches for x in xs]
+    starts = [int(x[0]) for x in chain.from_iterable(xs for xs, _ in batches)]
     assert sorted(starts) == list(range(0, 100, 10))
     for x, y in batches:
         torch.testing.assert_close(x + 1, y)
@@ -107,9 +108,10 @@ def test_adamw_takes_first_and_last_layers(model: nn.Module, outer: set[str]) ->
     left = {n for n, p in model.named_parameters() if p.ndim > 1 and id(p) not in inner}
     assert left == outer
     for name in ("muon", "soap"):
-        groups = [g for o in OPTIMIZERS[name](model, 0.1, {}) for g in o.param_groups]
-        grouped_parameters = [id(p) for g in groups for p in g["params"]]
-        assert sorted(grouped_parameters) == sorted(id(p) for p in model.parameters())
+        optimizers = OPTIMIZERS[name](model, 0.1, {})
+        groups = list(chain.from_iterable(o.param_groups for o in optimizers))
+        trained = chain.from_iterable(g["params"] for g in groups)
+        assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
         assert all((g["weight_decay"] == 0) == (g["params"][0].ndim < 2) for g in groups)
 
 

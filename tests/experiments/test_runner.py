@@ -55,7 +55,7 @@ def test_finished_items_are_not_done_again_and_more_seeds_are_added(tmp_path: Pa
     executor.run(first, seeds=[0, 1], out=tmp_path)
     repeated = Small()
     assert executor.run(repeated, seeds=[1, 2], out=tmp_path).status == 0
-    assert repeated.made == [("lr 0.1", 2), ("lr 0.5", 2)]
+    assert repeated.finished == [("lr 0.1", 2), ("lr 0.5", 2)]
     record = state(tmp_path)
     assert len(record["runs"]) == 6
     assert record["summary"]["asked"] == [1, 2]
@@ -118,10 +118,10 @@ def test_another_configuration_is_refused_and_methods_may_come_and_go(tmp_path: 
         executor.run(Small(steps=9), out=tmp_path)
     more = Small(rates=(0.1, 0.3, 0.5))
     assert executor.run(more, out=tmp_path).status == 0
-    assert {name for name, _ in more.made} == {"lr 0.3"}
+    assert {name for name, _ in more.finished} == {"lr 0.3"}
     fewer = Small(rates=(0.1, 0.3))
     assert executor.run(fewer, out=tmp_path).status == 0
-    assert not fewer.made
+    assert not fewer.finished
     assert set(state(tmp_path)["config"]["methods"]) == {"lr 0.1", "lr 0.3", "lr 0.5"}
 
 
@@ -143,8 +143,8 @@ def test_quick_is_kept_apart(tmp_path: Path) -> None:
 def test_an_item_done_once_comes_first_and_is_seen_by_others(tmp_path: Path) -> None:
     ours = Small(once=True)
     assert executor.run(ours, out=tmp_path).status == 0
-    assert ours.made[0] == ("reference", 0)
-    assert [name for name, _ in ours.made].count("reference") == 1
+    assert ours.finished[0] == ("reference", 0)
+    assert [name for name, _ in ours.finished].count("reference") == 1
     plain = Small()
     executor.run(plain, out=tmp_path / "b")
     (one,) = [r for r in state(tmp_path)["runs"] if r["key"] == ["lr 0.1"] and r["seed"] == 1]
@@ -164,7 +164,7 @@ def test_an_item_may_be_for_some_seeds_alone(tmp_path: Path) -> None:
     ours = Few()
     outcome = executor.run(ours, out=tmp_path)
     assert (outcome.finished, outcome.total, outcome.seeds) == (4, 4, (0, 1, 2))
-    assert ours.made == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
+    assert ours.finished == [("lr 0.1", 0), ("lr 0.1", 1), ("lr 0.5", 1), ("lr 0.1", 2)]
     assert len(outcome.checks) == 1
 
 
@@ -172,14 +172,14 @@ class Clock:
     """Time that passes only where somebody says so."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.time = 0.0
 
     def monotonic(self) -> float:
-        return self.now
+        return self.time
 
     def second(self, key: str, context: Context) -> None:
         """An item that takes a second."""
-        self.now += 1
+        self.time += 1
 
     def parts(self, count: int) -> Callable[[str, Context], None]:
         """An item of so many seconds that saves after each, and pauses where the time is over."""
@@ -191,7 +191,7 @@ class Clock:
             else:
                 counted = 0
             while counted < count:
-                self.now += 1
+                self.time += 1
                 counted += 1
                 file.write_text(str(counted))
                 context.watch(counted / count, f"part {counted}")
@@ -223,7 +223,7 @@ def test_the_time_may_run_out_between_items(tmp_path: Path, clock: Clock) -> Non
     assert state(tmp_path)["summary"]["complete"] == [0]
     remaining_run = Small()
     assert executor.run(remaining_run, out=tmp_path, seconds=60).status == 0
-    assert len(remaining_run.made) == 3
+    assert len(remaining_run.finished) == 3
 
 
 def test_every_slice_gets_on_even_if_it_is_short(tmp_path: Path, clock: Clock) -> None:
@@ -267,16 +267,16 @@ def test_arrays_are_no_configuration(tmp_path: Path) -> None:
 
 
 def test_an_interruption_leaves_finished_items(tmp_path: Path) -> None:
-    def interrupted(key: str, context: Context) -> None:
+    def interrupt(key: str, context: Context) -> None:
         if (key, context.seed) == ("lr 0.5", 1):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        executor.run(Small(before=interrupted), out=tmp_path)
+        executor.run(Small(before=interrupt), out=tmp_path)
     assert len(state(tmp_path)["runs"]) == 3
     remaining_run = Small()
     assert executor.run(remaining_run, out=tmp_path).status == 0
-    assert len(remaining_run.made) == 3
+    assert len(remaining_run.finished) == 3
 
 
 def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_a_killed_process_leaves_finished_items(tmp_path: Path) -> None:
     assert outcome.returncode == 9
     remaining_run = Small()
     assert executor.run(remaining_run, out=tmp_path).status == 0
-    assert len(remaining_run.made) == 4
+    assert len(remaining_run.finished) == 4
 
 
 def test_a_full_disk_leaves_the_previous_results(
@@ -471,10 +471,10 @@ def test_checkpoints_outlive_another_process_that_ends_before_they_are_written(
 
 
 def test_a_folder_of_checkpoints_may_be_cleared_by_another(tmp_path: Path) -> None:
-    def cleared(key: str, context: Context) -> None:
+    def clear_folder(key: str, context: Context) -> None:
         shutil.rmtree(context.checkpoint_folder.parent, ignore_errors=True)
 
-    assert executor.run(Small(before=cleared), out=tmp_path).status == 0
+    assert executor.run(Small(before=clear_folder), out=tmp_path).status == 0
 
 
 def test_items_need_names_of_their_own(tmp_path: Path) -> None:

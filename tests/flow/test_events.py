@@ -36,11 +36,11 @@ def problem() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     return model, x, lambda: F.softplus(-Y * model(x)[:, 0]).mean()
 
 
-def separated(stop: bool = False) -> flow.Event:
+def event_of_separation(stop: bool = False) -> flow.Event:
     return flow.Event(lambda s: float((Y * s.values[:, 0]).min()), "separated", stop)
 
 
-def converged(limit: float) -> flow.Event:
+def event_of_convergence(limit: float) -> flow.Event:
     return flow.Event(lambda s: log(limit) - log(s.loss), "converged")
 
 
@@ -51,7 +51,7 @@ def grows(z: Tensor) -> Tensor:
 def test_separation_and_convergence_at_their_exact_times() -> None:
     model, x, closure = problem()
     c = torch.log1p(torch.exp(Y * model(x)[:, 0].detach()))
-    events = [separated(), converged(1e-1)]
+    events = [event_of_separation(), event_of_convergence(1e-1)]
     trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 50), events=events)
     assert trajectory.status == "event"
     assert "converged" in trajectory.reason
@@ -68,7 +68,7 @@ def test_separation_and_convergence_at_their_exact_times() -> None:
 def test_an_event_that_holds_at_the_start() -> None:
     model, _, closure = problem()
     trajectory = flow.integrate(
-        model, closure, Fisher(Bernoulli()), (0, 5), events=[converged(100.0)]
+        model, closure, Fisher(Bernoulli()), (0, 5), events=[event_of_convergence(100.0)]
     )
     assert trajectory.status == "event"
     assert trajectory.end == 0
@@ -281,7 +281,7 @@ def test_kept_times() -> None:
         Fisher(Bernoulli()),
         (0, 30),
         at=[0.0, 1.0, 29.0],
-        events=[converged(0.1)],
+        events=[event_of_convergence(0.1)],
         **rough,
     )
     assert trajectory.t.tolist() == [0.0, 1.0]

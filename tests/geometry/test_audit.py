@@ -345,7 +345,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_refused(name: str) -> None:
-    given, words = BAD[name]
-    arguments = {"make_optimizer": sgd, "model": network(), "batch": data(), **given}
+    bad_arguments, words = BAD[name]
+    arguments = {"make_optimizer": sgd, "model": network(), "batch": data(), **bad_arguments}
     with pytest.raises(PullbackError, match=words):
         audit(**arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 NEURONS = ("neuron rescaling", "neuron permutation")
 REFUSED = {
-    *((m, n) for m in ("residual", "one layer") for n in NEURONS),
+    *product(("residual", "one layer"), NEURONS),
     ("tanh", "neuron rescaling"),
 }
 

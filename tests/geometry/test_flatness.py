@@ -20,7 +20,7 @@ def paraboloid(w: Tensor) -> Tensor:
     return torch.stack([w[0], w[1], w[0] * w[1]])
 
 
-def squared(z: Tensor) -> Tensor:
+def sum_squares(z: Tensor) -> Tensor:
     return z[0] ** 2 + z[1] ** 2
 
 
@@ -36,7 +36,7 @@ def chart(theta: Tensor) -> Tensor:
 
 
 def test_volume_of_a_surface_in_two_charts():
-    one, two = (flatness(phi, squared, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
+    one, two = (flatness(phi, sum_squares, zeros(2), epsilon=1.0) for phi in (paraboloid, chart))
     for report in (one, two):
         assert report.volume == pytest.approx(SADDLE, rel=1e-4)
         assert abs(report.volume - SADDLE) <= 2 * report.error + 1e-4
@@ -169,19 +169,19 @@ def test_fisher_metric_of_the_library():
 
 def test_bad_input():
     with pytest.raises(PullbackError, match="epsilon"):
-        flatness(paraboloid, squared, zeros(2), epsilon=0.0)
+        flatness(paraboloid, sum_squares, zeros(2), epsilon=0.0)
     with pytest.raises(PullbackError, match="basis"):
-        flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=torch.ones(3, 1))
+        flatness(paraboloid, sum_squares, zeros(2), epsilon=1.0, basis=torch.ones(3, 1))
     with pytest.raises(PullbackError, match="number"):
         flatness(paraboloid, lambda z: z, zeros(2), epsilon=1.0)
     with pytest.raises(PullbackError, match="number"):
         flatness(paraboloid, lambda z: 1.0, zeros(2), epsilon=1.0)  # type: ignore[arg-type]
     for basis in ([[1.0], [0.0]], torch.full((2, 1), torch.nan), torch.zeros(2, 0)):
         with pytest.raises(PullbackError, match="basis"):
-            flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=basis)  # type: ignore[arg-type]
+            flatness(paraboloid, sum_squares, zeros(2), epsilon=1.0, basis=basis)  # type: ignore[arg-type]
     for basis in (torch.ones(2, 2), torch.randn(2, 3), torch.zeros(2, 1)):
         with pytest.raises(PullbackError, match="dependent"):
-            flatness(paraboloid, squared, zeros(2), epsilon=1.0, basis=basis)
+            flatness(paraboloid, sum_squares, zeros(2), epsilon=1.0, basis=basis)
     with pytest.raises(PullbackError, match="finite"):
         flatness(paraboloid, lambda z: z.sum() * torch.nan, zeros(2), epsilon=1.0)
     with pytest.raises(PullbackError, match="dimensions"):

@@ -31,7 +31,7 @@ def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=DTYPE)
 
 
-def overparametrized(seed: int = 0) -> Callable[[Tensor], Tensor]:
+def make_overparametrized(seed: int = 0) -> Callable[[Tensor], Tensor]:
     """R⁸ → R⁵ of rank 3: five functions of three combinations of the parameters."""
     b = draw(3, 8, seed=seed + 1)
     c = draw(5, 3, seed=seed + 2)
@@ -80,7 +80,7 @@ INVERSES = {
 def test_theorem_1_any_generalized_inverse_pushes_forward_to_the_projection(
     inverse: object, seed: int
 ) -> None:
-    phi = overparametrized(seed)
+    phi = make_overparametrized(seed)
     xi = draw(8, seed=seed + 20)
     g = spd(5, seed=seed)
     point = Point(phi, xi, g)
@@ -92,7 +92,7 @@ def test_theorem_1_any_generalized_inverse_pushes_forward_to_the_projection(
 
 
 def test_theorem_1_fails_with_damping() -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     xi = draw(8, seed=20)
     g = spd(5)
     point = Point(phi, xi, g)
@@ -111,7 +111,7 @@ def test_theorem_1_fails_with_damping() -> None:
 
 @pytest.mark.parametrize("inverse", INVERSES.values(), ids=INVERSES)
 def test_theorem_2_reparametrization_invariance_on_the_model(inverse: object) -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     g = spd(5)
     theta = draw(8, seed=3)
     mix = draw(8, 8, seed=4)
@@ -126,7 +126,7 @@ def test_theorem_2_reparametrization_invariance_on_the_model(inverse: object) ->
 
 
 def test_damping_is_not_invariant() -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     g = spd(5)
     theta = draw(8, seed=3)
     mix = draw(8, 8, seed=4)
@@ -216,7 +216,7 @@ def test_example_1_spans_that_meet_in_zero_only() -> None:
 
 
 def test_proposition_2_a_homeomorphism_with_zero_differential() -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     xi = draw(8, seed=3)
     point = Point(lambda t: phi(xi + t**3), torch.zeros(8, dtype=DTYPE))
     assert_close(point.value, phi(xi), 1e-15, "ψ(0) = φ(ξ*)")
@@ -231,7 +231,7 @@ def test_proposition_2_a_homeomorphism_with_zero_differential() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_decomposition_is_orthogonal(dtype: torch.dtype) -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     g = spd(5)
     cast = lambda x: phi(x.to(DTYPE)).to(x.dtype)  # noqa: E731
     xi = draw(8, seed=20)
@@ -249,7 +249,7 @@ def test_decomposition_is_orthogonal(dtype: torch.dtype) -> None:
 
 
 def test_gram_and_gradient_with_a_metric_that_moves() -> None:
-    phi = overparametrized()
+    phi = make_overparametrized()
     xi = draw(8, seed=3)
     metric = lambda z: torch.diag(1 + z**2)  # noqa: E731
     j = jacobian(phi, xi)

@@ -31,15 +31,19 @@ def figure_eight(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rank_of_a_linear_map(rank: int, dtype: torch.dtype) -> None:
     a = (draw(6, rank) @ draw(rank, 9, seed=1)).to(dtype)
-    found = Point(lambda x: a @ x, draw(9).to(dtype)).rank
-    assert found.rank == int(found) == rank
-    assert found.parameters - found.rank == 9 - rank
-    assert found.spectrum.shape == (6,)
+    rank_of_point = Point(lambda x: a @ x, draw(9).to(dtype)).rank
+    assert rank_of_point.rank == int(rank_of_point) == rank
+    assert rank_of_point.parameters - rank_of_point.rank == 9 - rank
+    assert rank_of_point.spectrum.shape == (6,)
     truth = torch.linalg.svdvals(a.double())
-    assert float((found.spectrum.double() - truth).abs().max()) < 1e-5 * float(truth[0])
-    assert float(found.spectrum[rank - 1]) > found.tolerance >= float(found.spectrum[rank])
-    assert found.gap > 1e3
-    assert str(rank) in str(found)
+    assert float((rank_of_point.spectrum.double() - truth).abs().max()) < 1e-5 * float(truth[0])
+    assert (
+        float(rank_of_point.spectrum[rank - 1])
+        > rank_of_point.tolerance
+        >= float(rank_of_point.spectrum[rank])
+    )
+    assert rank_of_point.gap > 1e3
+    assert str(rank) in str(rank_of_point)
 
 
 def test_rank_tolerance_is_the_users() -> None:

@@ -61,25 +61,40 @@ def dense(block: Any) -> Tensor:
     if isinstance(block, Units):
         return torch.block_diag(*block.matrices)
     if isinstance(block, EigenBlock):
-        g, o, i = block.eigenvalues.shape
-        u = block.output_basis
-        if u is None:
-            u = torch.eye(o, dtype=DOUBLE).expand(g, o, o)
-        w = block.input_basis
-        if w is None:
-            w = torch.eye(i, dtype=DOUBLE).expand(g, i, i)
-        turn = [torch.kron(a.contiguous(), b.contiguous()) for a, b in zip(u, w, strict=True)]
-        pieces = zip(turn, block.eigenvalues, strict=True)
-        return torch.block_diag(*[t @ torch.diag(v.flatten()) @ t.T for t, v in pieces])
-    left, right = (block.output_factor, block.input_factor) if isinstance(block, Pair) else block
-    left, right = (
-        torch.diag_embed(s) if s.ndim == 2 and s.shape[0] != s.shape[1] else s
-        for s in (left, right)
-    )
-    left, right = (torch.diag(s) if s.ndim == 1 else s for s in (left, right))
-    left, right = (s if s.ndim == 3 else s[None] for s in (left, right))
-    pieces = zip(left.contiguous(), right.contiguous(), strict=True)
-    return torch.block_diag(*[torch.kron(a.contiguous(), b.contiguous()) for a, b in pieces])
+        return dense_of_eigenvalues(block)
+    if isinstance(block, Pair):
+        left, right = block.output_factor, block.input_factor
+    else:
+        left, right = block
+    pieces = zip(as_matrices(left), as_matrices(right), strict=True)
+    return torch.block_diag(*[torch.kron(a, b) for a, b in pieces])
+
+
+def dense_of_eigenvalues(block: EigenBlock) -> Tensor:
+    """(U ⊗ W) diag(λ) (U ⊗ W)ᵀ of every group; a basis that is None is the identity."""
+    groups, o, i = block.eigenvalues.shape
+    output_basis = block.output_basis
+    if output_basis is None:
+        output_basis = torch.eye(o, dtype=DOUBLE).expand(groups, o, o)
+    input_basis = block.input_basis
+    if input_basis is None:
+        input_basis = torch.eye(i, dtype=DOUBLE).expand(groups, i, i)
+    matrices = []
+    for u, w, values in zip(output_basis, input_basis, block.eigenvalues, strict=True):
+        basis = torch.kron(u.contiguous(), w.contiguous())
+        matrices.append(basis @ torch.diag(values.flatten()) @ basis.T)
+    return torch.block_diag(*matrices)
+
+
+def as_matrices(factor: Tensor) -> Tensor:
+    """Return (groups, n, n) of a matrix, of groups of them, or of diagonals."""
+    if factor.ndim == 1:
+        factor = torch.diag(factor)
+    if factor.ndim == 2 and factor.shape[0] != factor.shape[1]:
+        factor = torch.diag_embed(factor)
+    if factor.ndim == 2:
+        factor = factor[None]
+    return factor.contiguous()
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -271,8 +286,8 @@ def test_gains_and_shifts_invert_by_elimination(dtype: torch.dtype, damping: flo
     want = torch.linalg.inv(regular.double() + damping * torch.eye(2, dtype=DOUBLE))
     torch.testing.assert_close(inverse.double(), want, rtol=1e-4, atol=1e-4)
     for m in (singular, torch.zeros_like(singular)):
-        found = Units(m).inverse(damping).double()
-        assert torch.isfinite(found).all()
-        assert torch.equal(found, found.mT)
-        values = torch.linalg.eigvalsh(found)
+        inverse_of_units = Units(m).inverse(damping).double()
+        assert torch.isfinite(inverse_of_units).all()
+        assert torch.equal(inverse_of_units, inverse_of_units.mT)
+        values = torch.linalg.eigvalsh(inverse_of_units)
         assert (values[:, 1] <= 3.01 / damping).all()

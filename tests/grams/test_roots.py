@@ -21,14 +21,14 @@ def orthonormal(batch: int, n: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(normal(batch, n, n, seed=seed))[0]
 
 
-def logspaced(n: int, condition: float) -> Tensor:
+def spread_eigenvalues(n: int, condition: float) -> Tensor:
     return torch.logspace(0, -float(torch.tensor(condition).log10()), n, dtype=DOUBLE)
 
 
 def spd(n: int, condition: float, batch: int = 2) -> Tensor:
     """Symmetric matrices with eigenvalues from 1 to 1/condition."""
     basis = orthonormal(batch, n)
-    out = (basis * logspaced(n, condition)) @ basis.mT
+    out = (basis * spread_eigenvalues(n, condition)) @ basis.mT
     return (out + out.mT) / 2
 
 
@@ -79,7 +79,7 @@ def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -
 def test_singular_values_become_one(shape: tuple[int, int], condition: float) -> None:
     """Of any scale, with the same singular vectors."""
     u, _, vt = torch.linalg.svd(normal(3, *shape), full_matrices=False)
-    s = logspaced(min(shape), condition)
+    s = spread_eigenvalues(min(shape), condition)
     x = (u * s) @ vt * torch.tensor([1e-9, 1.0, 1e9], dtype=DOUBLE)[:, None, None]
     inner = u.mT @ polar(x) @ vt.mT
     values = inner.diagonal(dim1=1, dim2=2)
@@ -90,7 +90,7 @@ def test_singular_values_become_one(shape: tuple[int, int], condition: float) ->
 
 def test_the_bound_holds_to_a_thousandth_of_the_norm() -> None:
     u, _, vt = torch.linalg.svd(normal(1, 6, 8), full_matrices=False)
-    s = logspaced(6, 1e3)
+    s = spread_eigenvalues(6, 1e3)
     s = s / s.norm()
     small = s < 1.01e-3
     values = (u.mT @ polar((u * s) @ vt) @ vt.mT).diagonal(dim1=1, dim2=2)[0]
@@ -112,18 +112,18 @@ def test_a_matrix_that_is_not_finite_does_not_disturb_others(value: float) -> No
 
 def test_zeros_stay_zeros_beside_others() -> None:
     x = normal(3, 4, 6)
-    alone = polar(x[2:])
+    separate = polar(x[2:])
     x[1] = 0
-    found = polar(x)
-    assert not bool(found[1].any())
-    torch.testing.assert_close(found[2:], alone, rtol=0, atol=1e-13)
+    polar_factors = polar(x)
+    assert not bool(polar_factors[1].any())
+    torch.testing.assert_close(polar_factors[2:], separate, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_polar_factors_keep_the_dtype(dtype: torch.dtype) -> None:
-    found = polar(normal(2, 5, 7).to(dtype))
-    assert found.dtype == dtype
-    values = torch.linalg.svdvals(found.double())
+    polar_factors = polar(normal(2, 5, 7).to(dtype))
+    assert polar_factors.dtype == dtype
+    values = torch.linalg.svdvals(polar_factors.double())
     assert float((values - 1).abs().max()) < POLAR + 0.05
 
 
@@ -143,12 +143,12 @@ def by_eigh(side: Tensor, damping: float) -> Tensor:
 def test_roots_are_those_of_eigh(n: int, condition: float, damping: float) -> None:
     """The last step leaves singular values of 1 ± 0.13 as 1 ± 0.006."""
     side = spd(n, condition)
-    found, good = inverse_root(side, damping)
+    root, is_accurate = inverse_root(side, damping)
     want = by_eigh(side, damping)
-    assert bool(good.all())
-    apart = torch.linalg.matrix_norm(found - want, 2) / torch.linalg.matrix_norm(want, 2)
-    assert float(apart.max()) < 0.006
-    torch.testing.assert_close(found, found.mT, rtol=0, atol=1e-9)
+    assert bool(is_accurate.all())
+    error = torch.linalg.matrix_norm(root - want, 2) / torch.linalg.matrix_norm(want, 2)
+    assert float(error.max()) < 0.006
+    torch.testing.assert_close(root, root.mT, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e6])
@@ -162,21 +162,21 @@ def test_the_scale_of_a_side_does_not_matter(scale: float) -> None:
 
 def test_roots_of_diagonal_sides_are_exact() -> None:
     side = normal(3, 6).square()
-    found, good = inverse_root(side, 0.1)
+    root, is_accurate = inverse_root(side, 0.1)
     want = by_eigh(torch.diag_embed(side), 0.1).diagonal(dim1=1, dim2=2)
-    assert bool(good.all())
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+    assert bool(is_accurate.all())
+    torch.testing.assert_close(root, want, rtol=1e-12, atol=0)
 
 
 def test_the_root_of_a_side_without_statistics_is_a_multiple_of_one() -> None:
     for side in (torch.zeros(2, 5, 5, dtype=DOUBLE), torch.zeros(2, 5, dtype=DOUBLE)):
-        found, good = inverse_root(side, 0.1)
-        assert bool(good.all())
-        assert bool(torch.isfinite(found).all())
-        if found.ndim == 3:
-            whole = found
+        root, is_accurate = inverse_root(side, 0.1)
+        assert bool(is_accurate.all())
+        assert bool(torch.isfinite(root).all())
+        if root.ndim == 3:
+            whole = root
         else:
-            whole = torch.diag_embed(found)
+            whole = torch.diag_embed(root)
         one = torch.eye(5, dtype=DOUBLE).expand(2, 5, 5)
         torch.testing.assert_close(whole, one, rtol=0, atol=0.006)
 
@@ -187,8 +187,6 @@ def test_a_side_that_is_not_finite_is_flagged(value: float, diagonal: bool) -> N
     side = spd(4, 10.0, batch=3)
     if diagonal:
         side = side.diagonal(dim1=1, dim2=2).clone()
-    else:
-        side = side
     side[1] = value
     assert inverse_root(side, 0.1)[1].tolist() == [True, False, True]
 
@@ -199,8 +197,8 @@ def test_a_side_that_is_not_finite_is_flagged(value: float, diagonal: bool) -> N
 def off_diagonal(side: Tensor, basis: Tensor) -> Tensor:
     """‖EᵀCE − diag‖ of each matrix, relative to ‖C‖."""
     inner = basis.mT @ side @ basis
-    rest = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
-    return torch.linalg.matrix_norm(rest) / torch.linalg.matrix_norm(side)
+    off_diagonal_part = inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))
+    return torch.linalg.matrix_norm(off_diagonal_part) / torch.linalg.matrix_norm(side)
 
 
 def not_orthonormal(basis: Tensor) -> float:
@@ -221,15 +219,17 @@ def test_a_turned_basis_comes_to_that_of_eigh(n: int, far: float) -> None:
     values = torch.linspace(1, 2, n, dtype=DOUBLE)
     basis = orthonormal(2, n)
     side = (basis * values) @ basis.mT
-    turned = basis @ nearby(n, far)
-    last = off_diagonal(side, turned)
+    estimate = basis @ nearby(n, far)
+    last = off_diagonal(side, estimate)
     for _ in range(12):
-        turned = turn_basis(side, turned).basis
-        now = off_diagonal(side, turned)
-        assert bool((now < last).all() if float(now.max()) > 1e-6 else (now < 1e-5).all())
-        last = now
-    assert not_orthonormal(turned) < 1e-9
-    overlap = (basis.mT @ turned).abs()
+        estimate = turn_basis(side, estimate).basis
+        current = off_diagonal(side, estimate)
+        assert bool(
+            (current < last).all() if float(current.max()) > 1e-6 else (current < 1e-5).all()
+        )
+        last = current
+    assert not_orthonormal(estimate) < 1e-9
+    overlap = (basis.mT @ estimate).abs()
     torch.testing.assert_close(overlap, overlap.round(), rtol=0, atol=1e-6)
     torch.testing.assert_close(overlap.sum(-1), torch.ones(2, n, dtype=DOUBLE), rtol=0, atol=1e-6)
 
@@ -238,13 +238,13 @@ def test_a_turn_is_perturbation_theory_to_second_order() -> None:
     """C = S + ε S₁ in the eigenbasis of S: what is off the diagonal falls from ε to ε²."""
     basis = orthonormal(1, 6)
     values = torch.linspace(1, 2, 6, dtype=DOUBLE)
-    rest = []
+    remainders = []
     for size in (1e-3, 1e-4):
         change = normal(1, 6, 6, seed=3)
         side = (basis * values) @ basis.mT + size * (change + change.mT)
-        rest.append(float(off_diagonal(side, turn_basis(side, basis).basis)))
-    assert rest[0] < 100 * 1e-6
-    assert rest[1] == pytest.approx(rest[0] / 100, rel=0.5)
+        remainders.append(float(off_diagonal(side, turn_basis(side, basis).basis)))
+    assert remainders[0] < 100 * 1e-6
+    assert remainders[1] == pytest.approx(remainders[0] / 100, rel=0.5)
 
 
 @pytest.mark.parametrize("far", [0.0, 0.1])
@@ -252,23 +252,23 @@ def test_repeated_eigenvalues_have_any_basis(far: float) -> None:
     values = torch.tensor([1.0, 1, 1, 2, 2, 5, 0, 0], dtype=DOUBLE)
     basis = orthonormal(2, 8)
     side = (basis * values) @ basis.mT
-    turned = basis @ nearby(8, far)
-    first = off_diagonal(side, turned)
+    estimate = basis @ nearby(8, far)
+    first = off_diagonal(side, estimate)
     for _ in range(10):
-        turned = turn_basis(side, turned).basis
-        assert not_orthonormal(turned) < 1e-2
-    assert not_orthonormal(turned) < 1e-3
-    assert bool((off_diagonal(side, turned) <= 0.1 * first + 1e-12).all())
+        estimate = turn_basis(side, estimate).basis
+        assert not_orthonormal(estimate) < 1e-2
+    assert not_orthonormal(estimate) < 1e-3
+    assert bool((off_diagonal(side, estimate) <= 0.1 * first + 1e-12).all())
 
 
 def test_a_basis_far_off_stays_orthonormal() -> None:
     """Rotations are bounded, and two steps of Newton and Schulz leave 2 % of error at most."""
     side = spd(30, 1e4, batch=3)
-    turned = orthonormal(3, 30, seed=5)
+    estimate = orthonormal(3, 30, seed=5)
     for _ in range(20):
-        turned = turn_basis(side, turned).basis
-        assert not_orthonormal(turned) < 0.02
-    assert float(off_diagonal(side, turned).max()) < 0.05
+        estimate = turn_basis(side, estimate).basis
+        assert not_orthonormal(estimate) < 0.02
+    assert float(off_diagonal(side, estimate).max()) < 0.05
 
 
 @pytest.mark.parametrize("side", [torch.zeros(2, 3, 3), torch.ones(2, 1, 1)])

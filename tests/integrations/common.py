@@ -99,7 +99,7 @@ def fit(model: Any, folder: Any, kfac: dict[str, Any], resume: Any = None, **opt
     return trainer
 
 
-def accelerated(
+def train_accelerated(
     rank: int,
     size: int,
     kfac: dict[str, Any],
@@ -148,13 +148,13 @@ class Share(Sampler[int]):
     """Every `size`-th sample, in order; Lightning's own sampler shuffles."""
 
     def __init__(self, rank: int, size: int, count: int) -> None:
-        self.own = range(rank, count, size)
+        self.indices = range(rank, count, size)
 
     def __iter__(self) -> Any:
-        return iter(self.own)
+        return iter(self.indices)
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.indices)
 
 
 def classifier(kfac: dict[str, Any], manual: bool = False, inner: bool = True) -> Any:

@@ -20,12 +20,12 @@ from tests.kfac_options import kfac_of
 from .common import (
     NATURAL,
     SPECTRAL,
-    accelerated,
     batches,
     classifier,
     fit,
     gpt2,
     lightning_fit,
+    train_accelerated,
     vector,
 )
 
@@ -47,9 +47,9 @@ def built_too_early(optimizer: Any) -> None:
 
 def with_accelerate(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return {
-        "built before wrapping": accelerated(rank, size, NATURAL),
-        "built after wrapping": accelerated(rank, size, NATURAL, after=True),
-        "spectral": accelerated(rank, size, SPECTRAL),
+        "built before wrapping": train_accelerated(rank, size, NATURAL),
+        "built after wrapping": train_accelerated(rank, size, NATURAL, after=True),
+        "spectral": train_accelerated(rank, size, SPECTRAL),
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.kfac_options import kfac_of
 
-from .common import LENGTH, NATURAL, SPECTRAL, accelerated, batches, gpt2, vector
+from .common import LENGTH, NATURAL, SPECTRAL, batches, gpt2, train_accelerated, vector
 
 accelerate: Any = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -33,8 +33,6 @@ def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool
             z = model(input_ids=tokens, position_ids=torch.arange(LENGTH).expand(16, LENGTH)).logits
         if half:
             z = z.float()
-        else:
-            z = z
         F.cross_entropy(z.flatten(0, 1), target.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
@@ -43,10 +41,10 @@ def by_hand(kfac: dict[str, Any], dtype: torch.dtype = torch.float64, half: bool
 
 @pytest.mark.parametrize("kfac", [NATURAL, SPECTRAL], ids=["natural", "spectral"])
 def test_accumulated_batches_are_one(kfac: dict[str, Any]) -> None:
-    torch.testing.assert_close(accelerated(0, 1, kfac), by_hand(kfac), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(train_accelerated(0, 1, kfac), by_hand(kfac), rtol=1e-10, atol=1e-10)
 
 
 def test_bfloat16_with_outputs_in_float32() -> None:
     kfac = {**NATURAL, "fisher": "empirical"}
-    actual = accelerated(0, 1, kfac, micro=1, dtype=torch.float32, mixed_precision="bf16")
+    actual = train_accelerated(0, 1, kfac, micro=1, dtype=torch.float32, mixed_precision="bf16")
     assert torch.equal(actual, by_hand(kfac, torch.float32, half=True))

@@ -17,11 +17,11 @@ from torch import Tensor
 from .common import (
     NATURAL,
     SPECTRAL,
-    accelerated,
     classifier,
     fit,
     gpt2,
     lightning_fit,
+    train_accelerated,
     vector,
 )
 
@@ -57,7 +57,7 @@ def _alone(package: str, loop: str, folder: Path) -> Tensor:
     """The same loop in this process, with batches twice as large."""
     options = SPECTRAL if "spectral" in loop or package == "trainer" else NATURAL
     if package == "accelerate":
-        return accelerated(0, 1, options)
+        return train_accelerated(0, 1, options)
     if "trainer" in package:
         return vector(fit(gpt2(), folder, options, gradient_accumulation_steps=2).model)
     module = classifier(NATURAL, manual=loop == "manual")

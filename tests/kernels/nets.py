@@ -57,7 +57,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 6, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def transposed() -> nn.Sequential:
+def transposed_convolution() -> nn.Sequential:
     return nn.Sequential(
         nn.ConvTranspose2d(2, 3, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(75, 2)
     )
@@ -73,7 +73,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "pair": (Pair, lambda n, s: (draw(n, 3, seed=s), draw(n, 2, seed=s + 9))),
     "conv2d": (conv2d, lambda n, s: draw(n, 2, 6, 6, seed=s)),
     "conv1d": (conv1d, lambda n, s: draw(n, 2, 8, seed=s)),
-    "transposed": (transposed, lambda n, s: draw(n, 2, 2, 2, seed=s)),
+    "transposed": (transposed_convolution, lambda n, s: draw(n, 2, 2, 2, seed=s)),
     "attention": (lambda: Attention(4, 3), lambda n, s: draw(n, 3, 4, seed=s)),
     "torch attention": (lambda: TorchAttention(4, 2), lambda n, s: draw(n, 3, 4, seed=s)),
     "norms": (lambda: Norms(2), lambda n, s: draw(n, 4, 4, 4, seed=s)),

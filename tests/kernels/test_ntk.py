@@ -57,12 +57,12 @@ def test_little_memory_means_small_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     linearize = ModuleMap.linearize
 
-    def counted(self, params):
+    def count_and_linearize(self, params):
         linear = linearize(self, params)
         sizes.append(len(linear.value))
         return linear
 
-    monkeypatch.setattr(ModuleMap, "linearize", counted)
+    monkeypatch.setattr(ModuleMap, "linearize", count_and_linearize)
     j = dense(model, x)
     assert_close(ntk(model, x, memory=2000), blocks(j @ j.T, 30, 30), 1e-12, "Θ")
     assert max(sizes) < 9
@@ -74,11 +74,11 @@ def test_the_symmetric_half_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     pairs: list[tuple[int, int]] = []
     kernel = Pulled.kernel
 
-    def counted(self, other=None, *, budget=2**30):
+    def count_and_multiply(self, other=None, *, budget=2**30):
         pairs.append((self.shape[0], (other or self).shape[0]))
         return kernel(self, other, budget=budget)
 
-    monkeypatch.setattr(Pulled, "kernel", counted)
+    monkeypatch.setattr(Pulled, "kernel", count_and_multiply)
     model = build("mlp")
     x = inputs("mlp", 8)
     k = ntk(model, x, chunk=2)

@@ -111,9 +111,9 @@ class Probe(pb.steps.Step):
         self.dampings = dampings
 
     def take(self, local: pb.steps.Local) -> pb.steps.Move:
-        self.found = [local.direction(d) for d in self.dampings]
+        self.directions = [local.direction(d) for d in self.dampings]
         self.gradient = local.gradient
-        return pb.steps.Move(self.found[0].x, 0.0, self.found[0], accepted=False)
+        return pb.steps.Move(self.directions[0].x, 0.0, self.directions[0], accepted=False)
 
 
 def _double(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def truth(model: ModelCase, metric: MetricCase) -> Oracle:
     return built(model).oracle(metric)
 
 
-def fitting(model: ModelCase) -> list[MetricCase]:
+def fitting_metrics(model: ModelCase) -> list[MetricCase]:
     case = built(model)
     z = case.value().detach()
     return [m for m in METRICS if m.fits(z, case.first)]
@@ -48,18 +49,20 @@ def check(model: ModelCase, metric: MetricCase, form: str, solver: SolverCase) -
     assert info.gram == form
     assert want.gradient is not None
     assert_close(probe.gradient, want.gradient, 1e-12, "the gradient is p.grad")
-    for damping, direction in zip(DAMPINGS, probe.found, strict=True):
+    for damping, direction in zip(DAMPINGS, probe.directions, strict=True):
         assert direction.damping == damping
         assert_close(direction.x, want.solve(damping), TOLERANCE, f"(G + {damping:g})⁻¹g")
     return info
 
 
+FORMS_AND_SOLVERS: list[tuple[str, SolverCase]] = []
+for _solver in SOLVERS:
+    FORMS_AND_SOLVERS += [(form, _solver) for form in _solver.forms]
+
+_FEW_MODELS = (BY_NAME["mlp"], BY_NAME["mlp few parameters"])
 METRIC_PRODUCT = [
-    (BY_NAME[name], metric, form, solver)
-    for name in ("mlp", "mlp few parameters")
-    for metric in METRICS
-    for solver in SOLVERS
-    for form in solver.forms
+    (model, metric, *pair)
+    for model, metric, pair in product(_FEW_MODELS, METRICS, FORMS_AND_SOLVERS)
 ]
 
 
@@ -72,16 +75,14 @@ def test_every_metric_form_and_solver(
     check(model, metric, form, solver)
 
 
-MODEL_PRODUCT = [
-    (model, form, solver) for model in MODELS for solver in SOLVERS for form in solver.forms
-]
+MODEL_PRODUCT = [(model, *pair) for model, pair in product(MODELS, FORMS_AND_SOLVERS)]
 
 
 @pytest.mark.parametrize(("model", "form", "solver"), covering(MODEL_PRODUCT), ids=name_of)
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_every_model_form_and_solver(model: ModelCase, form: str, solver: SolverCase) -> None:
     """The metrics take turns, so that the whole product is sampled evenly."""
-    metrics = fitting(model)
+    metrics = fitting_metrics(model)
     turn = 3 * MODELS.index(model) + SOLVERS.index(solver) + 2 * FORMS.index(form)
     check(model, metrics[turn % len(metrics)], form, solver)
 
@@ -109,13 +110,13 @@ def test_a_regularizer_is_honoured_and_r_is_not_used() -> None:
         probe = Probe(0.1)
         info = case.step(metric.metric, loss, solver=pb.solvers.Cholesky(), step=probe, gram=form)
         assert not info.whitened
-        assert_close(probe.found[0].x, want.solve(0.1), TOLERANCE, f"regularized, {form}")
+        assert_close(probe.directions[0].x, want.solve(0.1), TOLERANCE, f"regularized, {form}")
 
 
 # --- undamped: the minimum-norm solution ----------------------------------------------------
 
 
-def repeated() -> Built:
+def repeat_samples() -> Built:
     """p > n, and every sample stands in the batch twice: A has half its rows' rank."""
     case = BY_NAME["mlp"].make()
     case.args = (case.args[0].repeat(2, 1),)
@@ -133,8 +134,8 @@ UNDAMPED = [
     pytest.param(BY_NAME["mlp"].make, "Euclidean", None, id="p > n, full rank"),
     pytest.param(BY_NAME["mlp few parameters"].make, "Euclidean", None, id="p < n, full rank"),
     pytest.param(BY_NAME["mlp"].make, "Categorical", 4, id="p > n, a metric of half rank"),
-    pytest.param(repeated, "Euclidean", 8, id="p > n, repeated samples"),
-    pytest.param(repeated, "Bernoulli", 8, id="p > n, repeated samples, Fisher"),
+    pytest.param(repeat_samples, "Euclidean", 8, id="p > n, repeated samples"),
+    pytest.param(repeat_samples, "Bernoulli", 8, id="p > n, repeated samples, Fisher"),
     pytest.param(redundant, "Euclidean", 3, id="p < n, rank deficient"),
     pytest.param(redundant, "Poisson", 3, id="p < n, rank deficient, Fisher"),
 ]
@@ -149,8 +150,6 @@ def test_undamped_is_the_minimum_norm_solution(make, metric: str, rank, form: st
     sigma = torch.linalg.svdvals(want.rows)
     if rank is None:
         rank = min(want.rows.shape)
-    else:
-        rank = rank
     condition = float(sigma[0] / sigma[rank - 1])
     assert condition < 2000, f"the case is ill conditioned ({condition:.1e}): choose another"
     probe = Probe(None)
@@ -158,7 +157,7 @@ def test_undamped_is_the_minimum_norm_solution(make, metric: str, rank, form: st
         chosen.metric, chosen.loss, solver=pb.solvers.PseudoInverse(), step=probe, gram=form
     )
     assert info.rank == rank
-    x = probe.found[0].x
+    x = probe.directions[0].x
     pinv = want.solve(0.0)
     assert_close(x, pinv, TOLERANCE, f"G⁺g at condition {condition:.0f}")
     # minimum norm, said without a pseudo-inverse: x solves G x = g and has no null component
@@ -189,5 +188,5 @@ def test_single_precision_follows_the_oracle(name: str, form: str) -> None:
     case.args = tuple(a.float() if a.is_floating_point() else a for a in case.args)
     probe = Probe(0.1)
     case.step(metric.metric, metric.loss, solver=pb.solvers.Cholesky(), step=probe, gram=form)
-    assert probe.found[0].x.dtype == torch.float32
-    assert_close(probe.found[0].x, want, 1e-4, "float32")
+    assert probe.directions[0].x.dtype == torch.float32
+    assert_close(probe.directions[0].x, want, 1e-4, "float32")

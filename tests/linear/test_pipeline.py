@@ -119,11 +119,11 @@ def test_any_metric_on_a_batch(metric: Metric, damping: float, dims: tuple[int, 
         solver = pb.solvers.PseudoInverse()
     opt = pb.NaturalGradient(model, metric, solver)
 
-    def centered(z: Tensor) -> Tensor:
+    def cross_entropy(z: Tensor) -> Tensor:
         return F.cross_entropy(z, torch.arange(len(z)) % 3)
 
-    want = oracle(model, X, metric, centered).solve(damping)
-    closure = closure_of(opt, model, (X,), centered)
+    want = oracle(model, X, metric, cross_entropy).solve(damping)
+    closure = closure_of(opt, model, (X,), cross_entropy)
     assert float(relative_error(opt.direction(closure).x, want)) < 1e-8
     assert opt.step(closure).gram == "closed form"
 
@@ -206,7 +206,7 @@ def tied() -> nn.Module:
     return model
 
 
-def hooked() -> nn.Module:
+def make_hooked() -> nn.Module:
     model = diagonal(4, 2)
     model.register_forward_hook(lambda module, args, out: out.sin())
     return model
@@ -217,7 +217,7 @@ def hooked() -> nn.Module:
     [
         (lambda: Shifted([4, 5, 3], seed=0, dtype=DOUBLE), (X,), Outputs()),
         (tied, (), Outputs()),
-        (hooked, (X,), Outputs()),
+        (make_hooked, (X,), Outputs()),
         (lambda: nn.Sequential(deep(4, 3, 3), nn.Tanh()), (X,), Outputs()),
         (lambda: deep(4, 3, 3), (draw(5, 2, 4),), Outputs()),
         (lambda: deep(4, 3, 3), (X,), Outputs(batch_dim=1)),
@@ -263,7 +263,7 @@ def test_singular_and_broken_points_are_reported_not_stepped_into() -> None:
     assert not opt.step(closure_of(opt, model, ())).accepted
 
 
-def trained(opt: pb.NaturalGradient, model: nn.Module, f: Any, steps: int) -> pb.StepInfo:
+def train(opt: pb.NaturalGradient, model: nn.Module, f: Any, steps: int) -> pb.StepInfo:
     for _ in range(steps - 1):
         opt.step(closure_of(opt, model, (), f))
     return opt.step(closure_of(opt, model, (), f))
@@ -274,12 +274,12 @@ def test_other_steps_and_float32() -> None:
     model = DeepMatrix([4, 6, 3], seed=0, dtype=torch.float32)
     mse = Fisher(pb.likelihoods.MSE())
     opt = pb.NaturalGradient(model, mse, pb.solvers.PseudoInverse(), pb.steps.GridLineSearch())
-    info = trained(opt, model, lambda z: F.mse_loss(z, target.float()), 20)
+    info = train(opt, model, lambda z: F.mse_loss(z, target.float()), 20)
     assert info.gram == "closed form"
     assert info.loss < 1e-8
     model = deep(4, 6, 5, 3)
     opt = pb.DampedGaussNewton(model)
-    info = trained(opt, model, lambda z: 0.5 * (z - target).square().sum(-1).mean(), 20)
+    info = train(opt, model, lambda z: 0.5 * (z - target).square().sum(-1).mean(), 20)
     assert info.gram == "closed form"
     assert info.loss < 1e-10
 

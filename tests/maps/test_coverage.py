@@ -22,7 +22,7 @@ from tests.laws.table import MODELS
 BY_NAME = {m.name: m for m in MODELS}
 
 
-def covered(built: Built, form: str = "kernel") -> dict[str, tuple[str, str]]:
+def collect_coverage(built: Built, form: str = "kernel") -> dict[str, tuple[str, str]]:
     info = built.step(
         Euclidean(),
         lambda z: z.square().mean(),
@@ -39,7 +39,7 @@ def covered(built: Built, form: str = "kernel") -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("case", MODELS, ids=lambda c: c.name)
 def test_every_parameter_is_covered_once(case: ModelCase) -> None:
     built = case.make()
-    coverage = covered(built)
+    coverage = collect_coverage(built)
     assert coverage.keys() == {n for n, p in built.model.named_parameters() if p.requires_grad}
     assert all(reason for _, reason in coverage.values())
 
@@ -57,13 +57,13 @@ KNOWN = {"hadamard", "materialized", "rows"}
     ],
 )
 def test_known_layers_do_not_fall_back(name: str) -> None:
-    for route, reason in covered(BY_NAME[name].make()).values():
+    for route, reason in collect_coverage(BY_NAME[name].make()).values():
         assert route in KNOWN
         assert reason == "known layer"
 
 
 def test_fallbacks_are_named_with_their_reason() -> None:
-    attention = covered(BY_NAME["MultiheadAttention"].make())
+    attention = collect_coverage(BY_NAME["MultiheadAttention"].make())
     assert attention["attention.in_proj_weight"] == (
         "rows by vmap",
         "no layer with known structure uses it",
@@ -71,20 +71,20 @@ def test_fallbacks_are_named_with_their_reason() -> None:
     assert attention["attention.out_proj.weight"][0] == "rows by vmap"
     assert attention["head.weight"][1] == "known layer"
 
-    tied = covered(BY_NAME["tied embedding"].make())
+    tied = collect_coverage(BY_NAME["tied embedding"].make())
     assert tied["embedding.weight"] == ("rows", "known layer")
     assert tied["position"] == ("hadamard", "known layer")
     assert tied["mix.weight"][0] in ("hadamard", "materialized")
 
-    by_hand = covered(BY_NAME["weight used by hand"].make())
+    by_hand = collect_coverage(BY_NAME["weight used by hand"].make())
     assert by_hand["one.weight"] == ("rows", "known layer")
 
-    outside = covered(BY_NAME["weight used outside"].make())
+    outside = collect_coverage(BY_NAME["weight used outside"].make())
     assert outside["one.weight"][1] == "it is also used outside its layer"
     assert outside["one.weight"][0].startswith("rows by")
     assert outside["one.bias"][1] == "known layer"
 
-    coupled = covered(BY_NAME["coupled samples"].make())
+    coupled = collect_coverage(BY_NAME["coupled samples"].make())
     assert coupled["one.weight"] == (
         "rows by reverse passes",
         "one: no axis of its output counts the samples",
@@ -124,7 +124,7 @@ def test_rows_come_from_the_mask_that_the_loss_saw(batch_dim: int) -> None:
             step=probe,
             gram=form,
         )
-        assert_close(probe.found[0].x, want, 1e-9, f"the step in {form}")
+        assert_close(probe.directions[0].x, want, 1e-9, f"the step in {form}")
         routes = {c.name: c.route for c in info.coverage}
         if form != "matrix_free":
             assert routes["gain"] == ("rows by reverse passes" if batch_dim else "rows by vmap")
@@ -140,7 +140,7 @@ def test_a_subclass_with_its_own_forward_is_not_trusted() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(Doubled(3, 4), nn.Tanh(), Plain(4, 2)).double()
-    coverage = covered(Built(model, (torch.randn(4, 3).double(),), {}))
+    coverage = collect_coverage(Built(model, (torch.randn(4, 3).double(),), {}))
     assert coverage["0.weight"][1] == "no layer with known structure uses it"
     assert coverage["0.bias"][1] == "known layer"
     assert coverage["2.weight"][1] == "known layer"
@@ -152,7 +152,7 @@ def test_a_hook_that_changes_the_output_is_noticed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     model[0].register_forward_hook(lambda module, args, output: output * 3)
     built = Built(model, (torch.randn(4, 3).double(),), {})
-    assert covered(built).keys() == dict(model.named_parameters()).keys()
+    assert collect_coverage(built).keys() == dict(model.named_parameters()).keys()
 
 
 # --- the kernel never materializes J where layers have structure ------------------------------

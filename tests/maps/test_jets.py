@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import combinations_with_replacement, pairwise
+from itertools import chain, combinations_with_replacement, pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +24,8 @@ DIM = 3
 
 def all_indices(order: int, dim: int = DIM) -> list[Index]:
     """Every derivative up to the order, the mixed ones too."""
-    return [i for k in range(order + 1) for i in combinations_with_replacement(range(dim), k)]
+    by_order = (combinations_with_replacement(range(dim), k) for k in range(order + 1))
+    return list(chain.from_iterable(by_order))
 
 
 def oracle(function: Function, x: Tensor, scheme: Scheme) -> Tensor:
@@ -57,11 +58,11 @@ def agree(function: Function, x: Tensor, scheme: Scheme, tol: float = 1e-10) -> 
     """Channel by channel, relative to the channel's own size (or that of the value)."""
     jet = function(Jet.input(x, scheme))
     assert isinstance(jet, Jet)
-    got = jet.stack_channels().detach()
+    actual = jet.stack_channels().detach()
     want = oracle(function, x, scheme)
-    assert got.shape == want.shape
+    assert actual.shape == want.shape
     assert bool(torch.isfinite(want).all())
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+    for i, (g, w) in enumerate(zip(actual, want, strict=True)):
         if w.norm() > 0:
             scale = w.norm()
         else:
@@ -246,8 +247,10 @@ def test_some_of_the_points(mask: Any) -> None:
     for scheme in SCHEMES.values():
         whole = oracle(lambda x: torch.sin(x) * x, points(), scheme)
         jet: Any = Jet.input(points(), scheme)
-        for got in (torch.sin(jet[mask]) * jet[mask, :], (torch.sin(jet) * jet)[mask]):
-            torch.testing.assert_close(got.stack_channels(), whole[:, mask], rtol=1e-12, atol=1e-14)
+        for actual in (torch.sin(jet[mask]) * jet[mask, :], (torch.sin(jet) * jet)[mask]):
+            torch.testing.assert_close(
+                actual.stack_channels(), whole[:, mask], rtol=1e-12, atol=1e-14
+            )
         assert jet[mask].stack_channels().shape == whole[:, mask].shape
 
 
@@ -283,9 +286,9 @@ def test_points_that_see_each_other_move_together(scheme: Scheme) -> None:
         lambda x: x @ (x.transpose(0, 1) @ torch.sin(x)),
     ]  # fmt: skip
     for function in functions:
-        got = function(Jet.input(points(), scheme)).stack_channels()
+        actual = function(Jet.input(points(), scheme)).stack_channels()
         want = shifted_together(function, points(), scheme)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(actual, want, rtol=1e-10, atol=1e-12)
 
 
 @given(
@@ -339,8 +342,8 @@ ANY: dict[str, Function] = {
 def test_nested_is_the_same(name: str) -> None:
     for scheme in (MIXED, COLLAPSED, PLAIN):
         want = oracle(ANY[name], points(), scheme)
-        got = differentiate_nested(ANY[name], points(), scheme)
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+        actual = differentiate_nested(ANY[name], points(), scheme)
+        torch.testing.assert_close(actual, want, rtol=1e-10, atol=1e-12)
 
 
 # --- what has no rule --------------------------------------------------------------------------
@@ -352,7 +355,7 @@ def written(x: Any) -> Any:
     return h
 
 
-def added(x: Any) -> Any:
+def add_to_alias(x: Any) -> Any:
     h = torch.sin(x)
     alias = h
     h += 1
@@ -379,7 +382,7 @@ UNSUPPORTED: dict[str, Function] = {
     "mean over points": lambda x: x - x.mean(0, keepdim=True),
     "negative axis of points": lambda x: x - x.mean(-2, keepdim=True),
     "write": written,
-    "add in place": added,
+    "add in place": add_to_alias,
     "activation in place": lambda x: F.relu(x, inplace=True),
     "method in place": lambda x: torch.sin(x).mul_(2),
     "out": lambda x: torch.sin(x, out=torch.empty(5, DIM).double()),

@@ -13,7 +13,7 @@ from pullback.maps.layers.gram import Route
 from pullback.testing import assert_close, jacobian
 
 
-def randomized(module: nn.Module) -> nn.Module:
+def randomize(module: nn.Module) -> nn.Module:
     """Gains of one and shifts of zero would hide mistakes."""
     with torch.no_grad():
         for p in module.parameters():
@@ -105,10 +105,12 @@ ROUTES = ("hadamard", "materialized")
 
 def test_every_registered_layer_stands_in_the_table() -> None:
     torch.manual_seed(0)
-    met = {type(make()) for make, _ in CASES.values()}
-    layers = {kind for kind, layer in REGISTRY.items() if isinstance(layer, Layer)}
-    layers = {kind for kind in layers if kind.__module__.startswith("torch.")}  # no stand-ins
-    assert layers <= met, f"no case for {layers - met}"
+    tested_types = {type(make()) for make, _ in CASES.values()}
+    layers = {layer_type for layer_type, layer in REGISTRY.items() if isinstance(layer, Layer)}
+    layers = {
+        layer_type for layer_type in layers if layer_type.__module__.startswith("torch.")
+    }  # no stand-ins
+    assert layers <= tested_types, f"no case for {layers - tested_types}"
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -117,7 +119,7 @@ def test_every_registered_layer_stands_in_the_table() -> None:
 def test_layer(name: str, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     make, shape = CASES[name]
-    module = randomized(make().double())
+    module = randomize(make().double())
     table = isinstance(module, nn.Embedding)
     if table:
         x = torch.randint(0, 5, shape)

@@ -15,7 +15,7 @@ from tests.laws.cases import Built, ModelCase
 from tests.laws.table import MODELS
 
 
-def linearized(built: Built):
+def linearize(built: Built):
     """The map of the recorded call, with the random state that the call had."""
     call = Call.of(*built.args, **built.kwargs)
     torch.manual_seed(built.seed)
@@ -31,7 +31,7 @@ def test_a_linearization_is_autograds(case: ModelCase) -> None:
     built = case.make()
     z = built.value()
     j = jacobian(z, [p for p in built.model.parameters() if p.requires_grad])
-    linear = linearized(built)
+    linear = linearize(built)
     assert_close(linear.value, z, 1e-14, "value")
     v = torch.randn(j.shape[1]).double()
     u = torch.randn_like(z)
@@ -51,7 +51,7 @@ def test_linearizing_leaves_the_model_alone(case: ModelCase) -> None:
     before = {n: t.clone() for n, t in built.model.state_dict().items()}
     hooks = [len(m._forward_hooks) for m in built.model.modules()]
     random = torch.get_rng_state()
-    linear = linearized(built)
+    linear = linearize(built)
     torch.set_rng_state(random)
     with torch.no_grad():
         linear.rows()
@@ -64,9 +64,9 @@ def test_linearizing_leaves_the_model_alone(case: ModelCase) -> None:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, layer_type: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.cell = kind(2, 3, batch_first=True)
+        self.cell = layer_type(2, 3, batch_first=True)
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ SCHEME = Scheme.of([(0, 1)], laplacian=(0, 1))  # u, u_x, u_y, u_xy, Δu
 class Net(nn.Module):
     """A module from a function of itself."""
 
-    def __init__(self, forward: Callable[[Any, Any], Any], **parts: Any) -> None:
+    def __init__(self, forward: Callable[[Any, Any], Any], **modules: Any) -> None:
         super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
+        for name, module in modules.items():
+            setattr(self, name, module)
         self._forward = forward
 
     def forward(self, x: Any) -> Any:
@@ -177,8 +177,8 @@ def split(net: nn.Module) -> dict[str, Tensor]:
 
 def dense(net: nn.Module, x: Tensor) -> Tensor:
     params = {n: p.detach() for n, p in split(net).items()}
-    found = jacrev(lambda p: written_out(net, p, x))(params)
-    return torch.cat([j.reshape(3 * N, -1) for j in found.values()], 1)
+    jacobians = jacrev(lambda p: written_out(net, p, x))(params)
+    return torch.cat([j.reshape(3 * N, -1) for j in jacobians.values()], 1)
 
 
 COUPLED = "points that see each other"
@@ -211,11 +211,11 @@ def test_every_product_is_that_of_the_jacobian(name: str, sites: Tensor) -> None
     assert_close(pulled.project(v).flatten(), flat @ v, 1e-11, "project")
     assert_close(pulled.lift(c), flat.T @ c.flatten(), 1e-11, "lift")
     assert_close(pulled.kernel(budget=2000), flat @ flat.T, 1e-11, "kernel in panels")
-    some = pulled.narrow(2, 5)
-    assert_close(some.rows(), rows[2:5].flatten(0, 1), 1e-11, "narrow")
-    assert_close(some.kernel(pulled), rows[2:5].flatten(0, 1) @ flat.T, 1e-11, "narrow kernel")
-    assert_close(pulled.kernel(some), flat @ rows[2:5].flatten(0, 1).T, 1e-11, "kernel narrow")
-    assert_close(some.kernel(), some.rows() @ some.rows().T, 1e-11, "narrow itself")
+    block = pulled.narrow(2, 5)
+    assert_close(block.rows(), rows[2:5].flatten(0, 1), 1e-11, "narrow")
+    assert_close(block.kernel(pulled), rows[2:5].flatten(0, 1) @ flat.T, 1e-11, "narrow kernel")
+    assert_close(pulled.kernel(block), flat @ rows[2:5].flatten(0, 1).T, 1e-11, "kernel narrow")
+    assert_close(block.kernel(), block.rows() @ block.rows().T, 1e-11, "narrow itself")
 
 
 def test_points_that_see_each_other_are_refused() -> None:
@@ -238,12 +238,12 @@ def test_the_map_says_why_derivatives_are_nested(name: str, reason: str) -> None
     assert isinstance(linear, JetLinearization) == (not reason)
 
 
-def typed(m: Any, x: Any) -> Any:
+def check_type(m: Any, x: Any) -> Any:
     assert isinstance(x, Tensor)
     return m.a(torch.sin(x))
 
 
-def branching(m: Any, x: Any) -> Any:
+def branch_on_values(m: Any, x: Any) -> Any:
     if x.shape[0] > 1 and bool((x[:, 0] >= 0).all()):
         return m.a(torch.sin(x))
     return m.a(x)
@@ -253,7 +253,7 @@ def modulo(m: Any, x: Any) -> Any:
     return m.a(torch.sin(x % 5))
 
 
-@pytest.mark.parametrize("forward", [typed, branching, modulo])
+@pytest.mark.parametrize("forward", [check_type, branch_on_values, modulo])
 def test_what_only_tensors_can_do_is_nested(forward: Any) -> None:
     torch.manual_seed(0)
     net = Net(forward, a=nn.Linear(D, 2)).double()
@@ -323,8 +323,8 @@ def test_kernels_between_operators_of_different_orders() -> None:
         assert_close(one.kernel(two), one.rows() @ two.rows().T, 1e-11, name)
         assert_close(two.kernel(one), two.rows() @ one.rows().T, 1e-11, name)
         fixed = {n: p.detach() for n, p in params.items()}
-        found = jacrev(pairs)(fixed)
-        j = torch.cat([x.flatten(0, 1).flatten(1) for x in found.values()], 1)
+        jacobians = jacrev(pairs)(fixed)
+        j = torch.cat([x.flatten(0, 1).flatten(1) for x in jacobians.values()], 1)
         assert_close(two.rows(), j, 1e-11, name)
 
 

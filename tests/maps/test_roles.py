@@ -38,11 +38,11 @@ def heads(z: Tensor) -> Tensor:
     return z.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
 
 
-def chunked(y: Tensor) -> Tensor:
+def attend_to_chunks(y: Tensor) -> Tensor:
     return attend(*map(heads, y.chunk(3, -1)))
 
 
-def viewed(y: Tensor) -> Tensor:
+def attend_to_views(y: Tensor) -> Tensor:
     q, k, v = y.view(*y.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
     return attend(rotate(q), rotate(k), v)
 
@@ -51,15 +51,15 @@ def unbound(y: Tensor) -> Tensor:
     return attend(*map(heads, y.reshape(*y.shape[:2], 3, WIDTH).unbind(2)))
 
 
-def indexed(y: Tensor) -> Tensor:
+def attend_to_slices(y: Tensor) -> Tensor:
     pieces = [heads(y[..., i * WIDTH : (i + 1) * WIDTH]) for i in range(3)]
     return attend(rotate(pieces[0]), rotate(pieces[1]), pieces[2])
 
 
-def normalized(y: Tensor) -> Tensor:
+def attend_normalized(y: Tensor) -> Tensor:
     """Queries and keys are normalized and rotated together before they part."""
-    both, v = y.split([2 * WIDTH, WIDTH], -1)
-    q, k = F.layer_norm(both.clamp(-8, 8), both.shape[-1:]).chunk(2, -1)
+    queries_and_keys, v = y.split([2 * WIDTH, WIDTH], -1)
+    q, k = F.layer_norm(queries_and_keys.clamp(-8, 8), queries_and_keys.shape[-1:]).chunk(2, -1)
     return attend(rotate(heads(q)), rotate(heads(k)), heads(v))
 
 
@@ -76,7 +76,7 @@ def grouped_queries(y: Tensor) -> Tensor:
     return attend(rotate(heads(q)), rotate(k), v)
 
 
-def gated(y: Tensor) -> Tensor:
+def apply_gate(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -86,14 +86,14 @@ def glu(y: Tensor) -> Tensor:
 
 
 SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
-    (chunked, (WIDTH,) * 3),
-    (viewed, (WIDTH,) * 3),
+    (attend_to_chunks, (WIDTH,) * 3),
+    (attend_to_views, (WIDTH,) * 3),
     (unbound, (WIDTH,) * 3),
-    (indexed, (WIDTH,) * 3),
-    (normalized, (WIDTH,) * 3),
+    (attend_to_slices, (WIDTH,) * 3),
+    (attend_normalized, (WIDTH,) * 3),
     (partly_rotated, (WIDTH,) * 3),
     (grouped_queries, (12, 4, 4)),
-    (gated, (WIDTH, WIDTH)),
+    (apply_gate, (WIDTH, WIDTH)),
     (glu, (WIDTH, WIDTH)),
     (torch.relu, (WIDTH,)),
 ]
@@ -102,36 +102,36 @@ SPLITS: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
 class Fused(nn.Module):
     """A fused weight, what is done with its output, and a head after a residual."""
 
-    def __init__(self, after: Callable[[Tensor], Tensor], rows: int, kind: str) -> None:
+    def __init__(self, after: Callable[[Tensor], Tensor], rows: int, product: str) -> None:
         super().__init__()
-        self.after, self.kind = after, kind
+        self.after, self.product = after, product
         self.fused = nn.Linear(WIDTH, rows)
         self.w = nn.Parameter(torch.randn(WIDTH, rows))
         self.mix, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "linear":
+        if self.product == "linear":
             y = self.fused(x)
-        elif self.kind == "product":
+        elif self.product == "product":
             y = x @ self.w
-        elif self.kind == "einsum":
+        elif self.product == "einsum":
             y = torch.einsum("bti,io->bto", x, self.w)
         else:
             y = x @ self.w + self.fused(x)
         return self.head(x + self.mix(self.after(y)))
 
 
-@pytest.mark.parametrize("kind", ["linear", "product", "einsum", "added"])
+@pytest.mark.parametrize("product", ["linear", "product", "einsum", "added"])
 @pytest.mark.parametrize(("after", "split"), SPLITS, ids=lambda v: getattr(v, "__name__", ""))
 def test_splits_of_fused_weights(
-    after: Callable[[Tensor], Tensor], split: tuple[int, ...], kind: str
+    after: Callable[[Tensor], Tensor], split: tuple[int, ...], product: str
 ) -> None:
     torch.manual_seed(0)
-    roles = rows(Fused(after, sum(split), kind), torch.randn(2, 4, WIDTH))
-    if kind in ("linear", "added"):
+    roles = rows(Fused(after, sum(split), product), torch.randn(2, 4, WIDTH))
+    if product in ("linear", "added"):
         row = roles["fused.weight"]
         assert (row.role, row.split, row.split_axis) == ("matrix", split, 0), row.reason
-    if kind != "linear":
+    if product != "linear":
         assert (roles["w"].role, roles["w"].split, roles["w"].split_axis) == ("matrix", split, 1)
     assert roles["mix.weight"].split == (WIDTH,)
     assert (roles["head.weight"].role, roles["head.weight"].split) == ("head", (5,))
@@ -179,22 +179,22 @@ def test_convolutions() -> None:
 
 
 class Experts(nn.Module):
-    def __init__(self, way: str) -> None:
+    def __init__(self, product: str) -> None:
         super().__init__()
-        self.way = way
+        self.product = product
         self.up = nn.Parameter(torch.randn(3, 2 * WIDTH, WIDTH) / 4)
         self.down = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.way == "loop":
-            y = sum(F.linear(gated(F.linear(x, self.up[e])), self.down[e]) for e in range(3))
-        elif self.way == "bmm":
-            y = gated(torch.bmm(x.expand(3, *x.shape), self.up.mT))
+        if self.product == "loop":
+            y = sum(F.linear(apply_gate(F.linear(x, self.up[e])), self.down[e]) for e in range(3))
+        elif self.product == "bmm":
+            y = apply_gate(torch.bmm(x.expand(3, *x.shape), self.up.mT))
             y = torch.bmm(y, self.down.mT).sum(0)
         else:
             routed = torch.stack([x, x.flip(0), -x])
-            y = gated(torch.einsum("ebi,eoi->ebo", routed, self.up))
+            y = apply_gate(torch.einsum("ebi,eoi->ebo", routed, self.up))
             y = torch.einsum("ebi,eoi->bo", y, self.down)
         return self.head(y)
 
@@ -238,14 +238,14 @@ def test_embeddings_and_ties() -> None:
             return self.head(self.inner(x + self.positions))
 
     words = torch.randint(0, 10, (3, 4))
-    apart, tied = rows(Language(False), words), rows(Language(True), words)
-    assert apart["words.weight"].role == tied["words.weight"].role == "embedding"
-    assert apart["head.weight"].role == "head"
+    untied, tied = rows(Language(False), words), rows(Language(True), words)
+    assert untied["words.weight"].role == tied["words.weight"].role == "embedding"
+    assert untied["head.weight"].role == "head"
     assert "head.weight" not in tied
     assert "tied" in tied["words.weight"].reason
-    assert apart["positions"].role == "embedding"
-    assert apart["token"].role == "vector"
-    assert apart["inner.weight"].role == "matrix"
+    assert untied["positions"].role == "embedding"
+    assert untied["token"].role == "vector"
+    assert untied["inner.weight"].role == "matrix"
 
 
 def test_a_weight_that_is_used_twice() -> None:
@@ -264,13 +264,13 @@ def test_a_weight_that_is_used_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)], ids=["lstm", "gru", "rnn"]
+    ("layer_type", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)], ids=["lstm", "gru", "rnn"]
 )
-def test_recurrent_layers(kind: Any, gates: int) -> None:
+def test_recurrent_layers(layer_type: Any, gates: int) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.head = kind(4, 6, batch_first=True), nn.Linear(6, 2)
+            self.inner, self.head = layer_type(4, 6, batch_first=True), nn.Linear(6, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.inner(x)[0])

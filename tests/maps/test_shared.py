@@ -25,13 +25,13 @@ class Gated(nn.Module):
         self.first = nn.Linear(5, 5)
         self.second = nn.Linear(5, 2)
         self.gate = nn.Parameter(torch.tensor(gate), requires_grad=False)
-        self.outside = self.turned = self.mixed = False
+        self.outside = self.is_transposed = self.mixed = False
 
     def forward(self, x: Tensor) -> Tensor:  # (N, 5, 5)
-        h = torch.tanh(self.first(x.transpose(0, 1) if self.turned else x))
+        h = torch.tanh(self.first(x.transpose(0, 1) if self.is_transposed else x))
         if self.outside:
             h = h + self.gate * self.first.weight.sum()
-        z = self.second(h.transpose(0, 1) if self.turned else h).sum(1)
+        z = self.second(h.transpose(0, 1) if self.is_transposed else h).sum(1)
         if self.mixed:
             return z + z.mean(0)
         return z
@@ -131,16 +131,16 @@ def test_a_tangent_space_stays_where_it_was(model: Gated) -> None:
 class Routed(nn.Module):
     """Samples are sorted on the way, as experts' are, and put back by index or by writing."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, permutation: str) -> None:
         super().__init__()
         self.first = nn.Linear(4, 5)
         self.second = nn.Linear(5, 2)
-        self.way = way
+        self.permutation = permutation
 
     def forward(self, x: Tensor) -> Tensor:  # (N, 4)
         order = x[:, 0].argsort()
         h = torch.tanh(self.first(x[order]))
-        if self.way == "read":
+        if self.permutation == "read":
             return self.second(h[order.argsort()])
         return x.new_zeros(len(x), 2).index_copy(0, order, self.second(h))
 

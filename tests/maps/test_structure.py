@@ -72,11 +72,11 @@ def test_the_plan_is_made_once_per_shape_and_mode(monkeypatch: pytest.MonkeyPatc
     plans: list[int] = []
     original = LayerStructure.establish.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def counted(cls, linear):
+    def count_and_plan(cls, linear):
         plans.append(linear.value.shape[0])
         return original(cls, linear)
 
-    monkeypatch.setattr(LayerStructure, "establish", classmethod(counted))
+    monkeypatch.setattr(LayerStructure, "establish", classmethod(count_and_plan))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 2)).double()
     opt = pb.NaturalGradient(model, gram="kernel")

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,10 +63,10 @@ def vector(model: nn.Module) -> Tensor:
     return flat(model.parameters()).clone()
 
 
-def filled(pieces: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+def fill_missing(pieces: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
     """Zeros where autograd found no dependence."""
-    both = zip(pieces, params, strict=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in both]
+    pairs = zip(pieces, params, strict=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 
 def jacobian(z: Tensor, params: Sequence[Tensor]) -> Tensor:
@@ -73,7 +74,7 @@ def jacobian(z: Tensor, params: Sequence[Tensor]) -> Tensor:
     rows = []
     for entry in z.flatten():
         pieces = torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True)
-        rows.append(flat(filled(pieces, params)))
+        rows.append(flat(fill_missing(pieces, params)))
     return torch.stack(rows)
 
 
@@ -87,10 +88,10 @@ def gram(z: Tensor, params: Sequence[Tensor], metric: Tensor | float) -> Tensor:
 
 def gradient(loss: Tensor, params: Sequence[Tensor]) -> Tensor:
     pieces = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-    return flat(filled(pieces, params))
+    return flat(fill_missing(pieces, params))
 
 
-def damped(g: Tensor, rhs: Tensor, damping: float) -> Tensor:
+def solve_damped(g: Tensor, rhs: Tensor, damping: float) -> Tensor:
     """(G + λ)⁻¹ rhs."""
     return torch.linalg.solve(g + damping * torch.eye(len(g), dtype=g.dtype), rhs)
 
@@ -100,16 +101,16 @@ def mse_gram(z: Tensor, params: Sequence[Tensor]) -> Tensor:
     return gram(z, params, 2.0 / z.numel())
 
 
-def assert_close(got: Tensor, want: Tensor, rtol: float = 1e-9) -> None:
+def assert_close(actual: Tensor, want: Tensor, rtol: float = 1e-9) -> None:
     """Relative error in norm."""
-    error = float((got - want).norm() / want.norm())
+    error = float((actual - want).norm() / want.norm())
     assert error <= rtol, f"relative error {error:.2e} > {rtol:.0e}"
 
 
 def hooks(model: nn.Module) -> int:
     """How many hooks stand on all modules."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(m, kind)) for m in model.modules() for kind in kinds)
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(m, name)) for m, name in product(model.modules(), names))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -123,7 +124,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def everything(model: nn.Module, opt: Any = None) -> dict[str, Any]:
+def snapshot(model: nn.Module, opt: Any = None) -> dict[str, Any]:
     """All that a rejected step must put back."""
     state = {"model": model.state_dict(), "random": torch.get_rng_state(), "hooks": hooks(model)}
     if opt is not None:
@@ -132,11 +133,11 @@ def everything(model: nn.Module, opt: Any = None) -> dict[str, Any]:
 
 
 @contextmanager
-def untouched(model: nn.Module, opt: Any = None) -> Iterator[None]:
+def expect_unchanged(model: nn.Module, opt: Any = None) -> Iterator[None]:
     """Parameters, buffers, random state, optimizer state and hooks are the same afterwards."""
-    before = everything(model, opt)
+    before = snapshot(model, opt)
     yield
-    after = everything(model, opt)
+    after = snapshot(model, opt)
     for key in before:
         assert same(before[key], after[key]), f"{key} changed"
 

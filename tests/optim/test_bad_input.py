@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback._core.space import ParameterSpace
 
-from .common import DOUBLE, closure_of, data, mlp, refused, untouched, vector
+from .common import DOUBLE, closure_of, data, expect_unchanged, mlp, refused, vector
 
 SEARCHES = [
     pb.steps.GridLineSearch(4),
@@ -46,7 +46,7 @@ def test_non_finite_loss_is_rejected(value: float) -> None:
     x, y = data()
     opt = pb.NaturalGradient(model)
     opt.step(closure_of(opt, model, x, y))
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         info = opt.step(closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z, y) * value))
     assert not info.accepted
     assert "the loss is not finite" in info.reason
@@ -57,7 +57,7 @@ def test_non_finite_loss_is_rejected_before_any_trial() -> None:
     model = Disturbing()
     x, y = data()
     opt = pb.NaturalGradient(model, step=pb.steps.GridLineSearch(4))
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         info = opt.step(closure_of(opt, model, x * float("nan"), y))
     assert not info.accepted
     assert info.trials == 0
@@ -71,7 +71,7 @@ def test_non_finite_gradient_is_rejected() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(z, y) + torch.sqrt(0.0 * z.sum())  # derivative 0/0
 
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         info = opt.step(closure_of(opt, model, x, y, loss))
     assert not info.accepted
     assert info.reason == "the gradient is not finite"
@@ -110,7 +110,7 @@ def test_empty_batch_with_a_mean_is_rejected() -> None:
     model = mlp()
     x, y = data(0)
     opt = pb.NaturalGradient(model)
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         assert not opt.step(closure_of(opt, model, x, y)).accepted
 
 
@@ -119,7 +119,10 @@ def test_empty_batch_with_a_sum_is_refused() -> None:
     x, y = data(0)
     opt = pb.NaturalGradient(model, output=pb.optim.Outputs(reduction="sum"))
     total = closure_of(opt, model, x, y, lambda z, y: (z - y).square().sum())
-    with untouched(model, opt), refused("The batch is empty", "(0, 2)", "Skip empty batches"):
+    with (
+        expect_unchanged(model, opt),
+        refused("The batch is empty", "(0, 2)", "Skip empty batches"),
+    ):
         opt.step(total)
 
 
@@ -136,7 +139,7 @@ def test_batch_norm_in_training_mode_is_refused_and_its_statistics_are_kept() ->
     x, y = data()
     closure = closure_of(opt, model, x, y)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("BatchNorm1d '1' couples the samples", "no tangent vector per sample", ".eval()"),
     ):
         opt.step(closure)
@@ -217,9 +220,11 @@ def test_parameters_that_the_output_does_not_depend_on_are_named_once() -> None:
         warnings.simplefilter("error")
         opt.step(closure)
     weight[0] = 1.0
-    with pytest.warns(RuntimeWarning, match=r"on other\.weight, other\.bias, but .* Freeze") as met:
+    with pytest.warns(
+        RuntimeWarning, match=r"on other\.weight, other\.bias, but .* Freeze"
+    ) as caught:
         opt.step(closure)
-    assert met[0].filename == __file__
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.step(closure)
@@ -236,9 +241,9 @@ def test_a_loss_without_one_parameter_warns_and_names_it() -> None:
     before = vector(model["unused"])
     closure = closure_of(opt, model, x, y)
     expected = r"does not depend on unused\.weight, unused\.bias"
-    with pytest.warns(UserWarning, match=expected) as met:
+    with pytest.warns(UserWarning, match=expected) as caught:
         assert opt.step(closure).accepted
-    assert met[0].filename == __file__
+    assert caught[0].filename == __file__
     assert torch.equal(before, vector(model["unused"]))
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
@@ -251,7 +256,7 @@ def test_a_loss_without_any_optimized_parameter_is_refused() -> None:
     x, y = data()
     opt = pb.NaturalGradient(model, params=model["unused"].parameters())
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("does not depend on any optimized parameter", "every gradient is None", "closure"),
     ):
         opt.step(closure_of(opt, model, x, y))
@@ -267,7 +272,7 @@ def test_closure_that_returns_nothing() -> None:
         inner()
 
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("did not return the loss", "NoneType", "return loss"),
     ):
         opt.step(closure)
@@ -284,7 +289,7 @@ def test_closure_that_returns_one_loss_per_sample() -> None:
         losses.mean().backward()
         return losses
 
-    with untouched(model, opt), refused("The loss is not one number", "(6,)", "Reduce it"):
+    with expect_unchanged(model, opt), refused("The loss is not one number", "(6,)", "Reduce it"):
         opt.step(closure)
 
 
@@ -293,7 +298,7 @@ def test_closure_that_does_not_call_backward() -> None:
     x, y = data()
     opt = pb.NaturalGradient(model)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("No gradient reached", "did not call backward()", "loss.backward()"),
     ):
         opt.step(lambda: F.mse_loss(model(x), y))
@@ -305,7 +310,7 @@ def test_closure_that_does_not_call_the_model() -> None:
     opt = pb.NaturalGradient(model)
     other = nn.Sequential(*model)  # the same layers, but not the module we watch
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("The closure never called the model", "no forward pass", "Call that module"),
     ):
         opt.step(closure_of(opt, other, x, y))
@@ -350,7 +355,7 @@ def test_an_exception_in_the_closure_passes_through_and_leaves_nothing_behind() 
         model(x)
         raise ZeroDivisionError
 
-    with untouched(model, opt), pytest.raises(ZeroDivisionError):
+    with expect_unchanged(model, opt), pytest.raises(ZeroDivisionError):
         opt.step(closure)
 
 
@@ -396,20 +401,20 @@ def test_a_stochastic_closure_with_constant_steps_is_fine() -> None:
 # --- parameters -------------------------------------------------------------------------------
 
 
-def holding(parameter: nn.Parameter) -> nn.Module:
+def hold_parameter(parameter: nn.Parameter) -> nn.Module:
     module = nn.Module()
     module.register_parameter("odd", parameter)
     return module
 
 
 def test_integer_parameters() -> None:
-    model = holding(nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
+    model = hold_parameter(nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False))
     with refused("Parameter 'odd'", "torch.int64 has no gradient", "buffer"):
         pb.NaturalGradient(model, params=model.parameters())
 
 
 def test_complex_parameters() -> None:
-    model = holding(nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    model = hold_parameter(nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
     with refused("Parameter 'odd'", "it is complex", "view_as_real"):
         pb.NaturalGradient(model)
 
@@ -425,7 +430,7 @@ def test_meta_parameters() -> None:
 
 
 def test_sparse_parameters() -> None:
-    model = holding(nn.Parameter(torch.eye(2).to_sparse()))
+    model = hold_parameter(nn.Parameter(torch.eye(2).to_sparse()))
     with refused("Parameter 'odd'", "torch.sparse_coo", "dense"):
         pb.NaturalGradient(model)
 
@@ -468,7 +473,7 @@ def test_sparse_gradients() -> None:
     x = torch.randint(0, 10, (4, 2))
     y = torch.randn(4, 2)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("Parameter '0.weight' has a sparse gradient", "couples", "sparse=False"),
     ):
         opt.step(closure_of(opt, model, x, y))
@@ -531,7 +536,7 @@ def test_step_in_inference_mode() -> None:
     opt = pb.NaturalGradient(model)
     closure = closure_of(opt, model, x, y)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("called in inference mode", "no Jacobian", "Leave torch.inference_mode()"),
         torch.inference_mode(),
     ):
@@ -574,15 +579,15 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("pack", "kind"), [(lambda z: (z, z), "tuple"), (lambda z: {"scores": z}, "dict")]
+    ("pack", "type_name"), [(lambda z: (z, z), "tuple"), (lambda z: {"scores": z}, "dict")]
 )
-def test_structured_outputs_without_a_selector(pack, kind: str) -> None:
+def test_structured_outputs_without_a_selector(pack, type_name: str) -> None:
     model = Returning(pack)
     x, y = data()
     opt = pb.NaturalGradient(model)
     with (
-        untouched(model, opt),
-        refused("output is not one tensor", f"got {kind}", "output=..."),
+        expect_unchanged(model, opt),
+        refused("output is not one tensor", f"got {type_name}", "output=..."),
     ):
         opt.step(closure_of(opt, lambda x: next(iter(model(x))), x, y))
 
@@ -596,7 +601,7 @@ def test_a_selector_that_finds_nothing(pack, selector) -> None:
     x, y = data()
     opt = pb.NaturalGradient(model, output=selector)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused(f"output has no entry {selector!r}", "got", "output=..."),
     ):
         opt.step(closure_of(opt, model, x, y))
@@ -607,7 +612,7 @@ def test_scalar_output() -> None:
     x, y = data()
     opt = pb.NaturalGradient(model)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("output is a single number", "no batch axis", "one value per sample"),
     ):
         opt.step(closure_of(opt, model, x, y, lambda z, y: z))
@@ -688,7 +693,7 @@ def test_a_metric_that_does_not_fit(metric, outputs, what, why, remedy) -> None:
     model = Returning(lambda z: z, outputs)
     x, y = data(outputs=outputs)
     opt = pb.NaturalGradient(model, metric)
-    with untouched(model, opt), refused(what, why, remedy):
+    with expect_unchanged(model, opt), refused(what, why, remedy):
         opt.step(closure_of(opt, model, x, y))
 
 
@@ -722,9 +727,9 @@ def test_unknown_choices() -> None:
         pb.optim.Outputs(reduction="typo")
 
 
-@pytest.mark.parametrize(("option", "kind"), [("solver", "Solver"), ("step", "Step")])
-def test_stages_given_by_name(option: str, kind: str) -> None:
-    with refused(f"{option}= is not a {kind}", "got 'typo'", f"pullback.{option}s"):
+@pytest.mark.parametrize(("option", "class_name"), [("solver", "Solver"), ("step", "Step")])
+def test_stages_given_by_name(option: str, class_name: str) -> None:
+    with refused(f"{option}= is not a {class_name}", "got 'typo'", f"pullback.{option}s"):
         pb.NaturalGradient(mlp(), **{option: "typo"})  # pyright: ignore[reportArgumentType]
 
 
@@ -740,7 +745,7 @@ def test_unusable_damping(solver, damping: float) -> None:
     x, y = data()
     opt = pb.NaturalGradient(model, solver=solver(damping))
     with (
-        untouched(model),
+        expect_unchanged(model),
         refused("The damping is not usable", f"got {damping}", "Use a number ≥ 0"),
     ):
         opt.step(closure_of(opt, model, x, y))
@@ -766,7 +771,7 @@ def test_target_ratio_without_a_damping_path() -> None:
     x, y = data()
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(), step=pb.steps.TargetRatio())
     with (
-        untouched(model),
+        expect_unchanged(model),
         refused("TargetRatio cannot work here", "one factorization", "PseudoInverse()"),
     ):
         opt.step(closure_of(opt, model, x, y))
@@ -778,7 +783,7 @@ def test_a_gram_of_zero_is_a_rejected_step_with_the_reason() -> None:
     opt = pb.NaturalGradient(
         model, lambda z: z.new_zeros(6, 2, 2), solver=pb.solvers.PseudoInverse()
     )
-    with untouched(model):
+    with expect_unchanged(model):
         info = opt.step(closure_of(opt, model, x, y))
     assert not info.accepted
     assert not info.status.ok

@@ -14,7 +14,6 @@ from .common import (
     DOUBLE,
     assert_close,
     closure_of,
-    damped,
     data,
     flat,
     gradient,
@@ -22,6 +21,7 @@ from .common import (
     hooks,
     mlp,
     mse_gram,
+    solve_damped,
     vector,
 )
 
@@ -38,10 +38,8 @@ def check_mse_step(opt, model, call, x, y, params=None) -> pb.StepInfo:
     """One step of `opt` against the dense answer; `call` is what the closure runs."""
     if params is None:
         params = list(model.parameters())
-    else:
-        params = params
     z = model(x)
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     before = flat(params).clone()
     info = opt.step(closure_of(opt, call, x, y))
     assert info.accepted
@@ -192,7 +190,7 @@ def test_accumulation_over_micro_batches() -> None:
     opt = natural(model)
     z = model(x)
     params = list(model.parameters())
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
 
     def closure() -> float:
         opt.zero_grad()
@@ -224,7 +222,7 @@ def test_a_gradient_penalty_in_the_closure_falls_back_to_the_gradient() -> None:
         return F.mse_loss(z, y) + slope.square().mean()
 
     g = gradient(total(), params)
-    want = damped(mse_gram(model(x), params), g, DAMPING)
+    want = solve_damped(mse_gram(model(x), params), g, DAMPING)
 
     def closure() -> Tensor:
         opt.zero_grad()
@@ -294,7 +292,7 @@ def test_an_output_changed_in_place_by_the_closure() -> None:
     opt = natural(model)
     params = list(model.parameters())
     z = model(x)
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(F.elu(z), y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(F.elu(z), y), params), DAMPING)
     before = vector(model)
     closure = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(F.elu_(z), y))
     assert opt.step(closure).whitened
@@ -310,7 +308,7 @@ def test_dropout_is_replayed_with_the_same_mask(form: str) -> None:
     start = torch.get_rng_state()
     z = model(x)
     after = torch.get_rng_state()
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     torch.set_rng_state(start)
     before = vector(model)
     info = opt.step(closure_of(opt, model, x, y))
@@ -415,11 +413,13 @@ def test_a_model_compiled_in_place(compiler, called_before: bool) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_part_of_a_model_is_not_compiled_again_by_us(compiler, in_place) -> None:
-    part = mlp(3, 5, 4)
+    submodule = mlp(3, 5, 4)
     x, y = data()
     if in_place:
-        part.compile(backend="eager")
-    model = nn.Sequential(part if in_place else compiler(part, backend="eager"), nn.Tanh())
+        submodule.compile(backend="eager")
+    model = nn.Sequential(
+        submodule if in_place else compiler(submodule, backend="eager"), nn.Tanh()
+    )
     model.append(nn.Linear(4, 2, dtype=DOUBLE))
     F.mse_loss(model(x), y).backward()
     opt = natural(model)
@@ -465,7 +465,7 @@ def reference_step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     twin = copy.deepcopy(model).double()
     params = list(twin.parameters())
     z = twin(x.double())
-    return damped(mse_gram(z, params), gradient(F.mse_loss(z, y.double()), params), DAMPING)
+    return solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y.double()), params), DAMPING)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def autocast_oracle(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         z = model(x)
         loss = F.mse_loss(z.float(), y)
-    return damped(mse_gram(z, params).double(), gradient(loss, params).double(), DAMPING)
+    return solve_damped(mse_gram(z, params).double(), gradient(loss, params).double(), DAMPING)
 
 
 @pytest.mark.parametrize("samples", [4, 40])
@@ -613,7 +613,7 @@ def test_output_selectors(pack, output, pick) -> None:
     opt = natural(model, output=output)
     params = list(model.parameters())
     z = pick(model(x))
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     before = vector(model)
     info = opt.step(closure_of(opt, lambda x: pick(model(x)), x, y))
     assert info.whitened
@@ -663,7 +663,7 @@ def test_several_inputs_and_keywords() -> None:
         return model(x, other, scale=scale, power=2)
 
     z = call(x)
-    want = damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
     before = vector(model)
     assert opt.step(closure_of(opt, call, x, y)).whitened
     assert_close(before - vector(model), want, 1e-8)
@@ -681,14 +681,16 @@ def test_unused_outputs_of_a_categorical_model_are_left_out() -> None:
     x = torch.randn(6, 3, dtype=DOUBLE)
     y = torch.tensor([0, 1, -100, 2, -100, 1])
     params = list(model.parameters())
-    kept = y != -100
+    is_kept = y != -100
     opt = pb.NaturalGradient(
         model, pb.metrics.Fisher(pb.likelihoods.Categorical()), pb.solvers.Cholesky(DAMPING)
     )
-    z = model(x)[kept]
+    z = model(x)[is_kept]
     p = z.softmax(1).detach()
     fisher = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / 4
-    want = damped(gram(z, params, fisher), gradient(F.cross_entropy(z, y[kept]), params), DAMPING)
+    want = solve_damped(
+        gram(z, params, fisher), gradient(F.cross_entropy(z, y[is_kept]), params), DAMPING
+    )
     before = vector(model)
     assert opt.step(closure_of(opt, model, x, y, F.cross_entropy)).whitened
     assert_close(before - vector(model), want, 1e-8)
@@ -707,7 +709,9 @@ def test_outputs_of_any_shape(form: str) -> None:
     pixels = z.movedim(1, -1).reshape(-1, 3)
     p = pixels.softmax(1).detach()
     fisher = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / 8
-    want = damped(gram(pixels, params, fisher), gradient(F.cross_entropy(z, y), params), DAMPING)
+    want = solve_damped(
+        gram(pixels, params, fisher), gradient(F.cross_entropy(z, y), params), DAMPING
+    )
     before = vector(model)
     info = opt.step(closure_of(opt, model, x, y, F.cross_entropy))
     assert info.rows == 24
@@ -735,7 +739,7 @@ def test_reduction_sum(samples: int) -> None:
     opt = natural(model, output=pb.optim.Outputs(reduction="sum"))
     z = model(x)
     loss = F.mse_loss(z, y, reduction="sum")
-    want = damped(gram(z, params, 2.0), gradient(loss, params), DAMPING)
+    want = solve_damped(gram(z, params, 2.0), gradient(loss, params), DAMPING)
     before = vector(model)
     closure = closure_of(opt, model, x, y, lambda z, y: F.mse_loss(z, y, reduction="sum"))
     assert opt.step(closure).whitened

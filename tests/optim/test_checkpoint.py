@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def outline(tree: Any) -> Any:
 
 
 def outlines(opt: Optimizer) -> list[Any]:
-    params = [p for group in opt.param_groups for p in group["params"]]
+    params = list(chain.from_iterable(group["params"] for group in opt.param_groups))
     assert set(opt.state) == set(params)
     return [outline(opt.state[p]) for p in params]
 
@@ -149,10 +150,10 @@ def test_torchs_checkpoints_resume_to_the_same_bits(name: str, options: str) -> 
     saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=OPTIONS[options]))
     weights = copy.deepcopy(model.state_dict())
     want = train(model, opt)
-    again, fresh = start(name)
-    again.load_state_dict(weights)
-    set_optimizer_state_dict(again, fresh, saved, options=OPTIONS[options])
-    assert torch.equal(train(again, fresh), want)
+    resumed, fresh = start(name)
+    resumed.load_state_dict(weights)
+    set_optimizer_state_dict(resumed, fresh, saved, options=OPTIONS[options])
+    assert torch.equal(train(resumed, fresh), want)
 
 
 @pytest.mark.parametrize(
@@ -173,13 +174,16 @@ def test_a_checkpoint_in_files_resumes_to_the_same_bits(name: str, tmp_path: Pat
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, opt)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     want = train(model, opt)
-    again, fresh = start(name)
+    resumed, fresh = start(name)
     for _ in range(2 if name.startswith("KFAC") else 1):  # the first load reads K-FAC's table
-        state = {"model": again.state_dict(), "optimizer": get_optimizer_state_dict(again, fresh)}
+        state = {
+            "model": resumed.state_dict(),
+            "optimizer": get_optimizer_state_dict(resumed, fresh),
+        }
         dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-        again.load_state_dict(state["model"])
-        set_optimizer_state_dict(again, fresh, state["optimizer"])
-    assert torch.equal(train(again, fresh), want)
+        resumed.load_state_dict(state["model"])
+        set_optimizer_state_dict(resumed, fresh, state["optimizer"])
+    assert torch.equal(train(resumed, fresh), want)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -236,11 +240,11 @@ def test_frozen_parameters_need_no_saved_state(flat: bool) -> None:
     model[0].requires_grad_(False)  # pyright: ignore
     train(model, opt)
     saved = copy.deepcopy(get_optimizer_state_dict(model, opt, options=options))
-    again, fresh = start("TrustNorm of Spring")
-    again.load_state_dict(model.state_dict())
-    again[0].requires_grad_(False)  # pyright: ignore
-    set_optimizer_state_dict(again, fresh, saved, options=options)
-    assert fresh.state[again[0].weight]["schedule"]["steps"] == 3  # pyright: ignore
+    resumed, fresh = start("TrustNorm of Spring")
+    resumed.load_state_dict(model.state_dict())
+    resumed[0].requires_grad_(False)  # pyright: ignore
+    set_optimizer_state_dict(resumed, fresh, saved, options=options)
+    assert fresh.state[resumed[0].weight]["schedule"]["steps"] == 3  # pyright: ignore
     assert same(fresh.state_dict(), opt.state_dict())
 
 
@@ -248,11 +252,11 @@ def test_frozen_parameters_need_no_saved_state(flat: bool) -> None:
 def test_vectors_of_half_parameters_are_saved_as_they_are_kept(name: str) -> None:
     model, opt = start(name, torch.bfloat16)
     train(model, opt)
-    again, fresh = start(name, torch.bfloat16)
-    again.load_state_dict(model.state_dict())
+    resumed, fresh = start(name, torch.bfloat16)
+    resumed.load_state_dict(model.state_dict())
     fresh.load_state_dict(opt.state_dict())
     want = train(model, opt)
-    assert torch.equal(train(again, fresh), want)
+    assert torch.equal(train(resumed, fresh), want)
 
 
 def test_the_state_of_the_inner_optimizer_begins_on_the_slice() -> None:
@@ -317,13 +321,13 @@ class LateLayer(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, 6)
         self.last = nn.Linear(6, 3)
-        self.late = nn.Linear(5, 3)
+        self.unused_at_first = nn.Linear(5, 3)
         self.used = False
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.last(torch.tanh(self.first(x)))
         if self.used:
-            return z + self.late(x)
+            return z + self.unused_at_first(x)
         return z
 
 

@@ -15,14 +15,14 @@ from .common import (
     DOUBLE,
     assert_close,
     closure_of,
-    damped,
     data,
+    expect_unchanged,
     flat,
     gradient,
     mlp,
     mse_gram,
     same,
-    untouched,
+    solve_damped,
     vector,
 )
 
@@ -43,7 +43,7 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor, params=None) -> Tensor:
     else:
         params = list(params)
     z = model(x)
-    return damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
+    return solve_damped(mse_gram(z, params), gradient(F.mse_loss(z, y), params), DAMPING)
 
 
 def movement(opt, closure, params) -> Tensor:
@@ -117,8 +117,8 @@ def test_schedulers_scale_the_step(make, rates: list[float]) -> None:
     for rate in rates:
         assert opt.param_groups[0]["lr"] == pytest.approx(rate)
         want = rate * oracle(model, x, y)
-        got = movement(opt, closure_of(opt, model, x, y), model.parameters())
-        assert torch.allclose(got, want, rtol=1e-8, atol=1e-12)
+        move = movement(opt, closure_of(opt, model, x, y), model.parameters())
+        assert torch.allclose(move, want, rtol=1e-8, atol=1e-12)
         scheduler.step()
 
 
@@ -339,7 +339,7 @@ def test_a_regularizer_in_the_closure_is_honoured(samples: int, form: str, stren
 
     z = model(x)
     total = F.mse_loss(z, y) + decay()
-    want = damped(mse_gram(z, params), gradient(total, params), DAMPING)
+    want = solve_damped(mse_gram(z, params), gradient(total, params), DAMPING)
     before = vector(model)
     info = opt.step(closure_of(opt, model, x, y, extra=decay))
     assert info.loss == pytest.approx(total.item(), rel=1e-14)
@@ -373,7 +373,7 @@ def test_a_gradient_edited_by_a_hook_is_honoured() -> None:
     z = model(x)
     g = gradient(F.mse_loss(z, y), params)
     g[:15] = 0
-    want = damped(mse_gram(z, params), g, DAMPING)
+    want = solve_damped(mse_gram(z, params), g, DAMPING)
     model[0].weight.register_hook(torch.zeros_like)
     assert_close(movement(opt, closure_of(opt, model, x, y), params), want, 1e-8)
 
@@ -451,20 +451,20 @@ def test_step_hooks() -> None:
     model = mlp()
     x, y = data()
     opt = natural(model)
-    seen: list[tuple[str, bool]] = []
+    hook_calls: list[tuple[str, bool]] = []
     start = vector(model)
     pre = opt.register_step_pre_hook(
-        lambda o, args, kwargs: seen.append(("pre", torch.equal(start, vector(model))))
+        lambda o, args, kwargs: hook_calls.append(("pre", torch.equal(start, vector(model))))
     )
     post = opt.register_step_post_hook(
-        lambda o, args, kwargs: seen.append(("post", torch.equal(start, vector(model))))
+        lambda o, args, kwargs: hook_calls.append(("post", torch.equal(start, vector(model))))
     )
     opt.step(closure_of(opt, model, x, y))
-    assert seen == [("pre", True), ("post", False)]
+    assert hook_calls == [("pre", True), ("post", False)]
     pre.remove()
     post.remove()
     opt.step(closure_of(opt, model, x, y))
-    assert len(seen) == 2
+    assert len(hook_calls) == 2
 
 
 def test_a_pre_hook_may_change_the_arguments() -> None:
@@ -528,7 +528,7 @@ def test_rejected_steps_put_everything_back() -> None:
 
     opt.step(closure_of(opt, model, x, y, uphill))
     before = opt.state_dict()
-    with untouched(model):
+    with expect_unchanged(model):
         info = opt.step(closure_of(opt, model, x, y, uphill))
     assert not info.accepted
     assert info.new_loss is None

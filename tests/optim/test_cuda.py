@@ -152,8 +152,8 @@ def test_autocast(dtype: torch.dtype, where: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["LevenbergMarquardt", "TargetRatio", "Spring", "Sketched"])
-@pytest.mark.parametrize("place", ["cuda", "cpu"])
-def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
+@pytest.mark.parametrize("map_location", ["cuda", "cpu"])
+def test_a_run_resumes_to_the_same_bits(name: str, map_location: str) -> None:
     x, y = (t.cuda() for t in data(12))
     model = mlp().cuda()
     opt = None
@@ -166,15 +166,15 @@ def test_a_run_resumes_to_the_same_bits(name: str, place: str) -> None:
     for _ in range(3):
         opt.step(closure_of(opt, model, x, y))
     file.seek(0)
-    weights, state = torch.load(file, map_location=place)
-    again = mlp().cuda()
-    again.load_state_dict(weights)
+    weights, state = torch.load(file, map_location=map_location)
+    resumed = mlp().cuda()
+    resumed.load_state_dict(weights)
     solver, step = RUNS[name]()
-    fresh = pb.NaturalGradient(again, MSE, solver, step)
+    fresh = pb.NaturalGradient(resumed, MSE, solver, step)
     fresh.load_state_dict(state)
     for _ in range(3):
-        fresh.step(closure_of(fresh, again, x, y))
-    assert torch.equal(vector(again), vector(model))
+        fresh.step(closure_of(fresh, resumed, x, y))
+    assert torch.equal(vector(resumed), vector(model))
 
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])

@@ -39,16 +39,16 @@ def losses(opt: Optimizer, task: Task, evaluations: int) -> list[float]:
     x, y, loss, model = task
     closure = closure_of(opt, model, x, y, loss)
     count = 0
-    found = []
+    losses_of_steps = []
 
-    def counted() -> float:
+    def count_and_evaluate() -> float:
         nonlocal count
         count += 1
         return float(closure().detach())
 
     while count < evaluations:
-        found.append(float(opt.step(counted)))
-    return [*found, float(loss(model(x), y).detach())]
+        losses_of_steps.append(float(opt.step(count_and_evaluate)))
+    return [*losses_of_steps, float(loss(model(x), y).detach())]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -57,9 +57,9 @@ def test_regression_with_default_arguments(make, seed: int) -> None:
     adam = regression(seed)
     want = losses(Adam(adam[-1].parameters(), 1e-3), adam, 60)
     task = regression(seed)
-    found = losses(make(task[-1]), task, 60)
-    assert max(found) == found[0]
-    assert found[-1] < 0.5 * want[-1]
+    losses_of_steps = losses(make(task[-1]), task, 60)
+    assert max(losses_of_steps) == losses_of_steps[0]
+    assert losses_of_steps[-1] < 0.5 * want[-1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -78,9 +78,9 @@ def test_classification_with_default_arguments(make, seed: int) -> None:
     adam = classification(seed)
     want = losses(Adam(adam[-1].parameters(), 1e-3), adam, 40)
     task = classification(seed)
-    found = losses(make(task[-1]), task, 40)
-    assert max(found) == found[0]
-    assert found[-1] < 0.5 * want[-1]
+    losses_of_steps = losses(make(task[-1]), task, 40)
+    assert max(losses_of_steps) == losses_of_steps[0]
+    assert losses_of_steps[-1] < 0.5 * want[-1]
 
 
 def test_a_given_learning_rate_is_a_constant_step() -> None:
@@ -88,8 +88,8 @@ def test_a_given_learning_rate_is_a_constant_step() -> None:
     assert isinstance(opt.rule, pb.steps.Constant)
     assert opt.param_groups[0]["lr"] == 0.1
     assert isinstance(pb.GaussNewton(nn.Linear(2, 1), lr=0.1).rule, pb.steps.Constant)
-    given = pb.steps.GridLineSearch(3)
-    assert pb.NaturalGradient(nn.Linear(2, 1), step=given, lr=0.1).rule is given
+    search = pb.steps.GridLineSearch(3)
+    assert pb.NaturalGradient(nn.Linear(2, 1), step=search, lr=0.1).rule is search
 
 
 def test_trial_losses_keep_the_precision_of_the_closure() -> None:

@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 import pullback as pb
 
-from .common import DOUBLE, assert_close, closure_of, damped, data, gradient, gram, mlp, vector
+from .common import (
+    DOUBLE,
+    assert_close,
+    closure_of,
+    data,
+    gradient,
+    gram,
+    mlp,
+    solve_damped,
+    vector,
+)
 
 DAMPING = 1e-2
 FISHER = pb.metrics.Fisher(pb.likelihoods.Categorical())
@@ -27,7 +37,7 @@ def oracle(model: nn.Module, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """The loss's gradient on x in the Fisher metric of the outputs z."""
     params = list(model.parameters())
     loss = F.cross_entropy(model(x), y)
-    return damped(gram(z, params, fisher(z)), gradient(loss, params), DAMPING)
+    return solve_damped(gram(z, params, fisher(z)), gradient(loss, params), DAMPING)
 
 
 def natural(model: nn.Module, **options) -> pb.NaturalGradient:
@@ -83,21 +93,21 @@ class Pair(nn.Module):
         return self.net(x + shift)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict", "Call"])
-def test_arguments_and_keywords(kind: str) -> None:
+@pytest.mark.parametrize("container", ["tuple", "dict", "Call"])
+def test_arguments_and_keywords(container: str) -> None:
     model = Pair()
     x, y = batch(6)
     other, _ = batch(9)
     shift = torch.randn(9, 3, dtype=DOUBLE)
     want = oracle(model, x, y, model(other, shift))
-    given = {
+    arguments = {
         "tuple": (other, shift),
         "dict": {"x": other, "shift": shift},
         "Call": pb.maps.Call.of(other, shift=shift),
-    }[kind]
+    }[container]
     opt = natural(model)
     before = vector(model)
-    opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=given)
+    opt.step(closure_of(opt, model, x, y, F.cross_entropy), metric_batch=arguments)
     assert_close(before - vector(model), want)
 
 
@@ -136,7 +146,7 @@ def test_dropout_on_the_metric_batch_keeps_one_mask_and_the_random_state(form: s
     g = gradient(F.cross_entropy(model(x), y), params)
     after = torch.get_rng_state()
     z = model(other)  # the metric's mask comes after the loss's
-    want = damped(gram(z, params, fisher(z)), g, DAMPING)
+    want = solve_damped(gram(z, params, fisher(z)), g, DAMPING)
     torch.set_rng_state(start)
     before = vector(model)
     opt.step(closure_of(opt, model, x, y, F.cross_entropy))
@@ -168,7 +178,7 @@ def test_weights_that_are_a_function_of_the_inputs_see_the_metric_batch() -> Non
     params = list(model.parameters())
     weights = other.square().sum(1)[:, None, None] * torch.eye(2, dtype=DOUBLE) / 9
     g = gradient(F.mse_loss(model(x), y), params)
-    want = damped(gram(model(other), params, weights), g, DAMPING)
+    want = solve_damped(gram(model(other), params, weights), g, DAMPING)
     before = vector(model)
     opt.step(closure_of(opt, model, x, y))
     assert_close(before - vector(model), want)

@@ -176,7 +176,7 @@ def test_small_logits_are_no_probabilities() -> None:
 # --- growth -----------------------------------------------------------------------------------
 
 
-def growing(factor: float, steps: int, **options: Any) -> list[str]:
+def warn_while_growing(factor: float, steps: int, **options: Any) -> list[str]:
     model = nn.Linear(1, 1)
     opt = pb.NaturalGradient(model, lr=0.0, **options)
     scale = 1.0
@@ -196,15 +196,15 @@ def growing(factor: float, steps: int, **options: Any) -> list[str]:
 
 
 def test_a_loss_that_has_grown_is_noticed_once() -> None:
-    (said,) = growing(11, 60)
+    (said,) = warn_while_growing(11, 60)
     assert "LevenbergMarquardt" in said
-    assert len(growing(float("inf"), 60)) == 1
+    assert len(warn_while_growing(float("inf"), 60)) == 1
 
 
 def test_a_loss_that_has_grown_less_or_for_a_moment_is_not() -> None:
-    assert not growing(9, 60)
-    assert not growing(11, 20)
-    assert not growing(11, 60, maximize=True)
+    assert not warn_while_growing(9, 60)
+    assert not warn_while_growing(11, 20)
+    assert not warn_while_growing(11, 60, maximize=True)
 
 
 # --- losses of derivatives --------------------------------------------------------------------
@@ -275,8 +275,8 @@ def test_a_derivative_by_the_inputs_is_no_cotangent() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = opt.direction(lambda: closure(True)).x
-    assert torch.equal(found, plain.direction(lambda: closure(False)).x)
+        direction = opt.direction(lambda: closure(True)).x
+    assert torch.equal(direction, plain.direction(lambda: closure(False)).x)
 
 
 class Checkpointed(nn.Module):

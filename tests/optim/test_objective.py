@@ -13,15 +13,15 @@ from tests.pairs import all_pairs
 from .common import (
     DOUBLE,
     assert_close,
-    damped,
     data,
+    expect_unchanged,
     flat,
     gradient,
     gram,
     jacobian,
     mlp,
     refused,
-    untouched,
+    solve_damped,
     vector,
 )
 
@@ -71,7 +71,7 @@ def test_forms_of_residuals(name: str, reduction: str, samples_first: bool) -> N
     scale = 1.0 if reduction == "mean" else 6.0
     loss = scale * half_mean_square(r, weight)
     metric = torch.as_tensor(weight, dtype=DOUBLE).expand(6)[:, None, None] * torch.eye(2)
-    want = damped(gram(r, params, scale / 6 * metric), gradient(loss, params), DAMPING)
+    want = solve_damped(gram(r, params, scale / 6 * metric), gradient(loss, params), DAMPING)
     opt = natural(model, output=pb.optim.Outputs(reduction=reduction))
     before = vector(model)
     f = residual(model, x, y)
@@ -100,13 +100,13 @@ def test_several_named_residuals_are_each_averaged_over_their_own_samples() -> N
     r2 = model(x2)[:, 0]
     r3 = (model[0].bias.square().sum() - 1)[None]
     loss = half_mean_square(r1) + half_mean_square(r2, weights) + half_mean_square(r3, 0.25)
-    parts = [
+    blocks = [
         jacobian(r1, params) / 6**0.5,
         jacobian(r2, params) * (weights / 4).sqrt()[:, None],
         jacobian(r3, params) * 0.5,
     ]
-    a = torch.cat(parts)
-    want = damped(a.T @ a, gradient(loss, params), DAMPING)
+    a = torch.cat(blocks)
+    want = solve_damped(a.T @ a, gradient(loss, params), DAMPING)
     before = vector(model)
     info = natural(model).step(objective=objective)
     assert info.loss == pytest.approx(loss.item(), rel=1e-12)
@@ -119,7 +119,7 @@ def test_residuals_of_any_shape_have_their_samples_first() -> None:
     x, _ = data()
     params = list(model.parameters())
     r = model(x).reshape(6, 2, 3)
-    want = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
+    want = solve_damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     info = natural(model).step(objective=lambda p: functional_call(model, p, (x,)).reshape(6, 2, 3))
     assert info.loss == pytest.approx(half_mean_square(r).item())
@@ -132,7 +132,7 @@ def test_forms_of_the_gram(form: str) -> None:
     x, y = data()
     params = list(model.parameters())
     r = model(x) - y
-    want = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
+    want = solve_damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     info = natural(model, gram=form).step(objective=residual(model, x, y))
     assert info.gram == form
@@ -157,7 +157,7 @@ def test_residuals_with_derivatives_of_the_network() -> None:
     second = torch.autograd.grad(slope.sum(), points, create_graph=True)[0]
     r = second - torch.sin(x)
     params = list(model.parameters())
-    want = damped(gram(r, params, 1 / 5), gradient(half_mean_square(r), params), DAMPING)
+    want = solve_damped(gram(r, params, 1 / 5), gradient(half_mean_square(r), params), DAMPING)
     before = vector(model)
     natural(model).step(objective=objective)
     assert_close(before - vector(model), want)
@@ -238,7 +238,7 @@ def test_batched_trials_are_the_losses_at_the_trial_points() -> None:
     before = vector(model)
     params = list(model.parameters())
     r = model(x) - y
-    direction = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
+    direction = solve_damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     losses = []
     for k in range(7):
         point = before - 0.5**k * direction
@@ -313,7 +313,7 @@ def test_random_points_are_the_same_in_loss_jacobian_and_trials(step: pb.steps.S
     start = torch.get_rng_state()
     r = objective(dict(model.named_parameters()))
     after = torch.get_rng_state()
-    want = damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
+    want = solve_damped(gram(r, params, 1 / 6), gradient(half_mean_square(r), params), DAMPING)
     torch.set_rng_state(start)
     before = vector(model)
     info = natural(model, step=step).step(objective=objective)
@@ -371,7 +371,7 @@ def test_a_subset_of_the_parameters() -> None:
     x, y = data()
     chosen = [model[2].weight, model[2].bias]
     r = model(x) - y
-    want = damped(gram(r, chosen, 1 / 6), gradient(half_mean_square(r), chosen), DAMPING)
+    want = solve_damped(gram(r, chosen, 1 / 6), gradient(half_mean_square(r), chosen), DAMPING)
     opt = natural(model, params=chosen)
     names: set[str] = set()
 
@@ -399,7 +399,7 @@ def test_a_residual_that_is_not_a_number_is_rejected() -> None:
         noise = torch.rand(())
         return (functional_call(model, p, (x,)) - y) * (noise / 0 * 0)
 
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         info = opt.step(objective=objective)
     assert not info.accepted
     assert "the loss is not finite" in info.reason
@@ -409,7 +409,7 @@ def test_a_gradient_that_is_not_a_number_is_rejected() -> None:
     model = mlp()
     x, _ = data()
     opt = natural(model)
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         info = opt.step(objective=lambda p: torch.sqrt(0 * functional_call(model, p, (x,))) + 1)
     assert not info.accepted
     assert info.reason == "the gradient is not finite"
@@ -420,7 +420,7 @@ def test_an_objective_without_the_parameters_is_refused() -> None:
     x, y = data()
     opt = natural(model)
     with (
-        untouched(model, opt),
+        expect_unchanged(model, opt),
         refused("does not depend on the parameters", "no gradient", "functional_call"),
     ):
         opt.step(objective=lambda p: model(x).detach() - y)
@@ -471,7 +471,7 @@ def test_residuals_that_do_not_fit(output, what: str, why: str) -> None:
     x, y = data()
     opt = natural(model)
     f = residual(model, x, y)
-    with untouched(model, opt), refused(what, why, ""):
+    with expect_unchanged(model, opt), refused(what, why, ""):
         opt.step(objective=lambda p: None if output is None else output(f(p)))
 
 
@@ -485,7 +485,9 @@ def test_metric_batch_as_a_function_of_the_parameters() -> None:
     grid, _ = data(9)
     params = list(model.parameters())
     r = model(x) - y
-    want = damped(gram(model(grid), params, 1 / 9), gradient(half_mean_square(r), params), DAMPING)
+    want = solve_damped(
+        gram(model(grid), params, 1 / 9), gradient(half_mean_square(r), params), DAMPING
+    )
     before = vector(model)
     info = natural(model).step(
         objective=residual(model, x, y),
@@ -504,7 +506,7 @@ def test_metric_batch_with_quadrature_weights() -> None:
     params = list(model.parameters())
     r = model(x) - y
     metric = weights[:, None, None] * torch.eye(2, dtype=DOUBLE)
-    want = damped(
+    want = solve_damped(
         gram(model(grid), params, metric), gradient(half_mean_square(r, 6.0), params), DAMPING
     )
     before = vector(model)

@@ -128,8 +128,8 @@ def test_a_model_that_wants_its_whole_batch() -> None:
     model = Picky()
     x, y = data()
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(0.1))
-    found = opt.direction(closure_of(opt, model, x, y)).x
-    assert_close(found, want(model, model(x), y, 0.1), 1e-8, "direction")
+    direction = opt.direction(closure_of(opt, model, x, y)).x
+    assert_close(direction, want(model, model(x), y, 0.1), 1e-8, "direction")
 
 
 def test_matrix_free_through_a_transformer_layer_in_evaluation_mode() -> None:
@@ -139,8 +139,8 @@ def test_matrix_free_through_a_transformer_layer_in_evaluation_mode() -> None:
     x = torch.randn(3, 3, 4, dtype=DOUBLE)
     y = torch.randint(0, 3, (3,))
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.ConjugateGradient(0.1))
-    found = opt.direction(closure_of(opt, model, x, y)).x
-    assert_close(found, want(model, model(x), y, 0.1), 1e-7, "direction")
+    direction = opt.direction(closure_of(opt, model, x, y)).x
+    assert_close(direction, want(model, model(x), y, 0.1), 1e-7, "direction")
 
 
 def test_no_way_to_push_a_tangent_is_said() -> None:
@@ -168,8 +168,8 @@ def test_a_branch_taken_later_is_noticed(form: str) -> None:
     opt = pb.NaturalGradient(model, FISHER, pb.solvers.Cholesky(0.1), gram=form)
     for shift in (-5.0, 5.0):
         moved = x - x.mean() + shift
-        found = opt.direction(closure_of(opt, model, moved, y)).x
-        assert_close(found, want(model, model(moved), y, 0.1), 1e-8, f"shift {shift}")
+        direction = opt.direction(closure_of(opt, model, moved, y)).x
+        assert_close(direction, want(model, model(moved), y, 0.1), 1e-8, f"shift {shift}")
 
 
 SOLVERS = pb.solvers.PseudoInverse(), pb.solvers.ConjugateGradient(1e-3), pb.solvers.Cholesky(1e-3)
@@ -193,13 +193,13 @@ def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str, decay
         x[0, 0] = 1.0
         x[1:, 0] = 0.0
     opt = pb.NaturalGradient(model, FISHER, solver, gram=form, lr=0.0)
-    seen = {}
+    directions = {}
 
     class Look(pb.steps.Constant):
         def take(self, local: pb.steps.Local) -> pb.steps.Move:
-            seen["solve"] = local.direction(1e-3).x
+            directions["solve"] = local.direction(1e-3).x
             if (path := local.path()) is not None:
-                seen["path"] = path.at(torch.tensor(1e-3, dtype=DOUBLE))
+                directions["path"] = path.at(torch.tensor(1e-3, dtype=DOUBLE))
             return super().take(local)
 
     def closure() -> Tensor:
@@ -211,8 +211,8 @@ def test_a_sample_that_is_certain_and_wrong(gap: float, solver, form: str, decay
     opt.rule = Look(0.0)
     opt.step(closure)
     target = want(model, model(x), y, 1e-3, decay)
-    for name, found in seen.items():
-        assert_close(found, target, 1e-6, name)
+    for name, direction in directions.items():
+        assert_close(direction, target, 1e-6, name)
 
 
 def test_the_proofs_hold_under_autocast() -> None:

@@ -39,7 +39,7 @@ def start(make, dtype: torch.dtype) -> tuple[nn.Module, pb.NaturalGradient]:
     return model, pb.NaturalGradient(model, solver=solver, step=step)
 
 
-def stored(state: object) -> object:
+def store_and_load(state: object) -> object:
     """Through a file, as `torch.load` reads it by default."""
     file = io.BytesIO()
     torch.save(state, file)
@@ -53,7 +53,7 @@ def test_a_run_resumes_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
     x, y = data(12, dtype=dtype)
     for _ in range(3):
         opt.step(closure_of(opt, model, x, y))
-    saved = stored({"model": model.state_dict(), "optimizer": opt.state_dict()})
+    saved = store_and_load({"model": model.state_dict(), "optimizer": opt.state_dict()})
     assert isinstance(saved, dict)
     want = []
     for _ in range(5):
@@ -139,13 +139,13 @@ def test_a_dropout_run_resumes_with_the_random_state() -> None:
     saved = copy.deepcopy((model.state_dict(), opt.state_dict(), torch.get_rng_state()))
     for _ in range(5):
         opt.step(closure_of(opt, model, x, y))
-    again, fresh = build()
-    again.load_state_dict(saved[0])
+    resumed, fresh = build()
+    resumed.load_state_dict(saved[0])
     fresh.load_state_dict(saved[1])
     torch.set_rng_state(saved[2])
     for _ in range(5):
-        fresh.step(closure_of(fresh, again, x, y))
-    assert torch.equal(vector(model), vector(again))
+        fresh.step(closure_of(fresh, resumed, x, y))
+    assert torch.equal(vector(model), vector(resumed))
 
 
 def test_an_objective_run_resumes_to_the_same_bits() -> None:
@@ -170,12 +170,12 @@ def test_an_objective_run_resumes_to_the_same_bits() -> None:
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
     for _ in range(5):
         opt.step(objective=objective_of(model))
-    again, fresh = build()
-    again.load_state_dict(saved[0])
+    resumed, fresh = build()
+    resumed.load_state_dict(saved[0])
     fresh.load_state_dict(saved[1])
     for _ in range(5):
-        fresh.step(objective=objective_of(again))
-    assert torch.equal(vector(model), vector(again))
+        fresh.step(objective=objective_of(resumed))
+    assert torch.equal(vector(model), vector(resumed))
 
 
 def test_the_state_of_another_solver_can_be_loaded() -> None:

@@ -38,12 +38,12 @@ def test_direction_is_the_damped_solve_and_moves_nothing() -> None:
     opt = pb.NaturalGradient(model, solver=pb.solvers.Cholesky(0.1))
     before = vector(model)
     random = torch.get_rng_state()
-    found = opt.direction(closure)
+    direction = opt.direction(closure)
     j = jacobian(model(x), list(model.parameters()))
     closure()
     g = torch.cat([p.grad.flatten() for p in model.parameters()])
     want = torch.linalg.solve(j.T @ j / 5 + 0.1 * torch.eye(len(g), dtype=DOUBLE), g)
-    assert_close(found.x, want, 1e-10, "direction")
+    assert_close(direction.x, want, 1e-10, "direction")
     assert torch.equal(vector(model), before)
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -65,20 +65,20 @@ def test_direction_refuses_a_loss_that_is_not_finite() -> None:
 def test_the_path_of_a_regularized_loss(damping: float) -> None:
     """TargetRatio sees the same solutions as a plain damped solve, the regularizer included."""
     model, _, closure = problem(decay=0.3)
-    seen = {}
+    observed = {}
 
     class Look(pb.steps.Constant):
         def take(self, local: pb.steps.Local) -> pb.steps.Move:
             path = local.path()
             assert path is not None
-            seen["path"] = path.at(torch.tensor(damping, dtype=DOUBLE))
-            seen["solve"] = local.direction(damping).x
+            observed["path"] = path.at(torch.tensor(damping, dtype=DOUBLE))
+            observed["solve"] = local.direction(damping).x
             return super().take(local)
 
     opt = pb.NaturalGradient(model, solver=pb.solvers.PseudoInverse(), step=Look(0.0))
     info = opt.step(closure)
     assert not info.whitened
-    assert_close(seen["path"], seen["solve"], 1e-10, "path")
+    assert_close(observed["path"], observed["solve"], 1e-10, "path")
 
 
 def test_an_r_that_is_not_representable_is_reported() -> None:

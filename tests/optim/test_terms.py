@@ -105,8 +105,8 @@ def dense_energy(net: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     return loss, gradient, gram
 
 
-def close(got: Tensor, want: Tensor, tol: float) -> None:
-    assert float((got - want).norm() / want.norm()) <= tol
+def close(actual: Tensor, want: Tensor, tol: float) -> None:
+    assert float((actual - want).norm() / want.norm()) <= tol
 
 
 @pytest.mark.parametrize("form", ["rows", "kernel", "dense", "matrix_free"])
@@ -115,17 +115,17 @@ def test_squares(form: str) -> None:
     z, j = dense_squares(net)
     solver = pb.solvers.ConjugateGradient if form == "matrix_free" else pb.solvers.Cholesky
     opt = pb.NaturalGradient(net, solver=solver(damping=1e-2), gram=form)
-    got = opt.direction(objective=Objective([squares(net)])).x
+    direction = opt.direction(objective=Objective([squares(net)])).x
     want = torch.linalg.solve(j.T @ j + 1e-2 * torch.eye(j.shape[1]).double(), j.T @ z)
-    close(got, want, 1e-4 if form == "matrix_free" else 1e-9)
+    close(direction, want, 1e-4 if form == "matrix_free" else 1e-9)
 
 
 def test_pseudo_inverse_of_squares() -> None:
     net = network()
     z, j = dense_squares(net)
     opt = pb.NaturalGradient(net, solver=pb.solvers.PseudoInverse(1e-8))
-    got = opt.direction(objective=Objective([squares(net)])).x
-    close(got, torch.linalg.pinv(j, rtol=1e-8) @ z, 1e-6)
+    direction = opt.direction(objective=Objective([squares(net)])).x
+    close(direction, torch.linalg.pinv(j, rtol=1e-8) @ z, 1e-6)
 
 
 def test_loss_slope_and_factor_of_an_energy() -> None:
@@ -145,9 +145,9 @@ def test_an_energy_with_a_linear_part_is_solved_from_its_gradient(form: str) -> 
     net = network()
     loss, gradient, gram = dense_energy(net)
     opt = pb.NaturalGradient(net, solver=pb.solvers.Cholesky(1e-2), gram=form)
-    got = opt.direction(objective=Objective([energy(net)])).x
+    direction = opt.direction(objective=Objective([energy(net)])).x
     want = torch.linalg.solve(gram + 1e-2 * torch.eye(len(gram)).double(), gradient)
-    close(got, want, 1e-8)
+    close(direction, want, 1e-8)
     info = opt.step(objective=Objective([energy(net)]))
     assert info.loss == pytest.approx(float(loss), rel=1e-12)
     assert not info.whitened
@@ -161,10 +161,12 @@ def test_energies_and_squares_together(form: str, damping: float) -> None:
     z, j = dense_squares(net)
     whole = Objective([energy(net), squares(net)])
     opt = pb.NaturalGradient(net, solver=pb.solvers.Cholesky(damping), gram=form)
-    got = opt.direction(objective=whole).x
-    both = gram + j.T @ j
-    want = torch.linalg.solve(both + damping * torch.eye(len(gram)).double(), gradient + j.T @ z)
-    close(got, want, 1e-6)
+    direction = opt.direction(objective=whole).x
+    total_gram = gram + j.T @ j
+    want = torch.linalg.solve(
+        total_gram + damping * torch.eye(len(gram)).double(), gradient + j.T @ z
+    )
+    close(direction, want, 1e-6)
     assert opt.step(objective=whole).loss == pytest.approx(float(loss + 0.5 * z @ z), rel=1e-12)
 
 
@@ -181,8 +183,8 @@ def test_structured_terms_beside_plain_residuals() -> None:
     r = torch.cat([z, 0.3 * w])
     for form in ("rows", "kernel", "dense"):
         opt = pb.NaturalGradient(net, solver=pb.solvers.PseudoInverse(), gram=form)
-        got = opt.direction(objective=whole).x
-        close(got, torch.linalg.lstsq(a, r).solution, 1e-7)
+        direction = opt.direction(objective=whole).x
+        close(direction, torch.linalg.lstsq(a, r).solution, 1e-7)
 
 
 @pytest.mark.parametrize("step", [pb.steps.TargetRatio(), pb.steps.LevenbergMarquardt()])
@@ -203,14 +205,14 @@ def test_trial_losses_are_those_of_the_trials() -> None:
     problem.evaluate()
     w, unflatten = flat_of(net)
     moves = 0.1 * torch.randn(5, len(w)).double()
-    got = problem.losses(moves, lambda p, m: unflatten(w - m))
+    losses = problem.losses(moves, lambda p, m: unflatten(w - m))
     want = torch.stack(
         [
             torch.stack([t.loss(t.map(unflatten(w - m))) for t in whole.terms]).sum().detach()
             for m in moves
         ]
     )
-    close(got, want, 1e-12)
+    close(losses, want, 1e-12)
 
 
 def test_a_density_that_is_not_convex_is_refused() -> None:

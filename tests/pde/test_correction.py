@@ -85,11 +85,11 @@ def grow(rate: float) -> pde.Problem:
 def test_a_small_violation_is_amplified() -> None:
     """u = e^(5t) cos(x − t) + 1e-6 e^(5t) sin(x − t): its violations are 1e-6 at the start."""
 
-    def spoiled(x: Any) -> Any:
+    def add_error(x: Any) -> Any:
         phase = x[:, :1] - x[:, 1:]
         return torch.exp(5 * x[:, 1:]) * (torch.cos(phase) + 1e-6 * torch.sin(phase))
 
-    profile, true = correct(grow(5.0), spoiled)
+    profile, true = correct(grow(5.0), add_error)
     assert true == pytest.approx(profile.error, rel=0.05)
     assert len(profile.windows) > 1
     assert is_resolved(profile)
@@ -107,11 +107,11 @@ def test_backward_heat() -> None:
         exact=lambda x, t: torch.exp(pi**2 * t) * torch.sin(pi * x),
     )
 
-    def spoiled(x: Any) -> Any:
+    def add_error(x: Any) -> Any:
         wave = torch.exp(pi**2 * x[:, 1:]) * torch.sin(pi * x[:, :1])
         return wave + 1e-7 * torch.exp(4 * pi**2 * x[:, 1:]) * torch.sin(2 * pi * x[:, :1])
 
-    profile, true = correct(problem, spoiled)
+    profile, true = correct(problem, add_error)
     assert true / 3 < profile.error < 3 * true
 
 
@@ -135,7 +135,7 @@ def test_hard_conditions_are_kept() -> None:
     """The error of a network with zeros built in has them too."""
     problem = pde.Poisson(2, hard=True)
 
-    def spoiled(x: Any) -> Any:
+    def add_error(x: Any) -> Any:
         waves = torch.sin(pi * x[:, :1]) * torch.sin(pi * x[:, 1:])
         bump = x[:, :1] * (1 - x[:, :1]) * x[:, 1:] * (1 - x[:, 1:])
         return waves / bump + 1e-3 * x[:, :1]
@@ -143,7 +143,7 @@ def test_hard_conditions_are_kept() -> None:
     def bump(x: Any, y: Any) -> Any:
         return x * (1 - x) * y * (1 - y)
 
-    network = pde.Hard(Given(spoiled), problem.domain, distance=bump)
+    network = pde.Hard(Given(add_error), problem.domain, distance=bump)
     profile = correct_solution(problem, network, {})
     assert profile is not None
     true = pde.PDESolution(problem, network, pde.History()).error
@@ -166,12 +166,12 @@ def small_field(start: float) -> pde.Problem:
 
 @pytest.mark.parametrize("start", [1e-8, 0.0])
 def test_a_small_field_is_judged_by_itself_unless_it_may_be_zero(start: float) -> None:
-    def spoiled(x: Any) -> Any:
+    def add_error(x: Any) -> Any:
         u = torch.exp(-x[:, 1:])
         return torch.cat([u, (start + 1e-8) * u], -1)
 
     problem = small_field(start)
-    profile, true = correct(problem, spoiled)
+    profile, true = correct(problem, add_error)
     assert true < 2e-8
     assert profile.total < 2e-8
     if start:
@@ -180,7 +180,7 @@ def test_a_small_field_is_judged_by_itself_unless_it_may_be_zero(start: float) -
     else:
         assert profile.error < 2e-8
         assert profile.lost_fields == ("v",)
-    solution = pde.PDESolution(problem, Given(spoiled), pde.History())
+    solution = pde.PDESolution(problem, Given(add_error), pde.History())
     verdict = solution.judge_error()
     assert verdict.lost_fields == profile.lost_fields
 

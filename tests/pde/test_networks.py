@@ -119,8 +119,8 @@ def test_separable_networks() -> None:
     with torch.no_grad():
         channels = network(Jet.input(x, scheme)).stack_channels()
     torch.testing.assert_close(channels, differentiate_nested(network, x, scheme))
-    many = pde.Separable(100, rank=4, width=4, seed=0)
-    values = many(torch.rand(50, 100, dtype=torch.float64))
+    high_dimensional = pde.Separable(100, rank=4, width=4, seed=0)
+    values = high_dimensional(torch.rand(50, 100, dtype=torch.float64))
     assert bool(torch.isfinite(values).all())
     assert float(values.abs().max()) < 1e3
     with pytest.raises(PullbackError, match="sizes"):

@@ -62,8 +62,6 @@ class Exact(nn.Module):
         u = call_by_name(self.problem.exact, {"points": x, **columns}, "The exact solution")
         if isinstance(u, tuple):
             u = torch.cat(list(u), -1)
-        else:
-            u = u
         return (u[:, None] if u.ndim == 1 else u) + self.direction(x) * self.epsilon
 
 

@@ -306,7 +306,7 @@ def test_interrupted_steps_are_repeated(schedule: str, tmp_path: Path) -> None:
     whole = run(**options)
     calls = 0
 
-    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def interrupt(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 7:
@@ -314,7 +314,7 @@ def test_interrupted_steps_are_repeated(schedule: str, tmp_path: Path) -> None:
         return step(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NaturalGradient, "step", interrupted)
+        patch.setattr(NaturalGradient, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(checkpoint=path, **options)
     assert path.exists()

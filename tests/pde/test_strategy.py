@@ -46,9 +46,9 @@ def test_a_network_that_gets_on_is_solved_as_before() -> None:
     """Looks after some of the steps change no bit."""
     networks = [pde.mlp(1, 8, 1, seed=0) for _ in range(2)]
     watched = solve(poisson(), networks[0])
-    alone = solve(poisson(), networks[1], callbacks=[lambda run, info: None])
+    unwatched = solve(poisson(), networks[1], callbacks=[lambda run, info: None])
     assert watched.verdict.tried == ()
-    assert watched.error == alone.error < 1e-8
+    assert watched.error == unwatched.error < 1e-8
     assert len(watched.history) <= 100
 
 
@@ -147,8 +147,8 @@ def test_high_derivatives_balance_the_boundary() -> None:
     options = {"steps": 1, "points": 36}
     chosen = solve(plate(None), pde.mlp(2, 4, 1, seed=0), **options).weights
     assert chosen == {"equation": 1.0, "dirichlet": 100.0, "neumann": 10.0}
-    given = solve(plate(3.0), pde.mlp(2, 4, 1, seed=0), **options).weights
-    assert given == {"equation": 1.0, "dirichlet": 3.0, "neumann": 3.0}
+    weights = solve(plate(3.0), pde.mlp(2, 4, 1, seed=0), **options).weights
+    assert weights == {"equation": 1.0, "dirichlet": 3.0, "neumann": 3.0}
 
 
 def test_a_loss_of_zero_ends_a_run_in_order() -> None:

@@ -34,10 +34,10 @@ def hold(a: Tensor, form: str) -> Gram:
         return Rows(a)
     if form == "dense":
         return Dense(a.T @ a, len(a))
-    return factored(a, form)
+    return factored_gram(a, form)
 
 
-def factored(a: Tensor, form: str) -> FactoredGram:
+def factored_gram(a: Tensor, form: str) -> FactoredGram:
     if form == "rows":
         return Rows(a)
     if form == "kernel":

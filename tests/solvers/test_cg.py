@@ -12,7 +12,7 @@ from pullback.testing import assert_close
 from tests.solvers.helpers import hold, random, vector, with_spectrum
 
 
-def counting(a: torch.Tensor) -> tuple[Operator, list[str]]:
+def counting_gram(a: torch.Tensor) -> tuple[Operator, list[str]]:
     """A matrix-free Gram that writes down its products."""
     observed: list[str] = []
 
@@ -55,7 +55,7 @@ def test_it_stops_on_the_tolerance() -> None:
     g = vector(20)
     steps = []
     for tol in (1e-1, 1e-4, 1e-10):
-        gram, products = counting(a)
+        gram, products = counting_gram(a)
         solver = ConjugateGradient(0.1, tol=tol)
         solution = solver.solve(solver.init(gram), g)
         assert solution.status is pb.Status.OK
@@ -73,7 +73,7 @@ def test_it_stops_on_progress() -> None:
     g = a.T @ (u @ torch.where(s > 0.5, 1.0, 1e-3).double())
     counts = {}
     for progress in (0.0, 5e-4):
-        gram, products = counting(a)
+        gram, products = counting_gram(a)
         solver = ConjugateGradient(1e-12, tol=1e-14, progress=progress, max_iterations=150)
         solution = solver.solve(solver.init(gram), g)
         counts[progress] = products.count("A")
@@ -86,7 +86,7 @@ def test_sample_space_is_used_where_it_is_smaller() -> None:
     """From r with n < p the vectors of the iteration have length n."""
     a = random(4, 50)
     r = vector(4)
-    gram, products = counting(a)
+    gram, products = counting_gram(a)
     solver = ConjugateGradient(0.1, tol=1e-13)
     solution = solver.solve(solver.init(gram), a.T @ r, whitened=r)
     assert products[0] == "Aᵀ", "the first product is AAᵀ's"
@@ -104,7 +104,7 @@ def test_a_good_preconditioner_saves_iterations() -> None:
     inverse = torch.linalg.inv(a.T @ a + damping * torch.eye(40).double())
     counts = []
     for preconditioner in (None, inverse.matmul):
-        gram, products = counting(a)
+        gram, products = counting_gram(a)
         solver = ConjugateGradient(
             damping, tol=1e-10, max_iterations=400, preconditioner=preconditioner
         )

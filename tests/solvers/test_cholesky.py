@@ -76,11 +76,11 @@ def test_a_damping_is_factorized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     original = torch.linalg.cholesky_ex
 
-    def counted(*args, **kwargs):
+    def count_and_call(*args, **kwargs):
         calls.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", count_and_call)
     solver = Cholesky(0.1)
     state = solver.init(hold(random(4, 6), "rows"))
     for seed in range(3):

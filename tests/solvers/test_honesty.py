@@ -20,13 +20,13 @@ def ill(n: int = 12, p: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("solver", [pb.solvers.Cholesky(), pb.solvers.PseudoInverse()], ids=repr)
 @pytest.mark.parametrize("damping", [1e-4, 1e-10, 1e-13, 1e-15])
-@pytest.mark.parametrize("held", [True, False], ids=["kernel", "operator"])
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "operator"])
 def test_sample_space_with_g_alone_reports_what_it_lost(
-    solver: pb.solvers.Solver, held: bool, damping: float
+    solver: pb.solvers.Solver, has_kernel: bool, damping: float
 ) -> None:
     a, g = ill()
     gram = pb.grams.Operator(lambda v: a @ v, lambda c: a.T @ c, a.shape, a.dtype, a.device)
-    if held:
+    if has_kernel:
         gram = pb.grams.Kernel(a @ a.T, lambda v: a @ v, lambda c: a.T @ c, a.shape[1])
     solution = solver.solve(solver.init(gram), g, damping)
     truth = ((a.T @ a) @ solution.x + solution.damping * solution.x - g).norm() / g.norm()

@@ -74,7 +74,7 @@ def test_unusable_dampings_are_refused(damping: float) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_forms_agree_on_random_matrices(
-    n: int, p: int, seed: int, exponent: float, kind: type[Solver]
+    n: int, p: int, seed: int, exponent: float, solver_type: type[Solver]
 ) -> None:
     a = random(n, p, seed)
     damping = 10.0**exponent
@@ -82,7 +82,7 @@ def test_forms_agree_on_random_matrices(
     g = a.T @ r
     want = torch.linalg.solve(a.T @ a + damping * torch.eye(p).double(), g)
     for form in FORMS:
-        solver = kind()
+        solver = solver_type()
         state = solver.init(hold(a, form))
         for white in (None, r):
             x = solver.solve(state, g, damping, whitened=white).x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -23,7 +25,8 @@ def path_of(
     return path, a, g
 
 
-CASES = [(f, w, o) for f in FORMS for w, o in ((True, False), (False, False), (False, True))]
+CHOICES = ((True, False), (False, False), (False, True))
+CASES = [(form, *choice) for form, choice in product(FORMS, CHOICES)]
 
 
 @pytest.mark.parametrize(("form", "white", "outside"), CASES)

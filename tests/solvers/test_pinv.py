@@ -11,7 +11,7 @@ from pullback._core.svd import svd
 from pullback.grams import Kernel, Rows
 from pullback.solvers import Cholesky, PseudoInverse, Spectrum, pinv
 from pullback.testing import assert_close
-from tests.solvers.helpers import FORMS, factored, hold, random, vector, with_spectrum
+from tests.solvers.helpers import FORMS, factored_gram, hold, random, vector, with_spectrum
 
 
 @pytest.mark.parametrize("polar", [False, True])
@@ -100,7 +100,7 @@ def test_what_g_has_outside_the_range_is_damped_like_the_rest(form: str) -> None
 @pytest.mark.parametrize("form", ["rows", "kernel", "matrix_free"])
 def test_init_is_where_the_work_is(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After init no further decomposition happens, whatever the damping."""
-    gram = factored(random(4, 6), form)
+    gram = factored_gram(random(4, 6), form)
     solver = PseudoInverse()
     state = solver.init(gram)
 
@@ -166,7 +166,7 @@ def test_many_rows_are_lifted_at_once() -> None:
     a = random(5, 8)
     c = random(3, 5)
     for form in ("rows", "kernel", "matrix_free"):
-        assert_close(factored(a, form).lift_rows(c), c @ a, 1e-14, f"c A from {form}")
+        assert_close(factored_gram(a, form).lift_rows(c), c @ a, 1e-14, f"c A from {form}")
 
 
 def test_the_spectrum_of_a_broken_matrix_keeps_shape_and_device() -> None:

@@ -10,7 +10,7 @@ from pullback.testing import assert_close
 from tests.steps.helpers import Bowl, bowl
 
 
-def stretched(factor: float, **options) -> Bowl:
+def stretched_bowl(factor: float, **options) -> Bowl:
     """The model is `factor`² too flat, so the best step size along x is 1/factor²."""
     problem = bowl(**options)
     a = problem.a
@@ -31,7 +31,7 @@ def test_constant_is_the_natural_gradient() -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 10.0])
 def test_grid_takes_the_best_point_of_the_grid(factor: float) -> None:
-    problem = stretched(factor)
+    problem = stretched_bowl(factor)
     local = problem.local()
     move = GridLineSearch(points=12).take(local)
     sizes = [0.5**k for k in range(12)]
@@ -77,7 +77,7 @@ def test_grid_steps_over_what_is_not_finite() -> None:
 @pytest.mark.parametrize("lr", [1.0, 0.5])
 def test_backtracking_satisfies_armijo(factor: float, c: float, lr: float) -> None:
     """The first size of the sequence that does: the one before it does not."""
-    problem = stretched(factor, lr=lr)
+    problem = stretched_bowl(factor, lr=lr)
     local = problem.local()
     rule = Backtracking(initial=2.0, shrink=0.5, c=c)
     move = rule.take(local)

@@ -39,7 +39,7 @@ def in_kernel(j: Tensor, z: Tensor) -> float:
 Net = TypeVar("Net", bound=nn.Module)
 
 
-def randomized(model: Net, seed: int = 0, std: float = 0.6) -> Net:
+def randomize(model: Net, seed: int = 0, std: float = 0.6) -> Net:
     """Everything random, norms' gains and biases too."""
     generator = torch.Generator().manual_seed(seed)
     model = model.double()
@@ -66,10 +66,10 @@ def mlp(
 class Of(nn.Module):
     """forward(self, *args) from a function."""
 
-    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, function: Callable[..., Any], **modules: Any) -> None:
         super().__init__()
         self.function = function
-        for name, module in parts.items():
+        for name, module in modules.items():
             setattr(self, name, module)
 
     def forward(self, *args: Any) -> Any:

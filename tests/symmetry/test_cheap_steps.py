@@ -114,7 +114,7 @@ def test_without_biases_only_layers_that_decay_differently_are_projected(uniform
 # --- recorded steps -------------------------------------------------------------------------------
 
 
-def sliced(model: nn.Sequential, **options) -> Sliced:
+def sliced_adam(model: nn.Sequential, **options) -> Sliced:
     adam = torch.optim.Adam(model.parameters(), 1e-3)
     return Sliced(adam, scalings(model), model=model, **options)
 
@@ -123,9 +123,9 @@ def sliced(model: nn.Sequential, **options) -> Sliced:
     ("build", "options", "period"),
     [
         (make, {}, 2),
-        (sliced, {"every": 10}, 20),
+        (sliced_adam, {"every": 10}, 20),
         (make, {"every": 3, "sweeps": 1}, 3),
-        (sliced, {"sweeps": 1}, 1),
+        (sliced_adam, {"sweeps": 1}, 1),
     ],
 )
 def test_steps_that_differ_are_not_recorded_unless_all_of_them_are(

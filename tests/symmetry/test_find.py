@@ -23,7 +23,7 @@ from tests.symmetry.networks import (
     mlp,
     nullity,
     own_attention,
-    randomized,
+    randomize,
     shared_keys,
     shortcut,
 )
@@ -46,23 +46,23 @@ def wide(model: nn.Module) -> nn.Module:
     return model
 
 
-def gated(s: Any, x: Tensor) -> Tensor:
+def gated_layer(s: Any, x: Tensor) -> Tensor:
     a, b = s.w1(x).chunk(2, -1)
     return s.w2(F.silu(a) * b)
 
 
 #: name -> (model, example, generators)
 EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
-    "mlp 3-4-5-2": (lambda: wide(randomized(mlp([3, 4, 5, 2]), 4)), normal(200, 3), 9),
-    "mlp without bias": (lambda: randomized(mlp([4, 5, 3, 2], bias=False), 2), normal(200, 4), 8),
-    "leaky": (lambda: randomized(mlp([3, 5, 2], nn.LeakyReLU)), normal(100, 3), 5),
-    "prelu": (lambda: wide(randomized(mlp([3, 5, 2], nn.PReLU))), normal(100, 3), 5),
-    "rrelu": (lambda: wide(randomized(mlp([3, 5, 2], nn.RReLU))).eval(), normal(100, 3), 5),
-    "gelu": (lambda: randomized(mlp([3, 5, 2], nn.GELU)), normal(60, 3), 0),
-    "tanh": (lambda: randomized(mlp([3, 5, 2], nn.Tanh)), normal(60, 3), 0),
+    "mlp 3-4-5-2": (lambda: wide(randomize(mlp([3, 4, 5, 2]), 4)), normal(200, 3), 9),
+    "mlp without bias": (lambda: randomize(mlp([4, 5, 3, 2], bias=False), 2), normal(200, 4), 8),
+    "leaky": (lambda: randomize(mlp([3, 5, 2], nn.LeakyReLU)), normal(100, 3), 5),
+    "prelu": (lambda: wide(randomize(mlp([3, 5, 2], nn.PReLU))), normal(100, 3), 5),
+    "rrelu": (lambda: wide(randomize(mlp([3, 5, 2], nn.RReLU))).eval(), normal(100, 3), 5),
+    "gelu": (lambda: randomize(mlp([3, 5, 2], nn.GELU)), normal(60, 3), 0),
+    "tanh": (lambda: randomize(mlp([3, 5, 2], nn.Tanh)), normal(60, 3), 0),
     "conv, groups, pooling, flatten": (
         lambda: wide(
-            randomized(
+            randomize(
                 nn.Sequential(
                     *(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.ReLU(), nn.MaxPool2d(2)),
                     *(nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.LeakyReLU(), nn.AvgPool2d(2)),
@@ -76,7 +76,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     ),
     "transposed and depthwise": (
         lambda: wide(
-            randomized(
+            randomize(
                 nn.Sequential(
                     *(nn.ConvTranspose2d(2, 4, 3, groups=2), nn.ReLU()),
                     *(nn.Conv2d(4, 4, 3, groups=4), nn.LeakyReLU(), nn.Conv2d(4, 3, 1)),
@@ -87,7 +87,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         8,
     ),
     "conv1d, batch norm with fixed statistics": (
-        lambda: randomized(
+        lambda: randomize(
             nn.Sequential(
                 *(nn.Conv1d(5, 4, 3, padding=1), nn.BatchNorm1d(4), nn.LeakyReLU()),
                 *(nn.MaxPool1d(2), nn.Flatten(), nn.Linear(8, 2)),
@@ -96,17 +96,17 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         normal(90, 5, 4),
         12,
     ),
-    "residual block": (lambda: wide(randomized(basic_block())), normal(200, 2, 5, 5), 7),
-    "sum of two layers": (lambda: wide(randomized(shortcut())), normal(150, 2, 5, 5), 11),
-    "linear layers": (lambda: randomized(mlp([5, 3, 4], nn.Identity)), normal(40, 5), 12),
+    "residual block": (lambda: wide(randomize(basic_block())), normal(200, 2, 5, 5), 7),
+    "sum of two layers": (lambda: wide(randomize(shortcut())), normal(150, 2, 5, 5), 11),
+    "linear layers": (lambda: randomize(mlp([5, 3, 4], nn.Identity)), normal(40, 5), 12),
     "gate": (
-        lambda: randomized(Of(gated, w1=nn.Linear(3, 8), w2=nn.Linear(4, 3))),
+        lambda: randomize(Of(gated_layer, w1=nn.Linear(3, 8), w2=nn.Linear(4, 3))),
         normal(60, 3),
         4,
     ),
     "layer norm, softmax": (
         lambda: wide(
-            randomized(
+            randomize(
                 nn.Sequential(
                     *(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU()),
                     *(nn.Linear(4, 3), nn.Softmax(-1)),
@@ -118,7 +118,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     ),
     "group norm": (
         lambda: wide(
-            randomized(
+            randomize(
                 nn.Sequential(
                     *(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.LeakyReLU()),
                     *(nn.Flatten(), nn.Linear(16, 2)),
@@ -128,36 +128,36 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         normal(120, 2, 4, 4),
         6,
     ),
-    "fused attention": (lambda: randomized(fused_attention()), normal(20, 5, 4), 28),
-    "own attention": (lambda: randomized(own_attention()), normal(20, 5, 4), 24),
-    "shared keys": (lambda: randomized(shared_keys()), normal(20, 5, 4), 12),
+    "fused attention": (lambda: randomize(fused_attention()), normal(20, 5, 4), 28),
+    "own attention": (lambda: randomize(own_attention()), normal(20, 5, 4), 24),
+    "shared keys": (lambda: randomize(shared_keys()), normal(20, 5, 4), 12),
     "cross attention": (
-        lambda: randomized(cross_attention()),
+        lambda: randomize(cross_attention()),
         (normal(20, 5, 4), normal(20, 6, 4, seed=3)),
         52,
     ),
     "cross attention, separate weights": (
-        lambda: randomized(cross_attention(kdim=3, vdim=3, weights=True)),
+        lambda: randomize(cross_attention(kdim=3, vdim=3, weights=True)),
         (normal(20, 5, 4), normal(20, 6, 3, seed=3)),
         50,
     ),
     "pre-norm transformer block": (
-        lambda: randomized(encoder(norm_first=True)),
+        lambda: randomize(encoder(norm_first=True)),
         normal(20, 5, 4),
         59,
     ),
-    "post-norm transformer block": (lambda: randomized(encoder()), normal(20, 5, 4), 46),
-    "recurrent": (lambda: randomized(nn.LSTM(3, 2)), normal(4, 30, 3), 8),
+    "post-norm transformer block": (lambda: randomize(encoder()), normal(20, 5, 4), 46),
+    "recurrent": (lambda: randomize(nn.LSTM(3, 2)), normal(4, 30, 3), 8),
     # 4 gains, 4 shifts and 3 mean directions into the layer that reads the mean
     "layer norm, averaged": (
-        lambda: randomized(
+        lambda: randomize(
             Of(lambda s, x: s.out(s.norm(x).mean(1)), norm=nn.LayerNorm(4), out=nn.Linear(4, 3))
         ),
         normal(60, 5, 4),
         11,
     ),
     "linear layers with a mean between": (
-        lambda: randomized(
+        lambda: randomize(
             nn.Sequential(
                 *(nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1)),
                 *(nn.Flatten(), nn.Linear(3, 3)),
@@ -167,7 +167,7 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         12,
     ),
     "keys and values are means": (
-        lambda: randomized(
+        lambda: randomize(
             Of(
                 lambda s, x: s.out(
                     F.scaled_dot_product_attention(
@@ -206,7 +206,7 @@ def test_the_kernel_of_j_is_the_symmetries(name: str) -> None:
 
 
 def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
-    model = randomized(encoder(norm_first=True), 3)
+    model = randomize(encoder(norm_first=True), 3)
     model.__dict__["activation"] = F.relu
     x = normal(12, 5, 4)
     symmetry = find(model, x)
@@ -217,7 +217,7 @@ def test_relu_block_of_a_transformer_or_the_difference_is_explained() -> None:
 
 
 def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
-    model = randomized(mixer(), 3)
+    model = randomize(mixer(), 3)
     x = normal(120, 5, 4)
     symmetry = find(model, x)
     j = dense(model, x)
@@ -231,7 +231,7 @@ def test_layers_that_mix_tokens_or_the_difference_is_explained() -> None:
 
 
 def test_batch_norm_in_training_mode() -> None:
-    model = wide(randomized(basic_block(nn.BatchNorm2d))).train()
+    model = wide(randomize(basic_block(nn.BatchNorm2d))).train()
     x = normal(60, 2, 5, 5)
     symmetry = find(model, x)
     abouts = " ".join(a.about for a in symmetry.actions)
@@ -244,20 +244,20 @@ def test_batch_norm_in_training_mode() -> None:
 
 
 def test_without_eps_a_norm_swallows_scales() -> None:
-    model = randomized(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Tanh()))
+    model = randomize(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Tanh()))
     symmetry = find(model, normal(30, 3))
     assert not symmetry.rejected
     assert any(isinstance(a, Scaling) and a.units == 1 for a in symmetry.actions)
 
 
 def test_shifted_relu_and_gelu_are_not_reported() -> None:
-    shifted = randomized(
+    shifted = randomize(
         Of(lambda s, x: s.b(F.relu(s.a(x) - 0.3)), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
     )
     for model in (
         shifted,
-        randomized(mlp([3, 4, 2], nn.GELU)),
-        randomized(mlp([3, 4, 2], nn.ReLU6)),
+        randomize(mlp([3, 4, 2], nn.GELU)),
+        randomize(mlp([3, 4, 2], nn.ReLU6)),
     ):
         symmetry = find(model, normal(20, 3))
         assert symmetry.dimension == 0
@@ -269,7 +269,7 @@ def test_shifted_relu_and_gelu_are_not_reported() -> None:
 
 def test_printed_generators_are_not_in_the_kernel() -> None:
     """∂/∂r¹ − ∂/∂rʲ (unit radial fields), and the printed bias form, which scales b_r for A_r."""
-    model = wide(randomized(mlp([3, 4, 5, 2]), 1))
+    model = wide(randomize(mlp([3, 4, 5, 2]), 1))
     x = normal(50, 3)
     j = dense(model, x)
     params = dict(model.named_parameters())
@@ -336,7 +336,7 @@ def test_control_flow_is_refused_and_actions_can_be_named() -> None:
 
 
 def test_named_actions_are_verified() -> None:
-    model = randomized(mlp([3, 4, 5, 2], nn.GELU))
+    model = randomize(mlp([3, 4, 5, 2], nn.GELU))
     model[1] = nn.ReLU()
     symmetry = find(model, normal(9, 3), actions=[between(4, "0", "2"), between(5, "2", "4")])
     assert symmetry.dimension == 4
@@ -347,7 +347,7 @@ def test_shared_parameters_never_give_a_wrong_generator() -> None:
     def twice(s: Any, x: Tensor) -> Tensor:
         return s.c(F.relu(s.b(F.relu(s.b(F.relu(s.a(x)))))))
 
-    model = randomized(Of(twice, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2)))
+    model = randomize(Of(twice, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 2)))
     x = normal(30, 3)
     symmetry = find(model, x)
     assert symmetry.dimension == 4  # one scale per channel of all three activations
@@ -358,13 +358,13 @@ def test_shared_parameters_never_give_a_wrong_generator() -> None:
         return (h + s.f2(F.relu(s.f1(h)))) @ s.e.weight.T
 
     pieces = {"e": nn.Embedding(7, 4), "f1": nn.Linear(4, 6), "f2": nn.Linear(6, 4)}
-    words = randomized(Of(tied, **pieces))
+    words = randomize(Of(tied, **pieces))
     tokens = torch.arange(7)[None]
     symmetry = find(words, tokens)
     assert symmetry.dimension == 6
     assert in_kernel(dense(words, tokens), symmetry.generators()) <= 1e-12
     # a table against itself: s(e) = −s(e)
-    separate = randomized(Of(lambda s, t: F.relu(s.e(t)) @ s.e.weight.T, e=nn.Embedding(7, 4)))
+    separate = randomize(Of(lambda s, t: F.relu(s.e(t)) @ s.e.weight.T, e=nn.Embedding(7, 4)))
     assert find(separate, tokens).dimension == 0
 
 
@@ -410,7 +410,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_heads_are_mixed_by_one_matrix_each() -> None:
-    symmetry = find(randomized(own_attention()), normal(6, 5, 4))
+    symmetry = find(randomize(own_attention()), normal(6, 5, 4))
     mixings = [a for a in symmetry.actions if isinstance(a, Mixing)]
     assert [m.size for m in mixings] == [2, 2, 2, 2]
 
@@ -420,11 +420,11 @@ def test_structured_arguments_and_outputs() -> None:
         h = F.relu(s.a(x)) * mask
         return {"y": s.b(h), "hidden": h.argmax(-1)}
 
-    model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+    model = randomize(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(9, 3)
     mask = torch.ones(9, 4, dtype=torch.float64)
     assert find(model, (x, mask)).dimension == 0  # argmax compares the units
-    assert find(randomized(mlp([3, 4, 2])), {"input": x}).dimension == 4
+    assert find(randomize(mlp([3, 4, 2])), {"input": x}).dimension == 4
 
 
 @pytest.mark.parametrize("x", [torch.zeros(0, 3), torch.full((4, 3), float("nan"))])
@@ -434,7 +434,7 @@ def test_bad_examples_are_refused(x: Tensor) -> None:
 
 
 def test_one_sample_without_a_batch() -> None:
-    symmetry = find(randomized(mlp([3, 4, 2])), normal(3))
+    symmetry = find(randomize(mlp([3, 4, 2])), normal(3))
     assert symmetry.dimension == 4
     assert symmetry.rank().reasons
 
@@ -446,7 +446,7 @@ def test_writing_in_place() -> None:
         h[:, 2:] = torch.tanh(h[:, 2:])
         return s.b(h)
 
-    model = randomized(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
+    model = randomize(Of(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)))
     x = normal(30, 3)
     symmetry = find(model, x)
     before = model(x).detach()
@@ -459,11 +459,11 @@ def test_writing_in_place() -> None:
 
 def test_rms_norm_swallows_scales_up_to_eps() -> None:
     layers = (nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-4), nn.Tanh())
-    rejected = find(randomized(nn.Sequential(*layers)), normal(30, 3)).rejected
+    rejected = find(randomize(nn.Sequential(*layers)), normal(30, 3)).rejected
     assert [r.about for r in rejected] == ["scaling of 0"]
     assert 1e-8 < rejected[0].residual < 1e-2
     layers[1].eps = None  # then that of float64
-    assert find(randomized(nn.Sequential(*layers)), normal(30, 3)).rejected == ()
+    assert find(randomize(nn.Sequential(*layers)), normal(30, 3)).rejected == ()
 
 
 def test_complex_parameters_are_refused() -> None:

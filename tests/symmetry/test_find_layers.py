@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pullback.symmetry import Balanced, Scaling, Sliced, find
-from tests.symmetry.networks import Of, dense, in_kernel, nullity, randomized
+from tests.symmetry.networks import Of, dense, in_kernel, nullity, randomize
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -22,7 +23,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def small_biases(model: nn.Module, seed: int) -> nn.Module:
-    model = randomized(model, seed)
+    model = randomize(model, seed)
     for name, p in model.named_parameters():
         if "bias" in name:
             p.data *= 0.2
@@ -38,7 +39,7 @@ def read_out(cell: Callable[..., nn.Module], width: int = 4, **options: Any) -> 
     )
 
 
-def unrolled(act: Callable[[Tensor], Tensor], start: bool = False) -> nn.Module:
+def unrolled_network(act: Callable[[Tensor], Tensor], start: bool = False) -> nn.Module:
     """A recurrent network written by hand, from zeros or from a state that is given."""
 
     def forward(s: Any, x: Tensor, *arguments: Tensor) -> Tensor:
@@ -87,11 +88,11 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int]] = {
     "LSTM: biases of gates": (lambda: read_out(nn.LSTM), LONG, 16),
     "LSTM with projection": (lambda: read_out(nn.LSTM, 2, proj_size=2), LONG, 16 + 2),
     "GRU": (lambda: read_out(nn.GRU), LONG, 0),
-    "by hand": (lambda: unrolled(F.leaky_relu), LONG, 4 + 4),
-    "by hand, GELU": (lambda: unrolled(F.gelu), LONG, 4),
-    "by hand, shifted": (lambda: unrolled(lambda x: F.leaky_relu(x - 0.5, 0.3)), LONG, 4),
+    "by hand": (lambda: unrolled_network(F.leaky_relu), LONG, 4 + 4),
+    "by hand, GELU": (lambda: unrolled_network(F.gelu), LONG, 4),
+    "by hand, shifted": (lambda: unrolled_network(lambda x: F.leaky_relu(x - 0.5, 0.3)), LONG, 4),
     "from a given state": (
-        lambda: unrolled(lambda x: F.leaky_relu(x, 0.3), start=True),
+        lambda: unrolled_network(lambda x: F.leaky_relu(x, 0.3), start=True),
         (*LONG, normal(90, 4, seed=3)),
         4,
     ),
@@ -112,7 +113,7 @@ def ordinary(name: str, seed: int) -> object:
     return pytest.param(name, seed, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize(("name", "seed"), [ordinary(n, s) for n in FOUND for s in (3, 11)])
+@pytest.mark.parametrize(("name", "seed"), [ordinary(*case) for case in product(FOUND, (3, 11))])
 def test_the_kernel_of_j_is_what_was_found(name: str, seed: int) -> None:
     make, x, count = FOUND[name]
     model = small_biases(make(), seed)
@@ -148,7 +149,7 @@ def test_nothing_is_missed(name: str) -> None:
 
 
 def test_the_recurrent_weight_is_conjugated() -> None:
-    model = small_biases(unrolled(F.relu), 3)
+    model = small_biases(unrolled_network(F.relu), 3)
     (scaling,) = [a for a in find(model, LONG).actions if isinstance(a, Scaling)]
     params = {n: p.detach() for n, p in model.named_parameters()}
     alpha = torch.tensor([2.0, 0.5, 3.0, 1.5], dtype=torch.float64)
@@ -161,7 +162,7 @@ def test_the_recurrent_weight_is_conjugated() -> None:
 
 
 def test_a_recurrent_network_descends_on_its_slice() -> None:
-    model = small_biases(unrolled(F.relu), 3)
+    model = small_biases(unrolled_network(F.relu), 3)
     symmetry = find(model, LONG)
     before = model(*LONG).detach()
     start = symmetry.orbit(2 * normal(symmetry.dimension, seed=2))

@@ -58,7 +58,7 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(self.two(x))))
 
 
-def copied(model: nn.Module) -> Block:
+def copy_to_linear(model: nn.Module) -> Block:
     """The same network of `nn.Linear`."""
     twin = Block(nn.Linear)
     state = {
@@ -306,7 +306,7 @@ def test_a_weight_that_is_read_in_two_ways_is_not_mixed() -> None:
 def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
     model = Block(Conv1D)
     x = torch.randn(3, 4, 6)
-    twin = copied(model)
+    twin = copy_to_linear(model)
     assert_close(model(x), twin(x), 1e-12, "the twin")
     symmetry, known = (pb.symmetry.find(m, x) for m in (model, twin))
     assert symmetry.rank() == known.rank()
@@ -335,7 +335,7 @@ def test_an_action_on_transposes_moves_along_a_fibre_and_its_tangent_is_the_deri
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_mask_may_be_looked_at(masked: bool) -> None:
-    model = copied(Block(Conv1D))
+    model = copy_to_linear(Block(Conv1D))
     x = torch.randn(3, 4, 6)
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[:, -1] = not masked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor
@@ -148,7 +150,7 @@ def test_the_tangents_of_the_slice_and_their_metric(bias: bool) -> None:
     model = mlp(2, 3, 2, 2, bias=bias)
     slice_ = EqualNorm(scalings(model), model)
     slice_.retract_()
-    names = [n for block in slice_.blocks for n in block]
+    names = list(chain.from_iterable(slice_.blocks))
     layers = [torch.cat([slice_.params[n].detach().flatten() for n in ns]) for ns in slice_.blocks]
     radial = torch.cat([w / w.norm() for w in layers])
     rows = torch.cat([radial[None], torch.block_diag(*(polar_basis(w) for w in layers))])

@@ -53,7 +53,7 @@ def parts(model: nn.Sequential) -> list[tuple[Tensor, Tensor]]:
     return [(m.weight.detach().clone(), m.bias.detach().clone()) for m in layers]
 
 
-def printed(layers: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def printed_formula(layers: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """The paper's (71) and (74) as they stand."""
     primes = []
     product = 1.0
@@ -84,10 +84,10 @@ def norms(layers: list[tuple[Tensor, Tensor]]) -> list[float]:
 def test_the_printed_retraction_is_right_for_two_layers_only() -> None:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).double()
     two = parts(mlp(3, 5, 2))
-    assert relative(evaluate(printed(two), x), evaluate(two, x)) < 1e-13
+    assert relative(evaluate(printed_formula(two), x), evaluate(two, x)) < 1e-13
     model = mlp(3, 4, 5, 2)
     three = parts(model)
-    moved = printed(three)
+    moved = printed_formula(three)
     assert norms(moved) == pytest.approx([norms(moved)[0]] * 3, rel=1e-13)
     assert relative(evaluate(moved, x), evaluate(three, x)) > 1e-2
     EqualNorm(scalings(model), model).retract_()

@@ -192,12 +192,12 @@ def test_momentum_is_a_covector() -> None:
         float((p.detach() * opt.state[p]["momentum_buffer"]).sum()) for p in model.parameters()
     )
     before = {n: opt.state[p]["momentum_buffer"].clone() for n, p in model.named_parameters()}
-    kept = {n: p.detach().clone() for n, p in model.named_parameters()}
+    weights_before = {n: p.detach().clone() for n, p in model.named_parameters()}
     opt.retract_()
     after = {n: opt.state[p]["momentum_buffer"] for n, p in model.named_parameters()}
     assert any(not torch.equal(before[n], after[n]) for n in before)
     for n, p in model.named_parameters():
-        assert torch.allclose(after[n] * p.detach(), before[n] * kept[n], atol=1e-14)
+        assert torch.allclose(after[n] * p.detach(), before[n] * weights_before[n], atol=1e-14)
     repeated = sum(
         float((p.detach() * opt.state[p]["momentum_buffer"]).sum()) for p in model.parameters()
     )

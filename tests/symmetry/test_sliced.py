@@ -49,7 +49,7 @@ def backward(model: nn.Module) -> Tensor:
     return loss.detach()
 
 
-def sliced(model: nn.Sequential, inner: torch.optim.Optimizer, **options) -> Sliced:
+def make_sliced(model: nn.Sequential, inner: torch.optim.Optimizer, **options) -> Sliced:
     return Sliced(inner, scalings(model), model=model, **options)
 
 
@@ -57,7 +57,7 @@ def sliced(model: nn.Sequential, inner: torch.optim.Optimizer, **options) -> Sli
 def test_every_optimizer_of_torch_trains_with_its_state_transported(name: str) -> None:
     model = mlp(3, 8, 6, 2)
     shake(model, scalings(model), 3.0)
-    opt = sliced(model, torch_optimizers[name](model.parameters()))
+    opt = make_sliced(model, torch_optimizers[name](model.parameters()))
     first = float(backward(model))
     for _ in range(25):
         backward(model)
@@ -74,7 +74,7 @@ def test_every_optimizer_of_torch_trains_with_its_state_transported(name: str) -
 @pytest.mark.parametrize("slice", ["balanced", "layer-balanced", "equal-norm"])
 def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None:
     model = mlp(3, 8, 6, 2)
-    opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01), slice=slice)
+    opt = make_sliced(model, torch.optim.Adam(model.parameters(), lr=0.01), slice=slice)
     twin = copy.deepcopy(model)
     other = torch.optim.Adam(twin.parameters(), lr=0.01)
     for m, o in ((model, opt), (twin, other)):
@@ -96,7 +96,7 @@ def test_one_step_changes_the_function_as_the_inner_one_does(slice: str) -> None
 def test_it_delegates_as_an_optimizer() -> None:
     model = mlp(3, 8, 6, 2)
     inner = torch.optim.Adam(model[0].parameters(), lr=0.1)
-    opt = sliced(model, inner)
+    opt = make_sliced(model, inner)
     opt.add_param_group({"params": [*model[2].parameters(), *model[4].parameters()], "lr": 0.2})
     assert len(inner.param_groups) == 2
     assert opt.slice is not None
@@ -112,13 +112,13 @@ def test_it_delegates_as_an_optimizer() -> None:
 
 def test_state_dict_resumes_to_the_same_bits() -> None:
     model = mlp(3, 8, 6, 5, 2)
-    opt = sliced(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    opt = make_sliced(model, torch.optim.Adam(model.parameters(), lr=0.01))
     for _ in range(3):
         backward(model)
         opt.step()
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
     other = mlp(3, 8, 6, 5, 2, seed=1)
-    resumed = sliced(other, torch.optim.Adam(other.parameters(), lr=1.0))
+    resumed = make_sliced(other, torch.optim.Adam(other.parameters(), lr=1.0))
     other.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     for _ in range(3):
@@ -140,10 +140,10 @@ class Odd(torch.optim.Optimizer):
 
 def test_unknown_state_is_refused_until_its_power_is_said() -> None:
     model = mlp(3, 8, 2)
-    opt = sliced(model, Odd(model.parameters()))
+    opt = make_sliced(model, Odd(model.parameters()))
     with pytest.raises(PullbackError, match="transport="):
         opt.step()
-    opt = sliced(model, Odd(model.parameters()), transport={"memory": 0})
+    opt = make_sliced(model, Odd(model.parameters()), transport={"memory": 0})
     opt.step()
     assert float(opt.optimizer.state[model[0].weight]["memory"].min()) == 1
 
@@ -151,15 +151,15 @@ def test_unknown_state_is_refused_until_its_power_is_said() -> None:
 def test_what_cannot_be_wrapped_is_refused() -> None:
     model = mlp(3, 8, 2)
     with pytest.raises(PullbackError, match="LBFGS"):
-        sliced(model, torch.optim.LBFGS(model.parameters()))
+        make_sliced(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(PullbackError, match="optimizer"):
         Sliced(model)  # pyright: ignore[reportArgumentType]
     with pytest.raises(PullbackError, match="model is not known"):
         Sliced(torch.optim.Adam(model.parameters()))
     with pytest.raises(PullbackError, match="Unknown slice 'round'"):
-        sliced(model, torch.optim.Adam(model.parameters()), slice="round")
+        make_sliced(model, torch.optim.Adam(model.parameters()), slice="round")
     with pytest.raises(PullbackError, match="copied"):
-        copy.deepcopy(sliced(model, torch.optim.Adam(model.parameters())))
+        copy.deepcopy(make_sliced(model, torch.optim.Adam(model.parameters())))
 
 
 def test_symmetries_are_those_of_the_model_that_is_given() -> None:
@@ -264,13 +264,13 @@ def test_powers_are_those_of_gradients_seen_by_a_rescaled_parameter(name: str) -
 
 def test_factored_state_is_refused_unless_it_is_to_stay() -> None:
     model = mlp(3, 4, 2, bias=False)
-    optimizer = sliced(model, torch.optim.Adafactor(model.parameters()))
+    optimizer = make_sliced(model, torch.optim.Adafactor(model.parameters()))
     backward(model)
     with pytest.raises(PullbackError, match="row_var"):
         optimizer.step()
     model = mlp(3, 4, 2, bias=False)
     stay = {"row_var": 0, "col_var": 0}
-    optimizer = sliced(model, torch.optim.Adafactor(model.parameters()), transport=stay)
+    optimizer = make_sliced(model, torch.optim.Adafactor(model.parameters()), transport=stay)
     backward(model)
     optimizer.step()
 

@@ -15,7 +15,7 @@ from pullback.optim.kfac import Exact, Invariant
 from pullback.symmetry import Sliced, find
 from tests.kfac_options import kfac_of
 from tests.pairs import each_once
-from tests.symmetry.networks import Of, randomized
+from tests.symmetry.networks import Of, randomize
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -89,7 +89,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def far(name: str) -> tuple[nn.Module, Tensor]:
     """A network somewhere on its orbit."""
     make, x = NETWORKS[name]
-    model = randomized(make(), 3)
+    model = randomize(make(), 3)
     symmetry = find(model, x)
     moved = symmetry.orbit(normal(symmetry.dimension, seed=4))
     with torch.no_grad():

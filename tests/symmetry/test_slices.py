@@ -35,7 +35,7 @@ NETS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 table = pytest.mark.parametrize(("slice_name", "net"), each_once(SLICES, NETS))
 
 
-def prepared(slice_name: str, net: str, size: float = 0.0) -> tuple[nn.Sequential, Slice, Tensor]:
+def prepare(slice_name: str, net: str, size: float = 0.0) -> tuple[nn.Sequential, Slice, Tensor]:
     make, shape = NETS[net]
     model = make()
     shake(model, scalings(model), size)
@@ -66,7 +66,7 @@ def jacobian(model: nn.Module, x: Tensor) -> Tensor:
 def test_retract_keeps_the_function_lands_on_the_slice_and_stays(
     slice_name: str, net: str, size: float
 ) -> None:
-    model, slice_, x = prepared(slice_name, net, size)
+    model, slice_, x = prepare(slice_name, net, size)
     before = model(x)
     report = slice_.retract_()
     assert relative(model(x), before) < 1e-13
@@ -81,7 +81,7 @@ def test_retract_keeps_the_function_lands_on_the_slice_and_stays(
 
 @table
 def test_layers_come_back_from_ten_to_the_thirty(slice_name: str, net: str) -> None:
-    model, slice_, x = prepared(slice_name, net)
+    model, slice_, x = prepare(slice_name, net)
     merged = [s.merged() for s in scalings(model)]
     slice_.retract_()
     home = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -115,7 +115,7 @@ def test_units_come_back_from_where_squares_vanish(slice_name: str, net: str, si
 def test_retract_does_not_touch_its_argument_and_finds_one_point_per_orbit(
     slice_name: str, net: str
 ) -> None:
-    model, slice_, _ = prepared(slice_name, net)
+    model, slice_, _ = prepare(slice_name, net)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     point = slice_.retract()
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -132,7 +132,7 @@ def test_retract_does_not_touch_its_argument_and_finds_one_point_per_orbit(
 def test_project_is_the_orthogonal_projection_onto_the_tangent_space(
     slice_name: str, net: str
 ) -> None:
-    model, slice_, _ = prepared(slice_name, net)
+    model, slice_, _ = prepare(slice_name, net)
     slice_.retract_()
     v = vector(model)
     u = slice_.project(v)
@@ -155,7 +155,7 @@ def test_project_is_the_orthogonal_projection_onto_the_tangent_space(
 
 @table
 def test_lift_is_tangent_and_moves_the_function_alike(slice_name: str, net: str) -> None:
-    model, slice_, x = prepared(slice_name, net)
+    model, slice_, x = prepare(slice_name, net)
     slice_.retract_()
     v = torch.cat([t.flatten() for t in vector(model).values()])
     lifted = slice_.lift(v)
@@ -167,7 +167,7 @@ def test_lift_is_tangent_and_moves_the_function_alike(slice_name: str, net: str)
 
 def test_the_balanced_slice_is_orthogonal_to_orbits_and_gradients_are_tangent() -> None:
     for slice_name in ("balanced", "layer-balanced"):
-        model, slice_, x = prepared(slice_name, "deep")
+        model, slice_, x = prepare(slice_name, "deep")
         slice_.retract_()
         model(x).square().sum().backward()
         g = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -181,7 +181,7 @@ def test_the_balanced_slice_is_orthogonal_to_orbits_and_gradients_are_tangent() 
 
 def test_balanced_layers_are_those_of_the_formula() -> None:
     """|A_j|² = |A_1|² + Σ_{k<j} |b_k|²."""
-    model, slice_, _ = prepared("layer-balanced", "deep", 2.0)
+    model, slice_, _ = prepare("layer-balanced", "deep", 2.0)
     slice_.retract_()
     layers = [m for m in model if isinstance(m, nn.Linear)]
     total = layers[0].weight.square().sum()
@@ -191,7 +191,7 @@ def test_balanced_layers_are_those_of_the_formula() -> None:
 
 
 def test_balanced_units_are_the_least_of_the_orbit() -> None:
-    model, slice_, _ = prepared("balanced", "3-4-5-2")
+    model, slice_, _ = prepare("balanced", "3-4-5-2")
     slice_.retract_()
     least = sum(float(p.detach().square().sum()) for p in model.parameters())
     for seed in range(5):
@@ -202,7 +202,7 @@ def test_balanced_units_are_the_least_of_the_orbit() -> None:
 
 def test_the_layer_slice_is_no_immersion_the_quotient_by_units_is() -> None:
     """Net 3-4-5-2 without biases: 42 parameters, the kernel has one vector per hidden unit."""
-    model, layers, _ = prepared("equal-norm", "bias-free")
+    model, layers, _ = prepare("equal-norm", "bias-free")
     x = torch.randn(400, 3, generator=torch.Generator().manual_seed(2)).double()
     layers.retract_()
     rank = torch.linalg.matrix_rank(jacobian(model, x))
@@ -235,7 +235,7 @@ def test_many_units_are_balanced_and_projected_by_products() -> None:
 
 @pytest.mark.parametrize("slice_name", SLICES)
 def test_a_symmetry_that_was_found_offers_its_slices(slice_name: str) -> None:
-    model, slice_, x = prepared(slice_name, "conv", 2.0)
+    model, slice_, x = prepare(slice_name, "conv", 2.0)
     symmetry = find(model, x)
     before = model(x)
     assert symmetry.retract_(slice_name).off > 1e-3
@@ -256,7 +256,7 @@ def test_dead_units_keep_their_scale_and_are_reported() -> None:
         model[4].weight[:, 2] = 0
     x = torch.randn(6, 3).double()
     before = model(x)
-    kept = model[2].weight.detach().clone()
+    weight_before = model[2].weight.detach().clone()
     slice_ = Balanced(scalings(model), model)
     report = slice_.retract_()
     assert report.dead == {"units of 0": (1,), "units of 2": (2,)}
@@ -264,7 +264,7 @@ def test_dead_units_keep_their_scale_and_are_reported() -> None:
     assert relative(model(x), before) < 1e-13
     assert slice_.contains()
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert torch.equal(model[2].weight[2, 1], kept[2, 1])  # between two dead units
+    assert torch.equal(model[2].weight[2, 1], weight_before[2, 1])  # between two dead units
     v = vector(model)
     u = slice_.project(v)
     assert all(torch.allclose(slice_.project(u)[n], u[n], atol=1e-12) for n in u)
@@ -342,7 +342,7 @@ def test_equal_norms_need_a_chain() -> None:
 
 
 def test_a_vector_of_the_wrong_length_is_refused() -> None:
-    _, slice_, _ = prepared("balanced", "3-4-5-2")
+    _, slice_, _ = prepare("balanced", "3-4-5-2")
     with pytest.raises(PullbackError, match="shape"):
         slice_.project(torch.zeros(3).double())
 

@@ -24,7 +24,7 @@ from tests.symmetry.networks import (
     fused_attention,
     mlp,
     nullity,
-    randomized,
+    randomize,
 )
 
 
@@ -39,23 +39,23 @@ def bias(model: nn.Module) -> Tensor:
 
 
 CASES = {
-    "mlp": (lambda: randomized(mlp([3, 4, 5, 2])), (normal(20, 3),)),
-    "linear": (lambda: randomized(mlp([3, 4, 2], nn.Identity)), (normal(20, 3),)),
-    "residual": (lambda: randomized(basic_block()), (normal(6, 2, 5, 5),)),
-    "batch norm": (lambda: randomized(basic_block(nn.BatchNorm2d)).eval(), (normal(6, 2, 5, 5),)),
-    "fused attention": (lambda: randomized(fused_attention()), (normal(3, 5, 4),)),
+    "mlp": (lambda: randomize(mlp([3, 4, 5, 2])), (normal(20, 3),)),
+    "linear": (lambda: randomize(mlp([3, 4, 2], nn.Identity)), (normal(20, 3),)),
+    "residual": (lambda: randomize(basic_block()), (normal(6, 2, 5, 5),)),
+    "batch norm": (lambda: randomize(basic_block(nn.BatchNorm2d)).eval(), (normal(6, 2, 5, 5),)),
+    "fused attention": (lambda: randomize(fused_attention()), (normal(3, 5, 4),)),
     "cross attention": (
-        lambda: randomized(cross_attention()),
+        lambda: randomize(cross_attention()),
         (normal(3, 5, 4), normal(3, 6, 4, seed=2)),
     ),
     "pre-norm block": (
-        lambda: randomized(
+        lambda: randomize(
             nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True, norm_first=True)
         ),
         (normal(3, 5, 4),),
     ),
     "post-norm block": (
-        lambda: randomized(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)),
+        lambda: randomize(nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)),
         (normal(3, 5, 4),),
     ),
 }
@@ -118,7 +118,7 @@ def test_horizontal_is_the_orthogonal_projection(name: str) -> None:
 
 
 def test_the_largest_components_are_solved_by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = randomized(mlp([6, 9, 8, 3]))
+    model = randomize(mlp([6, 9, 8, 3]))
     symmetry = find(model, normal(20, 6))
     v = normal(sum(p.numel() for p in model.parameters()))
     exact = symmetry.horizontal(v)
@@ -127,7 +127,7 @@ def test_the_largest_components_are_solved_by_iteration(monkeypatch: pytest.Monk
 
 
 def test_rank_explains_the_nullity() -> None:
-    model = randomized(mlp([3, 4, 5, 2], nn.LeakyReLU))
+    model = randomize(mlp([3, 4, 5, 2], nn.LeakyReLU))
     x = normal(80, 3)
     ranks = find(model, x).rank()
     assert (ranks.generators, ranks.independent, ranks.nullity) == (9, 9, nullity(dense(model, x)))
@@ -136,7 +136,7 @@ def test_rank_explains_the_nullity() -> None:
 
 
 def test_rank_counts_what_few_samples_and_dead_units_add() -> None:
-    model = randomized(mlp([3, 4, 2]))
+    model = randomize(mlp([3, 4, 2]))
     few = find(model, normal(5, 3)).rank()
     assert few.nullity is not None
     assert few.nullity >= 26 - 10
@@ -151,7 +151,7 @@ def test_rank_counts_what_few_samples_and_dead_units_add() -> None:
 def test_rank_is_not_misled_by_outputs_that_hardly_move() -> None:
     """Saturated attention weights, whose derivatives are what round-off leaves of them."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    model = randomized(Of(lambda s, x: s.a(x, x, x), a=attention), 3)
+    model = randomize(Of(lambda s, x: s.a(x, x, x), a=attention), 3)
     x = normal(10, 5, 4) * (3 * normal(10, 1, 1, seed=4)).exp()
     j = jacobian(torch.cat([y.flatten() for y in model(x)]), list(model.parameters()))
     lengths = j.norm(dim=1)
@@ -161,7 +161,7 @@ def test_rank_is_not_misled_by_outputs_that_hardly_move() -> None:
 
 
 def test_zero_units_are_dependent_generators() -> None:
-    model = randomized(mlp([3, 4, 2]))
+    model = randomize(mlp([3, 4, 2]))
     into, _, out, _ = (p.data for p in model.parameters())
     for w in (into, bias(model), out.T):
         w[0] = 0.0
@@ -173,7 +173,7 @@ def test_zero_units_are_dependent_generators() -> None:
 
 
 def test_the_report_names_everything() -> None:
-    symmetry = find(randomized(mlp([3, 4, 5, 2])), normal(9, 3))
+    symmetry = find(randomize(mlp([3, 4, 5, 2])), normal(9, 3))
     text = str(symmetry)
     assert "scaling of 0 against 2" in text
     assert "2.weight" in text
@@ -181,7 +181,7 @@ def test_the_report_names_everything() -> None:
 
 
 def test_bad_vectors_are_refused() -> None:
-    symmetry = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    symmetry = find(randomize(mlp([3, 4, 2])), normal(9, 3))
     with pytest.raises(PullbackError, match="generators"):
         symmetry.orbit(torch.zeros(3))
     with pytest.raises(PullbackError, match="26 parameters"):
@@ -189,7 +189,7 @@ def test_bad_vectors_are_refused() -> None:
 
 
 def test_too_many_generators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    symmetry = find(randomized(mlp([3, 4, 2])), normal(9, 3))
+    symmetry = find(randomize(mlp([3, 4, 2])), normal(9, 3))
     limits = SymmetryLimits(generator_entries=100)
     monkeypatch.setattr(sys.modules["pullback.symmetry.find"], "LIMITS", limits)
     with pytest.raises(PullbackError, match="4 × 26"):

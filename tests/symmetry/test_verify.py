@@ -14,7 +14,7 @@ from pullback.symmetry import Leg, Mixing, Scaling, find
 from pullback.symmetry.graph.example import Example
 from pullback.symmetry.verify import Verified, Verifier, verify_actions
 
-from .networks import Of, dense, in_kernel, mlp, randomized
+from .networks import Of, dense, in_kernel, mlp, randomize
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:
@@ -29,7 +29,7 @@ def scaling(units: int, into: str, out: str) -> Scaling:
 
 def test_residuals_estimate_the_norm_of_j_z() -> None:
     """Against the dense J, for a generator that is no symmetry (its bias is left behind)."""
-    model = randomized(mlp([3, 4, 2]))
+    model = randomize(mlp([3, 4, 2]))
     x = normal(20, 3)
     wrong = scaling(4, "0.weight", "2.weight")
     residuals = Verifier(Example(model, x)).unit_residuals(wrong)
@@ -71,7 +71,7 @@ def test_a_wrong_mixing_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [1e-200, 1e-30, 1e30, 1e200])
 def test_layers_of_any_size_are_verified_and_retracted(size: float) -> None:
-    model = randomized(mlp([3, 4, 5, 2]))
+    model = randomize(mlp([3, 4, 5, 2]))
     x = normal(9, 3)
     y = model(x).detach()
     with torch.no_grad():
@@ -103,7 +103,7 @@ def deep(blocks: int, width: int) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_many_batch_norms_take_seconds_and_are_reported_as_one(training: bool) -> None:
-    model = randomized(deep(6, 4)).train(training)
+    model = randomize(deep(6, 4)).train(training)
     x = normal(6, 2, 5, 5)
     start = time.process_time()
     symmetry = find(model, x)
@@ -120,7 +120,7 @@ def test_torch_transformers_with_a_mask_are_traced() -> None:
         4, 2, 6, 0.0, batch_first=True, activation="gelu", norm_first=True
     )
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    model = randomized(model)
+    model = randomize(model)
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     x = normal(3, 5, 4)
     with_mask = find(model, {"src": x, "mask": mask})
@@ -130,7 +130,7 @@ def test_torch_transformers_with_a_mask_are_traced() -> None:
 
 
 def test_gated_linear_units_scale_in_one_half() -> None:
-    model = randomized(nn.Sequential(nn.Linear(3, 8), nn.GLU(), nn.Linear(4, 2)))
+    model = randomize(nn.Sequential(nn.Linear(3, 8), nn.GLU(), nn.Linear(4, 2)))
     symmetry = find(model, normal(40, 3))
     assert symmetry.dimension == 4
     assert in_kernel(dense(model, normal(40, 3, seed=5)), symmetry.generators()) <= 1e-12

@@ -46,9 +46,9 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def make_network(kind: str, sites: int, seed: int = 0) -> nn.Module:
+def make_network(name: str, sites: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return KINDS[kind](sites).double()
+    return KINDS[name](sites).double()
 
 
 def as_complex(output: Tensor) -> Tensor:

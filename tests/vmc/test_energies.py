@@ -25,16 +25,18 @@ def make_evaluator(network: nn.Module, chunk: int = 1000) -> Evaluator:
     return Evaluator(LogAmplitude(network), EvaluationOptions(chunk=chunk))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("network_name", KINDS)
 @pytest.mark.parametrize("hamiltonian", HAMILTONIANS, ids=repr)
 @pytest.mark.parametrize("memory", [2**30, 5000], ids=["at once", "in parts"])
-def test_local_energies(hamiltonian: vmc.Hamiltonian, kind: str, memory: int) -> None:
-    network = make_network(kind, hamiltonian.sites)
+def test_local_energies(hamiltonian: vmc.Hamiltonian, network_name: str, memory: int) -> None:
+    network = make_network(network_name, hamiltonian.sites)
     basis = vmc.enumerate_configurations(hamiltonian.sites)
     psi = amplitudes(network, basis)
     want = (hamiltonian.dense().to(psi.dtype) @ psi) / psi
-    found = vmc.compute_local_energies(hamiltonian, make_evaluator(network, 7), basis, memory)
-    assert_close(torch.view_as_real(found.values), torch.view_as_real(want), 1e-12, "E(s)")
+    local_energies = vmc.compute_local_energies(
+        hamiltonian, make_evaluator(network, 7), basis, memory
+    )
+    assert_close(torch.view_as_real(local_energies.values), torch.view_as_real(want), 1e-12, "E(s)")
 
 
 def test_equal_configurations_are_evaluated_once() -> None:
@@ -42,20 +44,20 @@ def test_equal_configurations_are_evaluated_once() -> None:
     network = make_network("real", 6)
     basis = vmc.enumerate_configurations(6)
     samples = basis.repeat(5, 1)
-    found = vmc.compute_local_energies(hamiltonian, make_evaluator(network), samples)
-    assert found.evaluated == 64
-    assert found.connected == 5 * 64 * 7
+    local_energies = vmc.compute_local_energies(hamiltonian, make_evaluator(network), samples)
+    assert local_energies.evaluated == 64
+    assert local_energies.connected == 5 * 64 * 7
 
 
 def test_connections_whose_element_is_zero_are_not_evaluated() -> None:
     """Parallel spins are not exchanged: the ferromagnet is connected with itself alone."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(6))
     ferromagnet = torch.ones(1, 6, dtype=torch.int8)
-    found = vmc.compute_local_energies(
+    local_energies = vmc.compute_local_energies(
         hamiltonian, make_evaluator(make_network("real", 6)), ferromagnet
     )
-    assert found.evaluated == 1
-    assert found.values.item() == 6
+    assert local_energies.evaluated == 1
+    assert local_energies.values.item() == 6
 
 
 @pytest.mark.parametrize("sites", [5, 62])
@@ -81,5 +83,5 @@ def test_an_amplitude_of_zero_beside_a_sample_counts_as_zero() -> None:
 
     hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(4), field=1.0)
     sample = torch.tensor([[1, 1, 1, -1]], dtype=torch.int8)
-    found = vmc.compute_local_energies(hamiltonian, make_evaluator(OnlyUp()), sample)
-    assert found.values.item() == pytest.approx(0.0 - 1.0)
+    local_energies = vmc.compute_local_energies(hamiltonian, make_evaluator(OnlyUp()), sample)
+    assert local_energies.values.item() == pytest.approx(0.0 - 1.0)

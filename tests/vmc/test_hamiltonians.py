@@ -65,17 +65,17 @@ def test_the_rotated_ground_state_of_a_chain_is_positive() -> None:
 def test_known_ground_energies(hamiltonian: vmc.Hamiltonian, energy: float) -> None:
     """The Ising chain in closed form, −2/sin(π/2N); the Heisenberg ring from the literature."""
     sector = 0 if hamiltonian.conserves_magnetization else None
-    found = float(torch.linalg.eigvalsh(hamiltonian.dense(sector))[0])
-    assert found == pytest.approx(energy, rel=1e-10)
+    lowest = float(torch.linalg.eigvalsh(hamiltonian.dense(sector))[0])
+    assert lowest == pytest.approx(energy, rel=1e-10)
 
 
 def test_heisenberg_conserves_the_magnetization() -> None:
     hamiltonian = vmc.Heisenberg(vmc.Chain(6), j2=0.3)
     sizes = [len(vmc.enumerate_configurations(6, m)) for m in range(-6, 7, 2)]
     assert sum(sizes) == 64
-    parts = [torch.linalg.eigvalsh(hamiltonian.dense(m)) for m in range(-6, 7, 2)]
+    sector_energies = [torch.linalg.eigvalsh(hamiltonian.dense(m)) for m in range(-6, 7, 2)]
     whole = torch.linalg.eigvalsh(hamiltonian.dense())
-    assert_close(torch.cat(parts).sort().values, whole, 1e-12, "the spectrum by sectors")
+    assert_close(torch.cat(sector_energies).sort().values, whole, 1e-12, "the spectrum by sectors")
 
 
 def test_ising_has_no_sectors() -> None:

@@ -41,13 +41,13 @@ def rbm(lattice: vmc.Lattice, features: int = 2, seed: int = 0) -> vmc.Rbm:
 )
 def test_ground_states(hamiltonian: vmc.Hamiltonian) -> None:
     network = rbm(hamiltonian.lattice, 3)  # pyright: ignore[reportAttributeAccessIssue]
-    found = vmc.minimize(hamiltonian, network, steps=120, samples=500, progress=False)
+    result = vmc.minimize(hamiltonian, network, steps=120, samples=500, progress=False)
     exact = exact_energy(hamiltonian)
-    assert found.verdict.name == "converged", found.stopped
-    assert found.energy == pytest.approx(exact, rel=2e-4)
-    assert abs(found.energy - exact) < 5 * found.error + 2e-4 * abs(exact)
-    assert found.variance < 0.05
-    assert len(found.history) == 120
+    assert result.verdict.name == "converged", result.stopped
+    assert result.energy == pytest.approx(exact, rel=2e-4)
+    assert abs(result.energy - exact) < 5 * result.error + 2e-4 * abs(exact)
+    assert result.variance < 0.05
+    assert len(result.history) == 120
 
 
 class AsComplex(nn.Module):
@@ -62,24 +62,24 @@ class AsComplex(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["phase", "complex"])
-def test_states_with_a_phase(kind: str) -> None:
+@pytest.mark.parametrize("network_name", ["phase", "complex"])
+def test_states_with_a_phase(network_name: str) -> None:
     """Without the sign rule the ground state has signs, which a real network cannot have."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
     torch.manual_seed(0)
     network: nn.Module = vmc.Convolutional(vmc.Chain(8), 6, 2, 5, phase=True).double()
-    if kind == "complex":
+    if network_name == "complex":
         network = AsComplex(network)
-    found = vmc.minimize(hamiltonian, network, steps=80, samples=400, lr=0.02, progress=False)
-    assert found.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-3)
+    result = vmc.minimize(hamiltonian, network, steps=80, samples=400, lr=0.02, progress=False)
+    assert result.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-3)
 
 
 def test_a_complex_hamiltonian() -> None:
     hamiltonian = vmc.FunctionHamiltonian(rotated_chain, 6, conserves_magnetization=True)
-    found = vmc.minimize(
+    result = vmc.minimize(
         hamiltonian, make_network("phase", 6), steps=150, samples=300, progress=False
     )
-    assert found.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-2)
+    assert result.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -87,27 +87,27 @@ def test_a_real_network_without_the_sign_rule_is_never_converged() -> None:
     """The lowest positive state is no eigenstate; samples may collapse onto few configurations."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
     network = rbm(hamiltonian.lattice)
-    found = vmc.minimize(hamiltonian, network, steps=80, samples=300, progress=False)
-    assert found.verdict.is_alarming, found.stopped
+    result = vmc.minimize(hamiltonian, network, steps=80, samples=300, progress=False)
+    assert result.verdict.is_alarming, result.stopped
 
 
 @pytest.mark.parametrize("step", [Constant(), Spring(0.9), vmc.PrimeSpring()], ids=repr)
 def test_other_steps(ising: vmc.TransverseFieldIsing, step: pb.steps.Step) -> None:
     network = rbm(ising.lattice)
-    found = vmc.minimize(
+    result = vmc.minimize(
         ising, network, steps=100, samples=400, lr=0.02, step=step,
         solver=pb.solvers.Cholesky(0.01), progress=False,
     )  # fmt: skip
-    assert found.energy == pytest.approx(exact_energy(ising), rel=5e-3)
+    assert result.energy == pytest.approx(exact_energy(ising), rel=5e-3)
 
 
 def test_single_precision_and_sample_space(ising: vmc.TransverseFieldIsing) -> None:
     torch.manual_seed(0)
     network = vmc.Convolutional(vmc.Chain(8), channels=6, layers=2, kernel=5)
-    found = vmc.minimize(
+    result = vmc.minimize(
         ising, network, steps=60, samples=100, gram="kernel", progress=False, measure=4000
     )
-    assert found.energy == pytest.approx(exact_energy(ising), rel=1e-3)
+    assert result.energy == pytest.approx(exact_energy(ising), rel=1e-3)
 
 
 def test_the_same_seed_gives_the_same_bits(ising: vmc.TransverseFieldIsing) -> None:
@@ -124,11 +124,11 @@ def test_a_run_resumes_to_the_same_bits(ising: vmc.TransverseFieldIsing, tmp_pat
     halves = rbm(ising.lattice)
     path = tmp_path / "run.pt"
     for steps in (5, 12):
-        found = vmc.minimize(
+        result = vmc.minimize(
             ising, halves, steps=steps, samples=60, progress=False, checkpoint=path
         )
-    assert found.history.energy == want.history.energy
-    assert found.energy == want.energy
+    assert result.history.energy == want.history.energy
+    assert result.energy == want.energy
     for one, two in zip(whole.parameters(), halves.parameters(), strict=True):
         assert torch.equal(one, two)
 
@@ -150,23 +150,23 @@ def test_a_checkpoint_of_another_run_is_refused(
 
 
 def test_results_are_saved_and_loaded(ising: vmc.TransverseFieldIsing, tmp_path: Path) -> None:
-    found = vmc.minimize(ising, rbm(ising.lattice), steps=3, samples=50, progress=False)
-    found.save(tmp_path / "state.pt")
+    result = vmc.minimize(ising, rbm(ising.lattice), steps=3, samples=50, progress=False)
+    result.save(tmp_path / "state.pt")
     other = rbm(ising.lattice, seed=5)
-    again = vmc.Result.load(tmp_path / "state.pt", other)
-    assert again.energy == found.energy
-    assert again.stopped == found.stopped
-    assert again.history.energy == found.history.energy
-    assert torch.equal(again.samples, found.samples)
+    loaded = vmc.Result.load(tmp_path / "state.pt", other)
+    assert loaded.energy == result.energy
+    assert loaded.stopped == result.stopped
+    assert loaded.history.energy == result.history.energy
+    assert torch.equal(loaded.samples, result.samples)
 
 
 def test_a_budget_that_is_too_small_is_said(ising: vmc.TransverseFieldIsing) -> None:
     network = rbm(ising.lattice)
-    found = vmc.minimize(ising, network, steps=1000, samples=50, budget=1e-6, progress=False)
-    assert found.verdict.stop_reason is vmc.StopReason.BUDGET_SPENT
-    assert found.verdict.outcome is vmc.Outcome.UNFINISHED
-    assert len(found.history) == 1
-    assert "budget" in found.stopped
+    result = vmc.minimize(ising, network, steps=1000, samples=50, budget=1e-6, progress=False)
+    assert result.verdict.stop_reason is vmc.StopReason.BUDGET_SPENT
+    assert result.verdict.outcome is vmc.Outcome.UNFINISHED
+    assert len(result.history) == 1
+    assert "budget" in result.stopped
 
 
 def test_other_ways_to_stop(ising: vmc.TransverseFieldIsing) -> None:
@@ -200,12 +200,12 @@ def test_frozen_chains_are_never_converged() -> None:
             return self.scale * (s * s.roll(1, 1)).sum(1)
 
     hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(8), field=1e-3)
-    found = vmc.minimize(
+    result = vmc.minimize(
         hamiltonian, TwoPeaks().double(), steps=30, samples=100, lr=1e-3, progress=False
     )
-    assert found.verdict.outcome is vmc.Outcome.UNRELIABLE
-    assert found.verdict.chain_problem is vmc.ChainProblem.FROZEN
-    assert "frozen" in found.stopped
+    assert result.verdict.outcome is vmc.Outcome.UNRELIABLE
+    assert result.verdict.chain_problem is vmc.ChainProblem.FROZEN
+    assert "frozen" in result.stopped
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -221,41 +221,41 @@ def test_chains_that_stay_in_two_sectors_are_never_converged() -> None:
             return self.scale * s.sum(1).abs()
 
     hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(16), field=0.2)
-    found = vmc.minimize(
+    result = vmc.minimize(
         hamiltonian, SoftPeaks().double(), steps=25, samples=100, lr=1e-4, progress=False
     )
-    assert found.verdict.outcome is vmc.Outcome.UNRELIABLE
-    assert found.verdict.chain_problem is vmc.ChainProblem.UNMIXED
+    assert result.verdict.outcome is vmc.Outcome.UNRELIABLE
+    assert result.verdict.chain_problem is vmc.ChainProblem.UNMIXED
 
 
 class Broken(nn.Module):
     """NaN from the first call, or a wrong shape."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, defect: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(8))
-        self.kind = kind
+        self.defect = defect
 
     def forward(self, s: Tensor) -> object:
         value = s @ self.weight.to(s)
-        if self.kind == "nan":
+        if self.defect == "nan":
             return value * math.nan
-        if self.kind == "matrix":
+        if self.defect == "matrix":
             return value[:, None].expand(-1, 3)
-        if self.kind == "scalar":
+        if self.defect == "scalar":
             return value.sum()
         return (value, value)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("defect", "message"),
     [("nan", "NaN"), ("matrix", "not log ψ"), ("scalar", "not log ψ"), ("tuple", "not log ψ")],
 )
 def test_networks_that_are_no_state_are_refused(
-    ising: vmc.TransverseFieldIsing, kind: str, message: str
+    ising: vmc.TransverseFieldIsing, defect: str, message: str
 ) -> None:
     with pytest.raises(pb.PullbackError, match=message):
-        vmc.minimize(ising, Broken(kind), steps=2, samples=20, progress=False)
+        vmc.minimize(ising, Broken(defect), steps=2, samples=20, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -273,12 +273,12 @@ def test_a_network_that_breaks_on_the_way_gives_a_verdict(ising: vmc.TransverseF
     def break_network(run: vmc.Minimization) -> None:
         network.broken = len(run.history) == 4
 
-    found = vmc.minimize(
+    result = vmc.minimize(
         ising, network, steps=20, samples=50, callbacks=[break_network], progress=False
     )
-    assert found.verdict.outcome is vmc.Outcome.DIVERGED
-    assert found.verdict.stop_reason is vmc.StopReason.NOT_FINITE
-    assert len(found.history) == 4
+    assert result.verdict.outcome is vmc.Outcome.DIVERGED
+    assert result.verdict.stop_reason is vmc.StopReason.NOT_FINITE
+    assert len(result.history) == 4
 
 
 def ising_rows(s: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ def make_local(rows: Tensor, white: Tensor, state: dict[str, object]) -> Local:
 
     def solve(damping: object, center: Tensor | None) -> pb.solvers.Solution:
         shift = torch.zeros(rows.shape[1], dtype=rows.dtype) if center is None else center
-        found = solver.solve(factored, rows.T @ (white - rows @ shift), DAMPING)
-        return pb.solvers.Solution(found.x + shift, DAMPING)
+        solution = solver.solve(factored, rows.T @ (white - rows @ shift), DAMPING)
+        return pb.solvers.Solution(solution.x + shift, DAMPING)
 
     return Local(
         loss=0.0, gradient=rows.T @ white, solve=solve, path=lambda: None,

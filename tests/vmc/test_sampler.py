@@ -25,15 +25,17 @@ def make_chains(
     return vmc.MarkovChains(hamiltonian, sampler, samples, seed, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("kind", ["real", "phase"])
+@pytest.mark.parametrize("network_name", ["real", "phase"])
 @pytest.mark.parametrize(
     "hamiltonian",
     [vmc.TransverseFieldIsing(vmc.Chain(SITES)), vmc.Heisenberg(vmc.Chain(SITES))],
     ids=["flip", "exchange"],
 )
-def test_samples_follow_the_squared_amplitude(hamiltonian: vmc.Hamiltonian, kind: str) -> None:
+def test_samples_follow_the_squared_amplitude(
+    hamiltonian: vmc.Hamiltonian, network_name: str
+) -> None:
     """χ² of the counts over all configurations of the sector, from independent chains."""
-    network = make_network(kind, SITES)
+    network = make_network(network_name, SITES)
     sector = 0 if hamiltonian.conserves_magnetization else None
     basis = vmc.enumerate_configurations(SITES, sector)
     with torch.no_grad():
@@ -149,6 +151,6 @@ def test_error_bars_account_for_autocorrelation() -> None:
         value = rho * value + math.sqrt(1 - rho**2) * noise
         series.append(value)
     energies = torch.stack(series, 1).to(torch.complex128)
-    found = summarize(energies, torch.ones(chains, length, 1))
-    assert found.autocorrelation == pytest.approx(4.0, rel=0.15)
-    assert found.error == pytest.approx(math.sqrt(9 / (chains * length)), rel=0.1)
+    statistics = summarize(energies, torch.ones(chains, length, 1))
+    assert statistics.autocorrelation == pytest.approx(4.0, rel=0.15)
+    assert statistics.error == pytest.approx(math.sqrt(9 / (chains * length)), rel=0.1)

@@ -62,11 +62,11 @@ def make_run(
 
 
 @pytest.mark.parametrize("gram", ["rows", "kernel", "dense", "matrix_free"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_solves_the_dense_system(kind: str, gram: str) -> None:
+@pytest.mark.parametrize("network_name", KINDS)
+def test_a_step_solves_the_dense_system(network_name: str, gram: str) -> None:
     """(S + λ)x = ∇⟨H⟩ from drawn samples, repeated ones included."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(6), j2=0.3)
-    network = make_network(kind, 6)
+    network = make_network(network_name, 6)
     probe = Probe()
     run = make_run(hamiltonian, network, probe, gram)
     batch = run._draw_batch(run.chains)
@@ -74,18 +74,18 @@ def test_a_step_solves_the_dense_system(kind: str, gram: str) -> None:
     rows = complex_rows(network, batch.samples)
     weights = torch.ones(len(rows), dtype=torch.float64)
     tensor, gradient = dense_system(rows, batch.local_energies, weights)
-    if kind == "real":
+    if network_name == "real":
         assert float(batch.local_energies.imag.abs().max()) == 0
     assert_close(probe.gradient, gradient, 1e-12, "∇⟨H⟩")
     damped = tensor + 1e-2 * torch.eye(len(gradient), dtype=torch.float64)
     assert_close(probe.solution.x, torch.linalg.solve(damped, gradient), 1e-9, "x")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_force_is_the_gradient_of_the_exact_energy(kind: str) -> None:
+@pytest.mark.parametrize("network_name", KINDS)
+def test_the_force_is_the_gradient_of_the_exact_energy(network_name: str) -> None:
     """Over all configurations with weights |ψ|², against autograd of ψᵀHψ/ψᵀψ."""
     hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(8), field=0.6)
-    network = make_network(kind, 8)
+    network = make_network(network_name, 8)
     basis = vmc.enumerate_configurations(8)
     matrix = hamiltonian.dense().to(torch.complex128)
     psi = amplitudes(network, basis)
@@ -101,10 +101,10 @@ def test_the_force_is_the_gradient_of_the_exact_energy(kind: str) -> None:
     assert_close(gradient, want, 1e-11, "∇⟨H⟩ from local energies")
 
 
-@pytest.mark.parametrize("kind", ["real", "phase"])
-def test_the_metric_is_the_second_derivative_of_the_fidelity(kind: str) -> None:
+@pytest.mark.parametrize("network_name", ["real", "phase"])
+def test_the_metric_is_the_second_derivative_of_the_fidelity(network_name: str) -> None:
     """1 − |⟨ψ|ψ'⟩|² = dwᵀS dw to second order, over all configurations."""
-    network = make_network(kind, 6)
+    network = make_network(network_name, 6)
     basis = vmc.enumerate_configurations(6).double()
     psi = amplitudes(network, basis).detach()
     weights = psi.abs().square()
@@ -154,8 +154,8 @@ def test_statistics_of_a_batch_are_those_of_its_energies() -> None:
     run = make_run(hamiltonian, make_network("phase", 6), Probe(), "auto")
     batch = run._draw_batch(run.chains)
     assert isinstance(batch, Batch)
-    again = summarize(batch.local_energies[:, None], batch.samples[:, None])
-    assert again.energy == pytest.approx(batch.statistics.energy)
+    one_chain = summarize(batch.local_energies[:, None], batch.samples[:, None])
+    assert one_chain.energy == pytest.approx(batch.statistics.energy)
     deviation = batch.local_energies - batch.local_energies.mean()
     assert batch.statistics.variance == pytest.approx(float(deviation.abs().square().mean()))
 

@@ -14,13 +14,13 @@ from tests.vmc.states import KINDS, amplitudes, make_network
 LATTICES = [vmc.Chain(6), vmc.Square(2, 4)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("network_name", KINDS)
 @pytest.mark.parametrize("inversion", [None, 1])
 @pytest.mark.parametrize("lattice", LATTICES, ids=repr)
 def test_the_state_is_the_mean_over_the_group(
-    lattice: vmc.Lattice, kind: str, inversion: int | None
+    lattice: vmc.Lattice, network_name: str, inversion: int | None
 ) -> None:
-    network = make_network(kind, lattice.sites)
+    network = make_network(network_name, lattice.sites)
     symmetric = vmc.Symmetrized(network, lattice, spin_inversion=inversion)
     basis = vmc.enumerate_configurations(lattice.sites)
     group = lattice.space_group().unique(dim=0)
@@ -28,17 +28,19 @@ def test_the_state_is_the_mean_over_the_group(
     if inversion is not None:
         images += [amplitudes(network, -basis[:, g]) for g in group]
     want = torch.stack(images).mean(0)
-    found = amplitudes(symmetric, basis)
-    assert_close(torch.view_as_real(found), torch.view_as_real(want), 1e-12, "ψ")
+    values = amplitudes(symmetric, basis)
+    assert_close(torch.view_as_real(values), torch.view_as_real(want), 1e-12, "ψ")
     for g in group:
         moved = torch.view_as_real(amplitudes(symmetric, basis[:, g]))
-        assert_close(moved, torch.view_as_real(found), 1e-12, "invariance")
+        assert_close(moved, torch.view_as_real(values), 1e-12, "invariance")
 
 
-@pytest.mark.parametrize("kind", ["phase", "complex"])
-def test_the_odd_state_changes_sign_under_inversion(kind: str) -> None:
+@pytest.mark.parametrize("network_name", ["phase", "complex"])
+def test_the_odd_state_changes_sign_under_inversion(network_name: str) -> None:
     lattice = vmc.Chain(5)
-    odd = vmc.Symmetrized(make_network(kind, 5), lattice, point_group=False, spin_inversion=-1)
+    odd = vmc.Symmetrized(
+        make_network(network_name, 5), lattice, point_group=False, spin_inversion=-1
+    )
     basis = vmc.enumerate_configurations(5)
     psi = torch.view_as_real(amplitudes(odd, basis))
     assert_close(torch.view_as_real(amplitudes(odd, -basis)), -psi, 1e-9, "ψ(−s) = −ψ(s)")
@@ -73,8 +75,8 @@ def test_symmetric_states_have_lower_energy_after_the_same_steps() -> None:
     hamiltonian = vmc.Heisenberg(lattice)
     exact = float(torch.linalg.eigvalsh(hamiltonian.dense(0))[0])
     state = vmc.Symmetrized(make_network("real", 6), lattice, spin_inversion=1)
-    found = vmc.minimize(hamiltonian, state, steps=60, samples=200, progress=False)
-    assert found.energy == pytest.approx(exact, rel=1e-3)
+    result = vmc.minimize(hamiltonian, state, steps=60, samples=200, progress=False)
+    assert result.energy == pytest.approx(exact, rel=1e-3)
 
 
 def test_refusals() -> None:

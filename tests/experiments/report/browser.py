@@ -45,7 +45,7 @@ class Browser:
         command = executable()
         assert command is not None
         self.events: list[dict[str, Any]] = []
-        self._rest = b""
+        self._unread = b""
         self._last = 0
         theirs, self._out = os.pipe()
         self._in, also_theirs = os.pipe()
@@ -97,13 +97,13 @@ class Browser:
             self.events.append(answer)
 
     def _read(self, patience: float) -> dict[str, Any]:
-        while b"\0" not in self._rest:
+        while b"\0" not in self._unread:
             ready, _, _ = select.select([self._in], [], [], max(patience, 0))
             assert ready, "the browser does not answer"
             read = os.read(self._in, 1 << 16)
             assert read, "the browser has ended"
-            self._rest += read
-        one, _, self._rest = self._rest.partition(b"\0")
+            self._unread += read
+        one, _, self._unread = self._unread.partition(b"\0")
         return json.loads(one)
 
     def open(
@@ -266,7 +266,7 @@ class Page:
         return out + [str(e["entry"]) for e in self._events("Log.entryAdded")]
 
     @property
-    def requested(self) -> list[str]:
+    def requested_urls(self) -> list[str]:
         """Addresses that were asked for, other than data inside of the page."""
         collected = [e["request"]["url"] for e in self._events("Network.requestWillBeSent")]
         return [url for url in collected if not url.startswith("data:")]

@@ -55,7 +55,7 @@ def page(browser: Browser, path: Path) -> Iterator[Page]:
     drawn(opened, CHART)
     yield opened
     assert opened.said == []
-    assert [u for u in opened.requested if not u.startswith(path.as_uri())] == []
+    assert [u for u in opened.requested_urls if not u.startswith(path.as_uri())] == []
 
 
 def drawn(page: Page, chart: str) -> None:
@@ -68,7 +68,7 @@ def curve(page: Page, number: int = 0) -> str:
     return page(f"document.querySelectorAll('{PLOT} .line')[{number}].getAttribute('d')")
 
 
-def pressed(page: Page, name: str) -> str:
+def is_pressed(page: Page, name: str) -> str:
     return page(f"document.querySelector('{CHART} [aria-label=\"{name}\"]').ariaPressed")
 
 
@@ -79,9 +79,9 @@ def column(page: Page, table: str, number: int) -> list[str]:
 
 def test_the_scales_switch(page: Page) -> None:
     first = curve(page)
-    assert pressed(page, "Logarithmic y axis") == "true"
+    assert is_pressed(page, "Logarithmic y axis") == "true"
     page.click(f'{CHART} [aria-label="Logarithmic y axis"]')
-    assert pressed(page, "Logarithmic y axis") == "false"
+    assert is_pressed(page, "Logarithmic y axis") == "false"
     assert curve(page) != first
     page.click(f'{CHART} [aria-label="Logarithmic y axis"]')
     assert curve(page) == first
@@ -136,9 +136,9 @@ def test_keys_zoom_move_and_read(page: Page) -> None:
     page.key("0")
     assert curve(page) == first
     page.key("y")
-    assert pressed(page, "Logarithmic y axis") == "false"
+    assert is_pressed(page, "Logarithmic y axis") == "false"
     page.key("t")
-    assert pressed(page, "Against CPU seconds") == "true"
+    assert is_pressed(page, "Against CPU seconds") == "true"
     page.key("t")
     page.key(".", 2)
     spoken = page(f"document.querySelector('{CHART} [aria-live]').textContent")

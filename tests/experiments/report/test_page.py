@@ -26,10 +26,10 @@ class Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.start_tags: list[tuple[str, dict[str, str | None]]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
+        self.start_tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -37,7 +37,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def parsed(text: str) -> Tags:
+def parse(text: str) -> Tags:
     tags = Tags()
     tags.feed(text)
     assert not tags.open
@@ -49,18 +49,18 @@ def test_the_page_has_everything_and_escapes_it(tmp_path: Path) -> None:
     path, left_out = report.write(tmp_path)
     assert not left_out
     text = path.read_text("utf-8")
-    tags = parsed(text)
+    tags = parse(text)
     assert "Nobody (2000), On &lt;b&gt;decay&lt;/b&gt;" in text
     assert "a higher rate is faster &amp; better" in text
     assert "faster &lt;i&gt;indeed&lt;/i&gt;" in text
     assert "&lt;method&gt;" in text
     assert "reproduced" in text
     assert f"pullback run small --out {tmp_path}" in text
-    images = [a["src"] or "" for tag, a in tags.seen if tag == "img"]
+    images = [a["src"] or "" for tag, a in tags.start_tags if tag == "img"]
     assert len(images) == 2
     assert all(s.startswith("data:image/svg+xml;base64,") for s in images)
-    assert all(a.get("alt") for tag, a in tags.seen if tag == "img")
-    for _, attributes in tags.seen:
+    assert all(a.get("alt") for tag, a in tags.start_tags if tag == "img")
+    for _, attributes in tags.start_tags:
         for name in ("src", "href"):
             assert (attributes.get(name) or "#").startswith(("data:", "#")), "needs the network"
     assert not re.search(r"<(b|i)>", text)
@@ -81,7 +81,7 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
     state["config"][evil] = evil
     (tmp_path / 'a"b<c>.json').write_text(json.dumps(state))
     text = report.write(tmp_path)[0].read_text("utf-8")
-    parsed(text)
+    parse(text)
     assert "<script>alert" not in text
     assert text.count("<script>") == 1
 
@@ -108,12 +108,12 @@ def test_partial_and_interrupted_runs_are_called_so(tmp_path: Path) -> None:
     assert "unfinished, 1 of 6 items" in text
     assert "not judged" in text
 
-    def interrupted(key: str, context: object) -> None:
+    def interrupt(key: str, context: object) -> None:
         if key == "lr 0.5":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        executor.run(Small(before=interrupted), out=tmp_path / "c")
+        executor.run(Small(before=interrupt), out=tmp_path / "c")
     text = report.write(tmp_path / "c")[0].read_text("utf-8")
     assert "interrupted before anything was judged" in text
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
     text = (tmp_path / "report.html").read_text("utf-8")
-    parsed(text)
+    parse(text)
     assert text.count("<article") == 1
     for name in (
         "broken", "cut", "foreign", "list", "bytes", "empty", "deep", "folder", "later", "changed",
@@ -155,7 +155,7 @@ def test_a_folder_without_results_is_refused(content: str | None, tmp_path: Path
     with pytest.raises(PullbackError, match=r"no results under.*pullback run"):
         report.write(tmp_path)
     text = (tmp_path / "report.html").read_text("utf-8")  # and the page says so
-    parsed(text)
+    parse(text)
     assert "There are no results under this folder" in text
     assert ("x.json" in text) == (content is not None)
     outcome = CliRunner().invoke(app, ["report", "--out", str(tmp_path)])
@@ -215,7 +215,7 @@ def test_what_solve_leaves_is_on_the_page(tmp_path: Path) -> None:
     path, left_out = report.write(tmp_path)
     assert not left_out
     text = path.read_text("utf-8")
-    parsed(text)
+    parse(text)
     assert "Solved equations" in text
     assert "relative L² error" in text
     assert text.count("data-chart hidden") == 2
@@ -229,7 +229,7 @@ def test_committed_results_make_a_page(tmp_path: Path, records: Path) -> None:
     path, left_out = report.write(tmp_path)
     assert not left_out
     text = path.read_text("utf-8")
-    parsed(text)
+    parse(text)
     assert text.count("<article") == 4
     assert text.count("data-chart hidden") > 20
     assert "No curves" not in text

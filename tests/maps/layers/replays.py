@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def gradients(
     outputs: list[Tensor], cotangents: list[Tensor], taps: list[Tap]
 ) -> dict[int, Tensor]:
     """Per parameter's id, what its one tap gives."""
-    flat = [z for tap in taps for z in tap.outputs]
+    flat = list(chain.from_iterable(tap.outputs for tap in taps))
     deltas = iter(torch.autograd.grad(outputs, flat, cotangents))
     gradients_by_tensor: dict[int, Tensor] = {}
     for tap in taps:

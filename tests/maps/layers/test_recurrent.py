@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 import torch
@@ -104,13 +104,13 @@ def test_several_covectors_from_one_replay() -> None:
     compound = find_layer(module, Compound)
     assert compound is not None
     outputs, taps = compound.replay(module, (draw(5, 2, 3),), {})
-    wanted = [z for tap in taps for z in tap.outputs]
+    tap_outputs = list(chain.from_iterable(tap.outputs for tap in taps))
     one = draw(*outputs[0].shape)
     two = draw(*outputs[0].shape)
     # the last states were not used by the loss: their outputs are left out
 
     def pull(c: Tensor) -> list[Tensor]:
-        return list(torch.autograd.grad(outputs[:1], wanted, [c], retain_graph=True))
+        return list(torch.autograd.grad(outputs[:1], tap_outputs, [c], retain_graph=True))
 
     for a, b, c in zip(pull(one), pull(two), pull(one + two), strict=True):
         assert torch.allclose(a + b, c, atol=1e-13)

@@ -35,9 +35,9 @@ def dense(module: nn.Module, x: Tensor, delta: Tensor) -> Tensor:
     axes = [i for i in range(x.ndim) if i != 1]
     var, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     if not module.training:
-        like = mean.shape
-        mean = module.running_mean.view(like)
-        var = module.running_var.view(like)
+        statistics_shape = mean.shape
+        mean = module.running_mean.view(statistics_shape)
+        var = module.running_var.view(statistics_shape)
     normal = (x - mean) / (var + module.eps).sqrt()  # pyright: ignore
     rows = [(delta * v).flatten(2).sum(2) if x.ndim > 2 else delta * v for v in (normal, 1)]
     return torch.stack(rows, -1)

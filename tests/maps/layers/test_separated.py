@@ -58,9 +58,9 @@ def test_it_is_the_gram_of_rows(
 def test_what_does_not_separate_is_refused() -> None:
     delta = block(5, 0)._delta[:, :, 0]
     assert SeparatedCotangents.of(delta) is not None
-    for place in ((0, 0, 0, 1), (4, 2, 3, 5)):  # seen by few, and by all of them alone
+    for entry in ((0, 0, 0, 1), (4, 2, 3, 5)):  # seen by few, and by all of them alone
         changed = delta.clone()
-        changed[place] += 1e-6
+        changed[entry] += 1e-6
         assert SeparatedCotangents.of(changed) is None
     assert SeparatedCotangents.of(torch.zeros(3, 2, 2, 4)) is not None
     assert SeparatedCotangents.of(torch.full((3, 2, 2, 4), torch.nan)) is None
@@ -100,6 +100,4 @@ def test_networks_that_read_out_a_mean(layout: str, linear: bool) -> None:
         want = want.diagonal(dim1=2, dim2=3)
         if layout == "trace":
             want = want.sum(-1)
-        else:
-            want = want
     assert_close(ntk(model, x, layout=layout), want, 1e-12, layout)

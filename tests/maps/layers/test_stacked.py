@@ -22,9 +22,7 @@ def test_in_pieces(monkeypatch: pytest.MonkeyPatch, batch_size: int, masked: boo
     actual = moments.compute_stacked_moments(uses, keep)
     for i, (x, m) in enumerate(zip(uses, actual, strict=True)):
         rows = x.reshape(-1, 3).double()
-        if keep is None:
-            rows = rows
-        else:
+        if keep is not None:
             rows = rows[keep[i]]
         assert float(m.positions) == len(rows)
         torch.testing.assert_close(m.second[0].double(), rows.T @ rows, rtol=1e-5, atol=1e-5)

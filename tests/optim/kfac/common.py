@@ -38,14 +38,14 @@ def train(
     opt: pb.KFAC, call: Callable[[Tensor], Any], steps: int = 1, start: int = 0, **options: Any
 ) -> list[bool]:
     """An ordinary loop; says at which steps statistics were taken."""
-    taken = []
+    statistics_steps = []
     for i in range(start, start + steps):
         x, y = batch(seed=i, **options)
         opt.zero_grad()
         F.cross_entropy(call(x), y).backward()
         opt.step()
-        taken.append(opt.info.took_statistics)
-    return taken
+        statistics_steps.append(opt.info.took_statistics)
+    return statistics_steps
 
 
 def gram(
@@ -93,12 +93,12 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.few, self.many, self.last = (nn.Linear(3, 3) for _ in range(4))
+        self.first, self.few_rows, self.many_rows, self.last = (nn.Linear(3, 3) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
         rows = h.flatten(0, 1)
-        out = torch.cat([self.few(rows[:1]), self.many(rows[1:])])
+        out = torch.cat([self.few_rows(rows[:1]), self.many_rows(rows[1:])])
         return self.last(h + torch.tanh(out).view_as(h))
 
 

@@ -1,4 +1,4 @@
-"""K-FAC by definition, in float64: one covector at a time, the sums over places written out.
+"""K-FAC by definition, in float64: one covector at a time, the sums over positions written out.
 
 Nothing here uses the library's layers: forward hooks keep inputs and outputs, autograd gives the
 cotangents, and the metric's columns touch one sample (one position) each.
@@ -7,7 +7,7 @@ cotangents, and the metric's columns touch one sample (one position) each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from tests.kfac_options import kfac_of
-from tests.optim.common import filled, flat
+from tests.optim.common import fill_missing, flat
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,7 +55,7 @@ def loss(z: Tensor, kind: str, reduction: str = "mean", batch_dim: int = 0) -> T
     return total / samples(z, kind, batch_dim)
 
 
-# --- inputs and cotangents at the places of a layer -----------------------------------------
+# --- inputs and cotangents at the positions of a layer ---------------------------------------
 
 
 @dataclass
@@ -66,8 +66,23 @@ class Use:
     x: Tensor
     out: Tensor
 
+    @property
+    def bias(self) -> Tensor | None:
+        return getattr(self.module, "bias", None)
 
-def watched(model: nn.Module, *args: Any) -> tuple[Tensor, list[Use]]:
+    @property
+    def is_spatial(self) -> bool:
+        return isinstance(self.module, CONVS + TRANSPOSED)
+
+    @property
+    def positions(self) -> torch.Size:
+        """Shape of the positions of a sample at which the kernel is applied."""
+        if isinstance(self.module, TRANSPOSED):
+            return self.x.shape[2:]
+        return self.out.shape[2:] if self.is_spatial else self.out.shape[1:-1]
+
+
+def record_uses(model: nn.Module, *args: Any) -> tuple[Tensor, list[Use]]:
     """The output, and every call of a layer with a Kronecker block."""
     uses: list[Use] = []
     handles = [
@@ -88,17 +103,17 @@ def by_sample(x: Tensor, batch_dim: int) -> Tensor:
     return x.movedim(batch_dim, 0).reshape(x.shape[batch_dim], -1, x.shape[-1])
 
 
-def patches(m: Any, x: Tensor, padding: Any) -> Tensor:
+def extract_patches(m: Any, x: Tensor, padding: Any) -> Tensor:
     """What a convolution's kernel sees, (N, T, G, C·kernel): it is convolved with unit kernels."""
     size = x.shape[1] * torch.Size(m.kernel_size).numel()
     units = torch.eye(size, dtype=x.dtype).view(size, x.shape[1], *m.kernel_size)
     conv = getattr(F, f"conv{x.ndim - 2}d")
-    seen = conv(x, units, stride=m.stride, padding=padding, dilation=m.dilation)
-    return seen.flatten(2).mT.unflatten(2, (m.groups, -1))
+    patches = conv(x, units, stride=m.stride, padding=padding, dilation=m.dilation)
+    return patches.flatten(2).mT.unflatten(2, (m.groups, -1))
 
 
 def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
-    """a at every place: (N, T, G, I)."""
+    """a at every position: (N, T, G, I)."""
     if isinstance(m, nn.Linear):
         return by_sample(x, batch_dim)[:, :, None]
     if isinstance(m, nn.Embedding):
@@ -107,31 +122,29 @@ def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
     if isinstance(m, TRANSPOSED):
         return x.flatten(2).mT.unflatten(2, (m.groups, -1))
     mode = "constant" if m.padding_mode == "zeros" else m.padding_mode
-    return patches(m, F.pad(x, m._reversed_padding_repeated_twice, mode=mode), 0)
+    return extract_patches(m, F.pad(x, m._reversed_padding_repeated_twice, mode=mode), 0)
 
 
 def cotangents(m: Any, x: Tensor, delta: Tensor, batch_dim: int = 0) -> Tensor:
-    """δ at every place: (N, T, G, O)."""
+    """δ at every position: (N, T, G, O)."""
     if isinstance(m, nn.Linear | nn.Embedding):
         return by_sample(delta, batch_dim)[:, :, None]
     if isinstance(m, CONVS):
         return delta.flatten(2).mT.unflatten(2, (m.groups, -1))
-    return patches(m, delta, m.padding)
+    return extract_patches(m, delta, m.padding)
 
 
-def counted(use: Use, felt: Tensor, keep: Tensor | None) -> Tensor:
-    """Which places (N, T) count where the loss keeps some positions only: those kept or felt."""
+def mark_counted_positions(use: Use, felt: Tensor, keep: Tensor | None) -> Tensor:
+    """Which positions (N, T) count where the loss keeps some only: those kept or felt."""
     if keep is None:
         return torch.ones_like(felt)
     if len(felt) != len(keep):  # rows of unknown samples
         return felt | ~felt.any()
-    if keep.ndim == 1:  # samples, with all of their places
+    if keep.ndim == 1:  # samples, with all of their positions
         return (keep[:, None] | felt.any(1, keepdim=True)).expand(felt.shape)
-    spatial = isinstance(use.module, CONVS + TRANSPOSED)
-    places = (use.x if isinstance(use.module, TRANSPOSED) else use.out).shape
-    if keep.shape[1:] == (places[2:] if spatial else places[1:-1]):
+    if keep.shape[1:] == use.positions:
         return felt | keep.flatten(1)
-    return felt | keep.flatten(1).all(1)[:, None]  # other places: of samples kept as a whole
+    return felt | keep.flatten(1).all(1)[:, None]  # other positions: of samples kept as a whole
 
 
 def moments(x: Tensor) -> Tensor:
@@ -144,94 +157,133 @@ def moments(x: Tensor) -> Tensor:
 
 @dataclass
 class Role:
-    """Σ δδᵀ (G, O, O), Σ āāᵀ (G, I+1, I+1) with ā = (a, 1), and the count of places."""
+    """Σ δδᵀ (G, O, O), Σ āāᵀ (G, I+1, I+1) with ā = (a, 1), and the count of positions."""
 
     first: bool  # the weight's first axis is the input's
     outputs: Any = 0.0
     inputs: Any = 0.0
-    places: Any = 0
+    positions: Any = 0
 
     def input_side(self, joint: bool) -> Tensor:
-        side = self.inputs / self.places
+        side = self.inputs / self.positions
         if joint:
             return side
         return side[:, :-1, :-1]
 
 
-def factors(
-    model: nn.Module,
-    *args: Any,
-    kind: str,
-    reduce: bool = False,
-    batch_dim: int = 0,
-    keep: Tensor | None = None,
-    given: list[Tensor] | None = None,
-) -> tuple[dict[str, dict[str, Role]], dict[str, Tensor], dict[str, set[str | None]], int]:
-    """Roles of every weight, Σ δδᵀ of biases by themselves, partners, and what the mean counts.
+@dataclass(frozen=True)
+class Convention:
+    """What is summed.
 
-    `keep` masks the positions of z that count; `given` covectors replace the metric's columns.
+    `keep` masks the positions of z that count; `covectors` replace the metric's columns; with
+    `reduce` the positions of a sample are summed (cotangents) or averaged (inputs) first.
     """
-    names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
-    z, uses = watched(model, *args)
-    weights: dict[str, dict[str, Role]] = {}
-    biases: dict[str, Any] = {}
-    partners: dict[str, set[str | None]] = {}
-    if given is None:
-        chosen = [*columns(z, kind)]
-    else:
-        chosen = given
-    count = samples(z, kind, batch_dim)
-    if keep is not None:
-        count = int(keep.sum())
-        chosen = [c for c in chosen if bool((c * keep[..., None]).any())]
-    pulled = [
-        torch.autograd.grad(z, [u.out for u in uses], c, retain_graph=True, allow_unused=True)
-        for c in chosen
-        if uses
-    ]
-    for i, use in enumerate(uses):
-        m = use.module
-        words = isinstance(use.module, nn.Embedding)
-        weight, bias = (names.get(id(p)) for p in (m.weight, getattr(m, "bias", None)))
-        for one, two in ((weight, bias), (bias, weight)):
+
+    kind: str
+    reduce: bool = False
+    batch_dim: int = 0
+    keep: Tensor | None = None
+    covectors: list[Tensor] | None = None
+
+    def count_samples(self, z: Tensor) -> int:
+        """Return what the mean counts."""
+        if self.keep is not None:
+            return int(self.keep.sum())
+        return samples(z, self.kind, self.batch_dim)
+
+    def choose_covectors(self, z: Tensor) -> list[Tensor]:
+        """Return those that touch a kept position."""
+        covectors = self.covectors
+        if covectors is None:
+            covectors = [*columns(z, self.kind)]
+        if self.keep is None:
+            return covectors
+        mask = self.keep[..., None]
+        return [c for c in covectors if bool((c * mask).any())]
+
+
+@dataclass
+class FactorSums:
+    """The sums over all uses of the layers of a model."""
+
+    convention: Convention
+    #: by weight, then by role: an embedding's rows, or an affine map
+    weights: dict[str, dict[str, Role]] = field(default_factory=dict)
+    #: Σ δδᵀ of biases by themselves
+    biases: dict[str, Any] = field(default_factory=dict)
+    #: the bias of a weight, the weight of a bias; None where there is none
+    partners: dict[str, set[str | None]] = field(default_factory=dict)
+
+    def pair(self, use: Use, weight: str | None, bias: str | None) -> None:
+        """Note that the weight and the bias meet in one layer."""
+        for one, other in ((weight, bias), (bias, weight)):
             if one is not None:
-                partners.setdefault(one, set()).add(None if isinstance(m, TRANSPOSED) else two)
-        if all(d[i] is None for d in pulled):
-            continue
-        deltas = [torch.zeros_like(use.out) if d[i] is None else d[i] for d in pulled]
-        apart = [cotangents(m, use.x, d, batch_dim) for d in deltas]
-        felt = torch.stack([d.abs().sum((2, 3)) for d in apart]).sum(0) > 0
-        mask = counted(use, felt, keep)
-        if words and m.padding_idx is not None:  # autograd gives that row no gradient
+                partner = None if isinstance(use.module, TRANSPOSED) else other
+                self.partners.setdefault(one, set()).add(partner)
+
+    def add_weight(self, name: str, use: Use, deltas: list[Tensor]) -> None:
+        """Add one use's inputs and cotangents to the role that the weight has there."""
+        batch_dim = self.convention.batch_dim
+        m = use.module
+        is_table = isinstance(m, nn.Embedding)
+        covectors = [cotangents(m, use.x, d, batch_dim) for d in deltas]
+        felt = torch.stack([d.abs().sum((2, 3)) for d in covectors]).sum(0) > 0
+        mask = mark_counted_positions(use, felt, self.convention.keep)
+        if is_table and m.padding_idx is not None:  # autograd gives that row no gradient
             real = by_sample(use.x[..., None] != m.padding_idx, batch_dim)
             mask = mask & real[..., 0]
-            apart = [d * real[..., None] for d in apart]
+            covectors = [d * real[..., None] for d in covectors]
+        a = F.pad(inputs(m, use.x, batch_dim), (0, 1), value=1.0) * mask[:, :, None, None]
+        if self.convention.reduce and not is_table:
+            a = a.sum(1, keepdim=True) / mask.sum(1).clamp(min=1)[:, None, None, None]
+            mask = mask.any(1)
+            covectors = [d.sum(1, keepdim=True) for d in covectors]
+        new_role = Role(is_table or isinstance(m, TRANSPOSED))
+        roles = self.weights.setdefault(name, {})
+        role = roles.setdefault("table" if is_table else "affine", new_role)
+        role.inputs = role.inputs + moments(a)
+        role.positions = role.positions + mask.sum()
+        role.outputs = role.outputs + sum(moments(d) for d in covectors)
+
+    def add_bias(self, name: str, use: Use, deltas: list[Tensor]) -> None:
+        """Add one use's cotangents."""
+        m = use.module
+        groups = m.groups if isinstance(m, CONVS) else 1
+        for delta in deltas:
+            if use.is_spatial:
+                d = delta.flatten(2).mT
+            else:
+                d = by_sample(delta, self.convention.batch_dim)
+            if self.convention.reduce:
+                d = d.sum(1, keepdim=True)
+            self.biases[name] = self.biases.get(name, 0.0) + moments(d.unflatten(2, (groups, -1)))
+
+
+def sum_factors(model: nn.Module, z: Tensor, uses: list[Use], convention: Convention) -> FactorSums:
+    """Return the sums over the uses of every layer that the covectors at z reach."""
+    names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
+    outputs = [use.out for use in uses]
+    pulled_back = [
+        torch.autograd.grad(z, outputs, c, retain_graph=True, allow_unused=True)
+        for c in convention.choose_covectors(z)
+        if uses
+    ]
+    sums = FactorSums(convention)
+    for i, use in enumerate(uses):
+        weight, bias = (names.get(id(p)) for p in (use.module.weight, use.bias))
+        sums.pair(use, weight, bias)
+        deltas = [gradients[i] for gradients in pulled_back]
+        if all(d is None for d in deltas):
+            continue
+        deltas = [torch.zeros_like(use.out) if d is None else d for d in deltas]
         if weight is not None:
-            role = weights.setdefault(weight, {}).setdefault(
-                "words" if words else "affine", Role(words or isinstance(m, TRANSPOSED))
-            )
-            a = F.pad(inputs(m, use.x, batch_dim), (0, 1), value=1.0) * mask[:, :, None, None]
-            if reduce and not words:
-                each = mask.sum(1).clamp(min=1)[:, None, None, None]
-                a = a.sum(1, keepdim=True) / each
-                mask = mask.any(1)
-                apart = [d.sum(1, keepdim=True) for d in apart]
-            role.inputs, role.places = role.inputs + moments(a), role.places + mask.sum()
-            role.outputs = role.outputs + sum(moments(d) for d in apart)
+            sums.add_weight(weight, use, deltas)
         if bias is not None:
-            spatial = isinstance(m, CONVS + TRANSPOSED)
-            groups = m.groups if isinstance(m, CONVS) else 1
-            for d in deltas:
-                if spatial:
-                    d = d.flatten(2).mT
-                else:
-                    d = by_sample(d, batch_dim)
-                d = (d.sum(1, keepdim=True) if reduce else d).unflatten(2, (groups, -1))
-                biases[bias] = biases.get(bias, 0.0) + moments(d)
-    return weights, biases, partners, count
+            sums.add_bias(bias, use, deltas)
+    return sums
 
 
-def merged(roles: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_sides(roles: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One left and right side with the partial traces of Σ left ⊗ right."""
     total = max(float(sum(x.trace() * y.trace() for x, y in roles)), 1e-300)
     left = sum(x * y.trace() for x, y in roles)
@@ -246,6 +298,7 @@ def index(model: nn.Module) -> dict[str, Tensor]:
 
 
 Sides = tuple[Tensor, Tensor]
+ChangeSides = Callable[[Tensor, Tensor], Sides]
 
 
 def kfac(
@@ -253,38 +306,67 @@ def kfac(
     *args: Any,
     joint: bool = True,
     reduction: str = "mean",
-    change: Callable[[Tensor, Tensor], Sides] = lambda r, c: (r, c),
+    change: ChangeSides = lambda r, c: (r, c),
     **how: Any,
 ) -> Tensor:
     """The Gram over all trained parameters, zero where it has no layer; `change` replaces R, C."""
-    where_of = index(model)
-    out = 0 * blocks(model)
-    weights, biases, partners, count = factors(model, *args, **how)
+    convention = Convention(**how)
+    z, uses = record_uses(model, *args)
+    sums = sum_factors(model, z, uses, convention)
+    scale = 1.0
     if reduction == "mean":
-        scale = 1.0 / count
-    else:
-        scale = 1.0
-    for weight, roles in weights.items():
-        (partner, *more) = partners[weight]
-        both = joint and not more and partner is not None and partners[partner] == {weight}
-        groups = len(next(iter(roles.values())).outputs)
-        for g in range(groups):
-            pairs = []
-            for role in roles.values():
-                r, c = change(scale * role.outputs[g], role.input_side(both)[g])
-                pairs.append((c, r) if role.first else (r, c))
-            left, right = merged(pairs)
-            where = where_of[weight].view(groups, len(left), -1)[g]
-            if both and partner is not None:
-                where = torch.cat([where, where_of[partner].view(groups, -1, 1)[g]], 1)
-            where = where.flatten()
-            out[where[:, None], where] = torch.kron(left.contiguous(), right.contiguous())
-        if both and partner is not None:
-            biases.pop(partner)
-    for bias, second in biases.items():
-        for where, r in zip(where_of[bias].view(len(second), -1), second, strict=True):
-            out[where[:, None], where] = scale * r
+        scale = 1.0 / convention.count_samples(z)
+    indices = index(model)
+    out = 0 * blocks(model)
+    for weight, roles in sums.weights.items():
+        bias = find_joint_bias(sums, weight) if joint else None
+        place_weight(out, indices, (weight, bias), sides_of_groups(roles, bias, scale, change))
+        if bias is not None:
+            sums.biases.pop(bias)
+    for bias, second in sums.biases.items():
+        place_bias(out, indices[bias], scale * second)
     return out
+
+
+def find_joint_bias(sums: FactorSums, weight: str) -> str | None:
+    """Return the bias that meets this weight everywhere, and no other weight."""
+    partner, *others = sums.partners[weight]
+    if partner is None or others or sums.partners[partner] != {weight}:
+        return None
+    return partner
+
+
+def sides_of_groups(
+    roles: dict[str, Role], bias: str | None, scale: float, change: ChangeSides
+) -> list[Sides]:
+    """Return one pair of sides for each group of a weight, its roles merged."""
+    merged = []
+    for g in range(len(next(iter(roles.values())).outputs)):
+        pairs = []
+        for role in roles.values():
+            r, c = change(scale * role.outputs[g], role.input_side(bias is not None)[g])
+            pairs.append((c, r) if role.first else (r, c))
+        merged.append(merge_sides(pairs))
+    return merged
+
+
+def place_weight(
+    out: Tensor, indices: dict[str, Tensor], names: tuple[str, str | None], groups: list[Sides]
+) -> None:
+    """Write left ⊗ right of every group where its weight and joint bias stand."""
+    weight, bias = names
+    for g, (left, right) in enumerate(groups):
+        where = indices[weight].view(len(groups), len(left), -1)[g]
+        if bias is not None:
+            where = torch.cat([where, indices[bias].view(len(groups), -1, 1)[g]], 1)
+        where = where.flatten()
+        out[where[:, None], where] = torch.kron(left.contiguous(), right.contiguous())
+
+
+def place_bias(out: Tensor, index: Tensor, groups: Tensor) -> None:
+    """Write the block of every group where its piece of the bias stands."""
+    for where, block in zip(index.view(len(groups), -1), groups, strict=True):
+        out[where[:, None], where] = block
 
 
 def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
@@ -294,8 +376,9 @@ def unit_mask(model: nn.Module, joint: bool = True) -> Tensor:
     names = {id(p): n for n, p in model.named_parameters() if p.requires_grad}
     for m in model.modules():
         if isinstance(m, UNITS):
-            held = [where[names[id(p)]] for p in m.parameters(recurse=False) if id(p) in names]
-            for one, two in product(held, held):
+            own_parameters = m.parameters(recurse=False)
+            indices = [where[names[id(p)]] for p in own_parameters if id(p) in names]
+            for one, two in product(indices, indices):
                 if joint or one is two:
                     mask[one, two] = 1
     return mask
@@ -310,7 +393,7 @@ def exact(
     rows = []
     for column in columns(z, kind):
         pieces = torch.autograd.grad(z, params, column, retain_graph=True, allow_unused=True)
-        rows.append(flat(filled(pieces, params)))
+        rows.append(flat(fill_missing(pieces, params)))
     a = torch.stack(rows)
     return a.T @ a / (samples(z, kind, batch_dim) if reduction == "mean" else 1)
 
@@ -320,8 +403,8 @@ def definition(model: nn.Module, *args: Any, joint: bool = True, **how: Any) -> 
     out = kfac(model, *args, joint=joint, **how)
     mask = unit_mask(model, joint)
     if mask.any():
-        some = ("kind", "reduction", "batch_dim")
-        out += mask * exact(model, *args, **{k: v for k, v in how.items() if k in some})
+        options = {k: how[k] for k in ("kind", "reduction", "batch_dim") if k in how}
+        out += mask * exact(model, *args, **options)
     return out
 
 
@@ -370,8 +453,8 @@ def step(opt: pb.KFAC, model: nn.Module, x: Tensor, kind: str) -> None:
 
 def gram(opt: pb.KFAC, model: nn.Module) -> Tensor:
     """The optimizer's Gram over all trained parameters, zero where it holds no block."""
-    held = {r.name for r in opt.coverage() if r.block not in ("gradient", "none")}
-    covered = torch.cat([i for n, i in index(model).items() if n in held])
+    names = {r.name for r in opt.coverage() if r.block not in ("gradient", "none")}
+    covered = torch.cat([i for n, i in index(model).items() if n in names])
     out = 0 * blocks(model)
     out[covered[:, None], covered] = opt.gram().dense().double()
     return out
@@ -379,8 +462,8 @@ def gram(opt: pb.KFAC, model: nn.Module) -> Tensor:
 
 def part(gram: Tensor, model: nn.Module, names: list[str]) -> Tensor:
     """The Gram of these parameters, in this order."""
-    some = torch.cat([index(model)[n] for n in names])
-    return gram[some[:, None], some]
+    where = torch.cat([index(model)[n] for n in names])
+    return gram[where[:, None], where]
 
 
 def input_side(gram: Tensor, model: nn.Module, name: str) -> Tensor:

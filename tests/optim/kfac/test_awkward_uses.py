@@ -23,12 +23,12 @@ RULES: list[dict[str, Any]] = [
 class Twice(nn.Module):
     """A layer, and a function that uses the layer's weight again."""
 
-    def __init__(self, again: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, use_again: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.head, self.again = nn.Linear(4, 4), nn.Linear(4, 3), again
+        self.layer, self.head, self.use_again = nn.Linear(4, 4), nn.Linear(4, 3), use_again
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.again(self.layer(x).relu(), self.layer.weight))
+        return self.head(self.use_again(self.layer(x).relu(), self.layer.weight))
 
 
 def train(model: nn.Module, x: Tensor, **options: Any) -> pb.KFAC:
@@ -50,10 +50,10 @@ AGAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("options", RULES, ids=str)
-@pytest.mark.parametrize("again", AGAIN)
-def test_a_layers_weight_is_used_again(again: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("second_use", AGAIN)
+def test_a_layers_weight_is_used_again(second_use: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    optimizer = train(Twice(AGAIN[again]), torch.randn(8, 4), **options)
+    optimizer = train(Twice(AGAIN[second_use]), torch.randn(8, 4), **options)
     blocks = {row.name: row.block for row in optimizer.coverage()}
     assert blocks["layer.weight"].startswith("kronecker")
 
@@ -156,11 +156,11 @@ def test_position_embeddings_under_a_trust_norm(gram: str) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.places = nn.Parameter(torch.randn(1, 5, 4))
+            self.position_embedding = nn.Parameter(torch.randn(1, 5, 4))
             self.head = nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head((x + self.places).tanh()).mean(1)
+            return self.head((x + self.position_embedding).tanh()).mean(1)
 
     torch.manual_seed(0)
     model = Positions().double()
@@ -169,7 +169,7 @@ def test_position_embeddings_under_a_trust_norm(gram: str) -> None:
         model, metric=pb.metrics.Euclidean(), solver=pb.solvers.Cholesky(damping=1e-3),
         step=pb.steps.TrustNorm(0.1), gram=gram,
     )  # fmt: skip
-    before = model.places.detach().clone()
+    before = model.position_embedding.detach().clone()
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -178,4 +178,4 @@ def test_position_embeddings_under_a_trust_norm(gram: str) -> None:
         return loss
 
     optimizer.step(closure)
-    assert not torch.equal(before, model.places)
+    assert not torch.equal(before, model.position_embedding)

@@ -52,7 +52,7 @@ def twins(make: Callable[[], Any] = net) -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
-def moved(opt: pb.KFAC, change: Callable[[Any], Any] = lambda model: None) -> Tensor:
+def measure_move(opt: pb.KFAC, change: Callable[[Any], Any] = lambda model: None) -> Tensor:
     """By how much a step moves the parameters, after the user has changed the gradients."""
     before = vector(opt.model)
     x, y = batch()
@@ -72,10 +72,10 @@ def test_groups_have_their_own_rates_and_decay_and_keep_names_and_labels() -> No
     ]
     grouped = kfac(two, params=groups, momentum=0.0)
     start = vector(two)
-    want = moved(kfac(one, momentum=0.0))
-    got = moved(grouped)
-    assert_close(got[:20], 2 * want[:20])
-    assert_close(got[20:], want[20:] - 0.05 * 0.5 * start[20:])
+    want = measure_move(kfac(one, momentum=0.0))
+    moves = measure_move(grouped)
+    assert_close(moves[:20], 2 * want[:20])
+    assert_close(moves[20:], want[20:] - 0.05 * 0.5 * start[20:])
     assert grouped.param_groups[0]["name"] == "first"
     assert grouped.param_groups[1]["param_names"] == ["2.weight", "2.bias"]
 
@@ -99,24 +99,24 @@ def test_schedulers_change_rates_and_momentum() -> None:
     opt = kfac(one)
     other = kfac(two)
     scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=6)
-    seen = []
+    momenta = []
     for i in range(6):
         rates = {name: opt.param_groups[0][name] for name in ("lr", "momentum")}
         other.param_groups[0].update(rates)
-        seen.append(rates["momentum"])
+        momenta.append(rates["momentum"])
         train(opt, one, start=i)
         train(other, two, start=i)
         if i < 5:
             scheduler.step()
     assert torch.equal(vector(one), vector(two))
-    assert (min(seen), max(seen)) == pytest.approx((0.85, 0.95), abs=0.01)
+    assert (min(momenta), max(momenta)) == pytest.approx((0.85, 0.95), abs=0.01)
     copy.deepcopy(opt)  # without the scheduler's own step function
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
-def test_rates_may_be_numbers_of_other_types(kind: Callable[[float], Any]) -> None:
+@pytest.mark.parametrize("number_type", [np.float32, np.float64, torch.tensor])
+def test_rates_may_be_numbers_of_other_types(number_type: Callable[[float], Any]) -> None:
     one, two = twins()
-    for model, value in ((one, 0.25), (two, kind(0.25))):
+    for model, value in ((one, 0.25), (two, number_type(0.25))):
         opt = kfac(model)
         opt.param_groups[0].update(lr=value, momentum=value, weight_decay=value)
         train(opt, model, 3)
@@ -139,7 +139,7 @@ def test_rates_may_be_numbers_of_other_types(kind: Callable[[float], Any]) -> No
 def test_saved_and_copied_ones_go_on_to_the_same_bits(options: dict[str, Any], at: int) -> None:
     """Statistics every 2, inverses every 4 steps: also between them."""
 
-    def loaded(opt: pb.KFAC, saved: Any) -> pb.KFAC:
+    def load(opt: pb.KFAC, saved: Any) -> pb.KFAC:
         opt.model.load_state_dict(saved[0])
         opt.load_state_dict(copy.deepcopy(saved[1]))  # torch shares tensors
         return opt
@@ -154,18 +154,20 @@ def test_saved_and_copied_ones_go_on_to_the_same_bits(options: dict[str, Any], a
     saved = copy.deepcopy(saved)
     twin, other = copy.deepcopy((opt, model))
     assert twin.model is other
-    others = [loaded(kfac(Mixed(), **options), some) for some in (saved, torch.load(file))]
+    others = [
+        load(kfac(Mixed(), **options), checkpoint) for checkpoint in (saved, torch.load(file))
+    ]
     others += [twin, pickle.loads(pickle.dumps(opt))]
-    given = opt.gram()
+    gram_before = opt.gram()
     info = opt.info
-    before = copy.deepcopy((given.dense(), info))
+    before = copy.deepcopy((gram_before.dense(), info))
     train(opt, model, 4, start=at)
-    assert same(before, (given.dense(), info))  # what was given out does not change
+    assert same(before, (gram_before.dense(), info))  # what was given out does not change
     want = vector(model)
     dense = opt.gram().dense()
     for one in (*others, opt):
         if one is opt:  # which has gone on meanwhile
-            loaded(opt, saved)
+            load(opt, saved)
         train(one, one.model, 4, start=at)
         assert torch.equal(vector(one.model), want)
         assert torch.equal(one.gram().dense(), dense)
@@ -197,15 +199,17 @@ def test_deleting_the_optimizer_frees_it_and_its_hooks() -> None:
 
 def test_activations_are_freed_with_their_graph() -> None:
     model = net()
-    seen = []
+    outputs = []
     x, y = batch()
     for layer in model:
-        layer.register_forward_hook(lambda m, x, z: seen.append(weakref.ref(z.untyped_storage())))
+        layer.register_forward_hook(
+            lambda m, x, z: outputs.append(weakref.ref(z.untyped_storage()))
+        )
     opt = kfac(model)
     model(x)  # nobody propagates through it
     F.cross_entropy(model(x) * 1, y).backward()
     gc.collect()
-    assert not any(held() is not None for held in seen)
+    assert not any(output() is not None for output in outputs)
     opt.step()
     assert opt.info.took_statistics
 
@@ -214,10 +218,10 @@ def test_memory_is_counted() -> None:
     model = net()
     opt = kfac(model)
     train(opt, model, 2)
-    held = opt.memory()
+    memory = opt.memory()
     size = 8 * (4 * 4 + 5 * 5 + 4 * 4 + 6 * 6)
-    assert all(size / 2 <= held[name] <= 2 * size for name in ("averages", "states"))
-    assert held["momentum"] == sum(p.nbytes for p in model.parameters())
+    assert all(size / 2 <= memory[name] <= 2 * size for name in ("averages", "states"))
+    assert memory["momentum"] == sum(p.nbytes for p in model.parameters())
 
 
 Loop = Callable[[pb.KFAC, Any, Tensor, Tensor], Any]
@@ -227,9 +231,9 @@ def plain(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
-def accumulated(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        (F.cross_entropy(model(part), target) / 4).backward()
+def accumulate(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
+    for inputs, target in zip(x.split(2), y.split(2), strict=True):
+        (F.cross_entropy(model(inputs), target) / 4).backward()
 
 
 def two_calls(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
@@ -237,7 +241,7 @@ def two_calls(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(torch.cat([model(x[:3]), second]), y).backward()
 
 
-def dropped(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
+def drop_one_pass(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(3 * x), y).backward()
     loss = F.cross_entropy(model(x), y)
     opt.zero_grad()
@@ -258,7 +262,7 @@ def other_forwards(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
         model(6 * x)
 
 
-def attacked(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
+def attack_inputs(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     """Gradients by the input alone, also through frozen parameters."""
     leaf = x.clone().requires_grad_()
     torch.autograd.grad(F.cross_entropy(model(5 * leaf), y), leaf)
@@ -274,20 +278,29 @@ def twice(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
 
 def by_hand(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     params = list(model.parameters())
-    found = torch.autograd.grad(F.cross_entropy(model(x), y), params, create_graph=True)
-    for p, g in zip(params, found, strict=True):
+    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), params, create_graph=True)
+    for p, g in zip(params, gradients, strict=True):
         p.grad = g
 
 
-def penalized(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
+def penalize_gradient(opt: pb.KFAC, model: Any, x: Tensor, y: Tensor) -> None:
     leaf = x.clone().requires_grad_()
     z = model(leaf)
     (slope,) = torch.autograd.grad(z.square().sum(), leaf, create_graph=True)
     (F.cross_entropy(z, y) + 0.1 * slope.square().sum()).backward()
 
 
-EXACT = [accumulated, two_calls, dropped, other_forwards, attacked, twice, by_hand, penalized]
-EMPIRICAL = [accumulated, dropped, attacked, by_hand]
+EXACT = [
+    accumulate,
+    two_calls,
+    drop_one_pass,
+    other_forwards,
+    attack_inputs,
+    twice,
+    by_hand,
+    penalize_gradient,
+]
+EMPIRICAL = [accumulate, drop_one_pass, attack_inputs, by_hand]
 
 
 @pytest.mark.filterwarnings("ignore:The loss has terms in derivatives")
@@ -297,15 +310,15 @@ EMPIRICAL = [accumulated, dropped, attacked, by_hand]
 def test_statistics_are_those_of_the_gradient_however_it_came(loop: Loop, fisher: str) -> None:
     model = net()
     x, y = batch()
-    found = []
-    for way in (plain, loop):
+    grams = []
+    for backward in (plain, loop):
         with kfac(model, fisher=fisher, lr=0.0) as opt:
             opt.zero_grad()
-            way(opt, model, x, y)
+            backward(opt, model, x, y)
             opt.step()
             assert opt.info.took_statistics
-            found.append(opt.gram().dense())
-    assert_close(found[1], found[0], 1e-12)
+            grams.append(opt.gram().dense())
+    assert_close(grams[1], grams[0], 1e-12)
 
 
 def test_two_optimizers_mind_their_own_models() -> None:
@@ -345,7 +358,7 @@ def test_the_step_is_linear_in_what_the_gradients_are_when_it_comes() -> None:
                 p.grad.mul_(weight).add_(p.detach(), alpha=decay)
             nn.utils.clip_grad_norm_(model.parameters(), clip)
 
-        return moved(opt, change)
+        return measure_move(opt, change)
 
     plain = found(1.0, 0.0)
     clipped = found(1.0, 0.0, 1e-3)
@@ -364,7 +377,7 @@ def test_a_missing_gradient_counts_as_zero_in_its_block() -> None:
         opt = kfac(model, momentum=0.0)
         train(opt, model)
         before = model[0].bias.detach().clone()
-        moved(opt, change)
+        measure_move(opt, change)
     assert torch.equal(one[0].weight, two[0].weight)
     assert torch.equal(two[0].bias, before)
 
@@ -424,21 +437,21 @@ class Structured(nn.Module):
         return self.make(self.net(x), self.net[0](x))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_structured_outputs(kind: str) -> None:
-    make, pick = KINDS[kind]
+@pytest.mark.parametrize("output_type", KINDS)
+def test_structured_outputs(output_type: str) -> None:
+    make, pick = KINDS[output_type]
     model = Structured(make)
     x, y = batch()
     want = gram(model.net, x, y)
-    for output in (1 if kind == "tuple" else "logits", pick):
-        got = gram(model, x, y, lambda out, y: F.cross_entropy(pick(out), y), output=output)
-        assert_close(got, want, 1e-12)
-    if kind == "tuple":
+    for output in (1 if output_type == "tuple" else "logits", pick):
+        actual = gram(model, x, y, lambda out, y: F.cross_entropy(pick(out), y), output=output)
+        assert_close(actual, want, 1e-12)
+    if output_type == "tuple":
         with kfac(model), pytest.raises(pb.PullbackError, match="output="):
             model(x)
         return
-    got = gram(model, x, y, lambda out, y: F.cross_entropy(pick(out), y))
-    assert_close(got, want, 1e-12)
+    actual = gram(model, x, y, lambda out, y: F.cross_entropy(pick(out), y))
+    assert_close(actual, want, 1e-12)
 
 
 class Empty(nn.Module):

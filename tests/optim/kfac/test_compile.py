@@ -41,30 +41,30 @@ def _fresh() -> Iterator[None]:
 
 
 def network() -> Any:
-    parts = [nn.Linear(3, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4)]
-    return nn.Sequential(*parts).to(DOUBLE)
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4)]
+    return nn.Sequential(*layers).to(DOUBLE)
 
 
-def pair(way: str, backend: Any, **options: Any) -> tuple[Any, Any, Any]:
+def pair(compiled_by: str, backend: Any, **options: Any) -> tuple[Any, Any, Any]:
     """The optimizer, what the loop calls, and the module."""
     model = network()
-    if way == "wrapper":
+    if compiled_by == "wrapper":
         call = torch.compile(model, backend=backend)
         return kfac(call, **options), call, model
-    if way == "in place, earlier":
+    if compiled_by == "in place, earlier":
         model.compile(backend=backend)
     opt = kfac(model, **options)
-    if way == "in place":
+    if compiled_by == "in place":
         model.compile(backend=backend)
-    return opt, torch.compile(model, backend=backend) if way == "module" else model, model
+    return opt, torch.compile(model, backend=backend) if compiled_by == "module" else model, model
 
 
 @pytest.mark.parametrize(
-    "way", [*WAYS[:2], *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS[2:])]
+    "compiled_by", [*WAYS[:2], *(pytest.param(w, marks=pytest.mark.slow) for w in WAYS[2:])]
 )
-def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> None:
+def test_steps_are_those_of_the_plain_model_and_run_compiled_code(compiled_by: str) -> None:
     backend = Counting()
-    opt, call, model = pair(way, backend, statistics_every=3, invert_every=6)
+    opt, call, model = pair(compiled_by, backend, statistics_every=3, invert_every=6)
     twin = network()
     twin.load_state_dict(model.state_dict())
     other = kfac(twin, statistics_every=3, invert_every=6)
@@ -73,9 +73,9 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
         ran = backend.ran
         before = backend.compiled
         torch.manual_seed(i)
-        (taken,) = train(opt, call, start=i)
-        assert taken == (i % 3 == 0)
-        assert taken or backend.ran > ran
+        (has_statistics,) = train(opt, call, start=i)
+        assert has_statistics == (i % 3 == 0)
+        assert has_statistics or backend.ran > ran
         compiled.append(backend.compiled - before)
         torch.manual_seed(i)
         train(other, twin, start=i)
@@ -87,7 +87,7 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("way", "backend"),
+    ("compiled_by", "backend"),
     [
         ("module", "aot_eager"),
         pytest.param("wrapper", "eager", marks=pytest.mark.slow),
@@ -95,9 +95,9 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(way: str) -> N
         pytest.param(WAYS[3], "aot_eager", marks=pytest.mark.slow),
     ],
 )
-def test_evaluation_in_between_and_layers_that_are_unfrozen(way: str, backend: str) -> None:
+def test_evaluation_in_between_and_layers_that_are_unfrozen(compiled_by: str, backend: str) -> None:
     """In compiled code a layer's statistics come one step late at most."""
-    opt, call, model = pair(way, backend, statistics_every=100)
+    opt, call, model = pair(compiled_by, backend, statistics_every=100)
     model[0].requires_grad_(False)
     with torch.no_grad():
         call(batch()[0])

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant, update
 from pullback.steps import QuadraticModel
 from tests.kfac_options import kfac_of
 
-from ..common import damped, flat, refused, untouched
+from ..common import expect_unchanged, flat, refused, solve_damped
 from ..common import gram as dense
 from .common import DOUBLE, batch, net, vector
 
@@ -30,7 +31,7 @@ def _double() -> None:
     torch.set_default_dtype(DOUBLE)
 
 
-def interrupted() -> Any:
+def interrupt() -> Any:
     raise KeyboardInterrupt
 
 
@@ -41,14 +42,14 @@ class Closure:
         self.opt = opt
         self.calls = 0
         self.at = 0
-        self.end = interrupted
+        self.end = interrupt
 
     def __call__(self) -> Any:
         self.calls += 1
         x, y = batch(20)
         self.opt.zero_grad()
-        like = next(self.opt.model.parameters())
-        loss = F.cross_entropy(self.opt.model(x.to(like)), y)
+        parameter = next(self.opt.model.parameters())
+        loss = F.cross_entropy(self.opt.model(x.to(parameter)), y)
         loss.backward()
         if self.calls == self.at:
             return self.end()
@@ -94,7 +95,7 @@ def gradient(model: nn.Module) -> Tensor:
     return flat([p.grad for p in model.parameters()])
 
 
-def normalized() -> Any:
+def normalized_network() -> Any:
     layers = [nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, 4)]
     return nn.Sequential(*layers)
 
@@ -196,15 +197,15 @@ def test_adaptive_damping_does_not_get_stuck(options: dict[str, Any]) -> None:
     random = "random" in options
     if random:
         options = {}
-    else:
-        options = options
-    opt, closure = made(normalized() if random else net(), damping=Adaptive(1e-3), **options)
+    opt, closure = made(
+        normalized_network() if random else net(), damping=Adaptive(1e-3), **options
+    )
     losses = []
-    taken = 0
+    accepted_steps = 0
     for _ in range(20):
         losses.append(float(opt.step(closure).detach()))
-        taken += opt.info.accepted
-    assert taken > 6
+        accepted_steps += opt.info.accepted
+    assert accepted_steps > 6
     assert losses[-1] < 0.75 * losses[0]
 
 
@@ -223,7 +224,7 @@ def test_a_damping_of_ones_own() -> None:
     model(x).sum(1).sin().mean().backward()
     opt.step()
     assert model.weight.grad is not None
-    want = damped(x.T @ x / 9, model.weight.grad.T / 1.3, 0.3).T
+    want = solve_damped(x.T @ x / 9, model.weight.grad.T / 1.3, 0.3).T
     torch.testing.assert_close(start - model.weight.detach(), want)
 
 
@@ -238,8 +239,8 @@ def test_kl_clip_bounds_the_step_that_is_taken(damping: float) -> None:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         opt.step(closure)
         move = {n: before[n] - p.detach() for n, p in model.named_parameters()}
-        found = opt.blocks.lengths(move, dict(model.named_parameters()), damped=True)
-        lengths.append(float(sum(found.values())))
+        squared_lengths = opt.blocks.lengths(move, dict(model.named_parameters()), damped=True)
+        lengths.append(float(sum(squared_lengths.values())))
         undamped.append(float(opt.squared_length(move)))
     assert max(undamped) <= limit * (1 + 1e-6)
     assert max(undamped) >= 0.99 * limit  # and is reached
@@ -261,8 +262,8 @@ def test_the_clips_lengths_are_those_of_the_moves(options: dict[str, Any]) -> No
         opt.step(closure)
         rate = opt.param_groups[0]["lr"]
         m = {n: (before[n] - p.detach()) / rate for n, p in model.named_parameters()}
-        found = opt.blocks.lengths(m, dict(model.named_parameters()), damped=True)
-        want = float(sum(found.values()))
+        squared_lengths = opt.blocks.lengths(m, dict(model.named_parameters()), damped=True)
+        want = float(sum(squared_lengths.values()))
         ratio = 1.0
         if "length" in opt.state[model[0].weight]:
             ratio = float(opt.state[model[0].weight]["length"][1])
@@ -289,9 +290,9 @@ ENDS: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.zeros((), dtype=torch.complex128), "is not one number"),
 ]
 BROKEN = [
-    *((name, 1, 2, interrupted, "") for name in BREAKS),
-    *((name, steps, 2, interrupted, "") for name, steps in (("rule", 0), ("drawn", 2))),
-    *(("tikhonov", 0, at, *end) for at in (1, 2) for end in ENDS),
+    *((name, 1, 2, interrupt, "") for name in BREAKS),
+    *((name, steps, 2, interrupt, "") for name, steps in (("rule", 0), ("drawn", 2))),
+    *(("tikhonov", 0, at, *end) for at, end in product((1, 2), ENDS)),
 ]
 
 
@@ -299,7 +300,7 @@ BROKEN = [
 def test_an_interrupt_or_a_strange_loss_at_either_evaluation_changes_nothing(
     name: str, steps: int, at: int, end: Callable[[], Any], what: str
 ) -> None:
-    model = normalized()
+    model = normalized_network()
     opt, closure = made(model, lr=0.1, **BREAKS[name])
     for _ in range(steps):
         opt.step(closure)
@@ -310,7 +311,7 @@ def test_an_interrupt_or_a_strange_loss_at_either_evaluation_changes_nothing(
         error = refused(what, "", "eturn")
     else:
         error = pytest.raises(KeyboardInterrupt)
-    with untouched(model, opt), error:
+    with expect_unchanged(model, opt), error:
         opt.step(closure)
     assert opt.info == info
     opt.step(closure)
@@ -330,7 +331,7 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-def detached(ctx: Any, g: Tensor) -> Tensor:
+def detach_backward(ctx: Any, g: Tensor) -> Tensor:
     """The cotangent leaves the graph on the way."""
     return Square.backward(ctx, g.detach())
 
@@ -365,14 +366,14 @@ def test_custom_functions_give_the_same_by_two_reverse_passes(options: dict[str,
     torch.testing.assert_close(vector(two), vector(one), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("backward", [detached, once])
+@pytest.mark.parametrize("backward", [detach_backward, once])
 def test_functions_without_any_second_derivative_are_refused(backward: Any) -> None:
-    kind: Any = type("Opaque", (Square,), {"backward": staticmethod(backward)})
+    opaque: Any = type("Opaque", (Square,), {"backward": staticmethod(backward)})
     for options in CONTROLLED:
-        model = Squared(kind.apply)
+        model = Squared(opaque.apply)
         opt, closure = made(model, **options)
         words = ("J v cannot be computed", "neither a forward-mode", "leave out Adaptive")
-        with untouched(model, opt), refused(*words):
+        with expect_unchanged(model, opt), refused(*words):
             opt.step(closure)
 
 

@@ -76,7 +76,7 @@ def pixels() -> nn.Sequential:
     return nn.Sequential(down, nn.Tanh(), up, nn.Tanh(), last, Then(lambda h: h.movedim(1, -1)))
 
 
-def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+def ignored_targets() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
     """Models, batches, and the positions of the output that are kept."""
 
     def kept(*rows: str) -> Tensor:
@@ -84,9 +84,11 @@ def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
 
     words = torch.randint(0, 5, (3, 4))
     prompts = kept("--xx", "--xx", "--x-")
-    some = torch.ones(3, 4, 4) > 0  # pixels: not one image as a whole, nor most of another one
-    some[0] = False
-    some[1, 1:] = False
+    kept_pixels = (
+        torch.ones(3, 4, 4) > 0
+    )  # pixels: not one image as a whole, nor most of another one
+    kept_pixels[0] = False
+    kept_pixels[1, 1:] = False
     padded = Translating(6, 3)
     return {
         "prompts": (Attending(), words, prompts),
@@ -96,21 +98,23 @@ def ignored() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
         "padded sources": (padded, words, prompts),
         "padded sources, some whole": (padded, words, kept("xxxx", "xxxx", "xx--")),
         "padded sources, all whole": (padded, words, kept("xxxx", "xxxx", "xxxx")),
-        "pixels": (pixels(), torch.randn(3, 2, 4, 4), some),
+        "pixels": (pixels(), torch.randn(3, 2, 4, 4), kept_pixels),
         "experts": (Experts(), torch.randn(3, 4, 3), prompts),
         "images": (images(), torch.randn(4, 2, 5), torch.arange(4) != 1),
     }
 
 
 @pytest.mark.parametrize(
-    ("case", "way"),
-    each_once(ignored(), [("exact", "expand"), ("exact", "reduce"), ("empirical", "expand")]),
+    ("case", "fisher_and_sharing"),
+    each_once(
+        ignored_targets(), [("exact", "expand"), ("exact", "reduce"), ("empirical", "expand")]
+    ),
 )
-def test_places_count_where_kept_or_felt(case: str, way: tuple[str, str]) -> None:
+def test_places_count_where_kept_or_felt(case: str, fisher_and_sharing: tuple[str, str]) -> None:
     """A kept position's place, or one that a covector of the kept positions reaches."""
-    model, x, keep = ignored()[case]
-    given = None
-    fisher, sharing = way
+    model, x, keep = ignored_targets()[case]
+    covectors = None
+    fisher, sharing = fisher_and_sharing
     sharing = "expand" if case == "experts" else sharing  # the same for rows of unknown samples
     y = torch.randint(0, 3, keep.shape).masked_fill(~keep, -100)
     opt = o.stepped(model, x, y=y, kind="categorical", fisher=fisher, sharing=sharing)
@@ -118,8 +122,9 @@ def test_places_count_where_kept_or_felt(case: str, way: tuple[str, str]) -> Non
         z = model(x)
         total = F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction="sum")
         (slope,) = torch.autograd.grad(total, z)
-        given = [torch.stack([g * (n == i) for i, g in enumerate(slope)]) for n in range(len(z))]
-    how: Any = {"kind": "categorical", "keep": keep, "given": given}
+        sample = torch.arange(len(z)).view(-1, *[1] * (z.ndim - 1))
+        covectors = [slope * (sample == n) for n in range(len(z))]
+    how: Any = {"kind": "categorical", "keep": keep, "covectors": covectors}
     want = o.kfac(model, x, reduce=sharing == "reduce", **how)
     assert_close(o.gram(opt, model), want, 1e-12, case)
 
@@ -127,37 +132,35 @@ def test_places_count_where_kept_or_felt(case: str, way: tuple[str, str]) -> Non
 @pytest.mark.parametrize("case", ["prompts", "padded sources"])
 def test_the_same_places_count_for_drawn_targets(case: str) -> None:
     """Input sides, up to their scale, are those of the exact Fisher."""
-    model, x, keep = ignored()[case]
+    model, x, keep = ignored_targets()[case]
     how: Any = {"kind": "categorical", "y": torch.zeros(3, 4).long().masked_fill(~keep, -100)}
     mc, exact = (o.stepped(model, x, fisher=f, **how).gram().dense() for f in ("mc", "exact"))
     for name, _ in model.named_children():
-        got, want = (o.input_side(gram, model, name) for gram in (mc, exact))
-        assert_close(got, want, 1e-12, name)
+        actual, want = (o.input_side(gram, model, name) for gram in (mc, exact))
+        assert_close(actual, want, 1e-12, name)
 
 
 class Causal(nn.Module):
     """What comes after a position does not touch it; layers fused by torch."""
 
-    def __init__(self, kind: str, first: bool) -> None:
+    def __init__(self, layer_name: str, first: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
         self.head = nn.Linear(4, 3)
         self.first = first
-        if kind.startswith("attention"):
-            if "sizes" in kind:
-                own = {"kdim": 3}
+        if layer_name.startswith("attention"):
+            if "sizes" in layer_name:
+                options = {"kdim": 3}
             else:
-                own = {}
-            self.layer: Any = nn.MultiheadAttention(4, 2, batch_first=first, **own)
+                options = {}
+            self.layer: Any = nn.MultiheadAttention(4, 2, batch_first=first, **options)
         else:
-            self.layer = getattr(nn, kind.replace("packed", "LSTM"))(4, 4, batch_first=first)
+            self.layer = getattr(nn, layer_name.replace("packed", "LSTM"))(4, 4, batch_first=first)
         self.lengths: Tensor | None = None  # of packed sequences
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x)
-        if self.first:
-            h = h
-        else:
+        if not self.first:
             h = h.transpose(0, 1)
         if isinstance(self.layer, nn.MultiheadAttention):
             mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -172,27 +175,27 @@ class Causal(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "first"),
+    ("layer_name", "first"),
     each_once(
         ["by hand", "attention", "attention of own sizes", "LSTM", "GRU", "RNN", "packed"],
         [False, True],
     ),
 )
-def test_padding_that_the_loss_ignores_changes_nothing(kind: str, first: bool) -> None:
+def test_padding_that_the_loss_ignores_changes_nothing(layer_name: str, first: bool) -> None:
     """More of it, or packed sequences that leave it out."""
-    model: Any = Attending() if kind == "by hand" else Causal(kind, first)
+    model: Any = Attending() if layer_name == "by hand" else Causal(layer_name, first)
     lengths = torch.tensor([1, 3, 2])
     y = torch.arange(9).view(3, 3) % 3
     y = y.masked_fill(torch.arange(3) >= lengths[:, None], -100)
     x = torch.randint(0, 5, (3, 3))
     more = torch.zeros(3, 2).long()
-    found = []
+    optimizers = []
     for a, b in ((x, y), (torch.cat([x, more], 1), torch.cat([y, more - 100], 1))):
         how: Any = {"kind": "categorical", "sharing": "expand" if first else "reduce"}
-        found.append(o.stepped(model, a, y=b, **how))
-        model.lengths = lengths if kind == "packed" else None
-    assert not [r for r in found[1].coverage() if r.block == "diagonal"]
-    assert_close(*(opt.gram().dense() for opt in found), 1e-12, kind)
+        optimizers.append(o.stepped(model, a, y=b, **how))
+        model.lengths = lengths if layer_name == "packed" else None
+    assert not [r for r in optimizers[1].coverage() if r.block == "diagonal"]
+    assert_close(*(opt.gram().dense() for opt in optimizers), 1e-12, layer_name)
 
 
 # --- layers that see few rows or none -------------------------------------------------------
@@ -201,22 +204,22 @@ def test_padding_that_the_loss_ignores_changes_nothing(kind: str, first: bool) -
 class Sparse(nn.Module):
     """A layer that is called with the first `rows`, which may be none."""
 
-    def __init__(self, kind: str, *sizes: int) -> None:
+    def __init__(self, layer_name: str, *sizes: int) -> None:
         super().__init__()
         self.first = nn.Linear(3, 4)
-        self.layer = getattr(nn, kind)(*sizes)
+        self.layer = getattr(nn, layer_name)(*sizes)
         self.last = nn.Linear(4, 5)
-        self.kind = kind
+        self.layer_name = layer_name
         self.rows = 0
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        if "Conv" in self.kind:
-            some = h[: self.rows, :, None]
+        if "Conv" in self.layer_name:
+            rows = h[: self.rows, :, None]
         else:
-            some = h[: self.rows]
-        seen = self.layer(some[:, 0].long() * 0 if self.kind == "Embedding" else some)
-        return self.last(torch.cat([h[: self.rows] + seen.flatten(1), h[self.rows :]]))
+            rows = h[: self.rows]
+        outputs = self.layer(rows[:, 0].long() * 0 if self.layer_name == "Embedding" else rows)
+        return self.last(torch.cat([h[: self.rows] + outputs.flatten(1), h[self.rows :]]))
 
 
 def steps(opt: pb.KFAC, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -240,13 +243,13 @@ def test_a_layer_without_rows_learns_nothing(layer: str, order: tuple[int, int])
         steps(opt, model, [(torch.randn(6, 3), torch.arange(6) % 5)])
         assert not opt.info.notes
     if order == (0, 0):
-        kind = "gradient"
+        block_name = "gradient"
     elif name == "LayerNorm":
-        kind = "units"
+        block_name = "units"
     else:
-        kind = "kronecker"
+        block_name = "kronecker"
     blocks = [row.block for row in opt.coverage() if row.name.startswith("layer")]
-    assert all(block.startswith(kind) for block in blocks)
+    assert all(block.startswith(block_name) for block in blocks)
 
 
 def test_a_batch_may_be_all_padding_of_a_table() -> None:
@@ -286,13 +289,13 @@ class Turned(nn.Module):
     def __init__(self, how: str, norm: nn.Module | None = None, pooled: bool = True) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.there, self.back = TURNED[how]
+        self.arrange, self.back = TURNED[how]
         self.layers = nn.Sequential(nn.Linear(4, 4), *([] if norm is None else [norm]))
         self.last = nn.Linear(4, 3)
         self.pooled = pooled
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.back(torch.tanh(self.layers(self.there(x))), len(x))
+        h = self.back(torch.tanh(self.layers(self.arrange(x))), len(x))
         return self.last(h.square().mean(1) if self.pooled else h)
 
 
@@ -304,7 +307,7 @@ WITH: dict[str, tuple[Callable[[], nn.Module | None], dict[str, Any]]] = {
 }
 
 
-def taken(model: nn.Module, *batches: Tensor, **options: Any) -> pb.KFAC:
+def step_through(model: nn.Module, *batches: Tensor, **options: Any) -> pb.KFAC:
     """After statistics of each batch, of which the last one counts."""
     opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **options)
     steps(opt, model, [(x, torch.arange(model(x)[..., 0].numel()) % 3) for x in batches])
@@ -315,33 +318,36 @@ def taken(model: nn.Module, *batches: Tensor, **options: Any) -> pb.KFAC:
 
 @pytest.mark.parametrize("how", ELSEWHERE)
 @pytest.mark.parametrize(
-    ("kind", "outputs"),
+    ("variant", "outputs"),
     each_once(WITH, [((5, 3), True), ((2, 2), True), ((1, 3), True), ((2, 2), False)]),
 )
 def test_it_does_not_matter_where_samples_stand(
-    kind: str, outputs: tuple[tuple[int, int], bool], how: str
+    variant: str, outputs: tuple[tuple[int, int], bool], how: str
 ) -> None:
-    norm, options = WITH[kind]
+    norm, options = WITH[variant]
     shape, pooled = outputs
-    batches = [torch.randn(*shape, 4) + 0.5] * (3 if kind == "ekfac" else 1)
-    got, want = (
-        taken(Turned(h, norm(), pooled), *batches, **options).gram().dense() for h in (how, "first")
+    batches = [torch.randn(*shape, 4) + 0.5] * (3 if variant == "ekfac" else 1)
+    actual, want = (
+        step_through(Turned(h, norm(), pooled), *batches, **options).gram().dense()
+        for h in (how, "first")
     )
-    assert_close(got, want, 1e-12, how)
+    assert_close(actual, want, 1e-12, how)
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "how"),
+    ("variant", "before", "how"),
     all_pairs(["reduce", "LayerNorm"], [[(6, 3), (4, 3)], [(6, 1)], [(1, 3)], [(1, 1)]], ELSEWHERE),
 )
 def test_batches_may_have_other_shapes_later(
-    kind: str, before: list[tuple[int, int]], how: str
+    variant: str, before: list[tuple[int, int]], how: str
 ) -> None:
     """Of one place each, or of one sample, a first batch does not tell where samples stand."""
-    norm, options = WITH[kind]
+    norm, options = WITH[variant]
     x = [torch.randn(*shape, 4) for shape in (*before, (6, 3))]
-    got = taken(Turned(how, norm()), *x, **options).gram().dense()
-    assert_close(got, taken(Turned("first", norm()), x[-1], **options).gram().dense(), 1e-12, how)
+    actual = step_through(Turned(how, norm()), *x, **options).gram().dense()
+    assert_close(
+        actual, step_through(Turned("first", norm()), x[-1], **options).gram().dense(), 1e-12, how
+    )
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
@@ -376,7 +382,7 @@ def test_frames_of_films_in_one_axis(norm: Callable[[int], nn.Module], how: str)
     there = Then(lambda h: h[..., None])
     back = Then(lambda h: h[..., 0])
     model.layers = nn.Sequential(there, nn.Conv1d(4, 4, 1), norm(4), back)
-    gram = taken(model, x, sharing="reduce").gram().dense()
+    gram = step_through(model, x, sharing="reduce").gram().dense()
     want = x.mean(1).T @ x.mean(1)
     side = o.input_side(gram, model, "layers.1")
     assert_close(side, want / want.trace(), 1e-12, "means over the frames of a film")
@@ -387,7 +393,7 @@ def test_rows_of_unknown_samples_count_each_and_coverage_says_so(options: dict[s
     model = Experts()
     x = torch.randn(7, 3, 3)
     grams = []
-    expert = ["few.weight", "few.bias", "many.weight", "many.bias"]
+    expert = ["few_rows.weight", "few_rows.bias", "many_rows.weight", "many_rows.bias"]
     for own in (options, {}):
         opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **own)
         steps(opt, model, [(x, torch.arange(21) % 3)] * 3)

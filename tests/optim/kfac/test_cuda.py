@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.optim.kfac import Exact, Invariant
 
-from ..common import assert_close, untouched
+from ..common import assert_close, expect_unchanged
 from .common import batch, kfac, net, train, vector
 
 HERE = torch.cuda.is_available()
@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_are_those_of_the_cpu(options: dict[str, Any]) -> None:
     """With a schedule, gradients that are not finite (unnoticed or not), and another stream."""
-    found = []
+    ends = []
     broken = (4, 12, 17)
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -45,8 +45,8 @@ def test_steps_are_those_of_the_cpu(options: dict[str, Any]) -> None:
                 if i != 12:
                     assert opt.info.accepted == (i not in broken)
         torch.cuda.synchronize()
-        found.append((vector(model).cpu(), opt.gram().dense().cpu()))
-    for one, two in zip(*found, strict=True):
+        ends.append((vector(model).cpu(), opt.gram().dense().cpu()))
+    for one, two in zip(*ends, strict=True):
         assert_close(two, one, 1e-8)
 
 
@@ -120,7 +120,7 @@ def test_float16_with_a_scaler() -> None:
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
     """In float64, also past gradients that are not finite."""
-    found = []
+    ends = []
     broken = (4, 12, 17)
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -134,21 +134,21 @@ def test_rules_take_the_steps_of_the_cpu(rule: str) -> None:
                 model[0].weight.grad[1, 2] = torch.nan
             opt.step()
             assert opt.info.accepted == (i not in broken)
-        found.append(vector(model).cpu())
-    assert_close(found[1], found[0], 1e-6)
+        ends.append(vector(model).cpu())
+    assert_close(ends[1], ends[0], 1e-6)
 
 
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
-@pytest.mark.parametrize("done", [7, 10])  # a plain step, and one with statistics
-def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, done: int) -> None:
+@pytest.mark.parametrize("finished_steps", [7, 10])  # a plain step, and one with statistics
+def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, finished_steps: int) -> None:
     model = net(torch.float32).cuda()
     opt = pb.KFAC(model, 0.01, rule=rule, statistics_every=5, invert_every=20, weight_decay=0.1)
-    train(opt, lambda x: model(x.cuda()).cpu(), done, dtype=torch.float32)
+    train(opt, lambda x: model(x.cuda()).cpu(), finished_steps, dtype=torch.float32)
     x, y = (t.cuda() for t in batch(dtype=torch.float32))
     opt.zero_grad()
     F.cross_entropy(model(x), y).backward()
     model[2].bias.grad[1] = torch.inf
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         opt.step()
     assert not opt.info.accepted
     assert "not finite" in opt.info.reason
@@ -157,7 +157,7 @@ def test_a_broken_gradient_changes_nothing_of_a_rule(rule: str, done: int) -> No
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
 def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> None:
     """Bases and roots are in float16 there, and polar factors in bfloat16."""
-    found = []
+    moves = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         torch.manual_seed(0)
         model = net().to(device, dtype)
@@ -168,5 +168,5 @@ def test_rules_in_single_precision_are_close_to_those_in_double(rule: str) -> No
             opt.zero_grad()
             F.cross_entropy(model(x.to(device, dtype)), y.to(device)).backward()
             opt.step()
-        found.append(vector(model).cpu().double() - before)
-    assert_close(found[1], found[0], 0.1)
+        moves.append(vector(model).cpu().double() - before)
+    assert_close(moves[1], moves[0], 0.1)

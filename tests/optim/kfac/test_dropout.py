@@ -28,9 +28,11 @@ H = 4
 class Recurrent(nn.Module):
     """A linear head, so that the cotangents do not depend on what was dropped."""
 
-    def __init__(self, kind: Any, packed: bool = False, calls: int = 1, **options: Any) -> None:
+    def __init__(
+        self, layer_type: Any, packed: bool = False, calls: int = 1, **options: Any
+    ) -> None:
         super().__init__()
-        self.layer = kind(D, H, 2, batch_first=True, **options)
+        self.layer = layer_type(D, H, 2, batch_first=True, **options)
         width = (options.get("proj_size") or H) * (1 + options.get("bidirectional", False))
         self.head = nn.Linear(width, 2)
         self.packed = packed
@@ -102,8 +104,8 @@ def test_the_gram_is_that_without_dropout_and_training_is_not_disturbed(name: st
     assert_close(*gradients, 1e-14, "the same masks and gradients")
     model.eval()  # which says nothing of the pass that the statistics came from
     inside = [n for n, _ in model.named_parameters() if n.startswith("layer.")]
-    got, want = (o.part(p.gram().dense(), model, inside) for p in (opt, plain))
-    assert_close(got, want, 1e-12, name)
+    actual, want = (o.part(p.gram().dense(), model, inside) for p in (opt, plain))
+    assert_close(actual, want, 1e-12, name)
     for row, other_row in zip(opt.coverage(), plain.coverage(), strict=True):
         assert row.block == other_row.block
         assert "without" not in other_row.reason
@@ -199,8 +201,8 @@ def test_a_weight_shared_with_another_layer_is_a_diagonal_under_dropout(dropout:
 
 def test_a_layer_that_was_changed_is_noticed() -> None:
     model: Any = Attention(dropout=0.2)
-    own = model.layer.forward
-    model.layer.forward = lambda *args, **kwargs: (3 * own(*args, **kwargs)[0], None)
+    forward = model.layer.forward
+    model.layer.forward = lambda *args, **kwargs: (3 * forward(*args, **kwargs)[0], None)
     rows = stepped(model).coverage()
     assert {r.block for r in rows if r.name.startswith("layer.")} == {"diagonal"}
     assert model.layer.dropout == 0.2

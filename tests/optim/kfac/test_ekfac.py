@@ -17,16 +17,16 @@ def _double() -> None:
     torch.set_default_dtype(DOUBLE)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_corrections_serve_where_every_statistics_step_inverts(every: int) -> None:
-    found = []
+@pytest.mark.parametrize("interval", [1, 2])
+def test_corrections_serve_where_every_statistics_step_inverts(interval: int) -> None:
+    ends = []
     for options in ({"damping": Exact(0.1)}, {"damping": 0.1, "ekfac": True}):
         torch.manual_seed(0)
         model = net()
-        opt = kfac(model, statistics_every=every, invert_every=every, lr=0.1, **options)
+        opt = kfac(model, statistics_every=interval, invert_every=interval, lr=0.1, **options)
         train(opt, model, 6)
-        found.append(vector(model))
-    assert (found[0] - found[1]).norm() > 1e-3 * found[0].norm()
+        ends.append(vector(model))
+    assert (ends[0] - ends[1]).norm() > 1e-3 * ends[0].norm()
 
 
 def test_eigenvalues_are_second_moments_of_gradients_in_the_eigenbases() -> None:
@@ -58,7 +58,7 @@ def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
     y = torch.randn(8, 3)
     linear = nn.Linear(5, 3, bias=False)
     conv = nn.ConvTranspose1d(5, 3, 1, bias=False)
-    found = []
+    grams = []
     for model in (linear, nn.Sequential(nn.Unflatten(1, (5, 1)), conv, nn.Flatten())):
         with torch.no_grad():
             linear.weight.copy_(weight.T)
@@ -67,8 +67,8 @@ def test_rows_of_a_transposed_convolution_belong_to_its_input() -> None:
                    likelihood=pb.likelihoods.MSE())  # fmt: skip
         for _ in range(6):
             opt.step(closure_of(opt, model, x, y, F.mse_loss))
-        found.append((conv.weight[..., 0] if found else linear.weight.T).detach().clone())
-    assert_close(found[0], found[1], 1e-8)
+        grams.append((conv.weight[..., 0] if grams else linear.weight.T).detach().clone())
+    assert_close(grams[0], grams[1], 1e-8)
 
 
 def test_events_scale_the_gram_with_the_loss() -> None:

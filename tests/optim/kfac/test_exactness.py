@@ -33,7 +33,7 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sharing", "reduction", "joint"),
+    ("loss_name", "sharing", "reduction", "joint"),
     [
         ("gaussian", "expand", "mean", True),
         ("gaussian", "reduce", "sum", False),
@@ -41,12 +41,12 @@ def mlp(*between: nn.Module) -> nn.Sequential:
         ("euclidean", "reduce", "mean", True),
     ],
 )
-def test_deep_linear_networks(kind: str, sharing: str, reduction: str, joint: bool) -> None:
+def test_deep_linear_networks(loss_name: str, sharing: str, reduction: str, joint: bool) -> None:
     deep = [nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2)]
     model = nn.Sequential(*deep, Then(lambda z: z if sharing == "expand" else z.mean(1)))
     x = torch.randn(5, 3, 3)
-    opt = o.stepped(model, x, kind=kind, sharing=sharing, reduction=reduction, joint=joint)
-    want = o.blocks(model, joint) * o.exact(model, x, kind=kind, reduction=reduction)
+    opt = o.stepped(model, x, kind=loss_name, sharing=sharing, reduction=reduction, joint=joint)
+    want = o.blocks(model, joint) * o.exact(model, x, kind=loss_name, reduction=reduction)
     assert_close(opt.gram().dense(), want, 1e-12, "the block-diagonal Gauss-Newton matrix")
 
 
@@ -56,11 +56,11 @@ def test_one_datum(joint: bool) -> None:
     model = mlp(nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(1, 3)
     mask = o.blocks(model, joint)
-    got = o.stepped(model, x, kind="categorical", joint=joint).gram().dense()
-    assert_close(got, mask * o.exact(model, x, kind="categorical"), 1e-12, "Fisher")
-    got = o.stepped(model, x, kind="categorical", joint=joint, fisher="empirical").gram().dense()
+    actual = o.stepped(model, x, kind="categorical", joint=joint).gram().dense()
+    assert_close(actual, mask * o.exact(model, x, kind="categorical"), 1e-12, "Fisher")
+    actual = o.stepped(model, x, kind="categorical", joint=joint, fisher="empirical").gram().dense()
     g = gradient(model, x, "categorical")
-    assert_close(got, mask * (g[:, None] * g), 1e-12, "empirical Fisher")
+    assert_close(actual, mask * (g[:, None] * g), 1e-12, "empirical Fisher")
 
 
 # --- eigenvalue correction ------------------------------------------------------------------
@@ -84,54 +84,56 @@ def mixed(case: str) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"),
+    ("case", "loss_name"),
     each_once(
         ["mlp", "sequences", "grouped convolution", "words and a norm"], ["gaussian", "categorical"]
     ),
 )
 def test_corrected_eigenvalues_come_no_farther_and_are_what_a_step_uses(
-    case: str, kind: str
+    case: str, loss_name: str
 ) -> None:
     """In any eigenbasis the diagonal of the exact Gram is the nearest choice of eigenvalues."""
     model, x = mixed(case)
-    plain = o.stepped(model, x, kind=kind).gram().dense()
-    exact = o.exact(model, x, kind=kind)
+    plain = o.stepped(model, x, kind=loss_name).gram().dense()
+    exact = o.exact(model, x, kind=loss_name)
     options: Any = {"ekfac": True, "statistics_every": 1, "invert_every": 1000, "momentum": 0.0}
-    opt = o.optimizer(model, kind, damping=1e-3, **options)
+    opt = o.optimizer(model, loss_name, damping=1e-3, **options)
     for lr in (0.0, 0.0, 0.1):  # corrected from the third statistics on
         opt.param_groups[0]["lr"] = lr
         before = vector(model)
-        g = gradient(model, x, kind)
-        o.step(opt, model, x, kind)
-    got = opt.gram().dense()
+        g = gradient(model, x, loss_name)
+        o.step(opt, model, x, loss_name)
+    actual = opt.gram().dense()
     for name in {n.rpartition(".")[0] for n, _ in model.named_parameters()}:
-        own = [n for n, _ in model.named_parameters() if n.rpartition(".")[0] == name]
-        near, far = (o.part(gram - exact, model, own).norm() for gram in (got, plain))
+        parameter_names = [n for n, _ in model.named_parameters() if n.rpartition(".")[0] == name]
+        near, far = (
+            o.part(gram - exact, model, parameter_names).norm() for gram in (actual, plain)
+        )
         assert near <= far * (1 + 1e-10) + 1e-13 * exact.norm()  # some are exact already
     if "words" not in case:  # all blocks are corrected, and a change of basis keeps the trace
-        assert_close(got.trace(), exact.trace(), 1e-10, "trace")
-        want = torch.linalg.solve(got + 1e-3 * torch.eye(len(g)), g)
+        assert_close(actual.trace(), exact.trace(), 1e-10, "trace")
+        want = torch.linalg.solve(actual + 1e-3 * torch.eye(len(g)), g)
         assert_close(before - vector(model), 0.1 * want, 1e-8, "η(F + λ)⁻¹g")
 
 
 # --- steps ----------------------------------------------------------------------------------
 
 
-def gradient(model: nn.Module, x: Tensor, kind: str) -> Tensor:
-    return flat(torch.autograd.grad(o.loss(model(x), kind), list(model.parameters())))
+def gradient(model: nn.Module, x: Tensor, loss_name: str) -> Tensor:
+    return flat(torch.autograd.grad(o.loss(model(x), loss_name), list(model.parameters())))
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+@pytest.mark.parametrize("loss_name", ["gaussian", "categorical"])
 @pytest.mark.parametrize("value", [1e-4, 0.3])
 @pytest.mark.parametrize("how", ["exact", "tikhonov"])
-def test_damping(how: str, value: float, kind: str) -> None:
+def test_damping(how: str, value: float, loss_name: str) -> None:
     if how == "exact":
         model = mlp(nn.LayerNorm(4))
         x = torch.randn(6, 3)
     else:
-        model, x = mixed("mlp" if kind == "gaussian" else "grouped convolution")
+        model, x = mixed("mlp" if loss_name == "gaussian" else "grouped convolution")
     before = vector(model)
-    g = gradient(model, x, kind)
+    g = gradient(model, x, loss_name)
 
     def factored(r: Tensor, c: Tensor) -> o.Sides:
         """(R + √λ/π) ⊗ (C + π√λ), of each group."""
@@ -140,24 +142,24 @@ def test_damping(how: str, value: float, kind: str) -> None:
         return r + root / pi * torch.eye(len(r)), c + root * pi * torch.eye(len(c))
 
     if how == "exact":
-        damped = o.definition(model, x, kind=kind) + value * torch.eye(len(g))
+        damped = o.definition(model, x, kind=loss_name) + value * torch.eye(len(g))
     else:
-        damped = o.kfac(model, x, kind=kind, change=factored)
-    o.stepped(model, x, kind=kind, lr=0.2, damping=Exact(value) if how == "exact" else value)
+        damped = o.kfac(model, x, kind=loss_name, change=factored)
+    o.stepped(model, x, kind=loss_name, lr=0.2, damping=Exact(value) if how == "exact" else value)
     want = 0.2 * torch.linalg.solve(damped, g)
     assert_close(before - vector(model), want, 1e-8, "η(F + λ)⁻¹g")
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-def test_no_damping_is_the_pseudo_inverse(kind: str) -> None:
+@pytest.mark.parametrize("loss_name", ["gaussian", "categorical"])
+def test_no_damping_is_the_pseudo_inverse(loss_name: str) -> None:
     """Softmax logits are singular always; so is the input side of more weights than samples."""
     model = mlp(nn.LayerNorm(4))
-    x = torch.randn(4 if kind == "gaussian" else 9, 3)
+    x = torch.randn(4 if loss_name == "gaussian" else 9, 3)
     before = vector(model)
-    g = gradient(model, x, kind)
-    f = o.definition(model, x, kind=kind)
+    g = gradient(model, x, loss_name)
+    f = o.definition(model, x, kind=loss_name)
     want = torch.linalg.pinv(f, hermitian=True, rtol=1e-11) @ g
-    opt = o.stepped(model, x, kind=kind, lr=0.2, damping=0.0)
+    opt = o.stepped(model, x, kind=loss_name, lr=0.2, damping=0.0)
     assert_close(before - vector(model), 0.2 * want, 1e-7, "η F⁺g")
     assert any("singular" in note for note in opt.info.notes.values())
 
@@ -190,8 +192,8 @@ def test_weight_decay_momentum_and_groups() -> None:
     params = list(model.parameters())
     rates = ((0.1, 0.9, 0.3), (0.02, 0.5, 0.0))
     groups = [
-        {"params": some, "lr": lr, "momentum": mu, "weight_decay": decay}
-        for some, (lr, mu, decay) in zip((params[:2], params[2:]), rates, strict=True)
+        {"params": group_params, "lr": lr, "momentum": mu, "weight_decay": decay}
+        for group_params, (lr, mu, decay) in zip((params[:2], params[2:]), rates, strict=True)
     ]
     sizes = torch.tensor([sum(p.numel() for p in g["params"]) for g in groups])
     lr, mu, decay = torch.tensor(rates).repeat_interleave(sizes, 0).T
@@ -229,19 +231,19 @@ CHANGES = [
 LOSSES = [("words and attention", "categorical"), ("grouped convolution", "gaussian")]
 
 
-@pytest.mark.parametrize(("way", "loss"), each_once(CHANGES, LOSSES))
-def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> None:
-    fisher, change = way
-    case, kind = loss
+@pytest.mark.parametrize(("fisher_and_change", "loss"), each_once(CHANGES, LOSSES))
+def test_scales_do_not_matter(fisher_and_change: tuple[str, str], loss: tuple[str, str]) -> None:
+    fisher, change = fisher_and_change
+    case, loss_name = loss
     model, x = mixed(case)
-    if kind == "categorical":
+    if loss_name == "categorical":
         y = torch.randint(0, 3, (4, 3))
     else:
         y = torch.randn(4, 8, 3)
 
     def value(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
         z = model(x)
-        if kind == "categorical":
+        if loss_name == "categorical":
             return F.cross_entropy(z.flatten(0, -2), y.flatten(), reduction=reduction)
         total = 0.5 * (z - y).square().sum()
         if reduction == "sum":
@@ -256,7 +258,7 @@ def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> No
         "fisher": fisher,
         "damping": 0.0 if change == "sum" else 1e-3,
     }
-    opt = o.optimizer(model, kind, **options)
+    opt = o.optimizer(model, loss_name, **options)
     value(model, x, y).backward()
     opt.step()
     moved = vector(model) - before
@@ -265,7 +267,7 @@ def test_scales_do_not_matter(way: tuple[str, str], loss: tuple[str, str]) -> No
         options["reduction"] = "sum"
     elif change == "scaled" and fisher == "empirical":
         options["grad_scaler"] = SimpleNamespace(get_scale=lambda: 1024.0)
-    opt = o.optimizer(twin, kind, **options)
+    opt = o.optimizer(twin, loss_name, **options)
     if change == "duplicate":
         value(twin, torch.cat([x, x]), torch.cat([y, y])).backward()
     elif change.endswith("micro-batches"):

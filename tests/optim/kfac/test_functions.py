@@ -96,7 +96,7 @@ class Case:
 
     by: Callable[[], By]
     twin: Callable[[], nn.Module]
-    held: Callable[..., list[Tensor]] = lambda w, *b: [w, *b]
+    parameters_like: Callable[..., list[Tensor]] = lambda w, *b: [w, *b]
     x: Callable[[], Tensor] = lambda: torch.randn(N, T, D)
 
 
@@ -105,7 +105,7 @@ SCALES = torch.tensor([0.5, 2.0, -1.0, 1.5], dtype=torch.float64)
 MANY = torch.tensor([[0, 1], [1, 1], [2, 0]])
 
 
-def looped(x: Tensor, w: Tensor) -> Tensor:
+def loop_over_experts(x: Tensor, w: Tensor) -> Tensor:
     out = x.new_zeros(*x.shape[:-1], H)
     for g in range(E):
         at = (g == MANY).nonzero(as_tuple=True)
@@ -113,7 +113,7 @@ def looped(x: Tensor, w: Tensor) -> Tensor:
     return out
 
 
-def gathered(x: Tensor, w: Tensor) -> Tensor:
+def gather_experts(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(w[MANY.flatten()], x.reshape(-1, D, 1)).view(N, T, H)
 
 
@@ -124,7 +124,7 @@ def sorted_groups(x: Tensor, w: Tensor) -> Tensor:
     return rows.double()[order.argsort()].view(N, T, D)
 
 
-def turned(w: Tensor, *b: Tensor) -> list[Tensor]:
+def transpose(w: Tensor, *b: Tensor) -> list[Tensor]:
     return [w.mT, *b]
 
 
@@ -139,14 +139,14 @@ def turned_stack(*w: Tensor) -> list[Tensor]:
 CASES = {
     "F.linear": Case(lambda: By(F.linear, (H, D), (H,)), lambda: nn.Linear(D, H)),
     "x @ w": Case(
-        lambda: By(lambda x, w: x @ w, (D, H)), lambda: nn.Linear(D, H, bias=False), turned
+        lambda: By(lambda x, w: x @ w, (D, H)), lambda: nn.Linear(D, H, bias=False), transpose
     ),
     "x @ w.T": Case(lambda: By(lambda x, w: x @ w.T, (H, D)), lambda: nn.Linear(D, H, bias=False)),
     "inner": Case(lambda: By(torch.inner, (H, D)), lambda: nn.Linear(D, H, bias=False)),
     "tensordot": Case(
         lambda: By(lambda x, w: torch.tensordot(x, w, 1), (D, H)),
         lambda: nn.Linear(D, H, bias=False),
-        turned,
+        transpose,
     ),
     "tensordot by axes": Case(
         lambda: By(lambda x, w: torch.tensordot(w, x, ([1], [2])).permute(1, 2, 0), (H, D)),
@@ -161,7 +161,7 @@ CASES = {
             lambda x, w, b: torch.addmm(b, x.reshape(-1, D), w).view(N, T, H), (D, H), (H,)
         ),
         lambda: nn.Linear(D, H),
-        turned,
+        transpose,
     ),
     "w @ x": Case(
         lambda: By(lambda x, w: w @ x, (H, D)),
@@ -170,7 +170,7 @@ CASES = {
         lambda: torch.randn(N, D, T),
     ),
     "x @ w + b": Case(
-        lambda: By(lambda x, w, b: x @ w + b, (D, H), (H,)), lambda: nn.Linear(D, H), turned
+        lambda: By(lambda x, w, b: x @ w + b, (D, H), (H,)), lambda: nn.Linear(D, H), transpose
     ),
     "einsum to heads": Case(
         lambda: By(lambda x, w: torch.einsum("ble,ehd->blhd", x, w).flatten(2), (D, 3, 2)),
@@ -246,9 +246,9 @@ CASES = {
         stack,
     ),
     "experts in a loop": Case(
-        lambda: By(looped, (E, H, D)), lambda: Experts(), stack
+        lambda: By(loop_over_experts, (E, H, D)), lambda: Experts(), stack
     ),
-    "gathered experts": Case(lambda: By(gathered, (E, H, D)), lambda: Experts(), stack),
+    "gathered experts": Case(lambda: By(gather_experts, (E, H, D)), lambda: Experts(), stack),
     "grouped_mm": Case(lambda: By(sorted_groups, (E, D, D)), lambda: Experts(D), turned_stack),
 }  # fmt: skip
 
@@ -292,38 +292,38 @@ def pair(name: str) -> tuple[nn.Sequential, nn.Sequential, Tensor, list[Tensor]]
     case = CASES[name]
     by = case.by()
     twin = case.twin()
-    held = case.held(*twin.parameters())
+    values = case.parameters_like(*twin.parameters())
     with torch.no_grad():
-        for p, value in zip(by.parameters(), held, strict=True):
+        for p, value in zip(by.parameters(), values, strict=True):
             p.copy_(value)
     model, other = (nn.Sequential(m, Then(head)) for m in (by, twin))
     where = list(o.index(other).values())
     shaped = [i.view(p.shape) for i, p in zip(where, twin.parameters(), strict=True)]
-    return model, other, case.x(), case.held(*shaped)
+    return model, other, case.x(), case.parameters_like(*shaped)
 
 
-@pytest.mark.parametrize(("name", "kind"), each_once(CASES, ["euclidean", "categorical"]))
-def test_blocks_are_those_of_torchs_layers(name: str, kind: str) -> None:
-    model, twin, x, places = pair(name)
+@pytest.mark.parametrize(("name", "loss_name"), each_once(CASES, ["euclidean", "categorical"]))
+def test_blocks_are_those_of_torchs_layers(name: str, loss_name: str) -> None:
+    model, twin, x, indices = pair(name)
     limit = 1e-5 if name == "grouped_mm" else 1e-11
     assert_close(model(x), twin(x), limit, "the same function")
     # a bias that is added by hand has a block of its own
     joint = name != "x @ w + b"
-    opt = o.stepped(model, x, kind=kind, joint=joint)
+    opt = o.stepped(model, x, kind=loss_name, joint=joint)
     assert all(r.block.startswith("kronecker") for r in opt.coverage())
-    where = torch.cat([i.flatten() for i in places])
-    want = o.definition(twin, x, kind=kind, joint=joint)[where[:, None], where]
+    where = torch.cat([i.flatten() for i in indices])
+    want = o.definition(twin, x, kind=loss_name, joint=joint)[where[:, None], where]
     assert_close(o.gram(opt, model), want, limit, name)
 
 
 @pytest.mark.parametrize("name", ["x @ w", "addmm", "einsum to heads", "conv2d", "bmm"])
 def test_reduced_places_and_corrected_eigenvalues_too(name: str) -> None:
-    model, twin, x, places = pair(name)
-    where = torch.cat([i.flatten() for i in places])
-    got, want = (o.stepped(m, x, kind="categorical", sharing="reduce") for m in (model, twin))
+    model, twin, x, indices = pair(name)
+    where = torch.cat([i.flatten() for i in indices])
+    actual, want = (o.stepped(m, x, kind="categorical", sharing="reduce") for m in (model, twin))
     if name != "bmm":  # its samples stand on an axis that the definition does not look at
         want = o.gram(want, twin)[where[:, None], where]
-        assert_close(o.gram(got, model), want, 1e-11, "reduced")
+        assert_close(o.gram(actual, model), want, 1e-11, "reduced")
         grams = []
         for m in (model, twin):
             opt = o.optimizer(m, "categorical", ekfac=True, statistics_every=1, damping=0.1)
@@ -342,21 +342,21 @@ def test_reduced_places_and_corrected_eigenvalues_too(name: str) -> None:
 )
 def test_steps_are_those_of_the_twin(name: str, rule: str) -> None:
     """Every rule sees a transposed weight as it sees the twin's."""
-    model, twin, x, places = pair(name)
+    model, twin, x, indices = pair(name)
     ends = []
     for m in (model, twin):
         m.append(nn.Linear(3, 3))
     twin[-1].load_state_dict(model[-1].state_dict())
     for m in (model, twin):
         if rule == "natural":
-            own = {"likelihood": pb.likelihoods.Categorical()}
+            options = {"likelihood": pb.likelihoods.Categorical()}
         else:
-            own = {}
-        opt = kfac_of(m, 0.05, rule=rule, statistics_every=2, invert_every=4, **own)
+            options = {}
+        opt = kfac_of(m, 0.05, rule=rule, statistics_every=2, invert_every=4, **options)
         for _ in range(6):
             o.step(opt, m, x, "categorical")
         ends.append(torch.cat([p.detach().flatten() for p in m[0].parameters()]))
-    where = torch.cat([i.flatten() for i in places])
+    where = torch.cat([i.flatten() for i in indices])
     assert_close(ends[0], ends[1][where], 1e-8, f"{rule} steps")
 
 
@@ -406,9 +406,9 @@ def test_weight_norms_directions_have_the_weights_block(dim: int, old: bool) -> 
         warnings.simplefilter("ignore")
         conv = normed(nn.Conv1d(D, H, 2), dim=dim)
     model, twin = (nn.Sequential(m, Then(head)) for m in (conv, nn.Conv1d(D, H, 2)))
-    held = dict(conv.named_parameters())
-    v = next(p for p in held.values() if p.numel() == H * D * 2)
-    g = held["weight_g" if old else NEW]
+    parameters = dict(conv.named_parameters())
+    v = next(p for p in parameters.values() if p.numel() == H * D * 2)
+    g = parameters["weight_g" if old else NEW]
     with torch.no_grad():
         g.mul_(torch.rand_like(g) + 0.5)
     x = torch.randn(N, D, 4)
@@ -421,8 +421,8 @@ def test_weight_norms_directions_have_the_weights_block(dim: int, old: bool) -> 
     assert rows["0.bias"].startswith("kronecker")
     c = (g / v.norm(dim=[i for i in range(3) if i != dim], keepdim=True)).expand_as(v).flatten()
     want = o.part(o.definition(twin, x, kind="categorical", joint=False), twin, ["0.weight"])
-    got = o.part(o.gram(opt, model), model, [name])
-    assert_close(got, c[:, None] * want * c, 1e-11, "the direction's block")
+    actual = o.part(o.gram(opt, model), model, [name])
+    assert_close(actual, c[:, None] * want * c, 1e-11, "the direction's block")
 
 
 @pytest.mark.parametrize("rule", ["eigenbasis", "spectral"])
@@ -435,16 +435,16 @@ def test_weight_norms_directions_follow_other_rules(rule: str) -> None:
     w = plain[0].weight
     x = torch.randn(N, D)
     y = torch.randint(3, (N,))
-    found = []
+    moves = []
     start = w.detach().clone()
     for model, p in ((normed, v), (plain, w)):
         opt = kfac_of(model, likelihood=nn.CrossEntropyLoss(), rule=rule)
         F.cross_entropy(model(x), y).backward()
         p.grad = v.grad
         opt.step()
-        found.append([r.block for r in opt.coverage() if r.name in (f"0.{NEW[:-1]}1", "0.weight")])
-    assert found[0] == found[1]
-    assert found[0][0].startswith("kronecker")
+        moves.append([r.block for r in opt.coverage() if r.name in (f"0.{NEW[:-1]}1", "0.weight")])
+    assert moves[0] == moves[1]
+    assert moves[0][0].startswith("kronecker")
     assert_close(v - start, w - start, 1e-9, "the move")
     assert (v - start).abs().max() > 1e-4
 
@@ -472,9 +472,9 @@ def test_a_tied_table_is_that_of_modules() -> None:
     one = Tied(True)
     two = Tied(False)
     two.load_state_dict(one.state_dict())
-    got, want = (o.stepped(m, x, kind="categorical") for m in (one, two))
-    assert_close(o.gram(got, one), o.gram(want, two), 1e-12, "by functions and by modules")
-    assert_close(o.gram(got, one), o.definition(two, x, kind="categorical"), 1e-12, "definition")
+    actual, want = (o.stepped(m, x, kind="categorical") for m in (one, two))
+    assert_close(o.gram(actual, one), o.gram(want, two), 1e-12, "by functions and by modules")
+    assert_close(o.gram(actual, one), o.definition(two, x, kind="categorical"), 1e-12, "definition")
 
 
 def test_checkpoints_compiled_code_and_autocast_show_functions() -> None:
@@ -490,11 +490,11 @@ def test_checkpoints_compiled_code_and_autocast_show_functions() -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     outer = Checkpointed()
-    got = o.gram(o.stepped(outer, x, kind="categorical"), outer)
-    assert_close(got, want, 1e-12, "checkpoint")
+    actual = o.gram(o.stepped(outer, x, kind="categorical"), outer)
+    assert_close(actual, want, 1e-12, "checkpoint")
     compiled: Any = torch.compile(model, backend="eager")
-    got = o.gram(o.stepped(compiled, x, kind="categorical"), model)
-    assert_close(got, want, 1e-12, "compiled")
+    actual = o.gram(o.stepped(compiled, x, kind="categorical"), model)
+    assert_close(actual, want, 1e-12, "compiled")
     torch.set_default_dtype(torch.float32)
     opt = kfac_of(model.float(), 0.0, likelihood=pb.likelihoods.Categorical(), fisher="exact")
     with torch.autocast("cpu", torch.bfloat16):

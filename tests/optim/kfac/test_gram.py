@@ -51,18 +51,20 @@ def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     embed = nn.Embedding
     shared = nn.Linear(3, 3)
     norm = nn.InstanceNorm1d(3, affine=True)
-    alone = (Then(lambda x: x[0]), norm, Then(lambda x: x.mT[None]), nn.Linear(3, 2))
+    one_sample = (Then(lambda x: x[0]), norm, Then(lambda x: x.mT[None]), nn.Linear(3, 2))
     half = mlp()
     fixed = nn.BatchNorm1d(4)
     half[0].weight.requires_grad = half[2].bias.requires_grad = False
     fixed(torch.randn(5, 4) + 0.3)  # running statistics of some data
     around: Any = {"groups": 2, "stride": 2, "padding": 1, "padding_mode": "circular"}
-    same: Any = {"groups": 2, "padding": "same", "padding_mode": "reflect"}
+    reflect: Any = {"groups": 2, "padding": "same", "padding_mode": "reflect"}
     edge: Any = {"stride": (1, 2, 1), "padding": (1, 0, 1), "padding_mode": "replicate"}
     up1: Any = {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}
     up2: Any = {"stride": (2, 1), "padding": (0, 1), "groups": 2}
     line = pair(nn.Conv1d(4, 4, 3, **around), nn.Conv1d(4, 2, 2, dilation=2))
-    plane = pair(nn.Conv2d(4, 4, (2, 3), **same), nn.Conv2d(4, 2, 2, dilation=(1, 2), bias=False))
+    plane = pair(
+        nn.Conv2d(4, 4, (2, 3), **reflect), nn.Conv2d(4, 2, 2, dilation=(1, 2), bias=False)
+    )
     deep = pair(nn.Conv2d(4, 4, 3, 1, 1, groups=4), nn.Conv2d(4, 3, 2, (2, 1), (0, 1)))
     last = nn.ConvTranspose1d(4, 2, 2, dilation=2, bias=False)
     up = pair(nn.ConvTranspose2d(4, 4, (2, 3), **up2), nn.Conv2d(4, 2, 1))
@@ -97,7 +99,7 @@ def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
         "BatchNorm2d without statistics": (places(untracked, nn.Tanh()), (2, 4, 2, 2)),
         "BatchNorm1d evaluated": (mlp(fixed.eval()), (3, 3)),
         "InstanceNorm2d": (places(nn.InstanceNorm2d(4, affine=True), nn.Tanh()), (2, 4, 2, 3)),
-        "InstanceNorm1d without an axis of samples": (nn.Sequential(*alone), (1, 3, 4)),
+        "InstanceNorm1d without an axis of samples": (nn.Sequential(*one_sample), (1, 3, 4)),
         "PReLU": (mlp(nn.PReLU()), (4, 3)),
         "PReLU per channel": (places(nn.PReLU(4), nn.Tanh()), (2, 4, 2, 2)),
     }
@@ -115,22 +117,22 @@ WITHOUT_REDUCE = ("experts", "InstanceNorm1d without an axis of samples")
 def agree(opt: pb.KFAC, model: nn.Module, want: Tensor, law: str, tol: float = 1e-11) -> None:
     """The Gram of all that the definition knows, and what is said of every parameter."""
     known = [n for n in o.index(model) if not n.endswith("gain") and "fused" not in n]
-    got = o.gram(opt, model)
-    assert_close(o.part(got, model, known), o.part(want, model, known), tol, law)
-    assert float(torch.linalg.eigvalsh(got)[0]) >= -1e-10 * float(got.norm())
+    actual = o.gram(opt, model)
+    assert_close(o.part(actual, model, known), o.part(want, model, known), tol, law)
+    assert float(torch.linalg.eigvalsh(actual)[0]) >= -1e-10 * float(actual.norm())
     for row in opt.coverage():
         if row.name.endswith("gain"):
-            kind = "units"
+            block_names = "units"
         else:
-            kind = ("kronecker", "units")
-        assert row.block.startswith(kind if row.name in o.index(model) else "none"), row
+            block_names = ("kronecker", "units")
+        assert row.block.startswith(block_names if row.name in o.index(model) else "none"), row
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize(("layer", "way"), each_once(layers(), WAYS))
-def test_the_gram_is_that_of_the_definition(layer: str, way: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(("layer", "convention"), each_once(layers(), WAYS))
+def test_the_gram_is_that_of_the_definition(layer: str, convention: tuple[Any, ...]) -> None:
     model, shape = layers()[layer]
-    kind, joint, sharing, reduction = way
+    loss_name, joint, sharing, reduction = convention
     words = any(isinstance(m, nn.Embedding) for m in model.modules())
     if words:
         x = torch.randint(0, 5, shape)
@@ -139,19 +141,19 @@ def test_the_gram_is_that_of_the_definition(layer: str, way: tuple[Any, ...]) ->
     x[0, 0] = 1  # the table's padding, where it has one
     if sharing == "reduce" and layer in WITHOUT_REDUCE:
         sharing = "expand"
-    how: dict[str, Any] = {"kind": kind, "joint": joint, "reduction": reduction}
+    how: dict[str, Any] = {"kind": loss_name, "joint": joint, "reduction": reduction}
     opt = o.stepped(model, x, sharing=sharing, **how)
     want = o.definition(model, x, reduce=sharing == "reduce", **how)
     agree(opt, model, want, layer)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
-def test_the_output_may_have_its_samples_second(kind: str, sharing: str) -> None:
+@pytest.mark.parametrize("loss_name", ["gaussian", "categorical", "euclidean"])
+def test_the_output_may_have_its_samples_second(loss_name: str, sharing: str) -> None:
     model = mlp()
     x = torch.randn(4, 3, 3)
-    opt = o.stepped(model, x, kind=kind, sharing=sharing, batch_dim=1)
-    want = o.kfac(model, x, kind=kind, reduce=sharing == "reduce", batch_dim=1)
+    opt = o.stepped(model, x, kind=loss_name, sharing=sharing, batch_dim=1)
+    want = o.kfac(model, x, kind=loss_name, reduce=sharing == "reduce", batch_dim=1)
     assert_close(opt.gram().dense(), want, 1e-12, "time before samples")
 
 
@@ -180,25 +182,27 @@ def test_sides_longer_than_max_factor_are_diagonals(ignored: bool) -> None:
 # --- drawn and empirical Fisher -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
-def test_draws_converge_to_the_exact_fisher(kind: str) -> None:
+@pytest.mark.parametrize("loss_name", ["gaussian", "categorical", "euclidean"])
+def test_draws_converge_to_the_exact_fisher(loss_name: str) -> None:
     model = mlp()
     x = torch.randn(100, 3)
-    opt = o.stepped(model, x, kind=kind, fisher="mc", draws=80)
-    assert_close(opt.gram().dense(), o.kfac(model, x, kind=kind), 0.06, "average of draws")
+    opt = o.stepped(model, x, kind=loss_name, fisher="mc", draws=80)
+    assert_close(opt.gram().dense(), o.kfac(model, x, kind=loss_name), 0.06, "average of draws")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("kind", ["gaussian", "categorical", "euclidean"])
-def test_the_empirical_fisher_is_that_of_the_losses_of_samples(kind: str, reduction: str) -> None:
+@pytest.mark.parametrize("loss_name", ["gaussian", "categorical", "euclidean"])
+def test_the_empirical_fisher_is_that_of_the_losses_of_samples(
+    loss_name: str, reduction: str
+) -> None:
     """Positions of one sample meet in one covector."""
     model = mlp()
     x = torch.randn(4, 2, 3)
-    opt = o.stepped(model, x, kind=kind, fisher="empirical", reduction=reduction)
+    opt = o.stepped(model, x, kind=loss_name, fisher="empirical", reduction=reduction)
     z = model(x)
-    slope = torch.autograd.grad(o.loss(z, kind, "sum"), z)[0]
-    given = [slope * (torch.arange(4) == n).view(4, 1, 1) for n in range(4)]
-    want = o.kfac(model, x, kind=kind, given=given, reduction=reduction)
+    slope = torch.autograd.grad(o.loss(z, loss_name, "sum"), z)[0]
+    covectors = [slope * (torch.arange(4) == n).view(4, 1, 1) for n in range(4)]
+    want = o.kfac(model, x, kind=loss_name, covectors=covectors, reduction=reduction)
     assert_close(opt.gram().dense(), want, 1e-12, "E[∇ℓ∇ℓᵀ] over the data")
 
 
@@ -212,10 +216,10 @@ def test_a_parameter_of_no_layer_has_squares_of_drawn_gradients(
     opt = o.optimizer(model, "categorical", **options)
     for _ in range(steps):
         o.step(opt, model, x, "categorical")
-    got = o.part(opt.gram().dense(), model, ["0.gain"])
+    actual = o.part(opt.gram().dense(), model, ["0.gain"])
     want = o.part(o.exact(model, x, kind="categorical"), model, ["0.gain"]).diagonal()
-    assert_close(got.diagonal(), want, 0.25, "unbiased")
-    assert got.count_nonzero() == 3
+    assert_close(actual.diagonal(), want, 0.25, "unbiased")
+    assert actual.count_nonzero() == 3
 
 
 def test_layers_before_a_batch_norm_are_unbiased() -> None:
@@ -236,13 +240,13 @@ def test_layers_before_a_batch_norm_are_unbiased() -> None:
 class Recurrent(nn.Module):
     """A recurrent layer, or a cell that is called in a loop, and a head at every time."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, loss_name: Any) -> None:
         super().__init__()
-        if issubclass(kind, nn.RNNBase):
+        if issubclass(loss_name, nn.RNNBase):
             options = {"batch_first": True}
         else:
             options = {}
-        self.rnn = kind(3, 4, **options)
+        self.rnn = loss_name(3, 4, **options)
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,12 +265,12 @@ class Unrolled(nn.Module):
 
     order = ("ih.weight", "hh.weight", "ih.bias", "hh.bias", "head.weight", "head.bias")
 
-    def __init__(self, like: Recurrent) -> None:
+    def __init__(self, recurrent: Recurrent) -> None:
         super().__init__()
-        wih, whh, bih, bhh = like.rnn.parameters()
+        wih, whh, bih, bhh = recurrent.rnn.parameters()
         self.ih = nn.Linear(3, len(wih))
         self.hh = nn.Linear(4, len(wih))
-        self.head = like.head
+        self.head = recurrent.head
         self.ih.load_state_dict({"weight": wih, "bias": bih})
         self.hh.load_state_dict({"weight": whh, "bias": bhh})
         self.gates = len(wih) // 4
@@ -315,19 +319,17 @@ class ByHand(nn.Module):
         "o.weight", "o.bias", "head.weight", "head.bias",
     )  # fmt: skip
 
-    def __init__(self, like: Attending) -> None:
+    def __init__(self, attending: Attending) -> None:
         super().__init__()
-        a = like.attend
+        a = attending.attend
         weights: Any = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
-        if a.in_proj_weight is None:
-            weights = weights
-        else:
+        if a.in_proj_weight is not None:
             weights = a.in_proj_weight.chunk(3)
         self.q, self.k, self.v = (nn.Linear(w.shape[1], 4) for w in weights)
         for m, w, b in zip((self.q, self.k, self.v), weights, a.in_proj_bias.chunk(3), strict=True):
             m.load_state_dict({"weight": w, "bias": b})
         self.o = a.out_proj
-        self.head = like.head
+        self.head = attending.head
         self.more = [
             torch.zeros(1, 0, 4) if b is None else b.detach() for b in (a.bias_k, a.bias_v)
         ]
@@ -345,7 +347,7 @@ class ByHand(nn.Module):
 Twins = tuple[Callable[[], Any], Callable[[Any], Any], tuple[tuple[int, ...], ...]]
 FUSED: dict[str, Twins] = {
     **{
-        kind.__name__: (lambda kind=kind: Recurrent(kind), Unrolled, ((2, 3, 3),))
+        kind.__name__: (lambda loss_name=kind: Recurrent(loss_name), Unrolled, ((2, 3, 3),))
         for kind in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
     },
     "self-attention": (Attending, ByHand, ((2, 3, 4),)),
@@ -357,12 +359,12 @@ FUSED: dict[str, Twins] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), each_once(FUSED, [(True, False), (False, False), (True, True)])
+    ("name", "joint_and_ignored"), each_once(FUSED, [(True, False), (False, False), (True, True)])
 )
-def test_a_fused_layer_is_its_linear_maps(name: str, way: tuple[bool, bool]) -> None:
+def test_a_fused_layer_is_its_linear_maps(name: str, joint_and_ignored: tuple[bool, bool]) -> None:
     """Also where the loss ignores places: those that others read count on the side that is read."""
     make, by_hand, shapes = FUSED[name]
-    joint, ignored = way
+    joint, ignored = joint_and_ignored
     model = make()
     args = [torch.randn(*shape) for shape in shapes]
     twin = by_hand(model)
@@ -374,20 +376,22 @@ def test_a_fused_layer_is_its_linear_maps(name: str, way: tuple[bool, bool]) -> 
         keep = y >= 0
     opt = o.stepped(model, *args, y=y, kind="categorical", joint=joint)
     if "learned" in name:
-        learned = ["attend.bias_k", "attend.bias_v"]
+        key_value_biases = ["attend.bias_k", "attend.bias_v"]
     else:
-        learned = []
-    got = o.part(opt.gram().dense(), model, [n for n in o.index(model) if n not in learned])
+        key_value_biases = []
+    actual = o.part(
+        opt.gram().dense(), model, [n for n in o.index(model) if n not in key_value_biases]
+    )
     order = list(twin.order)
     want = o.part(o.kfac(twin, *args, kind="categorical", joint=joint, keep=keep), twin, order)
     if "sizes" in name:  # one bias for three weights has a block of its own
         split = sum(len(i) for n, i in o.index(twin).items() if n[0] in "qkv")
-        apart = o.kfac(twin, *args, kind="categorical", joint=False, keep=keep)
-        want[:split, :split] = o.part(apart, twin, order)[:split, :split]
-    assert_close(got, want, 1e-11, name)
-    blocks = [r.block for r in opt.coverage() if r.name not in learned]
+        separate = o.kfac(twin, *args, kind="categorical", joint=False, keep=keep)
+        want[:split, :split] = o.part(separate, twin, order)[:split, :split]
+    assert_close(actual, want, 1e-11, name)
+    blocks = [r.block for r in opt.coverage() if r.name not in key_value_biases]
     assert all(b.startswith("kronecker") for b in blocks)
-    for n in [] if ignored else learned:  # one place per sample: exact
+    for n in [] if ignored else key_value_biases:  # one place per sample: exact
         grams = opt.gram().dense(), o.exact(model, *args, kind="categorical")
         assert_close(*(o.part(g, model, [n]) for g in grams), 1e-11, n)
 
@@ -395,18 +399,18 @@ def test_a_fused_layer_is_its_linear_maps(name: str, way: tuple[bool, bool]) -> 
 def test_micro_batches_of_other_lengths_pool_by_places() -> None:
     """Queries and keys count apart: the mean is over all places of each."""
     model = Attending()
-    parts = [(torch.randn(2, 3, 4), torch.randn(2, n, 4)) for n in (2, 5)]
+    micro_batches = [(torch.randn(2, 3, 4), torch.randn(2, n, 4)) for n in (2, 5)]
     opt = o.optimizer(model, "gaussian")
-    for args in parts:
+    for args in micro_batches:
         o.loss(model(*args), "gaussian").backward()
     opt.step()
 
     class Both(ByHand):
-        def forward(self, *parts: Any) -> Tensor:
-            return torch.cat([super(Both, self).forward(*args) for args in parts])
+        def forward(self, *micro_batches: Any) -> Tensor:
+            return torch.cat([super(Both, self).forward(*args) for args in micro_batches])
 
     twin = Both(model)
-    want = o.part(o.kfac(twin, *parts, kind="gaussian"), twin, list(twin.order))
+    want = o.part(o.kfac(twin, *micro_batches, kind="gaussian"), twin, list(twin.order))
     assert_close(opt.gram().dense(), want, 1e-11, "both together")
 
 
@@ -416,9 +420,9 @@ def test_micro_batches_of_other_lengths_pool_by_places() -> None:
 def on_features(r: Random, n: int) -> nn.Module:
     """A layer on the last axis of n features."""
     bias = r.random() < 0.5
-    wide = r.randint(1, 4)
+    width = r.randint(1, 4)
     makers: list[Callable[[], nn.Module]] = [
-        lambda: nn.Linear(n, wide, bias=bias),
+        lambda: nn.Linear(n, width, bias=bias),
         lambda: nn.LayerNorm(n, eps=1e-3, bias=bias),
         lambda: nn.RMSNorm(n, eps=1e-3),
         lambda: r.choice([nn.Tanh, nn.Sigmoid, nn.Softplus])(),
@@ -427,30 +431,30 @@ def on_features(r: Random, n: int) -> nn.Module:
         lambda: Gain(n),
         nn.PReLU,
         lambda: Fused(nn.MultiheadAttention(n, 1, bias=bias, batch_first=True)),
-        lambda: Fused(nn.GRU(n, wide, bias=bias, batch_first=True)),
+        lambda: Fused(nn.GRU(n, width, bias=bias, batch_first=True)),
     ]
     return r.choice(makers)()
 
 
 def on_images(r: Random, n: int, dims: int) -> nn.Module:
     """A layer on images with n channels."""
-    kind = r.choice(["Conv", "Conv", "ConvTranspose", "norm", "PReLU"])
-    if kind == "PReLU":
+    loss_name = r.choice(["Conv", "Conv", "ConvTranspose", "norm", "PReLU"])
+    if loss_name == "PReLU":
         return nn.PReLU(r.choice([1, n]))
-    if kind == "norm":
+    if loss_name == "norm":
         return nn.GroupNorm(r.choice([1, n]), n)
     groups = r.choice([g for g in (1, 2, 3) if n % g == 0])
     options: dict[str, Any] = {"groups": groups, "bias": r.random() < 0.5}
     options["stride"] = stride = [r.randint(1, 2) for _ in range(dims)]
     out = groups * r.randint(1, 2)
     size = [r.randint(1, 3) for _ in range(dims)]
-    if kind == "Conv":
+    if loss_name == "Conv":
         options["dilation"] = dilation = [r.randint(1, 2) for _ in range(dims)]
         reach = [d * (k - 1) for k, d in zip(size, dilation, strict=True)]
-        same = r.random() < 0.5 and set(stride) == {1}
-        options["padding"] = "same" if same else [(i + 1) // 2 for i in reach]
+        keeps_size = r.random() < 0.5 and set(stride) == {1}
+        options["padding"] = "same" if keeps_size else [(i + 1) // 2 for i in reach]
         options["padding_mode"] = r.choice(["zeros", "reflect", "replicate", "circular"])
-    return getattr(nn, f"{kind}{dims}d")(n, out, size, **options)
+    return getattr(nn, f"{loss_name}{dims}d")(n, out, size, **options)
 
 
 def network(r: Random) -> tuple[nn.Module, Tensor]:
@@ -474,8 +478,8 @@ def network(r: Random) -> tuple[nn.Module, Tensor]:
             except (RuntimeError, ValueError):  # a padding wider than the image
                 continue
             layers = trial if 2 <= size <= 40 else layers
-        wide = math.prod(layers(x).shape[2:]) > 9
-        layers = places(*layers, pooled=wide or r.random() < 0.5)
+        is_large = math.prod(layers(x).shape[2:]) > 9
+        layers = places(*layers, pooled=is_large or r.random() < 0.5)
     for _ in range(r.randint(0, 3)):
         layers.append(on_features(r, layers(x).shape[-1]))
     layers.append(nn.Linear(layers(x).shape[-1], r.randint(2, 3)))
@@ -489,11 +493,11 @@ def test_random_networks(seed: int) -> None:
     r = Random(seed)
     torch.manual_seed(seed)
     model, x = network(r)
-    kind = r.choice(["gaussian", "categorical", "euclidean"])
+    loss_name = r.choice(["gaussian", "categorical", "euclidean"])
     joint = r.random() < 0.5
     sharing = r.choice(["expand", "reduce"])
     reduction = r.choice(["mean", "sum"])
-    how: dict[str, Any] = {"kind": kind, "joint": joint, "reduction": reduction}
+    how: dict[str, Any] = {"kind": loss_name, "joint": joint, "reduction": reduction}
     want = o.definition(model, x, reduce=sharing == "reduce", **how)
     opt = o.stepped(model, x, lr=0.1, sharing=sharing, damping=1e-2, **how)
     agree(opt, model, want, "the Gram", 1e-9)

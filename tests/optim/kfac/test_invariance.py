@@ -101,7 +101,7 @@ def test_twins_part_beyond_the_theorems(name: str, options: dict[str, Any]) -> N
     assert mismatch(BY_NAME[name].make(0), lambda side: kfac(side, **options), 1) > 1e-3
 
 
-def queried(model: nn.Module, x: Tensor, likelihood: Any = None, **options: Any) -> pb.KFAC:
+def fit_statistics(model: nn.Module, x: Tensor, likelihood: Any = None, **options: Any) -> pb.KFAC:
     """After one statistics step that moves nothing."""
     chosen = {"fisher": "exact", "damping": 0.0, **options}
     opt = kfac_of(model, 0.0, likelihood=likelihood, **chosen)
@@ -134,13 +134,13 @@ def test_singular_blocks_are_named(name: str) -> None:
     with torch.no_grad():
         model[0].weight.abs_()
         model[0].bias.copy_(torch.tensor([0.0, shift, 0.0]))
-    opt = queried(model, x)
-    found = opt.degenerate()
-    assert [(d.names[0], d.side, d.rank, d.size) for d in found] == [w[:4] for w in want]
-    assert all(w[4] in d.reason for d, w in zip(found, want, strict=True))
-    assert {d.names[0] for d in found} == {note.split(",")[0] for note in opt.info.notes}
+    opt = fit_statistics(model, x)
+    degenerate_sides = opt.degenerate()
+    assert [(d.names[0], d.side, d.rank, d.size) for d in degenerate_sides] == [w[:4] for w in want]
+    assert all(w[4] in d.reason for d, w in zip(degenerate_sides, want, strict=True))
+    assert {d.names[0] for d in degenerate_sides} == {note.split(",")[0] for note in opt.info.notes}
     assert all("inverted on its range" in note for note in opt.info.notes.values())
-    opt = queried(model, x, damping=1e-30)  # which does not help
+    opt = fit_statistics(model, x, damping=1e-30)  # which does not help
     assert opt.info.accepted
     assert torch.isfinite(vector(model)).all()
 
@@ -153,14 +153,18 @@ def test_softmax_logits_are_singular_whatever_round_off_says(dtype: torch.dtype)
             torch.manual_seed(seed)
             model = nn.Linear(4, n).to(dtype)
             x = 3 * torch.randn(50, 4, dtype=dtype)
-            opt = queried(model, x, pb.likelihoods.Categorical(), fisher="mc")
-            (found,) = opt.degenerate()
-            assert (found.names[0], found.side, found.rank) == ("weight", "output", n - 1)
-            assert "softmax" in found.reason
+            opt = fit_statistics(model, x, pb.likelihoods.Categorical(), fisher="mc")
+            (degenerate,) = opt.degenerate()
+            assert (degenerate.names[0], degenerate.side, degenerate.rank) == (
+                "weight",
+                "output",
+                n - 1,
+            )
+            assert "softmax" in degenerate.reason
             assert f"output side is singular: rank {n - 1}" in opt.info.notes["weight, bias"]
 
 
-def normed(width: int = 6, gain: float = 1.0) -> Any:
+def make_normalized(width: int = 6, gain: float = 1.0) -> Any:
     """Normalized twice; gain and shift over `gain`, which the next weight undoes."""
     torch.manual_seed(0)
     first = [nn.Linear(5, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4)]
@@ -180,10 +184,10 @@ def data(seed: int = 1, samples: int = 24) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 5, generator=g), torch.randn(samples, 3, generator=g)
 
 
-def trained(model: Any, damping: Any, steps: int = 1, given: Any = (), **options: Any) -> pb.KFAC:
+def train(model: Any, damping: Any, steps: int = 1, batch: Any = (), **options: Any) -> pb.KFAC:
     chosen = {"momentum": 0.0, "statistics_every": 1, "invert_every": 1, "lr": 0.1, **options}
     opt = kfac_of(model, fisher="exact", damping=damping, kl_clip=None, **chosen)
-    (x, y), loss = given or data(), lambda z, y: 0.5 * (z - y).square().sum(1).mean()
+    (x, y), loss = batch or data(), lambda z, y: 0.5 * (z - y).square().sum(1).mean()
     for _ in range(steps):
         opt.step(closure_of(opt, model, x, y, loss))
     return opt
@@ -191,7 +195,7 @@ def trained(model: Any, damping: Any, steps: int = 1, given: Any = (), **options
 
 def average(width: int = 6, **options: Any) -> Any:
     """Of a few other samples."""
-    return trained(normed(width), 0.1, given=data(2, 8), lr=0.0, **options).average()
+    return train(make_normalized(width), 0.1, batch=data(2, 8), lr=0.0, **options).average()
 
 
 @pytest.mark.parametrize(
@@ -200,36 +204,38 @@ def average(width: int = 6, **options: Any) -> Any:
 )
 def test_normalized_twins_stay_together(damping: Any, scale: float) -> None:
     x = data()[0]
-    start = normed()(data()[0]).detach()
-    for given, together in ((damping, True), (0.1, False)):
-        seen = []
+    start = make_normalized()(data()[0]).detach()
+    for candidate, is_invariant in ((damping, True), (0.1, False)):
+        outputs = []
         for gain in (1.0, scale):
-            model = normed(gain=gain)
-            trained(model, given, steps=5)
-            seen.append(model(x).detach())
-        apart = (seen[1] - seen[0]).norm() / (seen[0] - start).norm()
-        assert apart <= SAME if together else apart > 1e-4
+            model = make_normalized(gain=gain)
+            train(model, candidate, steps=5)
+            outputs.append(model(x).detach())
+        difference = (outputs[1] - outputs[0]).norm() / (outputs[0] - start).norm()
+        assert difference <= SAME if is_invariant else difference > 1e-4
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_gains_and_shifts_are_damped_by_their_own_moments(given: bool) -> None:
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_gains_and_shifts_are_damped_by_their_own_moments(has_reference: bool) -> None:
     """(B + λB_ref)⁻¹g."""
-    reference = trained(normed(), 0.1, given=data(2, 8), lr=0.0)
-    model = normed()
+    reference = train(make_normalized(), 0.1, batch=data(2, 8), lr=0.0)
+    model = make_normalized()
     params: Any = list(model[4].parameters())
     before = torch.cat(params).detach()
-    opt = trained(model, Invariant(0.3, reference.average() if given else None))
-    own, other = (o.gram().dense()[12:20, 12:20] for o in (opt, reference if given else opt))
-    want = 0.1 * torch.linalg.solve(own + 0.3 * other, flat([p.grad for p in params]))
+    opt = train(model, Invariant(0.3, reference.average() if has_reference else None))
+    gram, other = (
+        o.gram().dense()[12:20, 12:20] for o in (opt, reference if has_reference else opt)
+    )
+    want = 0.1 * torch.linalg.solve(gram + 0.3 * other, flat([p.grad for p in params]))
     torch.testing.assert_close(before - torch.cat(params).detach(), want, rtol=1e-9, atol=1e-12)
 
 
 def test_units_that_never_matter_are_left_out_and_named() -> None:
-    model = normed()
+    model = make_normalized()
     with torch.no_grad():
         model[5].weight[:, 1] = 0  # nothing follows from unit 1 of the last normalization
         model[4].weight[1] = 2.0
-    opt = trained(model, Invariant(0.1))
+    opt = train(model, Invariant(0.1))
     assert "rank 6 of 8" in opt.info.notes["4.weight, 4.bias"]
     assert float(model[4].weight[1].detach()) == 2.0
 
@@ -242,15 +248,15 @@ def test_which_reference_serves() -> None:
         Invariant(0.5, reference), Adaptive(Invariant(0.5, reference)), Invariant(0.5),
         Invariant(0.5, average(joint=False)),
     ):  # fmt: skip
-        model = normed()
+        model = make_normalized()
         before = vector(model)
-        opt = trained(model, damping)
+        opt = train(model, damping)
         moves.append(vector(model) - before)
         lacking = len(moves) == 4
         assert any("lacks this block" in n for n in opt.info.notes.values()) == lacking
         assert ("lacks this block" in str(opt.coverage())) == lacking
-    single = [normed().float(), Invariant(0.5, reference)]
-    assert trained(*single, given=[t.float() for t in data()]).info.accepted
+    single = [make_normalized().float(), Invariant(0.5, reference)]
+    assert train(*single, batch=[t.float() for t in data()]).info.accepted
     assert torch.equal(moves[0], moves[1])
     assert torch.equal(moves[2], moves[3])
     assert (moves[2] - moves[0]).norm() > 0.1 * moves[0].norm()
@@ -259,8 +265,8 @@ def test_which_reference_serves() -> None:
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_a_reference_of_another_width_is_refused(adaptive: bool) -> None:
     damping = Invariant(0.1, average(width=7))
-    model = normed()
+    model = make_normalized()
     before = vector(model)
     with refused("reference does not fit", "7", "KFAC.average()"):
-        trained(model, Adaptive(damping) if adaptive else damping)
+        train(model, Adaptive(damping) if adaptive else damping)
     assert torch.equal(vector(model), before)

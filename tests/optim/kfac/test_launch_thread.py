@@ -25,8 +25,8 @@ def _network() -> nn.Module:
 
 def _optimizer(overlaps: bool, **options: Any) -> tuple[nn.Module, pb.KFAC]:
     model = _network()
-    given = {"likelihood": pb.likelihoods.Categorical(), "damping": 1e-2, "lr": 1e-2}
-    opt = kfac_of(model, statistics_every=1, invert_every=1, **given, **options)
+    common = {"likelihood": pb.likelihoods.Categorical(), "damping": 1e-2, "lr": 1e-2}
+    opt = kfac_of(model, statistics_every=1, invert_every=1, **common, **options)
     opt._capture.overlaps = overlaps
     return model, opt
 
@@ -42,7 +42,7 @@ def _loss(model: nn.Module, seed: int) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def _trained(overlaps: bool, loss: Callable[[nn.Module, int], Tensor], **options: Any) -> nn.Module:
+def _train(overlaps: bool, loss: Callable[[nn.Module, int], Tensor], **options: Any) -> nn.Module:
     model, opt = _optimizer(overlaps, **options)
     for seed in range(4):
         opt.zero_grad()
@@ -62,14 +62,14 @@ def _same(one: nn.Module, two: nn.Module) -> None:
     [{}, {"draws": 2}, {"fisher": "exact"}, {"ekfac": True}, {"sharing": "reduce", "joint": False}],
 )
 def test_steps_are_those_of_one_thread(options: dict[str, Any]) -> None:
-    _same(_trained(True, _loss, **options), _trained(False, _loss, **options))
+    _same(_train(True, _loss, **options), _train(False, _loss, **options))
 
 
 def test_two_passes_in_one_loss() -> None:
     def loss(model: nn.Module, seed: int) -> Tensor:
         return _loss(model, seed) + _loss(model, seed + 9)
 
-    _same(_trained(True, loss), _trained(False, loss))
+    _same(_train(True, loss), _train(False, loss))
 
 
 def test_an_input_that_is_overwritten_is_noticed() -> None:

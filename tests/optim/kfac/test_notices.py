@@ -95,14 +95,14 @@ def test_a_registered_layer_with_a_wrong_formula_gets_the_true_reason() -> None:
         del REGISTRY[Doubling]
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_gram_right_after_an_inversion_has_corrected_eigenvalues(every: int) -> None:
+@pytest.mark.parametrize("interval", [1, 2])
+def test_the_gram_right_after_an_inversion_has_corrected_eigenvalues(interval: int) -> None:
     """With a batch that stays, the EKFAC Gram is the same before and after new eigenbases."""
     torch.manual_seed(0)
     model = nn.Linear(3, 4, bias=False).double()
     x, y = batch()
     options = {"fisher": "exact", "lr": 0.0, "ekfac": True, "statistics_every": 1}
-    opt = kfac(model, invert_every=every, **options)
+    opt = kfac(model, invert_every=interval, **options)
     for _ in range(5):
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -111,9 +111,11 @@ def test_the_gram_right_after_an_inversion_has_corrected_eigenvalues(every: int)
     p = model(x).detach().softmax(1)
     fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None]
     exact = torch.stack([torch.kron(m, v[:, None] * v) for m, v in zip(fisher, x, strict=True)])
-    found = opt.gram().dense()
-    assert (found - exact.mean(0)).norm() < 0.99 * (plain - exact.mean(0)).norm()
-    torch.testing.assert_close(found.trace(), exact.mean(0).trace())  # which its squares add up to
+    corrected = opt.gram().dense()
+    assert (corrected - exact.mean(0)).norm() < 0.99 * (plain - exact.mean(0)).norm()
+    torch.testing.assert_close(
+        corrected.trace(), exact.mean(0).trace()
+    )  # which its squares add up to
 
 
 class Inside(nn.Module):
@@ -180,10 +182,10 @@ def test_an_empirical_fisher_of_a_scaled_loss_is_noticed(reduction: str) -> None
 
 def _train_in_child(queue: Any) -> None:
     torch.set_num_threads(1)  # torch's other threads do not survive a fork
-    queue.put(_trained())
+    queue.put(_train())
 
 
-def _trained() -> list[float]:
+def _train() -> list[float]:
     torch.manual_seed(0)
     opt = kfac(model := net())
     train(opt, model, 4)
@@ -192,7 +194,7 @@ def _trained() -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_trains_alike() -> None:
-    want = _trained()  # whatever a first use starts is there before the fork
+    want = _train()  # whatever a first use starts is there before the fork
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_train_in_child, args=(queue,), daemon=True)
@@ -209,11 +211,11 @@ def test_inputs_that_a_hook_overwrites_during_backward() -> None:
     model = net()
     x, y = batch()
     want = gram(model, x, y)
-    held = x.clone().requires_grad_()
-    z = model(held)
+    leaf = x.clone().requires_grad_()
+    z = model(leaf)
     with kfac(model, fisher="exact", lr=0.0) as opt:
-        z = model(held)
-        held.register_hook(lambda g: held.data.zero_())
+        z = model(leaf)
+        leaf.register_hook(lambda g: leaf.data.zero_())
         z.register_hook(lambda g: None)
         F.cross_entropy(z, y).backward()
         opt.step()
@@ -225,7 +227,7 @@ def test_the_clip_holds_the_kl_divergence_of_a_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)).double()
     opt = kfac(model, lr=0.1, kl_clip=1e-2, damping=1e-3, momentum=0.9, statistics_every=1)
-    found = []
+    divergences = []
     for i in range(30):
         x, y = batch(64, seed=i)
         opt.zero_grad()
@@ -234,8 +236,8 @@ def test_the_clip_holds_the_kl_divergence_of_a_step() -> None:
         opt.step()
         old = before.detach().log_softmax(1)
         new = model(x).detach().log_softmax(1)
-        found.append(float(F.kl_div(new, old, log_target=True, reduction="batchmean")))
-    assert sorted(found)[15] < 5e-2  # ½δ by the quadratic model of averages; it was above 1
+        divergences.append(float(F.kl_div(new, old, log_target=True, reduction="batchmean")))
+    assert sorted(divergences)[15] < 5e-2  # ½δ by the quadratic model of averages; it was above 1
 
 
 class Scaled(nn.Module):
@@ -257,18 +259,18 @@ def test_vectors_of_no_known_layer_follow_adam_for_a_true_reason_and_not_silentl
     for i in range(2):
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step()
-        assert ["100 % of the trained" in str(w.message) for w in seen] == [True] * (i == 0)
+        assert ["100 % of the trained" in str(w.message) for w in caught] == [True] * (i == 0)
     rows = {r.name: r for r in opt.coverage() if r.rule != "none"}
     assert rows.keys() == {"0.factors", "2.factors"}
     assert all(r.rule == "adam" and "elementwise product" in r.reason for r in rows.values())
 
 
 def test_what_adam_takes_is_named_by_its_kind() -> None:
-    parts = [nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)]
-    opt = pb.KFAC(model := nn.Sequential(*parts))
+    layers = [nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)]
+    opt = pb.KFAC(model := nn.Sequential(*layers))
     F.cross_entropy(model(torch.randint(0, 7, (6,))), torch.randint(0, 3, (6,))).backward()
     opt.step()
     why = {r.name: r.reason for r in opt.coverage() if r.rule == "adam"}
@@ -280,16 +282,16 @@ def test_what_adam_takes_is_named_by_its_kind() -> None:
         "4.weight": "it gives the output; weight of Linear",
         "4.bias": "bias of Linear",
     }
-    apart = [{"params": model[2].parameters(), "rule": "adam"}, {"params": model[4].parameters()}]
-    rows = {r.name: r.reason for r in pb.KFAC(model, params=apart).coverage()}
+    groups = [{"params": model[2].parameters(), "rule": "adam"}, {"params": model[4].parameters()}]
+    rows = {r.name: r.reason for r in pb.KFAC(model, params=groups).coverage()}
     assert rows["2.weight"] == "its param group asks for it"
 
 
 def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
     torch.manual_seed(0)
-    wide = 1100  # two sides of it are more than one step begins
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, wide), nn.Linear(wide, wide))
-    opt = pb.KFAC(nn.Sequential(model, nn.Linear(wide, 2)), lr=1e-4)
+    width = 1100  # two sides of it are more than one step begins
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, width), nn.Linear(width, width))
+    opt = pb.KFAC(nn.Sequential(model, nn.Linear(width, 2)), lr=1e-4)
     F.cross_entropy(opt.model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0])).backward()
     opt.step()
     rows = {r.name: r for r in opt.coverage()}
@@ -305,8 +307,8 @@ def test_a_matrix_without_its_eigenbases_is_said_to_follow_adam() -> None:
 def test_a_weight_that_is_computed_has_the_parametrization_for_a_reason(how: Any) -> None:
     model = nn.Sequential(how(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4)).double()
     x, y = batch()
-    every: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
-    for options in every:
+    choices: tuple[dict[str, Any], ...] = ({}, {"likelihood": nn.CrossEntropyLoss()})
+    for options in choices:
         opt = kfac_of(model, **options)
         F.cross_entropy(model(x), y).backward()
         with pytest.warns(RuntimeWarning, match="is computed from it"):
@@ -325,19 +327,19 @@ def test_every_output_that_the_metric_does_not_see_is_named_once() -> None:
     x = torch.randn(8, 3).double()
     opt = kfac_of(model, 1e-3, likelihood=pb.likelihoods.Gaussian(), statistics_every=1)
 
-    def named(*heads: str) -> list[str]:
+    def warn_about(*heads: str) -> list[str]:
         opt.zero_grad()
         loss = model(x).square().sum() + sum(model[n](x).square().sum() for n in heads)
         torch.as_tensor(loss).backward()
-        with warnings.catch_warnings(record=True) as met:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step()
-        return [str(w.message) for w in met if "The loss reaches" in str(w.message)]
+        return [str(w.message) for w in caught if "The loss reaches" in str(w.message)]
 
-    assert ["one.weight, one.bias" in text for text in named("one")] == [True]
-    assert named("one") == []
-    assert ["two.weight, two.bias" in text for text in named("one", "two")] == [True]
-    assert named("one", "two") == []
+    assert ["one.weight, one.bias" in text for text in warn_about("one")] == [True]
+    assert warn_about("one") == []
+    assert ["two.weight, two.bias" in text for text in warn_about("one", "two")] == [True]
+    assert warn_about("one", "two") == []
 
 
 def test_steps_skipped_for_gradients_that_are_not_finite_are_warned_of_once() -> None:

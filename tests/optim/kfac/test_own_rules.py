@@ -104,8 +104,8 @@ def train(opt: pb.KFAC, model: nn.Module, steps: int, start: int = 0) -> None:
     for i in range(start, start + steps):
         x, y = batch(seed=i)
         opt.zero_grad()
-        like = next(model.parameters())
-        F.cross_entropy(model(x.to(like.dtype)), y).backward()
+        parameter = next(model.parameters())
+        F.cross_entropy(model(x.to(parameter.dtype)), y).backward()
         opt.step()
 
 
@@ -185,9 +185,9 @@ def test_moments_follow_to_another_dtype(make: type[Rule], how: str) -> None:
     train(opt, model, 1, 4)
     train(reference, reference.model, 1, 4)
     for p, q in zip(model.parameters(), reference.model.parameters(), strict=True):
-        found, want = moments_of(opt, p), moments_of(reference, q)
-        assert found.keys() == want.keys()
-        for name, moment in found.items():
+        moments, want = moments_of(opt, p), moments_of(reference, q)
+        assert moments.keys() == want.keys()
+        for name, moment in moments.items():
             assert opt.state[p]["state"][name].dtype == torch.float64
             torch.testing.assert_close(moment, want[name], rtol=1e-2, atol=1e-4)
 
@@ -222,8 +222,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 def test_states_of_older_versions_are_refused() -> None:
     opt = pb.KFAC(net(), likelihood=nn.CrossEntropyLoss())
     saved = opt.state_dict()
-    for own in saved["state"].values():
-        own["inverse"] = own.pop("state")
+    for entry in saved["state"].values():
+        entry["inverse"] = entry.pop("state")
     with refused("an older version", "no table", "Start the optimizer anew"):
         opt.load_state_dict(saved)
 
@@ -234,17 +234,17 @@ def test_a_renamed_layer_keeps_its_averages() -> None:
     class Renamed(nn.Linear):
         pass
 
-    def build(kind: type[nn.Linear]) -> nn.Module:
+    def build(layer_type: type[nn.Linear]) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(kind(3, 5), nn.Tanh(), kind(5, 4)).double()
+        return nn.Sequential(layer_type(3, 5), nn.Tanh(), layer_type(5, 4)).double()
 
-    given: Any = {"lr": 0.01, "rule": "eigenbasis", "statistics_every": 2, "invert_every": 2}
+    options: Any = {"lr": 0.01, "rule": "eigenbasis", "statistics_every": 2, "invert_every": 2}
     model = build(nn.Linear)
-    opt = pb.KFAC(model, **given)
+    opt = pb.KFAC(model, **options)
     train(opt, model, 3)
     other = build(Renamed)
     other.load_state_dict(model.state_dict())
-    resumed = pb.KFAC(other, **given)
+    resumed = pb.KFAC(other, **options)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(opt, model, 4, 3)
     train(resumed, other, 4, 3)

@@ -38,8 +38,6 @@ class Normed(nn.Module):
         h: Any = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else None
         if h is None:
             h = self.inner(x)
-        else:
-            h = h
         return self.head((h + self.norm.bias if self.more else h).mean(1))
 
 
@@ -88,29 +86,29 @@ def test_norms_have_blocks_of_units(norm: nn.Module, dtype: torch.dtype, whole: 
     assert [b.split(",")[0] for b in blocks] == ["units"] * len(list(norm.parameters()))
     # buffers are what the training alone makes of them
     step(plain, None, None if whole else dtype)
-    for got, want in zip(model.buffers(), plain.buffers(), strict=True):
-        assert got.dtype == want.dtype
-        assert torch.equal(got, want)
+    for actual, want in zip(model.buffers(), plain.buffers(), strict=True):
+        assert actual.dtype == want.dtype
+        assert torch.equal(actual, want)
 
 
 def test_blocks_are_those_of_float32_also_from_checkpoints() -> None:
     """To what half precision gives."""
-    found = []
+    grams = []
     for dtype, checkpointed in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
         torch.manual_seed(0)
         model = Normed(nn.LayerNorm(8), checkpointed=checkpointed)
         opt = kfac(model, fisher="exact", lr=0.0)
         step(model, opt, dtype)
-        found.append(opt.gram().dense())
-    assert_close(found[1], found[0], 0.05)
-    assert_close(found[2], found[1], 1e-5)
+        grams.append(opt.gram().dense())
+    assert_close(grams[1], grams[0], 0.05)
+    assert_close(grams[2], grams[1], 1e-5)
 
 
 def test_a_shift_that_is_used_elsewhere_and_a_layer_that_was_changed_are_noticed() -> None:
     more = Normed(nn.LayerNorm(8), more=True)
     changed = Normed(nn.LayerNorm(8))
-    own = changed.norm.forward
-    changed.norm.forward = lambda input: 2 * own(input)
+    forward = changed.norm.forward
+    changed.norm.forward = lambda input: 2 * forward(input)
     for model, blocks in ((more, ["units", "diagonal"]), (changed, ["diagonal", "diagonal"])):
         opt = kfac(model)
         step(model, opt)

@@ -50,7 +50,7 @@ def built(**options: Any) -> Any:
     return kfac(net(), **options)
 
 
-def grouped(**options: Any) -> Any:
+def regroup(**options: Any) -> Any:
     model = net()
     return kfac(model, params=[{"params": model.parameters(), **options}])
 
@@ -77,8 +77,8 @@ BUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: linear(device="meta"), "cannot be optimized|meta|to_empty"),
     "strange": (lambda: built(params=[nn.Parameter(torch.ones(3))]), "not belong|shape (3,)|Pass"),
     "name": (lambda: built(params=["0.weight"]), "does not belong|'0.weight'|Pass parameters"),
-    "group's rate": (lambda: grouped(lr=-1), "lr= is not usable|got -1|Use"),
-    "group's damping": (lambda: grouped(damping=1.0), f"its own damping=|{OTHER}|Give it to KFAC"),
+    "group's rate": (lambda: regroup(lr=-1), "lr= is not usable|got -1|Use"),
+    "group's damping": (lambda: regroup(damping=1.0), f"its own damping=|{OTHER}|Give it to KFAC"),
     "ekfac, Invariant": (lambda: built(ekfac=True, damping=Invariant(0.1)), "eigenvalues||"),
     "ekfac, Sobolev": (lambda: built(metric=Weighted(Sobolev(), 2.0), ekfac=True), "ekfac||"),
     "empirical, Sobolev": (lambda: built(metric=Sobolev(), fisher="empirical"), "empirical||"),

@@ -60,11 +60,13 @@ STEPS = {"first": 0, "plain": 1, "statistics": 2, "inversion": 4}
 
 
 @pytest.mark.parametrize(
-    ("where", "kind", "fisher"),
+    ("where", "step_kind", "fisher"),
     all_pairs(["loss", "entry", "input", "output"], STEPS, ["exact", "empirical"]),
 )
-def test_a_gradient_that_is_not_finite_changes_nothing(where: str, kind: str, fisher: str) -> None:
-    at = STEPS[kind]
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    where: str, step_kind: str, fisher: str
+) -> None:
+    at = STEPS[step_kind]
     """Parameters, momentum, averages and the schedule go on as if it had not been there."""
     model = Spoiled()
     opt = kfac(model, fisher=fisher, weight_decay=0.1)
@@ -92,9 +94,9 @@ def test_statistics_that_are_not_finite_are_left_and_told(how: str, at: int) -> 
     opt = kfac(model, metric=lambda z: torch.diag_embed(z * z), weight_decay=0.1)
     train(opt, model, at)
     if at:
-        held = opt.gram().dense()
+        gram_before = opt.gram().dense()
     else:
-        held = None
+        gram_before = None
     start = vector(model)
     if how == "mask":
         model.spoil = lambda z: torch.cat([z[:, :3], z[:, 3:] * INF], 1)
@@ -108,7 +110,7 @@ def test_statistics_that_are_not_finite_are_left_and_told(how: str, at: int) -> 
     assert "not finite" in opt.info.notes["statistics"]
     assert torch.isfinite(vector(model)).all()
     assert not torch.equal(vector(model), start)
-    assert held is None or torch.equal(opt.gram().dense(), held)
+    assert gram_before is None or torch.equal(opt.gram().dense(), gram_before)
     model.spoil = lambda z: z
     assert any(train(opt, model, 2, start=at + 1))
     assert "statistics" not in opt.info.notes
@@ -120,10 +122,10 @@ def test_an_exception_reaches_the_caller_and_the_next_step_is_as_ever(where: str
     model = Spoiled()
     broken = set()
 
-    def meets(place: str, z: Tensor) -> Tensor:
-        if place in broken:
+    def meets(stage: str, z: Tensor) -> Tensor:
+        if stage in broken:
             raise ValueError("broken off")
-        if place == "metric":
+        if stage == "metric":
             return torch.eye(4).expand(len(z), 4, 4)
         return z
 
@@ -180,13 +182,13 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(3, 3)
-        self.mine = Doubling(3, 4)
+        self.doubling = Doubling(3, 4)
         self.scale = nn.Parameter(torch.ones(3))
         self.unused = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.linear(torch.tanh(self.fc(x)), 2 * self.fc.weight.T)
-        return self.mine(h * self.scale)
+        return self.doubling(h * self.scale)
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -202,7 +204,7 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
     assert rows["fc.weight"].block == "diagonal"
     assert "used outside its layer" in rows["fc.weight"].reason
     assert "kronecker" in rows["fc.bias"].block
-    for name in ("mine.weight", "mine.bias"):
+    for name in ("doubling.weight", "doubling.bias"):
         assert rows[name].block == "kronecker (4 ⊗ 4)"
         assert rows[name].reason == "used as by Linear"
     assert (rows["scale"].block, rows["scale"].reason) == ("units", "used as by Gain")
@@ -215,11 +217,11 @@ def test_parameters_in_odd_places_have_simpler_blocks_and_the_reason_is_told(hea
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+        self.branches = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
         self.chosen = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return [part(x) for part in self.parts][self.chosen]  # both run, one counts
+        return [branch(x) for branch in self.branches][self.chosen]  # both run, one counts
 
 
 def test_branches_that_come_and_go() -> None:

@@ -82,7 +82,7 @@ class AdamW:
         self.p.copy_((1 - lr * self.decay) * self.p - lr * mean / (square.sqrt() + 1e-8))
 
 
-def turned(side: Tensor, basis: Tensor) -> tuple[Tensor, float]:
+def turn_basis(side: Tensor, basis: Tensor) -> tuple[Tensor, float]:
     """The basis after one turn by a Cayley transform, and about its angle."""
     s = basis.T @ (side / side.diagonal().max()) @ basis
     k = torch.zeros_like(s)
@@ -100,9 +100,9 @@ def turned(side: Tensor, basis: Tensor) -> tuple[Tensor, float]:
 class EigenAdam:
     """One weight in the eigenbases of the moments of its layer's inputs and cotangents."""
 
-    def __init__(self, layer: Any, seen: Watched, ema: float, decay: float) -> None:
+    def __init__(self, layer: Any, watched: Watched, ema: float, decay: float) -> None:
         self.layer = layer
-        self.seen = seen
+        self.watched = watched
         self.ema = ema
         self.decay = decay
         self.steps = 0
@@ -116,14 +116,14 @@ class EigenAdam:
     def step(self, lr: float, betas: tuple[float, float], eps: float) -> None:
         self.steps += 1
         weight: Any = self.layer.weight
-        for i, held in enumerate((self.seen.cotangents, self.seen.inputs)):
-            x = held[self.layer]
+        for i, tensors in enumerate((self.watched.cotangents, self.watched.inputs)):
+            x = tensors[self.layer]
             self.sides[i] = self.ema * self.sides[i] + (1 - self.ema) * x.T @ x / len(x)
         means = [side / (1 - self.ema**self.steps) for side in self.sides]
         if not self.bases:
             self.bases = [torch.linalg.eigh(side)[1] for side in means]
         else:
-            new = [turned(side, basis) for side, basis in zip(means, self.bases, strict=True)]
+            new = [turn_basis(side, basis) for side, basis in zip(means, self.bases, strict=True)]
             left, right = (e.T @ n for e, (n, _) in zip(self.bases, new, strict=True))
             self.first = left.T @ self.first @ right
             self.bases = [n for n, _ in new]
@@ -150,8 +150,8 @@ def test_ten_steps_of_adam_in_eigenbases() -> None:
     rule = Eigenbasis(betas, eps, estimation=Estimation(ema=ema), others=AdamWRule(others))
     opt = pb.KFAC(model, lr, rule=rule, weight_decay=decay, statistics_every=1, invert_every=1)
     layers = [m for m in twin if isinstance(m, nn.Linear)]
-    seen = Watched(layers)
-    weights = [EigenAdam(m, seen, ema, decay) for m in layers]
+    watched = Watched(layers)
+    weights = [EigenAdam(m, watched, ema, decay) for m in layers]
     biases = [AdamW(m.bias, others, decay) for m in layers]
     x = torch.randn(40, 4)
     target = torch.randn(40, 3)
@@ -189,9 +189,11 @@ def root(side: Tensor, damping: float) -> Tensor:
 class Whitened:
     """One weight by the polar factor of its whitened momentum."""
 
-    def __init__(self, layer: Any, seen: Watched, rule: Spectral, ema: float, decay: float) -> None:
+    def __init__(
+        self, layer: Any, watched: Watched, rule: Spectral, ema: float, decay: float
+    ) -> None:
         self.layer = layer
-        self.seen = seen
+        self.watched = watched
         self.rule = rule
         self.ema = ema
         self.decay = decay
@@ -203,7 +205,7 @@ class Whitened:
     def step(self, lr: float, damping: float) -> None:
         weight = self.layer.weight
         rule = self.rule
-        x = self.seen.inputs[self.layer]
+        x = self.watched.inputs[self.layer]
         self.side = self.ema * self.side + (1 - self.ema) * x.T @ x / len(x)
         past = rule.momentum
         self.momentum = past * self.momentum + (1 - past) * weight.grad
@@ -223,13 +225,13 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
     decay = 0.1
     betas = (0.7, 0.95)
     twin = copy.deepcopy(model)
-    given = {"estimation": Estimation(ema=ema), "others": AdamWRule(betas, rate=0.5)}
-    rule = Spectral(momentum=0.8, adapt=0.9, damping=damping, **given)
+    options = {"estimation": Estimation(ema=ema), "others": AdamWRule(betas, rate=0.5)}
+    rule = Spectral(momentum=0.8, adapt=0.9, damping=damping, **options)
     opt = pb.KFAC(model, lr, rule=rule, weight_decay=decay, statistics_every=1, invert_every=1)
     layers = [m for m in twin if isinstance(m, nn.Linear)]
-    seen = Watched(layers)
-    weights = [Whitened(m, seen, rule, ema, decay) for m in layers[:-1]]
-    rest = [AdamW(p, betas, decay) for p in [*(m.bias for m in layers), layers[-1].weight]]
+    watched = Watched(layers)
+    weights = [Whitened(m, watched, rule, ema, decay) for m in layers[:-1]]
+    others = [AdamW(p, betas, decay) for p in [*(m.bias for m in layers), layers[-1].weight]]
     x = torch.randn(40, 4)
     target = torch.randn(40, 3)
     for _ in range(10):
@@ -240,7 +242,7 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
         opt.step()
         for one in weights:
             one.step(lr, damping)
-        for other in rest:
+        for other in others:
             other.step(0.5 * lr)
         assert_close(vector(model), vector(twin), 1e-8)
     ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
@@ -279,15 +281,15 @@ class Projections(nn.Module):
         torch.manual_seed(0)
         weight = torch.randn(sum(sizes), 4)
         rows = [sum(sizes)] if fused else sizes
-        self.parts = nn.ModuleList(nn.Linear(4, n, bias=False) for n in rows)
-        for layer, part in zip(self.parts, weight.split(rows), strict=True):
-            layer.weight = nn.Parameter(part.clone())
+        self.layers = nn.ModuleList(nn.Linear(4, n, bias=False) for n in rows)
+        for layer, rows_of_layer in zip(self.layers, weight.split(rows), strict=True):
+            layer.weight = nn.Parameter(rows_of_layer.clone())
         self.sizes = sizes
         self.gated = gated
         self.out = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = [layer(x) for layer in self.parts]
+        outputs = [layer(x) for layer in self.layers]
         if len(outputs) == 1:
             outputs = outputs[0].split(self.sizes, -1)
         if self.gated:
@@ -310,8 +312,8 @@ def test_fused_matrices_have_the_directions_of_separate_ones(
         first_step(Projections(sizes, is_fused, gated), x, y, rule="spectral")
         for is_fused in (True, False)
     )
-    for i, direction in enumerate(fused["parts.0.weight"].split(sizes)):
-        assert_close(direction, single[f"parts.{i}.weight"], 1e-10)
+    for i, direction in enumerate(fused["layers.0.weight"].split(sizes)):
+        assert_close(direction, single[f"layers.{i}.weight"], 1e-10)
 
 
 # --- on real layers -----------------------------------------------------------------------------
@@ -438,8 +440,8 @@ def test_layers_that_are_used_in_other_ways(how: str, rule: str) -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
     assert bool((vector(model) != start).all())
-    found = {r.name: r.rule for r in opt.coverage()}["inner.weight"]
-    assert found == rule
+    rules = {r.name: r.rule for r in opt.coverage()}["inner.weight"]
+    assert rules == rule
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -644,14 +646,14 @@ def orthonormal(n: int) -> Tensor:
     return torch.linalg.qr(torch.randn(n, n))[0]
 
 
-def narrowed() -> nn.Sequential:
+def make_narrowed() -> nn.Sequential:
     """A linear layer from coordinates to other ones, without bias, in the middle of a network."""
     inner = [nn.Linear(6, 5, bias=False), nn.Linear(5, 6)]
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), *inner, nn.Tanh(), nn.Linear(6, 2))
 
 
 @torch.no_grad()
-def changed(model: nn.Sequential, inputs: Tensor, middle: Tensor) -> nn.Sequential:
+def change_coordinates(model: nn.Sequential, inputs: Tensor, middle: Tensor) -> nn.Sequential:
     """The same function of Px, with coordinates Qh in the middle."""
     twin: Any = copy.deepcopy(model)
     first, inner, after = (twin[i].weight for i in (0, 2, 3))
@@ -665,20 +667,20 @@ def apart(
     optimizer: Callable[[nn.Module], Any], inputs: Tensor, middle: Tensor, scale: float = 1.0
 ) -> float:
     """How far the functions of both are apart after some steps, relative to their way."""
-    model = narrowed()
-    twin = changed(model, inputs, middle)
+    model = make_narrowed()
+    twin = change_coordinates(model, inputs, middle)
     x = torch.randn(30, 3)
     y = torch.randn(30, 2)
-    ways = []
-    for net, given, by in ((model, x, 1.0), (twin, x @ inputs.T, scale)):
+    moves = []
+    for net, inputs_of_net, by in ((model, x, 1.0), (twin, x @ inputs.T, scale)):
         opt = optimizer(net)
-        start = net(given).detach()
+        start = net(inputs_of_net).detach()
         for _ in range(6):
             opt.zero_grad()
-            (by * mse(net(given), y)).backward()
+            (by * mse(net(inputs_of_net), y)).backward()
             opt.step()
-        ways.append(net(given).detach() - start)
-    return float((ways[0] - ways[1]).norm() / ways[0].norm())
+        moves.append(net(inputs_of_net).detach() - start)
+    return float((moves[0] - moves[1]).norm() / moves[0].norm())
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -729,8 +731,10 @@ def test_affine_inputs_turn_a_polar_factor_and_no_more() -> None:
     far = []
     for damping in (1e-5, 1e3):  # which whitens, and which does not
         moves = [
-            first_step(copy.deepcopy(net), given, y, rule="spectral", damping=damping)["0.weight"]
-            for net, given in ((model, x), (twin, x @ change.T))
+            first_step(copy.deepcopy(net), net_input, y, rule="spectral", damping=damping)[
+                "0.weight"
+            ]
+            for net, net_input in ((model, x), (twin, x @ change.T))
         ]
         far.append(float((moves[0] @ turn - moves[1]).norm() / moves[1].norm()))
     assert far[0] < 0.05  # polar factors are not exact
@@ -747,8 +751,8 @@ def test_inputs_of_a_convolution_are_measured_on_enough_samples() -> None:
     opt.step()
     patches = F.unfold(x[::16], 3, padding=1).mT.reshape(-1, 18)
     (key,) = [key for key in opt.average() if key.names == ("0.weight",)]
-    (found,) = [t for f, t in opt.average()[key].items() if f.side == "right"]
-    torch.testing.assert_close(found[0], patches.T @ patches / len(patches))
+    (input_factor,) = [t for f, t in opt.average()[key].items() if f.side == "right"]
+    torch.testing.assert_close(input_factor[0], patches.T @ patches / len(patches))
 
 
 def test_first_bases_are_divided_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -756,8 +760,8 @@ def test_first_bases_are_divided_over_steps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Eigenbasis, "first_entries", 3000)
     torch.manual_seed(0)
     layers = nn.Linear(20, 50), nn.Linear(50, 40), nn.Linear(40, 5)
-    parts = layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]
-    model = nn.Sequential(*parts).double()
+    modules = layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]
+    model = nn.Sequential(*modules).double()
     x = torch.randn(64, 20).double()
     y = torch.arange(64) % 5
     opt = pb.KFAC(model, 1e-3, rule="eigenbasis")
@@ -793,8 +797,12 @@ def test_filters_of_single_channels_follow_adam(rule: str) -> None:
         def forward(self, input: Tensor) -> Tensor:
             return F.conv1d(input, self.weight, groups=4)
 
-    for kind in (nn.Conv1d, Depthwise):
-        inner = [kind(4, 4, 3, groups=4, bias=False), nn.Tanh(), nn.Conv1d(4, 4, 1, bias=False)]
+    for layer_type in (nn.Conv1d, Depthwise):
+        inner = [
+            layer_type(4, 4, 3, groups=4, bias=False),
+            nn.Tanh(),
+            nn.Conv1d(4, 4, 1, bias=False),
+        ]
         last = nn.Linear(24, 2, bias=False)
         model = nn.Sequential(*inner, nn.Flatten(), last)
         opt = pb.KFAC(model, rule=rule, lr=0.02)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pullback.steps import QuadraticModel
 from tests.kfac_options import kfac_of
 from tests.pairs import each_once
 
-from ..common import refused, same, untouched, vector
+from ..common import expect_unchanged, refused, same, vector
 from .common import DOUBLE, batch, kfac, train
 
 RULES = ["eigenbasis", "spectral"]
@@ -46,8 +47,8 @@ def made(model: nn.Module, rule: Any, **options: Any) -> pb.KFAC:
 
 def backward(model: Callable[[Tensor], Tensor], seed: int = 0, samples: int = 8) -> Tensor:
     x, y = batch(samples, seed=seed)
-    like = next(model.parameters()) if isinstance(model, nn.Module) else x
-    loss = F.cross_entropy(model(x.to(like.dtype)), y)
+    parameter = next(model.parameters()) if isinstance(model, nn.Module) else x
+    loss = F.cross_entropy(model(x.to(parameter.dtype)), y)
     loss.backward()
     return loss.detach()
 
@@ -55,11 +56,11 @@ def backward(model: Callable[[Tensor], Tensor], seed: int = 0, samples: int = 8)
 # --- saved and resumed --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("done", [1, 3, 4])
-def test_resumed_to_the_same_bits(rule: str, done: int) -> None:
+@pytest.mark.parametrize("finished_steps", [1, 3, 4])
+def test_resumed_to_the_same_bits(rule: str, finished_steps: int) -> None:
     """In the middle of the schedule; also a copy and a pickle, which bring their model along."""
     opt = made(model := net(), rule)
-    train(opt, model, done)
+    train(opt, model, finished_steps)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     copies = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
@@ -69,9 +70,9 @@ def test_resumed_to_the_same_bits(rule: str, done: int) -> None:
     other.load_state_dict(saved["model"])
     fresh = made(other, rule)
     fresh.load_state_dict(saved["opt"])
-    train(opt, model, 6, start=done)
+    train(opt, model, 6, start=finished_steps)
     for one in (fresh, *copies):
-        train(one, one.model, 6, start=done)
+        train(one, one.model, 6, start=finished_steps)
         assert torch.equal(vector(one.model), vector(model))
         assert same(one.state_dict(), opt.state_dict())
 
@@ -83,11 +84,11 @@ def test_resumed_between_micro_batches(rule: str) -> None:
     twin.load_state_dict(model.state_dict())
     other = made(twin, rule)
     other.load_state_dict(opt.state_dict())
-    for one, own in ((opt, model), (other, twin)):
+    for one, net_of_optimizer in ((opt, model), (other, twin)):
         for step in range(4):
             one.zero_grad()
-            for part in range(3):
-                backward(own, 10 * step + part, samples=3 + part)
+            for micro_batch in range(3):
+                backward(net_of_optimizer, 10 * step + micro_batch, samples=3 + micro_batch)
             one.step()
     assert torch.equal(vector(model), vector(twin))
 
@@ -116,15 +117,19 @@ def test_another_rules_state_is_refused(rule: str) -> None:
     natural = kfac(net(), joint=False)
     train(natural, natural.model, 1)
     for state in (other.state_dict(), natural.state_dict()):
-        with untouched(model, opt), refused("of another rule", "keeps for", "the same rule="):
+        with (
+            expect_unchanged(model, opt),
+            refused("of another rule", "keeps for", "the same rule="),
+        ):
             opt.load_state_dict(state)
 
 
 def test_memory_counts_all_moments(rule: str) -> None:
     opt = made(model := net(), rule)
     train(opt, model, 2)
-    held = [t for p in model.parameters() for t in opt.state[p]["state"].values()]
-    assert opt.memory()["states"] == sum(t.nbytes for t in held if isinstance(t, Tensor)) > 0
+    states = (opt.state[p]["state"] for p in model.parameters())
+    entries = list(chain.from_iterable(state.values() for state in states))
+    assert opt.memory()["states"] == sum(t.nbytes for t in entries if isinstance(t, Tensor)) > 0
 
 
 # --- steps that change nothing ------------------------------------------------------------------
@@ -140,7 +145,7 @@ def test_a_broken_gradient_changes_nothing(rule: str, name: str, value: float) -
     opt.zero_grad()
     backward(model, 2)
     model.get_parameter(name).grad.view(-1)[1] = value
-    with untouched(model, opt):
+    with expect_unchanged(model, opt):
         opt.step()
     assert not opt.info.accepted
     assert "not finite" in opt.info.reason
@@ -149,8 +154,8 @@ def test_a_broken_gradient_changes_nothing(rule: str, name: str, value: float) -
     assert opt.info.accepted
 
 
-def first_moment(own: Any) -> Tensor:
-    return own["state"].get("first", own["state"].get("momentum"))
+def first_moment(entry: Any) -> Tensor:
+    return entry["state"].get("first", entry["state"].get("momentum"))
 
 
 def test_no_gradient_moves_nothing_and_forgets_nothing(rule: str) -> None:
@@ -162,9 +167,9 @@ def test_no_gradient_moves_nothing_and_forgets_nothing(rule: str) -> None:
         opt.zero_grad()
         backward(model, 3)
         p.grad = None
-        before, own = p.detach().clone(), copy.deepcopy(opt.state_dict()["state"])
+        before, state = p.detach().clone(), copy.deepcopy(opt.state_dict()["state"])
         number = [n for n, _ in model.named_parameters()].index(name)
-        moments = first_moment(own[number])
+        moments = first_moment(state[number])
         assert bool(moments.any())
         lacking = copy.deepcopy(opt)  # so that each name starts from the same
         lacking.model.load_state_dict(model.state_dict())
@@ -172,8 +177,8 @@ def test_no_gradient_moves_nothing_and_forgets_nothing(rule: str) -> None:
             q.grad = None if r.grad is None else r.grad.clone()
         lacking.step()
         assert torch.equal(dict(lacking.model.named_parameters())[name], before)
-        now = lacking.state_dict()["state"][number]
-        assert torch.equal(first_moment(now), moments)
+        entry = lacking.state_dict()["state"][number]
+        assert torch.equal(first_moment(entry), moments)
 
 
 def test_without_any_gradient(rule: str) -> None:
@@ -236,21 +241,21 @@ def test_micro_batches_are_one_batch(rule: str) -> None:
 
 
 def test_gradients_cleared_after_the_forward_pass(rule: str) -> None:
-    found = []
-    for late in (False, True):
+    ends = []
+    for is_cleared_late in (False, True):
         torch.manual_seed(0)
         opt = made(model := net(), rule)
         for step in range(4):
             x, y = batch(seed=step)
-            if not late:
+            if not is_cleared_late:
                 opt.zero_grad()
             loss = F.cross_entropy(model(x), y)
-            if late:
+            if is_cleared_late:
                 opt.zero_grad()
             loss.backward()
             opt.step()
-        found.append(vector(model))
-    assert torch.equal(*found)
+        ends.append(vector(model))
+    assert torch.equal(*ends)
 
 
 class Saving(nn.Module):
@@ -266,24 +271,24 @@ class Saving(nn.Module):
 
 
 def test_gradient_checkpointing(rule: str) -> None:
-    found = []
+    ends = []
     for saving in (False, True):
         torch.manual_seed(0)
         opt = made(model := Saving(saving), rule)
         train(opt, model, 5)
-        found.append(vector(model))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+        ends.append(vector(model))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
 
 
 def test_compiled(rule: str) -> None:
-    found = []
+    ends = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = net()
         opt = made(model, rule)
         train(opt, torch.compile(model, backend="eager") if compiled else model, 5)
-        found.append(vector(model))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
+        ends.append(vector(model))
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
 
 
 def test_autocast_and_a_scaler(rule: str) -> None:
@@ -398,18 +403,18 @@ def test_schedulers(rule: str) -> None:
 
 
 def test_a_rate_that_is_a_tensor(rule: str) -> None:
-    found = []
+    ends = []
     for lr in (0.02, torch.tensor(0.02)):
         torch.manual_seed(0)
         opt = made(model := net(), rule)
         opt.param_groups[0]["lr"] = lr
         train(opt, model, 4)
-        found.append(vector(model))
-    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-9)
+        ends.append(vector(model))
+    torch.testing.assert_close(*ends, rtol=1e-7, atol=1e-9)
 
 
 def test_closures(rule: str) -> None:
-    found = []
+    ends = []
     for closed in (False, True):
         torch.manual_seed(0)
         opt = made(model := net(), rule)
@@ -424,8 +429,8 @@ def test_closures(rule: str) -> None:
             else:
                 closure()
                 opt.step()
-        found.append(vector(model))
-    assert torch.equal(*found)
+        ends.append(vector(model))
+    assert torch.equal(*ends)
 
 
 def test_options_of_groups_that_the_rule_does_not_read(rule: str) -> None:
@@ -445,28 +450,31 @@ def test_arguments_of_the_natural_gradient(rule: str) -> None:
 @pytest.mark.parametrize("damping", [Adaptive(0.1), Exact(0.1), 0.0])
 def test_dampings(rule: str, damping: Any) -> None:
     """A number > 0 is what roots need; eigenbases need none."""
-    given = {"rule": rule, "lr": 0.01, "damping": damping}
+    options = {"rule": rule, "lr": 0.01, "damping": damping}
     if rule == "spectral":
         with refused("damping= is not usable", "got", "Use a number > 0"):
-            pb.KFAC(net(), **given)
+            pb.KFAC(net(), **options)
     else:
         with refused("damping= does not go with", "another rule", "Leave it out"):
-            pb.KFAC(net(), **given)
+            pb.KFAC(net(), **options)
 
 
 def test_options_beside_a_rule_that_is_an_object(rule: str) -> None:
-    own = Eigenbasis() if rule == "eigenbasis" else Spectral()
+    configured = Eigenbasis() if rule == "eigenbasis" else Spectral()
     with refused("damping= was given beside", "has its own options", "Give it to the rule"):
-        pb.KFAC(net(), rule=own, damping=0.1)
+        pb.KFAC(net(), rule=configured, damping=0.1)
     with refused("likelihood= was given beside", "has its own options", "Give it to the rule"):
-        pb.KFAC(net(), rule=own, likelihood=nn.CrossEntropyLoss())
+        pb.KFAC(net(), rule=configured, likelihood=nn.CrossEntropyLoss())
 
 
 def test_an_objective(rule: str) -> None:
     model = net()
     opt = made(model, rule)
     x = batch()[0]
-    with untouched(model, opt), refused("An objective does not go", "metric", "rule='natural'"):
+    with (
+        expect_unchanged(model, opt),
+        refused("An objective does not go", "metric", "rule='natural'"),
+    ):
         opt.step(objective=lambda p: torch.func.functional_call(model, p, x).square().sum())
 
 

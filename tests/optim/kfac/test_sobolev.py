@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ def _double() -> None:
 def kernel(x: Tensor) -> Tensor:
     """e^(−d)(1 + d), pair by pair."""
     n = len(x)
-    d = torch.stack([(x[i] - x[j]).norm() / SCALE for i in range(n) for j in range(n)])
+    d = torch.stack([(a - b).norm() / SCALE for a, b in product(x, x)])
     return (torch.exp(-d) * (1 + d)).view(n, n)
 
 
@@ -51,56 +53,62 @@ def weighted(z: Tensor) -> list[Tensor]:
     return [WEIGHTS.sqrt()[:, None] * e for e in probes(z)]
 
 
-def sobolev(
-    model: nn.Module, x: Tensor, inverse: Tensor, columns: Columns = probes,
-    *, joint: bool = True, reduce: bool = False, batch_dim: int = 0,
-) -> Tensor:  # fmt: skip
-    """⊕ S ⊗ A with A = āᵀK⁻¹ā/1ᵀK⁻¹1 and S = Σ_o DsᵀK⁻¹Ds/B, over the layers' parameters."""
-    start = 0
-    index = {}
-    for p in model.parameters():
-        index[id(p)] = torch.arange(start, start + p.numel())
-        start += p.numel()
-    out = torch.zeros(start, start)
-    z, uses = o.watched(model, x)
-    n = z.shape[batch_dim]
-    outs = [u.out for u in uses]
-    found = [torch.autograd.grad(z, outs, c, retain_graph=True) for c in columns(z)]
-    for i, use in enumerate(uses):
-        m = use.module
-        turned = isinstance(use.module, o.TRANSPOSED)
+@dataclass(frozen=True)
+class Related:
+    """How samples are related: K⁻¹, the metric's columns, and how positions are shared."""
 
-        def summed(d: Tensor) -> Tensor:
-            if reduce:
-                d = d.sum(1, keepdim=True)
-            else:
-                d = d
-            return torch.einsum("ntgo,nm,mtgp->gop", d, inverse, d) / n
+    inverse: Tensor
+    columns: Columns = probes
+    joint: bool = True
+    reduce: bool = False
+    batch_dim: int = 0
 
-        a = o.inputs(m, use.x, batch_dim)
-        if reduce:
+    def input_factor(self, use: o.Use, is_joint: bool) -> Tensor:
+        """āᵀK⁻¹ā/1ᵀK⁻¹1 of every group."""
+        a = o.inputs(use.module, use.x, self.batch_dim)
+        if self.reduce:
             a = a.mean(1, keepdim=True)
-        else:
-            a = a
-        whole = joint and m.bias is not None and not turned
-        if whole:
+        if is_joint:
             a = torch.cat([a, torch.ones_like(a[..., :1])], 3)
-        left = torch.einsum("ntgi,nm,mtgj->gij", a, inverse, a) / (a.shape[1] * inverse.sum())
-        deltas = [o.cotangents(m, use.x, pulled[i], batch_dim) for pulled in found]
-        right = torch.stack([summed(d) for d in deltas]).sum(0)
-        for g in range(len(left)):
-            if turned:
-                sides = (left[g], right[g])
-            else:
-                sides = (right[g], left[g])
-            where = index[id(m.weight)].view(len(left), len(sides[0]), -1)[g]
-            if whole:
-                where = torch.cat([where, index[id(m.bias)].view(len(left), -1, 1)[g]], 1)
-            where = where.flatten()
-            out[where[:, None], where] = torch.kron(*(s.contiguous() for s in sides))
-        if m.bias is not None and not whole:
-            for where, block in zip(index[id(m.bias)].view(len(right), -1), right, strict=True):
-                out[where[:, None], where] = block
+        total = a.shape[1] * self.inverse.sum()
+        return torch.einsum("ntgi,nm,mtgj->gij", a, self.inverse, a) / total
+
+    def output_factor(self, use: o.Use, deltas: list[Tensor]) -> Tensor:
+        """Σ_o DsᵀK⁻¹Ds/B of every group."""
+        factor: Any = 0
+        for delta in deltas:
+            d = o.cotangents(use.module, use.x, delta, self.batch_dim)
+            if self.reduce:
+                d = d.sum(1, keepdim=True)
+            factor = factor + torch.einsum("ntgo,nm,mtgp->gop", d, self.inverse, d)
+        return factor / len(self.inverse)
+
+
+def sobolev(
+    model: nn.Module, x: Tensor, inverse: Tensor, columns: Columns = probes, **options: Any
+) -> Tensor:
+    """⊕ S ⊗ A with A = āᵀK⁻¹ā/1ᵀK⁻¹1 and S = Σ_o DsᵀK⁻¹Ds/B, over the layers' parameters."""
+    related = Related(inverse, columns, **options)
+    indices = o.index(model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    size = sum(map(len, indices.values()))
+    out = torch.zeros(size, size)
+    z, uses = o.record_uses(model, x)
+    outputs = [use.out for use in uses]
+    pulled_back = [torch.autograd.grad(z, outputs, c, retain_graph=True) for c in columns(z)]
+    for i, use in enumerate(uses):
+        is_transposed = isinstance(use.module, o.TRANSPOSED)
+        bias = names.get(id(use.bias))
+        is_joint = related.joint and bias is not None and not is_transposed
+        input_factors = related.input_factor(use, is_joint)
+        output_factors = related.output_factor(use, [deltas[i] for deltas in pulled_back])
+        sides = list(zip(output_factors, input_factors, strict=True))
+        if is_transposed:
+            sides = [(c, r) for r, c in sides]
+        weight = names[id(use.module.weight)]
+        o.place_weight(out, indices, (weight, bias if is_joint else None), sides)
+        if bias is not None and not is_joint:
+            o.place_bias(out, indices[bias], output_factors)
     return out
 
 
@@ -111,7 +119,7 @@ def exact(model: nn.Module, x: Tensor, inverse: Tensor) -> Tensor:
     return j.T @ torch.kron(inverse.contiguous(), torch.eye(z[0].numel())) @ j / len(x)
 
 
-def stepped(model: nn.Module, x: Tensor, metric: Metric, **options: Any) -> pb.KFAC:
+def step_once(model: nn.Module, x: Tensor, metric: Metric, **options: Any) -> pb.KFAC:
     opt = kfac_of(model, **{"lr": 0.0, "fisher": "exact", "metric": metric, **options})
     (model(x) ** 2).sum(-1).mean().backward()
     opt.step()
@@ -147,14 +155,14 @@ def test_layers(layer: str, joint: bool, sharing: str) -> None:
     model = make()
     x = torch.randn(shape)
     options: dict[str, Any] = {"joint": joint, "sharing": sharing}
-    opt = stepped(model, x, PLAIN, **options)
+    opt = step_once(model, x, PLAIN, **options)
     inverse = torch.linalg.inv(kernel(x))
     want = sobolev(model, x, inverse, joint=joint, reduce=sharing == "reduce")
     assert_close(opt.gram().dense(), want, 1e-10)
     assert all(row.block.startswith("kronecker") for row in opt.coverage())
     # without relations between the samples it is K-FAC
-    opt = stepped(model, x, Sobolev(kernel=lambda x, y: torch.eye(len(x)), jitter=0.0), **options)
-    plain = stepped(model, x, pb.metrics.Euclidean(), **options)
+    opt = step_once(model, x, Sobolev(kernel=lambda x, y: torch.eye(len(x)), jitter=0.0), **options)
+    plain = step_once(model, x, pb.metrics.Euclidean(), **options)
     assert_close(opt.gram().dense(), plain.gram().dense(), 1e-12)
 
 
@@ -176,7 +184,7 @@ def test_kernels_weights_and_metrics_within(name: str) -> None:
     model = mlp()
     x = torch.randn(5, 3)
     want = sobolev(model, x, torch.linalg.inv(matrix(x)), columns)
-    assert_close(stepped(model, x, metric).gram().dense(), want, 1e-5 if "own" in name else 1e-10)
+    assert_close(step_once(model, x, metric).gram().dense(), want, 1e-5 if "own" in name else 1e-10)
 
 
 def test_samples_on_another_axis() -> None:
@@ -184,14 +192,14 @@ def test_samples_on_another_axis() -> None:
     x = torch.randn(4, 3, 3)
     inverse = torch.linalg.inv(kernel(x.movedim(1, 0)))
     want = sobolev(model, x, inverse, lambda z: probes(z, 1), batch_dim=1)
-    assert_close(stepped(model, x, PLAIN, batch_dim=1).gram().dense(), want, 1e-10)
+    assert_close(step_once(model, x, PLAIN, batch_dim=1).gram().dense(), want, 1e-10)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(3), nn.PReLU(3), nn.BatchNorm1d(3).eval()], ids=str)
 def test_gains_and_shifts_have_exact_blocks(norm: nn.Module) -> None:
     model = nn.Sequential(norm, nn.Tanh()).double()
     x = torch.randn(5, 3)
-    opt = stepped(model, x, PLAIN)
+    opt = step_once(model, x, PLAIN)
     count = len(list(norm.parameters()))
     want = torch.eye(3).repeat(count, count) * exact(model, x, torch.linalg.inv(kernel(x)))
     assert_close(opt.gram().dense(), want, 1e-10)
@@ -203,11 +211,11 @@ def test_one_probe_for_the_whole_batch_is_unbiased() -> None:
     x = torch.randn(5, 3)
     inverse = torch.linalg.inv(kernel(x))
     metric = PLAIN
-    opt = stepped(model, x, metric, fisher="mc")
+    opt = step_once(model, x, metric, fisher="mc")
     assert_close(opt.gram().dense(), sobolev(model, x, inverse), 1e-10)
     model = mlp()
     want = sobolev(model, x, inverse)
-    assert_close(stepped(model, x, metric, fisher="mc", draws=300).gram().dense(), want, 0.2)
+    assert_close(step_once(model, x, metric, fisher="mc", draws=300).gram().dense(), want, 0.2)
     independent = sobolev(model, x, torch.diag(inverse.diagonal()))
     assert (independent - want).norm() > 0.5 * want.norm()
 
@@ -216,8 +224,8 @@ def test_calls_are_related_within_and_pooled() -> None:
     model = mlp()
     x = torch.randn(7, 3)
     opt = kfac_of(model, lr=0.0, fisher="exact", metric=PLAIN)
-    for some in (x[:4], x[4:]):
-        (model(some) ** 2).sum().backward()
+    for call_inputs in (x[:4], x[4:]):
+        (model(call_inputs) ** 2).sum().backward()
     opt.step()
     block = torch.block_diag(kernel(x[:4]), kernel(x[4:]))
     assert_close(opt.gram().dense(), sobolev(model, x, torch.linalg.inv(block)), 1e-10)
@@ -230,24 +238,24 @@ class Mixture(nn.Module):
         super().__init__()
         self.rnn = nn.RNN(2, 2, batch_first=True)
         self.folded = nn.Linear(2, 2)
-        self.kinds = nn.Embedding(3, 2)
+        self.table = nn.Embedding(3, 2)
         self.gain = nn.Parameter(torch.tensor([1.5, 0.5]))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.folded(self.rnn(x)[0].flatten(0, 1)).unflatten(0, x.shape[:2])
-        kinds = self.kinds((x[:, :, 0] > 0).long())
-        return ((h + kinds) * self.gain).tanh().mean(1)
+        embedded = self.table((x[:, :, 0] > 0).long())
+        return ((h + embedded) * self.gain).tanh().mean(1)
 
 
 def test_where_samples_cannot_be_related_squares_are_unbiased() -> None:
     model = Mixture()
     x = torch.randn(3, 2, 2)
-    opt = stepped(model, x, PLAIN, fisher="mc", draws=250)
+    opt = step_once(model, x, PLAIN, fisher="mc", draws=250)
     rows = {r.name: r for r in opt.coverage()}
     assert {r.block for n, r in rows.items() if n != "gain"} == {"diagonal"}
     assert "inside RNN" in rows["rnn.weight_ih_l0"].reason
     assert "(6, 2)" in rows["folded.weight"].reason
-    assert "index" in rows["kinds.weight"].reason
+    assert "index" in rows["table.weight"].reason
     want = exact(model, x, torch.linalg.inv(kernel(x))).diagonal()
     assert_close(opt.gram().diagonal(), want, 0.3)
 
@@ -263,13 +271,13 @@ TRAINED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 def test_training(name: str) -> None:
     dtype, options = TRAINED[name]
     if name == "float64":
-        parts = [nn.BatchNorm1d(8)]
+        norms = [nn.BatchNorm1d(8)]
     else:
-        parts = []
-    model = nn.Sequential(nn.Linear(3, 8), *parts, nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+        norms = []
+    model = nn.Sequential(nn.Linear(3, 8), *norms, nn.Tanh(), nn.Linear(8, 2)).to(dtype)
     x = torch.randn(32, 3).to(dtype)
-    given = {"damping": 1e-2, "statistics_every": 2}
-    opt = kfac_of(model, metric=Sobolev(2.0), **given | options)
+    common = {"damping": 1e-2, "statistics_every": 2}
+    opt = kfac_of(model, metric=Sobolev(2.0), **common | options)
     closure = closure_of(opt, model, x, x[:, :2].sin())
     losses = [float(opt.step(closure).detach()) for _ in range(20)]
     assert losses[-1] < 0.6 * losses[0]
@@ -278,18 +286,18 @@ def test_training(name: str) -> None:
 def test_inputs_that_have_no_distances_are_refused() -> None:
     table = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
     with refused("", "", "float tensor"):
-        stepped(table, torch.randint(0, 5, (4, 2)), Sobolev())
+        step_once(table, torch.randint(0, 5, (4, 2)), Sobolev())
     with refused("", "12 samples", ""):
-        stepped(nn.Sequential(nn.Flatten(0, 1), mlp()), torch.randn(4, 3, 3), Sobolev())
-    assert torch.isfinite(stepped(mlp(), torch.randn(1, 3), Sobolev()).gram().dense()).all()
+        step_once(nn.Sequential(nn.Flatten(0, 1), mlp()), torch.randn(4, 3, 3), Sobolev())
+    assert torch.isfinite(step_once(mlp(), torch.randn(1, 3), Sobolev()).gram().dense()).all()
 
 
 def test_a_scale_that_relates_nothing_warns_once() -> None:
     model = mlp()
     x = torch.randn(4, 3)
     opt = kfac_of(model, lr=0.0, metric=Sobolev(1e-3), statistics_every=1)
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             opt.step(closure_of(opt, model, x, x[:, :2]))
-    assert sum("median_distance" in str(w.message) for w in seen) == 1
+    assert sum("median_distance" in str(w.message) for w in caught) == 1

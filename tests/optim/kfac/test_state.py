@@ -51,8 +51,8 @@ def outline(tree: Any) -> Any:
     return "number"
 
 
-def zoo_step(opt: pb.KFAC, model: nn.Module, seed: int = 0, places: int = 5) -> None:
-    x = torch.randint(0, 7, (3, places), generator=torch.Generator().manual_seed(seed))
+def zoo_step(opt: pb.KFAC, model: nn.Module, seed: int = 0, length: int = 5) -> None:
+    x = torch.randint(0, 7, (3, length), generator=torch.Generator().manual_seed(seed))
     opt.zero_grad()
     F.cross_entropy(model(x).mT, x).backward()
     opt.step()
@@ -73,9 +73,9 @@ def test_the_table_has_the_shapes_that_statistics_found(options: dict[str, Any])
     fresh = kfac(Zoo(), damping=0.1, statistics_every=1, **options)
     saved = copy.deepcopy(opt.state_dict())
     known = fresh.state_dict()["state"]
-    for number, own in saved["state"].items():
+    for number, entry in saved["state"].items():
         empty = {"state": {"ready": 0, "born": 0}, "average": {}, "mean": {}}
-        saved["state"][number] = {key: empty.get(key, own[key]) for key in known[number]}
+        saved["state"][number] = {key: empty.get(key, entry[key]) for key in known[number]}
     fresh.load_state_dict(saved)
     assert {n: outline(s) for n, s in fresh.state_dict()["state"].items()} == want
     with refused("loaded in part", "since the first load", "twice"):
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_many_kinds_of_layers_resumes_to_the_same_bits() -> None
     set_optimizer_state_dict(two, second, saved)
     for i in range(4, 9):
         for opt, model in ((first, one), (second, two)):
-            zoo_step(opt, model, i, places=4)
+            zoo_step(opt, model, i, length=4)
     assert torch.equal(vector(one), vector(two))
     assert str(first.coverage()) == str(second.coverage())
 
@@ -139,10 +139,10 @@ def test_a_step_with_zero_gradients_and_no_rate_changes_nothing(trained: int) ->
     opt.step(closure=None)
     after = opt.state_dict()
     assert torch.equal(vector(model), weights)
-    for key, own in before["state"].items():
-        assert outline(own) == outline(after["state"][key])
-        assert own["schedule"] == after["state"][key]["schedule"]
-        assert torch.equal(own["momentum"], after["state"][key]["momentum"])
+    for key, entry in before["state"].items():
+        assert outline(entry) == outline(after["state"][key])
+        assert entry["schedule"] == after["state"][key]["schedule"]
+        assert torch.equal(entry["momentum"], after["state"][key]["momentum"])
     for group, lr in zip(opt.param_groups, rates, strict=True):
         group["lr"] = lr
     train(opt, model, 1)  # and goes on
@@ -173,12 +173,12 @@ def test_groups_and_frozen_weights_keep_keys_and_bits(groups: str, frozen: bool)
     before = [outline(opt.state[p]) for p in model.parameters()]
     train(opt, model, 4, start=1)
     assert [outline(opt.state[p]) for p in model.parameters()] == before
-    again, fresh = make()
-    again.load_state_dict(model.state_dict())
+    resumed, fresh = make()
+    resumed.load_state_dict(model.state_dict())
     fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for own, one in ((opt, model), (fresh, again)):
-        train(own, one, 12, start=5)
-    assert torch.equal(vector(model), vector(again))
+    for entry, one in ((opt, model), (fresh, resumed)):
+        train(entry, one, 12, start=5)
+    assert torch.equal(vector(model), vector(resumed))
 
 
 def test_a_clip_without_statistics_clips_nothing() -> None:
@@ -194,7 +194,7 @@ def test_states_of_another_layout_are_refused() -> None:
     """Momentum by parameter, and the rest elsewhere."""
     opt = kfac(net())
     state = opt.state_dict()
-    old = {number: {"momentum": own["momentum"]} for number, own in state["state"].items()}
+    old = {number: {"momentum": entry["momentum"]} for number, entry in state["state"].items()}
     with refused("not KFAC's", "no table of blocks", "start anew"):
         opt.load_state_dict(state_dict={**state, "state": {**old, "pullback": {"steps": 1}}})
 
@@ -211,7 +211,10 @@ def test_large_matrices_are_packed_and_the_numbers_stay() -> None:
 
     def right_side(optimizer: pb.KFAC) -> Tensor:
         sides = [
-            t for own in optimizer.average().values() for f, t in own.items() if f.side == "right"
+            t
+            for entry in optimizer.average().values()
+            for f, t in entry.items()
+            if f.side == "right"
         ]
         return max(sides, key=Tensor.numel)
 
@@ -230,10 +233,10 @@ def test_moments_of_another_shape_are_refused(rule: str) -> None:
     model(torch.randn(5, 3)).square().mean().backward()
     opt.step()
     saved = opt.state_dict()
-    own = saved["state"][1]
+    entry = saved["state"][1]
     if rule == "natural":
-        own["momentum"] = torch.zeros(2, 2)
+        entry["momentum"] = torch.zeros(2, 2)
     else:
-        own["state"]["first"] = torch.zeros(2, 2)
+        entry["state"]["first"] = torch.zeros(2, 2)
     with pytest.raises(pb.PullbackError, match="another shape"):
         opt.load_state_dict(saved)

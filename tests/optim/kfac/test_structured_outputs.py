@@ -69,7 +69,7 @@ def _loss_of(output: Any, y: Tensor) -> Tensor:
     if isinstance(output, Tensor):
         return F.cross_entropy(output, y)
     if isinstance(output, tuple):
-        return next(part for part in output if part.ndim == 0)
+        return next(tensor for tensor in output if tensor.ndim == 0)
     if isinstance(output, dict):
         return output["loss"]
     return output.loss

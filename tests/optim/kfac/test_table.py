@@ -91,17 +91,17 @@ def test_distributed_checkpoints_load_before_the_first_step(
     train(model, opt, range(5))
     state = {"model": model.state_dict(), "opt": get_optimizer_state_dict(model, opt)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    again, fresh = build(layer, rule)
-    load(again, fresh, tmp_path)
+    resumed, fresh = build(layer, rule)
+    load(resumed, fresh, tmp_path)
     with refused("loaded in part", "since the first load", "twice"):
-        train(again, fresh, range(5, 6))
-    load(again, fresh, tmp_path)
+        train(resumed, fresh, range(5, 6))
+    load(resumed, fresh, tmp_path)
     roles = {n: (r.role, r.split, r.split_axis) for n, r in opt._capture.table.roles.items()}
     loaded = {n: (r.role, r.split, r.split_axis) for n, r in fresh._capture.table.roles.items()}
     assert loaded == roles
-    assert torch.equal(train(again, fresh, range(5, 9)), train(model, opt, range(5, 9)))
-    rows = [[(row.rule, row.block) for row in own.coverage()] for own in (fresh, opt)]
-    assert rows[0] == rows[1]
+    assert torch.equal(train(resumed, fresh, range(5, 9)), train(model, opt, range(5, 9)))
+    for row, want in zip(fresh.coverage(), opt.coverage(), strict=True):
+        assert (row.rule, row.block) == (want.rule, want.block)
 
 
 def test_the_table_of_another_model_is_refused() -> None:
@@ -112,9 +112,9 @@ def test_the_table_of_another_model_is_refused() -> None:
     saved = opt.state_dict()
     with refused("another network", "had", "built in the same way"):
         fresh.load_state_dict(saved)
-    for number, own in saved["state"].items():  # the table alone, as a first load gives it
+    for number, entry in saved["state"].items():  # the table alone, as a first load gives it
         empty: dict[str, Any] = {"state": {"ready": 0, "born": 0}, "average": {}}
-        saved["state"][number] = {**own, **empty}
+        saved["state"][number] = {**entry, **empty}
     with refused("another network", "had", "built in the same way"):
         fresh.load_state_dict(saved)
     newer = copy.deepcopy(saved)

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -71,15 +72,15 @@ def _with_hidden(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _at_positions(m: Any, x: Tensor) -> Tensor:
-    places = torch.arange(x.shape[1])
-    return m.last(torch.tanh(m.first(x) + m.place(places))).mean(1)
+    positions = torch.arange(x.shape[1])
+    return m.last(torch.tanh(m.first(x) + m.place(positions))).mean(1)
 
 
-def _checkpointed(m: Any, x: Tensor) -> Any:
+def _checkpoint(m: Any, x: Tensor) -> Any:
     return m.last(checkpoint(lambda t: torch.tanh(m.first(t)), x, use_reentrant=False))
 
 
-def _hooked(m: Any, x: Tensor) -> Tensor:
+def _clamp_in_hook(m: Any, x: Tensor) -> Tensor:
     h = torch.tanh(m.first(x))
     h.register_hook(lambda g: g.clamp(-0.01, 0.01))
     return m.last(h)
@@ -102,7 +103,7 @@ def _labels(*shape: int) -> Tensor:
     return torch.randint(0, 4, shape)
 
 
-def _ignored(z: Tensor, y: Tensor) -> Tensor:
+def _cross_entropy_with_ignored(z: Tensor, y: Tensor) -> Tensor:
     y = y.masked_fill(torch.arange(y.numel()).view(y.shape) % 3 == 0, -100)
     return F.cross_entropy(z.flatten(0, -2), y.flatten())
 
@@ -127,7 +128,7 @@ class Case:
 
 
 IMAGES: Any = {"inputs": (8, 2, 4, 4)}
-SEQUENCES: Any = {"inputs": (4, 6, 3), "labels": (4, 6), "loss": _ignored}
+SEQUENCES: Any = {"inputs": (4, 6, 3), "labels": (4, 6), "loss": _cross_entropy_with_ignored}
 PICKED: Any = {"options": {"output": 0}}
 _THREE = {"first": lambda: nn.Linear(3, 5), "last": lambda: nn.Linear(5, 4)}
 CASES = {
@@ -144,13 +145,13 @@ CASES = {
     "reduced places": Case(_mlp, **SEQUENCES, options={"sharing": "reduce"}),
     "corrected eigenvalues": Case(_mlp, options={"ekfac": True}),
     "one sample": Case(_mlp, inputs=(1, 3), labels=(1,)),
-    "checkpoint": Case(_two_layers(_checkpointed)),
+    "checkpoint": Case(_two_layers(_checkpoint)),
     "a sum": Case(
         _mlp,
         lambda z, y: F.cross_entropy(z, y, reduction="sum"),
         options={"reduction": "sum"},
     ),
-    "clipped by a hook": Case(_two_layers(_hooked)),
+    "clipped by a hook": Case(_two_layers(_clamp_in_hook)),
     "one of two outputs": Case(_two_layers(_with_hidden), _first, **PICKED),
     # what the user's pass does not give: another pass does
     "both outputs": Case(_two_layers(_with_hidden), _both, **PICKED, along=0),
@@ -182,8 +183,11 @@ def _batches(case: Case) -> list[tuple[Tensor, Tensor]]:
 
 
 def _sums(opt: pb.KFAC) -> dict[Any, Tensor]:
-    held = opt.blocks.averages
-    return {(k, f): unpack(t) for k, own in held.items() for f, t in own.value.items()}
+    averages = opt.blocks.averages
+    sums = {}
+    for key, average in averages.items():
+        sums |= {(key, side): unpack(factor) for side, factor in average.value.items()}
+    return sums
 
 
 def _one_by_one(opt: pb.KFAC, model: Any, case: Case) -> None:
@@ -193,7 +197,7 @@ def _one_by_one(opt: pb.KFAC, model: Any, case: Case) -> None:
         opt.step()
 
 
-def _accumulated(opt: pb.KFAC, model: Any, case: Case) -> None:
+def _accumulate(opt: pb.KFAC, model: Any, case: Case) -> None:
     for _ in range(2):
         opt.zero_grad()
         for x, y in _batches(case):
@@ -217,7 +221,7 @@ def _together(opt: pb.KFAC, model: Any, case: Case) -> None:
         opt.step()
 
 
-def _scaled(opt: pb.KFAC, model: Any, case: Case) -> None:
+def _scale_loss(opt: pb.KFAC, model: Any, case: Case) -> None:
     for x, y in _batches(case):
         opt.zero_grad()
         opt.grad_scaler.scale(case.loss(model(x), y)).backward()
@@ -228,16 +232,16 @@ def _scaled(opt: pb.KFAC, model: Any, case: Case) -> None:
 @pytest.fixture
 def along(monkeypatch: Any) -> list[bool]:
     """Whether each pass was measured along the user's own, in order."""
-    seen = []
+    along = []
     measure = structure.BlockStructure.measure_along
 
-    def noted(self: Any, *args: Any, tried: bool = True) -> bool:
-        found = measure(self, *args, tried=tried)
-        seen.extend([found] * tried)
-        return found
+    def measure_and_note(self: Any, *args: Any, tried: bool = True) -> bool:
+        is_along = measure(self, *args, tried=tried)
+        along.extend([is_along] * tried)
+        return is_along
 
-    monkeypatch.setattr(structure.BlockStructure, "measure_along", noted)
-    return seen
+    monkeypatch.setattr(structure.BlockStructure, "measure_along", measure_and_note)
+    return along
 
 
 def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
@@ -251,12 +255,12 @@ def _run(loop: Any, case: Case, **options: Any) -> dict[Any, Tensor]:
 
 
 def _compare(monkeypatch: Any, loop: Any, case: Case, **options: Any) -> None:
-    got = _run(loop, case, **options)
+    actual = _run(loop, case, **options)
     monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
     want = _run(loop, case, **options)
-    assert got.keys() == want.keys()
+    assert actual.keys() == want.keys()
     for key, value in want.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-14, msg=str(key))
+        torch.testing.assert_close(actual[key], value, rtol=1e-12, atol=1e-14, msg=str(key))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -268,7 +272,7 @@ def test_same_sums(name: str, along: list[bool], monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "loop"),
     each_once(
-        ["mlp", "used twice", "sequences", "batch norm"], [_accumulated, _forward_first, _together]
+        ["mlp", "used twice", "sequences", "batch norm"], [_accumulate, _forward_first, _together]
     ),
 )
 def test_several_passes_before_a_step(
@@ -285,7 +289,7 @@ def test_several_passes_before_a_step(
 
 def test_a_scaled_loss(along: list[bool], monkeypatch: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    _compare(monkeypatch, _scaled, CASES["mlp"], **NATURAL, grad_scaler=scaler)
+    _compare(monkeypatch, _scale_loss, CASES["mlp"], **NATURAL, grad_scaler=scaler)
     assert sum(along) == STEPS - 1
 
 
@@ -362,11 +366,11 @@ def test_autocast(along: list[bool], monkeypatch: Any) -> None:
             opt.step()
         return _sums(opt)
 
-    got = sums()
+    along_the_pass = sums()
     assert sum(along) == STEPS - 1
     monkeypatch.setattr(structure.BlockStructure, "measure_along", lambda *_, **__: False)
     for key, value in sums().items():
-        torch.testing.assert_close(got[key], value, rtol=1e-5, atol=1e-8, msg=str(key))
+        torch.testing.assert_close(along_the_pass[key], value, rtol=1e-5, atol=1e-8, msg=str(key))
 
 
 def _known(**options: Any) -> tuple[Any, pb.KFAC]:
@@ -382,8 +386,8 @@ def _known(**options: Any) -> tuple[Any, pb.KFAC]:
     return model, opt
 
 
-def _alive(*kinds: type) -> int:
-    return sum(type(o) in kinds for o in gc.get_objects())
+def _alive(*types: type) -> int:
+    return sum(type(o) in types for o in gc.get_objects())
 
 
 def test_nothing_is_kept_after_the_pass(along: list[bool]) -> None:
@@ -427,10 +431,12 @@ def test_a_kept_graph_measures_once(along: list[bool]) -> None:
     loss.backward(retain_graph=True)
     pool = opt._capture.pool
     samples = float(pool.samples)
-    before = [get_entries(t).clone() for own in pool.sums.values() for t in own.values.values()]
+    factors = list(chain.from_iterable(block.values.values() for block in pool.sums.values()))
+    before = [get_entries(t).clone() for t in factors]
     loss.backward()
     assert float(pool.samples) == samples == 8
-    after = [get_entries(t) for own in pool.sums.values() for t in own.values.values()]
+    factors = chain.from_iterable(block.values.values() for block in pool.sums.values())
+    after = [get_entries(t) for t in factors]
     assert all(map(torch.equal, before, after))
     opt.step()
     assert opt.info.took_statistics

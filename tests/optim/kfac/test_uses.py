@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ REASONS = {
 def test_the_last_pass_that_used_a_layer_says_what_is_held(passes: list[str]) -> None:
     model = Uses()
     opt = optimizer(model)
-    for mode, block in [p.split() for p in passes for _ in range(2)]:
+    twice = chain.from_iterable((p, p) for p in passes)
+    for mode, block in map(str.split, twice):
         take(opt, model, mode)
         rows = {row.name: row for row in opt.coverage()}
         assert rows["inner.weight"].block.startswith(block)
@@ -150,8 +152,8 @@ def test_a_layers_output_may_be_changed_in_place(name: str) -> None:
         for _ in range(2):
             take(opt, model)
             grams.append(opt.gram().dense())
-    for got in grams:
-        assert_close(got, grams[-1], 1e-12, name)
+    for actual in grams:
+        assert_close(actual, grams[-1], 1e-12, name)
 
 
 # --- cells and slopes inside a model ---------------------------------------------------------
@@ -192,21 +194,23 @@ class Turned(nn.Module):
         self.slope = nn.PReLU()
         self.last = nn.Linear(3, 2)
 
-    def forward(self, x: Tensor, turned: bool) -> Tensor:
+    def forward(self, x: Tensor, is_transposed: bool) -> Tensor:
         h = self.first(x)
-        if turned:
+        if is_transposed:
             h = self.slope(h.transpose(0, 1)).transpose(0, 1)
         else:
             h = self.slope(h)
         return self.last(h).mean(1)
 
 
-@pytest.mark.parametrize("places", [2, 3])
-def test_a_slope_finds_its_samples_on_another_axis(places: int) -> None:
+@pytest.mark.parametrize("positions", [2, 3])
+def test_a_slope_finds_its_samples_on_another_axis(positions: int) -> None:
     model = Turned()
-    x = torch.randn(2, places, 3)
-    want, got = (o.stepped(model, x, turned, kind="euclidean") for turned in (False, True))
-    assert_close(got.gram().dense(), want.gram().dense(), 1e-12, "the same samples")
+    x = torch.randn(2, positions, 3)
+    want, actual = (
+        o.stepped(model, x, is_transposed, kind="euclidean") for is_transposed in (False, True)
+    )
+    assert_close(actual.gram().dense(), want.gram().dense(), 1e-12, "the same samples")
 
 
 # --- models that change ---------------------------------------------------------------------
@@ -228,12 +232,12 @@ def frozen_every_other_time(model: Any, step: int) -> None:
     model[0].requires_grad_(step % 2 == 0)
 
 
-def untied(model: Any, step: int) -> None:
+def untie(model: Any, step: int) -> None:
     if step == 3:  # the new weight is in no param group
         model[3].weight = nn.Parameter(model[0].weight.detach().clone())
 
 
-def exchanged(model: Any, step: int) -> None:
+def exchange_norm(model: Any, step: int) -> None:
     """Another normalization with the same parameters."""
     if step == 3:
         old = model[1]
@@ -242,14 +246,14 @@ def exchanged(model: Any, step: int) -> None:
         model[1].bias = old.bias
 
 
-def wandering(model: Any, step: int) -> None:
+def change_count(model: Any, step: int) -> None:
     model.count = (3, 1, 2, 5, 1)[step]
 
 
-@pytest.mark.parametrize("change", [frozen_every_other_time, untied, exchanged, wandering])
+@pytest.mark.parametrize("change", [frozen_every_other_time, untie, exchange_norm, change_count])
 def test_a_changed_model_is_taken_as_it_is_now(change: Callable[[Any, int], None]) -> None:
     model: Any = Wandering(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4))
-    if change is untied:
+    if change is untie:
         model[3].weight = model[0].weight
     params = list(model.parameters())
     opt = optimizer(model, params=params)
@@ -315,12 +319,12 @@ def test_derivatives_of_the_same_output_warn_only_where_the_loss_uses_them(order
         z = shown = model(x)
         for _ in range(order):
             shown = torch.autograd.grad(shown.sum(), x, create_graph=True)[0]
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             (z.square().mean() + (shown.square().mean() if used else 0)).backward()
             opt.step()
         assert opt.info.took_statistics
-        assert ["step(objective=" in str(w.message) for w in found] == [True] * used
+        assert ["step(objective=" in str(w.message) for w in caught] == [True] * used
 
 
 def test_a_graph_of_derivatives_is_freed_as_without_the_optimizer() -> None:
@@ -329,8 +333,8 @@ def test_a_graph_of_derivatives_is_freed_as_without_the_optimizer() -> None:
         refs: list[weakref.ref[Tensor]] = []
 
         def pack(value: Tensor, refs: list[weakref.ref[Tensor]] = refs) -> Tensor:
-            refs.append(weakref.ref(kept := value.detach()))
-            return kept
+            refs.append(weakref.ref(detached := value.detach()))
+            return detached
 
         model = net()
         x = batch()[0].requires_grad_()
@@ -338,7 +342,7 @@ def test_a_graph_of_derivatives_is_freed_as_without_the_optimizer() -> None:
             opt = kfac(model, metric=pb.metrics.Euclidean())
         else:
             opt = None
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             shown = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
         gc.disable()
         del shown
@@ -377,9 +381,9 @@ def test_the_first_statistics_step_knows_roles(compiled: bool) -> None:
     x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
     nn.functional.cross_entropy(network(x), y).backward()
     opt.step()
-    found = {n: (r.role, r.split) for n, r in opt._capture.table.roles.items()}
-    assert found == {row.name: (row.role, row.split) for row in pb.parameter_roles(model, x)}
-    assert found["0.weight"] == ("matrix", (8, 8))
+    roles = {n: (r.role, r.split) for n, r in opt._capture.table.roles.items()}
+    assert roles == {row.name: (row.role, row.split) for row in pb.parameter_roles(model, x)}
+    assert roles["0.weight"] == ("matrix", (8, 8))
 
 
 @pytest.mark.parametrize("rule", [None, pb.optim.kfac.Eigenbasis()])
