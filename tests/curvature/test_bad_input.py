@@ -145,13 +145,83 @@ def test_no_queries_and_no_training_samples() -> None:
         pb.curvature.influence(curvature, case.data, [])
     with pytest.raises(PullbackError, match="no samples"):
         pb.curvature.self_influence(curvature, [])
+    with pytest.raises(PullbackError, match="no queries"):
+        pb.curvature.influence_by_token(curvature, [], case.data)
+    with pytest.raises(PullbackError, match="no training samples"):
+        pb.curvature.influence_by_token(curvature, case.data, [])
 
 
-def test_a_negative_damping() -> None:
+@pytest.mark.parametrize("damping", [-1.0, torch.nan, torch.inf, "small"])
+def test_a_damping_that_is_no_number(damping) -> None:
     case = make_case("mlp")
     curvature = fit(case)
     with pytest.raises(PullbackError, match="number ≥ 0"):
-        curvature.solve(torch.ones(curvature.space.size), -1.0)
+        curvature.solve(torch.ones(curvature.space.size), damping)
+
+
+def test_a_vector_of_another_length() -> None:
+    curvature = fit(make_case("mlp"))
+    with pytest.raises(PullbackError, match=f"vectors of {curvature.space.size} entries"):
+        curvature.matvec(torch.ones(3))
+
+
+def test_dropout_that_is_switched_on_after_the_fit() -> None:
+    case = make_case("mlp")
+    case.model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).eval()
+    curvature = fit(case)
+    posterior = pb.curvature.laplace(curvature)
+    case.model.train()
+    uses = [
+        lambda: pb.curvature.influence(curvature, case.data, case.data),
+        lambda: pb.curvature.self_influence(curvature, case.data),
+        lambda: pb.curvature.exact_influence(curvature, case.data, case.data),
+        lambda: posterior(case.inputs),
+    ]
+    for use in uses:
+        with pytest.raises(PullbackError, match="is random"):
+            use()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y + 9,  # a class that the model does not have
+        lambda y: y[:-1],
+        lambda y: y.double(),
+        lambda y: "labels",
+    ],
+)
+def test_targets_of_another_loader(change) -> None:
+    case = make_case("mlp")
+    with pytest.raises(PullbackError, match="targets do not fit the model's outputs"):
+        fit(case, [(case.inputs, change(case.targets))])
+
+
+def test_a_likelihood_that_is_none() -> None:
+    for likelihood in ("categorical", pb.likelihoods.Categorical):
+        with pytest.raises(PullbackError, match="not a likelihood"):
+            fit(make_case("mlp"), likelihood=likelihood)
+
+
+def test_a_model_without_parameters() -> None:
+    case = make_case("mlp")
+    case.model = nn.Flatten()
+    with pytest.raises(PullbackError, match="no parameter requires a gradient"):
+        fit(case)
+
+
+def test_options_of_scores() -> None:
+    case = make_case("mlp")
+    curvature = fit(case)
+    refused = {
+        "float type": {"dtype": torch.int32},
+        "bytes of queries": {"query_bytes": 0},
+        "no gradient": {"measure": lambda z, y: z.detach()[:, 0]},
+        "values of the measure are not finite": {"measure": lambda z, y: z[:, 0] * torch.nan},
+    }
+    for words, options in refused.items():
+        with pytest.raises(PullbackError, match=words):
+            pb.curvature.influence(curvature, case.data, case.data, **options)
 
 
 def test_too_many_rows(monkeypatch) -> None:

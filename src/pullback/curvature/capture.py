@@ -156,15 +156,18 @@ class GradientBlock:
 def _trace_parts(matrices: Tensor) -> FactorSums:
     """Return the partial traces of (M, G, O, I), long sides as diagonals."""
     _, _, rows, columns = matrices.shape
+    squares = matrices.square()
     if rows > LIMITS.longest_factor:
-        output_factor = matrices.square().sum((0, 3))
+        output_factor = squares.sum((0, 3))
     else:
-        output_factor = torch.einsum("mgoi,mgpi->gop", matrices, matrices)
+        by_row = matrices.permute(1, 2, 0, 3).flatten(2)  # (G, O, M·I)
+        output_factor = by_row @ by_row.mT
     if columns > LIMITS.longest_factor:
-        input_factor = matrices.square().sum((0, 2))
+        input_factor = squares.sum((0, 2))
     else:
-        input_factor = torch.einsum("mgoi,mgoj->gij", matrices, matrices)
-    return FactorSums(output_factor, input_factor, matrices.double().square().sum())
+        by_column = matrices.transpose(0, 1).flatten(1, 2)  # (G, M·O, I)
+        input_factor = by_column.mT @ by_column
+    return FactorSums(output_factor, input_factor, squares.sum(dtype=torch.float64))
 
 
 class AffineGradients(GradientBlock):

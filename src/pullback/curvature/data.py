@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._core.errors import PullbackError
+from .._core.errors import PullbackError, reraise_fatal
 from ..likelihoods import Likelihood
 
 _PAIR = "Yield (inputs, targets): a tensor, a tuple of arguments or a mapping, and the targets"
@@ -42,6 +42,16 @@ def explain_memory(batch: Batch) -> Iterator[None]:
             f"Use batches of {max(1, batch.samples // 4)} samples; in fit() draws=1 or fewer "
             "parameters, in influence() a smaller query_bytes or query_error=0.01",
         ) from error
+
+
+def refuse_no_samples(what: str, count: int) -> None:
+    """Raise if no queries, or no training samples, were read."""
+    if not count:
+        raise PullbackError(
+            f"There are no {what}",
+            "the data were empty, or an iterator that was read before",
+            "Give a pair of tensors, or a loader that can be read again",
+        )
 
 
 def is_pair(data: Any) -> bool:
@@ -89,6 +99,8 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _shown(item: Any) -> str:
+    if isinstance(item, Tensor):
+        return f"{item.dtype} of shape {tuple(item.shape)}"
     if isinstance(item, (tuple, list)):
         return f"{type(item).__name__} of {len(item)} entries"
     return type(item).__name__
@@ -108,7 +120,16 @@ def align_targets(outputs: Tensor, targets: Any) -> Any:
 
 def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tensor:
     """Return −log p(y|z) of every sample, added up over its positions: (N,)."""
-    losses = likelihood.nll(outputs, align_targets(outputs, targets))
+    try:
+        losses = likelihood.nll(outputs, align_targets(outputs, targets))
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        reraise_fatal(error)
+        raise PullbackError(
+            "The targets do not fit the model's outputs",
+            f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and {_shown(targets)} "
+            f"failed: {error}",
+            "Check the order of (inputs, targets), the classes and the shapes of the loader",
+        ) from error
     if losses.ndim == 0 or len(losses) != len(outputs):
         raise PullbackError(
             "The likelihood does not fit the batch",

@@ -17,12 +17,12 @@ from .._core.checks import refuse_number
 from .._core.errors import PullbackError, Status
 from ..grams import Gram, Structure
 from ..solvers import ConjugateGradient
-from .data import align_targets
+from .data import align_targets, refuse_no_samples
 from .fitted import Curvature, Damping
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 from .queries import QueryBlock, hold_queries
-from .scores import DEFAULT_DAMPING, GradientReader, Scorer, ScoringOptions, assemble_tiles
+from .scores import GradientReader, Scorer, ScoringOptions, assemble_tiles, resolve_damping
 
 
 class DataGram(Gram):
@@ -126,10 +126,14 @@ def exact_influence(
     """
     refuse_number("The tolerance", tol, positive=True)
     refuse_number("The number of iterations", max_iterations, least=1, whole=True)
-    gram = DataGram(curvature, training if data is None else data)
+    if data is None:
+        data = training
+    gram = DataGram(curvature, data)
     solver = _QuerySolver(curvature, gram, damping, measure, tol, max_iterations, progress)
     scorer = Scorer(curvature, ScoringOptions(damping, measure, progress=progress))
-    scores = assemble_tiles(scorer.tiles_of(solver.blocks(queries), training, is_summed=True))
+    scores = assemble_tiles(
+        scorer.iterate_block_tiles(solver.blocks(queries), training, is_summed=True)
+    )
     return ExactInfluence(scores, torch.tensor(solver.residuals), solver.has_converged)
 
 
@@ -150,7 +154,7 @@ class _QuerySolver:
         self._reader = GradientReader(curvature)
         self._gram = gram
         self._measure = measure
-        self._damping = DEFAULT_DAMPING if damping is None else damping
+        self._damping = resolve_damping(damping)
         self._solver = ConjugateGradient(
             self._damping,
             tol=tol,
@@ -172,18 +176,20 @@ class _QuerySolver:
             rows = self._reader.flat_gradients(batch, self._measure)
             directions = torch.stack([self._solve(row) for row in rows])
             line.update(number + 1, first_query + len(rows))
-            yield self._hold(directions, first_query)
+            yield self._arrange_in_blocks(directions, first_query)
             first_query += len(rows)
-        if not first_query:
-            raise PullbackError("There are no queries", "the data were empty", "Give some")
+        refuse_no_samples("queries", first_query)
 
     def _solve(self, gradient: Tensor) -> Tensor:
         solution = self._solver.solve(self._solver.init(self._gram), gradient)
-        self.residuals.append(float("nan") if solution.residual is None else solution.residual)
+        residual = float("nan")
+        if solution.residual is not None:
+            residual = solution.residual
+        self.residuals.append(residual)
         self.has_converged = self.has_converged and solution.status is Status.OK
         return solution.x
 
-    def _hold(self, directions: Tensor, first_query: int) -> QueryBlock:
+    def _arrange_in_blocks(self, directions: Tensor, first_query: int) -> QueryBlock:
         """Return flat vectors (n, p) as the blocks of the curvature hold them."""
         by_name = self._curvature.space.split(directions)
         pieces = {name: piece.flatten(1) for name, piece in by_name.items()}

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import likelihoods
+from .._core.checks import refuse_number
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..grams.kronecker import Pair
 from ..likelihoods import Likelihood
 from ..solvers import Relative
-from .checks import Fingerprint, refuse_changed
+from .checks import Fingerprint, refuse_changed, refuse_random_layers
 from .forms import BlockForm
 from .spectra import KroneckerBlock, SpectralBlock, SpectralFunction, restore_block
 
@@ -131,11 +132,18 @@ class Curvature:
         return {name: by_name[name] for name in self.space.names}
 
     def check_model(self) -> None:
-        """Raise if the model has changed since the fit."""
+        """Raise if the model has changed since the fit, or has become random."""
         refuse_changed(self.model, self.fingerprint)
+        refuse_random_layers(self.model)
 
     def apply(self, functions: Callable[[SpectralBlock], SpectralFunction], v: Tensor) -> Tensor:
         """Return f(G) v with a function of the eigenvalues for each block: (..., p)."""
+        if v.shape[-1:] != (self.space.size,):
+            raise PullbackError(
+                "The vector does not fit the curvature",
+                f"its shape is {tuple(v.shape)}",
+                f"Pass flat vectors of {self.space.size} entries, in the order of curvature.space",
+            )
         pieces = {name: piece.flatten(v.ndim - 1) for name, piece in self.space.split(v).items()}
         moved: dict[str, Tensor] = {}
         for block in self.blocks:
@@ -163,6 +171,7 @@ class Curvature:
         self, count: int, damping: Damping, generator: torch.Generator | None = None
     ) -> Tensor:
         """Return draws from the normal distribution with covariance (G + damping)⁻¹: (count, p)."""
+        refuse_number("The number of draws", count, whole=True)
         shape = (count, self.space.size)
         noise = torch.randn(shape, generator=generator, dtype=self.space.dtype,
                             device=self.space.device)  # fmt: skip
@@ -272,8 +281,7 @@ def damping_of(block: SpectralBlock, damping: Damping) -> float:
     """Return the number that is added to the eigenvalues of a block."""
     if isinstance(damping, Relative):
         return damping.value * block.mean_eigenvalue()
-    if not damping >= 0:
-        raise PullbackError("The damping is not usable", f"got {damping!r}", "Use a number ≥ 0")
+    refuse_number("The damping", damping)
     return float(damping)
 
 

@@ -272,7 +272,7 @@ def fit(
     loader: Any,
     *,
     likelihood: Likelihood,
-    structure: str = "ekfac",
+    structure: str | CurvatureStructure = "ekfac",
     output: Any = None,
     group: ProcessGroup | None = None,
     parameters: Sequence[str] | str | None = None,
@@ -309,14 +309,15 @@ def fit(
         PullbackError: if the model is random, the loader is empty or yields no pairs, outputs or
             losses are not finite, or memory runs out.
     """
-    refuse_unknown("structure", structure, [member.value for member in CurvatureStructure])
+    chosen_structure = _resolve_structure(structure)
+    _refuse_no_likelihood(likelihood)
     if draws is not None:
         refuse_number("The number of draws", draws, least=1, whole=True)
-    chosen_structure = CurvatureStructure(structure)
     processes = find_processes(model, group, "curvature.fit")
     network = unwrap_model(model)
     refuse_random_layers(network)
-    device = next(network.parameters()).device
+    selected = select_parameters(network, None)
+    device = next(iter(selected.values())).device
 
     def batches() -> Iterator[Batch]:
         return iterate_batches(loader, device, FIT_LIMITS.batch_samples)
@@ -326,7 +327,7 @@ def fit(
     fitter = Fitter(network, select_parameters(network, names), columns, output, processes)
     fingerprint = Fingerprint.of(network)
     saved = Checkpoint(
-        _rank_path(checkpoint, processes), f"{structure} {columns} {fingerprint.sums}"
+        _rank_path(checkpoint, processes), f"{chosen_structure.value} {columns} {fingerprint.sums}"
     )
 
     def run(data_pass: DataPass, forms: Sequence[BlockForm] | None) -> DataTotals:
@@ -348,6 +349,22 @@ def fit(
         output=output,
         plans=fitter.plans,
     )
+
+
+def _resolve_structure(structure: str | CurvatureStructure) -> CurvatureStructure:
+    if isinstance(structure, CurvatureStructure):
+        return structure
+    refuse_unknown("structure", structure, [member.value for member in CurvatureStructure])
+    return CurvatureStructure(structure)
+
+
+def _refuse_no_likelihood(likelihood: object) -> None:
+    if not isinstance(likelihood, Likelihood):
+        raise PullbackError(
+            "This is not a likelihood",
+            f"got {likelihood!r}",
+            "Pass an object, such as pb.likelihoods.Categorical() or Gaussian()",
+        )
 
 
 def _resolve_names(

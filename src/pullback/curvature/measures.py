@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.errors import PullbackError
+from .checks import refuse_nonfinite
 
 #: (outputs (N, *event), targets) ↦ (N,)
 Measure = Callable[[Tensor, Any], Tensor]
@@ -41,5 +42,12 @@ def measure_gradient(measure: Measure, outputs: Tensor, targets: Any) -> Tensor:
                 f"outputs {tuple(outputs.shape)} gave shape {tuple(values.shape)}",
                 "Return a tensor of shape (N,)",
             )
+        if not values.requires_grad:
+            raise PullbackError(
+                "The measure does not depend on the outputs",
+                "its values have no gradient",
+                "Return a differentiable function of the outputs, without detach() or no_grad()",
+            )
+        refuse_nonfinite("The values of the measure", values.detach())
         (gradient,) = torch.autograd.grad(values.sum(), leaf)
     return gradient[None]

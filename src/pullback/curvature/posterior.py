@@ -260,6 +260,7 @@ class Posterior:
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Return draws of the parameters by name, (count, *shape), for `functional_call`."""
         self.curvature.check_model()
+        refuse_number("The number of draws", count, whole=True)
         space = self.curvature.space
         noise = torch.randn(
             (count, space.size), generator=generator, dtype=space.dtype, device=space.device

@@ -23,7 +23,14 @@ from .._core.errors import PullbackError
 from ..solvers import Relative
 from .capture import BatchTangent, GradientBlock
 from .checks import refuse_nonfinite
-from .data import Batch, align_targets, explain_memory, iterate_batches, sample_losses
+from .data import (
+    Batch,
+    align_targets,
+    explain_memory,
+    iterate_batches,
+    refuse_no_samples,
+    sample_losses,
+)
 from .fitted import Curvature, Damping, damping_of, invert
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
@@ -33,6 +40,13 @@ from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
 #: 3 and 10 predicted retraining equally well (two trainings); 0.1 was behind (another training).
 #: The weight decay of training is as good where it is known.
 DEFAULT_DAMPING = Relative(3.0)
+
+
+def resolve_damping(damping: Damping | None) -> Damping:
+    """Return the damping, or the default where there is none."""
+    if damping is None:
+        return DEFAULT_DAMPING
+    return damping
 
 
 @dataclass(frozen=True)
@@ -71,6 +85,12 @@ class ScoringOptions:
     def __post_init__(self) -> None:
         if self.query_error is not None:
             refuse_number("The error of queries", self.query_error, positive=True)
+        if self.query_bytes is not None:
+            refuse_number("The bytes of queries", self.query_bytes, least=1)
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise PullbackError(
+                "Scores need a float type", f"got dtype={self.dtype}", "Use torch.bfloat16, say"
+            )
 
 
 class GradientReader:
@@ -137,14 +157,14 @@ class Scorer:
         self._curvature = curvature
         self._options = options
         self._reader = GradientReader(curvature)
-        self._damping = DEFAULT_DAMPING if options.damping is None else options.damping
+        self._damping = resolve_damping(options.damping)
         self._dtype = options.dtype or curvature.space.dtype
 
-    def tiles(self, queries: Any, training: Any, *, is_summed: bool) -> Iterator[ScoreTile]:
+    def iterate_tiles(self, queries: Any, training: Any, *, is_summed: bool) -> Iterator[ScoreTile]:
         """Yield the scores tile by tile; with `is_summed` one matrix for all blocks."""
-        return self.tiles_of(self._query_blocks(queries), training, is_summed=is_summed)
+        return self.iterate_block_tiles(self._query_blocks(queries), training, is_summed=is_summed)
 
-    def tiles_of(
+    def iterate_block_tiles(
         self, blocks: Iterable[QueryBlock], training: Any, *, is_summed: bool
     ) -> Iterator[ScoreTile]:
         """Yield the scores of preconditioned queries; the training data are read for each block."""
@@ -158,12 +178,7 @@ class Scorer:
                 yield ScoreTile(block.start, first_sample, by_block)
                 first_sample += gradients[0].samples
                 line.update(number + 1, first_sample)
-            if not first_sample:
-                raise PullbackError(
-                    "There are no training samples",
-                    "the training data were empty, or an iterator that was read before",
-                    "Give a pair of tensors, or a loader that can be read again",
-                )
+            refuse_no_samples("training samples", first_sample)
 
     def _query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
         """Yield as many preconditioned queries at once as the limit of bytes allows."""
@@ -182,8 +197,7 @@ class Scorer:
                     yield join_blocks(pieces)
                     pieces = []
                 pieces.append(piece)
-        if not pieces:
-            raise PullbackError("There are no queries", "the data were empty", "Give some")
+        refuse_no_samples("queries", first_query)
         yield join_blocks(pieces)
 
     def _precondition(
@@ -203,12 +217,12 @@ class Scorer:
         """Return scores (queries, n) of one batch, added up over blocks if summed."""
         samples = gradients[0].samples
         shape = (block.count, samples)
-        count = 1 if is_summed else len(gradients)
-        scores = [self._curvature.space.zeros(*shape) for _ in range(count)]
-        for number, gradient in enumerate(gradients):
-            target = scores[0 if is_summed else number]
+        scores = []
+        for queries, gradient in zip(block.by_block, gradients, strict=True):
+            if not is_summed or not scores:
+                scores.append(self._curvature.space.zeros(*shape))
             for panel in gradient.panels():
-                target[:, panel] += block.by_block[number].score(gradient, panel)
+                scores[-1][:, panel] += queries.score(gradient, panel)
         return scores
 
 
@@ -259,7 +273,7 @@ def influence(
     """
     options = ScoringOptions(damping, measure, dtype, query_bytes, query_error, progress)
     scorer = Scorer(curvature, options)
-    return assemble_tiles(scorer.tiles(queries, training, is_summed=True))
+    return assemble_tiles(scorer.iterate_tiles(queries, training, is_summed=True))
 
 
 def influence_by_module(
@@ -277,7 +291,7 @@ def influence_by_module(
     scorer = Scorer(curvature, ScoringOptions(damping, measure))
     names = [form.names[0] for form in curvature.forms]
     rows: list[dict[int, list[Tensor]]] = [{} for _ in names]
-    for tile in scorer.tiles(queries, training, is_summed=False):
+    for tile in scorer.iterate_tiles(queries, training, is_summed=False):
         for pieces, scores in zip(rows, tile.by_block, strict=True):
             pieces.setdefault(tile.first_query, []).append(scores)
     return {name: _assemble(pieces) for name, pieces in zip(names, rows, strict=True)}
@@ -301,8 +315,10 @@ def influence_by_token(
         (queries, training samples, *positions).
     """
     reader = GradientReader(curvature)
-    chosen = DEFAULT_DAMPING if damping is None else damping
-    directions = torch.cat(list(_query_directions(curvature, reader, queries, chosen, measure)))
+    chosen = resolve_damping(damping)
+    by_batch = list(_query_directions(curvature, reader, queries, chosen, measure))
+    refuse_no_samples("queries", len(by_batch))
+    directions = torch.cat(by_batch)
     batches = []
     for batch in reader.batches(training):
         tangent = reader.linearize(batch)
@@ -313,6 +329,7 @@ def influence_by_token(
             move = tangent.directional_derivative(direction)
             scores.append(jvp(position_losses, (tangent.outputs,), (move,))[1])
         batches.append(torch.stack(scores))
+    refuse_no_samples("training samples", len(batches))
     return torch.cat(batches, 1)
 
 
@@ -349,13 +366,12 @@ def self_influence(
     Samples with a wrong label stand at the top.
     """
     reader = GradientReader(curvature)
-    chosen = DEFAULT_DAMPING if damping is None else damping
+    chosen = resolve_damping(damping)
     scores = []
     for batch in reader.batches(data):
         with explain_memory(batch):
             scores.append(_score_batch_by_itself(curvature, reader, batch, measure, chosen))
-    if not scores:
-        raise PullbackError("There are no samples", "the data were empty", "Give some")
+    refuse_no_samples("samples", len(scores))
     return torch.cat(scores)
 
 
@@ -406,7 +422,7 @@ def top_k(
     refuse_number("The number of samples k", k, least=1, whole=True)
     scorer = Scorer(curvature, ScoringOptions(damping, measure))
     best: dict[int, TopSamples] = {}
-    for tile in scorer.tiles(queries, training, is_summed=True):
+    for tile in scorer.iterate_tiles(queries, training, is_summed=True):
         scores = tile.by_block[0]
         samples = torch.arange(scores.shape[1], device=scores.device) + tile.first_sample
         indices = samples.expand_as(scores)

@@ -55,6 +55,10 @@ def collect_cotangents(
         for gradient, layout in zip(gradients, layouts, strict=True):
             by_edge.append(layout.apply_to_covectors(gradient).to(linear.space.dtype))
         return by_edge
+    if len(covectors) == 1:
+        gradients = linear.gradients(covectors[0], edges)
+        pairs = zip(gradients, layouts, strict=True)
+        return [layout(gradient)[:, None].to(linear.space.dtype) for gradient, layout in pairs]
     out: list[Tensor] = []
     for r, u in enumerate(covectors):
         gradients = linear.gradients(u, edges)

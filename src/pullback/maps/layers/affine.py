@@ -291,7 +291,8 @@ class AffineBlock(Block):
         x = self._append_height()
         if w is not None:
             x = x @ w
-        x = x.repeat_interleave(len(delta) // n, 0)
+        if len(delta) != n:
+            x = x.repeat_interleave(len(delta) // n, 0)
         if t == 1:
             return torch.einsum("ngto,ngti->goi", delta.square(), x.square())
         panel = max(1, _SQUARES // (delta.shape[-1] * x.shape[-1] * x.shape[1]))
