@@ -54,7 +54,7 @@ def list_dampings(decay: float) -> dict[str, Damping]:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class ExplainedModel:
     """A fitted network, and the samples and queries that are scored with it.
 
     Attributes:
@@ -72,8 +72,8 @@ class Scorer:
     def fit(
         cls, model: nn.Module, queries: Any, training: Any, measure: Measure | None,
         structure: str = "ekfac",
-    ) -> Scorer:  # fmt: skip
-        """Return a scorer with the curvature of a classifier."""
+    ) -> ExplainedModel:  # fmt: skip
+        """Return a explained with the curvature of a classifier."""
         curvature = pb.curvature.fit(
             model, training, likelihood=pb.likelihoods.Categorical(), structure=structure
         )

@@ -53,8 +53,9 @@ class Recipe:
 
 
 #: candidates, of which networks that do not judge choose one. A network that fits every label has
-#: hardly any gradient left to attribute by, so they end early: after four epochs ResNet-9 with
-#: maximum pooling fits 98 % of its labels, and after ten all of them.
+#: hardly any gradient left to attribute by. With maximum pooling 2, 3 and 4 epochs fitted 78 %,
+#: 87 % and 96 % of the labels, had accuracies of 0.67, 0.70 and 0.73, and scores of 0.37, 0.37 and
+#: 0.32 on the halves for tuning; with average pooling 3 epochs had 77 %, 0.69 and 0.43.
 RECIPES: dict[str, Recipe] = {
     "maximum pooling, 2 epochs": Recipe(resnet9, ImageSchedule(epochs=2)),
     "average pooling, 3 epochs": Recipe(average_resnet9, ImageSchedule(epochs=3)),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pullback.curvature import Relative, margin
 
 from .cifar import TwoClasses
-from .halves import Halves, Scorer, TunedScores, split_subsets
+from .halves import ExplainedModel, Halves, TunedScores, split_subsets
 from .image_training import (
     RECIPES,
     ImageTrainer,
@@ -128,9 +128,9 @@ def run_pilot(name: str, images: TwoClasses, subsets: Tensor, context: PartConte
     for number in range(context.sizes.tuning_rounds):
         measured += measure_margins(trainers, images, subsets, 50_000 + 100 * number)
     training = cut_batches(images.x, images.y, context.sizes.batch)
-    fit = partial(Scorer.fit, model, images.queries, training, margin)
-    scorer, numbers["fit"] = context.measure(fit)
-    tuned = scorer.tune(DAMPINGS, Halves(subsets, measured))
+    fit = partial(ExplainedModel.fit, model, images.queries, training, margin)
+    explained, numbers["fit"] = context.measure(fit)
+    tuned = explained.tune(DAMPINGS, Halves(subsets, measured))
     numbers.update(tuning=tuned.by_damping, damping=tuned.damping)
     context.record.add(**{f"pilot {name}": numbers})
     return Pilot(name, trainers, model, accuracy, tuned)

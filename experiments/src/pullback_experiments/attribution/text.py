@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .halves import Halves, Scorer, list_dampings, split_subsets
+from .halves import ExplainedModel, Halves, list_dampings, split_subsets
 from .networks import Decoder
 from .parts import PartContext, Sizes, cut_batches
 from .retraining import Schedule, draw_subsets, train_networks
@@ -88,10 +88,12 @@ def score_text(context: PartContext) -> None:
         context.record.add(retraining=trained, networks_per_half=number + 1)
     training = cut_batches(data.x, data.y, 200)
     torch.set_float32_matmul_precision("highest")
-    scorer, fitting = context.measure(partial(Scorer.fit, model, data.queries, training, None))
+    explained, fitting = context.measure(
+        partial(ExplainedModel.fit, model, data.queries, training, None)
+    )
     # G adds up the positions of a sequence, and training takes their mean
     dampings = list_dampings(schedule.decay * sizes.text_length)
     tuning_subsets, judging_subsets = split_subsets(subsets, sizes.tuning)
-    tuned = scorer.tune(dampings, Halves(tuning_subsets, measured[: sizes.tuning]))
+    tuned = explained.tune(dampings, Halves(tuning_subsets, measured[: sizes.tuning]))
     context.record.add(fit=fitting, tuning=tuned.by_damping, damping=tuned.damping)
     context.record.add(**tuned.judge(Halves(judging_subsets, measured[sizes.tuning :])))

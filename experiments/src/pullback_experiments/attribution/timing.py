@@ -144,7 +144,8 @@ def time_sequences(model: Decoder, sequences: int, context: PartContext) -> dict
     sizes = context.sizes
     shape = (sequences, sizes.length + 1)
     tokens = torch.randint(0, sizes.decoder[0], shape, device=context.device)
-    size = max(1, sizes.batch // 60)
+    # a pass over a batch starts about 5,000 operations, whatever its size
+    size = max(1, sizes.batch // 30)
     training = cut_batches(tokens[:, :-1], tokens[:, 1:], size)
     query_count = min(sizes.text_queries, sequences)
     queries = cut_batches(tokens[:query_count, :-1], tokens[:query_count, 1:], size)

@@ -13,7 +13,7 @@ from torch import nn
 from pullback.curvature import margin
 
 from ..attribution.cifar import TwoClasses, read_two_classes
-from ..attribution.halves import Halves, Scorer
+from ..attribution.halves import ExplainedModel, Halves
 from ..attribution.image_training import (
     RECIPES,
     ImageTrainer,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: the damping that halves which do not judge chose on a GPU
-DAMPING = "relative 0.1"
+DAMPING = "relative 0.001"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class InfluenceCIFAR(Experiment):
     samples: int = 5000
     queries: int = 500
     subsets: int = 50
-    networks: int = 3
+    networks: int = 24
     width: int = 64
     recipe: Recipe = field(default_factory=lambda: RECIPES["maximum pooling, 4 epochs"])
     trak_models: int = 10
@@ -152,10 +152,10 @@ def list_methods(
 ) -> Methods:
     """Return the methods by name."""
     training = cut_batches(images.x, images.y, 250)
-    scorer = Scorer.fit(models[0], images.queries, training, margin)
+    explained = ExplainedModel.fit(models[0], images.queries, training, margin)
     return {
-        "EK-FAC": partial(scorer.score, DAMPINGS[DAMPING]),
-        "EK-FAC, default damping": partial(scorer.score, None),
-        "gradient dot product": scorer.score_dot_products,
+        "EK-FAC": partial(explained.score, DAMPINGS[DAMPING]),
+        "EK-FAC, default damping": partial(explained.score, None),
+        "gradient dot product": explained.score_dot_products,
         **list_trak(models, images.queries, (images.x, images.y), setting.trak_dimension),
     }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pullback as pb
 from pullback.curvature import margin
 
-from ..attribution.halves import HUGE_DAMPING, Halves, Scorer
+from ..attribution.halves import HUGE_DAMPING, ExplainedModel, Halves
 from ..attribution.retraining import Schedule, TrainedNetworks, draw_subsets, train_networks
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
@@ -196,8 +196,8 @@ def list_methods(setting: InfluenceMNIST, digits: Digits, full: TrainedNetworks)
     decay = setting.schedule.decay
 
     def score(structure: str, damping: float | None) -> Tensor:
-        scorer = Scorer.fit(model, digits.queries, digits.training, margin, structure)
-        return scorer.score(damping)
+        explained = ExplainedModel.fit(model, digits.queries, digits.training, margin, structure)
+        return explained.score(damping)
 
     methods: Methods = {
         "EK-FAC": partial(score, "ekfac", decay),
