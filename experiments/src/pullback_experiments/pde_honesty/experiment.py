@@ -109,6 +109,7 @@ class Honesty(Experiment):
             "stopped": solution.stopped,
             "tried": list(solution.verdict.tried),
             "unknowns": solution.unknowns,
+            "has_many_states": solution.verdict.has_many_states,
         }
 
     def line(self, record: Record) -> str:
@@ -155,8 +156,9 @@ def measure_error(solution: pde.PDESolution) -> float:
 def is_silent(record: Record) -> bool:
     """Return True if an error is more than ten times what it was estimated as.
 
-    An error that is said to be unknown is not silent.
+    An error that is said to be unknown is not silent. Nor is that of another state of an eigenvalue
+    problem, which the verdict mentions.
     """
-    if math.isnan(record["estimated"]):
+    if math.isnan(record["estimated"]) or record.get("has_many_states", False):
         return False
     return record["true"] > _SILENT_RATIO * record["estimated"]

@@ -163,7 +163,7 @@ class InitialValueProblem:
                 raise _TooLong
             return self._slope(t, torch.from_numpy(state)).numpy()
 
-        scale = self._find_scale(initial_state, guess)
+        scales = self._find_scales(initial_state, guess)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -173,7 +173,7 @@ class InitialValueProblem:
                     initial_state.numpy(),
                     method="LSODA",
                     rtol=LIMITS.relative_tolerance,
-                    atol=LIMITS.relative_tolerance * 1e-3 * scale,
+                    atol=LIMITS.relative_tolerance * 1e-3 * scales,
                     dense_output=True,
                 )
         except (_TooLong, ArithmeticError, ValueError, torch.linalg.LinAlgError):
@@ -188,11 +188,20 @@ class InitialValueProblem:
 
         return trajectory
 
-    def _find_scale(self, initial_state: Tensor, guess: Trajectory) -> float:
-        """Return the size of the solution, to which absolute tolerances are relative."""
+    def _find_scales(self, initial_state: Tensor, guess: Trajectory) -> np.ndarray:
+        """Return the size of each entry of the state, to which absolute tolerances are relative.
+
+        A field and its derivatives count as the field does where it is known to be nonzero, so that
+        a small one is integrated as accurately as a large one.
+        """
         times = torch.linspace(self._start, self._end, 50, dtype=torch.float64)
-        sizes = [float(initial_state.abs().max()), float(guess(times).detach().abs().max())]
-        return max(*sizes, torch.finfo(torch.float64).tiny)
+        by_field = guess(times).detach().abs().amax(0).cpu().double()
+        by_state = [part.abs().max() for part in initial_state.split(self._orders)]
+        sizes = torch.maximum(by_field, torch.stack(by_state))
+        smallest = LIMITS.smallest_field * float(sizes.max())
+        sizes = sizes.clamp(min=max(smallest, torch.finfo(torch.float64).tiny))
+        repeats = torch.tensor(self._orders)
+        return sizes.repeat_interleave(repeats).numpy()
 
     # --- the equations as functions of the state -------------------------------------------------
 

@@ -160,13 +160,23 @@ class Validation:
 
     def relative(self, number: int = 0) -> float:
         """Return the largest relative residual; measurements have noise, and are left out."""
+        return self._largest(number, is_measured=False, default=math.nan)
+
+    def misfit(self, number: int = 0) -> float:
+        """Return the largest relative residual of measurements, 0 if there are none."""
+        if not any(condition.is_measured for condition in self._problem.conditions):
+            return 0.0
+        return self._largest(number, is_measured=True, default=0.0)
+
+    def _largest(self, number: int, *, is_measured: bool, default: float) -> float:
+        """Return the largest relative residual of measurements, or of all other conditions."""
         residuals = {}
         with self._processes.raise_together():
             if self._processes.rank == 0:
                 residuals = self.residuals(number)
-        measured = {c.name for c in self._problem.conditions if c.is_measured}
-        relative = [r.relative for name, r in residuals.items() if name not in measured]
-        return self._processes.broadcast_object(max(relative, default=math.nan))
+        names = {c.name for c in self._problem.conditions if c.is_measured is is_measured}
+        relative = [residual.relative for name, residual in residuals.items() if name in names]
+        return self._processes.broadcast_object(max(relative, default=default))
 
     def _measure_derivatives(self, locals_: Iterable[LocalResidual]) -> DerivativeSizes:
         """Return the mean squares over the domain of the derivatives that residuals ask for.

@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import inf, isnan
 from typing import Any
 
-from .stop import Stop
+from .stop import Stop, StopReason
 
 
 class Outcome(StrEnum):
@@ -31,6 +31,8 @@ class VerdictThresholds:
     overfitting_ratio: float = 10.0
     #: relative residuals that count as solved: four digits
     solved: float = 1e-4
+    #: share of the data's relative misfit below which equations hold as well as noise lets them
+    below_noise: float = 0.3
     #: relative residuals below which the two losses may differ: the answer is good all the same
     negligible: float = 1e-6
     #: relative residuals in float64 that no further step improves much
@@ -60,6 +62,10 @@ _CONCENTRATED_REMEDY = (
     "Put more points= there by Refine(...), or build in what happens there: a field for each side "
     "of a jump, a singular function at a corner, Hard(...) at a layer"
 )
+_TINY_SOLUTION = (
+    "The solution is tiny beside the initial network: state the problem in units in which its "
+    "values are about 1"
+)
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer"
@@ -83,6 +89,9 @@ class PDEVerdict:
         lost_fields: those that are as large as their errors, and may be zero.
         lost_from: the time from which on the error is as large as the solution, None if it is not.
         concentrated: where most of the largest residual lies, in words; empty if it is spread.
+        noise: relative misfit of measured data, 0 without data; equations cannot hold much better
+            than these where both are in the loss.
+        has_many_states: whether it is an eigenvalue problem, which other states solve as well.
         tried: what was tried where the given network did not get on, the best first.
     """
 
@@ -98,6 +107,8 @@ class PDEVerdict:
     lost_fields: tuple[str, ...] = ()
     lost_from: float | None = None
     concentrated: str = ""
+    noise: float = 0.0
+    has_many_states: bool = False
     tried: tuple[str, ...] = ()
 
     @property
@@ -112,7 +123,7 @@ class PDEVerdict:
             return Outcome.UNJUDGED
         if self._is_overfitted:
             return Outcome.OVERFITTED
-        if self.relative <= THRESHOLDS.solved:
+        if self.relative <= THRESHOLDS.solved or self._is_below_noise:
             return self._judge_error()
         if self.stuck:
             return Outcome.STALLED
@@ -122,6 +133,11 @@ class PDEVerdict:
     def _is_overfitted(self) -> bool:
         is_negligible = self.relative <= THRESHOLDS.negligible
         return not is_negligible and is_overfitted(self.training_loss, self.fresh_loss)
+
+    @property
+    def _is_below_noise(self) -> bool:
+        """Return True if a run ended where the noise of its data lets equations hold no better."""
+        return self.stuck and self.relative <= THRESHOLDS.below_noise * self.noise
 
     def _judge_error(self) -> Outcome:
         """Return the verdict on an error, where residuals are small."""
@@ -161,10 +177,13 @@ class PDEVerdict:
         if name is Outcome.OVERFITTED:
             losses = f"{self.training_loss:.1e} at its points and {self.fresh_loss:.1e}"
             return f"the loss is {losses} at fresh ones"
+        if name is Outcome.CONVERGED and self._is_below_noise:
+            return f"{residuals}, well below the misfit of the data, {self.noise:.1g}"
         if name is Outcome.CONVERGED and self.estimated is None:
-            return f"{residuals}; the error is unknown"
+            return f"{residuals}; the error is unknown{self._states}"
         if name is Outcome.CONVERGED:
-            return f"{residuals} (the error is estimated as {self.estimated:.1g}{self._losses})"
+            error = f"the error is estimated as {self.estimated:.1g}{self._losses}{self._states}"
+            return f"{residuals} ({error})"
         if name is Outcome.INACCURATE:
             return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
         if self._open_quantities:
@@ -190,6 +209,13 @@ class PDEVerdict:
         return losses
 
     @property
+    def _states(self) -> str:
+        """What else solves an eigenvalue problem, or nothing."""
+        if not self.has_many_states:
+            return ""
+        return "; an eigenvalue problem has other states too, and this may be any of them"
+
+    @property
     def _open_quantities(self) -> str:
         """Names of what can take other values at the same residuals, or nothing."""
         if self.estimated == inf:
@@ -200,6 +226,10 @@ class PDEVerdict:
     def _remedy(self) -> str:
         if self.name is Outcome.DOUBTFUL and self._open_quantities:
             return f". {_MISSING_CONDITION}"
+        if self.name is Outcome.CONVERGED and self._is_below_noise:
+            return ""
+        if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
+            return f". {_TINY_SOLUTION}"
         if self.relative <= self.exact:
             return ""
         if self.name is not Outcome.CONVERGED and self.concentrated:
@@ -228,6 +258,8 @@ class PDEVerdict:
         """
         if self.name in {Outcome.OVERFITTED, Outcome.STALLED, Outcome.DOUBTFUL} or self._losses:
             return True
+        if self._is_below_noise:
+            return False
         return self.relative > self.exact and not self.stop.is_requested
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..discretization.collocation import Collocation
 from ..discretization.plan import SamplingPlan
 from ..discretization.trial import Trial, select_unknowns
 from ..judgement.history import History
+from ..judgement.homogeneity import has_many_states, is_solved_by_zero
 from ..judgement.solution import PDESolution
 from ..judgement.stop import Stop, StopReason
 from ..judgement.validation import Validation
@@ -335,7 +336,8 @@ class Run:
         relative = self._context.validation.relative(number)
         if number:
             self.history.validate(losses.training, losses.fresh)
-            if not self._context.exceeds_roundoff(losses.fresh):
+            is_roundoff = not self._context.exceeds_roundoff(losses.fresh)
+            if is_roundoff and is_solved_by_zero(self.problem):
                 # where the solution is zero its terms are round-off too
                 smallest = torch.finfo(torch.float64).tiny  # the first loss may be zero
                 share = losses.fresh / max(self.history.loss[0], smallest)
@@ -348,6 +350,8 @@ class Run:
             relative=relative,
             falling=pace,
             exact=exact_level(torch.finfo(self._dtype).eps),
+            noise=self._context.validation.misfit(number),
+            has_many_states=has_many_states(self.problem),
         )
 
     def _measure_pace(self) -> float:
