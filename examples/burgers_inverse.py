@@ -5,6 +5,7 @@ values of the solution at ν = 0.1 are. An unknown coefficient is one more param
 """
 
 import math
+from pathlib import Path
 
 import torch
 
@@ -14,8 +15,8 @@ from pullback.pde.catalog.references import Burgers
 TRUTH = 0.1
 
 
-def main(steps: int = 60, noise: float = 0.0) -> float:
-    """Solve, and return the viscosity that was found."""
+def main(steps: int = 60, noise: float = 0.0, out: str | Path | None = None) -> float:
+    """Solve, write the picture to `out` if given, and return the viscosity that was found."""
     domain = pb.pde.SpaceTime(pb.pde.Interval(-1, 1), (0, 1))
     reference = Burgers(TRUTH)
     places = domain.sample(50, "sobol", seed=0).x
@@ -37,8 +38,10 @@ def main(steps: int = 60, noise: float = 0.0) -> float:
     network = pb.pde.mlp(2, 16, 16, 1, seed=0)
     solution = pb.pde.solve(problem, network, points=600, steps=steps)
     print(solution)
+    if out is not None:
+        solution.plot(out)
     return solution.unknowns["nu"]
 
 
 if __name__ == "__main__":
-    main()
+    main(out="burgers_inverse.png")

@@ -54,3 +54,10 @@ def test_numbers_and_names_are_not_broken() -> None:
         '<p><span class="number">1e-3</span></p>'
         '<a href="K-FAC"><span class="number">K-FAC</span></a><pre>7e-14</pre>'
     )
+
+
+def test_the_gallery_shows_whole_programs() -> None:
+    shown = hook("programs").include_programs("`examples/slices.py`: scales.\n\nMore.\n")
+    assert shown.startswith("`examples/slices.py`: scales.\n\n???+ example")
+    assert "    import pullback as pb\n" in shown
+    assert shown.endswith("    ```\n\nMore.\n")

@@ -48,11 +48,10 @@ def _yin(method: str) -> list[str]:
 
 ASKED = {
     "kfac-cpu": ("every step", "10/100"),
-    "kfac-cuda": ("10/100", "25/250", "statistics", "memory"),
+    "kfac-cuda": ("10/100", "statistics"),
 }
 SAID = {
     "statistics": "a statistics step",
-    "memory": "peak memory",
 }
 
 

@@ -8,27 +8,15 @@ from typing import Any
 from .numbers import Rows, record, small
 
 
-def find_smallest_errors() -> dict[str, float]:
-    """The smallest error on record by set-up."""
-    runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
-    errors: dict[str, float] = {}
-    for one in runs:
-        errors[one["name"]] = min(one["error"], errors.get(one["name"], float("inf")))
-    return errors
-
-
 def pde_defaults() -> Rows:
     """Every ready problem with nothing tuned."""
-    rows = [["problem", "error", "tuned", "`check()` estimates", "verdict"]]
-    best = find_smallest_errors()
+    rows = [["problem", "error", "`check()` estimates", "verdict"]]
     for one in sorted(record("pde-defaults")["runs"].values(), key=lambda r: r["name"]):
         estimated = one["estimated"]
-        known = best.get(one["name"])
         rows.append(
             [
                 f"`{one['name']}`",
                 small(one["error"]),
-                "–" if known is None else small(known),
                 "–" if estimated is None else small(estimated, 0),
                 one["verdict"] or "–",
             ]
