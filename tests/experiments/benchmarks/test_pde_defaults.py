@@ -15,10 +15,18 @@ from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict, exact_level
 from pullback_experiments.benchmarks import pde_defaults
 from pullback_experiments.problems import SETUPS
-from pullback_experiments.tables.defaults import find_smallest_errors
 from pullback_experiments.tables.numbers import record
 
 DOUBLE = torch.float64
+
+
+def find_smallest_errors() -> dict[str, float]:
+    """The smallest error on record by set-up."""
+    runs = [*record("pde-cuda")["runs"].values(), *record("pde-seeds")["runs"].values()]
+    errors: dict[str, float] = {}
+    for one in runs:
+        errors[one["name"]] = min(one["error"], errors.get(one["name"], math.inf))
+    return errors
 
 
 def test_every_ready_problem_is_there() -> None:
