@@ -187,24 +187,29 @@ def test_seconds_are_a_budget(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ritz.json").read_text())["result"]["loss"] is None
 
 
-def test_interrupt_leaves_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = pde.Run._step
-    finished_steps = []
+INTERRUPT_ONCE = """
+from pathlib import Path
 
-    def step_or_interrupt(self: pde.Run):
-        if len(finished_steps) == 2:
-            raise KeyboardInterrupt
-        finished_steps.append(1)
-        return step(self)
+def interrupt(run, info):
+    marker = Path(__file__).with_name("interrupted")
+    if len(run.history) == 2 and not marker.exists():
+        marker.touch()
+        raise KeyboardInterrupt
 
-    arguments = ["solve", "ritz", "--steps", "4", "--out", str(tmp_path)]
-    with monkeypatch.context() as patched:
-        patched.setattr(pde.Run, "_step", step_or_interrupt)
-        outcome = run.invoke(app, arguments)
-    assert outcome.exit_code == 130
-    assert "ritz-seed0.pt" in outcome.stdout.replace("\n", "")
-    assert run.invoke(app, arguments).exit_code == 0
-    assert json.loads((tmp_path / "ritz.json").read_text())["result"]["steps"] == 4
+options = {"points": 20, "callbacks": [interrupt]}
+"""
+
+
+def test_interrupt_leaves_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(PROBLEM + INTERRUPT_ONCE)
+    arguments = ["solve", str(file), "--steps", "4", "--out", str(tmp_path)]
+    outcome = run.invoke(app, arguments)
+    assert outcome.exit_code == 130, outcome.output
+    assert "mine-seed0.pt" in outcome.stdout.replace("\n", "")
+    outcome = run.invoke(app, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert json.loads((tmp_path / "mine.json").read_text())["result"]["steps"] == 4
 
 
 @pytest.mark.parametrize(
@@ -284,10 +289,8 @@ def test_warnings_are_lines_without_source(tmp_path: Path) -> None:
         "import warnings\nfrom pullback import pde\nproblem = pde.Poisson(dim=1)\n"
         'network = lambda seed: pde.mlp(1, 4, 1, seed=seed)\nwarnings.warn("mind the gap")\n'
     )
-    command = [sys.executable, "-m", "pullback", "solve", str(file), "--steps", "1"]
-    outcome = subprocess.run(
-        [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    outcome = run.invoke(app, ["solve", str(file), "--steps", "1", "--out", str(tmp_path)])
+    assert outcome.exit_code == 0
     assert "warning: mind the gap" in outcome.stderr
     assert "warnings.warn" not in outcome.stderr
     assert "warning_problem.py:" not in outcome.stderr

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -122,7 +122,17 @@ def inputs(m: Any, x: Tensor, batch_dim: int = 0) -> Tensor:
     if isinstance(m, TRANSPOSED):
         return x.flatten(2).mT.unflatten(2, (m.groups, -1))
     mode = "constant" if m.padding_mode == "zeros" else m.padding_mode
-    return extract_patches(m, F.pad(x, m._reversed_padding_repeated_twice, mode=mode), 0)
+    return extract_patches(m, F.pad(x, padding_of(m), mode=mode), 0)
+
+
+def padding_of(m: Any) -> list[int]:
+    """What `F.pad` adds before and after each axis, the last axis first."""
+    if m.padding == "same":
+        added = [d * (k - 1) for d, k in zip(m.dilation, m.kernel_size, strict=True)]
+        pairs = [(n // 2, n - n // 2) for n in added]
+    else:
+        pairs = [(n, n) for n in m.padding]
+    return list(chain.from_iterable(reversed(pairs)))
 
 
 def cotangents(m: Any, x: Tensor, delta: Tensor, batch_dim: int = 0) -> Tensor:
