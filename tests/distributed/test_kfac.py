@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def _train(
     return train(rank, size, model_name, counts, options, **how)
 
 
-@pytest.mark.parametrize("model_name", MODELS)
+def quick(names: Iterable[str], *slow_names: str) -> list[Any]:
+    """Parametrize with the names; those that send what others send too are slow."""
+    return [pytest.param(n, marks=pytest.mark.slow if n in slow_names else ()) for n in names]
+
+
+@pytest.mark.parametrize("model_name", quick(MODELS, "recurrence", "small"))
 def test_layers(world: World, model_name: str) -> None:
-    equal(world, model_name, NATURAL)
+    equal(world, model_name, NATURAL, steps=FEW)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -75,10 +81,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+#: whose state is carried over steps without inversions; of the others one cycle tells as much
+LONG_RUNS = {"clip", "clip between inversions", "ekfac", "eigenbasis", "spectral"}
+
+
+#: what these change is computed by each process alone
+LOCAL = ("no clip", "exact damping", "no damping", "apart", "reduce", "decay")
+
+
+@pytest.mark.parametrize("name", quick(OPTIONS, *LOCAL))
 def test_options(world: World, name: str) -> None:
-    singular = name in ("no damping", "invariant damping")  # which magnify round-off
-    equal(world, "small" if singular else "dense", OPTIONS[name], steps=4 if singular else STEPS)
+    if name in ("no damping", "invariant damping"):  # which magnify round-off
+        equal(world, "small", OPTIONS[name], steps=4)
+    else:
+        equal(world, "dense", OPTIONS[name], steps=STEPS if name in LONG_RUNS else FEW)
 
 
 def test_invariant_damping_of_recurrent_layers(world: World) -> None:
@@ -86,46 +102,54 @@ def test_invariant_damping_of_recurrent_layers(world: World) -> None:
 
     One process on samples in another order then differs as much from itself.
     """
-    equal(world, "waves", {**OPTIONS["invariant damping"], "kl_clip": 1e-5})
+    equal(world, "waves", {**OPTIONS["invariant damping"], "kl_clip": 1e-5}, steps=FEW)
 
 
-@pytest.mark.parametrize("name", ["clip", "no clip", "eigenbasis", "spectral"])
+@pytest.mark.parametrize(
+    "name", quick(["clip", "no clip", "eigenbasis", "spectral"], "no clip", "spectral")
+)
 def test_workers(world: World, name: str) -> None:
     """One process for each inverse; the others receive directions."""
-    equal(world, "convolutions", {**OPTIONS[name], "workers": 1})
+    equal(world, "convolutions", {**OPTIONS[name], "workers": 1}, steps=FEW)
 
 
-@pytest.mark.parametrize("model_name", ["convolutions", "experts", "tied"])
+@pytest.mark.parametrize(
+    "model_name", quick(["convolutions", "experts", "tied"], "convolutions", "tied")
+)
 def test_clips_between_inversions(world: World, model_name: str) -> None:
     """Processes hold shares of averages, and xᵀF̂x is the sum of what these give."""
-    equal(world, model_name, {**OPTIONS["clip between inversions"], "kl_clip": 1e-4})
+    options = {**OPTIONS["clip between inversions"], "kl_clip": 1e-4}
+    equal(world, model_name, options, steps=FEW)
 
 
 def test_empty_batches(world: World) -> None:
-    equal(world, "dense", OPTIONS["no clip"], (20, 0, 15))
-    equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15))
+    equal(world, "dense", OPTIONS["no clip"], (20, 0, 15), steps=FEW)
+    equal(world, "convolutions", OPTIONS["clip"], (0, 20, 15), steps=FEW)
 
 
 @pytest.mark.parametrize("name", ["adaptive damping", "quadratic model"])
 def test_controlled_steps_with_an_empty_batch(world: World, name: str) -> None:
-    equal(world, "dense", OPTIONS[name], (20, 0, 15))
+    equal(world, "dense", OPTIONS[name], (20, 0, 15), steps=FEW)
 
 
 def test_accumulation(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2)
+    equal(world, "dense", OPTIONS["clip"], (14, 16, 6), micro=2, steps=FEW)
 
 
 def test_clipped_gradients(world: World) -> None:
-    equal(world, "dense", OPTIONS["clip"], clip=0.1)
+    equal(world, "dense", OPTIONS["clip"], clip=0.1, steps=FEW)
 
 
 def test_plain_module(world: World) -> None:
     """With `group=` the optimizer averages the gradients itself."""
-    equal(world, "dense", OPTIONS["clip"], plain=True)
-    equal(world, "experts", OPTIONS["clip"], plain=True)
+    equal(world, "dense", OPTIONS["clip"], plain=True, steps=FEW)
+    equal(world, "experts", OPTIONS["clip"], plain=True, steps=FEW)
 
 
-@pytest.mark.parametrize("name", ["clip", "no clip", "one worker", "eigenbasis", "spectral"])
+@pytest.mark.parametrize(
+    "name",
+    quick(["clip", "no clip", "one worker", "eigenbasis", "spectral"], "no clip", "eigenbasis"),
+)
 def test_checkpoints(world: World, tmp_path: Path, name: str) -> None:
     """Saved by two processes, a run goes on with three or with one as if nothing had happened."""
     options = {**OPTIONS.get(name, OPTIONS["eigenbasis"])}
@@ -185,7 +209,11 @@ def _loop(rank: int, size: int, model_name: str) -> Result:
 
 @pytest.mark.parametrize(
     "model_name",
-    ["plain", "eigenbasis", "scaler", "compiled inside", "compiled outside", "built before"],
+    quick(
+        ["plain", "eigenbasis", "scaler", "compiled inside", "compiled outside", "built before"],
+        "eigenbasis",
+        "compiled inside",
+    ),
 )
 def test_replicas_are_equal_to_the_bit(world: World, model_name: str) -> None:
     (first, sent), *others = world.run(_loop, model_name)

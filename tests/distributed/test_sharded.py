@@ -24,7 +24,7 @@ import pullback as pb
 from pullback._core.shards import get_local_piece, is_sharded
 from tests.kfac_options import kfac_of
 
-from .test_kfac import OPTIONS
+from .test_kfac import OPTIONS, quick
 from .training import FEW, IGNORED, STEPS, batch, load, model_of, save, share, train
 from .world import GROUPS, World, place
 
@@ -109,14 +109,25 @@ def equal(
         torch.testing.assert_close(results[0][name], p, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("model_name", ["dense", "convolutions", "attention", "recurrence"])
+@pytest.mark.parametrize(
+    "model_name",
+    quick(["dense", "convolutions", "attention", "recurrence"], "convolutions", "recurrence"),
+)
 def test_layers(world: World, model_name: str) -> None:
-    equal(world, model_name, OPTIONS["clip"], steps=STEPS if model_name == "dense" else FEW)
+    equal(world, model_name, OPTIONS["clip"], steps=7 if model_name == "dense" else FEW)
 
 
-@pytest.mark.parametrize("name", ["no clip", "ekfac", "eigenbasis", "spectral", "empirical"])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        ["no clip", "ekfac", "eigenbasis", "spectral", "empirical"],
+        "no clip",
+        "spectral",
+        "empirical",
+    ),
+)
 def test_options(world: World, name: str) -> None:
-    equal(world, "dense", OPTIONS[name], steps=7)
+    equal(world, "dense", OPTIONS[name], steps=FEW)
 
 
 def test_kept_whole_after_the_forward_pass(world: World) -> None:
@@ -195,7 +206,10 @@ def _tensors(nested: Any) -> Iterator[Tensor]:
         yield from _tensors(value)
 
 
-@pytest.mark.parametrize("name", ["clip", "eigenbasis", "ekfac", "invariant damping"])
+@pytest.mark.parametrize(
+    "name",
+    quick(["clip", "eigenbasis", "ekfac", "invariant damping"], "eigenbasis", "invariant damping"),
+)
 def test_factors_are_held_by_their_owners(world: World, name: str) -> None:
     """All processes together hold and save what one process does; masses are held by all."""
     single, _, gram, saved = held(0, 1, name)
@@ -247,7 +261,7 @@ def resume_run(rank: int, size: int, name: str, variant: str) -> Any:
 
 WAYS = [
     ("clip", "pieces"),
-    ("ekfac", "given out"),
+    pytest.param("ekfac", "given out", marks=pytest.mark.slow),
     ("eigenbasis", "whole"),
     pytest.param("invariant damping", "pieces", marks=pytest.mark.slow),
 ]

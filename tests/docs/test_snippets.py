@@ -11,13 +11,24 @@ FILES = [p for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if 
 FILES.append(ROOT / "tests/docs/errata.md")
 
 
-#: notebooks that train or solve for half a minute
+#: notebooks that train or solve for seconds
 SLOW = {
     ROOT / f"docs/notebooks/{name}.md"
-    for name in ("fit-a-curve", "how-sure", "quantum-spin-chain", "which-samples", "your-own-pde")
+    for name in (
+        "fit-a-curve",
+        "how-sure",
+        "kfac-in-your-loop",
+        "natural-gradient-in-pictures",
+        "quantum-spin-chain",
+        "which-samples",
+        "your-own-pde",
+    )
 }
-#: pages whose programs are those of tests/integrations, tests/geometry and tests/pde
-SLOW |= {ROOT / f"docs/{name}.md" for name in ("audit", "flatness", "loops", "pdes")}
+#: pages whose programs are those of tests/geometry, integrations, laws, pde and vmc
+SLOW |= {
+    ROOT / f"docs/{name}.md"
+    for name in ("audit", "flatness", "geometry", "loops", "natural-gradient", "pdes", "vmc")
+}
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,7 @@ def test_apart() -> None:
 # --- whole runs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rescaled_quick_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     methods = [m for m in CONTENDERS if m.name in ("SGD", "SliceSGD")]
     monkeypatch.setattr(rescaled, "METHODS", tuple(methods))

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -62,12 +62,14 @@ def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in recorded)
 
 
-def test_the_package_runs() -> None:
-    command = [sys.executable, "-m", "pullback", "run", "nothing"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert outcome.returncode == 1
-    assert "There is no experiment 'nothing'" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+def test_the_package_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pullback", "run", "nothing"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("pullback", run_name="__main__")
+    assert ended.value.code == 1
+    assert "There is no experiment 'nothing'" in capsys.readouterr().err
 
 
 def test_run_repeats_an_experiment(small: list[Small], tmp_path: Path) -> None:

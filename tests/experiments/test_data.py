@@ -140,6 +140,7 @@ def test_generated_data_can_be_learned() -> None:
     assert torch.equal(actual.x, data.generate_pictures(shape=(5,), classes=3, samples=90).x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (HELD / "cifar10_test.npz").exists(), reason="PULLBACK_DATA has no CIFAR")
 def test_the_real_cifar() -> None:
     actual = data.cifar10(sheets=20)

@@ -249,6 +249,7 @@ def test_a_flow_that_cannot_arrive_says_so() -> None:
         actual.run(5.0)
 
 
+@pytest.mark.slow
 def test_a_flow_that_ends_early_does_not_lose_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ SLOW = {
     "bai-2024-sobolev-cifar10",
     "bai-2024-sobolev-cifar100",
     "bai-2024-slices-figure2",
+    "kfac-convnet",
     "kfac-vgg",
     "kerekes-2022-figure6",
     "race-text-large",

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -161,6 +162,7 @@ def test_entries_are_few_and_reach_the_end() -> None:
     assert len(entries(2000)) <= 42
 
 
+@pytest.mark.slow
 def test_the_quick_version_judges_what_it_can_tell(tmp_path: Path) -> None:
     for experiment in EXPERIMENTS.values():
         assert experiment.short

@@ -99,11 +99,11 @@ def test_blow_up_ends_with_a_reason() -> None:
         t=(0, 2),
         start=tensor(1),
         kind="euclidean",
-        rtol=1e-6,
+        rtol=1e-4,
     )
     assert trajectory.status == "event"
     assert "blow-up" in trajectory.reason
-    assert abs(trajectory.end - 1) < 1e-5
+    assert abs(trajectory.end - 1) < 1e-3
     assert bool(torch.isfinite(trajectory.points).all())
 
 
@@ -175,7 +175,7 @@ def test_the_natural_flow_through_a_loss_of_rank_ends_finite() -> None:
         lambda z: 0.5 * ((z + 1) ** 2).sum(),
         t=(0, 5),
         start=tensor(1),
-        max_evaluations=150,
+        max_evaluations=60,
     )
     assert bool(torch.isfinite(trajectory.points).all())
     assert trajectory.status in ("failed", "budget", "finished")
@@ -188,14 +188,14 @@ def test_a_closure_whose_gradient_loses_its_digits_stops_and_says_so() -> None:
     s0 = Y * tensor(2, 10, 14)
     with torch.no_grad():
         model.weight.copy_((torch.linalg.pinv(x) @ s0)[None])  # pyright: ignore
-    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-6, atol=1e-7)
+    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 60), rtol=1e-4, atol=1e-5)
     assert trajectory.status == "failed"
     assert "Supervised" in trajectory.reason
     assert 3 < trajectory.end < 5
     c = torch.log1p(torch.exp(Y * s0))
     for t in (2.0, 3.0):  # at 17 more than half of the digits are left of p − y
         truth = Y * (t + c + torch.log(-torch.expm1(-(t + c))))
-        assert float((trajectory.values(t)[:, 0] - truth).abs().max()) < 1e-5
+        assert float((trajectory.values(t)[:, 0] - truth).abs().max()) < 1e-3
 
 
 def test_digits_are_lost_where_the_answer_is_right_alone() -> None:
@@ -226,7 +226,7 @@ def test_the_model_is_left_alone() -> None:
         loss.backward()
         return loss
 
-    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1))
+    trajectory = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1), rtol=1e-4, atol=1e-6)
     trajectory.values(0.5)
     trajectory.loss(0.5)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
@@ -261,7 +261,7 @@ def test_a_failing_closure_leaves_the_model_alone_too() -> None:
 
 def test_kept_times() -> None:
     model, _, closure = problem()
-    rough = {"rtol": 1e-5, "atol": 1e-7}
+    rough = {"rtol": 1e-4, "atol": 1e-6}
     dense = flow.integrate(model, closure, Fisher(Bernoulli()), (0, 1.2), **rough)
     path = flow.integrate(
         model, closure, Fisher(Bernoulli()), (0, 1.2), at=[0.0, 0.5, 1.0], **rough

@@ -17,6 +17,9 @@ from pullback.metrics import Euclidean, Fisher
 DTYPE = torch.float64
 Y = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0], dtype=DTYPE)
 
+#: enough to tell formulas apart; `test_known_margins` asks for the default's digits
+ROUGH = {"rtol": 1e-6, "atol": 1e-8}
+
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -54,21 +57,22 @@ def test_logistic_margins() -> None:
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
     trajectory = flow.integrate(
-        model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1), reduction="sum"
+        model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1), reduction="sum", **ROUGH
     )
     assert trajectory.status == "finished"
     for t in (0.0, 0.3, 1.0):
-        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-8
-        assert abs(float(trajectory.loss(t) - F.softplus(-Y * margins(s0, Y, t)).sum())) < 1e-8
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, t)).abs().max()) < 1e-5
+        assert abs(float(trajectory.loss(t) - F.softplus(-Y * margins(s0, Y, t)).sum())) < 1e-5
 
 
 def test_a_summed_loss_with_a_mean_metric_is_n_times_faster() -> None:
     model = linear()
     x = draw(5, 8)
     s0 = model(x)[:, 0].detach()
-    trajectory = flow.integrate(model, logistic(model, x, Y, "sum"), Fisher(Bernoulli()), (0, 1))
+    loss = logistic(model, x, Y, "sum")
+    trajectory = flow.integrate(model, loss, Fisher(Bernoulli()), (0, 1), **ROUGH)
     for t in (0.2, 1.0):
-        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, 5 * t)).abs().max()) < 1e-8
+        assert float((trajectory.values(t)[:, 0] - margins(s0, Y, 5 * t)).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -133,10 +137,9 @@ def test_softmax_logits() -> None:
     model = nn.Linear(8, 3).double()
     z0 = model(x).detach()
     data = flow.Supervised(x, y, Categorical())
-    trajectory = flow.integrate(model, data, t=(0, 1), at=[0.3, 1.0])
-    closure = flow.integrate(
-        model, lambda: F.cross_entropy(model(x), y), Fisher(Categorical()), (0, 0.3), at=[0.3]
-    )
+    trajectory = flow.integrate(model, data, t=(0, 1), at=[0.3, 1.0], **ROUGH)
+    loss = lambda: F.cross_entropy(model(x), y)  # noqa: E731
+    closure = flow.integrate(model, loss, Fisher(Categorical()), (0, 0.3), at=[0.3], **ROUGH)
     gap = z0.gather(1, y[:, None]) - z0
     c = torch.exp(-gap).sum(1, keepdim=True) - 1
     for t in (0.3, 1.0):
@@ -144,7 +147,7 @@ def test_softmax_logits() -> None:
         truth = torch.where(gap == 0, 0.0, gap + u)
         for one in (trajectory, closure) if t < 1 else (trajectory,):
             z = one.values(t)
-            assert float((z.gather(1, y[:, None]) - z - truth).abs().max()) < 1e-8
+            assert float((z.gather(1, y[:, None]) - z - truth).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("classes", [2, 3])
@@ -204,19 +207,19 @@ def test_least_squares_decays_at_one_rate_naturally_and_by_the_kernel_euclideanl
     def residuals(params: dict[str, Tensor]) -> Tensor:
         return x @ params["weight"].T - y
 
-    natural = flow.integrate(model, residuals, t=(0, 1.5))
+    natural = flow.integrate(model, residuals, t=(0, 1.5), **ROUGH)
     kernel = x @ x.T / 5
-    euclidean = flow.integrate(model, residuals, t=(0, 1.5), kind="euclidean")
+    euclidean = flow.integrate(model, residuals, t=(0, 1.5), kind="euclidean", **ROUGH)
     data = flow.Supervised(x, y, Gaussian())
-    supervised = flow.integrate(model, data, t=(0, 1.5))
+    supervised = flow.integrate(model, data, t=(0, 1.5), **ROUGH)
     for t in (0.7, 1.5):
         shrunk = torch.exp(torch.tensor(-t, dtype=DTYPE)) * r0
-        assert float((natural.values(t, x) - y - shrunk).abs().max()) < 1e-8
-        assert float((supervised.values(t) - y - shrunk).abs().max()) < 1e-8
-        assert abs(float(natural.loss(t) - 0.5 * shrunk.square().mean())) < 1e-9
+        assert float((natural.values(t, x) - y - shrunk).abs().max()) < 1e-5
+        assert float((supervised.values(t) - y - shrunk).abs().max()) < 1e-5
+        assert abs(float(natural.loss(t) - 0.5 * shrunk.square().mean())) < 1e-5
         rotated = torch.linalg.matrix_exp(-t * kernel) @ r0
-        assert float((euclidean.values(t, x) - y - rotated).abs().max()) < 1e-8
-        assert float((euclidean.values(t) * 5**0.5 - rotated[:, 0]).abs().max()) < 1e-8
+        assert float((euclidean.values(t, x) - y - rotated).abs().max()) < 1e-5
+        assert float((euclidean.values(t) * 5**0.5 - rotated[:, 0]).abs().max()) < 1e-5
 
 
 def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not() -> None:
@@ -237,13 +240,13 @@ def test_natural_flow_is_invariant_under_reparametrization_and_euclidean_is_not(
     w0 = torch.sinh(v0) + v0.flip(0) ** 3
     ends = {}
     for model_name, metric, last in (("natural", g, 0.5), ("euclidean", None, 0.03)):
-        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=model_name, rtol=1e-7)
-        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=model_name, rtol=1e-7)
+        one = flow.integrate(phi, loss, metric, (0, last), start=w0, kind=model_name, rtol=1e-5)
+        two = flow.integrate(psi, loss, metric, (0, last), start=v0, kind=model_name, rtol=1e-5)
         assert one.ok
         assert two.ok
         gaps = [(one.values(s * last) - two.values(s * last)).norm() for s in (0.0, 0.6, 1.0)]
         ends[model_name] = float(max(gaps))
-    assert ends["natural"] < 1e-5
+    assert ends["natural"] < 1e-3
     assert ends["euclidean"] > 1e-2
 
 

@@ -117,6 +117,7 @@ def test_reparametrization_by_depth() -> None:
         assert float((one.flat(t) - two.flat(t).view(3, 3).prod(0)).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_matrix_completion_is_trivial_under_the_natural_flow() -> None:
     """β(t) = b + e^{−t}(β₀ − b) on observed entries and β₀ elsewhere."""
     mask = draw(3, 3, seed=3) > 0

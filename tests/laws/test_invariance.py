@@ -46,8 +46,11 @@ def move(model: nn.Module, opt: pb.NaturalGradient, loss) -> Tensor:
     return flat(model) - before
 
 
-@pytest.mark.parametrize("sizes", [(3, 8, 3), (3, 2, 3)], ids=["p > n", "p < n"])
-@pytest.mark.parametrize("other", ["kernel", "dense", "matrix_free"])
+@pytest.mark.parametrize(
+    ("other", "sizes"),
+    each_once(["kernel", "dense", "matrix_free"], [(3, 2, 3), (3, 8, 3)]),  # p < n, p > n
+    ids=str,
+)
 def test_parameter_and_sample_space_walk_the_same_way(sizes: tuple[int, ...], other: str) -> None:
     """Twenty steps of one problem in two forms stay within 1e-10 of each other."""
     x, y = data(8)

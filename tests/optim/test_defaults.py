@@ -70,7 +70,7 @@ def test_regression_with_default_arguments(make, seed: int) -> None:
         lambda m: pb.NaturalGradient(m, likelihood=nn.CrossEntropyLoss()),
         lambda m: pb.GaussNewton(m, F.cross_entropy),
         lambda m: pb.DampedGaussNewton(m, F.cross_entropy),
-        lambda m: pb.HessianFree(m, F.cross_entropy),
+        pytest.param(lambda m: pb.HessianFree(m, F.cross_entropy), marks=pytest.mark.slow),
     ],
     ids=["Euclidean", "Fisher", "GaussNewton", "DampedGaussNewton", "HessianFree"],
 )

@@ -210,9 +210,9 @@ def test_the_whitened_form_keeps_the_digits_of_an_ill_conditioned_fit() -> None:
     ("solver", "step"),
     [
         (pb.solvers.PseudoInverse(1e-5), pb.steps.GridLineSearch()),
-        (pb.solvers.PseudoInverse(), pb.steps.TargetRatio()),
+        pytest.param(pb.solvers.PseudoInverse(), pb.steps.TargetRatio(), marks=pytest.mark.slow),
         (pb.solvers.Cholesky(), pb.steps.LevenbergMarquardt()),
-        (pb.solvers.Cholesky(1e-6), pb.steps.Backtracking()),
+        pytest.param(pb.solvers.Cholesky(1e-6), pb.steps.Backtracking(), marks=pytest.mark.slow),
     ],
     ids=lambda v: type(v).__name__,
 )

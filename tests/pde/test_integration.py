@@ -81,7 +81,9 @@ def test_second_order_and_unknowns(frequency: float) -> None:
     assert difference.error < 1e-8
 
 
-def test_stiff_equations_and_sources() -> None:
+def test_stiff_equations_and_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = integration.IntegrationLimits(relative_tolerance=1e-8)  # a third of the evaluations
+    monkeypatch.setattr(integration, "LIMITS", limits)
     problem = pde.Problem(
         pde.Interval(0, 0.5, name="t"),
         [
@@ -138,7 +140,7 @@ def test_everything_else_is_left_to_the_tangents(problem: pde.Problem) -> None:
 
 
 def test_an_integration_that_blows_up_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration, "LIMITS", integration.IntegrationLimits(evaluations=2000))
+    monkeypatch.setattr(integration, "LIMITS", integration.IntegrationLimits(evaluations=300))
     problem = pde.Problem(
         pde.Interval(0, 2, name="t"),
         [pde.Equation(lambda u: u.t - u**2), pde.Dirichlet(1.0, on=at_start)],

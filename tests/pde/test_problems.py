@@ -72,7 +72,13 @@ def test_exact_solution_satisfies_every_condition(make: Callable[[], Ready]) -> 
         assert residual(problem, condition, Exact(problem)).abs().max() <= 1e-9, condition.name
 
 
-@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.slow if name == "poisson 100" else ())
+        for name, make in EXACT.items()
+    ],
+)
 def test_another_function_does_not(make: Callable[[], Ready]) -> None:
     problem = make()
     network = pde.mlp(problem.domain.dim, 8, len(problem.fields), seed=1)

@@ -293,7 +293,7 @@ class Squared(nn.Module):
         return x**2
 
 
-@pytest.mark.parametrize("problem", [heat, wave])
+@pytest.mark.parametrize("problem", [heat, pytest.param(wave, marks=pytest.mark.slow)])
 def test_error_estimates_of_slabs(problem: Any) -> None:
     """Errors of the first slab are those of the second, however well that is solved."""
     solution = pde.solve(

@@ -279,8 +279,11 @@ def problem_for(name: str) -> pde.Problem:
 @pytest.mark.parametrize(
     "schedule",
     [
-        *("plain", "both", "sketched", "unknown"),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("resample", "refine")),
+        *("both", "sketched"),
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in ("plain", "unknown", "resample", "refine")
+        ),
     ],
 )
 def test_resumed_runs_reach_the_same_bits(schedule: str, tmp_path: Path) -> None:

@@ -321,7 +321,9 @@ def test_stuck_runs_go_on_from_kicked_parameters(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_runs_settle_at_their_end(dtype: torch.dtype) -> None:
     """The last tenth of the steps is short, unless the caller says how long they are."""
 
@@ -420,7 +422,10 @@ START = LINE.face("x", "low")
     "conditions",
     [
         [pde.Equation(lambda u: u.xx + 1), pde.Dirichlet(0.0, on=START)],
-        [pde.Equation(lambda u, x: u.xx + pi**2 * torch.cos(pi * x)), pde.Neumann(0.0)],
+        pytest.param(
+            [pde.Equation(lambda u, x: u.xx + pi**2 * torch.cos(pi * x)), pde.Neumann(0.0)],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["one end", "slopes alone"],
 )
@@ -433,7 +438,7 @@ def test_a_missing_condition_is_noticed(conditions: list[Any]) -> None:
     assert "estimated error: not determined by the conditions" in str(solution.check())
 
 
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("known", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_unknowns_of_which_only_a_ratio_matters_are_noticed(known: bool) -> None:
     x = torch.linspace(0, 1, 20, dtype=torch.float64)
     if known:

@@ -12,6 +12,7 @@ import pullback as pb
 from pullback import vmc
 from pullback.vmc.hamiltonians import _number
 from pullback.vmc.statistics import gelman_rubin, summarize
+from tests.pairs import each_once
 from tests.vmc.states import amplitudes, make_network
 from tests.vmc.test_energies import make_evaluator
 
@@ -25,11 +26,12 @@ def make_chains(
     return vmc.MarkovChains(hamiltonian, sampler, samples, seed, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("network_name", ["real", "phase"])
+FLIP = vmc.TransverseFieldIsing(vmc.Chain(SITES))
+EXCHANGE = vmc.Heisenberg(vmc.Chain(SITES))
+
+
 @pytest.mark.parametrize(
-    "hamiltonian",
-    [vmc.TransverseFieldIsing(vmc.Chain(SITES)), vmc.Heisenberg(vmc.Chain(SITES))],
-    ids=["flip", "exchange"],
+    ("hamiltonian", "network_name"), each_once([FLIP, EXCHANGE], ["real", "phase"]), ids=str
 )
 def test_samples_follow_the_squared_amplitude(
     hamiltonian: vmc.Hamiltonian, network_name: str

@@ -15,6 +15,7 @@ from pullback.testing import assert_close, jacobian
 from pullback.vmc.amplitude import EvaluationOptions, LogAmplitude
 from pullback.vmc.run import Batch, Minimization, Settings
 from pullback.vmc.statistics import summarize
+from tests.pairs import each_once
 from tests.vmc.states import KINDS, amplitudes, as_complex, make_network
 from tests.vmc.test_energies import make_evaluator
 
@@ -61,8 +62,9 @@ def make_run(
     return Minimization(hamiltonian, network, settings, None, Processes())
 
 
-@pytest.mark.parametrize("gram", ["rows", "kernel", "dense", "matrix_free"])
-@pytest.mark.parametrize("network_name", KINDS)
+@pytest.mark.parametrize(
+    ("network_name", "gram"), each_once(KINDS, ["rows", "kernel", "dense", "matrix_free"])
+)
 def test_a_step_solves_the_dense_system(network_name: str, gram: str) -> None:
     """(S + λ)x = ∇⟨H⟩ from drawn samples, repeated ones included."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(6), j2=0.3)

@@ -43,6 +43,7 @@ def test_programs_run(name: str) -> None:
     assert names["problem"].known or name in REFERENCES
 
 
+@pytest.mark.slow
 def test_references() -> None:
     """Zero is off by all; the linear answer to small sources is nearly right."""
     assert reaction(lambda x: torch.zeros(len(x), 2)) == 1.0

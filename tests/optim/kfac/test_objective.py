@@ -41,7 +41,7 @@ def test_factors_of_a_laplacian_are_those_of_its_jets() -> None:
     torch.testing.assert_close(opt.gram().dense()[-6:, -6:], want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
+@pytest.mark.parametrize("fisher", [pytest.param("exact", marks=pytest.mark.slow), "mc"])
 def test_pde_solve_runs_on_kfac(fisher: str) -> None:
     solution = pb.pde.solve(
         pb.pde.Poisson(2), pb.pde.mlp(2, 8, 1, seed=0), steps=20, progress=False, points=100,
