@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def march(problem: pde.Problem, budget: float | None = None) -> pde.PDESolution:
         return slabs.solve("auto", is_whole_hopeless=True)
 
 
-def test_all_fields_are_solved() -> None:
+def test_all_fields_are_solved(tmp_path: Path) -> None:
     solution = march(oscillators())
     assert solution.verdict.name == "converged"
     assert max(solution.errors.values()) < 1e-8
@@ -90,6 +91,10 @@ def test_all_fields_are_solved() -> None:
     assert judged.estimated is not None
     assert judged.estimated < 1e-7
     assert "slabs of time were solved" in judged.text
+    solution.save(tmp_path / "solution.pt")
+    network = pde.mlp(1, 4, 3, seed=0)
+    loaded = pde.PDESolution.load(tmp_path / "solution.pt", oscillators(), network)
+    assert loaded.errors == solution.errors
 
 
 def test_the_state_is_exact_at_the_start_of_a_window() -> None:

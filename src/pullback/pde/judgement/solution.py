@@ -21,6 +21,7 @@ from ..discretization.residual import compute_derivatives, fingerprint
 from ..discretization.sites import draw_sites
 from ..discretization.trial import Trial
 from ..networks.modules import Slabs
+from ..networks.state import copy_architecture
 from ..problem.problem import Problem
 from .check import Check
 from .correction import CorrectionFailed, correct_solution, is_resolved
@@ -280,13 +281,17 @@ class PDESolution:
     def load(cls, path: str | Path, problem: Problem, network: nn.Module) -> PDESolution:
         """Return what `save` wrote, for the same problem and a network of the same architecture.
 
-        A solution in slabs of time is given one of their networks, and copies it.
+        A solution in slabs of time is given one of their networks, and copies it. Slabs of an
+        ordinary problem that `solve` cut by itself have networks of their own.
         """
         state = load_state(Path(path), _identify(problem))
         edges = state["edges"]
         if edges is not None:
-            copies = [copy.deepcopy(network) for _ in range(len(edges) - 1)]
-            network = Slabs(copies, edges)
+            slabs = []
+            for number in range(len(edges) - 1):
+                slab = copy_architecture(state["network"], number)
+                slabs.append(slab or copy.deepcopy(network))
+            network = Slabs(slabs, edges)
         load_parameters(Path(path), network, state["network"])
         history = History.from_dict(state["history"])
         verdict = PDEVerdict.from_dict(state["verdict"])

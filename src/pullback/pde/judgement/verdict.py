@@ -177,13 +177,8 @@ class PDEVerdict:
         if name is Outcome.OVERFITTED:
             losses = f"{self.training_loss:.1e} at its points and {self.fresh_loss:.1e}"
             return f"the loss is {losses} at fresh ones"
-        if name is Outcome.CONVERGED and self._is_below_noise:
-            return f"{residuals}, well below the misfit of the data, {self.noise:.1g}"
-        if name is Outcome.CONVERGED and self.estimated is None:
-            return f"{residuals}; the error is unknown{self._states}"
         if name is Outcome.CONVERGED:
-            error = f"the error is estimated as {self.estimated:.1g}{self._losses}{self._states}"
-            return f"{residuals} ({error})"
+            return f"{residuals}{self._accuracy}"
         if name is Outcome.INACCURATE:
             return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
         if self._open_quantities:
@@ -196,6 +191,15 @@ class PDEVerdict:
         if name is Outcome.STALLED:
             return f"at a loss of {self.fresh_loss:.1e} {residuals}"
         return residuals
+
+    @property
+    def _accuracy(self) -> str:
+        """What is known of the error of a run that converged."""
+        if self._is_below_noise:
+            return f", well below the misfit of the data, {self.noise:.1g}"
+        if self.estimated is None:
+            return f"; the error is unknown{self._states}"
+        return f" (the error is estimated as {self.estimated:.1g}{self._losses}{self._states})"
 
     @property
     def _losses(self) -> str:
@@ -224,18 +228,24 @@ class PDEVerdict:
 
     @property
     def _remedy(self) -> str:
+        """What to try next, or nothing."""
         if self.name is Outcome.DOUBTFUL and self._open_quantities:
             return f". {_MISSING_CONDITION}"
-        if self.name is Outcome.CONVERGED and self._is_below_noise:
-            return ""
-        if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
-            return f". {_TINY_SOLUTION}"
         if self.relative <= self.exact:
             return ""
-        if self.name is not Outcome.CONVERGED and self.concentrated:
+        if self.name is Outcome.CONVERGED:
+            return self._improvement
+        if self.name is Outcome.STALLED and self.stop.reason is StopReason.ROUNDOFF_REACHED:
+            return f". {_TINY_SOLUTION}"
+        if self.concentrated:
             return f". {_CONCENTRATED_REMEDY}"
-        if self.name is not Outcome.CONVERGED:
-            return f". {_REMEDIES[self.name]}"
+        return f". {_REMEDIES[self.name]}"
+
+    @property
+    def _improvement(self) -> str:
+        """What would lower the residuals of a run that converged, if anything does."""
+        if self._is_below_noise:
+            return ""
         change = "More steps= or budget=, or a wider"
         if self.stuck:
             change = "A wider"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .modules import mlp
+
 
 class StateLift(nn.Module):
     """u = c₀ + c₁τ + … + cₖ₋₁τᵏ⁻¹ + τᵏ N(2τ − 1), τ = (t − start)/length, for each field.
@@ -67,3 +69,22 @@ class InUnits(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.network(x) * self.units
+
+
+def copy_architecture(state: dict[str, Any], number: int) -> nn.Module | None:
+    """Return a network for the parameters of a window in a saved solution.
+
+    Args:
+        state: the state dictionary of `Slabs`.
+        number: of the slab.
+
+    Returns:
+        None if the slab has another kind of network.
+    """
+    prefix = f"networks.{number}."
+    units = state.get(f"{prefix}units")
+    if units is None:
+        return None
+    hidden = state[f"{prefix}network.network.0.weight"]
+    network = mlp(1, len(hidden), len(units), seed=0, dtype=hidden.dtype)
+    return InUnits(StateLift(network, 0.0, 1.0, []), units)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ class ScaledEquation(Interior):
         components: list[Tensor] = []
         for equation in self._equations:
             values = equation.residual(scaled)
-            components += [values] if isinstance(values, Tensor) else values
+            if isinstance(values, Tensor):
+                values = [values]
+            components += values
         pairs = zip(components, self._residual_units, strict=True)
         return [component / unit for component, unit in pairs]
 
@@ -164,15 +167,15 @@ class StateWindows(TimeWindows):
         orders = self._initial_value_problem.orders
         if previous is None:
             state = self._initial_value_problem.find_initial_state()
-            return [part.tolist() for part in state.split(orders)]
+            return [derivatives.tolist() for derivatives in state.split(orders)]
         read = read_initial_values(previous, 0)
         point = torch.tensor([[start]], dtype=torch.float64)
         with torch.no_grad():
-            derivatives = [read(point, order)[0].double().tolist() for order in range(max(orders))]
-        state_by_field = []
+            by_order = [read(point, order)[0].double().tolist() for order in range(max(orders))]
+        by_field = []
         for field, order in enumerate(orders):
-            state_by_field.append([derivatives[j][field] for j in range(order)])
-        return state_by_field
+            by_field.append([by_order[j][field] for j in range(order)])
+        return by_field
 
     def _measure_units(
         self, start: float, length: float, state: Sequence[Sequence[float]]
@@ -183,11 +186,11 @@ class StateWindows(TimeWindows):
         highest derivatives do.
         """
         orders = self._initial_value_problem.orders
-        flat_state = torch.tensor([u for part in state for u in part], dtype=torch.float64)
+        flat_state = torch.tensor(list(chain.from_iterable(state)), dtype=torch.float64)
         leading = self._initial_value_problem.linearize(start, flat_state)
         sizes = []
-        for part, highest in zip(state, leading.highest.tolist(), strict=True):
-            terms = [abs(u) * length**j for j, u in enumerate([*part, highest])]
+        for derivatives, highest in zip(state, leading.highest.tolist(), strict=True):
+            terms = [abs(u) * length**j for j, u in enumerate([*derivatives, highest])]
             sizes.append(max(terms))
         fallback = max(sizes) or 1.0
         fields = torch.tensor([size or fallback for size in sizes], dtype=torch.float64)
@@ -200,10 +203,10 @@ class StateWindows(TimeWindows):
     ) -> list[list[float]]:
         """Return the Taylor coefficients of the fields, in their units and in those of time."""
         coefficients = []
-        for part, unit in zip(state, units.tolist(), strict=True):
+        for derivatives, unit in zip(state, units.tolist(), strict=True):
             factor = 1 / unit
             of_field = []
-            for order, derivative in enumerate(part):
+            for order, derivative in enumerate(derivatives):
                 if order:
                     factor *= length / order
                 of_field.append(derivative * factor)
