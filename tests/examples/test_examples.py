@@ -36,6 +36,7 @@ def test_exact_classification() -> None:
     assert run("exact_classification", steps=20) > 0.99
 
 
+@pytest.mark.slow
 def test_pinn_from_scratch() -> None:
     assert run("pinn_from_scratch", steps=40) < 1e-3
 
@@ -133,6 +134,7 @@ def test_ising_chain() -> None:
     assert run("ising_chain", sites=8, steps=40) < 1e-3
 
 
+@pytest.mark.slow
 def test_own_hamiltonian() -> None:
     assert run("own_hamiltonian", sites=6, steps=40) < 1e-2
 

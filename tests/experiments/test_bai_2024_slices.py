@@ -107,6 +107,7 @@ def test_units_are_sliced_sgd() -> None:
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_law() -> None:
     actual = law(context(), (64, 10, 8, 10), 16)
     assert actual["one step"] < 1e-12

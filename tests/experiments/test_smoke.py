@@ -20,6 +20,7 @@ SLOW = {
     "bai-2024-slices-figure2",
     "kfac-convnet",
     "kfac-vgg",
+    "kerekes-2022-figure3",
     "kerekes-2022-figure6",
     "race-text-large",
     "yin-2024-deep",

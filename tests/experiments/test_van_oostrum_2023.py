@@ -78,6 +78,7 @@ def test_theorems_hold_but_for_damping(context: Context) -> None:
     assert 9 < distance["Moore–Penrose"][0] / distance["Moore–Penrose"][1] < 11
 
 
+@pytest.mark.slow
 def test_all_checks_are_as_recorded_and_one_printed_number_is_wrong(tmp_path: Path) -> None:
     outcome = executor.run(OURS, True, [5], tmp_path)
     assert outcome.status == 0

@@ -150,7 +150,7 @@ def test_softmax_logits() -> None:
             assert float((z.gather(1, y[:, None]) - z - truth).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("classes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_more_samples_than_parameters(classes: int) -> None:
     """No margins of their own: the log-domain velocity is the dense weighted one."""
     torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_euclidean_flow_has_none_of_this() -> None:
     assert float((one - a.T @ two).norm() / one.norm()) > 0.1
 
 
-@pytest.mark.parametrize("model_name", ["tanh", "diagonal"])
+@pytest.mark.parametrize("model_name", ["tanh", pytest.param("diagonal", marks=pytest.mark.slow)])
 def test_theorem_4_in_models_that_are_not_linear(model_name: str) -> None:
     x, y = separable(4, 7)
     torch.manual_seed(0)
@@ -106,6 +106,7 @@ def test_theorem_4_in_models_that_are_not_linear(model_name: str) -> None:
         assert float((trajectory.values(t) - x.new_tensor(truth)).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_reparametrization_by_depth() -> None:
     x, y = separable(9, 3)
     start = 0.2 * draw(3, seed=2)

@@ -86,7 +86,13 @@ def test_a_resumed_fit_has_the_same_bits(tmp_path: Path, kfac: dict[str, Any]) -
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        pytest.param(
+            {
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            },
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow
         ),

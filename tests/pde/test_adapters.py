@@ -76,6 +76,7 @@ def test_rows_are_those_of_a_dense_jacobian() -> None:
     torch.testing.assert_close(pulled, torch.einsum("rn,np->nrp", covectors, dense))
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_to_many_digits() -> None:
     net = pde.mlp(1, 10, 1, seed=0)
     losses = train_deepxde(Model(net, [1.0, 100.0]), steps=80)

@@ -27,6 +27,7 @@ def test_few_residuals_are_solved_exactly(capfd: pytest.CaptureFixture[str]) -> 
     assert "subspace" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_subspaces_converge() -> None:
     """A quarter of the parameters in every step still solves Poisson's equation."""
     network = pde.mlp(1, 13, 1, seed=0)

@@ -159,6 +159,7 @@ def test_set_ups_of_the_laboratory_are_said_to_be_there(monkeypatch: pytest.Monk
         pde.setup("kdv")
 
 
+@pytest.mark.slow
 def test_setup_solves() -> None:
     solution = pde.setup("ritz").solve(seed=1, steps=40, progress=False)
     assert solution.error < 0.1

@@ -64,6 +64,7 @@ class TestBurgers:
         values = u.quadrature(points, u.half_nodes)
         assert np.abs(values - other).max() < (1e-14 if nu > 2e-3 else 4e-14)
 
+    @pytest.mark.slow
     def test_fourier_method_gives_the_same(self):
         x = np.linspace(-1, 1, 41)
         values = evaluate(Burgers(0.05), x, 0.7)

@@ -214,6 +214,7 @@ def automatic(problem: pde.Problem, **options: Any) -> pde.PDESolution:
     return pde.solve(problem, network, progress=False, **{**default, **options})
 
 
+@pytest.mark.slow
 def test_slabs_of_one_length_where_all_is_easy() -> None:
     solution = automatic(heat(), steps=200)
     assert solution.error < 1e-2

@@ -384,6 +384,7 @@ def test_a_run_says_what_it_will_take(capsys: pytest.CaptureFixture[str]) -> Non
     assert "GiB for the Jacobian" in said
 
 
+@pytest.mark.slow
 def test_slabs_share_the_budget() -> None:
     heat = pde.Heat(1)
     with warnings.catch_warnings():

@@ -303,6 +303,7 @@ def test_a_weight_that_is_read_in_two_ways_is_not_mixed() -> None:
     assert pb.symmetry.find(model, torch.randn(7, 3)).rank().independent == 0
 
 
+@pytest.mark.slow
 def test_a_transformer_of_transposed_weights_has_as_many_as_its_twin() -> None:
     model = Block(Conv1D)
     x = torch.randn(3, 4, 6)

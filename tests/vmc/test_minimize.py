@@ -88,7 +88,7 @@ def test_a_real_network_without_the_sign_rule_is_never_converged() -> None:
     """The lowest positive state is no eigenstate; samples may collapse onto few configurations."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
     network = rbm(hamiltonian.lattice)
-    result = vmc.minimize(hamiltonian, network, steps=80, samples=300, progress=False)
+    result = vmc.minimize(hamiltonian, network, steps=40, samples=100, progress=False)
     assert result.verdict.is_alarming, result.stopped
 
 

@@ -69,6 +69,7 @@ def test_gradients_pass_through() -> None:
     )
 
 
+@pytest.mark.slow
 def test_symmetric_states_have_lower_energy_after_the_same_steps() -> None:
     """A symmetrized network goes through minimize as any other."""
     lattice = vmc.Chain(6)

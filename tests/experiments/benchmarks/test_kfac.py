@@ -10,6 +10,7 @@ from pullback_experiments.benchmarks import kfac, kfac_floor, kfac_parts, kfac_v
 from pullback_experiments.benchmarks.naive_kfac import NaiveKFAC
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     kfac.main(["--quick", "--only", "autoencoder"])

@@ -19,6 +19,7 @@ from pullback_experiments.benchmarks.slices_routes import (
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_costs_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     slices.main(["--quick", "--only", "mlp", "--rounds", "3"])
     out = capsys.readouterr().out

@@ -89,8 +89,8 @@ def test_steps_are_those_of_the_plain_model_and_run_compiled_code(compiled_by: s
 @pytest.mark.parametrize(
     ("compiled_by", "backend"),
     [
-        ("module", "aot_eager"),
-        pytest.param("wrapper", "eager", marks=pytest.mark.slow),
+        pytest.param("module", "aot_eager", marks=pytest.mark.slow),
+        ("wrapper", "eager"),
         pytest.param("in place", "eager", marks=pytest.mark.slow),
         pytest.param(WAYS[3], "aot_eager", marks=pytest.mark.slow),
     ],
