@@ -36,9 +36,10 @@ from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
 
-#: the damping where none is given, a multiple of each block's mean eigenvalue. On an MLP on MNIST
-#: 3 and 10 predicted retraining equally well (two trainings); 0.1 was behind (another training).
-#: The weight decay of training is as good where it is known.
+#: the damping where none is given, a multiple of each block's mean eigenvalue. For an MLP on MNIST
+#: that was trained with weight decay, 0.1, 1, 3 and 10 had datamodeling scores of 0.42, 0.46, 0.49
+#: and 0.51, and the weight decay itself 0.51. ResNet-9 on CIFAR-10 without decay had 0.30, 0.27 and
+#: 0.23 with 0.1, 1 and 10: there less is better.
 DEFAULT_DAMPING = Relative(3.0)
 
 
