@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError
-from ..._core.flags import DeferredFlags, are_finite
+from ..._core.flags import DeferredFlags, Guard, are_finite
 from ..._core.groups import (
     find_group,
     find_processes,
@@ -54,7 +54,6 @@ from .clip import KLClip, length_of, sum_lengths
 from .closure import evaluate, problem_of, trial_move
 from .factors.block import BlockKey, BlockKind, FactorKey, names_of
 from .factors.damping import Damping
-from .guard import Guard
 from .replicas import Replicas
 from .report import Coverage, CoverageFacts, Degenerate, KFACInfo, Notices
 from .rules import Rule, Statistics
@@ -516,12 +515,14 @@ class KFAC(Optimizer):
         was_announced = self._capture.watch.wants_compiled_calls
         was_wanted = self._capture.wants_statistics
         self._read_verdict()
-        problem = problem_of(
-            closure, objective, self._options, self._capture, self._params, self.param_groups,
-            self._replicas.processes, self._memory,
-        )  # fmt: skip
-        # the forward pass was not told that statistics are due, where the last step was rejected
         is_plain = closure is None and objective is None
+        problem = None
+        if not is_plain or self._options.is_controlled:
+            problem = problem_of(
+                closure, objective, self._options, self._capture, self._params, self.param_groups,
+                self._replicas.processes, self._memory,
+            )  # fmt: skip
+        # the forward pass was not told that statistics are due, where the last step was rejected
         self._is_late = is_plain and not was_announced and self._is_statistics_step
         if not self._options.is_controlled:
             return self._take_step(problem, closure, was_wanted)
@@ -532,7 +533,9 @@ class KFAC(Optimizer):
 
     def _take_step(self, problem: StepProblem | None, closure: Any, was_wanted: bool) -> Any:
         """Gradients → statistics → averages → states → directions → update."""
-        loss = evaluate(problem, closure)
+        loss = None
+        if problem is not None or closure is not None:
+            loss = evaluate(problem, closure)
         gradients = self._collect_gradients()
         if self._is_idle(gradients):
             self._capture.clear()

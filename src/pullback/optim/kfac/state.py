@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.flags import are_finite_in_place
+from ..._core.flags import Guard, are_finite_in_place
 from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
 from .assignment import Assignment, entries_of
 from .factors.averages import Average, ema_update
@@ -24,7 +24,6 @@ from .factors.block import (
     to_block,
 )
 from .factors.damping import refuse_reference
-from .guard import Guard
 from .replicas import Replicas, placeholder
 from .rules import Rule, StepContext
 from .schedule import Schedule
