@@ -112,7 +112,8 @@ class KFAC(Optimizer):
         statistics_every, invert_every: steps between statistics, and between refreshes of what a
             rule makes of them: inverses, roots or bases. Until the first `invert_every` steps are
             done, these are also refreshed at the first, second, fourth, ... statistics. `Natural`
-            does both at each of its first ten steps.
+            does both at each of its first ten steps, and then at gaps of a tenth of the steps done,
+            until these are as long as given here.
         step: a rule of `pullback.steps` that chooses the move along the natural rule's direction,
             by the loss at trial points or the exact quadratic model: `QuadraticModel()`,
             `LevenbergMarquardt()`, `TrustNorm(...)`, `Backtracking()`, ... `lr`, by default 1,

@@ -15,7 +15,8 @@ class Schedule:
 
     Attributes:
         statistics_every, refresh_every: steps between statistics and between refreshes.
-        warmup: first steps that all take statistics and refresh.
+        warmup: w, the first steps that all take statistics and refresh. After them gaps grow as
+            steps/w until they are those above.
         numbers: steps done, statistics taken, λ, and whether a rejected step asks for a refresh.
             The dict itself is published for checkpoints.
     """
@@ -49,14 +50,26 @@ class Schedule:
 
     @property
     def is_statistics_step(self) -> bool:
-        """Whether the step that comes takes statistics."""
-        return self.step < self.warmup or self.step % self.statistics_every == 0
+        """Whether the step that comes takes statistics.
+
+        After a warm-up of w steps the gap between statistics grows as steps/w until it is
+        `statistics_every`: factors change fastest at the start of training.
+        """
+        if self.step < self.warmup or self.step % self.statistics_every == 0:
+            return True
+        has_short_gap = self.step < self.warmup * self.statistics_every
+        return has_short_gap and self.step % (self.step // self.warmup) == 0
 
     def is_refresh_step(self, count: int) -> bool:
         """Return whether states are refreshed with `count` statistics taken up.
 
-        Until the first `refresh_every` steps are done, also at the first, second, fourth, ...
+        With a warm-up of w steps the gap between refreshes grows as that between statistics does,
+        until it is `refresh_every`. Otherwise, until the first `refresh_every` steps are done, also
+        at the first, second, fourth, ...
         """
-        if self.step < self.warmup or self.step % self.refresh_every == 0:
+        if self.step % self.refresh_every == 0:
             return True
+        if self.step < self.warmup * self.refresh_every:
+            gap = max(1, self.step // (self.warmup * self.statistics_every))
+            return (self.step // self.statistics_every) % gap == 0
         return self.step < self.refresh_every and count & (count - 1) == 0

@@ -271,7 +271,7 @@ class Rule(ABC):
         rate: the share of the learning rate that it takes.
         estimation: how its statistics are estimated.
         others: the rule for parameters that it does not take, by default `AdamW()`.
-        warmup: first steps that all take statistics and refresh.
+        warmup: first steps that all take statistics and refresh; then gaps grow (`Schedule`).
         kl_clip: δ in η²·mᵀF̂m ≤ δ for the step ηm, None, or "auto" for 1e-3 unless a closure
             controls the step.
         damping: what is added to averages before they are inverted, if anything is; λ is part of

@@ -146,8 +146,10 @@ class Natural(Rule):
         ekfac: correct the eigenvalues by second moments of the gradient in the eigenbases; those of
             linear and convolution layers used once. λ is added to them.
         joint: whether weight and bias of a layer share a block.
-        warmup: first steps that all take statistics and invert. Inverses of the first step alone
-            would be wrong by the tenth: the curvature changes fastest at the start.
+        warmup: w, the first steps that all take statistics and invert. After them the gaps between
+            statistics and between inversions grow as steps/w, until they are those of the schedule.
+            Inverses of the first step alone would be wrong by the tenth, and those of the tenth by
+            the thirtieth: the curvature changes fastest at the start.
         estimation: how factors are estimated.
     """
 
