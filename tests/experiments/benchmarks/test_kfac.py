@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from pullback_experiments.benchmarks import kfac, kfac_floor, kfac_parts, kfac_versions
+from pullback_experiments.benchmarks import (
+    eigenbasis_cost,
+    kfac,
+    kfac_floor,
+    kfac_parts,
+    kfac_versions,
+)
 from pullback_experiments.benchmarks.naive_kfac import NaiveKFAC
 
 
@@ -28,6 +34,14 @@ def test_parts_are_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--quick", "--repeats", "1", "--only", "autoencoder"]
     kfac_parts.main(options)
     assert "without float16 inverses" in capsys.readouterr().out
+
+
+def test_rotations_are_what_a_plain_step_adds_to_sgd() -> None:
+    widths = (12, 8, 4)
+    costs = eigenbasis_cost.count_costs(widths, 32)
+    extra = costs["plain"].flops - costs["SGD"].flops
+    assert extra == pytest.approx(eigenbasis_cost.count_rotations(widths))
+    assert costs["refresh"].flops > costs["plain"].flops
 
 
 def test_schedules_are_weighted_means_of_the_kinds_of_steps() -> None:

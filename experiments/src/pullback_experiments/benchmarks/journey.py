@@ -71,9 +71,9 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def follow_kfac(statistics_every: int) -> Journey:
-    """Count the 16th step of K-FAC, forward and backward pass included.
+    """Count the 22nd step of K-FAC, forward and backward pass included.
 
-    The natural rule takes statistics in each of the first steps, whatever its schedule.
+    The natural rule takes statistics in each of the first twenty steps, whatever its schedule.
     """
     model = network()
     x, y = batch()
@@ -85,7 +85,7 @@ def follow_kfac(statistics_every: int) -> Journey:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    for _ in range(15):
+    for _ in range(21):
         step()
     return Journey().follow(step)
 
