@@ -29,7 +29,8 @@ from .._core.graph import disable_fused_attention
 from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
 from .base import Linearization, Map, Pulled
-from .record import ForwardRecord, ModelLayers, find_row_layer
+from .layers import find_layer
+from .record import ForwardRecord, ModelLayers
 from .shared_embedding import are_added_to_samples
 from .structure import LayerStructure
 
@@ -137,7 +138,7 @@ class ModuleLinearization(Linearization):
         """Return the layers of one pass and its output."""
         source = self.map
         call = source.call
-        layers = ModelLayers(source.model, find_row_layer)
+        layers = ModelLayers(source.model, find_layer)
         record = ForwardRecord(layers, self.leaves)
         record.samples = samples
         listening_key = ("listening", *shapes)

@@ -106,11 +106,6 @@ def edge_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
-def find_row_layer(module: nn.Module) -> Layer | None:
-    """Return the layer of a module that gives rows of J; those inside compounds are functions."""
-    return find_layer(module)
-
-
 def find_factor_layer(module: nn.Module) -> Layer | Compound | None:
     """Return the layer of a module that gives Kronecker factors, or the compound that it is."""
     layer = find_layer(module, Compound) or find_layer(module)
@@ -132,8 +127,8 @@ class ModelLayers:
 
     Args:
         model: whose modules they are.
-        find: the layer of a module, None for a module that is not recorded: `find_row_layer` or
-            `find_factor_layer`.
+        find: the layer of a module, None for a module that is not recorded: `find_layer` for rows
+            of J, where compound layers show the functions that they call, or `find_factor_layer`.
     """
 
     def __init__(
