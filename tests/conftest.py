@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 
 from pullback.maps.layers import REGISTRY
 
@@ -19,6 +22,15 @@ def _torch_as_it_was() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     REGISTRY.clear()
     REGISTRY.update(layers)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
+    """Look for examples in docstrings of helpers, not of tests: these have none."""
+    collectors = yield
+    if not file_path.name.startswith("test_"):
+        return collectors
+    return [c for c in collectors if not isinstance(c, DoctestModule)]
 
 
 def pytest_collection() -> None:

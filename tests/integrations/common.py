@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +24,22 @@ NATURAL: dict[str, Any] = {
     "invert_every": 4,
 }  # fmt: skip
 SPECTRAL: dict[str, Any] = {"statistics_every": 2, "invert_every": 4}
+
+
+class LazyPackage:
+    """A package that takes seconds to import: not before a test needs it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self.name), attribute)
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Skip tests unless these packages are installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{missing} are not installed")
 
 
 def vector(model: nn.Module) -> Tensor:

@@ -11,10 +11,20 @@ from torch import Tensor, nn
 
 from tests.kfac_options import kfac_of
 
-from .common import LENGTH, NATURAL, SPECTRAL, batches, gpt2, train_accelerated, vector
+from .common import (
+    LENGTH,
+    NATURAL,
+    SPECTRAL,
+    LazyPackage,
+    batches,
+    gpt2,
+    needs,
+    train_accelerated,
+    vector,
+)
 
-accelerate: Any = pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+pytestmark = needs("accelerate", "transformers")
+accelerate: Any = LazyPackage("accelerate")
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import pullback as pb
 from tests.kfac_options import kfac_of
 
-from .common import WORDS, batches, gpt2, vector
+from .common import WORDS, LazyPackage, batches, gpt2, needs, vector
 
-hf: Any = pytest.importorskip("transformers")
+pytestmark = needs("transformers")
+hf: Any = LazyPackage("transformers")
 
 SMALL: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,

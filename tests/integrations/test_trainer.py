@@ -13,10 +13,22 @@ from torch import Tensor, nn
 import pullback as pb
 from tests.kfac_options import kfac_of
 
-from .common import NATURAL, SPECTRAL, arguments, fit, gpt2, next_word_loss, sentences, vector
+from .common import (
+    NATURAL,
+    SPECTRAL,
+    LazyPackage,
+    arguments,
+    fit,
+    gpt2,
+    needs,
+    next_word_loss,
+    sentences,
+    vector,
+)
 
-hf: Any = pytest.importorskip("transformers")
-accelerate: Any = pytest.importorskip("accelerate")
+pytestmark = needs("transformers", "accelerate")
+hf: Any = LazyPackage("transformers")
+accelerate: Any = LazyPackage("accelerate")
 
 
 @pytest.fixture(autouse=True)
