@@ -1,4 +1,4 @@
-"""What K-FAC holds while it refreshes its states."""
+"""What K-FAC holds while it refreshes its states, and what it copies in a plain step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pullback.grams.kronecker.packed_matrix import get_entries
 from pullback.optim.kfac.rules import Natural
 from pullback.optim.kfac.state import KFACState
 
-from .common import kfac, net, train
+from .common import batch, kfac, net, train
 
 
 def test_statistics_are_gone_when_states_are_refreshed(monkeypatch: Any) -> None:
@@ -59,3 +61,30 @@ def test_a_refreshed_stack_is_copied_before_the_next_is_stored(monkeypatch: Any)
     model = net()
     train(kfac(model), model)
     assert alive == [0, 0]
+
+
+class CopyCounter(TorchDispatchMode):
+    """Counts copies into other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_plain_step_copies_no_direction_by_itself() -> None:
+    """Gains and shifts of all norms are joined in one tensor; on a GPU each copy is a launch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.LayerNorm(5), nn.Linear(5, 4))
+    model = model.double()
+    optimizer = kfac(model, statistics_every=10, invert_every=10)
+    train(optimizer, model, 2)
+    x, y = batch(seed=2)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with CopyCounter() as counter:
+        optimizer.step()
+    assert counter.copies == 0

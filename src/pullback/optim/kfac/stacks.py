@@ -448,14 +448,14 @@ class Stack:
             return self._split_flat(first[0], [block.key.names[0] for block in self._blocks])
         by_name: dict[str, Tensor] = {}
         if not self._key.kronecker:
-            for member, column in enumerate(first.unbind(1)):
+            # one copy: an update of strided directions would copy them one by one
+            for member, column in enumerate(first.T.contiguous()):
                 names = [block.key.names[member] for block in self._blocks]
                 by_name |= self._split_flat(column, names)
             return by_name
         weight = first
         if self._key.is_transposed:
             weight = first.mT
-        # at once: an update of strided directions would copy them one by one
         by_name |= self._unbind(weight.contiguous(), 0)
         if self._key.joint:
             by_name |= self._unbind(pieces[1], 1)
