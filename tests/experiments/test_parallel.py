@@ -75,7 +75,7 @@ def job(tmp_path: Path, until: float | None = None) -> Job:
 
 
 @pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
     """The experiment that a process finds."""
     ours = [Small()]
     monkeypatch.setattr(registry, "find", lambda name: ours[0])
@@ -83,7 +83,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
     return ours
 
 
-def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
+def test_what_a_process_does(tmp_path: Path, registered: list[Small]) -> None:
     sent = pickle.loads(pickle.dumps(parallel._work(job(tmp_path))))
     record, took = parallel.rebuild_record(sent)
     assert took > 0
@@ -98,12 +98,12 @@ def test_what_a_process_does(tmp_path: Path, found: list[Small]) -> None:
     assert one["record"]["loss"] == record["loss"]
 
 
-def test_a_process_pauses_when_the_time_is_over(tmp_path: Path, found: list[Small]) -> None:
+def test_a_process_pauses_when_the_time_is_over(tmp_path: Path, registered: list[Small]) -> None:
     def late(key: str, context: Context) -> None:
         assert context.due
         raise Paused
 
-    found[0] = Small(before=late)
+    registered[0] = Small(before=late)
     assert parallel._work(job(tmp_path, until=time.time() - 1)) is None
     assert (tmp_path / "place" / "seconds").exists()
 

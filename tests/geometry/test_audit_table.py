@@ -43,7 +43,7 @@ SLOW = set(RELU) - {"NGD, pseudo-inverse"}
 MAKES = {c.name: c for c in optimizers()}
 
 
-def found(name: str, transformation: type[nn.Module]) -> Audit:
+def audit_optimizer(name: str, transformation: type[nn.Module]) -> Audit:
     torch.manual_seed(5)
     model, teacher = (
         nn.Sequential(
@@ -71,7 +71,7 @@ def found(name: str, transformation: type[nn.Module]) -> Audit:
 )
 def test_verdicts(name: str, transformation: type[nn.Module]) -> None:
     expected = (RELU if transformation is nn.ReLU else TANH)[name]
-    table = found(name, transformation)
+    table = audit_optimizer(name, transformation)
     actual = {t: str(v) for (_, t), v in table.verdicts().items()}
     want = dict(zip(NAMES, expected, strict=True))
     if transformation is nn.Tanh:

@@ -29,11 +29,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 #: by package, what each of two processes wrote
-Found = Callable[[str], list[dict[str, Any]]]
+ResultsOf = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results_of(tmp_path_factory: pytest.TempPathFactory) -> ResultsOf:
     @cache
     def run(package: str) -> list[dict[str, Any]]:
         pytest.importorskip("lightning" if package == "lightning" else "accelerate")
@@ -79,16 +79,18 @@ LOOPS = [
 
 @pytest.mark.parametrize(("package", "loop"), LOOPS)
 @pytest.mark.filterwarnings("ignore")
-def test_two_processes_are_one(found: Found, package: str, loop: str, tmp_path: Path) -> None:
-    first, second = (results[loop] for results in found(package))
+def test_two_processes_are_one(
+    results_of: ResultsOf, package: str, loop: str, tmp_path: Path
+) -> None:
+    first, second = (results[loop] for results in results_of(package))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, _alone(package, loop, tmp_path), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("package", ["trainer", "natural_trainer"])
-def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
+def test_a_trainer_resumes_to_the_same_bits(results_of: ResultsOf, package: str) -> None:
     """The first process alone has saved, between two inversions."""
-    for results in found(package):
+    for results in results_of(package):
         assert torch.equal(results["resumed"], results["whole"])
 
 
@@ -101,7 +103,7 @@ def test_a_trainer_resumes_to_the_same_bits(found: Found, package: str) -> None:
     ],
 )
 def test_what_would_drift_is_refused(
-    found: Found, package: str, case: str, words: list[str]
+    results_of: ResultsOf, package: str, case: str, words: list[str]
 ) -> None:
-    for results in found(package):
+    for results in results_of(package):
         assert all(word in results[case] for word in words), results[case]

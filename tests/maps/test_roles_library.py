@@ -78,15 +78,15 @@ EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
 
 
 @pytest.fixture(scope="module")
-def every() -> dict[str, Any]:
+def all_models() -> dict[str, Any]:
     return models.models() | more.others()
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EXPECTED)
-def test_roles(name: str, every: dict[str, Any]) -> None:
+def test_roles(name: str, all_models: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    case = every[name]
+    case = all_models[name]
     model: nn.Module = case.make()
     inputs, _ = case.batch(torch.Generator().manual_seed(0))
     roles = {row.name: (row.role.value, row.split) for row in pb.parameter_roles(model, **inputs)}

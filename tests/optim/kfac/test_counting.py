@@ -351,24 +351,24 @@ def test_batches_may_have_other_shapes_later(
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("places", [0, 3, 5])
+@pytest.mark.parametrize("positions", [0, 3, 5])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_ignored_samples_change_nothing(pooled: bool, places: int, sharing: str) -> None:
+def test_ignored_samples_change_nothing(pooled: bool, positions: int, sharing: str) -> None:
     """Of images, or with as many places as samples, which stand second."""
-    if places:
+    if positions:
         model = Turned("second", None, pooled)
     else:
         model = images()
-    x = torch.randn(5, places or 2, 4)
+    x = torch.randn(5, positions or 2, 4)
     y = torch.tensor([0, 1, -100, 1, 2])
     x[2] *= 10
     grams = []
-    for some in (slice(None), y >= 0):
-        if pooled or not places:
-            target = y[some]
+    for selected in (slice(None), y >= 0):
+        if pooled or not positions:
+            target = y[selected]
         else:
-            target = y[some][:, None].expand(-1, places)
-        opt = o.stepped(model, x[some], y=target, kind="categorical", sharing=sharing)
+            target = y[selected][:, None].expand(-1, positions)
+        opt = o.stepped(model, x[selected], y=target, kind="categorical", sharing=sharing)
         grams.append(opt.gram().dense())
     assert_close(*grams, 1e-11, "without it")
 
@@ -379,9 +379,9 @@ def test_frames_of_films_in_one_axis(norm: Callable[[int], nn.Module], how: str)
     """A batch normalization lets others feel them, but less."""
     model = Turned(how)
     x = torch.randn(12, 3, 4)
-    there = Then(lambda h: h[..., None])
-    back = Then(lambda h: h[..., 0])
-    model.layers = nn.Sequential(there, nn.Conv1d(4, 4, 1), norm(4), back)
+    add_axis = Then(lambda h: h[..., None])
+    drop_axis = Then(lambda h: h[..., 0])
+    model.layers = nn.Sequential(add_axis, nn.Conv1d(4, 4, 1), norm(4), drop_axis)
     gram = step_through(model, x, sharing="reduce").gram().dense()
     want = x.mean(1).T @ x.mean(1)
     side = o.input_side(gram, model, "layers.1")
@@ -394,10 +394,10 @@ def test_rows_of_unknown_samples_count_each_and_coverage_says_so(options: dict[s
     x = torch.randn(7, 3, 3)
     grams = []
     expert = ["few_rows.weight", "few_rows.bias", "many_rows.weight", "many_rows.bias"]
-    for own in (options, {}):
-        opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **own)
+    for chosen in (options, {}):
+        opt = o.optimizer(model, "categorical", statistics_every=1, ema=0.0, **chosen)
         steps(opt, model, [(x, torch.arange(21) % 3)] * 3)
         said = [row.name for row in opt.coverage() if "not known" in row.reason]
-        assert said == (expert if own else [])
+        assert said == (expert if chosen else [])
         grams.append(o.part(opt.gram().dense(), model, expert))
     assert_close(*grams, 1e-12, "every place on its own")
