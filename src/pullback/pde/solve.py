@@ -60,9 +60,10 @@ def solve(
     Args:
         problem: what must hold, and where.
         network: (N, d) ↦ (N, fields); its dtype is the precision of the solve.
-        steps: at most this many. If the network does not get on in the first tenth of them,
-            networks with other initial values take as many. If none of these gets on, an initial
-            value problem is solved in slabs of time. The verdict says what was tried.
+        steps: at most this many. A network that creeps after a quarter of them is replaced by
+            others with other initial values, which takes about as many steps again at most. If
+            none of these gets on, an initial value problem is solved in slabs of time; an ordinary
+            one at once, with small networks. The verdict says what was tried.
         points: of the equations (others get a quarter), or by condition name.
         sampler: "grid", "gauss", "sobol", "lhs", "uniform"; by default a grid in up to two
             dimensions of space, and Sobol points beyond or where there is time.

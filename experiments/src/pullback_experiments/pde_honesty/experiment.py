@@ -121,7 +121,7 @@ class Honesty(Experiment):
         good = [record for record in records if record["verdict"] in _GOOD]
         silent = [record for record in good if is_silent(record)]
         count = f"{len(silent)} of {len(good)} that are called converged, of {len(records)} solves"
-        return [Check(self.claim, not silent, count)]
+        return [Check(self.claim, not silent, count, of_paper=False)]
 
     def tables(self, results: Results) -> list[Table]:
         rows = []

@@ -153,11 +153,8 @@ class UnseenSeeds(Experiment):
             "seconds": history.spent,
             "steps": len(history),
             "stopped": solution.stopped,
-            "measured": history.measured,
-            "errors": history.error,
             "validated": history.validated,
             "fresh": history.fresh_loss,
-            "loss": history.loss,
         }
 
     def line(self, record: Record) -> str:
@@ -173,7 +170,7 @@ class UnseenSeeds(Experiment):
             solved = sum(error <= target for error in errors)
             claim = f"{name}: every seed has an error of at most {target:g}"
             numbers = f"{solved} of {len(errors)}, the worst {max(errors):.1e}"
-            checks.append(Check(claim, solved == len(errors), numbers))
+            checks.append(Check(claim, solved == len(errors), numbers, of_paper=False))
             if Method.ALONE in PROBLEMS[name].methods:
                 checks.append(self._compare_seconds(name, results))
         return checks
@@ -188,7 +185,7 @@ class UnseenSeeds(Experiment):
         slowest = max(record["seconds"] for record in results.of(name, Method.STRATEGY))
         claim = f"{name}: no seed takes more than {self.most_ratio:g} times the usual seconds"
         numbers = f"the slowest {slowest:.0f} s, usually {usual:.0f} s"
-        return Check(claim, slowest <= self.most_ratio * usual, numbers)
+        return Check(claim, slowest <= self.most_ratio * usual, numbers, of_paper=False)
 
     def tables(self, results: Results) -> list[Table]:
         columns: list[tuple[str, Method]] = []

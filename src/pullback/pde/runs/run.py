@@ -159,6 +159,11 @@ class Run:
         return self._context.seconds_spent
 
     @property
+    def steps_left(self) -> int:
+        """Steps that may still be taken, whatever the budget allows."""
+        return max(0, self._settings.limits.steps - len(self.history))
+
+    @property
     def error(self) -> float:
         """The last measured error, NaN where no solution is known."""
         return self.history.error[-1] if self.history.error else math.nan
