@@ -47,14 +47,14 @@ _NUMBERS = ("ready", "born")
 Cut = Callable[[BlockKey, Tensor], Tensor]
 
 
-def _keep(key: BlockKey, t: Tensor) -> Tensor:
+def _leave_whole(key: BlockKey, t: Tensor) -> Tensor:
     return t
 
 
 # --- published ------------------------------------------------------------------------------------
 
 
-def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _keep) -> None:
+def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _leave_whole) -> None:
     """Write the state under its parameters; tensors are its own, or what `cut` makes of them."""
     has_mean = state.references is not None
     leaders = {key.names[0]: key for key in state.states.blocks}
@@ -75,16 +75,16 @@ def publish(state: KFACState, into: State, params: Tensors, cut: Cut = _keep) ->
             continue
         block = state.states.blocks[key]
         if block.rule.is_elementwise:
-            saved["state"] = _entries(block, p)
+            saved["state"] = _save_entries(block, p)
             continue
         piece = partial(cut, key)
         average = state.averages[key]
-        saved["average"] = {**_nested(average.value, piece), "mass": average.mass.view(1)}
+        saved["average"] = {**_nest_factors(average.value, piece), "mass": average.mass.view(1)}
         tensors = {n: piece(t) for n, t in block.state.tensors().items()}
         saved["state"] = {**tensors, "ready": int(block.is_ready), "born": block.born}
         if has_mean:
             count = torch.tensor([average.count], device=average.mass.device)
-            saved["mean"] = {**_nested(average.mean, piece), "count": count}
+            saved["mean"] = {**_nest_factors(average.mean, piece), "count": count}
 
 
 def _factors_of(state: KFACState, key: BlockKey | None) -> Factors:
@@ -94,7 +94,7 @@ def _factors_of(state: KFACState, key: BlockKey | None) -> Factors:
     return state.averages[key].value
 
 
-def _entries(block: Block, p: Any) -> dict[str, Any]:
+def _save_entries(block: Block, p: Any) -> dict[str, Any]:
     """Return the state of a parameter's entries, in the shape and pieces of the parameter."""
     entries: dict[str, Any] = {"ready": 1, "born": block.born}
     for name, t in block.state.tensors().items():
@@ -108,7 +108,7 @@ def _entries(block: Block, p: Any) -> dict[str, Any]:
     return entries
 
 
-def _nested(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _nest_factors(factors: Factors, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for factor, t in factors.items():
         nested.setdefault(factor.role, {})[str(factor.side)] = change(get_entries(t))
@@ -148,7 +148,7 @@ def _restore(state: KFACState, saved: Mapping[str, Mapping[str, Any]], params: T
     if not state.is_shown:
         _fill_blocks(state, saved, params)
     numbers = next(iter(saved.values()))["schedule"]
-    state.schedule.numbers.update({name: _number(numbers[name]) for name in COUNTS})
+    state.schedule.numbers.update({name: _as_number(numbers[name]) for name in COUNTS})
 
 
 def _has_table_alone(rows: Mapping[str, SavedRow], saved: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -168,7 +168,7 @@ def _fill_blocks(state: KFACState, saved: Mapping[str, Mapping[str, Any]], param
         _fill_block(state, key, saved[name], params[name])
 
 
-def _number(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -176,7 +176,7 @@ def _placeholder(t: Tensor, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
 
 
-def _factors(
+def _read_factors(
     nested: Mapping[str, Any], change: Callable[[Tensor], Tensor]
 ) -> dict[FactorKey, FactorMatrix]:
     factors: dict[FactorKey, FactorMatrix] = {}
@@ -248,7 +248,7 @@ def _fill_entries(state: KFACState, name: str, saved: Mapping[str, Any], p: Tens
         piece = get_local_piece(shard_like(moments[n].to(room.dtype), p.detach().to(room.dtype)))
         tensors[n] = piece.reshape(room.shape).contiguous()
     block.state = replace(block.state, **tensors)
-    block.born = int(_number(saved["born"]))
+    block.born = int(_as_number(saved["born"]))
 
 
 def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Tensor) -> None:
@@ -263,11 +263,11 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
     average = state.averages[key]
     take_factor = partial(take, state.replicas.keeps(key))
     mass = take(True, saved["average"]["mass"]).view(())
-    average.value = _factors(saved["average"], take_factor)
+    average.value = _read_factors(saved["average"], take_factor)
     average.mass = mass
     if state.references is not None:
-        average.mean = _factors(saved["mean"], take_factor)
-        average.count = int(_number(saved["mean"]["count"]))
+        average.mean = _read_factors(saved["mean"], take_factor)
+        average.count = int(_as_number(saved["mean"]["count"]))
     block = state.states.blocks[key]
     tensors: dict[str, Tensor] = {}
     for name, t in saved["state"].items():
@@ -276,8 +276,8 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
     block.state = replace(block.state, **tensors)
     entries = get_entries(next(iter(average.value.values())))
     block.shape = replace(block.shape, dtype=entries.dtype, device=entries.device)
-    block.is_ready = bool(_number(saved["state"]["ready"]))
-    block.born = int(_number(saved["state"]["born"]))
+    block.is_ready = bool(_as_number(saved["state"]["ready"]))
+    block.born = int(_as_number(saved["state"]["born"]))
     state.reserved.discard(key)
     if bool(mass > 0):
         state.measured_keys.add(key)

@@ -53,20 +53,24 @@ class KLClip:
         measured = names_of(curvature.measured_keys)
         shares = [share for share in shares if not measured.isdisjoint(share.names)]
         if self._is_exact:
-            self._shorten(shares, clip_factor(_exact_total(shares, curvature, params), self.limit))
+            self._shorten(
+                shares, clip_factor(_measure_exact_length(shares, curvature, params), self.limit)
+            )
             return
         if self.is_stale:
-            _recompute(shares, curvature, params, state)
+            _recompute_lengths(shares, curvature, params, state)
         if not shares:
             return
-        lengths = [_advance(share, gradients, params, state, measured) for share in shares]
+        lengths = [
+            _find_squared_lengths(share, gradients, params, state, measured) for share in shares
+        ]
         if self.is_stale:
-            _measure_shares(shares, lengths, curvature, params, state)
+            _measure_undamped_ratios(shares, lengths, curvature, params, state)
             self.is_stale = False
         factor = clip_factor(_sum_undamped(shares, lengths, params, state), self.limit)
         self._shorten(shares, factor)
         for share, squares in zip(shares, lengths, strict=True):
-            _store(share, squares * factor.square().to(squares), params, state, is_void)
+            _store_lengths(share, squares * factor.square().to(squares), params, state, is_void)
 
     def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
         """Set the factor c of each share; on a device the host does not know it.
@@ -91,12 +95,14 @@ def _sum_undamped(
     """Return η²·ρ·m'ᵀFm' over all shares, from what each parameter adds to m'ᵀFm'."""
     totals: list[Tensor] = []
     for share, squares in zip(shares, lengths, strict=True):
-        ratios = [length_of(params.by_name[n], state)[1] for n in share.names]
+        ratios = [get_length_buffer(params.by_name[n], state)[1] for n in share.names]
         totals.append(share.lr**2 * (torch.stack(ratios).to(squares) * squares).sum())
     return torch.stack([total.to(totals[0]) for total in totals]).sum()
 
 
-def _exact_total(shares: Sequence[Share], curvature: KFACState, params: ModelParameters) -> Tensor:
+def _measure_exact_length(
+    shares: Sequence[Share], curvature: KFACState, params: ModelParameters
+) -> Tensor:
     """Return η²·m'ᵀF̂m' with F̂ as it is averaged now, without damping."""
     moved: dict[str, Tensor] = {}
     for share in shares:
@@ -118,7 +124,7 @@ def sum_lengths(lengths: Tensors) -> Tensor:
     return torch.stack([t.to(first) for t in lengths.values()]).sum().clamp(min=0)
 
 
-def length_of(p: Any, state: State) -> Tensor:
+def get_length_buffer(p: Any, state: State) -> Tensor:
     """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
     buffers = state[p]
     dtype = compute_dtype(p.dtype)
@@ -129,7 +135,7 @@ def length_of(p: Any, state: State) -> Tensor:
     return buffers["length"]
 
 
-def _recompute(
+def _recompute_lengths(
     shares: Sequence[Share], curvature: KFACState, params: ModelParameters, state: State
 ) -> None:
     """Compute mᵀFm of the last moves anew, with the present F."""
@@ -140,10 +146,10 @@ def _recompute(
         return
     lengths = curvature.lengths(params.gather_whole(moves, "moves"), params.templates, damped=True)
     for name, length in lengths.items():
-        length_of(params.by_name[name], state)[0].copy_(length)
+        get_length_buffer(params.by_name[name], state)[0].copy_(length)
 
 
-def _measure_shares(
+def _measure_undamped_ratios(
     shares: Sequence[Share],
     lengths: Sequence[Tensor],
     curvature: KFACState,
@@ -162,10 +168,10 @@ def _measure_shares(
         tiny = torch.finfo(squares.dtype).tiny
         ratio = (undamped.to(squares) / squares.sum().clamp(min=tiny)).clamp(0, 1)
         for name in share.names:
-            length_of(params.by_name[name], state)[1].copy_(ratio)
+            get_length_buffer(params.by_name[name], state)[1].copy_(ratio)
 
 
-def _advance(
+def _find_squared_lengths(
     share: Share, gradients: Tensors, params: ModelParameters, state: State, measured: set[str]
 ) -> Tensor:
     """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
@@ -183,7 +189,7 @@ def _advance(
     new = params.sum_pieces(share.names, torch.stack([t.to(products[0]) for t in products]))
     if not share.momentum:
         return new
-    old = torch.stack([length_of(params.by_name[n], state)[0].to(new) for n in share.names])
+    old = torch.stack([get_length_buffer(params.by_name[n], state)[0].to(new) for n in share.names])
     return share.momentum**2 * old + new
 
 
@@ -193,13 +199,13 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype))
 
 
-def _store(
+def _store_lengths(
     share: Share, lengths: Tensor, params: ModelParameters, state: State, is_void: Tensor | None
 ) -> None:
     """Keep the lengths of moves that are taken, unless the step is void."""
     if not share.momentum:
         return
-    stored = [length_of(params.by_name[n], state)[0] for n in share.names]
+    stored = [get_length_buffer(params.by_name[n], state)[0] for n in share.names]
     if is_void is not None:
         old = torch.stack([t.to(lengths) for t in stored])
         lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)

@@ -50,7 +50,7 @@ from ..problem import StepProblem
 from . import arguments, options, report, update
 from .assignment import Assignment
 from .checkpoint import half_loaded, incomplete, publish, restore, saved_by_name
-from .clip import KLClip, length_of, sum_lengths
+from .clip import KLClip, get_length_buffer, sum_lengths
 from .closure import evaluate, problem_of, trial_move
 from .factors.block import BlockKey, BlockKind, FactorKey, names_of
 from .factors.damping import Damping
@@ -364,12 +364,12 @@ class KFAC(Optimizer):
     def _make_block_buffers(self, name: str, p: Tensor, group: Mapping[str, Any]) -> None:
         """Make the buffers of a parameter that follows the rule for blocks."""
         if group.get("momentum") and self._step_memory is None:
-            update.buffer_of(self.state, p)
+            update.get_momentum_buffer(self.state, p)
         if self._step_memory is not None:
             self.state[p][NUMBERS] = self._step_memory.numbers
             self.state[p][VECTORS] = self._step_memory.vectors_of(name, p)
         if self._clip is not None:
-            length_of(p, self.state)
+            get_length_buffer(p, self.state)
 
     @property
     def _templates(self) -> dict[str, Tensor]:
@@ -772,7 +772,7 @@ class KFAC(Optimizer):
 
     def _make_shares(self, directions: Tensors) -> list[Share]:
         """Return the parameters of these directions, by group and rule."""
-        return update.shares_of(
+        return update.make_shares(
             self.param_groups, self.state, self._params, directions, self._curvature,
             has_momentum=self._step_memory is None,
         )  # fmt: skip

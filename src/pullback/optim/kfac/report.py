@@ -271,13 +271,13 @@ def gram_of(state: KFACState, params: Tensors) -> Kronecker:
     blocks: list[GramBlock] = []
     for key in keys:
         block, averages = state.describe(key, state.averages[key])
-        positions = [_positions(offsets[n], params[n]) for n in key.names]
+        positions = [_number_entries(offsets[n], params[n]) for n in key.names]
         index.append(to_block(key, positions, block.shape.size).flatten())
         blocks.append(block.rule.gram(averages, block.state))
     return Kronecker(blocks, torch.cat(index).to(blocks[0].diagonal().device))
 
 
-def _positions(start: int, p: Tensor) -> Tensor:
+def _number_entries(start: int, p: Tensor) -> Tensor:
     return torch.arange(start, start + p.numel()).view(p.shape)
 
 
@@ -410,12 +410,12 @@ def _degenerate_sides(key: BlockKey, block: GramBlock) -> list[Degenerate]:
             factor_matrix.is_above_round_off(values).sum(-1).tolist(), side, strict=True
         ):
             if rank < len(matrix):
-                reason = _reason(name, matrix, rank)
+                reason = _explain_singular_side(name, matrix, rank)
                 singular_sides.append(Degenerate(key.names, name, rank, len(matrix), reason))
     return singular_sides
 
 
-def _reason(name: str, matrix: Tensor, rank: int) -> str:
+def _explain_singular_side(name: str, matrix: Tensor, rank: int) -> str:
     """Return why a side is singular, as far as its entries show it."""
     if matrix.ndim == 1:
         diagonal = matrix

@@ -143,8 +143,8 @@ class BlockStates:
 
     # --- refresh ----------------------------------------------------------------------------------
 
-    def affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return the blocks that one step refreshes: of first refreshes not all may be affordable.
+    def select_affordable(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks that one step refreshes: not all first refreshes may be affordable.
 
         Small blocks are first. Parameters whose block has to wait follow the rule for others.
         """
@@ -163,7 +163,7 @@ class BlockStates:
         self, averages: Averages, keys: Sequence[BlockKey], damping: float, references: Any = None
     ) -> None:
         """Refresh these blocks with λ = `damping`; where one fails, its last state stays."""
-        for portion in self._portions(keys):
+        for portion in self._divide_in_portions(keys):
             groups = self._group_by_form(averages, portion)
             batches = [[group] for group in groups]
             if self.blocks[portion[0]].rule.refreshes_together:
@@ -173,7 +173,7 @@ class BlockStates:
                     [self._stack_averages(averages, group, damping, references) for group in batch]
                 )
 
-    def _portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
+    def _divide_in_portions(self, keys: Sequence[BlockKey]) -> list[list[BlockKey]]:
         """Return blocks that are refreshed together, large ones first."""
         portions: list[list[BlockKey]] = []
         room = 0
@@ -390,7 +390,7 @@ class Stack:
                 before += [(t, t.clone()) for t in block.state.tensors().values()]
         if self._key.joint:
             weight = self._stack_weights(gradients)
-            biases = self._gradients(1, gradients)
+            biases = self._list_gradients(1, gradients)
             if len(biases) == 1:
                 bias = biases[0]
             else:
@@ -398,12 +398,12 @@ class Stack:
             bias = bias.reshape(-1, self._rows)
             pieces = list(self.rule.direction_with_bias(weight, bias, self._state, step))
         else:
-            pieces = [self.rule.direction(self._join(gradients), self._state, step)]
+            pieces = [self.rule.direction(self._join_gradients(gradients), self._state, step)]
         for tensor, copy in before:
             tensor.copy_(copy)
         return pieces
 
-    def _gradients(self, member: int, gradients: Tensors) -> list[Tensor]:
+    def _list_gradients(self, member: int, gradients: Tensors) -> list[Tensor]:
         """Return the gradients of all weights (member 0) or partners; missing ones are zero."""
         member_gradients: list[Tensor] = []
         for block in self._blocks:
@@ -414,24 +414,24 @@ class Stack:
             member_gradients.append(gradient.to(self._dtype))
         return member_gradients
 
-    def _join(self, gradients: Tensors) -> Tensor:
+    def _join_gradients(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
         if self._axis:
-            flat = [g.reshape(-1) for g in self._gradients(0, gradients)]
+            flat = [g.reshape(-1) for g in self._list_gradients(0, gradients)]
             if len(flat) == 1:
                 return flat[0][None]
             return torch.cat(flat)[None]
         if not self._key.kronecker:
             columns: list[Tensor] = []
             for member in range(len(self._key.names)):
-                flat = [g.reshape(-1) for g in self._gradients(member, gradients)]
+                flat = [g.reshape(-1) for g in self._list_gradients(member, gradients)]
                 columns.append(torch.cat(flat))
             return torch.stack(columns, 1)
         return self._stack_weights(gradients)
 
     def _stack_weights(self, gradients: Tensors) -> Tensor:
         """Return the gradients of all weights, (B, O, I)."""
-        weights = self._gradients(0, gradients)
+        weights = self._list_gradients(0, gradients)
         if len(weights) == 1:
             weight = weights[0]
         else:

@@ -214,7 +214,7 @@ class KFACState:
         self.schedule.numbers["retry"] = 0
         if not keys:
             return False
-        affordable = self.states.affordable(sorted(keys, key=lambda key: key.names))
+        affordable = self.states.select_affordable(sorted(keys, key=lambda key: key.names))
         self.replicas.refresh(
             self.states, self.averages, affordable, self.schedule.damping, self.references
         )

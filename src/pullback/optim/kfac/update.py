@@ -27,7 +27,7 @@ BUFFERS = ("momentum", "length")
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
-def buffer_of(state: State, p: Tensor) -> Tensor:
+def get_momentum_buffer(state: State, p: Tensor) -> Tensor:
     """Return the momentum of a parameter, on its device."""
     buffers = state[p]
     if "momentum" not in buffers:
@@ -53,7 +53,7 @@ class Share:
     factor: float = 1.0
 
 
-def shares_of(
+def make_shares(
     groups: Groups,
     state: State,
     params: ModelParameters,
@@ -76,14 +76,14 @@ def shares_of(
             names, tensors = params.select_from_group(group, by_name)
             if rule is not None and names:
                 selected = [by_name[n] for n in names]
-                share = _share_of(
+                share = _make_share(
                     group, rule, names, tensors, selected, state, params, has_momentum
                 )
                 shares.append(share)
     return shares
 
 
-def _share_of(
+def _make_share(
     group: Mapping[str, Any],
     rule: Rule,
     names: list[str],
@@ -104,7 +104,7 @@ def _share_of(
         momentum = float(group["momentum"])
     buffers: list[Tensor] = []
     if momentum:
-        buffers = [buffer_of(state, p) for p in tensors]
+        buffers = [get_momentum_buffer(state, p) for p in tensors]
     pieces, tensors, buffers = params.cut_pieces(names, directions, tensors, buffers)
     if rule.is_elementwise:  # whose directions are pieces already
         pieces = directions
@@ -127,7 +127,7 @@ def move(shares: Sequence[Share], is_void: Tensor | None = None) -> None:
         for i, p in enumerate(share.params):
             by_memory.setdefault((p.device, p.dtype), []).append(i)
         for indices in by_memory.values():
-            _move_alike(share, indices, decay, is_void)
+            _move_one_memory(share, indices, decay, is_void)
 
 
 def _decay(share: Share, is_void: Tensor | None) -> None:
@@ -139,7 +139,9 @@ def _decay(share: Share, is_void: Tensor | None) -> None:
     torch._foreach_mul_(share.params, factor)
 
 
-def _move_alike(share: Share, indices: list[int], decay: float, is_void: Tensor | None) -> None:
+def _move_one_memory(
+    share: Share, indices: list[int], decay: float, is_void: Tensor | None
+) -> None:
     """Move parameters of one device and dtype."""
     params = [share.params[i] for i in indices]
     directions = [share.directions[i] for i in indices]

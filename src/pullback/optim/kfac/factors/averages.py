@@ -67,7 +67,7 @@ class Average:
 
     def normalize(self) -> dict[FactorKey, Tensor]:
         """Return the average without the weight of the empty beginning, in memory of its own."""
-        return {f: _over_groups(unpack(t), self.mass) for f, t in self.value.items()}
+        return {f: _divide_by_mass(unpack(t), self.mass) for f, t in self.value.items()}
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -87,7 +87,7 @@ class Average:
         return [*map(get_entries, self.value.values()), *map(get_entries, self.mean.values())]
 
 
-def _over_groups(side: Tensor, mass: Tensor) -> Tensor:
+def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
     """Divide a side (G, ...) by a number, or by one per group."""
     if mass.ndim:
         mass = mass.view(-1, *[1] * (side.ndim - 1))
@@ -148,7 +148,7 @@ def gram_of(key: BlockKey, factors: Factors, corner: Tensor | float = 1.0) -> Pa
     pairs: list[Pair] = []
     for use in uses:
         left = unpack(factors[FactorKey(use, FactorSide.LEFT)])
-        pairs.append(Pair(left, _homogeneous(factors, use, width, corner)))
+        pairs.append(Pair(left, _append_bias_input(factors, use, width, corner)))
     return merge_pairs(pairs)
 
 
@@ -162,7 +162,7 @@ def undivided_gram(key: BlockKey, average: Average) -> tuple[Pair | Units, Tenso
     return gram_of(key, average.normalize()), torch.ones_like(average.mass)
 
 
-def _homogeneous(factors: Factors, use: str, width: int, corner: Tensor | float) -> Tensor:
+def _append_bias_input(factors: Factors, use: str, width: int, corner: Tensor | float) -> Tensor:
     """Return mean āāᵀ of ā = (a, 1), from mean aaᵀ and mean a; padded with 0 without a bias."""
     side = unpack(factors[FactorKey(use, FactorSide.RIGHT)])
     mean = factors.get(FactorKey(use, FactorSide.MEAN))

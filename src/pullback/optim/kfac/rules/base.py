@@ -186,9 +186,10 @@ class FactorAverages:
     def normalize(self) -> Pair | Units:
         """Return the averages over their mass."""
         if isinstance(self.gram, Units):
-            return Units(_over(self.gram.matrices, self.mass))
+            return Units(_divide_by_mass(self.gram.matrices, self.mass))
         return Pair(
-            _over(self.gram.output_factor, self.mass), _over(self.gram.input_factor, self.mass)
+            _divide_by_mass(self.gram.output_factor, self.mass),
+            _divide_by_mass(self.gram.input_factor, self.mass),
         )
 
     def select(self, i: int) -> FactorAverages:
@@ -196,17 +197,22 @@ class FactorAverages:
         mass = self.mass
         if mass.ndim:
             mass = mass[i : i + 1]
-        return replace(self, gram=_one(self.gram, i), mass=mass, reference=_one(self.reference, i))
+        return replace(
+            self,
+            gram=_select_block(self.gram, i),
+            mass=mass,
+            reference=_select_block(self.reference, i),
+        )
 
 
-def _over(side: Tensor, mass: Tensor) -> Tensor:
+def _divide_by_mass(side: Tensor, mass: Tensor) -> Tensor:
     """Divide a side (B, ...) by a number, or by one for each block."""
     if mass.ndim:
         mass = mass.view(-1, *[1] * (side.ndim - 1))
     return side / mass
 
 
-def _one(gram: Any, i: int) -> Any:
+def _select_block(gram: Any, i: int) -> Any:
     if isinstance(gram, Pair):
         return Pair(gram.output_factor[i : i + 1], gram.input_factor[i : i + 1])
     return gram
@@ -304,17 +310,19 @@ class Rule(ABC):
         """Refuse a class whose declarations contradict each other."""
         reads = getattr(cls, "reads", None)
         if not isinstance(reads, Statistics):
-            raise _impossible(cls, f"reads is {reads!r}", "Declare reads = Statistics.INPUTS, say")
+            raise _make_refusal(
+                cls, f"reads is {reads!r}", "Declare reads = Statistics.INPUTS, say"
+            )
         if cls.is_elementwise and reads is not Statistics.NONE:
             why = "an elementwise rule sees single entries, which have no factors"
-            raise _impossible(cls, why, "Declare reads = Statistics.NONE")
+            raise _make_refusal(cls, why, "Declare reads = Statistics.NONE")
         if reads is Statistics.NONE and not cls.is_elementwise:
             why = "without statistics it is not known which parameters are matrices"
-            raise _impossible(
+            raise _make_refusal(
                 cls, why, "Declare is_elementwise = True, or reads = Statistics.INPUTS"
             )
         if not isinstance(cls.name, str) or not cls.name:
-            raise _impossible(cls, "it has no name", "Declare name = '...'")
+            raise _make_refusal(cls, "it has no name", "Declare name = '...'")
         return super().__new__(cls)
 
     @abstractmethod
@@ -405,5 +413,5 @@ class Rule(ABC):
         return f"{type(self).__name__}({options})"
 
 
-def _impossible(cls: type, why: str, remedy: str) -> PullbackError:
+def _make_refusal(cls: type, why: str, remedy: str) -> PullbackError:
     return PullbackError(f"The rule {cls.__name__} is not usable", why, remedy)

@@ -223,7 +223,7 @@ class Natural(Rule):
                 state.spectrum = shape.zeros(*shape.size)
                 state.mass = shape.zeros(blocks)
             return state
-        filled = _fill_up(columns)
+        filled = _round_up_to_aligned(columns)
         if shape.dense_columns:
             right = shape.zeros(blocks, filled, filled)
         else:
@@ -450,7 +450,7 @@ class Natural(Rule):
         pair = averages.normalize()
         assert isinstance(pair, Pair)
         left, right = self._find_shifts(averages)
-        return Pair(_shift(pair.output_factor, left), _shift(pair.input_factor, right))
+        return Pair(_add_shift(pair.output_factor, left), _add_shift(pair.input_factor, right))
 
     def rescale(self, state: RuleState, rows: Tensor, columns: Tensor) -> None:
         """Set R⁻¹ ← L R⁻¹L and C⁻¹ ← D C⁻¹D for L = diag l, D = diag r."""
@@ -528,13 +528,13 @@ def refuse_combinations(estimation: Estimation, damping: Damping) -> None:
         )
 
 
-def _fill_up(n: int) -> int:
+def _round_up_to_aligned(n: int) -> int:
     return -(-n // _ALIGNED) * _ALIGNED
 
 
 def _pad(side: Tensor) -> Tensor:
     """Return a factor filled up with zeros to rows that are read fast."""
-    more = _fill_up(side.shape[-1]) - side.shape[-1]
+    more = _round_up_to_aligned(side.shape[-1]) - side.shape[-1]
     if more:
         return F.pad(side, (0, more) * (side.ndim - 1))
     return side
@@ -573,7 +573,7 @@ def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.bmm(left, v, out=out)
 
 
-def _shift(side: Tensor, by: Tensor) -> Tensor:
+def _add_shift(side: Tensor, by: Tensor) -> Tensor:
     """Return side + by for multiples of the identity (B,), or for sides."""
     if by.ndim == 1:
         return factor_matrix.add_identity(side, by)
