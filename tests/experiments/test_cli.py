@@ -234,7 +234,7 @@ def at_once(key: str, context: object) -> None:
 
 def test_bench_times_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SIZES", ((4, 3, 2),))
-    monkeypatch.setattr(bench, "_STEPS", 2)
+    monkeypatch.setattr(bench, "LIMITS", bench.BenchLimits(steps=2))
     table = bench.table(torch.device("cpu"), ((4, 3, 2),))
     assert table.rows[0][:2] == ["4-3-2", "23"]
     assert all(isinstance(t, float) and t > 0 for t in table.rows[0][2:])

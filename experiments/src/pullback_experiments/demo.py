@@ -73,24 +73,23 @@ def main(
     replace_unknown_characters()
     console = Console(highlight=False)
     torch.set_num_threads(1)  # such small matrices gain nothing from more
-    races = []
-    solved, missing = problems()
+    available, missing = problems()
     for words in missing:
         console.print(f"Skipped: {words}", style="yellow", markup=False)
-    for problem in solved:
-        if repeat_search:
-            search(console, problem)
-        else:
-            races.append((problem, compete(console, problem, budget(problem, quick))))
     if repeat_search:
+        for problem in available:
+            search(console, problem)
         return
+    races = [(p, compete(console, p, budget(p, quick))) for p in available]
     for problem, curves in races:
         console.print()
         console.print(table(problem, curves))
-    drawn = list(kept(out, quick, races).files[1:])
+    figures = [str(path) for path in kept(out, quick, races).files[1:]]
     for problem, curves in races:
-        drawn += [problem.picture({c.name: c.model for c in curves if c.model}, out)]
-    console.print(f"\nFigures: {', '.join(str(p) for p in drawn if p)}", soft_wrap=True)
+        picture = problem.picture({c.name: c.model for c in curves if c.model}, out)
+        if picture:
+            figures.append(str(picture))
+    console.print(f"\nFigures: {', '.join(figures)}", soft_wrap=True)
     console.print(f"Page: {report.write(out)[0]}", soft_wrap=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 
 def names() -> list[str]:
     """All that can be run."""
-    return [name for experiment_names in FOLDERS.values() for name in experiment_names]
+    return list(chain.from_iterable(FOLDERS.values()))
 
 
 def find(name: str) -> Experiment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,10 +24,21 @@ from ..framework.timing import synchronize
 
 #: layers of the networks
 SIZES: tuple[tuple[int, ...], ...] = ((64, 32, 10), (64, 256, 256, 10), (784, 1024, 1024, 10))
-_BATCH = 256
-_STEPS = 100
-_PATIENCE = 2.0  # seconds for one method on one network
 
+
+@dataclass(frozen=True)
+class BenchLimits:
+    """What one method is timed on, and for how long."""
+
+    #: samples of a batch
+    batch: int = 256
+    #: steps that are averaged, at most
+    steps: int = 100
+    #: seconds for one method on one network, so that the whole table takes half a minute
+    patience: float = 2.0
+
+
+LIMITS = BenchLimits()
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -50,20 +62,14 @@ def table(device: torch.device, sizes: tuple[tuple[int, ...], ...] = SIZES) -> T
     rows: list[list[Cell]] = []
     for layers in sizes:
         row: list[Cell] = ["-".join(map(str, layers)), f"{_count(layers):,}"]
-        rows.append(
-            [
-                *row,
-                *(
-                    1e3 * measure_step_seconds(build, layers, device)
-                    for build in methods().values()
-                ),
-            ]
-        )
+        for build in methods().values():
+            row.append(1e3 * measure_step_seconds(build, layers, device))
+        rows.append(row)
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     else:
         where = "CPU"
-    title = f"Milliseconds per step, batch {_BATCH}, float32, {where}"
+    title = f"Milliseconds per step, batch {LIMITS.batch}, float32, {where}"
     return Table(["network", "parameters", *methods()], rows, title)
 
 
@@ -72,8 +78,8 @@ def measure_step_seconds(build: Build, layers: tuple[int, ...], device: torch.de
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = network(layers).to(device)
-        x = torch.randn(_BATCH, layers[0]).to(device)
-        y = torch.randint(layers[-1], (_BATCH,)).to(device)
+        x = torch.randn(LIMITS.batch, layers[0]).to(device)
+        y = torch.randint(layers[-1], (LIMITS.batch,)).to(device)
     optimizer = build(model)
 
     def closure() -> Tensor:
@@ -87,7 +93,7 @@ def measure_step_seconds(build: Build, layers: tuple[int, ...], device: torch.de
     synchronize(device)
     start = time.perf_counter()
     steps = 0
-    while steps < _STEPS and time.perf_counter() - start < _PATIENCE:
+    while steps < LIMITS.steps and time.perf_counter() - start < LIMITS.patience:
         take()
         steps += 1
     synchronize(device)

@@ -65,9 +65,13 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
             took, word = _told(store.read(path))
         except (PullbackError, AttributeError, TypeError, ValueError, ArithmeticError):
             return "–", "unreadable"
-        return f"{took}{' (quick)' if quick and took != '–' else ''}", word
+        if quick and took != "–":
+            took = f"{took} (quick)"
+        return took, word
     soon = expected(experiment.name)
-    return "–" if soon is None else f"about {format_duration(soon)} (quick)", ""
+    if soon is None:
+        return "–", ""
+    return f"about {format_duration(soon)} (quick)", ""
 
 
 def _told(state: dict[str, Any]) -> tuple[str, str]:
@@ -78,7 +82,9 @@ def _told(state: dict[str, Any]) -> tuple[str, str]:
         word = "unfinished"
     else:
         word = verdict.get("outcome", "")
-    return format_duration(sum(took)) if took else "–", str(word)
+    if not took:
+        return "–", str(word)
+    return format_duration(sum(took)), str(word)
 
 
 #: seconds that the quick versions took on one core of another machine

@@ -22,7 +22,9 @@ import torch
 from .checkout import RESULTS
 from .timing import describe_machine
 
-__all__ = ["RESULTS", "Record", "make_parser", "use_tensor_cores", "write_results"]
+__all__ = [
+    "RESULTS", "Record", "find_default_device", "make_parser", "use_tensor_cores", "write_results",
+]  # fmt: skip
 
 
 class Record:
@@ -92,7 +94,17 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def find_default_device() -> str:
+    """Return "cuda" if there is a GPU, and otherwise "cpu"."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
+
+
 def use_tensor_cores(device: torch.device) -> None:
     """On a GPU multiply float32 matrices as TF32; on a CPU exactly."""
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    precision = "highest"
+    if device.type == "cuda":
+        precision = "high"
+    torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = True

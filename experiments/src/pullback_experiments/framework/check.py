@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import Console
 
 from .progress import ranges
-from .tabular import Table
+from .tabular import Table, count_of
 
 #: a claim, whether it holds, and the numbers
 Claim = tuple[str, bool, str]
@@ -51,9 +51,12 @@ class Check:
         return self.holds == self.recorded
 
     def __str__(self) -> str:
-        verdict = "holds" if self.holds else "does not hold"
-        surprise = "" if self.agrees else " (unlike the record)"
-        return f"{verdict}{surprise}: {self.claim} ({self.numbers})"
+        verdict = "does not hold"
+        if self.holds:
+            verdict = "holds"
+        if not self.agrees:
+            verdict += " (unlike the record)"
+        return f"{verdict}: {self.claim} ({self.numbers})"
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,14 @@ def conclude(checks: Sequence[Check]) -> Verdict | None:
         return None
     failed = [f"{check.claim} ({check.numbers})" for check in of_paper if not check.holds]
     count = len(of_paper) - len(failed)
-    noun = "claim" if len(of_paper) == 1 else "claims"
-    verb = "holds" if count == 1 else "hold"
-    sentence = f"{count} of {len(of_paper)} {noun} {verb}"
+    sentence = f"{count} of {count_of(len(of_paper), 'claim')} hold"
+    if count == 1:
+        sentence += "s"
     if not failed:
         return Verdict("reproduced", sentence)
-    outcome: Finding = "differs" if count else "not reproduced"
+    outcome: Finding = "not reproduced"
+    if count:
+        outcome = "differs"
     return Verdict(outcome, f"{sentence}; not: {'; '.join(failed)}")
 
 

@@ -12,12 +12,15 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 
 def finite(value: float) -> float:
-    """The value; a run that was lost counts as infinite."""
-    return value if math.isfinite(value) else math.inf
+    """Return the value; ∞ where it is no finite number, as for a run that was lost."""
+    if math.isfinite(value):
+        return value
+    return math.inf
 
 
 def held(x: Sequence[float], y: Sequence[float], at: float) -> float:
@@ -50,7 +53,6 @@ def quantiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 Style = Literal["solid", "dashed", "dotted"]
-_PLACES = 120  # along an axis of seconds
 #: how axes are called, where that is not their key
 _NAMES = {"step": "steps", "seconds": "seconds of training"}
 
@@ -81,6 +83,10 @@ class Series:
     color: int | None = None
     style: Style = "solid"
 
+    def has_points(self) -> bool:
+        """Return True if some line has a point."""
+        return any(len(line.x) for line in self.lines.values())
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -105,11 +111,13 @@ class Chart:
 
     def shown(self) -> list[Series]:
         """The series that have a point to show."""
-        return [s for s in self.series if s and any(len(line.x) for line in s.lines.values())]
+        return [s for s in self.series if s is not None and s.has_points()]
 
     def axes(self) -> dict[str, str]:
         """Key and name of all that some line runs along."""
-        keys = dict.fromkeys(key for s in self.shown() for key in s.lines)
+        keys: dict[str, None] = {}
+        for series in self.shown():
+            keys |= dict.fromkeys(series.lines)
         order = [*(k for k in self.x if k in keys), *(k for k in keys if k not in self.x)]
         return {key: self.x.get(key, _NAMES.get(key, key)) for key in order}
 
@@ -132,10 +140,10 @@ def over_seeds(
     if not runs:
         return None
     ys = [one[y] for one in runs]
-    lines = {
-        key: quartiles([one[key] for one in runs], ys, spaced=key == "seconds", zero=True)
-        for key in along
-    }
+    lines = {}
+    for key in along:
+        xs = [one[key] for one in runs]
+        lines[key] = quartiles(xs, ys, spaced=key == "seconds", zero=True)
     return Series(name, lines, color, style)
 
 
@@ -146,20 +154,34 @@ def quartiles(
     spaced: bool = False,
     zero: bool = False,
 ) -> Line:
-    """The median and the quartiles of runs, one x and y each; a run that ended keeps its last y.
+    """Return the median and the quartiles of runs, one x and y each.
 
-    They are taken at every x that occurs, or where `spaced` at places evenly spaced in the
-    logarithm, which suits times: no two runs share one. Places are > 0 unless `zero` is asked for.
+    A run that ended keeps its last y. They are taken at every x that occurs, or where `spaced` at
+    points evenly spaced in the logarithm, which suits times: no two runs share one. These are > 0
+    unless `zero` is asked for.
     """
+    grid = _choose_grid(xs, spaced=spaced, zero=zero)
+    low: list[float] = []
+    middle: list[float] = []
+    high: list[float] = []
+    for at in grid:
+        values = [held(x, y, at) for x, y in zip(xs, ys, strict=True)]
+        spread = quantiles(values)
+        low.append(_nan_unless_finite(spread[0]))
+        middle.append(_nan_unless_finite(spread[1]))
+        high.append(_nan_unless_finite(spread[2]))
+    return Line(grid, middle, low, high)
+
+
+def _choose_grid(xs: Sequence[Sequence[float]], *, spaced: bool, zero: bool) -> list[float]:
+    """Return the x at which runs are compared; see `quartiles`."""
     if spaced:
         grid = _space_times(xs)
     else:
-        grid = sorted({float(x) for one in xs for x in one if x > 0})
+        grid = sorted({float(x) for x in chain.from_iterable(xs) if x > 0})
     if zero and any(one[0] == 0 for one in xs if len(one)):
-        grid = [0.0, *grid]
-    spread = [quantiles([held(x, y, at) for x, y in zip(xs, ys, strict=True)]) for at in grid]
-    low, middle, high = ([_number(s[i]) for s in spread] for i in range(3))
-    return Line(grid, middle, low, high)
+        return [0.0, *grid]
+    return grid
 
 
 def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Line:
@@ -181,19 +203,24 @@ def averages(xs: Sequence[Sequence[float]], ys: Sequence[Sequence[float]]) -> Li
             squares = math.inf
         off = math.sqrt(squares / max(len(values) - 1, 1))
         at.append(sum(map(float, x)) / len(x))
-        middle.append(_number(mean))
-        low.append(_number(max(mean - off, min(values))))
-        high.append(_number(min(mean + off, max(values))))
+        middle.append(_nan_unless_finite(mean))
+        low.append(_nan_unless_finite(max(mean - off, min(values))))
+        high.append(_nan_unless_finite(min(mean + off, max(values))))
     return Line(at, middle, low, high)
 
 
-def _space_times(xs: Sequence[Sequence[float]]) -> list[float]:
-    first = min((x for one in xs for x in one[1:2]), default=1e-4)
+def _space_times(xs: Sequence[Sequence[float]], count: int = 120) -> list[float]:
+    """Return times in a geometric sequence, from the first entry after the start to the last."""
+    shortest = 1e-4  # seconds: a logarithm needs a start above zero
+    first = min((one[1] for one in xs if len(one) > 1), default=shortest)
+    first = max(first, shortest)
     last = max(one[-1] for one in xs)
-    first = max(first, 1e-4)
     ratio = max(last / first, 1.0)
-    return [first * ratio ** (i / (_PLACES - 1)) for i in range(_PLACES)]
+    return [first * ratio ** (i / (count - 1)) for i in range(count)]
 
 
-def _number(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
+def _nan_unless_finite(value: float) -> float:
+    """Return the value, or not a number, which a figure leaves out."""
+    if math.isfinite(value):
+        return value
+    return math.nan

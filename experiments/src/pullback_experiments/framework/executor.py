@@ -113,15 +113,7 @@ class RunPlan:
         with checkpoints(self.store) as folder, progress, threads(self.experiment.threads):
             progress.start(len(self.names) - len(missing))
             executor = Executor(self, folder, progress, self._estimate(missing), deadline)
-            if workers == 1:
-                executor.do_in_order(missing)
-                return
-            # items without a seed may build on one another
-            without_seed = [name for name in missing if name[1] is None]
-            with_seed = [name for name in missing if name[1] is not None]
-            has_time = executor.do_in_order(without_seed)
-            if has_time and with_seed:
-                executor.do_in_processes(with_seed, min(workers, len(with_seed)))
+            executor.do(missing, workers)
 
     def _estimate(self, missing: list[Name]) -> Estimates:
         """Return the seconds that items will take, from those that are done."""
@@ -197,17 +189,23 @@ class RunPlan:
         self, outcome: Outcome, tables: Sequence[Table], figures: Sequence[Path]
     ) -> Record:
         """Return the outcome as the results file has it."""
-        seconds = [spent for name in self.names if (spent := self._seconds(name)) is not None]
-        verdict = outcome.verdict
+        times = [self._seconds(name) for name in self.names]
+        known_times = [spent for spent in times if spent is not None]
+        seconds = None
+        if known_times:
+            seconds = round(sum(known_times), 3)
+        verdict = None
+        if outcome.verdict is not None:
+            verdict = asdict(outcome.verdict)
         return {
             "asked": self.seeds,
             "complete": list(outcome.seeds),
             "beside": list(outcome.beside),
             "items": [outcome.finished, outcome.total],
-            "seconds": round(sum(seconds), 3) if seconds else None,
+            "seconds": seconds,
             "device": self._describe_device(),
             "checks": [asdict(check) for check in outcome.checks],
-            "verdict": None if verdict is None else asdict(verdict),
+            "verdict": verdict,
             "tables": [table.as_dict() for table in tables],
             "figures": [path.name for path in figures],
         }
@@ -263,6 +261,20 @@ class Executor:
     def __post_init__(self) -> None:
         self._environment = environment(self.plan.device)
         self._started = 0
+
+    def do(self, missing: list[Name], workers: int) -> None:
+        """Do the items until the time is over: those without a seed first, and one by one.
+
+        They may build on one another. With several workers the others go to processes.
+        """
+        if workers == 1:
+            self.do_in_order(missing)
+            return
+        without_seed = [name for name in missing if name[1] is None]
+        with_seed = [name for name in missing if name[1] is not None]
+        has_time = self.do_in_order(without_seed)
+        if has_time and with_seed:
+            self.do_in_processes(with_seed, min(workers, len(with_seed)))
 
     def do_in_order(self, names: Sequence[Name]) -> bool:
         """Do one item after the other; return False if the time was over before the last."""

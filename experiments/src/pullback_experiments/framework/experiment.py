@@ -190,17 +190,21 @@ class Experiment(ABC):
 
     def stem(self, quick: bool) -> str:
         """The name of its files."""
-        return self.name + ("-quick" if quick else "")
+        if quick:
+            return f"{self.name}-quick"
+        return self.name
 
     def open_store(self, quick: bool, out: Path) -> Store:
         """The results under a folder; refused where they are another's."""
         about = {k: getattr(self, k) for k in ("name", "paper", "figure", "claim", "about")}
-        about |= {"quick": quick, "seeds": list(self.quick_seeds if quick else self.seeds)}
+        about |= {"quick": quick, "seeds": self.chosen(None, quick)}
         path = out / f"{self.stem(quick)}.json"
         return Store(path, self.config(quick), about, self.open_parts)
 
     def chosen(self, seeds: Sequence[int] | None, quick: bool) -> list[int]:
-        """The seeds of a run."""
-        if seeds is None:
-            return list(self.quick_seeds if quick else self.seeds)
-        return list(dict.fromkeys(seeds))
+        """Return the seeds of a run: those asked for, or all of the version."""
+        if seeds is not None:
+            return list(dict.fromkeys(seeds))
+        if quick:
+            return list(self.quick_seeds)
+        return list(self.seeds)

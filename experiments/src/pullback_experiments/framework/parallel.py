@@ -194,4 +194,7 @@ def describe_running(names: Sequence[Name]) -> str:
     >>> describe_running([(("a", "b"), 0), (("a", "c"), 1)])
     '2 at work: a, b, seed 0; …'
     """
-    return f"{len(names)} at work: {spoken(names[0])}{'; …' if len(names) > 1 else ''}"
+    words = f"{len(names)} at work: {spoken(names[0])}"
+    if len(names) > 1:
+        return f"{words}; …"
+    return words

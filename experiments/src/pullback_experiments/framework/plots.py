@@ -78,7 +78,9 @@ def dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
     if "arg-min" in name:
         return "dotted"
     varies = "-OGA" in name or name.startswith("Slice") or name.endswith(", invariant")
-    return "dashed" if varies else "solid"
+    if varies:
+        return "dashed"
+    return "solid"
 
 
 def colors(names: Iterable[str]) -> dict[str, str]:
@@ -93,20 +95,20 @@ PALETTE = (
 )  # fmt: skip
 INK = "#333333"
 _GRID = "#E4E4E4"
-_WIDEST = 11.0  # inches
 
 
 def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
-    """An empty figure, of no window.
+    """Return an empty figure, of no window; sizes are in inches.
 
     A wide one is made smaller, at the same number of pixels: a page shows all figures at one width,
     where its words would be small.
     """
+    widest = 11.0
     with import_extra("plots"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    scale = min(1.0, _WIDEST / width)
+    scale = min(1.0, widest / width)
     size = (scale * width, scale * height)
     figure = Figure(figsize=size, dpi=dpi / scale, layout="constrained")
     FigureCanvasAgg(figure)
@@ -119,7 +121,8 @@ def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
     """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-    axes.set(xscale="log" if logx else "linear", yscale="log" if logy else "linear")
+    scales = {True: "log", False: "linear"}
+    axes.set(xscale=scales[logx], yscale=scales[logy])
     if logx:
         axes.xaxis.set_minor_formatter(NullFormatter())
     if logy:

@@ -99,7 +99,9 @@ class Progress:
         self._show(0.0, words, left)
 
     def _show(self, share: float, words: str, left: float) -> None:
-        clock = f"{format_duration(left)} left" if left else ""
+        clock = ""
+        if left:
+            clock = f"{format_duration(left)} left"
         completed = self._finished + share
         self._bars.update(self._task, completed=completed, words=escape(words), left=clock)
 

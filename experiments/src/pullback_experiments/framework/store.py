@@ -60,18 +60,22 @@ def read(path: Path) -> dict[str, Any]:
             why += f" but {version!r}, of another version of pullback"
         raise PullbackError(f"{path} holds no results of an experiment", why, _REMEDY)
     try:
-        types = {"config": dict, "environments": list, "about": dict, "summary": dict}
-        if wrong := [
-            k for k, expected_type in types.items() if not isinstance(state[k], expected_type)
-        ]:
-            raise TypeError(f"{', '.join(wrong)} malformed")
-        if not all(isinstance(e, dict) for e in state["environments"]):
-            raise TypeError("environments malformed")
+        _verify_types(state)
         for run in state["runs"]:
             _verify(run, len(state["environments"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _make_malformed_error(path, error) from None
     return state
+
+
+def _verify_types(state: dict[str, Any]) -> None:
+    """Raise TypeError if an entry of the file is of another type than it was written with."""
+    types = {"config": dict, "environments": list, "about": dict, "summary": dict}
+    wrong = [key for key, kept_type in types.items() if not isinstance(state[key], kept_type)]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} malformed")
+    if not all(isinstance(e, dict) for e in state["environments"]):
+        raise TypeError("environments malformed")
 
 
 def _make_malformed_error(path: Path, error: Exception) -> PullbackError:
@@ -117,20 +121,8 @@ class Store:
             json.dumps(state, ensure_ascii=False, allow_nan=False).encode()
         except ValueError as error:  # a page can show it, and no file can hold it
             raise _make_malformed_error(self.path, error) from None
+        self._refuse_others(state)
         old = state["config"]
-        whose = state["about"].get("name")
-        if whose != self.about.get("name"):
-            raise PullbackError(
-                f"{self.path} holds results of another experiment",
-                f"they are of {whose!r}",
-                _REMEDY,
-            )
-        if differ := list_differences(old, self.config, self.open_parts):
-            raise PullbackError(
-                f"{self.path} holds results of another configuration",
-                f"{', '.join(differ)} differ, so the runs cannot be compared",
-                _REMEDY,
-            )
         for open_part in self.open_parts & old.keys() & self.config.keys():
             self.config[open_part] = {**old[open_part], **self.config[open_part]}
         first = not self._runs
@@ -143,6 +135,22 @@ class Store:
             if name not in self._runs:
                 self._keep(name, {**run, "environment": numbers[run["environment"]]})
         self._stamp_read = stamp
+
+    def _refuse_others(self, state: dict[str, Any]) -> None:
+        """Raise if the file is of another experiment or of another configuration."""
+        whose = state["about"].get("name")
+        if whose != self.about.get("name"):
+            raise PullbackError(
+                f"{self.path} holds results of another experiment",
+                f"they are of {whose!r}",
+                _REMEDY,
+            )
+        if differ := list_differences(state["config"], self.config, self.open_parts):
+            raise PullbackError(
+                f"{self.path} holds results of another configuration",
+                f"{', '.join(differ)} differ, so the runs cannot be compared",
+                _REMEDY,
+            )
 
     def _stamp(self) -> object:
         at = self.path.stat()
@@ -175,12 +183,13 @@ class Store:
         """What an item gave."""
         run = self._runs[name]
         file = run.get("arrays")
-        if file is None:
-            path = self.path
-        else:
-            path = self._folder / Path(file).name
+        path = self.path
+        arrays: records.Arrays = {}
         try:
-            return records.join(run["record"], {} if file is None else records.load(path))
+            if file is not None:
+                path = self._folder / Path(file).name
+                arrays = records.load(path)
+            return records.join(run["record"], arrays)
         except records.DAMAGED as error:
             why = f"it is missing or damaged ({error})"
             raise PullbackError(
@@ -235,12 +244,16 @@ def slug(name: Name) -> str:
     key, seed = name
     words = re.sub(r"[^a-z0-9]+", "-", " ".join(key).lower()).strip("-")[:60]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:6]
-    return f"{words}{'' if seed is None else f'-seed{seed}'}-{digest}"
+    if seed is None:
+        return f"{words}-{digest}"
+    return f"{words}-seed{seed}-{digest}"
 
 
 def _name(run: dict[str, Any]) -> Name:
-    seed = run["seed"]
-    return tuple(map(str, run["key"])), None if seed is None else int(seed)
+    key = tuple(map(str, run["key"]))
+    if run["seed"] is None:
+        return key, None
+    return key, int(run["seed"])
 
 
 def _verify(run: dict[str, Any], environments: int) -> None:
@@ -248,7 +261,8 @@ def _verify(run: dict[str, Any], environments: int) -> None:
     key, _ = _name(run)
     sound = key and isinstance(run["record"], dict) and run["environment"] in range(environments)
     sound = sound and isinstance(run.get("arrays", ""), str)
-    if not sound or not math.isfinite(0.0 if run["took"] is None else run["took"]):
+    seconds = run["took"]
+    if not sound or (seconds is not None and not math.isfinite(seconds)):
         raise TypeError(f"the item {key} is malformed")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -37,14 +38,14 @@ class Table:
         >>> Table(["net", "loss"], [["a", 0.00012345], ["b", None]]).lines()
         [['a', '0.000123'], ['b', '–']]
         """
-        return [[shown(cell) for cell in row] for row in self.rows]
+        return [list(map(shown, row)) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """For a terminal: where a cell would be cut off, rows stand one below the other."""
         table = self.rich()
         drawn = console.render_lines(table, options)
-        cut = "".join(segment.text for line in drawn for segment in line).count("…")
-        words = [self.title, *self.columns, *(cell for line in self.lines() for cell in line)]
+        cut = "".join(segment.text for segment in chain.from_iterable(drawn)).count("…")
+        words = [self.title, *self.columns, *chain.from_iterable(self.lines())]
         if cut == "".join(words).count("…"):
             yield table
             return
@@ -58,10 +59,14 @@ class Table:
     def rich(self) -> RichTable:
         """Columns and rules, at any width."""
         # as texts, since brackets in a string would be markup
-        table = RichTable(title=Text(self.title) if self.title else None, title_justify="left")
+        table = RichTable(title_justify="left")
+        if self.title:
+            table.title = Text(self.title)
         for column, name in enumerate(self.columns):
-            words = column < self.text
-            table.add_column(Text(name), justify="left" if words else "right", no_wrap=column == 0)
+            justify = "right"
+            if column < self.text:
+                justify = "left"
+            table.add_column(Text(name), justify=justify, no_wrap=column == 0)
         for line in self.lines():
             table.add_row(*(Text(cell) for cell in line))
         return table
@@ -74,6 +79,17 @@ class Table:
             "rows": self.lines(),
             "text": self.text,
         }
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    >>> count_of(1, "seed"), count_of(3, "seed")
+    ('1 seed', '3 seeds')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def shown(cell: Cell) -> str:

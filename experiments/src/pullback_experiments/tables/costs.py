@@ -59,30 +59,43 @@ def kfac() -> Rows:
     rows = [["× the baseline's step", "K-FAC", "GPU alone", "straightforward", "floor"]]
     measures = ("ratio", "kernels", "naive", "floor")
     for name, steps in ASKED.items():
-        where = ", H200" if name == "kfac-cuda" else ""
+        where = ""
+        if name == "kfac-cuda":
+            where = ", H200"
         for key, one in record(name)["results"].items():
             label, batch, _ = KFAC[key]
             for step in steps:
                 cells = [one.get(measure, {}).get(step) for measure in measures]
                 what = f"{label}, batch {batch}{where}, {SAID.get(step, step)}"
-                rows.append([what, *("–" if c is None else f"{c:.2f}" for c in cells)])
+                rows.append([what, *map(_format_ratio, cells)])
     return rows
+
+
+def _format_ratio(ratio: float | None) -> str:
+    """Return a ratio with two digits; a dash where it was not measured."""
+    if ratio is None:
+        return "–"
+    return f"{ratio:.2f}"
 
 
 def rules() -> Rows:
     """Time and peak memory of K-FAC's rules at their default schedules."""
     results = record("kfac-cuda")["results"]
     names = {"resnet50": "ResNet-50", "gpt2": "GPT-2 small"}
-    head = [f"{label}, {what}" for label in names.values() for what in ("time", "memory")]
-    rows = [["rule", *head]]
+    head = ["rule"]
+    for label in names.values():
+        head += [f"{label}, time", f"{label}, memory"]
+    rows = [head]
     keys = {
         "Eigenbasis": ("eigenbasis, run", "eigenbasis, memory"),
         "Spectral": ("spectral, run", "spectral, memory"),
         "Natural": ("10/100", "memory"),
     }
     for rule, steps in keys.items():
-        cells = [times(results[name]["ratio"][step]) for name in names for step in steps]
-        rows.append([f"`{rule}`", *cells])
+        row = [f"`{rule}`"]
+        for name in names:
+            row += [times(results[name]["ratio"][step]) for step in steps]
+        rows.append(row)
     return rows
 
 
@@ -109,20 +122,26 @@ def races() -> Rows:
     """Final losses beside a tuned rival's, and what it takes K-FAC to be where that one ends."""
     rows = [["task, rival", "its loss", "`KFAC`", "steps to its loss", "seconds"]]
     for name, title, task, rival in RACES:
-        summary = record(name)["summary"]
-        table_rows = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
-        runs = {row[0]: row for row in table_rows}
-        whole = (r for k, r in runs.items() if k.startswith("K-FAC") and "of the steps" not in k)
-        ours = min(whole, key=lambda r: float(r[3]))
-        claim = f"{title}: K-FAC's rules reach the final loss of {rival} in"
-        said = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
-        steps, of = re.findall(r"[\d.]+", said)[:2]
-        spent = [float(n) * float(r[6]) / 1000 for n, r in ((steps, ours), (of, runs[rival]))]
-        took = f"{seconds(spent[0])}/{seconds(spent[1])}"
-        losses = runs[rival][3], ours[3]
-        rows.append([f"{task}, {rival}", *losses, f"{float(steps):.0f}/{of}", took])
+        rows.append([f"{task}, {rival}", *_compare_with_rival(name, title, rival)])
     table = record("kfac-shakespeare")["summary"]["tables"][0]["rows"]
     losses_of = {row[0]: row[2] for row in table}
     lost = ["characters 4.8M, AdamW, natural rule, training", losses_of["AdamW"]]
     rows.append([*lost, losses_of["K-FAC"], "never", "never"])
     return rows
+
+
+def _compare_with_rival(name: str, title: str, rival: str) -> list[str]:
+    """Return the rival's loss, K-FAC's, and the steps and seconds to the rival's loss."""
+    summary = record(name)["summary"]
+    table_rows = next(t["rows"] for t in summary["tables"] if t["title"].startswith(title))
+    runs = {row[0]: row for row in table_rows}
+    # runs of part of the steps do not count
+    whole = [r for k, r in runs.items() if k.startswith("K-FAC") and "of the steps" not in k]
+    ours = min(whole, key=lambda r: float(r[3]))
+    claim = f"{title}: K-FAC's rules reach the final loss of {rival} in"
+    numbers = next(c["numbers"] for c in summary["checks"] if c["claim"].startswith(claim))
+    steps, rival_steps = re.findall(r"[\d.]+", numbers)[:2]
+    our_seconds = seconds(float(steps) * float(ours[6]) / 1000)
+    rival_seconds = seconds(float(rival_steps) * float(runs[rival][6]) / 1000)
+    step_counts = f"{float(steps):.0f}/{rival_steps}"
+    return [runs[rival][3], ours[3], step_counts, f"{our_seconds}/{rival_seconds}"]

@@ -17,7 +17,7 @@ def pde_defaults() -> Rows:
             [
                 f"`{one['name']}`",
                 small(one["error"]),
-                "–" if estimated is None else small(estimated, 0),
+                small(estimated, 0),
                 one["verdict"] or "–",
             ]
         )

@@ -8,20 +8,12 @@ from .numbers import Rows, record, small
 def pde_gallery() -> Rows:
     """Every program of the gallery."""
     head = ["", "parameters", "CPU s", "error", "estimated", "verdict"]
-    return [
-        head,
-        *(
-            [
-                f"[{r['title']}](#{name})",
-                str(r["parameters"]),
-                f"{r['cpu_seconds']:.0f}",
-                small(r["error"]),
-                "–" if r["estimated"] is None else small(r["estimated"], 0),
-                r["verdict"],
-            ]
-            for name, r in record("pde-gallery")["gallery"].items()
-        ),
-    ]
+    rows = [head]
+    for name, program in record("pde-gallery")["gallery"].items():
+        row = [f"[{program['title']}](#{name})", str(program["parameters"])]
+        row += [f"{program['cpu_seconds']:.0f}", small(program["error"])]
+        rows.append([*row, small(program["estimated"], 0), program["verdict"]])
+    return rows
 
 
 def pde_race() -> Rows:

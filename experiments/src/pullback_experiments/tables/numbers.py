@@ -32,8 +32,14 @@ def size(count: float) -> str:
 
 
 def memory(count: float) -> str:
-    unit, scale = ("TiB", 2**40) if count >= 2**40 else ("GiB", 2**30)
-    digits = 1 if count < 20 * scale else 0
+    unit = "GiB"
+    scale = 2**30
+    if count >= 2**40:
+        unit = "TiB"
+        scale = 2**40
+    digits = 0
+    if count < 20 * scale:
+        digits = 1
     return f"{count / scale:.{digits}f} {unit}"
 
 
@@ -43,7 +49,9 @@ def seconds(value: float) -> str:
     return f"{value:.0f}"
 
 
-def small(value: float, digits: int = 1) -> str:
-    """1.2e-7 rather than 1.2e-07."""
+def small(value: float | None, digits: int = 1) -> str:
+    """Return 1.2e-7 rather than 1.2e-07; a dash for None."""
+    if value is None:
+        return "–"
     mantissa, _, power = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(power)}"

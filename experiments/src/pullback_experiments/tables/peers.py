@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from .costs import EXACT
 from .numbers import Rows, memory, record, seconds, size, small, times
@@ -13,7 +14,8 @@ def exact() -> Rows:
     peers = ["naive", "NNGeometry", "curvlinops (CG)"]
     rows = [["problem", "parameters", "rows", "naive", "NNGeometry", "curvlinops"]]
     for name, one in record("exact_cpu")["results"].items():
-        cells = [times(one["ratio"][p]) if p in one["ratio"] else "fails" for p in peers]
+        ratios = {peer: times(ratio) for peer, ratio in one["ratio"].items()}
+        cells = [ratios.get(peer, "fails") for peer in peers]
         rows.append([name, f"{one['parameters']:,}", f"{one['rows']:,}", *cells])
     return rows
 
@@ -46,15 +48,17 @@ def pde() -> Rows:
     ]
     for one in sorted(runs, key=lambda run: (run["name"], run["seed"])):
         reached = one["seconds to target"]
-        target = one["target"]
-        if reached is None:
-            to = "**missed**"
+        if one["target"] is None:
+            to_target = "–"
+        elif reached is None:
+            to_target = "**missed**"
         else:
-            to = f"{seconds(reached)} s"
-        to, bar = ("–", "–") if target is None else (to, small(target))
-        took = seconds(one["seconds"]) + (", budget" if "budget of" in one["stopped"] else "")
+            to_target = f"{seconds(reached)} s"
+        took = seconds(one["seconds"])
+        if "budget of" in one["stopped"]:
+            took += ", budget"
         row = [f"`{one['name']}`", str(one["seed"]), f"{one['parameters']:,}", small(one["error"])]
-        rows.append([*row, bar, to, took])
+        rows.append([*row, small(one["target"]), to_target, took])
     return rows
 
 
@@ -108,6 +112,14 @@ NETWORKS = {
 SHOWN_SIZES = ("128",)
 
 
+def _format_cost(result: dict[str, Any], route: str) -> str:
+    """Return the seconds and megabytes of a route; a dash where it was left out."""
+    took = result["seconds"].get(route)
+    if took is None:
+        return "–"
+    return f"{took:.2g} s, {result['peak_bytes'][route] / 2**20:.0f} MB"
+
+
 def kernels() -> Rows:
     head = ["network", "N", "pullback", "torch.func", "ratio", "neural-tangents", "ratio"]
     rows = [head]
@@ -115,14 +127,10 @@ def kernels() -> Rows:
     for key, one in record("kernels-cpu")["results"].items():
         sizes = {n: result for n, result in one["sizes"].items() if n in SHOWN_SIZES}
         for size_, result in sizes.items():
-            costs = [
-                f"{took:.2g} s, {result['peak_bytes'][route] / 2**20:.0f} MB"
-                if (took := result["seconds"].get(route))
-                else "–"
-                for route in ("pullback", "torch.func contraction")
-            ]
+            costs = [_format_cost(result, r) for r in ("pullback", "torch.func contraction")]
             best = min(other.get(key, {}).get(size_, {}).values(), default=None)
-            ratio = best and best / result["seconds"]["pullback"]
-            cells = [times(result["ratio"]), f"{best:.2g} s" if best else "–", times(ratio)]
-            rows.append([NETWORKS[key], size_, *costs, *cells])
+            theirs = ["–", "–"]
+            if best is not None:
+                theirs = [f"{best:.2g} s", times(best / result["seconds"]["pullback"])]
+            rows.append([NETWORKS[key], size_, *costs, times(result["ratio"]), *theirs])
     return rows

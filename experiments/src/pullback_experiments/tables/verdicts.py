@@ -39,9 +39,11 @@ def held(one: dict[str, Any]) -> str:
     checks = one["summary"].get("checks", [])
     theirs = [c for c in checks if c["of_paper"]]
     said = f"{sum(c['holds'] for c in theirs or checks)} of {len(theirs or checks)}"
-    if checks:
-        return said if theirs else f"{said}, ours"
-    return "–"
+    if not checks:
+        return "–"
+    if theirs:
+        return said
+    return f"{said}, ours"
 
 
 def verdicts() -> Rows:
@@ -56,7 +58,7 @@ def verdicts() -> Rows:
 def own(name: str) -> Rows:
     """The first table of an experiment's own record."""
     table = record(name)["summary"]["tables"][0]
-    return [table["columns"], *([_cell(c) for c in row] for row in table["rows"])]
+    return [table["columns"], *(list(map(_cell, row)) for row in table["rows"])]
 
 
 def _cell(value: str | None) -> str:

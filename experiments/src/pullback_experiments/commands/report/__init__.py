@@ -37,7 +37,9 @@ def write(out: Path) -> tuple[Path, list[str]]:
     Where there is nothing to show the page says so, and so does the refusal.
     """
     if not out.is_dir():
-        why = "it is no folder" if out.exists() else "there is no such folder"
+        why = "there is no such folder"
+        if out.exists():
+            why = "it is no folder"
         raise PullbackError(f"There are no results under {out}", why, "Pass the --out of the runs")
     entries, left_out = collect_entries(out)
     path = files.write_text(out / "report.html", page(entries, left_out))

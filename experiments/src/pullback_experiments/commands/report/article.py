@@ -50,6 +50,8 @@ def article(
     ]
     html = f'<article id="{text(anchor)}" data-verdict="{verdict}">\n{lines(blocks)}\n</article>'
     took = summary.get("seconds")
+    if took is not None:
+        took = float(took)
     return ReportEntry(
         anchor=anchor,
         paper=str(about.get("paper") or "Other"),
@@ -58,7 +60,7 @@ def article(
         verdict=verdict,
         claims=_count_claims(summary.get("checks") or []),
         seeds=seeds.short,
-        took=None if took is None else float(took),
+        took=took,
         html=html,
     )
 
@@ -113,7 +115,9 @@ def read_verdict(summary: Mapping[str, Any]) -> str:
 
 def _heading(anchor: str, name: str, about: Mapping[str, Any], verdict: str) -> str:
     link = f'<a class="anchor" href="#{text(anchor)}">{text(name)}</a>'
-    size = ' <span class="badge none">quick</span>' if about.get("quick") else ""
+    size = ""
+    if about.get("quick"):
+        size = ' <span class="badge none">quick</span>'
     figure = f"<small>{text(about.get('figure', ''))}</small>"
     return f"<h3>{link} {figure} {badge(verdict)}{size}</h3>"
 
@@ -142,7 +146,9 @@ class SeedsInWords:
     @property
     def html(self) -> str:
         """The sentence as a paragraph."""
-        css_class = "seeds partial" if self.is_partial else "seeds"
+        css_class = "seeds"
+        if self.is_partial:
+            css_class = "seeds partial"
         return f'<p class="{css_class}">{text(self.sentence)}.</p>'
 
     @property

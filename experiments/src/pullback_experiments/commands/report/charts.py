@@ -18,9 +18,6 @@ from ...framework.plots import COMMON, known, places
 from ...framework.store import Available
 from .markup import text
 
-_MOST = 320  # points of a line
-_DIGITS = 6
-
 
 def drawn(charts: Sequence[Chart]) -> str:
     """Places for the script to draw in; hidden until it does."""
@@ -68,17 +65,22 @@ def _assign_colors(shown: Sequence[Series]) -> list[dict[str, Any]]:
     names = [series.name for series in shown]
     if any(map(known, names)) and len(fixed_colors := places(names)) == len(set(names)):
         return [_series(series, fixed_colors[series.name], series.style) for series in shown]
-    # a palette that has been used up goes on with dashes
-    return [
-        _series(s, number % COMMON, "dashed" if s.color is None and number >= COMMON else s.style)
-        for number, s in enumerate(shown)
-    ]
+    assigned = []
+    for number, series in enumerate(shown):
+        style = series.style
+        if series.color is None and number >= COMMON:
+            style = "dashed"  # a palette that has been used up goes on with dashes
+        assigned.append(_series(series, number % COMMON, style))
+    return assigned
 
 
 def _series(series: Series, number: int, style: Style) -> dict[str, Any]:
+    color = series.color
+    if color is None:
+        color = number
     return {
         "name": series.name,
-        "color": number if series.color is None else series.color,
+        "color": color,
         "style": style,
         "lines": {key: _line(line) for key, line in series.lines.items()},
     }
@@ -90,18 +92,21 @@ def _line(line: Line) -> dict[str, list[float | None]]:
     if len({len(values) for values in columns.values()}) > 1:
         raise ValueError(f"a line has {', '.join(f'{len(v)} {k}' for k, v in columns.items())}")
     entries = thin_curve([_plain(v) for v in line.y])
-    return {name: [_plain(values[i]) for i in entries] for name, values in columns.items()}
+    thinned = {}
+    for name, values in columns.items():
+        thinned[name] = [_plain(values[i]) for i in entries]
+    return thinned
 
 
 def _plain(value: float) -> float | None:
     """A few digits; None where it is no number, which JSON has not."""
     number = float(value)
     if math.isfinite(number):
-        return float(f"{number:.{_DIGITS}g}")
+        return float(f"{number:.6g}")
     return None
 
 
-def thin_curve(y: Sequence[float | None], most: int = _MOST) -> list[int]:
+def thin_curve(y: Sequence[float | None], most: int = 320) -> list[int]:
     """Places of at most so many entries: the lowest and the highest of every stretch, and the ends.
 
     Half of the stretches are equally long and half grow geometrically, so that the early entries

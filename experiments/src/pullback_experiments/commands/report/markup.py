@@ -71,16 +71,18 @@ def table(content: Mapping[str, Any]) -> str:
     """A table of `Table.as_dict`; the script makes its headings sort."""
     flush = int(content.get("text", 1))
 
-    def kind(row: int) -> str:
-        return "" if row < flush else ' class="number"'
+    def css_class(column: int) -> str:
+        if column < flush:
+            return ""
+        return ' class="number"'
 
     columns = list(content["columns"])
-    head = "".join(f'<th scope="col"{kind(i)}>{text(c)}</th>' for i, c in enumerate(columns))
-    rows = [
-        "".join(f"<td{kind(i)}>{text(cell)}</td>" for i, cell in enumerate(row))
-        for row in content["rows"]
-    ]
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    head = "".join(f'<th scope="col"{css_class(i)}>{text(c)}</th>' for i, c in enumerate(columns))
+    rows = []
+    for row in content["rows"]:
+        cells = [f"<td{css_class(i)}>{text(cell)}</td>" for i, cell in enumerate(row)]
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(rows)
     title = text(content.get("title") or "")
     if title:
         caption = f"<caption>{title}</caption>"
@@ -151,6 +153,8 @@ def pictures(path: Path, figures: Sequence[str], name: str, beside: bool) -> str
 def _figure(path: Path, file: Path, name: str) -> str:
     data = base64.b64encode(file.read_bytes()).decode()
     panel = file.stem.removeprefix(path.stem).strip("-")
-    words = text(f"Figure of {name}{f', {panel}' if panel else ''}")
+    words = text(f"Figure of {name}")
+    if panel:
+        words = text(f"Figure of {name}, {panel}")
     image = f'<img alt="{words}" src="data:{_KINDS[file.suffix]};base64,{data}">'
     return f'<figure data-zoom aria-label="{words}">{image}</figure>'

@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from fractions import Fraction
 from importlib import resources
+from itertools import chain
 
 import pullback
 
 from ...framework.plots import PALETTE
 from ...framework.progress import format_duration
+from ...framework.tabular import count_of
 from .markup import VERDICTS, ReportEntry, badge, lines, text
 
 #: in the order in which they are joined
@@ -37,10 +40,13 @@ def page(entries: Sequence[ReportEntry], left_out: Sequence[str]) -> str:
         papers.setdefault(entry.paper, []).append(entry)
     style = styles()
     script = scripts()
+    if entries:
+        head = [_filters(papers), _overview(papers)]
+    else:
+        head = ["", _explain_empty_page(left_out)]
     body = lines(
         [
-            _filters(papers) if entries else "",
-            _overview(papers) if entries else _explain_empty_page(left_out),
+            *head,
             *(_section(paper, entries_of_paper) for paper, entries_of_paper in papers.items()),
             _left_out(left_out),
         ]
@@ -106,23 +112,30 @@ def _policy(style: str, script: str) -> str:
 
 
 def _summarize_counts(papers: dict[str, list[ReportEntry]]) -> str:
-    entries = [e for entries_of_paper in papers.values() for e in entries_of_paper]
+    entries = list(chain.from_iterable(papers.values()))
     if not entries:
         return "No results."
-    words = f"{len(entries)} result{'s' * (len(entries) != 1)}"
-    counts = {v: sum(e.verdict == v for e in entries) for v in VERDICTS}
-    phrases = [f"{n} {'differ' if v == 'differs' and n > 1 else v}" for v, n in counts.items() if n]
-    return f"{words}: {', '.join(phrases)}."
+    counts = Counter(entry.verdict for entry in entries)
+    phrases = []
+    for verdict in VERDICTS:
+        count = counts[verdict]
+        if verdict == "differs" and count > 1:
+            phrases.append(f"{count} differ")
+        elif count:
+            phrases.append(f"{count} {verdict}")
+    return f"{count_of(len(entries), 'result')}: {', '.join(phrases)}."
 
 
 def _explain_empty_page(left_out: Sequence[str]) -> str:
-    why = "none of the JSON files holds any" if left_out else "there is no JSON file"
+    why = "there is no JSON file"
+    if left_out:
+        why = "none of the JSON files holds any"
     return f"<p>There are no results under this folder: {why}. Run an experiment first.</p>"
 
 
 def _filters(papers: dict[str, list[ReportEntry]]) -> str:
     """Shown by the script."""
-    shown_verdicts = {e.verdict for entries in papers.values() for e in entries}
+    shown_verdicts = {entry.verdict for entry in chain.from_iterable(papers.values())}
     verdicts = "".join(
         f'<button type="button" aria-pressed="true" data-verdict="{v}">{badge(v)}</button>'
         for v in VERDICTS
@@ -160,10 +173,8 @@ def _overview(papers: dict[str, list[ReportEntry]]) -> str:
                 f'<td>{text(e.seeds)}</td><td class="number"{number}>{text(took)}</td></tr>'
             )
     names = ("experiment", "paper", "of", "verdict", "claims", "seeds", "time")
-    numbers = {"claims", "time"}
-    head = "".join(
-        f'<th scope="col"{" class=number" if n in numbers else ""}>{n}</th>' for n in names
-    )
+    css_classes = {"claims": " class=number", "time": " class=number"}
+    head = "".join(f'<th scope="col"{css_classes.get(n, "")}>{n}</th>' for n in names)
     return (
         '<div class="wide overview" tabindex="0" role="region" aria-label="Overview">'
         f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{lines(rows)}\n</tbody></table></div>"

@@ -50,11 +50,14 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
     repeat_command = shlex.join(
         ["pullback", "solve", setup, "--seed", str(config["seed"]), "--out", str(path.parent)]
     )
+    equation = ""
+    if config.get("equation"):
+        equation = f"<p>{text(config['equation'])}</p>"
     blocks = [
         f'<h3><a class="anchor" href="#{text(anchor)}">{text(name)}</a> '
         f"<small>seed {text(config['seed'])}</small> {badge('not judged')}</h3>",
         f'<p class="claim">{text(words)}.</p>',
-        f"<p>{text(config['equation'])}</p>" if config.get("equation") else "",
+        equation,
         plots,
         pictures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
