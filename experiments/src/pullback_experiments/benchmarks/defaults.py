@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 
-from ..framework.benchmark import RESULTS, make_parser
+from ..framework.benchmark import RESULTS, find_default_device, make_parser
 from ..framework.timing import describe_machine, synchronize
 from ..learning.data import DataSet, cifar10, digits
 from ..races.networks import Decoder, ResNet
@@ -120,9 +121,8 @@ def train(
     torch.manual_seed(seed)
     problem = TASKS[task]()
     model = problem.model.to(device)
-    (x, y), held_out = (
-        [t.to(device) for t in tensors] for tensors in (problem.train, problem.held_out)
-    )
+    x, y = (t.to(device) for t in problem.train)
+    held_out = tuple(t.to(device) for t in problem.held_out)
     optimizer = build(model)
     draws = torch.Generator().manual_seed(seed)
     steps = max(1, round(problem.steps * longer))
@@ -168,53 +168,61 @@ def one_seed(job: tuple[str, int, str]) -> dict[str, Any]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What holds for each task: counts of seeds, and medians of losses."""
+    """Yield what holds for each task: counts of seeds, and medians of losses."""
     for task in dict.fromkeys(row["task"] for row in rows):
-        runs_by_seed = [row["runs"] for row in rows if row["task"] == task]
+        yield judge_task(task, [row["runs"] for row in rows if row["task"] == task])
 
-        def value(name: str, what: str = "train", runs_of_seeds: Any = runs_by_seed) -> float:
-            return statistics.median(runs[name][what] for runs in runs_of_seeds)
 
-        best = min((f"adam {lr:g}" for lr in ADAM), key=value)
+def judge_task(task: str, runs_by_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of losses of K-FAC and Adam, and the counts of seeds where K-FAC is below."""
 
-        def below(runs: dict[str, Any], *rivals: str) -> bool:
-            return runs["kfac ×1"]["train"] < min(runs[r]["train"] for r in rivals)
+    def value(name: str, what: str = "train") -> float:
+        return statistics.median(runs[name][what] for runs in runs_by_seed)
 
-        def safe(runs: dict[str, Any]) -> bool:
-            ours = [runs[f"kfac ×{factor:g}"] for factor in FACTORS]
-            return all(run["train"] < run["start"] for run in ours)
+    rates = [f"adam {lr:g}" for lr in ADAM]
+    best = min(rates, key=value)
+    return {
+        "task": task,
+        "seeds": len(runs_by_seed),
+        "start": value("kfac ×1", "start"),
+        "kfac": value("kfac ×1"),
+        "kfac, held-out": value("kfac ×1", "held-out"),
+        "adam 1e-3": value("adam 0.001"),
+        "adam 1e-3, held-out": value("adam 0.001", "held-out"),
+        "adam's best": value(best),
+        "at": best,
+        "its held-out": value(best, "held-out"),
+        "adam 1e-3, equal time": value("adam 0.001, equal time"),
+        "seeds below start at all rates": sum(map(is_safe_at_all_rates, runs_by_seed)),
+        "seeds below adam 1e-3": count_below(runs_by_seed, ["adam 0.001"]),
+        "seeds below adam's best": count_below(runs_by_seed, rates),
+        "seeds below adam at equal time": count_below(runs_by_seed, ["adam 0.001, equal time"]),
+    }
 
-        rates = [f"adam {lr:g}" for lr in ADAM]
-        yield {
-            "task": task,
-            "seeds": len(runs_by_seed),
-            "start": value("kfac ×1", "start"),
-            "kfac": value("kfac ×1"),
-            "kfac, held-out": value("kfac ×1", "held-out"),
-            "adam 1e-3": value("adam 0.001"),
-            "adam 1e-3, held-out": value("adam 0.001", "held-out"),
-            "adam's best": value(best),
-            "at": best,
-            "its held-out": value(best, "held-out"),
-            "adam 1e-3, equal time": value("adam 0.001, equal time"),
-            "seeds below start at all rates": sum(map(safe, runs_by_seed)),
-            "seeds below adam 1e-3": sum(below(runs, "adam 0.001") for runs in runs_by_seed),
-            "seeds below adam's best": sum(below(runs, *rates) for runs in runs_by_seed),
-            "seeds below adam at equal time": sum(
-                below(runs, "adam 0.001, equal time") for runs in runs_by_seed
-            ),
-        }
+
+def is_safe_at_all_rates(runs: dict[str, Any]) -> bool:
+    """Return True if K-FAC ends below its start at every multiple of the default rate."""
+    ours = [runs[f"kfac ×{factor:g}"] for factor in FACTORS]
+    return all(run["train"] < run["start"] for run in ours)
+
+
+def count_below(runs_by_seed: list[dict[str, Any]], rivals: Sequence[str]) -> int:
+    """Return for how many seeds K-FAC ends below all of the rival runs."""
+    count = 0
+    for runs in runs_by_seed:
+        count += runs["kfac ×1"]["train"] < min(runs[rival]["train"] for rival in rivals)
+    return count
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=find_default_device())
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", default=len(SEEDS), type=int)
     parser.add_argument("--parallel", default=1, type=int)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args(arguments)
-    jobs = [(t, s, asked.device) for t in asked.tasks.split(",") for s in range(asked.seeds)]
+    jobs = list(product(asked.tasks.split(","), range(asked.seeds), [asked.device]))
     spawned = get_context("spawn")
     with ProcessPoolExecutor(asked.parallel, spawned) as pool:
         rows = list(pool.map(one_seed, jobs))

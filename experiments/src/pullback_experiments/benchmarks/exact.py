@@ -25,6 +25,7 @@ from ..framework.benchmark import Record, make_parser
 from ..framework.timing import compare, describe_machine
 from .models import Attention, mlp, small_conv
 
+#: added to the Gram by all routes
 DAMPING = 1e-2
 Route = Callable[[], Tensor]
 
@@ -93,14 +94,18 @@ def nngeometry(model: nn.Module, x: Tensor, y: Tensor) -> Route | None:
         return None
     size = sum(p.numel() for p in model.parameters())
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=len(x))
-    representation = PMatDense if size <= 30 * len(x) else PMatLowRank
+    is_dense = size <= 30 * len(x)
+    representation = PMatLowRank
+    if is_dense:
+        representation = PMatDense
 
     def route() -> Tensor:
         layers = LayerCollection.from_model(model)
         fisher = FIM(model, loader, representation, variant="classif_logits", device=x.device)
         g = PVector(layers, vector_repr=flat_gradient(model, x, y))
-        solve = fisher.solve if representation is PMatDense else fisher.solvePVec
-        return solve(g, regul=DAMPING).to_torch()
+        if is_dense:
+            return fisher.solve(g, regul=DAMPING).to_torch()
+        return fisher.solvePVec(g, regul=DAMPING).to_torch()
 
     return route
 

@@ -133,32 +133,45 @@ def high_water() -> int:
 
 
 def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any]:
+    """Return errors, times and memory of all routes that can do a problem at these sizes."""
     device = torch.device(options.device)
     errors = {route: error(route, problem, device) for route in ROUTES}
     result: dict[str, Any] = {"error": errors, "sizes": {}}
     last = {route: foretold(route, problem, device) for route in ROUTES}
     print(f"\n{PROBLEMS[problem][0]}")
+    clock = time.perf_counter
+    if options.cpu_time:
+        clock = time.process_time
+    measures_memory = device.type == "cuda" or not options.quick
     for n in sizes:
-        usable = {}
-        skipped = {}
-        for route in ROUTES:
-            reason = too_much(last[route], n, options)
-            if reason and route != "pullback":
-                skipped[route] = reason
-            else:
-                usable[route] = ROUTES[route]
         model, x = build(problem, n, device)
-        for route in [r for r in usable if r != "pullback" and not fits(ROUTES[r], model, x)]:
-            del usable[route]
-            skipped[route] = "does not fit the device"
-        runs = {r: partial(run, model, x) for r, run in usable.items()}
-        clock = time.process_time if options.cpu_time else time.perf_counter
+        skipped = find_unusable_routes(last, model, x, options)
+        usable = [route for route in ROUTES if route not in skipped]
+        runs = {route: partial(ROUTES[route], model, x) for route in usable}
         times = compare(runs, device, repeats=3, patience=options.patience, clock=clock)
-        quiet = options.quick and device.type == "cpu"
-        peaks = {r: 0 if quiet else peak(problem, n, r, device) for r in usable}
-        last.update({r: (n, times[r], peaks[r]) for r in usable})
+        peaks = dict.fromkeys(usable, 0)
+        if measures_memory:
+            peaks = {route: peak(problem, n, route, device) for route in usable}
+        for route in usable:
+            last[route] = (n, times[route], peaks[route])
         result["sizes"][n] = report(n, times, peaks, errors, skipped)
     return result
+
+
+def find_unusable_routes(
+    last: dict[str, tuple[int, float, int]], model: nn.Module, x: Tensor, options: Any
+) -> dict[str, str]:
+    """Return why routes other than ours are left out: too slow, or too large for the device."""
+    reasons: dict[str, str] = {}
+    for route in ROUTES:
+        if route == "pullback":
+            continue
+        reason = too_much(last[route], len(x), options)
+        if not reason and not fits(ROUTES[route], model, x):
+            reason = "does not fit the device"
+        if reason:
+            reasons[route] = reason
+    return reasons
 
 
 def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
@@ -212,10 +225,13 @@ def report(
     for route, reason in skipped.items():
         print(f"  N={n:5} {route:27} {reason}", flush=True)
     others = [seconds for route, seconds in times.items() if route != "pullback"]
+    ratio = None
+    if others:
+        ratio = min(others) / ours
     return {
         "seconds": times,
         "peak_bytes": peaks,
-        "ratio": min(others) / ours if others else None,
+        "ratio": ratio,
         "skipped": skipped,
     }
 
@@ -246,11 +262,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     results = {name: measure(name, sizes, options) for name in names}
     if options.out is not None:
         machine = describe_machine(torch.device(options.device))
-        record = {
-            "environment": machine,
-            "clock": "processor" if options.cpu_time else "wall",
-            "results": results,
-        }
+        clock = "wall"
+        if options.cpu_time:
+            clock = "processor"
+        record = {"environment": machine, "clock": clock, "results": results}
         if options.merge and options.out.exists():
             record = merge_records(json.loads(options.out.read_text()), record)
         options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -154,17 +154,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the processor")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    clock = time.process_time if options.cpu_time else time.perf_counter
+    clock = time.perf_counter
+    clock_name = "wall"
+    if options.cpu_time:
+        clock = time.process_time
+        clock_name = "processor"
+    names = list(PROBLEMS)
+    if options.only:
+        names = [options.only]
     results: dict[str, Any] = {}
-    for name in [options.only] if options.only else list(PROBLEMS):
+    for name in names:
         print(name)
         results[name] = {
             n: measure(name, n, options.limit, options.by, clock) for n in options.sizes
         }
     if options.out is not None:
         machine = f"jax {jax.__version__}, neural-tangents {nt.__version__}, {jax.devices()[0]}"
-        timed = "processor" if options.cpu_time else "wall"
-        record = {"environment": machine, "clock": timed, "results": results}
+        record = {"environment": machine, "clock": clock_name, "results": results}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from pullback.optim.kfac import Natural
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import compare, describe_machine, kernel_seconds, peak_bytes
 from .kfac_cases import Case, cases
-from .kfac_floor import Rates, floor, rates
+from .kfac_floor import Floor, Rates, floor, rates
 from .naive_kfac import NaiveKFAC
 
 NEVER = 10**9
@@ -139,10 +140,13 @@ class Bench:
 
 
 def repeat_step(step: Callable[[], Any], count: int) -> Callable[[], Any]:
+    """Return a route of `count` steps in a row."""
     return lambda: [step() for _ in range(count)]
 
 
-def predict_schedule_ratio(seconds: dict[str, float], who: str, schedule: tuple[int, int]) -> float:
+def predict_schedule_ratio(
+    seconds: Mapping[str, float], who: str, schedule: tuple[int, int]
+) -> float:
     """Seconds per step by the schedule, in multiples of the baseline."""
     plain = seconds[f"{who} plain"]
     statistics = seconds[f"{who} statistics"]
@@ -151,10 +155,15 @@ def predict_schedule_ratio(seconds: dict[str, float], who: str, schedule: tuple[
     return mean / seconds["baseline"]
 
 
-def least(seconds: dict[str, float], at: dict[str, float], schedule: tuple[int, int]) -> float:
-    """The same of the floor."""
-    extra = at["apply"] + at["statistics"] / schedule[0] + at["inversion"] / schedule[1]
-    return 1 + extra / seconds["baseline"]
+def compute_floor_ratio(
+    baseline: float, floor_seconds: Mapping[str, float], schedule: tuple[int, int]
+) -> float:
+    """Return the least time of a step by the schedule, in multiples of the baseline's seconds."""
+    statistics_every, invert_every = schedule
+    extra = floor_seconds["apply"]
+    extra += floor_seconds["statistics"] / statistics_every
+    extra += floor_seconds["inversion"] / invert_every
+    return 1 + extra / baseline
 
 
 def measure_schedule_ratio(bench: Bench, make: Callable[[nn.Module], pb.KFAC], steps: int) -> float:
@@ -175,74 +184,181 @@ def measure_schedule_ratio(bench: Bench, make: Callable[[nn.Module], pb.KFAC], s
     return totals["kfac"] / totals["baseline"]
 
 
+@dataclass(frozen=True)
+class RunLengths:
+    """How often and how long the steps of a case are timed.
+
+    Attributes:
+        repeats: timings of each kind of step.
+        natural_steps: steps of the run by the schedule 10/100.
+        rule_steps: steps of the run of each other rule, by its own schedule; 0 for none.
+    """
+
+    repeats: int
+    natural_steps: int
+    rule_steps: int
+
+    @classmethod
+    def choose(cls, device: torch.device, quick: bool) -> RunLengths:
+        """Return short runs for a test, and otherwise ones that hold whole schedules."""
+        if quick:
+            return cls(repeats=2, natural_steps=6, rule_steps=6)
+        if device.type == "cuda":
+            return cls(repeats=10, natural_steps=100, rule_steps=60)
+        return cls(repeats=40, natural_steps=100, rule_steps=0)
+
+
+@dataclass(frozen=True)
+class CaseCosts:
+    """What the steps of a case cost; a ratio is in multiples of the baseline's step.
+
+    Attributes:
+        seconds: of each kind of step, the peer's and the baseline's included.
+        floor_seconds: the least time of each extra operation.
+        ratios: of K-FAC by schedule, kind of step and rule.
+        kernels: the same of the GPU's own time; empty on a CPU.
+        floors: the least ratios.
+        naive: the peer's ratios; empty for a case without it.
+        targets: the ratios that are aimed at.
+        memory: peak bytes by optimizer; empty on a CPU.
+    """
+
+    seconds: Mapping[str, float]
+    floor_seconds: Mapping[str, float]
+    ratios: Mapping[str, float]
+    kernels: Mapping[str, float]
+    floors: Mapping[str, float]
+    naive: Mapping[str, float]
+    targets: Mapping[str, float]
+    memory: Mapping[str, int]
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what is written to the file of results."""
+        rules = [rule for rule in RULES if rule in self.targets]
+        return {
+            "milliseconds": {k: 1e3 * s for k, s in self.seconds.items()},
+            "floor_milliseconds": {k: 1e3 * s for k, s in self.floor_seconds.items()},
+            "ratio": self.ratios,
+            "kernels": self.kernels,
+            "floor": self.floors,
+            "naive": self.naive,
+            "target": {**self.targets, **{f"{r}, run": self.targets[r] for r in rules}},
+            "peak_bytes": self.memory,
+        }
+
+    def show(self) -> None:
+        """Print the times and a table of the ratios."""
+        for step_type, seconds in self.seconds.items():
+            print(f"  {step_type:18} {1e3 * seconds:9.2f} ms")
+        floor_times = [f"{name} {1e3 * s:.2f} ms" for name, s in self.floor_seconds.items()]
+        print("  floor " + ", ".join(floor_times))
+        print(f"  {'× baseline':18} {'kfac':>6} {'GPU':>7} {'floor':>7} {'naive':>7} {'target':>7}")
+        for step_type, ratio in self.ratios.items():
+            cells = [columns.get(step_type) for columns in (self.kernels, self.floors, self.naive)]
+            cells.append(self.targets.get(step_type.removesuffix(", run")))
+            print(f"  {step_type:18} {ratio:6.2f} {' '.join(map(format_ratio, cells))}")
+
+
+def format_ratio(ratio: float | None) -> str:
+    """Return a ratio in seven characters; blanks for None."""
+    if ratio is None:
+        return " " * 7
+    return f"{ratio:7.2f}"
+
+
 def measure(name: str, case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Measure a case, print what it costs, and return its entry of the record."""
     bench = Bench(case, device)
-    at = rates(device, case.half)
+    lengths = RunLengths.choose(device, quick)
+    machine_rates = rates(device, case.half)
     work = floor(bench.model, lambda: bench.forward(bench.model), lambda z: case.loss(z, bench.y))
+    memory: dict[str, int] = {}
+    kernels: dict[str, float] = {}
     if device.type == "cuda":
         memory = bench.memory()
-    else:
-        memory = {}
-    if device.type == "cuda":
         kernels = bench.kernels()
-    else:
-        kernels = {}
     gc.collect()
-    if quick:
-        repeats = 2
-    else:
-        repeats = max(10, 40 // IN_A_ROW[device.type])
-    step_seconds = bench.seconds("kfac", repeats)
+    seconds = bench.seconds("kfac", lengths.repeats)
     gc.collect()
+    naive_seconds: dict[str, float] = {}
     if case.naive:
-        theirs = bench.seconds("naive", max(2, repeats // 2))
-    else:
-        theirs = {}
+        naive_seconds = bench.seconds("naive", max(2, lengths.repeats // 2))
     gc.collect()
-    # no floor lies above what was reached: the baseline's own rate is one that the machine has
-    reached = work.gradient / step_seconds["baseline"]
-    full = 0.0 if case.half else reached
-    lowest = work.seconds(at.best(rates(device, case.half)).best(Rates(reached, full, 0.0)))
-    ratios = {s: predict_schedule_ratio(step_seconds, "kfac", v) for s, v in SCHEDULES.items()}
-    ratios["statistics"] = step_seconds["kfac statistics"] / step_seconds["baseline"]
-    ratios["plain"] = step_seconds["kfac plain"] / step_seconds["baseline"]
-    floors = {s: least(step_seconds, lowest, v) for s, v in SCHEDULES.items()}
-    floors["statistics"] = 1 + (lowest["apply"] + lowest["statistics"]) / step_seconds["baseline"]
-    floors["plain"] = 1 + lowest["apply"] / step_seconds["baseline"]
-    if theirs:
-        peer = {s: predict_schedule_ratio(theirs, "naive", v) for s, v in SCHEDULES.items()}
-    else:
-        peer = {}
-    ratios["10/100, run"] = measure_schedule_ratio(bench, bench.kfac(10, 100), 6 if quick else 100)
-    for rule in RULES if device.type == "cuda" or quick else ():  # each by its own schedule
-        ratios[f"{rule}, run"] = measure_schedule_ratio(bench, bench.rule(rule), 6 if quick else 60)
-    floors["10/100, run"] = floors["10/100"]
-    if memory:
-        ratios["memory"] = memory["kfac"] / memory["baseline"]
-        ratios |= {f"{rule}, memory": memory[rule] / memory["baseline"] for rule in RULES}
-    print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
-    step_seconds = {**theirs, **step_seconds}
-    for step_type, seconds in step_seconds.items():
-        print(f"  {step_type:18} {1e3 * seconds:9.2f} ms")
-    print(
-        "  floor " + ", ".join(f"{operation} {1e3 * s:.2f} ms" for operation, s in lowest.items())
+    machine_rates = machine_rates.best(rates(device, case.half))
+    baseline = seconds["baseline"]
+    floor_seconds = find_floor_seconds(work, machine_rates, baseline, is_half=bool(case.half))
+    costs = CaseCosts(
+        seconds={**naive_seconds, **seconds},
+        floor_seconds=floor_seconds,
+        ratios=measure_ratios(bench, seconds, lengths) | compare_memory(memory),
+        kernels=kernels,
+        floors=compute_floors(baseline, floor_seconds),
+        naive=predict_naive_ratios(naive_seconds),
+        targets=case.targets,
+        memory=memory,
     )
-    print(f"  {'× baseline':18} {'kfac':>6} {'GPU':>7} {'floor':>7} {'naive':>7} {'target':>7}")
-    for step_type, ratio in ratios.items():
-        cells = [kernels.get(step_type), floors.get(step_type), peer.get(step_type)]
-        cells.append(case.targets.get(step_type.removesuffix(", run")))
-        shown = " ".join(f"{'' if c is None else format(c, '.2f'):>7}" for c in cells)
-        print(f"  {step_type:18} {ratio:6.2f} {shown}")
-    return {
-        "milliseconds": {k: 1e3 * s for k, s in step_seconds.items()},
-        "floor_milliseconds": {k: 1e3 * s for k, s in lowest.items()},
-        "ratio": ratios,
-        "kernels": kernels,
-        "floor": floors,
-        "naive": peer,
-        "target": case.targets | {f"{r}, run": case.targets[r] for r in RULES if r in case.targets},
-        "peak_bytes": memory,
-    }
+    print(f"\n{name}: {sum(p.numel() for p in bench.model.parameters()):,} parameters")
+    costs.show()
+    return costs.as_record()
+
+
+def find_floor_seconds(
+    work: Floor, machine_rates: Rates, baseline: float, *, is_half: bool
+) -> dict[str, float]:
+    """Return the least seconds of the extra products, at the best rates that were seen.
+
+    The rate that the baseline's step reaches counts too, so that no floor lies above a step that
+    was taken. In half precision it says nothing of products in float32.
+    """
+    reached = work.gradient / baseline
+    if is_half:
+        baseline_rates = Rates(reached, 0.0, 0.0)
+    else:
+        baseline_rates = Rates(reached, reached, 0.0)
+    return work.seconds(machine_rates.best(baseline_rates))
+
+
+def measure_ratios(
+    bench: Bench, seconds: Mapping[str, float], lengths: RunLengths
+) -> dict[str, float]:
+    """Return K-FAC's time over the baseline's: by schedule and kind of step, then of whole runs."""
+    ratios = {s: predict_schedule_ratio(seconds, "kfac", v) for s, v in SCHEDULES.items()}
+    ratios["statistics"] = seconds["kfac statistics"] / seconds["baseline"]
+    ratios["plain"] = seconds["kfac plain"] / seconds["baseline"]
+    natural = bench.kfac(10, 100)
+    ratios["10/100, run"] = measure_schedule_ratio(bench, natural, lengths.natural_steps)
+    if lengths.rule_steps:
+        for rule in RULES:
+            steps = lengths.rule_steps
+            ratios[f"{rule}, run"] = measure_schedule_ratio(bench, bench.rule(rule), steps)
+    return ratios
+
+
+def compare_memory(memory: Mapping[str, int]) -> dict[str, float]:
+    """Return each optimizer's peak over the baseline's; nothing where none was measured."""
+    if not memory:
+        return {}
+    ratios = {"memory": memory["kfac"] / memory["baseline"]}
+    for rule in RULES:
+        ratios[f"{rule}, memory"] = memory[rule] / memory["baseline"]
+    return ratios
+
+
+def compute_floors(baseline: float, floor_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the least ratio of every schedule and kind of step."""
+    floors = {s: compute_floor_ratio(baseline, floor_seconds, v) for s, v in SCHEDULES.items()}
+    applied = floor_seconds["apply"]
+    floors["statistics"] = 1 + (applied + floor_seconds["statistics"]) / baseline
+    floors["plain"] = 1 + applied / baseline
+    floors["10/100, run"] = floors["10/100"]
+    return floors
+
+
+def predict_naive_ratios(naive_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the peer's ratio by schedule; nothing where it was not timed."""
+    if not naive_seconds:
+        return {}
+    return {s: predict_schedule_ratio(naive_seconds, "naive", v) for s, v in SCHEDULES.items()}
 
 
 def profile(bench: Bench, schedule: tuple[int, int]) -> None:
@@ -268,7 +384,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     device = torch.device(options.device)
     use_tensor_cores(device)
     print(describe_machine(device))
-    path = None if options.quick else options.out or RESULTS / f"kfac-{device.type}.json"
+    path = None
+    if not options.quick:
+        path = options.out or RESULTS / f"kfac-{device.type}.json"
     record = Record.on_device(path, device)
     for name, case in cases(device, options.quick).items():
         if options.only is not None and name not in options.only:

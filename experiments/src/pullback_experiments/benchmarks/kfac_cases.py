@@ -50,47 +50,67 @@ def text(n: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def cases(device: torch.device, quick: bool) -> dict[str, Case]:
-    likelihoods = pb.likelihoods
+    """Return what is measured on this kind of device; small models where `quick`."""
     if device.type == "cpu":
-        if quick:
-            widths = (64, 40, 12)
-        else:
-            widths = (784, 1000, 500, 250, 30)
-        n, width = (32, 4) if quick else (512, 32)
-        return {
-            "autoencoder": Case(
-                lambda: autoencoder(widths),
-                lambda: same(torch.rand(n, widths[0])),
-                bernoulli,
-                lambda: likelihoods.Bernoulli(event=1),
-                {"every step": 3.8, "10/100": 2.1},
-            ),
-            "convnet": Case(
-                lambda: convnet(width),
-                lambda: images(8 if quick else 128, 32, 10),
-                categorical,
-                likelihoods.Categorical,
-                {"every step": 2.0, "10/100": 1.05},
-            ),
-        }
+        return _cpu_cases(quick)
+    return _gpu_cases(quick)
+
+
+def _cpu_cases(quick: bool) -> dict[str, Case]:
+    widths = (784, 1000, 500, 250, 30)
+    samples = 512
+    channels = 32
+    pictures = 128
+    if quick:
+        widths = (64, 40, 12)
+        samples = 32
+        channels = 4
+        pictures = 8
+    return {
+        "autoencoder": Case(
+            lambda: autoencoder(widths),
+            lambda: same(torch.rand(samples, widths[0])),
+            bernoulli,
+            lambda: pb.likelihoods.Bernoulli(event=1),
+            {"every step": 3.8, "10/100": 2.1},
+        ),
+        "convnet": Case(
+            lambda: convnet(channels),
+            lambda: images(pictures, 32, 10),
+            categorical,
+            pb.likelihoods.Categorical,
+            {"every step": 2.0, "10/100": 1.05},
+        ),
+    }
+
+
+def _gpu_cases(quick: bool) -> dict[str, Case]:
     targets = {"10/100": 1.20, "25/250": 1.10, "statistics": 2.0, "memory": 1.3}
     rules = {"spectral": 1.15, "eigenbasis": 1.25}
-    of_rules = rules | {f"{rule}, memory": 1.3 for rule in rules}
-    depths, length = ((1, 1, 1, 1), 64) if quick else ((3, 4, 6, 3), 1024)
+    rule_targets = rules | {f"{rule}, memory": 1.3 for rule in rules}
+    stages = (3, 4, 6, 3)
+    pictures = 64
+    length = 1024
+    blocks = 12
+    if quick:
+        stages = (1, 1, 1, 1)
+        pictures = 8
+        length = 64
+        blocks = 2
     return {
         "resnet50": Case(
-            lambda: resnet50(depths=depths),
-            lambda: images(8 if quick else 64, 224, 1000),
+            lambda: resnet50(depths=stages),
+            lambda: images(pictures, 224, 1000),
             categorical,
-            likelihoods.Categorical,
+            pb.likelihoods.Categorical,
             targets,
         ),
         "gpt2": Case(
-            lambda: GPT(length=length, depth=2 if quick else 12),
+            lambda: GPT(length=length, depth=blocks),
             lambda: text(8, length, 50257),
             categorical,
-            likelihoods.Categorical,
-            targets | of_rules,
+            pb.likelihoods.Categorical,
+            targets | rule_targets,
             torch.bfloat16,
         ),
     }

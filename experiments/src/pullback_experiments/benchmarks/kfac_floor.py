@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..framework.timing import synchronize
-
-LONGEST = 8192  # sides above it are diagonals
+from .naive_kfac import LONGEST
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,18 @@ class Rates:
 
 def rates(device: torch.device, half: torch.dtype | None) -> Rates:
     """Measured: the best of a few large products and copies."""
-    n = 8192 if device.type == "cuda" else 1024
+    n = 1024
+    copied = 2**25
+    if device.type == "cuda":
+        n = 8192
+        copied = 2**28
     x = torch.randn(n, n, device=device)
     if half is None:
         y = x
     else:
         y = x.to(half)
     product = 2.0 * n**3
-    large = torch.empty(2**28 if device.type == "cuda" else 2**25, device=device)
+    large = torch.empty(copied, device=device)
     return Rates(
         product / _best(lambda: y @ y, device),
         product / _best(lambda: x @ x, device),
@@ -137,7 +140,8 @@ def _layer(module: Any, x: Tensor, y: Tensor) -> tuple[float, float, float, floa
     inverses = 0.0
     apply = 0.0
     state = 0.0
-    products += positions * o**2 if o <= LONGEST else 0
+    if o <= LONGEST:
+        products += positions * o**2
     for n in (o, i):
         if n <= LONGEST:
             inverses += float(n) ** 3

@@ -57,7 +57,9 @@ def resnet50(
     channels = width
     for stage, depth in enumerate(depths):
         for i in range(depth):
-            stride = 2 if stage and not i else 1
+            stride = 1
+            if stage and i == 0:  # later stages begin at half the resolution
+                stride = 2
             layers.append(Bottleneck(channels, width * 2**stage, stride))
             channels = 4 * width * 2**stage
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]

@@ -60,12 +60,15 @@ def measure(
         makers[step_type] = natural_maker(bench.case.likelihood(), schedule)
     makers[SPECTRAL] = bench.rule("spectral")
     makers[RUN] = natural_maker(bench.case.likelihood(), SCHEDULES["10/100"])
-    row = 4 if device.type == "cuda" else 1
+    row = 1
+    cycle = 1
+    if device.type == "cuda":
+        row = 4
+        cycle = 20
     routes = {step_type: bench.route(makers[step_type]) for step_type in ("baseline", *KINDS)}
     in_rows = {step_type: repeat_step(step, row) for step_type, step in routes.items()}
     seconds = kfac.compare(in_rows, device, repeats=repeats, warmup=3, patience=30)
     numbers = {step_type: 1e3 * seconds[step_type] / row for step_type in routes}
-    cycle = 20 if device.type == "cuda" else 1
     spectral = {SPECTRAL: repeat_step(bench.route(makers[SPECTRAL]), cycle)}
     seconds = kfac.compare(spectral, device, repeats=3, warmup=3, patience=30)
     numbers[SPECTRAL] = 1e3 * seconds[SPECTRAL] / cycle
@@ -150,8 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--measure", default=None, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     device = torch.device(asked.device)
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    torch.backends.cudnn.allow_tf32 = True
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
     if asked.measure:
         print(json.dumps(measure(asked.measure, device, asked.repeats)))
         return

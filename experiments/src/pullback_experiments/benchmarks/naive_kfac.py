@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LONGEST = 8192  # layers with a longer side take SGD steps
+LONGEST = 8192  # a longer side of a layer has a diagonal factor, or the layer takes SGD steps
 
 
 class NaiveKFAC(torch.optim.SGD):
@@ -76,12 +76,11 @@ class NaiveKFAC(torch.optim.SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         for module, new in self._new.items():
             old = self.factors.get(module)
-            ema = self.ema
-            self.factors[module] = (
-                new
-                if old is None
-                else [ema * x + (1 - ema) * y for x, y in zip(old, new, strict=True)]
-            )
+            if old is None:
+                self.factors[module] = new
+                continue
+            pairs = zip(old, new, strict=True)
+            self.factors[module] = [self.ema * x + (1 - self.ema) * y for x, y in pairs]
         self._new.clear()
         if self.steps % self.invert_every == 0:
             self.inverses = {m: self._invert(*self.factors[m]) for m in self.factors}

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,18 @@ ERRORS = {**TARGETS, **GOALS}
 
 
 def one(name: str, seed: int, device: str, seconds: float | None) -> dict[str, Any]:
-    torch.set_num_threads(1 if device != "cpu" else torch.get_num_threads())
+    if device != "cpu":
+        torch.set_num_threads(1)
     setup = problems.setup(name)
     start = time.perf_counter()
     solution = setup.solve(seed, device=device, progress=False, budget=seconds)
     history = solution.history
     target = ERRORS.get(name)
-    if "slabs" in setup.options:  # the errors on the way are those of one slab
-        reached = history.spent if target is not None and solution.error <= target else None
-    else:
-        if target is None:
-            reached = None
-        else:
-            reached = history.seconds_to(target)
+    reached = None
+    if target is not None and "slabs" not in setup.options:
+        reached = history.seconds_to(target)
+    elif target is not None and solution.error <= target:
+        reached = history.spent  # the errors on the way are those of one slab
     stride = max(1, len(history.error) // 60)
     return {
         "name": name,
@@ -65,8 +65,10 @@ def line(r: dict[str, Any]) -> str:
     to = r["seconds to target"]
     if target is None:
         goal = ""
+    elif to is None:
+        goal = f"  target {target:.1e} missed"
     else:
-        goal = f"  target {target:.1e} " + ("missed" if to is None else f"in {to:.0f} s")
+        goal = f"  target {target:.1e} in {to:.0f} s"
     return (
         f"{r['name']:16s} seed {r['seed']}  p {r['parameters']:6d}  error {r['error']:.2e}  "
         f"{r['steps']:5d} steps  {r['seconds']:6.1f} s{goal}"
@@ -86,12 +88,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     about = {"environment": describe_machine(torch.device(options.device))}
     record = Record(path, about, key="runs")
     with ThreadPoolExecutor(options.parallel) as pool:
-        waiting = [
-            pool.submit(in_its_own_process, n, s, options.device, options.seconds)
-            for s in options.seeds
-            for n in options.only
-        ]
-        for job in as_completed(waiting):
+        jobs = []
+        for seed, name in product(options.seeds, options.only):
+            arguments = (name, seed, options.device, options.seconds)
+            jobs.append(pool.submit(in_its_own_process, *arguments))
+        for job in as_completed(jobs):
             run = job.result()
             if "failed" in run:  # one failed run does not take the others along
                 print(f"{run['name']} seed {run['seed']}: {run['failed']}", flush=True)

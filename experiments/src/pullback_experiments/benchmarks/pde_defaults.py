@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
 #: errors that every seed of a set-up is to reach
 GOALS = {**TARGETS, "poisson2d": 1e-11}
 _SINGLE = ("burgers-single",)
-_MARGIN = 45.0  # seconds that a run takes beside its budget: imports, references, the check
+#: seconds that a run takes beside its budget: imports, references, the check
+_MARGIN = 45.0
 
 
 def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = ()) -> nn.Module:
@@ -89,6 +91,13 @@ def network(problem: pde.Problem, name: str, seed: int, hidden: Sequence[int] = 
     if name in _SINGLE:
         return default_network.float()
     return default_network
+
+
+def balance_conditions(problem: pde.Problem) -> None:
+    """Let boundary and initial conditions be weighted against the equations, and no other."""
+    for condition in problem.conditions:
+        is_data = isinstance(condition, (pde.Dirichlet, pde.Initial, pde.Periodic))
+        condition.balanced = is_data
 
 
 def one(
@@ -109,14 +118,19 @@ def one(
             solution = problems.setup(name).solve(seed, progress=False, **options)
         else:
             problem = PROBLEMS[name]()
-            for c in problem.conditions if balanced else ():
-                c.balanced = isinstance(c, (pde.Dirichlet, pde.Initial, pde.Periodic))
+            if balanced:
+                balance_conditions(problem)
             fresh = network(problem, name, seed, hidden)
             solution = pde.solve(problem, fresh, seed=seed, progress=False, **options)
     history = solution.history
     verdict = solution.verdict
     solved = time.perf_counter() - start
     check = solution.check()
+    estimated = None
+    affine = None
+    if check.estimate is not None:
+        estimated = check.estimate.error
+        affine = check.estimate.affine
     stride = max(1, len(history.error) // 60)
     if isinstance(solution.network, Slabs):
         slabs = len(solution.network.networks)
@@ -142,8 +156,8 @@ def one(
         "verdict": verdict.name,
         "stopped": solution.stopped,
         "warnings": [str(w.message) for w in said if issubclass(w.category, UserWarning)],
-        "estimated": None if check.estimate is None else check.estimate.error,
-        "affine": None if check.estimate is None else check.estimate.affine,
+        "estimated": estimated,
+        "affine": affine,
         "residuals": {n: asdict(r) for n, r in check.residuals.items()},
         "check": str(check),
         "steps": len(history),
@@ -176,10 +190,13 @@ def line(r: dict[str, Any]) -> str:
         estimated = ""
     else:
         estimated = f"  estimated {r['estimated']:.0e}"
+    warned = " " * len("warned")
+    if r["warnings"]:
+        warned = "warned"
     return (
         f"{r['name']:16s} seed {r['seed']:2d}  p {r['parameters']:6,d}  error {r['error']:.1e}"
         f"{estimated}  residual {r['relative']:.0e}  {r['verdict'] or '–':11s} "
-        f"{'warned' if r['warnings'] else '      '}  {r['steps']:4d} steps  {r['seconds']:5.0f} s"
+        f"{warned}  {r['steps']:4d} steps  {r['seconds']:5.0f} s"
     )
 
 
@@ -234,13 +251,8 @@ def main(arguments: Sequence[str] = ()) -> None:
         return apart((name, seed, *how, options))
 
     with ThreadPoolExecutor(asked.workers) as pool:
-        waiting = [
-            pool.submit(begin, name, seed)
-            for name in asked.problems
-            for seed in asked.seeds
-            if f"{name}/{seed}" not in runs
-        ]
-        for job in as_completed(waiting):
+        missing = [p for p in product(asked.problems, asked.seeds) if f"{p[0]}/{p[1]}" not in runs]
+        for job in as_completed([pool.submit(begin, name, seed) for name, seed in missing]):
             run = job.result()
             if "failed" in run:  # one failed run does not take the others along
                 print(f"{run['name']} seed {run['seed']}: {run['failed']}", flush=True)

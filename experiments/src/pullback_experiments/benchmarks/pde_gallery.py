@@ -14,6 +14,7 @@ lie beside the record, in pde-gallery.arrays; the picture is drawn from them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -48,7 +49,6 @@ PANELS = RECORD.with_suffix(".arrays")
 RACE = ("minimal-surface", "elasticity", "wave", "fokkerplanck")
 _PART = re.compile(r"^### (?P<title>.+?)$.*?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 Field = Callable[[Tensor], Tensor]
-_SIDE = 61  # pixels of a panel
 _TRUE = {"eigenvalue": {"lam": 2 * math.pi**2}, "unknown-coefficient": {"k": 0.2}}
 
 
@@ -114,7 +114,7 @@ def reaction(solution: Field) -> float:
     times = np.linspace(0, 2, 41)
     start = np.concatenate([np.cos(np.pi * x), np.zeros(n)])
     known = solve_ivp(rates, (0, 2), start, "Radau", times, rtol=1e-10, atol=1e-12).y
-    points = torch.tensor([[a, t] for t in times for a in x])
+    points = torch.cartesian_prod(torch.from_numpy(times), torch.from_numpy(x)).flip(1)
     truth = torch.from_numpy(known.reshape(2, n, len(times)).transpose(2, 1, 0).reshape(-1, 2))
     return float((solution(points) - truth).norm() / truth.norm())
 
@@ -171,6 +171,14 @@ def measure(program: Program) -> dict[str, Any]:
     seconds = time.process_time() - start
     solution: pde.PDESolution = names["solution"]
     check = solution.check()
+    estimated = None
+    spread: dict[str, float] = {}
+    if check.estimate is not None:
+        estimated = check.estimate.error
+        spread = dict(check.estimate.spread)
+    errors: dict[str, float] = {}
+    if solution.problem.known:
+        errors = solution.errors
     error = REFERENCES.get(program.name, lambda s: s.error)(solution)
     save_panel(program.name, solution)
     return {
@@ -181,11 +189,11 @@ def measure(program: Program) -> dict[str, Any]:
         "cpu_seconds": round(seconds, 1),
         "loss": solution.loss,
         "error": error,
-        "errors": solution.errors if solution.problem.known else {},
+        "errors": errors,
         "unknowns": dict(solution.unknowns),
         "true": _TRUE.get(program.name, {}),
-        "estimated": None if check.estimate is None else check.estimate.error,
-        "spread": {} if check.estimate is None else dict(check.estimate.spread),
+        "estimated": estimated,
+        "spread": spread,
         "residual": max(r.relative for r in check.residuals.values()),
         "verdict": solution.verdict.name,
         "warned": [str(w.message) for w in caught if issubclass(w.category, UserWarning)],
@@ -195,10 +203,9 @@ def measure(program: Program) -> dict[str, Any]:
 def save_panel(name: str, solution: pde.PDESolution) -> None:
     """The first field on a grid over the first two coordinates, others held in the middle."""
     domain = solution.problem.domain
-    if domain.dim > 1:
-        count = _SIDE
-    else:
-        count = 4 * _SIDE
+    count = 61  # pixels along a side
+    if domain.dim == 1:
+        count = 244  # points of a line
     ticks = [
         torch.linspace(a, b, count, dtype=torch.float64)
         for a, b in zip(domain.low[:2].tolist(), domain.high[:2].tolist(), strict=True)
@@ -331,6 +338,54 @@ def race(program: Program, seconds: float) -> dict[str, Any]:
 # --- the record ----------------------------------------------------------------------------------
 
 
+@dataclass
+class GalleryRecord:
+    """The file of results, by program and by race; each change is written at once."""
+
+    path: Path
+    order: Sequence[str]
+    entries: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path, order: Sequence[str]) -> GalleryRecord:
+        """Return what is on record from this machine; an empty record for another one."""
+        machine = describe_machine(torch.device("cpu"))
+        machine += f" of {os.cpu_count()}, {platform.machine()}"
+        entries: dict[str, Any] = {}
+        if path.exists():
+            entries = json.loads(path.read_text())
+        if entries.get("environment") != machine:
+            entries = {"environment": machine, "gallery": {}, "race": {}}
+        return cls(path, order, entries)
+
+    @property
+    def gallery(self) -> dict[str, Any]:
+        """The results of the programs, by name."""
+        return self.entries["gallery"]
+
+    def put(self, section: str, name: str, result: Any) -> None:
+        """Keep a result in "gallery" or "race"; programs stay in the order of the page."""
+        self.entries[section][name] = result
+        self.entries["gallery"] = {n: self.gallery[n] for n in self.order if n in self.gallery}
+        self.path.write_text(json.dumps(self.entries, indent=1, ensure_ascii=False) + "\n")
+
+
+def format_result(name: str, result: dict[str, Any]) -> str:
+    """Return a program's numbers in a line."""
+    keys = ("cpu_seconds", "steps", "error", "estimated", "residual")
+    words = ", ".join(f"{k} {result[k]:.3g}" for k in keys if result[k] is not None)
+    return f"{name:32} {words}, {result['verdict']}"
+
+
+def choose_races(options: argparse.Namespace, count: int) -> Sequence[str]:
+    """Return the races asked for; without the option the standard ones, if all programs run."""
+    if options.race is not None:
+        return options.race
+    if len(options.only) == count:
+        return RACE
+    return ()
+
+
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     by_name = programs()
@@ -344,31 +399,15 @@ def main(arguments: Sequence[str] = ()) -> None:
         draw(json.loads(options.out.read_text())["gallery"])
         return
     torch.set_num_threads(1)
-    machine = describe_machine(torch.device("cpu")) + f" of {os.cpu_count()}, {platform.machine()}"
-    if options.out.exists():
-        record = json.loads(options.out.read_text())
-    else:
-        record = {}
-    if record.get("environment") != machine:
-        record = {"environment": machine, "gallery": {}, "race": {}}
-
-    def keep() -> None:
-        record["gallery"] = {n: record["gallery"][n] for n in by_name if n in record["gallery"]}
-        options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-
+    record = GalleryRecord.read(options.out, list(by_name))
     by_name["polygon"].run(steps=1)  # what is imported then is not counted
     for name in options.only:
-        r = measure(by_name[name])
-        record["gallery"][name] = r
-        shown = {k: r[k] for k in ("cpu_seconds", "steps", "error", "estimated", "residual")}
-        words = ", ".join(f"{k} {v:.3g}" for k, v in shown.items() if v is not None)
-        print(f"{name:32} {words}, {r['verdict']}", flush=True)
-        keep()
-    racing = RACE if options.race is None and len(options.only) == len(by_name) else options.race
-    for name in racing or ():
+        result = measure(by_name[name])
+        print(format_result(name, result), flush=True)
+        record.put("gallery", name, result)
+    for name in choose_races(options, len(by_name)):
         print(name, flush=True)
         methods = race(by_name[name], options.seconds)
-        record["race"][f"{name}/{options.seconds:g}"] = methods
-        keep()
-    if record["gallery"]:
-        draw(record["gallery"])
+        record.put("race", f"{name}/{options.seconds:g}", methods)
+    if record.gallery:
+        draw(record.gallery)

@@ -44,14 +44,16 @@ def one(name: str, device: str, seconds: float) -> dict[str, Any]:
         solver=Cholesky(), step=step, gram="kernel", memory=2**33, measure=5,
     )  # fmt: skip
     history = solution.history
-    cuda = device == "cuda"
+    gibibytes = None
+    if device == "cuda":
+        gibibytes = torch.cuda.max_memory_allocated() / 2**30
     return {
         "parameters": sum(p.numel() for p in network.parameters()),
         "residuals": inside + outside,
         "error": solution.error,
         "steps": len(history),
         "seconds": history.spent,
-        "GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "GiB": gibibytes,
         "stopped": solution.stopped,
         "curve": list(zip(history.clock, history.error, strict=True)),
     }

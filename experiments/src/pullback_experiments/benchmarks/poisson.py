@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,21 @@ from .reference_engd import Reference
 
 RECORD = RESULTS / "poisson.json"
 TARGETS = (1e-6, 1e-9)
-REFERENCE_STEPS = 500
-PATIENCE = 20.0
-MEASURE = 10
+
+
+@dataclass(frozen=True)
+class RaceLimits:
+    """When the reference stops, and how often errors are measured."""
+
+    #: steps of the reference, at most
+    reference_steps: int = 500
+    #: the reference may take so many times our seconds
+    patience: float = 20.0
+    #: steps between two measurements of the error
+    measure_every: int = 10
+
+
+LIMITS = RaceLimits()
 
 
 def source(x: Tensor) -> Tensor:
@@ -107,7 +119,7 @@ class Rival:
         while clock.wall < seconds and clock.steps < self._steps:
             clock.time(self._reference.step)
             clock.steps += 1
-            if clock.steps % MEASURE == 0 or clock.steps == self._steps:
+            if clock.steps % LIMITS.measure_every == 0 or clock.steps == self._steps:
                 clock.add_measurement(self._error())
 
 
@@ -123,7 +135,7 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
         clock.cpu += time.process_time() - mark  # with the measuring, which is a few milliseconds
         clock.wall = history.spent
         clock.steps = len(history)
-        if history.add_measurement[-1] == len(history):
+        if history.measured[-1] == len(history):
             clock.add_measurement(history.error[-1])
         rival.until(clock.wall)
         mark = time.process_time()
@@ -133,12 +145,12 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
         network,
         steps=steps,
         seed=seed,
-        measure=MEASURE,
+        measure=LIMITS.measure_every,
         callbacks=[turn],
         progress=False,
     )
     clock.add_measurement(solution.error)
-    rival.until(PATIENCE * clock.wall)
+    rival.until(LIMITS.patience * clock.wall)
     return {
         "ours": {**clock.report(), "stopped": solution.stopped},
         "reference": rival.clock.report(),
@@ -165,26 +177,41 @@ def per_step(products: bool, steps: int = 10) -> float:
     return (time.process_time() - start) / steps
 
 
-def summary(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarize_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians of the errors and times of one method over its seeds."""
+    errors = [run["error"] for run in runs]
+    row: dict[str, Any] = {
+        "runs": len(runs),
+        "median error": statistics.median(errors),
+        "worst error": max(errors),
+        "CPU ms per step": 1e3 * statistics.median(r["CPU seconds"] / r["steps"] for r in runs),
+        "at most": {f"{target:g}": count_at_most(errors, target) for target in TARGETS},
+        "never at 1e-06": sum(run["seconds to"]["1e-06"] is None for run in runs),
+    }
+    for clock in ("seconds", "CPU seconds"):
+        times = [seconds_to_target(run, clock) for run in runs]
+        row[f"median {clock} to 1e-06"] = statistics.median(times)
+    return row
+
+
+def count_at_most(errors: Sequence[float], target: float) -> int:
+    """Return how many of the errors are at most the target."""
+    return sum(error <= target for error in errors)
+
+
+def seconds_to_target(run: Mapping[str, Any], clock: str) -> float:
+    """Return the seconds until the error was 1e-6; a run that never got there took all its time."""
+    seconds = run[f"{clock} to"]["1e-06"]
+    if seconds is None:
+        return run[clock]
+    return seconds
+
+
+def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return medians of both methods, and the ratio of their times to an error of 1e-6."""
     out: dict[str, Any] = {}
     for name in ("ours", "reference"):
-        of_method = [run[name] for run in runs.values()]
-        errors = [r["error"] for r in of_method]
-        out[name] = {
-            "runs": len(of_method),
-            "median error": statistics.median(errors),
-            "worst error": max(errors),
-            "CPU ms per step": 1e3
-            * statistics.median(r["CPU seconds"] / r["steps"] for r in of_method),
-            "at most": {f"{t:g}": sum(e <= t for e in errors) for t in TARGETS},
-            "never at 1e-06": sum(r["seconds to"]["1e-06"] is None for r in of_method),
-        }
-        for clock in ("seconds", "CPU seconds"):
-            # a run that never got there took at least all its time
-            out[name][f"median {clock} to 1e-06"] = statistics.median(
-                r[clock] if r[f"{clock} to"]["1e-06"] is None else r[f"{clock} to"]["1e-06"]
-                for r in of_method
-            )
+        out[name] = summarize_runs([run[name] for run in runs.values()])
     for clock in ("seconds", "CPU seconds"):
         key = f"median {clock} to 1e-06"
         out[f"ratio of {key}"] = out["reference"][key] / out["ours"][key]
@@ -211,9 +238,9 @@ def parse_seeds(text: str) -> list[int]:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--seeds", default="0-9")
+    parser.add_argument("--seeds", default="0-9", help="one, or the first and the last")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--reference-steps", type=int, default=REFERENCE_STEPS)
+    parser.add_argument("--reference-steps", type=int, default=LIMITS.reference_steps)
     parser.add_argument("--out", type=Path, default=RECORD, help="finished seeds are kept")
     options = parser.parse_args(arguments)
     about = {

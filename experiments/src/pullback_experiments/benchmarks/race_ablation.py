@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,13 +41,42 @@ from ..races import optimizers
 from ..races.loop import run
 from ..races.tasks import TASKS
 
-LR = 8e-3
-SEED = 0
-STEPS = 300
-# of Shampoo's factors
-BETA = 0.95
-EVERY = 10
 REST = {"rest": 0.25}  # of the rate, for embeddings, head and gains
+
+
+@dataclass(frozen=True)
+class AblationRun:
+    """What all rows of the ablation share.
+
+    Attributes:
+        task, steps: which race, and for how long.
+        lr: the learning rate.
+        seed: of the initial weights and the batches.
+    """
+
+    task: str = "text"
+    steps: int = 300
+    lr: float = 8e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ShampooMoments:
+    """How Shampoo's moments of the gradient are averaged."""
+
+    #: the weight of the past in the averages
+    beta: float = 0.95
+    #: steps between two computations of the inverse roots
+    root_every: int = 10
+
+    def new_weight(self, count: int) -> float:
+        """Return the weight of the newest gradient at a step; the first one is all there is."""
+        if count == 1:
+            return 1.0
+        return 1 - self.beta
+
+
+SHAMPOO = ShampooMoments()
 
 
 @dataclass(kw_only=True)
@@ -89,9 +118,10 @@ class Powered(Spectral):
         self, power: float = 0.5, *, both_sides: bool = False, gradient: bool = False,
         whitens_twice: bool = False, share: float = 0.2, sampled: bool = False,
     ) -> None:  # fmt: skip
-        likelihood = Categorical() if sampled else None
-        fisher = "mc" if sampled else "empirical"
-        estimation = Estimation(ema=0.8).with_metric(likelihood, None, fisher=fisher)
+        if sampled:
+            estimation = Estimation(ema=0.8).with_metric(Categorical(), None, fisher="mc")
+        else:
+            estimation = Estimation(ema=0.8).with_metric(None, None, fisher="empirical")
         super().__init__(estimation=estimation, others=AdamW(rate=REST["rest"]))
         self.power = power
         self.both_sides = both_sides
@@ -135,10 +165,10 @@ class Powered(Spectral):
 
     def _average_moments(self, state: PoweredState, g: Tensor, step: StepContext) -> None:
         """Average GᵀG and GGᵀ, and find their inverse powers at every tenth step."""
-        weight = 1.0 if step.count == 1 else 1 - BETA
+        weight = SHAMPOO.new_weight(step.count)
         step.average(state.column_moment, g.mT @ g, weight)
         step.average(state.row_moment, g @ g.mT, weight)
-        if step.count % EVERY == 1:
+        if step.count % SHAMPOO.root_every == 1:
             state.column_root.copy_(_root(state.column_moment, self.power, self.share))
             state.row_root.copy_(_root(state.row_moment, self.power, self.share))
 
@@ -196,7 +226,7 @@ class Grafted(Spectral):
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, GraftedState)
         d = super().direction(gradient, state, step)
-        step.average(state.second, gradient.square(), 1 - BETA if step.count > 1 else 1.0)
+        step.average(state.second, gradient.square(), SHAMPOO.new_weight(step.count))
         adam = state.momentum / (state.second.sqrt() + 1e-8)
         length = adam.norm(dim=(1, 2), keepdim=True)
         return d * (length / d.norm(dim=(1, 2), keepdim=True).clamp(min=1e-8))
@@ -224,9 +254,10 @@ def _with(rule: Callable[[], Spectral], **more: Any) -> optimizers.Build:
 def _on_a_sphere(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
     (optimizer,) = optimizers.spectral(model, lr, {**REST, **settings})
     params = optimizers.hidden(model)
-    ids = {id(p) for p in params}
-    (matrices,) = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
-    matrices["weight_decay"] = 0.0
+    hidden_ids = {id(p) for p in params}
+    for group in optimizer.param_groups:
+        if any(id(p) in hidden_ids for p in group["params"]):
+            group["weight_decay"] = 0.0
     return [optimizer, Sphere(params)]
 
 
@@ -260,10 +291,14 @@ ROWS: dict[str, optimizers.Build] = {
 }
 
 
-def _run(name: str, task: str, steps: int | None, device: str) -> dict[str, Any]:
+def _run(name: str, ablation: AblationRun, device: str) -> dict[str, Any]:
+    """Train by the rule of one row, and return its losses."""
     torch.set_num_threads(1)
     optimizers.OPTIMIZERS[name] = ROWS[name]
-    record = run(TASKS[task], name, LR, seed=SEED, device=torch.device(device), steps=steps)
+    record = run(
+        TASKS[ablation.task], name, ablation.lr, seed=ablation.seed, device=torch.device(device),
+        steps=ablation.steps,
+    )  # fmt: skip
     return {"final": record["final"], "curve": record["held-out loss"], "steps": record["steps"]}
 
 
@@ -275,15 +310,21 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--only", nargs="*", default=list(ROWS))
     parser.add_argument("--out", type=Path, default=RESULTS / "race-ablation.json")
     asked = parser.parse_args(arguments)
-    task, steps = ("text-quick", 20) if asked.quick else ("text", STEPS)
-    about = {"environment": describe_machine(torch.device(asked.device))}
-    about |= {"lr": LR, "seed": SEED, "steps": STEPS, "task": task}
-    record = Record(None if asked.quick else asked.out, about, resume=False)
+    ablation = AblationRun()
+    path = asked.out
+    if asked.quick:
+        ablation = AblationRun("text-quick", steps=20)
+        path = None
+    about = {"environment": describe_machine(torch.device(asked.device)), **asdict(ablation)}
+    record = Record(path, about, resume=False)
     with ProcessPoolExecutor(asked.workers, get_context("spawn")) as pool:
-        jobs = {pool.submit(_run, n, task, steps, asked.device): n for n in asked.only}
+        jobs = {pool.submit(_run, n, ablation, asked.device): n for n in asked.only}
         for job in as_completed(jobs):
             name = jobs[job]
             error = job.exception()
-            result = {"error": str(error)} if error else job.result()
+            if error:
+                result = {"error": str(error)}
+            else:
+                result = job.result()
             print(f"{name:45} {result.get('final', error)}", flush=True)
             record.put(name, result)

@@ -24,12 +24,11 @@ from typing import Any
 
 import torch
 
-from ..framework.benchmark import make_parser
+from ..framework.benchmark import find_default_device, make_parser
 from ..races.loop import run
 from ..races.tasks import TASKS, TextData, python_files
 
 SIZES = {"quick": "text-quick", "small": "text", "large": "text-large"}
-_DIGITS = 5  # of the losses in a curve
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
                         help="field of the task: clip=1.0, compiled=True")  # fmt: skip
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=find_default_device())
     return parser
 
 
@@ -75,14 +74,23 @@ def _value(text: str) -> Any:
         return text  # a word
 
 
+def _parse_choices(word: str) -> tuple[str, list[Any]]:
+    """Return the name and the values of KEY=A|B."""
+    key, _, values = word.partition("=")
+    return key, [_value(value) for value in values.split("|")]
+
+
 def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     pairs = [tuple(pair.split(":")) for pair in asked.pairs]
     pairs += product(asked.methods, asked.lr)
-    keys = [s.partition("=")[0] for s in asked.set]
-    values = [[_value(v) for v in s.partition("=")[2].split("|")] for s in asked.set]
-    fields = {k: _value(v) for k, _, v in (s.partition("=") for s in asked.task)}
+    choices = dict(_parse_choices(word) for word in asked.set)
+    fields = {}
+    for word in asked.task:
+        key, _, text = word.partition("=")
+        fields[key] = _value(text)
+    lengths = [int(steps) for steps in asked.steps] or [None]
     for (method, lr), seed, steps, settings in product(
-        pairs, asked.seed, asked.steps or [None], product(*values)
+        pairs, asked.seed, lengths, product(*choices.values())
     ):
         yield {
             "task": SIZES.get(asked.size, asked.size),
@@ -90,8 +98,8 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "method": method,
             "lr": float(lr),
             "seed": int(seed),
-            "steps": None if steps is None else int(steps),
-            "settings": dict(zip(keys, settings, strict=True)),
+            "steps": steps,
+            "settings": dict(zip(choices, settings, strict=True)),
             "device": asked.device,
             "threads": asked.threads,
             "parallel": asked.parallel,
@@ -113,8 +121,7 @@ def _done(job: dict[str, Any]) -> dict[str, Any]:
         traceback.print_exc(file=sys.stderr)
         return said | {"error": f"{type(error).__name__}: {error}"}
     curve = [
-        [s, round(v, _DIGITS)]
-        for s, v in zip(outcome["step"], outcome["held-out loss"], strict=True)
+        [s, round(v, 5)] for s, v in zip(outcome["step"], outcome["held-out loss"], strict=True)
     ]
     lists = ("step", "seconds", "held-out loss", "accuracy", "settings")
     short = {k: v for k, v in outcome.items() if k not in lists}
@@ -145,4 +152,10 @@ def _begin(shared: tuple[tuple[int, bool], Any] | None) -> None:
     if shared is not None:
         key, files = shared
         read = tasks.corpus.python_files
-        tasks.corpus.python_files = lambda *asked: files if asked == key else read(*asked)
+
+        def read_shared(*asked: Any) -> Any:
+            if asked == key:
+                return files
+            return read(*asked)
+
+        tasks.corpus.python_files = read_shared

@@ -27,8 +27,6 @@ from pullback.pde import Points
 
 Params = dict[str, Tensor]
 
-_SIZES = 31
-
 
 class Reference:
     """u ← u − η·G⁺∇L for ½ mean |Δu + f|² + ½ mean |u|² on the boundary."""
@@ -47,7 +45,8 @@ class Reference:
         self._inside = inside
         self._boundary = boundary
         self._source = source(inside.x)
-        self._sizes = 0.5 ** torch.linspace(0, _SIZES - 1, _SIZES, dtype=inside.x.dtype)
+        # step sizes 1, ½, …, 2⁻³⁰
+        self._sizes = 0.5 ** torch.linspace(0, 30, 31, dtype=inside.x.dtype)
 
     def _u(self, params: Params, x: Tensor) -> Tensor:
         return functional_call(self.network, params, (x[None],))[0, 0]
@@ -99,8 +98,9 @@ def _shares(points: Points) -> Tensor:
 
 def _flat(params: Params, n: int) -> Tensor:
     """All parameters in one vector, or in n rows."""
-    flat_pieces = [p.reshape(n, -1) if n else p.reshape(-1) for p in params.values()]
-    return torch.cat(flat_pieces, -1)
+    if n:
+        return torch.cat([p.reshape(n, -1) for p in params.values()], -1)
+    return torch.cat([p.reshape(-1) for p in params.values()], -1)
 
 
 def _split(vector: Tensor, shapes: Params) -> Params:

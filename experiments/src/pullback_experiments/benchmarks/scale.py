@@ -162,7 +162,7 @@ def profile(name: str, device: torch.device) -> None:
         run()
     with torch.profiler.profile() as trace:
         run()
-    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    order = f"self_{device.type}_time_total"
     print(trace.key_averages().table(sort_by=order, row_limit=18, max_name_column_width=60))
 
 
@@ -174,7 +174,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    names = options.only or (["cifar-mlp"] if device.type == "cpu" else list(PROBLEMS))
+    names = options.only or list(PROBLEMS)
+    if device.type == "cpu" and not options.only:
+        names = ["cifar-mlp"]
     print(describe_machine(device))
     record = Record.on_device(options.out, device, resume=False)
     for name in names:

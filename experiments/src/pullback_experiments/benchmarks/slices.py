@@ -37,7 +37,6 @@ from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
 from ..framework.timing import describe_machine, synchronize
 from .slices_routes import Bench, Route
 
-TARGET = 1.05
 PLAIN = ("SGD foreach", "SGD fused")
 BASES = {
     "SGD again": ("SGD fused",),
@@ -84,7 +83,7 @@ def middle(values: list[float]) -> dict[str, float]:
         "low": ranked[low],
         "high": ranked[high],
         "quartile_1": ranked[n // 4],
-        "quartile_3": ranked[(3 * n) // 4 if n > 1 else 0],
+        "quartile_3": ranked[min((3 * n) // 4, n - 1)],
     }
 
 
@@ -101,9 +100,13 @@ def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
 
 def bandwidth(device: torch.device, quick: bool) -> float:
     """Bytes per second of a copy, read and written."""
-    source = torch.ones(
-        2**16 if quick else 2**28 if device.type == "cuda" else 2**24, device=device
-    )
+    if quick:
+        entries = 2**16
+    elif device.type == "cuda":
+        entries = 2**28
+    else:
+        entries = 2**24
+    source = torch.ones(entries, device=device)
     target = torch.empty_like(source)
     times = in_rounds({"copy": lambda: target.copy_(source)}, device, 10, 1.0)["copy"]
     return 8 * source.numel() / min(times)
@@ -118,8 +121,7 @@ def capture_blocks(
     pool = torch.cuda.graph_pool_handle()
     for name, route in routes.items():
         try:
-            step = route.alone if step_only else route.train
-            blocks[name] = route.capture_graph(step, pool, device)
+            blocks[name] = route.capture_graph(route.step(step_only), pool, device)
         except RuntimeError as error:
             torch.cuda.synchronize(device)
             failed[name] = str(error).splitlines()[0]
@@ -151,7 +153,7 @@ def traffic(bench: Bench, routes: Mapping[str, Route], speed: float) -> dict[str
     return {
         "parameters": count,
         "batch": list(bench.x.shape),
-        "target": TARGET,
+        "target": 1.05,
         "copy_gigabytes_per_second": 1e-9 * speed,
         "floor_milliseconds": {"SGD": floor, "retraction": floor},
         "operations": {n: r.operations for n, r in routes.items()},
@@ -160,34 +162,55 @@ def traffic(bench: Bench, routes: Mapping[str, Route], speed: float) -> dict[str
     }
 
 
+def name_table(step_only: bool, is_captured: bool) -> str:
+    """Return the name of a table in the record, such as "eager training step"."""
+    launch = "eager"
+    if is_captured:
+        launch = "captured"
+    if step_only:
+        return f"{launch} step alone"
+    return f"{launch} training step"
+
+
+def measure_table(
+    routes: Mapping[str, Route],
+    step_only: bool,
+    is_captured: bool,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return times and ratios of all routes: whole training steps or the optimizer's alone."""
+    failed: dict[str, str] = {}
+    if is_captured:
+        blocks, failed = capture_blocks(routes, step_only, device)
+    else:
+        blocks = {name: route.block(route.step(step_only)) for name, route in routes.items()}
+    times = in_rounds(blocks, device, options.rounds, options.seconds)
+    per_step = {}
+    for name, seconds in times.items():
+        per_step[name] = [block_seconds / routes[name].steps for block_seconds in seconds]
+    return {
+        "rounds": len(next(iter(times.values()), [])),
+        "milliseconds": {n: 1e3 * statistics.median(t) for n, t in per_step.items()},
+        "ratio": ratios(per_step),
+        "failed": failed,
+    }
+
+
 def measure(
     name: str, device: torch.device, options: argparse.Namespace, save: Callable[[Any], None]
 ) -> None:
+    """Measure a model's routes, and save the result after every table."""
     bench = Bench(name, device, options.quick)
     chosen = [n for n in bench.optimizers() if not options.routes or n in options.routes]
     routes = {n: bench.route(n) for n in chosen}
     result = traffic(bench, routes, bandwidth(device, options.quick))
+    launches = [False]
     if device.type == "cuda":
-        graphs = (False, True)
-    else:
-        graphs = (False,)
-    for step_only, graph in product((False, True), graphs):
-        blocks = {n: r.block(r.alone if step_only else r.train) for n, r in routes.items()}
-        failed: dict[str, str] = {}
-        if graph:
-            blocks, failed = capture_blocks(routes, step_only, device)
-        times = in_rounds(blocks, device, options.rounds, options.seconds)
-        per_step = {n: [t / routes[n].steps for t in seconds] for n, seconds in times.items()}
-        title = (
-            f"{'captured' if graph else 'eager'} {'step alone' if step_only else 'training step'}"
-        )
-        result[title] = {
-            "rounds": len(next(iter(times.values()), [])),
-            "milliseconds": {n: 1e3 * statistics.median(t) for n, t in per_step.items()},
-            "ratio": ratios(per_step),
-            "failed": failed,
-        }
-        del blocks
+        launches = [False, True]
+    for step_only, is_captured in product((False, True), launches):
+        title = name_table(step_only, is_captured)
+        result[title] = measure_table(routes, step_only, is_captured, device, options)
         show(f"{name}, {title}", result[title])
         result["finite"] = {n: r.finite() for n, r in routes.items()}
         save(result)
@@ -204,10 +227,15 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    options.rounds = options.rounds or (3 if options.quick else 40)
+    if options.rounds is None:
+        options.rounds = 40
+        if options.quick:
+            options.rounds = 3
     use_tensor_cores(device)
     print(describe_machine(device))
-    path = None if options.quick else options.out or RESULTS / f"slices-{device.type}.json"
+    path = None
+    if not options.quick:
+        path = options.out or RESULTS / f"slices-{device.type}.json"
     record = Record.on_device(path, device)
     for name in ("mlp", "bare", "resnet50"):
         if options.only is None or name in options.only:

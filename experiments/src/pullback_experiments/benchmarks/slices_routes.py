@@ -117,6 +117,12 @@ class Route:
     def alone(self) -> None:
         self.optimizer.step()
 
+    def step(self, step_only: bool) -> Callable[[], None]:
+        """Return the optimizer's step alone, or the whole training step."""
+        if step_only:
+            return self.alone
+        return self.train
+
     def block(self, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             for _ in range(self.steps):
@@ -189,23 +195,34 @@ class Bench:
         self.device = device
         self.name = name
         self.quick = quick
-        if name != "resnet50":
-            if quick:
-                widths = (48, 64, 48, 32, 10)
-            else:
-                widths = PAPER
-            self.model: nn.Module = relu_mlp(widths, bias=name == "mlp").to(device)
-            x = torch.randn(8 if quick else 128, widths[0], device=device)
-            self.scalings = mlp_scalings(self.model)
-        else:
-            large = device.type == "cuda" and not quick
-            depths, width = ((1, 1, 1, 1), 8) if quick else ((3, 4, 6, 3), 64)
-            self.model = resnet50(depths=depths, width=width).to(device)
-            n, side = (64, 224) if large else (2, 64)
-            x = torch.randn(n, 3, side, side, device=device)
+        if name == "resnet50":
+            self.model, self.x = self._make_resnet()
             self.scalings = resnet_scalings(self.model)
-        self.x = x
-        self.y = torch.randint(0, 10, (len(x),), device=device)
+        else:
+            self.model, self.x = self._make_mlp()
+            self.scalings = mlp_scalings(self.model)
+        self.y = torch.randint(0, 10, (len(self.x),), device=device)
+
+    def _make_mlp(self) -> tuple[nn.Module, Tensor]:
+        """Return the paper's network with its batch; a small one where quick."""
+        widths = PAPER
+        samples = 128
+        if self.quick:
+            widths = (48, 64, 48, 32, 10)
+            samples = 8
+        model = relu_mlp(widths, bias=self.name == "mlp").to(self.device)
+        return model, torch.randn(samples, widths[0], device=self.device)
+
+    def _make_resnet(self) -> tuple[nn.Module, Tensor]:
+        """Return ResNet-50 with images of full size on a GPU, and two small ones elsewhere."""
+        if self.quick:
+            model = resnet50(depths=(1, 1, 1, 1), width=8)
+        else:
+            model = resnet50(depths=(3, 4, 6, 3), width=64)
+        shape = (2, 3, 64, 64)
+        if self.device.type == "cuda" and not self.quick:
+            shape = (64, 3, 224, 224)
+        return model.to(self.device), torch.randn(shape, device=self.device)
 
     @property
     def steps(self) -> int:
@@ -222,8 +239,10 @@ class Bench:
         options = SLICED.get(name, {})
         # in a chain two classes of units take turns; the residual network's share no parameter
         is_fused = options.get("sweeps") or "layer" in str(options) or "SGD" in name
-        turns = 1 if is_fused or self.name == "resnet50" else 2
-        return turns * options.get("every", 1)
+        every = options.get("every", 1)
+        if is_fused or self.name == "resnet50":
+            return every
+        return 2 * every
 
     def block(self, name: str) -> int:
         """Steps in a block: so many that every kind of step is in it in its proportion."""
@@ -248,7 +267,9 @@ class Bench:
             out[name] = lambda m, name=name, options=options: SliceSGD(
                 m, LR, symmetry=self.scalings, captured=self.block(name), **options
             )
-        slice_name = "layer-balanced" if self.name == "resnet50" else "equal-norm"
+        slice_name = "equal-norm"
+        if self.name == "resnet50":
+            slice_name = "layer-balanced"
         out[KEPT] = lambda m: self._make_sliced(
             sgd(m.parameters(), LR, foreach=True), m, KEPT, slice=slice_name, **SLICED[KEPT]
         )

@@ -173,8 +173,10 @@ class VariationalAutoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encoder(x).chunk(2, 1)
-        noise = torch.randn_like(mean) if self.training else torch.zeros_like(mean)
-        return self.decoder(mean + noise * (0.5 * log_variance).exp()), mean, log_variance
+        code = mean
+        if self.training:
+            code = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
+        return self.decoder(code), mean, log_variance
 
 
 def variational() -> Task:

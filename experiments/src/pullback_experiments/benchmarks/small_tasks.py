@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import chain
 from math import isfinite, log
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,8 +40,6 @@ ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 MUON_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 #: multiples of K-FAC's default rate
 MULTIPLES = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
-#: evaluations, over the last tenth of a run, whose median is its result
-EVALUATIONS = 5
 #: an outcome that is not finite counts as this
 DIVERGED = 1e9
 #: log of a loss that a log of time is worth: tuned Adam gained 0.26 by 2.4 times the steps
@@ -64,20 +63,25 @@ def make_adam(rate: float, model: nn.Module) -> list[Optimizer]:
 
 def make_muon(rate: float, model: nn.Module) -> list[Optimizer]:
     """Return Muon for the hidden matrices and AdamW for the rest, at one rate of Adam's scale."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    head = modules[-1].weight if modules else None
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p is not head]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = [p for p in matrices if id(p) not in embeddings]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers: list[Optimizer] = []
-    if matrices:
-        muon = torch.optim.Muon(
-            matrices, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", momentum=0.9
-        )
-        optimizers.append(muon)
-    return [*optimizers, torch.optim.AdamW(others, rate, weight_decay=0.0)]
+    matrices = list_hidden_matrices(model)
+    hidden = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in hidden]
+    adamw = torch.optim.AdamW(others, rate, weight_decay=0.0)
+    if not matrices:
+        return [adamw]
+    muon = torch.optim.Muon(
+        matrices, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", momentum=0.9
+    )
+    return [muon, adamw]
+
+
+def list_hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the matrices that are neither embeddings nor the weight of the last linear layer."""
+    excluded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    if linear:
+        excluded.add(id(linear[-1].weight))
+    return [p for p in model.parameters() if p.ndim == 2 and id(p) not in excluded]
 
 
 def make_kfac(multiple: float, model: nn.Module, **options: Any) -> list[Optimizer]:
@@ -166,8 +170,7 @@ def run(name: str, seed: int, method: str, rate: float, longer: float = 1.0) -> 
     task = TASKS[name]()
     optimizers = [Together(METHODS[method](rate, model)) for model in task.models]
     steps = max(1, round(task.steps * longer))
-    first_look = steps - max(EVALUATIONS, steps // 10)
-    looks = {steps - 1 - i * (steps - first_look) // EVALUATIONS for i in range(EVALUATIONS)}
+    looks = _choose_evaluations(steps)
     draws = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     seconds = 0.0
@@ -182,9 +185,17 @@ def run(name: str, seed: int, method: str, rate: float, longer: float = 1.0) -> 
     return Outcome(statistics.median(losses), seconds / max(1, steps - 1))
 
 
+def _choose_evaluations(steps: int, count: int = 5) -> set[int]:
+    """Return the steps, over the last tenth of a run, whose median loss is its result."""
+    last = max(count, steps // 10)
+    return {steps - 1 - i * last // count for i in range(count)}
+
+
 def _judge(task: Task) -> float:
     loss = task.judge()
-    return loss if isfinite(loss) else DIVERGED
+    if isfinite(loss):
+        return loss
+    return DIVERGED
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,9 @@ def run_job(job: Job) -> dict[str, Any]:
 
 
 def _variants_of(job: Job) -> list[str]:
-    variants = list(VARIANTS) if job.has_variants else []
+    variants: list[str] = []
+    if job.has_variants:
+        variants += VARIANTS
     if job.task == "adversarial":
         variants.append(SHORT_MEMORY)
     return variants
@@ -297,10 +310,12 @@ def rank_settings(rows: Sequence[dict[str, Any]]) -> list[Setting]:
             seeds_by_task.setdefault(row["task"], []).append(row)
     settings: list[Setting] = []
     for method in ("kfac", *VARIANTS):
-        multiples = MULTIPLES if method == "kfac" else VARIANT_MULTIPLES
+        multiples = VARIANT_MULTIPLES
+        if method == "kfac":
+            multiples = MULTIPLES
         for multiple in multiples:
             key = f"{method} {multiple:g}"
-            if all(key in row["runs"] for seeds in seeds_by_task.values() for row in seeds):
+            if all(key in row["runs"] for row in chain.from_iterable(seeds_by_task.values())):
                 settings.append(_compare(list(seeds_by_task.values()), method, multiple))
     return sorted(settings, key=lambda setting: setting.score)
 
@@ -334,7 +349,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "small-tasks-cpu.json")
     options = parser.parse_args(arguments)
     sets = {"open": OPEN_TASKS, "aside": ASIDE_TASKS, "all": TASKS}
-    names = list(sets[options.tasks]) if options.tasks in sets else options.tasks.split(",")
+    if options.tasks in sets:
+        names = list(sets[options.tasks])
+    else:
+        names = options.tasks.split(",")
     jobs: list[Job] = []
     for seed in range(options.seeds):
         jobs += [Job(name, seed, options.variants) for name in names]

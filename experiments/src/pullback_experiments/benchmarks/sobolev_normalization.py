@@ -19,7 +19,7 @@ experiments/results/sobolev-normalization.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -36,9 +36,20 @@ from ..showcase.problems import load
 
 SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # in median distances
 BATCHES = (32, 128)
-DAMPING = 0.03
-JITTER = 1e-5
 CHOICES = ("B", "1'K⁻¹1", "tr K⁻¹")
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """What is added to matrices before they are inverted."""
+
+    #: to the Grams, where their directions are compared
+    damping: float = 0.03
+    #: to the kernel matrix, of entries at most one: its condition is then at most 1e5 times B
+    jitter: float = 1e-5
+
+
+REGULARIZATION = Regularization()
 
 
 @dataclass
@@ -91,43 +102,61 @@ class Layer:
     gradient: Tensor
 
 
-def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
-    """Inputs and output Jacobians by autograd alone."""
-    captured: dict[str, tuple[nn.Module, Tensor, Tensor]] = {}
+@dataclass
+class LayerCall:
+    """A layer's input and output in one forward pass."""
 
-    def hook(name: str):
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+    def augmented_input(self) -> Tensor:
+        """Return ā: the input by position with a one at the end, (B, T, I + 1)."""
+        if isinstance(self.module, nn.Linear):
+            a = self.input[:, None]
+        else:
+            a = F.unfold(self.input, 3, padding=1).mT
+        return torch.cat([a, torch.ones_like(a[..., :1])], 2)
+
+
+def capture_calls(net: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, LayerCall]]:
+    """Return net(x) and the calls of its linear and convolutional layers, by name."""
+    calls: dict[str, LayerCall] = {}
+
+    def make_hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def keep(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            captured[name] = (module, args[0].detach(), out)
+            calls[name] = LayerCall(module, args[0].detach(), out)
 
         return keep
 
-    layer_types = (nn.Linear, nn.Conv2d)
-    handles = [
-        m.register_forward_hook(hook(n))
-        for n, m in net.named_modules()
-        if isinstance(m, layer_types)
-    ]
+    handles = []
+    for name, module in net.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            handles.append(module.register_forward_hook(make_hook(name)))
     z = net(x)
     for handle in handles:
         handle.remove()
-    outs = [o for _, _, o in captured.values()]
+    return z, calls
+
+
+def split_positions(delta: Tensor) -> Tensor:
+    """Return a cotangent of a layer's output as (B, T, O)."""
+    if delta.ndim == 2:
+        return delta[:, None]
+    return delta.flatten(2).mT
+
+
+def layers(net: nn.Module, x: Tensor, y: Tensor) -> Iterator[Layer]:
+    """Yield inputs and output Jacobians of all layers, by autograd alone."""
+    z, calls = capture_calls(net, x)
+    outs = [call.output for call in calls.values()]
     by_output = [torch.autograd.grad(z[:, o].sum(), outs, retain_graph=True) for o in range(10)]
     slopes = torch.autograd.grad(F.cross_entropy(z, y), outs)
-    for k, (name, (module, a, _)) in enumerate(captured.items()):
-        a = a if isinstance(module, nn.Linear) else F.unfold(a, 3, padding=1).mT
-        if a.ndim == 2:
-            a = a[:, None]
-        else:
-            a = a
-        a = torch.cat([a, torch.ones_like(a[..., :1])], 2)
-
-        def flat(d: Tensor) -> Tensor:
-            if d.ndim == 2:
-                return d[:, None]
-            return d.flatten(2).mT
-
-        delta = torch.stack([flat(d[k]) for d in by_output])
-        yield Layer(name, a, delta, torch.einsum("bto,bti->oi", flat(slopes[k]), a))
+    for k, (name, call) in enumerate(calls.items()):
+        a = call.augmented_input()
+        delta = torch.stack([split_positions(d[k]) for d in by_output])
+        gradient = torch.einsum("bto,bti->oi", split_positions(slopes[k]), a)
+        yield Layer(name, a, delta, gradient)
 
 
 def measure_errors(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, dict[str, float]]:
@@ -144,63 +173,81 @@ def measure_errors(layer: Layer, k: Tensor) -> tuple[dict[str, float], float, di
     frobenius = {name: float((one / z - g).norm() / g.norm()) for name, z in chosen.items()}
     flat = layer.gradient.flatten()
     eye = torch.eye(len(g), dtype=g.dtype)
-    want = torch.linalg.solve(g + DAMPING * eye, flat)
+    damping = REGULARIZATION.damping
+    want = torch.linalg.solve(g + damping * eye, flat)
     sv, su = torch.linalg.eigh(s)
     av, au = torch.linalg.eigh(a)
     in_eigenbasis = su.T @ layer.gradient @ au
     direction = {}
     for name, z in chosen.items():
-        kfac_direction = su @ (in_eigenbasis / (sv[:, None] * av / z + DAMPING)) @ au.T
+        kfac_direction = su @ (in_eigenbasis / (sv[:, None] * av / z + damping)) @ au.T
         direction[name] = float((kfac_direction.flatten() - want).norm() / want.norm())
     return frobenius, float((best * one - g).norm() / g.norm()), direction
 
 
 def study(batches: tuple[int, ...], scales: tuple[float, ...]) -> list[Record]:
+    """Return a record for every layer at every scale: of fresh and of trained networks."""
     x, y = load()
-    records = []
+    records: list[Record] = []
     for net, make in NETS.items():
         torch.manual_seed(0)
         model = make().double()
-        for after in (False, True):
-            if after:
-                model = train_network(model, x[:1347], y[:1347])
-            else:
-                model = model
-            for batch in batches:
-                xs = x[:batch]
-                ys = y[:batch]
-                unit = median_distance(xs)
-                all_layers = list(layers(model, xs, ys))
-                for scale in scales:
-                    k = Matern(scale=scale * unit)(xs, xs) + JITTER * torch.eye(batch).double()
-                    condition = float(torch.linalg.cond(k))
-                    for one in all_layers:
-                        errors = measure_errors(one, k)
-                        records.append(
-                            Record(net, after, batch, scale, condition, one.name, *errors)
-                        )
+        for batch in batches:
+            records += study_batch(net, model, x[:batch], y[:batch], scales, trained=False)
+        model = train_network(model, x[:1347], y[:1347])
+        for batch in batches:
+            records += study_batch(net, model, x[:batch], y[:batch], scales, trained=True)
+    return records
+
+
+def study_batch(
+    net: str, model: nn.Module, x: Tensor, y: Tensor, scales: Sequence[float], *, trained: bool
+) -> list[Record]:
+    """Return a record for every layer of a network at every scale, in median distances."""
+    unit = median_distance(x)
+    network_layers = list(layers(model, x, y))
+    records = []
+    for scale in scales:
+        kernel = Matern(scale=scale * unit)(x, x)
+        kernel = kernel + REGULARIZATION.jitter * torch.eye(len(x)).double()
+        condition = float(torch.linalg.cond(kernel))
+        for layer in network_layers:
+            errors = measure_errors(layer, kernel)
+            records.append(Record(net, trained, len(x), scale, condition, layer.name, *errors))
     return records
 
 
 def table(records: list[Record]) -> str:
-    """Medians over networks, batches and layers, by scale."""
-    lines = ["scale/median  cond K | ‖A⊗S − G‖/‖G‖: " + "  ".join(CHOICES) + "  best multiple | "]
-    lines[0] += "direction: " + "  ".join(CHOICES)
+    """Return medians over networks, batches and layers by scale, then how often each Z is best."""
+    names = "  ".join(CHOICES)
+    lines = [f"scale/median  cond K | ‖A⊗S − G‖/‖G‖: {names}  best multiple | direction: {names}"]
     for scale in sorted({r.scale for r in records}):
-        at_scale = [r for r in records if r.scale == scale]
-        frobenius = [median(r.frobenius[c] for r in at_scale) for c in CHOICES]
-        direction = [median(r.direction[c] for r in at_scale) for c in CHOICES]
-        best = median(r.best for r in at_scale)
-        condition = median(r.condition for r in at_scale)
-        row = f"{scale:12g} {condition:8.1e} | " + " ".join(f"{v:9.3g}" for v in frobenius)
-        lines.append(f"{row}  {best:9.3g} | " + " ".join(f"{v:9.3g}" for v in direction))
+        lines.append(format_scale(scale, [r for r in records if r.scale == scale]))
     for measure in ("frobenius", "direction"):
         wins = dict.fromkeys(CHOICES, 0)
-        for r in records:
-            errors = getattr(r, measure)
+        for record in records:
+            errors = getattr(record, measure)
             wins[min(errors, key=errors.__getitem__)] += 1
         lines.append(f"closest ({measure}), of {len(records)}: {wins}")
     return "\n".join(lines)
+
+
+def format_scale(scale: float, records: list[Record]) -> str:
+    """Return the medians of the records at one scale, in a line."""
+    condition = median(r.condition for r in records)
+    best = median(r.best for r in records)
+    frobenius = format_medians([r.frobenius for r in records])
+    direction = format_medians([r.direction for r in records])
+    return f"{scale:12g} {condition:8.1e} | {frobenius}  {best:9.3g} | {direction}"
+
+
+def format_medians(errors: list[dict[str, float]]) -> str:
+    """Return the median error of every choice of Z."""
+    cells = []
+    for choice in CHOICES:
+        value = median(by_choice[choice] for by_choice in errors)
+        cells.append(f"{value:9.3g}")
+    return " ".join(cells)
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -215,8 +262,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     print(table(records))
     record = {
         "environment": describe_machine(torch.device("cpu")),
-        "damping": DAMPING,
-        "jitter": JITTER,
+        **asdict(REGULARIZATION),
         "records": [asdict(r) for r in records],
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

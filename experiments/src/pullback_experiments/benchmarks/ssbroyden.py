@@ -85,8 +85,13 @@ class SSBroyden(torch.optim.Optimizer):
         nn.utils.vector_to_parameters(x.to(self._params[0]), self._params)
 
     def _gradient(self) -> Tensor:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        return torch.cat([g.flatten() for g in gradients]).double().clone()
+        gradients = []
+        for p in self._params:
+            if p.grad is None:
+                gradients.append(torch.zeros_like(p).flatten())
+            else:
+                gradients.append(p.grad.flatten())
+        return torch.cat(gradients).double().clone()
 
 
 def update_inverse(
@@ -98,7 +103,10 @@ def update_inverse(
     yhy = float(y @ hy)
     if not (ys > 0 and yhy > 0):
         return inverse
-    phi, tau = _factors(-length * float(s @ gradient) / ys, yhy / ys, len(s)) if scaled else (1, 1)
+    phi = 1.0
+    tau = 1.0
+    if scaled:
+        phi, tau = _factors(-length * float(s @ gradient) / ys, yhy / ys, len(s))
     v = math.sqrt(yhy) * (s / ys - hy / yhy)
     scaled_inverse = inverse - torch.outer(hy, hy) / yhy + phi * torch.outer(v, v)
     return scaled_inverse / tau + torch.outer(s, s) / ys

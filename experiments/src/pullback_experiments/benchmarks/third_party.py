@@ -14,11 +14,13 @@ Needs `pip install pullback[models] diffusers`; a model whose package is not the
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,17 @@ from .third_party_models import Model, models
 from .third_party_others import others
 from .third_party_real import shares
 
-STEPS = 30
-LAST = 5
 RATES = {"SGD": (0.01, 0.1, 1.0), "Adam": (1e-3, 3e-3, 1e-2), "KFAC": (1, 3, 10)}
+
+
+@dataclass(frozen=True)
+class RaceLength:
+    """How long each optimizer trains, and what its score is made of."""
+
+    #: batches of training
+    steps: int = 30
+    #: losses at the end whose mean is the score: single ones are noisy
+    scored: int = 5
 
 
 def output_of(case: Model, out: Any) -> Tensor:
@@ -53,10 +63,10 @@ def output_of(case: Model, out: Any) -> Tensor:
 
 def kfac(case: Model, model: nn.Module, lr: float | None = None, **options: Any) -> pb.KFAC:
     """K-FAC with the model's output."""
-    selector = case.output
-    return pb.KFAC(
-        model, lr, output=int(selector) if selector and selector.isdigit() else selector, **options
-    )
+    output: str | int | None = case.output
+    if case.output and case.output.isdigit():
+        output = int(case.output)
+    return pb.KFAC(model, lr, output=output, **options)
 
 
 def natural(case: Model, model: nn.Module, statistics: int, inversion: int = NEVER) -> pb.KFAC:
@@ -144,41 +154,44 @@ def costs(case: Model) -> dict[str, Any]:
     ratios["10/100"] = predict_schedule_ratio(seconds, "kfac", (10, 100))
     model = copy.deepcopy(start)
     step = make_step(case, model, kfac(case, model, 0.0))
-    began = 0.0
-    for i in range(21):
-        if i == 1:
-            began = clock()
-        else:
-            began = began
+    step()  # the first one sets up what the others use
+    start_time = clock()
+    for _ in range(20):
         step()
-    ratios["default"] = (clock() - began) / 20 / base
+    ratios["default"] = (clock() - start_time) / 20 / base
     model = copy.deepcopy(start)
     first, later = first_and_later(make_step(case, model, natural(case, model, 1)), cpu, clock)
     return {"ratio": ratios, "first step": first / later}
 
 
-def race(case: Model) -> dict[str, Any]:
-    """The scores of three optimizers at each rate."""
+def make_optimizer(case: Model, model: nn.Module, name: str, rate: float) -> torch.optim.Optimizer:
+    """Return SGD or Adam at this rate, or K-FAC at this multiple of its default rates."""
+    if name == "SGD":
+        return torch.optim.SGD(list_trainable_parameters(model), rate, momentum=0.9)
+    if name == "Adam":
+        return torch.optim.Adam(list_trainable_parameters(model), rate)
+    optimizer = kfac(case, model)
+    for group in optimizer.param_groups:
+        group["lr"] *= rate
+    return optimizer
+
+
+def race(case: Model) -> dict[str, dict[str, float | None]]:
+    """Return the scores by optimizer and rate; None where a run diverged."""
+    length = RaceLength()
     torch.manual_seed(0)
     start = case.make().train()
-    scores = {}
+    scores: dict[str, dict[str, float | None]] = {}
     for name, rates in RATES.items():
         scores[name] = {}
-        for lr in rates:
+        for rate in rates:
             model = copy.deepcopy(start)
-            params = list_trainable_parameters(model)
-            opt: torch.optim.Optimizer
-            if name == "SGD":
-                opt = torch.optim.SGD(params, lr, momentum=0.9)
-            elif name == "Adam":
-                opt = torch.optim.Adam(params, lr)
-            else:
-                opt = kfac(case, model)
-                for group in opt.param_groups:
-                    group["lr"] *= lr
-            losses = train(case, model, opt, STEPS)[-LAST:]
-            score = sum(losses) / LAST
-            scores[name][str(lr)] = score if math.isfinite(score) else None
+            optimizer = make_optimizer(case, model, name, rate)
+            losses = train(case, model, optimizer, length.steps)[-length.scored :]
+            score: float | None = sum(losses) / length.scored
+            if not math.isfinite(score):
+                score = None
+            scores[name][str(rate)] = score
     return scores
 
 
@@ -205,6 +218,51 @@ def summary(name: str, row: dict[str, Any]) -> str:
     return f"{name}: {', '.join(phrases)}"
 
 
+def measure(case: Model, *, costs_too: bool, races_too: bool) -> dict[str, Any]:
+    """Return what a model's entry of the record gains: coverage and costs, scores, or a refusal."""
+    row: dict[str, Any] = {}
+    try:
+        if costs_too:
+            row |= {**coverage(case), **costs(case)}
+        if races_too:
+            row["scores"] = race(case)
+        row["refused"] = None
+    except pb.PullbackError as error:
+        row["refused"] = str(error)
+    return row
+
+
+def count_wins(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a line: on how many models K-FAC ends below SGD and Adam."""
+    races = [row["scores"] for row in rows.values() if "scores" in row]
+    ahead = 0
+    for scores in races:
+        lowest = {name: best(by_rate) for name, by_rate in scores.items()}
+        ahead += lowest["KFAC"] < min(lowest["SGD"], lowest["Adam"])
+    return f"ahead of SGD and Adam: {ahead} of {len(races)}"
+
+
+def run_small_models(options: argparse.Namespace) -> None:
+    """Measure the models of small configurations, and write a record of them."""
+    if options.others:
+        cases = others()
+        path = options.out or RESULTS / "third-party-others.json"
+    else:
+        cases = models()
+        path = options.out or RESULTS / "third-party.json"
+    torch.set_num_threads(1)
+    record = Record.on_device(path, "cpu")
+    for name, case in cases.items():
+        if options.only and name not in options.only:
+            continue
+        races_too = options.train or options.others
+        measured = measure(case, costs_too=not options.others, races_too=races_too)
+        row = record.results.get(name, {}) | measured
+        print(summary(name, row), flush=True)
+        record.put(name, row)
+    print(count_wins(record.results))
+
+
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="*", default=None)
@@ -216,30 +274,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--quick", action="store_true", help="with --real: tiny sizes")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    if options.real:
-        device = torch.device(options.device)
-        out = options.out or RESULTS / f"third-party-real-{device.type}.json"
-        third_party_real.run(device, options.quick, out, options.only)
+    if not options.real:
+        run_small_models(options)
         return
-    name = "third-party-others.json" if options.others else "third-party.json"
-    options.out = options.out or RESULTS / name
-    torch.set_num_threads(1)
-    record = Record.on_device(options.out, "cpu")
-    for name, case in (others() if options.others else models()).items():
-        if options.only and name not in options.only:
-            continue
-        row = record.results.setdefault(name, {})
-        try:
-            if not options.others:
-                row |= {**coverage(case), **costs(case)}
-            if options.train or options.others:
-                row["scores"] = race(case)
-            row["refused"] = None
-        except pb.PullbackError as error:
-            row["refused"] = str(error)
-        print(summary(name, row), flush=True)
-        record.put(name, row)
-    raced = [row["scores"] for row in record.results.values() if "scores" in row]
-    scores = [{name: best(losses) for name, losses in race.items()} for race in raced]
-    ahead = [s for s in scores if s["KFAC"] < min(s["SGD"], s["Adam"])]
-    print(f"ahead of SGD and Adam: {len(ahead)} of {len(scores)}")
+    device = torch.device(options.device)
+    path = options.out or RESULTS / f"third-party-real-{device.type}.json"
+    third_party_real.run(device, options.quick, path, options.only)

@@ -123,10 +123,8 @@ class GraphNetwork(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         sizes = [8, width, width]
-        self.self_maps, self.near = (
-            nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in pairwise(sizes))
-            for _ in range(2)
-        )
+        self.self_maps = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in pairwise(sizes))
+        self.near = nn.ParameterList(torch.randn(a, b) / a**0.5 for a, b in pairwise(sizes))
         self.head = nn.Parameter(torch.randn(width, 2) / width**0.5)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:

@@ -117,7 +117,10 @@ class Mixer(nn.Module):
         x = self.patches(x).flatten(2).mT
         for i, (norm, block) in enumerate(zip(self.norms, self.blocks, strict=True)):
             y = norm(x)
-            x = x + (block(y) if i % 2 else block(y.mT).mT)
+            if i % 2:
+                x = x + block(y)
+            else:
+                x = x + block(y.mT).mT
         return self.head(x.mean(1))
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pullback as pb
 
@@ -29,29 +30,58 @@ from .kfac import NEVER, STILL, Bench, measure_schedule_ratio, predict_schedule_
 from .kfac_cases import Case, categorical, images, text
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
-_STEPS = 45  # by which all first eigenbases are found
+
+
+@dataclass(frozen=True)
+class RealSizes:
+    """The sizes of batches and the lengths of runs.
+
+    Attributes:
+        images, pixels: how many, and along a side.
+        tokens, vocabulary: of the text.
+        half: the precision of autocast, or None.
+        repeats: timings of each kind of step.
+        natural_steps, default_steps: of the runs by the schedule 10/100 and without settings.
+    """
+
+    images: int = 64
+    pixels: int = 224
+    tokens: int = 1024
+    vocabulary: int = 50257
+    half: torch.dtype | None = torch.bfloat16
+    repeats: int = 8
+    natural_steps: int = 100
+    default_steps: int = 60
+
+
+FULL = RealSizes()
+QUICK = RealSizes(2, 32, 16, 512, None, repeats=1, natural_steps=6, default_steps=6)
 
 
 def cases(quick: bool) -> dict[str, Case]:
-    """The models with their batches; small ones where `quick`."""
-    half = None if quick else torch.bfloat16
-    count, size, length, words = (2, 32, 16, 512) if quick else (64, 224, 1024, 50257)
+    """Return the models with their batches; small ones where `quick`."""
+    sizes = FULL
+    if quick:
+        sizes = QUICK
 
     def gpt2() -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        small: dict[str, Any] = {"n_layer": 2, "n_embd": 48, "n_head": 4}
-        config = GPT2Config(vocab_size=words, use_cache=False, **(small if quick else {}))
+        depth: dict[str, Any] = {}
+        if quick:
+            depth = {"n_layer": 2, "n_embd": 48, "n_head": 4}
+        config = GPT2Config(vocab_size=sizes.vocabulary, use_cache=False, **depth)
         return GPT2LMHeadModel(config)
 
     def resnet50() -> nn.Module:
         from torchvision.models import resnet
 
-        model: Any = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1]) if quick else resnet.resnet50()
-        if quick:
-            model.layer3 = nn.Identity()
-            model.layer4 = nn.Identity()
-            model.fc = nn.Linear(512, 1000)
+        if not quick:
+            return resnet.resnet50()
+        model: Any = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1])
+        model.layer3 = nn.Identity()
+        model.layer4 = nn.Identity()
+        model.fc = nn.Linear(512, 1000)
         return model
 
     def vit() -> nn.Module:
@@ -61,18 +91,21 @@ def cases(quick: bool) -> dict[str, Case]:
             return vision_transformer.VisionTransformer(32, 16, 2, 4, 48, 96)
         return vision_transformer.vit_b_16()
 
-    pixels, logits = lambda: images(count, size, 1000), pb.likelihoods.Categorical
+    def pictures() -> tuple[Tensor, Tensor]:
+        return images(sizes.images, sizes.pixels, 1000)
+
+    likelihood = pb.likelihoods.Categorical
     return {
         "GPT-2, transformers": Case(
             gpt2,
-            lambda: text(8, length, words),
+            lambda: text(8, sizes.tokens, sizes.vocabulary),
             lambda z, y: categorical(z.logits, y),
-            logits,
+            likelihood,
             {},
-            half,
+            sizes.half,
         ),
-        "ResNet-50, torchvision": Case(resnet50, pixels, categorical, logits, {}),
-        "ViT-B/16, torchvision": Case(vit, pixels, categorical, logits, {}, half),
+        "ResNet-50, torchvision": Case(resnet50, pictures, categorical, likelihood, {}),
+        "ViT-B/16, torchvision": Case(vit, pictures, categorical, likelihood, {}, sizes.half),
     }
 
 
@@ -96,7 +129,8 @@ def first_step(bench: Bench, **options: Any) -> dict[str, Any]:
         bench.case.loss(bench.forward(model), bench.y).backward()
         opt.step()
 
-    first, later = first_and_later(step, bench.device, steps=_STEPS)
+    # by the 45th step all first eigenbases are found
+    first, later = first_and_later(step, bench.device, steps=45)
     times = {"first": 1e3 * first, "statistics": 1e3 * later, "ratio": first / later}
     return times | {"shares": shares(opt)}
 
@@ -134,6 +168,9 @@ def memory(bench: Bench, makers: dict[str, Make]) -> dict[str, int]:
 
 def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     """Coverage, times and memory of natural K-FAC and of `KFAC(model)`."""
+    sizes = FULL
+    if quick:
+        sizes = QUICK
     bench = Bench(case, device)
     baseline = bench.route(bench.baseline)
     for _ in range(3):
@@ -146,7 +183,7 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
         "default": first_step(bench),
     }
     gc.collect()
-    seconds_by_step = bench.seconds("kfac", 1 if quick else 8)
+    seconds_by_step = bench.seconds("kfac", sizes.repeats)
     row["milliseconds"] = {
         step_type: 1e3 * seconds for step_type, seconds in seconds_by_step.items()
     }
@@ -157,9 +194,9 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
     ratio["inversion"] = seconds_by_step["kfac inversion"] / seconds_by_step["baseline"]
     ratio["10/100"] = predict_schedule_ratio(seconds_by_step, "kfac", (10, 100))
     gc.collect()
-    ratio["10/100, run"] = measure_schedule_ratio(bench, natural, 6 if quick else 100)
+    ratio["10/100, run"] = measure_schedule_ratio(bench, natural, sizes.natural_steps)
     gc.collect()
-    ratio["default, run"] = measure_schedule_ratio(bench, default, 6 if quick else 60)
+    ratio["default, run"] = measure_schedule_ratio(bench, default, sizes.default_steps)
     if device.type == "cuda":
         gc.collect()
         peaks = memory(bench, {"baseline": bench.baseline, "natural": natural, "default": default})

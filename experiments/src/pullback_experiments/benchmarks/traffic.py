@@ -120,18 +120,14 @@ def count(
 
 # --- measured -------------------------------------------------------------------------------------
 
-_IMAGES = 16
-_TOKENS = 4
-_LENGTH = 32
-_LETTERS = 96
-#: networks, and batches of one process
+#: networks, and batches of one process: inputs, shape of the targets, number of classes
 SMALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[int, ...], int]] = {
-    "convnet": (lambda: convnet(16), lambda: torch.randn(_IMAGES, 3, 32, 32), (_IMAGES,), 10),
+    "convnet": (lambda: convnet(16), lambda: torch.randn(16, 3, 32, 32), (16,), 10),
     "decoder": (
-        lambda: GPT(_LETTERS, _LENGTH, width=64, depth=2, heads=4),
-        lambda: torch.randint(0, _LETTERS, (_TOKENS, _LENGTH)),
-        (_TOKENS, _LENGTH),
-        _LETTERS,
+        lambda: GPT(96, 32, width=64, depth=2, heads=4),
+        lambda: torch.randint(0, 96, (4, 32)),
+        (4, 32),
+        96,
     ),
 }
 
@@ -202,8 +198,9 @@ def main(arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
     parser.add_argument("--steps", type=int, default=100, help="that are measured")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    out = options.out or RESULTS / f"traffic{'-time' if options.measure else ''}.json"
+    out = options.out or RESULTS / "traffic.json"
     if options.measure:
+        out = options.out or RESULTS / "traffic-time.json"
         mp.spawn(_measure_all, (2, str(out), options.steps), nprocs=2)
         return []
     results = []

@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ class Greedy(TargetRatio):
             chosen = int(losses.argmin())
         x = path.at(dampings[chosen])
         damping = float(dampings[chosen])
-        local.state["radius"] = float(radii[chosen]) if damping > 0 else float(x.norm())
+        if damping > 0:
+            local.state["radius"] = float(radii[chosen])
+        else:
+            local.state["radius"] = float(x.norm())
         return Move(x, 1.0, Solution(x, damping, solution.rank), True, float(losses[chosen]))
 
 
@@ -178,11 +182,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     record = Record(options.out, about, key="runs", resume=False)
     results: dict[str, dict[int, Any]] = {name: {} for name in options.only}
     with ProcessPoolExecutor(options.workers) as pool:
-        jobs = [
-            pool.submit(one, name, seed, options.steps)
-            for name in options.only
-            for seed in range(options.seeds)
-        ]
+        runs = product(options.only, range(options.seeds))
+        jobs = [pool.submit(one, name, seed, options.steps) for name, seed in runs]
         for job in as_completed(jobs):
             name, seed, run = job.result()
             results[name][seed] = run
