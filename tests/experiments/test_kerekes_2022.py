@@ -198,7 +198,7 @@ def test_samples_of_no_weight_do_not_bend_the_path(
     assert (
         fast.velocity_and_jacobian(v)[1].left.shape[2] < 25
     )  # so that steps are solved by Woodbury's identity
-    monkeypatch.setattr(margins, "_COUNTS", -1.0)
+    monkeypatch.setattr(margins, "LIMITS", margins.FlowLimits(least_weight=-1.0))
     whole = fast.run(300.0)
     assert fast.velocity_and_jacobian(whole)[1].left.shape[2] == 42
     assert angle(fast.beta(v)[0], fast.beta(whole)[0]) < 1e-3

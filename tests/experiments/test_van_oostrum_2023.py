@@ -59,7 +59,7 @@ def test_the_projection_is_that_of_the_dense_gram(context: Context) -> None:
     (slope,) = torch.autograd.grad(RandomModel.loss(z), z)
     gram = j.T @ scene.metric @ j
     move = j @ torch.linalg.pinv(gram, rtol=1e-10, hermitian=True) @ j.T @ slope
-    assert int(torch.linalg.matrix_rank(gram, rtol=1e-10)) == theorems.INNER
+    assert int(torch.linalg.matrix_rank(gram, rtol=1e-10)) == theorems.SIZES.inner
     assert_close(scene.project_gradient(), move, 1e-8, "Π grad L")
     f = torch.autograd.functional.jacobian(scene.f, scene.theta)
     assert isinstance(f, Tensor)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,12 +121,10 @@ class Projection(Experiment):
         """‖∇ℓ‖ in H^s of a loss on three points of a circle of length 16."""
         at = torch.tensor([2.0, 5.0, 6.0], dtype=torch.float64, device=context.device)
         c = torch.tensor([1.0, -0.7, 0.4], dtype=torch.float64, device=context.device)
-        norms = {
-            f"{s:g}": [
-                float(gradient_norm(at, c, n, order=s, length=16.0)) for n in self.resolutions
-            ]
-            for s in ORDERS
-        }
+        norms = {}
+        for order in ORDERS:
+            on_grids = [gradient_norm(at, c, n, order=order, length=16.0) for n in self.resolutions]
+            norms[f"{order:g}"] = list(map(float, on_grids))
         return {"resolution": list(self.resolutions), "norms": norms}
 
     def judge(self, results: Results) -> list[Check]:
@@ -152,25 +152,21 @@ class Projection(Experiment):
         return {"": draw(results)}
 
 
-SMALL = 0.1  # largest |Δf| up to which the order is fitted
-
-
-def slope(x: Sequence[float], y: Sequence[float], most: float = SMALL) -> float:
-    """The exponent a of y ∝ xᵃ, fitted where x ≤ most.
+def slope(x: Sequence[float], y: Sequence[float], most: float = 0.1) -> float:
+    """Return the exponent a of y ∝ xᵃ, fitted by least squares of the logarithms where x ≤ most.
 
     >>> round(slope([0.1, 0.01], [3e-2, 3e-4]), 9)
     2.0
     """
-    pairs = [
-        (math.log(a), math.log(max(b, 1e-300))) for a, b in zip(x, y, strict=True) if a <= most
-    ]
-    u, v = (sum(p[i] for p in pairs) / len(pairs) for i in (0, 1))
-    return sum((a - u) * (b - v) for a, b in pairs) / sum((a - u) ** 2 for a, _ in pairs)
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if a <= most]
+    log_x = [math.log(a) for a, _ in pairs]
+    log_y = [math.log(max(b, 1e-300)) for _, b in pairs]
+    return linear_regression(log_x, log_y).slope
 
 
 def judge_claims(results: Results, expected_outcomes: Sequence[bool]) -> list[Check]:
     """All of them; the order of the error is what we add."""
-    records = [r for name in ("wide", "narrow") for r in results.of(name)]
+    records = results.of("wide") + results.of("narrow")
     claims = [
         _at_most(records, "forms", 1e-8, "the three forms of P∇ℓ agree at points without data"),
         _at_most(records, "P twice", 1e-8, "P² = P"),
@@ -196,9 +192,10 @@ def _least(records: Sequence[dict], law: str, least: float, claim: str) -> Claim
 
 
 def _order(records: Sequence[dict]) -> Claim:
-    slopes = [
-        slope(r["moves"][m]["size"], r["moves"][m]["error"]) for r in records for m in METHODS
-    ]
+    slopes = []
+    for record, method in product(records, METHODS):
+        move = record["moves"][method]
+        slopes.append(slope(move["size"], move["error"]))
     claim = "the move is predicted up to an error ∝ η²"
     holds = all(abs(a - 2) <= 0.15 for a in slopes)
     return claim, holds, f"exponents {min(slopes):.3f} to {max(slopes):.3f}"

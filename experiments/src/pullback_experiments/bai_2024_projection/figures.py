@@ -164,8 +164,10 @@ def _error_chart(results: Results) -> Chart:
 
 def _resolution_chart(results: Results) -> Chart:
     record = results.once("resolution")
-    series = [
-        Series("L²" if s == "0" else f"Hˢ, s = {s}", {"points": Line(record["resolution"], norms)})
-        for s, norms in record["norms"].items()
-    ]
+    series = []
+    for order, norms in record["norms"].items():
+        name = f"Hˢ, s = {order}"
+        if order == "0":
+            name = "L²"
+        series.append(Series(name, {"points": Line(record["resolution"], norms)}))
     return Chart("‖∇ℓ‖ on finer grids: none in L²", "‖∇ℓ‖", series, x={"points": "grid points"})

@@ -31,7 +31,7 @@ from pullback.metrics import Euclidean, Matern, Metric, Sobolev
 from pullback.solvers import PseudoInverse
 from pullback.steps import Constant
 
-SCALE = 0.7
+SCALE = 0.7  # of the Sobolev space
 SIZES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001)  # largest |Δf| predicted
 METHODS = ("standard", "natural", "Sobolev")
 

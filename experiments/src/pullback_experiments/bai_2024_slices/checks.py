@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, stdev
 
@@ -14,9 +15,20 @@ from ..framework.records import Record
 from ..framework.tabular import Table
 from .methods import ADAM, FIRST, POLAR, SECOND, SGD, SLICED, START, UNITS
 
-SIMILAR = 0.01  # of accuracies
-CHEAP = 1.05
-LAST = 5  # epochs that the end is made of: single ones have spikes
+
+@dataclass(frozen=True)
+class Figure2Limits:
+    """What the words of the claims mean."""
+
+    #: accuracies that differ by at most a point are similar
+    similar: float = 0.01
+    #: an epoch that takes at most so many times as long as SGD's is as cheap
+    cheap: float = 1.05
+    #: epochs whose median is the end of a run: single ones have spikes
+    last_epochs: int = 5
+
+
+LIMITS = Figure2Limits()
 
 #: the records of every method, one per seed
 GroupedRecords = Mapping[str, Sequence[Record]]
@@ -50,8 +62,13 @@ def claims(
 
 def seconds_per_epoch(records: Sequence[Record]) -> float:
     """The median over epochs but the first, the least over seeds."""
-    each = ([b - a for a, b in pairwise(r["seconds"])] for r in records)
-    return min(median(spent[1:] or spent or [0.0]) for spent in each)
+    return min(map(_median_epoch, records))
+
+
+def _median_epoch(record: Record) -> float:
+    """Return the median seconds of an epoch, without the first where there are others."""
+    spent = [b - a for a, b in pairwise(record["seconds"])]
+    return median(spent[1:] or spent or [0.0])
 
 
 def seconds(records: Sequence[Record], level: float) -> float:
@@ -62,8 +79,18 @@ def seconds(records: Sequence[Record], level: float) -> float:
 
 def final(records: Sequence[Record]) -> tuple[float, float]:
     """Mean and deviation over seeds of the median of the last epochs; a lost run has chance."""
-    ends = [median(r["test accuracy"][-LAST:]) if _finite(r) else 0.1 for r in records]
-    return fmean(ends), stdev(ends) if len(ends) > 1 else 0.0
+    ends = list(map(_end, records))
+    deviation = 0.0
+    if len(ends) > 1:
+        deviation = stdev(ends)
+    return fmean(ends), deviation
+
+
+def _end(record: Record) -> float:
+    """Return the test accuracy at the end; that of chance if the run was lost."""
+    if not _finite(record):
+        return 0.1
+    return median(record["test accuracy"][-LIMITS.last_epochs :])
 
 
 def _finite(record: Record) -> bool:
@@ -79,15 +106,15 @@ def _sooner(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
 
 def _cheap(records: GroupedRecords, name: str) -> Claim:
     ratio = seconds_per_epoch(records[name]) / seconds_per_epoch(records[SGD])
-    claim = f"an epoch of {name} takes at most {CHEAP:g} times as long as one of SGD"
-    return claim, ratio <= CHEAP, f"{ratio:.2f} times"
+    claim = f"an epoch of {name} takes at most {LIMITS.cheap:g} times as long as one of SGD"
+    return claim, ratio <= LIMITS.cheap, f"{ratio:.2f} times"
 
 
 def _similar(records: GroupedRecords, one: str, two: str) -> Claim:
     a = final(records[one])[0]
     b = final(records[two])[0]
     claim = f"{one} ends like {two}, within a point of test accuracy"
-    return claim, abs(a - b) <= SIMILAR, f"{a:.4f} and {b:.4f}"
+    return claim, abs(a - b) <= LIMITS.similar, f"{a:.4f} and {b:.4f}"
 
 
 def _above(records: GroupedRecords, one: str, two: str) -> Claim:
@@ -95,7 +122,7 @@ def _above(records: GroupedRecords, one: str, two: str) -> Claim:
     a = final(records[one][:count])[0]
     b = final(records[two][:count])[0]
     claim = f"{one} ends at least a point of test accuracy above {two}"
-    return claim, a >= b + SIMILAR, f"{a:.4f} and {b:.4f}"
+    return claim, a >= b + LIMITS.similar, f"{a:.4f} and {b:.4f}"
 
 
 def _by_start(records: GroupedRecords, level: float) -> Claim:

@@ -25,10 +25,11 @@ from .networks import digits, mlp
 
 WIDTHS = (64, 32, 24, 16, 10)
 RATES = (0.01, 0.005, 0.0025, 0.00125)
-NETWORKS = 3
 
 
-def law(context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64) -> Record:
+def law(
+    context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64, networks: int = 3
+) -> Record:
     """Differences of the two functions, over how far they moved, on one batch.
 
     Returns:
@@ -38,7 +39,7 @@ def law(context: Context, widths: Sequence[int] = WIDTHS, samples: int = 64) -> 
     images = digits(torch.float64)
     x = images.x[:samples].to(context.device)
     y = images.y[:samples].to(context.device)
-    seeds = range(context.seed, context.seed + NETWORKS)
+    seeds = range(context.seed, context.seed + networks)
 
     def apart(lr: float, steps: int) -> list[float]:
         return [_difference(x, y, widths, seed, lr, steps) for seed in seeds]

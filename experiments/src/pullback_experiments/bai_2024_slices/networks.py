@@ -28,7 +28,9 @@ convnet = partial(networks.convnet, 8)
 @lru_cache(maxsize=2)
 def load(name: str, device: str = "cpu") -> DataSet:
     """CIFAR-10 or the digits, of mean 0 and variance 1, kept: decoding takes seconds."""
-    return (data.cifar10() if name == "cifar10" else digits()).to(device)
+    if name == "cifar10":
+        return data.cifar10().to(device)
+    return digits().to(device)
 
 
 def digits(dtype: torch.dtype = torch.float32) -> DataSet:
@@ -44,8 +46,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "MLP": partial(mlp, 64, 64, 32, 10, bias=True),
     "conv net": convnet,
 }
-_TRAINED = 40  # steps of Adam, after which a net knows something and has more to learn
-_BATCH = 64
 
 
 @lru_cache(maxsize=8)
@@ -56,7 +56,8 @@ def _weights(network: str, trained: bool, seed: int) -> dict[str, Tensor]:
     if trained:
         images = digits(torch.float64)
         optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for index in torch.randint(len(images.x), (_TRAINED, _BATCH)):
+        # after 40 steps on batches of 64 a net knows something and has more to learn
+        for index in torch.randint(len(images.x), (40, 64)):
             optimizer.zero_grad()
             F.cross_entropy(model(images.x[index]), images.y[index]).backward()
             optimizer.step()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
-from pullback import KFAC
 from pullback.likelihoods import Categorical
 from pullback.symmetry import Sliced, SliceSGD, Symmetry
 
@@ -26,7 +25,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from ..learning.natural import natural_kfac
+from ..learning.natural import close_kfac, natural_kfac
 from ..learning.training import fit
 from .figure2 import PAPER
 from .networks import NETWORKS, digits, start
@@ -113,7 +112,6 @@ METHODS = (
 )
 
 
-_SEARCH_SEED = 100
 #: network, and whether it is trained before it is rescaled
 STARTS: Mapping[str, tuple[str, bool]] = {
     "fresh MLP": ("MLP", False),
@@ -128,11 +126,13 @@ class Rescaling(Experiment):
 
     Attributes:
         sizes: 0 is the network as it was.
+        search_seed: on which rates are chosen.
         epochs, batch: of every run.
         expected_outcomes: which claims held in the full runs.
     """
 
     sizes: Sequence[int] = (0, 1, 2, 3)
+    search_seed: int = 100
     epochs: int = 5
     batch: int = 64
     expected_outcomes: Sequence[bool] = (True,) * 5
@@ -140,9 +140,14 @@ class Rescaling(Experiment):
     seeds: Sequence[int] = (0, 1, 2)
 
     def config(self, quick: bool) -> dict[str, Any]:
+        sizes = list(self.sizes)
+        starts = list(STARTS)
+        if quick:
+            sizes = [sizes[0], sizes[-1]]
+            starts = starts[:1]
         return {
-            "sizes": list(self.sizes[:: len(self.sizes) - 1] if quick else self.sizes),
-            "starts": list(STARTS)[: 1 if quick else None],
+            "sizes": sizes,
+            "starts": starts,
             "epochs": self.epochs,
             "batch": self.batch,
             "methods": {m.name: m.describe() for m in METHODS},
@@ -170,9 +175,9 @@ class Rescaling(Experiment):
         """The rate of the lowest mean logarithm of the training loss, on the net as it was."""
         scores = []
         for number, rate in enumerate(method.rates):
-            torch.manual_seed(_SEARCH_SEED)
+            torch.manual_seed(self.search_seed)
             folder = context.checkpoint_folder / str(number)
-            search_context = replace(context, seed=_SEARCH_SEED, checkpoint_folder=folder)
+            search_context = replace(context, seed=self.search_seed, checkpoint_folder=folder)
             record = self._train(network, False, method, 0, rate, search_context)
             losses = [finite(v) for v in record["train loss"][1:]]
             scores.append(sum(math.log(max(v, 1e-12)) for v in losses) / len(losses))
@@ -197,8 +202,7 @@ class Rescaling(Experiment):
         optimizer = method.build(model, symmetry, rate, context.seed)
         images = digits(torch.float64).to(context.device)
         epochs = self.config(context.quick)["epochs"]
-        inner = getattr(optimizer, "optimizer", optimizer)
-        with inner if isinstance(inner, KFAC) else nullcontext():  # which ends its hooks
+        with close_kfac(getattr(optimizer, "optimizer", optimizer)):
             record = fit(
                 model, optimizer, images, F.cross_entropy, context,
                 epochs=epochs, batch=self.batch,
@@ -212,13 +216,13 @@ class Rescaling(Experiment):
 
     def _ends(self, results: Results) -> Ends:
         config = self.config(results.quick)
-        return {
-            name: {
-                m.name: {s: results.of(name, m.name, str(s)) for s in config["sizes"]}
-                for m in METHODS
-            }
-            for name in config["starts"]
-        }
+        ends: dict[str, dict[str, dict[int, list[Record]]]] = {}
+        for name in config["starts"]:
+            ends[name] = {}
+            for method in METHODS:
+                by_size = {s: results.of(name, method.name, str(s)) for s in config["sizes"]}
+                ends[name][method.name] = by_size
+        return ends
 
     def judge(self, results: Results) -> list[Check]:
         return claims(self._ends(results), self.expected_outcomes)
@@ -235,14 +239,28 @@ class Rescaling(Experiment):
 
 #: records, one per seed, by start, method and size
 Ends = Mapping[str, Mapping[str, Mapping[int, Sequence[Record]]]]
-SAME = 1e-6  # relative, between curves
-SLOW = 3.0  # times the loss
+
+
+@dataclass(frozen=True)
+class RescalingLimits:
+    """What the words of the claims mean, and where lost runs are drawn."""
+
+    #: curves whose losses differ by less, relative, are the same
+    same: float = 1e-6
+    #: a run that ends with so many times the loss is slow
+    slow: float = 3.0
+    #: losses beyond are drawn here: lost
+    top: float = 30.0
+
+
+LIMITS = RescalingLimits()
 _SLICED = tuple(m.name for m in METHODS if m.sliced)
 
 
 def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
     """None of these is in the paper, which does not rescale."""
-    largest = max(max(sizes) for methods in ends.values() for sizes in methods.values())
+    by_method = next(iter(ends.values()))
+    largest = max(next(iter(by_method.values())))
     checks = [
         _same(ends, _SLICED),
         *(_slow(ends, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
@@ -265,23 +283,22 @@ def apart(one: Record, two: Record) -> float:
 
 
 def _same(ends: Ends, names: Sequence[str]) -> Claim:
-    worst = max(
-        apart(run, plain)
-        for methods in ends.values()
-        for name in names
-        for size, runs in methods[name].items()
-        if size
-        for run, plain in zip(runs, methods[name][0], strict=True)
-    )
+    worst = 0.0
+    for methods, name in product(ends.values(), names):
+        plain, *rescaled = methods[name].values()
+        for runs in rescaled:
+            worst = max([worst, *map(apart, runs, plain)])
     claim = f"{', '.join(names)} run as if nothing had been rescaled"
-    return claim, worst <= SAME, f"losses at all epochs within {worst:.0e}, relative"
+    return claim, worst <= LIMITS.same, f"losses at all epochs within {worst:.0e}, relative"
 
 
 def _slow(ends: Ends, name: str, size: int) -> Claim:
     each = {start: (final(by[name][size]), final(by[name][0])) for start, by in ends.items()}
-    holds = all(a >= SLOW * b for a, b in each.values())
+    holds = all(a >= LIMITS.slow * b for a, b in each.values())
     numbers = "; ".join(f"{start}: {_loss(a)} for {_loss(b)}" for start, (a, b) in each.items())
-    claim = f"after {_factor(size)} {name} breaks or ends with {SLOW:g} times the loss and more"
+    claim = (
+        f"after {_factor(size)} {name} breaks or ends with {LIMITS.slow:g} times the loss and more"
+    )
     return claim, holds, numbers
 
 
@@ -304,16 +321,15 @@ def _loss(value: float) -> str:
 def table(start: str, records_by_size: Mapping[str, Mapping[int, Sequence[Record]]]) -> Table:
     """Final training losses by size, medians over seeds."""
     sizes = list(next(iter(records_by_size.values())))
-    rows = [
-        [name, f"{by[0][0]['rate']:g}", *(_loss(final(by[s])) for s in sizes)]
-        for name, by in records_by_size.items()
-    ]
-    heads = ["as it was" if s == 0 else _factor(s) for s in sizes]
+    rows = []
+    for name, by_size in records_by_size.items():
+        losses = [_loss(final(by_size[size])) for size in sizes]
+        rows.append([name, f"{by_size[0][0]['rate']:g}", *losses])
+    heads = ["as it was", *map(_factor, sizes[1:])]
     count = len(next(iter(records_by_size.values()))[0])
     return Table(["method", "lr", *heads], rows, f"{start}: median training loss of {count} seeds")
 
 
-_TOP = 30.0  # losses beyond are drawn here: lost
 _MARKS = "os^D"
 _PLACES = plots.places(m.name for m in METHODS)
 
@@ -328,20 +344,22 @@ def draw(ends_by_start: Ends, seeds: int) -> Figure:
         sizes = list(methods[METHODS[0].name])
         for i, m in enumerate(METHODS):
             color = plots.PALETTE[_PLACES[m.name]]
-            ends = [[min(finite(r["train loss"][-1]), _TOP) for r in methods[m.name][s]]
-                    for s in sizes]  # fmt: skip
+            ends = [_drawn_losses(methods[m.name][size]) for size in sizes]
             # side by side, since sliced ones lie on top of each other
             x = np.array(sizes) + 0.04 * (i % 4 - 1.5)
             middle = np.array([quantiles(e)[1] for e in ends])
             bars = [middle - [min(e) for e in ends], [max(e) for e in ends] - middle]
+            style = "-"
+            if m.sliced:
+                style = "--"
             axes.errorbar(
-                x, middle, bars, fmt="--" if m.sliced else "-", marker=_MARKS[i % 4], ms=5,
+                x, middle, bars, fmt=style, marker=_MARKS[i % 4], ms=5,
                 color=color, lw=1.7, elinewidth=0.8, label=m.name,
             )  # fmt: skip
         plots.dress(axes, logx=False)
         axes.set_xticks(sizes, ["as it was", *(rf"$10^{{\pm {s}}}$" for s in sizes[1:])])
         axes.axhline(np.log(10), color=plots.INK, lw=0.8, ls=":")
-        axes.axhline(_TOP, color=plots.INK, lw=0.8)
+        axes.axhline(LIMITS.top, color=plots.INK, lw=0.8)
         plots.label(axes, "size s of the rescaling", title=name)
     plots.label(grid[0], y="training loss (top: lost, dotted: chance)")
     grid[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
@@ -350,30 +368,44 @@ def draw(ends_by_start: Ends, seeds: int) -> Figure:
 
 def chart_final_losses(ends: Ends) -> list[Chart]:
     """The final loss against the size."""
-    return [
-        Chart(
+    charts = []
+    for name, methods in ends.items():
+        series = [
+            _ends(m.name, methods[m.name], _PLACES[m.name], plots.dashes(m.name)) for m in METHODS
+        ]
+        chart = Chart(
             name.capitalize().replace("mlp", "MLP"),
             "training loss",
-            [
-                _ends(m.name, methods[m.name], _PLACES[m.name], plots.dashes(m.name))
-                for m in METHODS
-            ],
+            series,
             x={"size": "size s of the rescaling by 10ˢ or 10⁻ˢ"},
             logx=False,
             note="medians and range over seeds; dashed: on a slice; losses above 30 are left out",
         )
-        for name, methods in ends.items()
-    ]
+        charts.append(chart)
+    return charts
 
 
-def _shown(loss: float) -> float:
-    return loss if loss <= _TOP else math.inf
+def _drawn_losses(runs: Sequence[Record]) -> list[float]:
+    """Return the final losses; those of lost runs are at the top of the panel."""
+    return [min(finite(r["train loss"][-1]), LIMITS.top) for r in runs]
+
+
+def _charted_losses(runs: Sequence[Record]) -> list[float]:
+    """Return the final losses; ∞, which a chart leaves out, for lost runs."""
+    losses = [r["train loss"][-1] for r in runs]
+    return [_infinite_above(LIMITS.top, loss) for loss in losses]
+
+
+def _infinite_above(limit: float, loss: float) -> float:
+    if loss <= limit:  # a loss that is no number is not
+        return loss
+    return math.inf
 
 
 def _ends(
     name: str, by_size: Mapping[int, Sequence[Record]], color: int, style: Style
 ) -> Series | None:
-    ends = {s: [_shown(r["train loss"][-1]) for r in runs] for s, runs in by_size.items() if runs}
+    ends = {size: _charted_losses(runs) for size, runs in by_size.items() if runs}
     if not ends:
         return None
     middle = [quantiles(e)[1] for e in ends.values()]

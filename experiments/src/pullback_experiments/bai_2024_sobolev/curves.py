@@ -24,7 +24,9 @@ def find_epoch(record: Record, measure: str, level: float) -> float:
     >>> find_epoch(run, "train loss", 0.75), find_epoch(run, "test accuracy", 0.9)
     (1.5, inf)
     """
-    sign = -1.0 if "accuracy" in measure else 1.0
+    sign = 1.0
+    if "accuracy" in measure:
+        sign = -1.0
     values = [sign * v for v in record[measure]]
     goal = sign * level
     for epoch, value in enumerate(values):
@@ -44,10 +46,14 @@ def epochs(records: Sequence[Record], measure: str, level: float) -> float:
 
 def final(records: Sequence[Record], measure: str) -> float:
     """The median over seeds of where it ended; a run that was lost counts as the worst."""
-    ends = [r[measure][-1] for r in records]
-    if "accuracy" in measure:
-        return quantiles([0.0 if _lost(r) else v for r, v in zip(records, ends, strict=True)])[1]
-    return quantiles([finite(v) for v in ends])[1]
+    return quantiles([_end(record, measure) for record in records])[1]
+
+
+def _end(record: Record, measure: str) -> float:
+    """Return the last value of a loss or an accuracy; the worst one if the run was lost."""
+    if "accuracy" in measure and _lost(record):
+        return 0.0
+    return finite(record[measure][-1])
 
 
 def _lost(record: Record) -> bool:

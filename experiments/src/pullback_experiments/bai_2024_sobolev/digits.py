@@ -18,7 +18,7 @@ from pullback.metrics import Euclidean, Fisher, Metric, Sobolev, median_distance
 
 from ..framework import plots
 from ..framework.check import Check, Claim, make_checks
-from ..framework.curves import Chart
+from ..framework.curves import Chart, finite
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 SEARCH_SEEDS = (1000, 1001, 1002)  # the first for all pairs, the others for the best few
-FINALISTS = 4
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,13 @@ class Tuned(Experiment):
     Attributes:
         dampings, ratios: of the grid; learning rates are ratio·damping, from slow runs to those
             that diverge.
+        finalists: pairs that run on all seeds of the search.
         expected_outcomes: which claims held in the full runs.
     """
 
     dampings: Sequence[float] = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
     ratios: Sequence[float] = (0.3, 1.0, 3.0)
+    finalists: int = 4
     epochs: int = 12
     batch: int = 128
     expected_outcomes: Sequence[bool] = (False,) * 6 + (True,) * 5 + (False,)
@@ -116,14 +117,11 @@ class Tuned(Experiment):
         return TASKS
 
     def _grid(self, quick: bool) -> list[tuple[float, float]]:
+        dampings = self.dampings
+        ratios = self.ratios
         if quick:
-            dampings = self.dampings[3:5]
-        else:
-            dampings = self.dampings
-        if quick:
-            ratios = self.ratios[1:2]
-        else:
-            ratios = self.ratios
+            dampings = dampings[3:5]
+            ratios = ratios[1:2]
         return [(round(r * d, 6), d) for d, r in product(dampings, ratios)]
 
     def smoke(self) -> Self:
@@ -149,7 +147,7 @@ class Tuned(Experiment):
         return out
 
     def _finalists(self, quick: bool) -> int:
-        return min(FINALISTS, len(self._grid(quick)))
+        return min(self.finalists, len(self._grid(quick)))
 
     def _try_settings(
         self, net: str, method: str, pair: tuple[float, float], context: Context
@@ -178,7 +176,7 @@ class Tuned(Experiment):
         record = self._train(
             net, method, pair, replace(context, seed=seed, checkpoint_folder=folder)
         )
-        losses = [v if math.isfinite(v) else math.inf for v in record["train loss"][1:]]
+        losses = [finite(v) for v in record["train loss"][1:]]
         return sum(math.log(max(v, 1e-12)) for v in losses) / len(losses)
 
     def _chosen(
@@ -211,7 +209,7 @@ class Tuned(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         nets = list(self._tasks(results.quick))  # the quick version has the first
-        return judge_networks(results, nets, self.expected_outcomes[: PER_NETWORK * len(nets)])
+        return judge_networks(results, nets, self.expected_outcomes[: len(OURS) * len(nets)])
 
     def curves(self, results: Results) -> list[Chart]:
         return chart_networks(results, list(self._tasks(results.quick)), list(METRICS))
@@ -240,12 +238,15 @@ def best(
 OWN = "own settings"
 SHARED = "K-FAC's settings"
 SECOND = "second settings"
-PER_NETWORK = 6  # claims
+#: whether each claim on a network is ours, in their order; the others are the paper's
+OURS = (False, False, True, True, True, True)
 
 
 def runs_of(results: Results, net: str, method: str, settings: str) -> list[Record]:
     """The records; at K-FAC's settings K-FAC is at its own."""
-    return results.of(net, method, OWN if method == "K-FAC" else settings)
+    if method == "K-FAC":
+        return results.of(net, method, OWN)
+    return results.of(net, method, settings)
 
 
 def mark(results: Results, net: str) -> float:
@@ -269,7 +270,7 @@ def judge_networks(
             _sooner(results, net, "Sobolev–Fisher, short", OWN),
             _than_second(results, net),
         ]
-    ours = {PER_NETWORK * i + j for i in range(len(nets)) for j in (2, 3, 4, 5)}
+    ours = {i for i, is_ours in enumerate(OURS * len(nets)) if is_ours}
     return make_checks(claims, expected_outcomes, ours=ours)
 
 
@@ -312,7 +313,10 @@ def table(results: Results, net: str, methods: Sequence[str]) -> Table:
     level = mark(results, net)
     rows = []
     for method in methods:
-        for settings in (SHARED, OWN) if method != "K-FAC" else (OWN, SECOND):
+        both_settings = (SHARED, OWN)
+        if method == "K-FAC":
+            both_settings = (OWN, SECOND)
+        for settings in both_settings:
             runs = results.of(net, method, settings)
             lr, damping = runs[0]["settings"]
             rows.append(
@@ -338,14 +342,15 @@ def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figur
     figure = plots.new(14, 0.6 + 4.4 * len(nets), title, dpi=110)
     grid = figure.subplots(len(nets), 4, squeeze=False)
     for row, net in zip(grid, nets, strict=True):
-        for column, (settings, measure) in enumerate(
-            (s, m) for s in (SHARED, OWN) for m in ("train loss", "test accuracy")
-        ):
+        titles = {SHARED: "all at K-FAC's settings", OWN: "each at its own"}
+        contents = product(titles, ("train loss", "test accuracy"))
+        for axes, (settings, measure) in zip(row, contents, strict=True):
             records = {m: runs_of(results, net, m, settings) for m in methods}
-            panel(row[column], records, measure)
-            name = {"train loss": "training loss"}.get(measure, measure)
-            who = "all at K-FAC's settings" if settings == SHARED else "each at its own"
-            plots.label(row[column], "epoch", name, f"{net}: {who}" if column % 2 == 0 else "")
+            panel(axes, records, measure)
+            if measure == "train loss":
+                plots.label(axes, "epoch", "training loss", f"{net}: {titles[settings]}")
+            else:
+                plots.label(axes, "epoch", measure)
         _share(row[0], row[2])
         _share(row[1], row[3])
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
@@ -363,9 +368,8 @@ def _share(one: Axes, two: Axes) -> None:
 def chart_networks(results: Results, nets: Sequence[str], methods: Sequence[str]) -> list[Chart]:
     """For each network: training loss and test accuracy, at K-FAC's settings and at their own."""
     words = {SHARED: "all at K-FAC's settings", OWN: "each at its own settings"}
-    return [
-        chart({m: runs_of(results, net, m, s) for m in methods}, measure, f"{net}, {words[s]}")
-        for net in nets
-        for measure in ("train loss", "test accuracy")
-        for s in (SHARED, OWN)
-    ]
+    charts = []
+    for net, measure, settings in product(nets, ("train loss", "test accuracy"), words):
+        records = {method: runs_of(results, net, method, settings) for method in methods}
+        charts.append(chart(records, measure, f"{net}, {words[settings]}"))
+    return charts

@@ -20,7 +20,7 @@ from ..framework.curves import Chart
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
-from ..framework.tabular import Table
+from ..framework.tabular import Table, count_of
 from ..learning import images, schedules
 from ..learning.natural import natural_kfac
 from ..learning.networks import vgg16
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-DIVISOR = 20.0
+DIVISOR = 20.0  # of the images' entries
 
 
 def sobolev() -> Metric:
@@ -78,7 +78,9 @@ class SobolevMethod:
     @property
     def draws(self) -> int:
         """Covectors per statistics: one that the batch shares is noisier than one per sample."""
-        return 4 if self.metric().couples_samples else 1
+        if self.metric().couples_samples:
+            return 4
+        return 1
 
     def describe(self) -> dict[str, Any]:
         """Everything a run depends on."""
@@ -107,7 +109,6 @@ METHODS = (
 
 
 LEVELS = {"train loss": (0.5, 0.1), "test accuracy": (0.8, 0.9)}
-SIMILAR = 0.01  # of test accuracies
 
 #: the records of every method, one per seed
 GroupedRecords = Mapping[str, Sequence[Record]]
@@ -117,11 +118,9 @@ def paper_claims(records: GroupedRecords, expected_outcomes: Sequence[bool]) -> 
     """Faster, as good in the end, and not by schedule or scaling; then, by the metric alone?"""
     ours = records["Sobolev"]
     theirs = records["K-FAC"]
-    claims = [
-        _sooner("Sobolev", ours, "K-FAC", theirs, measure, level)
-        for measure, levels in LEVELS.items()
-        for level in levels
-    ]
+    claims = []
+    for measure, levels in LEVELS.items():
+        claims += [_sooner("Sobolev", ours, "K-FAC", theirs, measure, level) for level in levels]
     claims += [_similar(ours, theirs), _no_benefit(records)]
     unscheduled = records["Sobolev − schedule"]
     claims.append(_sooner("Sobolev − schedule", unscheduled, "K-FAC", theirs, "train loss", 0.1))
@@ -147,7 +146,7 @@ def _similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
     one = final(a, "test accuracy")
     two = final(b, "test accuracy")
     claim = "the final test accuracies of Sobolev and K-FAC are similar, within a point"
-    return claim, abs(one - two) <= SIMILAR, f"{one:.4f} and {two:.4f}"
+    return claim, abs(one - two) <= 0.01, f"{one:.4f} and {two:.4f}"
 
 
 def _no_benefit(records: GroupedRecords) -> Claim:
@@ -199,12 +198,12 @@ class VGGTraining(Experiment):
     seeds: Sequence[int] = (0, 1, 2, 3)
 
     def config(self, quick: bool) -> dict[str, Any]:
+        size = {"sheets": None, "narrow": 1, "epochs": self.epochs, "batch": self.batch}
+        if quick:
+            size = {"sheets": 1, "narrow": 16, "epochs": 2, "batch": 50}
         return {
             "dataset": images.require_known_dataset(self.dataset),
-            "sheets": 1 if quick else None,
-            "narrow": 16 if quick else 1,
-            "epochs": 2 if quick else self.epochs,
-            "batch": 50 if quick else self.batch,
+            **size,
             "settings": dict(self.settings),
             "precision": "bfloat16 autocast and TF32 products on CUDA, float32 elsewhere",
             "methods": {m.name: m.describe() for m in self.methods},
@@ -221,6 +220,11 @@ class VGGTraining(Experiment):
 
     def _train(self, method: SobolevMethod, config: Mapping[str, Any], context: Context) -> Record:
         device = context.device
+        half = None
+        evaluated = 500
+        if device.type == "cuda":
+            half = torch.bfloat16
+            evaluated = 10_000
         data = images.load(self.dataset, config["sheets"])
         data = images.shrunk(data.to(device), method.divisor)
         model = vgg16(images.CLASSES[self.dataset], config["narrow"])
@@ -232,9 +236,8 @@ class VGGTraining(Experiment):
             return fit(
                 model, optimizer, data, F.cross_entropy, context,
                 epochs=config["epochs"], batch=config["batch"], schedule=method.schedule,
-                augment=images.CropAndFlip.of(data.x),
-                half=torch.bfloat16 if device.type == "cuda" else None,
-                evaluated=10_000 if device.type == "cuda" else 500, graphed=True,
+                augment=images.CropAndFlip.of(data.x), half=half, evaluated=evaluated,
+                graphed=True,
             )  # fmt: skip
 
     def line(self, record: Record) -> str:
@@ -254,29 +257,26 @@ class VGGTraining(Experiment):
         from .curves import curves
 
         records = self._found(results)
-        count = len(results.seeds)
-        title = f"VGG-16 on {_set(self.dataset)}, {count} seed{'s' if count > 1 else ''}"
-        return {
-            suffix: curves({m: records[m] for m in chosen}, title)
-            for suffix, chosen in self.figures.items()
-        }
+        title = f"VGG-16 on {_set(self.dataset)}, {count_of(len(results.seeds), 'seed')}"
+        figures = {}
+        for suffix, chosen in self.figures.items():
+            figures[suffix] = curves({m: records[m] for m in chosen}, title)
+        return figures
 
     def curves(self, results: Results) -> list[Chart]:
         return charts(self._found(results))
 
     def tables(self, results: Results) -> list[Table]:
-        goals = [(m, level) for m, levels in LEVELS.items() for level in levels]
-        rows = [
-            [
-                name,
-                *(format_epochs(epochs(runs, m, level)) for m, level in goals),
-                f"{final(runs, 'train loss'):.4f}",
-                f"{final(runs, 'test loss'):.4f}",
-                f"{final(runs, 'test accuracy'):.4f}",
-                f"{1e3 * min(r['seconds'][-1] / max(r['step'][-1], 1) for r in runs):.1f}",
-            ]
-            for name, runs in self._found(results).items()
-        ]
+        goals: list[tuple[str, float]] = []
+        for measure, levels in LEVELS.items():
+            goals += [(measure, level) for level in levels]
+        rows = []
+        for name, runs in self._found(results).items():
+            to_levels = [format_epochs(epochs(runs, m, level)) for m, level in goals]
+            seconds_per_step = min(r["seconds"][-1] / max(r["step"][-1], 1) for r in runs)
+            ends = [final(runs, m) for m in ("train loss", "test loss", "test accuracy")]
+            cells = [f"{end:.4f}" for end in ends]
+            rows.append([name, *to_levels, *cells, f"{1e3 * seconds_per_step:.1f}"])
         heads = [f"{m} {level:g}" for m, level in goals]
         columns = ["method", *heads, "train loss", "test loss", "test accuracy", "ms/step"]
         count = len(results.seeds)

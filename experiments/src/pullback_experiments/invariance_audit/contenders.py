@@ -34,7 +34,9 @@ def _muon(model: nn.Module) -> list[Optimizer]:
         torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.0)
     ]
     vectors = [p for p in params if p.ndim != 2]
-    return optimizers + ([torch.optim.SGD(vectors, lr=0.02)] if vectors else [])
+    if vectors:
+        optimizers.append(torch.optim.SGD(vectors, lr=0.02))
+    return optimizers
 
 
 def optimizers() -> list[Contender]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -38,8 +39,6 @@ NETS: Mapping[str, Callable[[], nn.Module]] = {
     "leaky": partial(nn.LeakyReLU, 0.1),
     "tanh": nn.Tanh,
 }
-_SAMPLES = 64
-_STEPS = 5
 
 
 def contenders(net: str) -> list[Contender]:
@@ -56,11 +55,20 @@ def contenders(net: str) -> list[Contender]:
     return [first, *others]
 
 
+def _list_pairs() -> list[tuple[str, Contender]]:
+    """Return every network with each of its contenders."""
+    pairs: list[tuple[str, Contender]] = []
+    for net in NETS:
+        pairs += [(net, contender) for contender in contenders(net)]
+    return pairs
+
+
 @dataclass(frozen=True, kw_only=True)
 class InvarianceAudit(Experiment):
     """Twelve optimizers under eight transformations.
 
     Attributes:
+        samples, steps: of the batch, and of the longest run.
         pairs: a network of `NETS` and one of its `contenders`, each.
     """
 
@@ -70,9 +78,9 @@ class InvarianceAudit(Experiment):
     claim: str = "the natural gradient's update of the function does not depend on coordinates"
     about: str = _ABOUT
     seeds: Sequence[int] = tuple(range(5))
-    pairs: Sequence[tuple[str, Contender]] = field(
-        default_factory=lambda: [(net, c) for net in NETS for c in contenders(net)]
-    )
+    samples: int = 64
+    steps: int = 5
+    pairs: Sequence[tuple[str, Contender]] = field(default_factory=_list_pairs)
 
     def smoke(self) -> Self:
         pairs = [(net, c) for net, c in self.pairs if net == "tanh" and c.name in ("SGD", KFAC[0])]
@@ -80,15 +88,15 @@ class InvarianceAudit(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "samples": _SAMPLES,
-            "steps": _STEPS,
+            "samples": self.samples,
+            "steps": self.steps,
             "methods": {c.name: c.about for c in contenders("leaky")},
             "transformations": {t.name: t.about for t in standard()},
         }
 
     def items(self, quick: bool) -> list[Item]:
         return [
-            Item((net, contender.name), partial(_work, net, contender))
+            Item((net, contender.name), partial(_work, net, contender, self.samples, self.steps))
             for net, contender in self.pairs
         ]
 
@@ -108,7 +116,7 @@ class InvarianceAudit(Experiment):
             rows = []
             for name in dict.fromkeys(o for o, _ in verdicts):
                 cells = [verdicts[name, t] for t in columns]
-                rows.append([name, *(None if c is None else f"{c[0]} {c[1]}" for c in cells)])
+                rows.append([name, *map(_format_cell, cells)])
             out.append(Table(["optimizer", *columns], rows, f"On a {net} network", text=7))
         return out
 
@@ -117,21 +125,31 @@ class InvarianceAudit(Experiment):
         return list(dict.fromkeys(net for net, _ in self.pairs))
 
     def _group_records(self, results: Results) -> GroupedRecords:
-        return {
-            (net, c.name): [row for one in results.of(net, c.name) for row in one["rows"]]
-            for net, c in self.pairs
-        }
+        records = {}
+        for net, contender in self.pairs:
+            rows = (record["rows"] for record in results.of(net, contender.name))
+            records[net, contender.name] = list(chain.from_iterable(rows))
+        return records
 
 
-def _work(net: str, contender: Contender, context: Context) -> dict[str, Any]:
+def _format_cell(cell: tuple[Verdict, str] | None) -> str | None:
+    """Return a verdict with its mismatch in words."""
+    if cell is None:
+        return None
+    return f"{cell[0]} {cell[1]}"
+
+
+def _work(
+    net: str, contender: Contender, samples: int, steps: int, context: Context
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(context.seed)
     model, teacher = (_network(NETS[net], generator) for _ in range(2))
-    x = _normal((_SAMPLES, 4), generator) @ _normal((4, 4), generator) + 0.5
+    x = _normal((samples, 4), generator) @ _normal((4, 4), generator) + 0.5
     with torch.no_grad():
-        y = teacher(x) + 0.1 * _normal((_SAMPLES, 2), generator)
+        y = teacher(x) + 0.1 * _normal((samples, 2), generator)
     probes = _normal((50, 4), generator).to(context.device)
     batch = x.to(context.device), y.to(context.device)
-    report = audit(contender, model.to(context.device), batch, steps=_STEPS, probes=probes)
+    report = audit(contender, model.to(context.device), batch, steps=steps, probes=probes)
     return {"rows": report.records()}
 
 
@@ -245,16 +263,19 @@ def _check(claim: str, rows: list[Row], allowed: set[str], *, of_paper: bool = T
     other = [r for r in rows if r["verdict"] not in allowed]
     values = [r["direction"] for r in rows]
     numbers = f"{len(rows) - len(other)} of {len(rows)} audits; mismatch as η → 0 "
-    numbers += (
-        f"{format_mismatch(min(values))} to {format_mismatch(max(values))}" if values else "unknown"
-    )
+    if values:
+        numbers += f"{format_mismatch(min(values))} to {format_mismatch(max(values))}"
+    else:
+        numbers += "unknown"
     return Check(claim, bool(rows) and not other, numbers, of_paper=of_paper)
 
 
 def _check_agreement(claim: str, rows: list[Row]) -> Check:
     """Single steps only: along a run units saturate, and parameters become superfluous."""
-    sizes = [k.removeprefix("mismatch ") for k in (rows[0] if rows else ()) if "mismatch" in k]
-    pairs = [(r[f"mismatch {s}"], r[f"round-off {s}"]) for r in rows for s in sizes]
+    pairs: list[tuple[float, float]] = []  # mismatch and round-off of a step
+    for row in rows:
+        sizes = [key.removeprefix("mismatch ") for key in row if "mismatch" in key]
+        pairs += [(row[f"mismatch {size}"], row[f"round-off {size}"]) for size in sizes]
     agreements = sum(m <= SLACK * off for m, off in pairs)
     numbers = f"{agreements} of {len(pairs)} steps"
     if pairs:
@@ -265,8 +286,9 @@ def _check_agreement(claim: str, rows: list[Row]) -> Check:
 def worst(records: GroupedRecords, net: str) -> dict[tuple[str, str], tuple[Verdict, str] | None]:
     """The worst verdict over seeds, with the largest mismatch; None where there is none."""
     out: dict[tuple[str, str], tuple[Verdict, str] | None] = {}
-    for (where, name), rows in records.items():
-        for transformation in standard() if where == net else ():
+    on_net = {name: rows for (where, name), rows in records.items() if where == net}
+    for name, rows in on_net.items():
+        for transformation in standard():
             audits = [
                 r
                 for r in rows

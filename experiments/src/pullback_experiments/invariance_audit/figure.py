@@ -47,8 +47,17 @@ def grid(cells: Mapping[tuple[str, str], Cell]) -> Figure:
 def _cell(axes: Axes, i: int, j: int, cell: Cell) -> None:
     from matplotlib.patches import Rectangle
 
-    color, words, small = (_FILL[cell[0]], str(cell[0]), cell[1]) if cell else ("#FFFFFF", "–", "")
+    color = "#FFFFFF"
+    verdict = "–"
+    mismatch = ""
+    height = 0.5
+    if cell:
+        color = _FILL[cell[0]]
+        verdict = str(cell[0])
+        mismatch = cell[1]
+    if mismatch:
+        height = 0.36  # there is a line below
     axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", lw=2))
     style: Any = {"ha": "center", "va": "center", "color": INK}
-    axes.text(j + 0.5, i + (0.36 if small else 0.5), words, size=9.5, **style)
-    axes.text(j + 0.5, i + 0.72, small, size=8.5, **style)
+    axes.text(j + 0.5, i + height, verdict, size=9.5, **style)
+    axes.text(j + 0.5, i + 0.72, mismatch, size=8.5, **style)

@@ -61,16 +61,22 @@ class Completion(Repeated):
 
     def config(self, quick: bool) -> dict[str, Any]:
         sizes = (self.size, self.rank, tuple(self.counts), tuple(self.depths))
-        size, rank, counts, depths = self.small if quick else sizes
+        steps = self.steps
+        trials = self.trials
+        if quick:
+            sizes = self.small
+            steps = min(steps, 2000)
+            trials = min(trials, 12)
+        size, rank, counts, depths = sizes
         return {
             "size": size,
             "rank": rank,
             "counts": list(counts),
             "depths": list(depths),
             "start": self.start,
-            "steps": min(self.steps, 2000) if quick else self.steps,
+            "steps": steps,
             "collapsed": self.collapsed,
-            "trials": min(self.trials, 12) if quick else self.trials,
+            "trials": trials,
         }
 
     def smoke(self) -> Self:
@@ -250,9 +256,8 @@ def _sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any
             return float(enough[0])
         return float("inf")
 
-    counts = {f"L = {d}": count_needed(e) for d, e in deep.items()} | {
-        "nuclear norm": count_needed(nuclear)
-    }
+    counts = {f"L = {d}": count_needed(e) for d, e in deep.items()}
+    counts["nuclear norm"] = count_needed(nuclear)
     words = ", ".join(f"{name} {n:g}" for name, n in counts.items())
     holds = min(count_needed(e) for d, e in deep.items() if d > 2) < count_needed(nuclear)
     return "deep EGD needs fewer entries than the nuclear norm", holds, f"error < 0.1 from {words}"
@@ -318,10 +323,12 @@ def tables(results: Results, config: dict[str, Any]) -> list[Table]:
     keys.append(("nuclear norm", ("nuclear norm",)))
     columns = ["method", *(str(n) for n in config["counts"])]
     over = f"by number of observations, medians over {len(results.seeds)} seeds"
-    return [
-        Table(columns, [[n, *medians(results, *k, name=what).tolist()] for n, k in keys], title)
-        for what, title in (
-            ("error", f"Relative error on unobserved entries, {over}"),
-            ("rank", f"Effective rank, {over}"),
-        )
-    ]
+    titles = {
+        "error": f"Relative error on unobserved entries, {over}",
+        "rank": f"Effective rank, {over}",
+    }
+    out = []
+    for what, title in titles.items():
+        rows = [[name, *medians(results, *key, name=what).tolist()] for name, key in keys]
+        out.append(Table(columns, rows, title))
+    return out

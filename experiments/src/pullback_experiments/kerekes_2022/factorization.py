@@ -132,10 +132,39 @@ class Norm:
         return sigma
 
 
-SIZE = 16
-RANK = 2
-COUNT = 130
-STEPS = 80
+@dataclass(frozen=True)
+class SearchProblem:
+    """The small completion problem on which settings of NGD are searched.
+
+    Attributes:
+        size: of the square matrix.
+        rank: of the matrix to find.
+        observed: entries, about twice the degrees of freedom of the rank.
+        steps: of NGD, at most.
+    """
+
+    size: int = 16
+    rank: int = 2
+    observed: int = 130
+    steps: int = 80
+
+    def draw_truth(self, source: torch.Generator) -> Observed:
+        """Return a random matrix of the rank and of norm `size`, with its observed entries."""
+        cpu = torch.device("cpu")  # tiny decompositions
+        left = normal((self.size, self.rank), source, cpu)
+        truth = left @ normal((self.rank, self.size), source, cpu)
+        return Observed.of(truth * (self.size / truth.norm()), [self.observed], source)
+
+    def draw_factors(
+        self, depth: int, start: float, source: torch.Generator, device: torch.device
+    ) -> list[Tensor]:
+        """Return random square factors whose product has entries of about the size `start`."""
+        gain = start ** (1 / depth)
+        shape = (self.size, self.size)
+        return [gain * normal(shape, source, device) / self.size**0.5 for _ in range(depth)]
+
+
+PROBLEM = SearchProblem()
 
 #: Fisher matrices: of all entries, as in the paper, and of the observed ones
 FISHERS = ("all entries", "observed entries")
@@ -143,11 +172,8 @@ FISHERS = ("all entries", "observed entries")
 
 def search(trials: int, steps: int, context: Context) -> Record:
     """Random depth 2–3, learning rate, size of the start, damping; and EGD with L = 2, 3 beside."""
-    # tiny decompositions
     source = generator(20_000 + context.seed)
-    cpu = torch.device("cpu")
-    truth = normal((SIZE, RANK), source, cpu) @ normal((RANK, SIZE), source, cpu)
-    data = Observed.of(truth * (SIZE / truth.norm()), [COUNT], source)
+    data = PROBLEM.draw_truth(source)
     out = []
     for i in range(trials):
         out.append(_trial(i, data, source))
@@ -160,10 +186,7 @@ def search(trials: int, steps: int, context: Context) -> Record:
 
 def _euclidean(depth: int, data: Observed, seed: int, steps: int) -> float:
     source = generator(30_000 + seed)
-    factors = [
-        1e-3 ** (1 / depth) * normal((SIZE, SIZE), source, data.truth.device) / SIZE**0.5
-        for _ in range(depth)
-    ]
+    factors = PROBLEM.draw_factors(depth, 1e-3, source, data.truth.device)
     descent = descend([w[None] for w in factors], data, steps=steps)
     return float(data.error(product(descent))[0])
 
@@ -171,20 +194,20 @@ def _euclidean(depth: int, data: Observed, seed: int, steps: int) -> float:
 def _trial(number: int, data: Observed, source: torch.Generator) -> Record:
     """One setting; half of the trials without damping, and half of either with either Fisher."""
     draw = torch.rand(4, generator=source, dtype=torch.float64).tolist()
+    damping = 0.0
+    if number % 2 == 0:
+        damping = 10 ** (-6 + 8 * draw[3])
     setting: dict[str, Any] = {
         "depth": 2 + round(draw[0]),
         "lr": 10 ** (-2 + 2 * draw[1]),
         "start": 10 ** (-3 + 3 * draw[2]),
-        "damping": 0.0 if number % 2 else 10 ** (-6 + 8 * draw[3]),
+        "damping": damping,
         "fisher": FISHERS[(number // 2) % 2],
     }
     if setting["damping"] > 1:  # far damping shortens steps in proportion
         setting["lr"] *= setting["damping"]
-    gain = setting["start"] ** (1 / setting["depth"])
-    depth = setting["depth"]
-    factors = [
-        gain * normal((SIZE, SIZE), source, data.truth.device) / SIZE**0.5 for _ in range(depth)
-    ]
+    device = data.truth.device
+    factors = PROBLEM.draw_factors(setting["depth"], setting["start"], source, device)
     try:
         beta = _natural(factors, data, setting)
         error = float(data.error(beta[None])[0])
@@ -208,7 +231,7 @@ def _natural(factors: list[Tensor], data: Observed, setting: dict[str, Any]) -> 
         entries = (rows, columns)
     else:
         entries = None
-    for _ in range(STEPS):
+    for _ in range(PROBLEM.steps):
         gap = (model.beta.detach() - truth).masked_fill(~mask, 0.0)
         if not bool(torch.isfinite(gap).all()) or float(gap.abs().max()) > 1e6:
             return torch.full_like(truth, math.nan)

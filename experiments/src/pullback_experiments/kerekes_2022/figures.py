@@ -36,14 +36,10 @@ def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
     if not runs:
         return []
     levels = [r["level"] for r in runs]
-    series: list[Series | None] = [
-        Series(
-            f"EGD, L = {depth}",
-            {"level": quartiles(levels, [r["angles"][number] for r in runs])},
-            depth,
-        )
-        for number, depth in enumerate(depths)
-    ]
+    series: list[Series | None] = []
+    for number, depth in enumerate(depths):
+        line = quartiles(levels, [r["angles"][number] for r in runs])
+        series.append(Series(f"EGD, L = {depth}", {"level": line}, depth))
     if natural:
         ends = [[r["descent angle"]] * len(levels[0]) for r in natural]
         line = quartiles([levels[0]] * len(natural), ends)
@@ -96,10 +92,9 @@ def _accuracy(
 ) -> Series | None:
     if not runs:
         return None
-    shares = [[100 * a for a in r["accuracy"][row]] for r in runs]
-    return Series(
-        name, {"samples": averages([config["samples"]] * len(runs), shares)}, color, style
-    )
+    percents = [(100 * np.asarray(r["accuracy"][row])).tolist() for r in runs]
+    line = averages([config["samples"]] * len(runs), percents)
+    return Series(name, {"samples": line}, color, style)
 
 
 def _way_down(runs: Sequence[Record], config: dict[str, Any]) -> list[Chart]:
@@ -107,18 +102,12 @@ def _way_down(runs: Sequence[Record], config: dict[str, Any]) -> list[Chart]:
     if not runs or not below:
         return []
     levels = [r["levels"] for r in runs]
-    series = [
-        Series(
-            f"EGD, L = {depth}",
-            {
-                "level": averages(
-                    levels, [[100 * at[row][below[-1]] for at in r["path"]] for r in runs]
-                )
-            },
-            depth,
-        )
-        for row, depth in enumerate(config["depths"])
-    ]
+    series = []
+    for row, depth in enumerate(config["depths"]):
+        # a path is (levels, depths, numbers of samples)
+        percents = [(100 * np.asarray(r["path"])[:, row, below[-1]]).tolist() for r in runs]
+        line = averages(levels, percents)
+        series.append(Series(f"EGD, L = {depth}", {"level": line}, depth))
     return [
         Chart(
             f"Accuracy of EGD on its way, N = {config['samples'][below[-1]]}",
@@ -154,7 +143,9 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     methods: list[_Kind] = []
     for method, style in _METHODS.items():
         for depth in config["depths"]:
-            color_number = depth if method == "EGD" else _NATURAL
+            color_number = _NATURAL
+            if method == "EGD":
+                color_number = depth
             methods.append((f"{method}, L = {depth}", (method, f"L={depth}"), color_number, style))
     methods.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
     starts: list[_Kind] = []
@@ -188,20 +179,15 @@ def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
     records = {r: runs for r, runs in records.items() if runs}
     count = min(map(len, records.values()), default=0)
     names = {"margin": "ℓ2 margin (EGD)", "natural": "NGD = least squares"}
-    series = [
-        Series(
-            name,
-            {
-                "ratio": quartiles(
-                    [list(records)] * count,
-                    [[100 * runs[i][what] for runs in records.values()] for i in range(count)],
-                )
-            },
-            _SUPPORT[what],
-        )
-        for what, name in names.items()
-        if count
-    ]
+    series = []
+    for what, name in names.items():
+        if not count:
+            break
+        by_seed = []
+        for seed in range(count):
+            by_seed.append([100 * runs[seed][what] for runs in records.values()])
+        line = quartiles([list(records)] * count, by_seed)
+        series.append(Series(name, {"ratio": line}, _SUPPORT[what]))
     note = "medians and quartiles over seeds"
     x = {"ratio": "D / N"}
     title = "Support vectors"

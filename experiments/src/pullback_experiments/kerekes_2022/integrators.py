@@ -15,8 +15,6 @@ from torch import Tensor
 
 Solve = Callable[[Tensor], Tensor]
 
-_SMALL = 0.1  # E below this costs Woodbury's identity digits
-
 
 @dataclass(frozen=True)
 class Jacobian:
@@ -47,7 +45,8 @@ class Jacobian:
         """r ↦ (1 − cJ)⁻¹r for c > 0 (B, 1) and r (B, n)."""
         remainder = 1 - c * self.diagonal
         n, k = self.left.shape[1:]
-        if k >= n or bool((remainder.abs() < _SMALL).any()):
+        # an entry of E below 0.1 costs Woodbury's identity a digit
+        if k >= n or bool((remainder.abs() < 0.1).any()):
             return self._directly(c)
         return self._woodbury(c, remainder)
 

@@ -31,13 +31,21 @@ from pullback import PullbackError
 
 from .integrators import Explicit, Jacobian, Stiff, march, relative
 
-#: The weight, relative to the largest, below which a sample is left out of ∂f/∂v. The integrator's
-#: order does not depend on it; rates left out are below a millionth of the largest.
-_COUNTS = 1e-6
 
-#: The −log ℓ up to which steps are explicit, and the number of them after which they are not.
-_GENTLE = 2.0
-_MANY = 1000
+@dataclass(frozen=True)
+class FlowLimits:
+    """When samples count, and when the flow is stiff."""
+
+    #: The weight, relative to the largest, below which a sample is left out of ∂f/∂v. The
+    #: integrator's order does not depend on it; rates left out are below a millionth.
+    least_weight: float = 1e-6
+    #: the −log ℓ up to which steps are explicit
+    explicit_level: float = 2.0
+    #: the number of explicit steps after which implicit ones go on
+    explicit_steps: int = 1000
+
+
+LIMITS = FlowLimits()
 
 
 @dataclass(frozen=True)
@@ -207,7 +215,9 @@ class EuclideanFlow:
         watch = watch or (lambda clock: None)
         gentle = Explicit(self.velocity, self.size)
         stiff = Stiff(self.velocity, self.velocity_and_jacobian, self.size)
-        v, _ = march(gentle, v, self.level, min(level, _GENTLE), max_steps=_MANY, watch=watch)
+        first_level = min(level, LIMITS.explicit_level)
+        most = LIMITS.explicit_steps
+        v, _ = march(gentle, v, self.level, first_level, max_steps=most, watch=watch)
         v, has_failed = march(stiff, v, self.level, level, watch=watch)
         if bool(has_failed.any()):
             raise PullbackError(
@@ -242,7 +252,8 @@ def _weights(u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_support(weights: Tensor) -> Tensor:
-    return weights > _COUNTS * weights.amax(1, keepdim=True)
+    """Return which samples count in ∂f/∂v."""
+    return weights > LIMITS.least_weight * weights.amax(1, keepdim=True)
 
 
 def _log_loss(u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

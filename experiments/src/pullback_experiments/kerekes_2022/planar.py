@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -75,8 +76,11 @@ class Planar(Repeated):
     end: float = 50.0
 
     def config(self, quick: bool) -> dict[str, Any]:
+        depths = self.depths
+        if quick:
+            depths = depths[:3]
         return {
-            "depths": list(self.depths[:3] if quick else self.depths),
+            "depths": list(depths),
             "scale": self.scale,
             "others": list(self.others),
             "levels": list(self.levels),
@@ -148,32 +152,34 @@ class Planar(Repeated):
 
 
 def _euclidean(config: dict[str, Any], context: Context) -> Record:
+    """Follow EGD's flow of all depths and starts at once, from level to level of the loss."""
     x, y = points(context.seed, context.device)
     depths = config["depths"]
-    scales = [config["scale"], *config["others"]]
-    signed = Signed.of([(x, y)] * len(depths) * len(scales))
-    each = [a for a in scales for _ in depths]
-    flow = EuclideanFlow(signed, depths * len(scales), each, rtol=1e-6)
+    starts = list(product([config["scale"], *config["others"]], depths))  # (α, L) of each flow
+    signed = Signed.of([(x, y)] * len(starts))
+    flow = EuclideanFlow(signed, [d for _, d in starts], [a for a, _ in starts], rtol=1e-6)
     v = None
-    angles = [[] for _ in depths]
-    beta = torch.zeros(len(each), 2, dtype=DTYPE)
+    angles: list[list[float]] = []  # by level, of the first scale's depths
+    beta = torch.zeros(len(starts), 2, dtype=DTYPE)
     for level in config["levels"]:
         v = flow.run(level, v)
         beta = flow.beta(v).cpu()
-        for candidates, one in zip(angles, beta, strict=False):
-            candidates.append(angle(one, AXIS))
+        angles.append(_angles(beta[: len(depths)]))
     limits = [lp_max_margin(x, y, 2 / depth).beta.cpu() for depth in depths]
     return {
         "level": list(config["levels"]),
-        "angles": angles,
+        "angles": [list(by_level) for by_level in zip(*angles, strict=True)],
         "beta": beta[: len(depths)].tolist(),
-        "by scale": [
-            [angle(b, AXIS) for b in candidates] for candidates in beta.split(len(depths))
-        ],
-        "limit": [one.tolist() for one in limits],
-        "limit angle": [angle(one, AXIS) for one in limits],
-        "off": [angle(one, two) for one, two in zip(beta, limits, strict=False)],
+        "by scale": [_angles(ends) for ends in beta.split(len(depths))],
+        "limit": [margin.tolist() for margin in limits],
+        "limit angle": _angles(limits),
+        "off": [angle(end, margin) for end, margin in zip(beta, limits, strict=False)],
     }
+
+
+def _angles(directions: Iterable[Tensor]) -> list[float]:
+    """Return the degrees from the axis e₁."""
+    return [angle(beta, AXIS) for beta in directions]
 
 
 def _natural(depth: int, config: dict[str, Any], context: Context) -> Record:
@@ -215,21 +221,13 @@ def _start(results: Results, depths: Sequence[int]) -> Claim:
 
 
 def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
-    by = [results.of("NGD", f"L={depth}") for depth in depths]
-
-    def spread(name: str) -> float:
-        return max(
-            angle(_tensor(r[name]), _tensor(first[name]))
-            for runs in by[1:]
-            for r, first in zip(runs, by[0], strict=True)
-        )
-
-    angles = [
-        min(abs(r["descent angle"] - a) for a in e["limit angle"])
-        for r, e in zip(by[0], results.of("EGD"), strict=True)
-    ]
-    ngd = spread("beta")
-    ngf = spread("flow")
+    shallow, *deeper = [results.of("NGD", f"L={depth}") for depth in depths]
+    angles = []
+    for run, margins in zip(shallow, results.of("EGD"), strict=True):
+        gaps = [abs(run["descent angle"] - a) for a in margins["limit angle"]]
+        angles.append(min(gaps))
+    ngd = max(_largest_angle(runs, shallow, "beta") for runs in deeper)
+    ngf = max(_largest_angle(runs, shallow, "flow") for runs in deeper)
     return [
         ("NGD finds one direction at all depths", ngd < 0.5, f"at most {ngd:.1g}° apart"),
         ("so does its flow, to the integrator's accuracy", ngf < 1e-5, f"{ngf:.1g}°"),
@@ -239,6 +237,12 @@ def _natural_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
             f"median {_median(angles):.1f}°, at least {min(angles):.2g}° from the nearest",
         ),
     ]
+
+
+def _largest_angle(runs: Sequence[Record], others: Sequence[Record], entry: str) -> float:
+    """Return the largest angle between the entries of two sequences of runs, seed by seed."""
+    pairs = zip(runs, others, strict=True)
+    return max(angle(_tensor(one[entry]), _tensor(other[entry])) for one, other in pairs)
 
 
 def _tensor(values: Any) -> Tensor:

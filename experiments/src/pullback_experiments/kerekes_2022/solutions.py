@@ -178,8 +178,9 @@ def _largest_margin(z: np.ndarray) -> float:
     result = scipy.optimize.linprog(
         cost, A_ub=np.hstack([-unit, np.ones((n, 1))]), b_ub=np.zeros(n), bounds=box
     )
-    t = -float(result.fun) if result.success else 0.0
-    return t if t > 1e-9 else 0.0
+    if not result.success or -result.fun <= 1e-9:  # no margin but for round-off
+        return 0.0
+    return -float(result.fun)
 
 
 def _nonnegative(z: np.ndarray) -> np.ndarray:
@@ -255,9 +256,6 @@ def _margin(
     )
 
 
-_EVERY = 10
-
-
 @dataclass(frozen=True)
 class CompletedMatrix:
     """A matrix that meets the observations exactly.
@@ -323,7 +321,7 @@ def nuclear_norm_completion(
         before = y
         y = torch.where(mask, b, z + u)
         u = u + z - y
-        if i % _EVERY:
+        if i % 10:  # the gap is found at every tenth iteration
             continue
         norm = float(torch.linalg.matrix_norm(y, "nuc"))
         dual = -u / threshold

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -69,15 +70,21 @@ class Sparse(Repeated):
 
     def config(self, quick: bool) -> dict[str, Any]:
         sizes = (self.dim, self.nonzero, tuple(self.samples), tuple(self.depths))
-        dim, nonzero, samples, depths = self.small if quick else sizes
+        natural_depths = list(self.natural_depths)
+        levels = list(self.levels)
+        if quick:
+            sizes = self.small
+            natural_depths = natural_depths[:1]
+            levels = levels[:4]
+        dim, nonzero, samples, depths = sizes
         return {
             "dim": dim,
             "nonzero": nonzero,
             "samples": list(samples),
             "depths": list(depths),
-            "natural depths": list(self.natural_depths[:1] if quick else self.natural_depths),
+            "natural depths": natural_depths,
             "scale": self.scale,
-            "levels": list(self.levels[:4] if quick else self.levels),
+            "levels": levels,
             "lr": self.lr,
             "end": self.end,
         }
@@ -130,7 +137,7 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     """
     data = _data(config, context)
     levels = config["levels"]
-    runs = [(depth, pair) for depth in config["depths"] for pair in data]
+    runs = list(product(config["depths"], data))
     path = []
     ends = []
     arrived = []
@@ -285,10 +292,11 @@ def _at_chance(natural: np.ndarray, few: np.ndarray) -> Claim:
 
 def _behind(name: str, one: np.ndarray, two: np.ndarray, where: np.ndarray) -> Claim:
     gap = (two - one)[where]
-    several = "for N ≥ D, " if not where.all() else "for all N, "
-    what = "EGD with L = 1" if not where.all() else "the best EGD"
+    claim = f"for N ≥ D, {name} is behind EGD with L = 1"
+    if where.all():
+        claim = f"for all N, {name} is behind the best EGD"
     words = f"by {100 * gap.min():.0f} to {100 * gap.max():.0f} points"
-    return f"{several}{name} is behind {what}", bool(gap.min() > 0), words
+    return claim, bool(gap.min() > 0), words
 
 
 def _improves(population: np.ndarray, natural: np.ndarray, few: np.ndarray) -> Claim:
@@ -312,7 +320,8 @@ def share(beta: Any, nonzero: int) -> float:
 
 def _coefficients(results: Results, config: dict[str, Any]) -> Claim:
     s = config["nonzero"]
-    one, two = (float(np.mean([share(r["beta"][i], s) for r in results.of("EGD")])) for i in (0, 1))
+    one = float(np.mean([share(r["beta"][0], s) for r in results.of("EGD")]))
+    two = float(np.mean([share(r["beta"][1], s) for r in results.of("EGD")]))
     natural = float(np.mean([share(r["beta"], s) for r in results.of("NGD", "L=1")]))
     words = f"{100 * two:.0f}%, {100 * one:.0f}% and {100 * natural:.0f}% of |β| on the support"
     claim = "at the largest N, β is sparsest by EGD with L = 2, then L = 1, then NGD"

@@ -8,6 +8,7 @@ from functools import partial
 from math import log
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from pullback.linear import logistic_natural_gradient
@@ -39,8 +40,9 @@ class Support(Repeated):
     ratios: Sequence[float] = (1.02, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 40)
 
     def config(self, quick: bool) -> dict[str, Any]:
-        ratios = list(self.ratios[::3] if quick else self.ratios)
-        return {"samples": 20 if quick else self.samples, "ratios": ratios}
+        if quick:
+            return {"samples": 20, "ratios": list(self.ratios[::3])}
+        return {"samples": self.samples, "ratios": list(self.ratios)}
 
     def items(self, quick: bool) -> list[Item]:
         config = self.config(quick)
@@ -55,13 +57,10 @@ class Support(Repeated):
         config = self.config(results.quick)
         n = config["samples"]
         ratios = config["ratios"]
-        runs = {r: results.of(f"D/N={r:g}") for r in ratios}
-        natural = min(x["natural"] for records in runs.values() for x in records)
-        near = max(x["margin"] for r, records in runs.items() if r <= 1.5 for x in records)
-        far = min(
-            _mean(x["margin"] for x in records) for r, records in runs.items() if r > 3 * log(n)
-        )
-        least = max(x["angle"] for records in runs.values() for x in records)
+        natural = min(min(_values(results, r, "natural")) for r in ratios)
+        near = max(max(_values(results, r, "margin")) for r in ratios if r <= 1.5)
+        far = min(_mean(_values(results, r, "margin")) for r in ratios if r > 3 * log(n))
+        least = max(max(_values(results, r, "angle")) for r in ratios)
         claims = [
             (
                 "NGD makes every sample a support vector as soon as D > N",
@@ -82,14 +81,11 @@ class Support(Repeated):
         return figures.support(results, self.config(results.quick)["ratios"])
 
     def tables(self, results: Results) -> list[Table]:
-        rows = [
-            [
-                f"{r:g}",
-                _mean(100 * x["margin"] for x in results.of(f"D/N={r:g}")),
-                _mean(100 * x["natural"] for x in results.of(f"D/N={r:g}")),
-            ]
-            for r in self.config(results.quick)["ratios"]
-        ]
+        rows = []
+        for ratio in self.config(results.quick)["ratios"]:
+            margin = 100 * _mean(_values(results, ratio, "margin"))
+            natural = 100 * _mean(_values(results, ratio, "natural"))
+            rows.append([f"{ratio:g}", margin, natural])
         title = f"Support vectors, percent of samples, means over {len(results.seeds)} seeds"
         return [Table(["D/N", "ℓ2 margin", "NGD"], rows, title)]
 
@@ -105,9 +101,9 @@ class Support(Repeated):
             (plots.PALETTE[1], "margin", "ℓ2 margin (EGD)"),
             (plots.PALETTE[0], "natural", "NGD = least squares"),
         ):
-            shares = [[100 * x[what] for x in results.of(f"D/N={r:g}")] for r in ratios]
+            shares = np.array([_values(results, r, what) for r in ratios])  # (ratios, seeds)
             xs = [ratios] * len(results.seeds)
-            plots.band(axes, xs, [list(s) for s in zip(*shares, strict=True)], color, name)
+            plots.band(axes, xs, (100 * shares.T).tolist(), color, name)
         axes.axvline(log(n), color=plots.INK, lw=0.7)
         axes.text(log(n), 22, " D = N log N", color=plots.INK, size=8)
         plots.dress(axes, logy=False)
@@ -133,6 +129,11 @@ def _shares(samples: int, ratio: float, context: Context) -> Record:
         "natural": float((u < u.min() * (1 + 1e-6)).double().mean()),
         "angle": angle(beta, squares),
     }
+
+
+def _values(results: Results, ratio: float, entry: str) -> list[float]:
+    """Return an entry of the records at a ratio D/N, seed by seed."""
+    return [record[entry] for record in results.of(f"D/N={ratio:g}")]
 
 
 def _mean(values: Any) -> float:

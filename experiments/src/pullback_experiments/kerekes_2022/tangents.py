@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,9 @@ class Kernels(Repeated):
     lr: float = 0.01
 
     def config(self, quick: bool) -> dict[str, Any]:
-        depths = list(self.depths[:3] if quick else self.depths)
+        depths = list(self.depths)
+        if quick:
+            depths = depths[:3]
         return {"size": self.size, "depths": depths, "lr": self.lr}
 
     def items(self, quick: bool) -> list[Item]:
@@ -61,11 +64,15 @@ class Kernels(Repeated):
         depths = self.config(results.quick)["depths"]
         deep = depths[1:]
 
+        def values(method: str, depths: Sequence[int], name: str) -> list[float]:
+            records = chain.from_iterable(results.of(f"L={depth}") for depth in depths)
+            return [record[name][method] for record in records]
+
         def worst(method: str, depths: Sequence[int], name: str = "elsewhere") -> float:
-            return max(r[name][method] for d in depths for r in results.of(f"L={d}"))
+            return max(values(method, depths, name))
 
         def least(method: str, depths: Sequence[int], name: str) -> float:
-            return min(r[name][method] for d in depths for r in results.of(f"L={d}"))
+            return min(values(method, depths, name))
 
         direct = worst("EGF", [1])
         ngf = worst("NGF", depths)
@@ -167,8 +174,10 @@ def draw(results: Results, depths: Sequence[int]) -> Figure:
                 words = "0"
             else:
                 words = f"{largest:.1g}"
-            plots.label(axes, x=f"elsewhere ≤ {words}", title=method if depth == depths[0] else "")
+            plots.label(axes, x=f"elsewhere ≤ {words}")
         plots.label(row[0], y=f"L = {depth}")
+    for axes, method in zip(grid[0], METHODS, strict=True):
+        plots.label(axes, title=method)
     if image is not None:
         figure.colorbar(image, ax=grid, shrink=0.6, label="move / move of the middle entry")
     return figure

@@ -209,5 +209,7 @@ class Theorems(Repeated):
         return make_checks(claims, (True,) * 8 + (False,))
 
     def tables(self, results: Results) -> list[Table]:
-        rows = [[name, max(r["error"] for r in results.of(name))] for name in self.works]
+        rows = []
+        for name in self.works:
+            rows.append([name, max(r["error"] for r in results.of(name))])
         return [Table(["statement", "largest error"], rows, f"{len(results.seeds)} seeds")]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,7 @@ from ..framework.experiment import Context, Experiment, Item
 from ..framework.plots import INK
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .methods import GROUPS, INVARIANT, METHODS, STEPS, TIKHONOV, UNDAMPED, TwinMethod, TwinRun, run
+from .methods import GROUPS, INVARIANT, METHODS, TIKHONOV, UNDAMPED, TwinMethod, TwinRun, run
 from .nets import EXHIBITS, NETS, Net
 
 if TYPE_CHECKING:
@@ -29,7 +30,28 @@ _ABOUT = (
     "The paper has no experiments; these pairs are ours. Float64, the exact Fisher metric, "
     "statistics and inverses at every step. The record is of seeds 0–9."
 )
-_QUICK_STEPS = 3
+
+
+@dataclass(frozen=True)
+class MismatchLevels:
+    """What mismatches of a network and its twin mean."""
+
+    #: functions that differ by no more are taken for the same
+    same: float = 1e-9
+    #: functions that differ by more are taken for different ones
+    apart: float = 1e-3
+    #: the largest condition of a factor at which nine digits are asked for in float64
+    sound_condition: float = 1e6
+    #: where exact equality and divergence are drawn on a logarithmic axis
+    bottom: float = 1e-16
+    top: float = 1e3
+
+    def clip(self, mismatch: float) -> float:
+        """Return the mismatch, moved into the panel."""
+        return min(max(mismatch, self.bottom), self.top)
+
+
+LEVELS = MismatchLevels()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +59,7 @@ class Invariance(Experiment):
     """Networks and twins side by side.
 
     Attributes:
+        steps, quick_steps: of both networks.
         nets: on which all methods are compared.
         exhibits: on which only K-FAC runs, undamped and invariantly damped, in two variants each.
     """
@@ -49,6 +72,8 @@ class Invariance(Experiment):
     quick_seeds: Sequence[int] = (0, 1)
     anywhere: bool = False
     open_parts: frozenset[str] = frozenset({"nets", "methods"})
+    steps: int = 10
+    quick_steps: int = 3
     nets: Sequence[Net] = field(default=NETS)
     exhibits: Sequence[Net] = field(default=EXHIBITS)
 
@@ -58,17 +83,22 @@ class Invariance(Experiment):
 
     def config(self, quick: bool) -> dict[str, Any]:
         return {
-            "steps": _QUICK_STEPS if quick else STEPS,
+            "steps": self._steps(quick),
             "nets": {n.name: n.about for n in (*self.nets, *self.exhibits)},
             "methods": {m.name: m.about for m in METHODS},
         }
 
     def items(self, quick: bool) -> list[Item]:
-        steps = _QUICK_STEPS if quick else STEPS
+        steps = self._steps(quick)
         return [
             Item((net.name, method.name), partial(_work, net, method, steps))
             for net, method in self._pairs()
         ]
+
+    def _steps(self, quick: bool) -> int:
+        if quick:
+            return self.quick_steps
+        return self.steps
 
     def _pairs(self) -> Iterator[tuple[Net, TwinMethod]]:
         for net in self.nets:
@@ -103,14 +133,10 @@ def _work(net: Net, method: TwinMethod, steps: int, context: Context) -> dict[st
 
 def main_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
     """The largest mismatch over steps, seeds and variants, and the worst condition."""
-    rows = [
-        [
-            net.name,
-            *(f"{max(r.worst for r in records[net.name, g]):.0e}" for g in GROUPS),
-            f"{_condition(records, net):.0e}",
-        ]
-        for net in nets
-    ]
+    rows = []
+    for net in nets:
+        mismatches = [_worst(records[net.name, group]) for group in GROUPS]
+        rows.append([net.name, *map(_format_power, (*mismatches, _condition(records, net)))])
     return Table(["network", *GROUPS, "condition"], rows, "Largest mismatch of network and twin")
 
 
@@ -119,56 +145,64 @@ def exhibit_table(records: GroupedRecords, nets: Sequence[Net]) -> Table:
     rows = []
     for net in nets:
         before = max(r.mismatch[0] for r in records[net.name, UNDAMPED])
-        worst = [max(r.worst for r in records[net.name, g]) for g in (UNDAMPED, INVARIANT)]
-        rows.append([net.name, net.about, f"{before:.0e}", *(f"{w:.0e}" for w in worst)])
+        worst = [_worst(records[net.name, group]) for group in (UNDAMPED, INVARIANT)]
+        rows.append([net.name, net.about, *map(_format_power, (before, *worst))])
     columns = ["pair", "what is special", "before", UNDAMPED, INVARIANT]
     return Table(columns, rows, "At the edges of the theorems", text=2)
 
 
+def _worst(records: Sequence[TwinRun]) -> float:
+    """Return the largest mismatch of the runs."""
+    return max(r.worst for r in records)
+
+
+def _format_power(value: float) -> str:
+    return f"{value:.0e}"
+
+
 def _condition(records: GroupedRecords, net: Net) -> float:
-    groups = (UNDAMPED, INVARIANT, TIKHONOV)
-    return max(r.condition or 1.0 for g in groups for r in records[net.name, g])
-
-
-# where exact equality and divergence are drawn
-_BOTTOM = 1e-16
-_TOP = 1e3
+    """Return the worst condition of a factor in the runs of K-FAC."""
+    runs = chain.from_iterable(records[net.name, g] for g in (UNDAMPED, INVARIANT, TIKHONOV))
+    return max(r.condition or 1.0 for r in runs)
 
 
 def charts(records: GroupedRecords, nets: Sequence[Net]) -> list[Chart]:
     """One for each network."""
-    return [
-        Chart(
-            net.name,
-            "mismatch of network and twin",
-            [_series(group, records[net.name, group]) for group in GROUPS],
-            logx=False,
-            note="medians over seeds and variants, between the best and the worst",
-        )
-        for net in nets
-    ]
+    return [_chart(net, records) for net in nets]
+
+
+def _chart(net: Net, records: GroupedRecords) -> Chart:
+    return Chart(
+        net.name,
+        "mismatch of network and twin",
+        [_series(group, records[net.name, group]) for group in GROUPS],
+        logx=False,
+        note="medians over seeds and variants, between the best and the worst",
+    )
 
 
 def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
     if not records:
         return None
-    columns = list(
-        zip(*([min(max(v, _BOTTOM), _TOP) for v in r.mismatch] for r in records), strict=True)
-    )
-    middle, low, high = ([f(c) for c in columns] for f in (median, min, max))
-    line = Line(list(range(len(columns))), middle, low, high)
+    line = _summarize_curves(records)
     return Series(group, {"step": line}, plots.places([group])[group], plots.dashes(group))
 
 
-_COLUMNS = 3
+def _summarize_curves(records: Sequence[TwinRun]) -> Line:
+    """Return the median over seeds and variants by step, between the best and the worst."""
+    curves = [list(map(LEVELS.clip, r.mismatch)) for r in records]
+    by_step = list(zip(*curves, strict=True))
+    steps = list(range(len(by_step)))
+    return Line(steps, list(map(median, by_step)), list(map(min, by_step)), list(map(max, by_step)))
 
 
 def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
     """One panel per network."""
-    rows = math.ceil(len(nets) / _COLUMNS)
+    columns = 3
+    rows = math.ceil(len(nets) / columns)
     title = "A network and its affinely reparametrized twin, trained alike"
     figure = plots.new(11, 0.9 + 2.6 * rows, title)
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
         for group, color in plots.colors(GROUPS).items():
             _band(axes, records[net.name, group], color, group)
@@ -185,32 +219,18 @@ def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
 
 
 def _band(axes: Axes, records: Sequence[TwinRun], color: str, name: str) -> None:
-    """The median over seeds and variants, between the best and the worst."""
-    curves = [[_shown(v) for v in r.mismatch] for r in records]
-    steps = range(len(curves[0]))
-    columns = list(zip(*curves, strict=True))
-    middle = [median(c) for c in columns]
-    axes.plot(steps, middle, color=color, lw=1.9, ls=plots.dashes(name), label=name)
-    low = [min(c) for c in columns]
-    high = [max(c) for c in columns]
-    axes.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
-
-
-def _shown(value: float) -> float:
-    """Within the panel: exact equality and divergence have no place on a logarithmic axis."""
-    return min(max(value, _BOTTOM), _TOP)
+    """Draw the median over seeds and variants, between the best and the worst."""
+    line = _summarize_curves(records)
+    axes.plot(line.x, line.y, color=color, lw=1.9, ls=plots.dashes(name), label=name)
+    axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, lw=0)
 
 
 def _dress(axes: Axes, net: Net) -> None:
     plots.dress(axes, logx=False)
-    axes.set_ylim(_BOTTOM, _TOP)
-    axes.axhline(SAME, color=INK, lw=0.9, ls=":", label="taken for equal")
+    axes.set_ylim(LEVELS.bottom, LEVELS.top)
+    axes.axhline(LEVELS.same, color=INK, lw=0.9, ls=":", label="taken for equal")
     plots.label(axes, title=net.name)
 
-
-SAME = 1e-9
-SOUND = 1e6
-APART = 1e-3
 
 #: records by network, method's group, and seed or variant
 GroupedRecords = Mapping[tuple[str, str], Sequence[TwinRun]]
@@ -248,53 +268,57 @@ def claims(records: GroupedRecords) -> list[Check]:
 
 def sound(records: Iterable[TwinRun]) -> list[TwinRun]:
     """Those whose factors are conditioned well enough to ask for nine digits."""
-    return [r for r in records if r.condition is not None and r.condition <= SOUND]
+    limit = LEVELS.sound_condition
+    return [r for r in records if r.condition is not None and r.condition <= limit]
 
 
 def _of(records: GroupedRecords, group: str) -> list[TwinRun]:
-    return [r for net in NETS for r in records[net.name, group]]
+    return list(chain.from_iterable(records[net.name, group] for net in NETS))
 
 
 def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
     sound_records = sound(records)
-    worst = max(r.worst for r in sound_records)
-    claim = f"{what}: the same function to {SAME:.0e} where conditions are at most {SOUND:.0e}"
+    worst = _worst(sound_records)
+    claim = f"{what}: the same function to {LEVELS.same:.0e}"
+    claim += f" where conditions are at most {LEVELS.sound_condition:.0e}"
     return (
         claim,
-        worst <= SAME,
+        worst <= LEVELS.same,
         f"{worst:.0e} at most in {len(sound_records)} of {len(records)} runs",
     )
 
 
 def _dead(records_by_net: GroupedRecords) -> Claim:
     records = [*records_by_net["dead inputs", UNDAMPED], *records_by_net["dead inputs", INVARIANT]]
-    warned = sum(any("input side is singular" in note for note in r.notes) for r in records)
-    worst = max(r.worst for r in records)
-    holds = warned == len(records) and worst <= SAME
+    warned = sum("input side is singular" in "\n".join(r.notes) for r in records)
+    worst = _worst(records)
+    holds = warned == len(records) and worst <= LEVELS.same
     claim = "directions that never occur are left out, reported, and change nothing"
     return claim, holds, f"{warned} of {len(records)} runs report, mismatch {worst:.0e}"
 
 
 def _others(records: GroupedRecords) -> Claim:
     others = [group for group in GROUPS if group not in _KFAC]
-    least = {group: min(r.worst for r in _of(records, group)) for group in others}
+    least = {}
+    for group in others:
+        least[group] = min(r.worst for r in _of(records, group))
     numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
-    return "the other methods tell the two apart", min(least.values()) > APART, numbers
+    return "the other methods tell the two apart", min(least.values()) > LEVELS.apart, numbers
 
 
 def _start(records: GroupedRecords, net: str, claim: str) -> Claim:
     worst = max(r.mismatch[0] for r in records[net, UNDAMPED])
-    return claim, worst <= SAME, f"before any step {worst:.0e}"
+    return claim, worst <= LEVELS.same, f"before any step {worst:.0e}"
 
 
 def _same(records_by_net: GroupedRecords, net: str, claim: str) -> Claim:
-    records = [r for (n, g), rs in records_by_net.items() if n == net and g in _KFAC for r in rs]
-    worst = max(r.worst for r in records)
-    return claim, worst <= SAME, f"mismatch {worst:.0e}"
+    groups = [group for group in _KFAC if (net, group) in records_by_net]
+    worst = max(_worst(records_by_net[net, group]) for group in groups)
+    return claim, worst <= LEVELS.same, f"mismatch {worst:.0e}"
 
 
 def _softmax(records_by_net: GroupedRecords) -> Claim:
     records = records_by_net["softmax", UNDAMPED]
-    warned = sum(any("softmax" in d for d in r.degenerate) for r in records)
+    warned = sum("softmax" in "\n".join(r.degenerate) for r in records)
     claim = "the metric of softmax logits is degenerate, and `degenerate()` says so"
     return claim, warned == len(records), f"{warned} of {len(records)} runs"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -18,9 +19,20 @@ from pullback.optim.kfac import Damping, Invariant
 from ..learning.natural import natural_kfac
 from .nets import TwinPair, TwinSide
 
-_LR = 0.5
-_CLIP = 1e-3
-_FIRST_ORDER = 1e-2
+
+@dataclass(frozen=True)
+class TwinRates:
+    """The settings that methods share."""
+
+    #: K-FAC's learning rate
+    kfac: float = 0.5
+    #: the bound of K-FAC's steps
+    kl_clip: float = 1e-3
+    #: the learning rate of Adam and SGD
+    first_order: float = 1e-2
+
+
+RATES = TwinRates()
 
 
 @dataclass(frozen=True)
@@ -47,28 +59,29 @@ def _kfac(
 ) -> TwinMethod:
     def build(side: TwinSide) -> Optimizer:
         return natural_kfac(
-            side.model, _LR, metric=side.metric, fisher="exact", damping=damping, kl_clip=_CLIP,
-            momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
+            side.model, RATES.kfac, metric=side.metric, fisher="exact", damping=damping,
+            kl_clip=RATES.kl_clip, momentum=momentum, ema=ema, statistics_every=1, invert_every=1,
         )  # fmt: skip
 
-    about = f"lr {_LR:g}, damping {damping!r}, KL clip {_CLIP:.0e}, exact Fisher at every step"
+    about = f"lr {RATES.kfac:g}, damping {damping!r}, KL clip {RATES.kl_clip:.0e}"
+    about += ", exact Fisher at every step"
     return TwinMethod(f"{group}, momentum {momentum:g}, ema {ema:g}", group, about, build, plain)
 
 
 def _every(group: str, damping: float | Damping) -> list[TwinMethod]:
-    return [
-        _kfac(group, damping, momentum, ema, plain=bool(momentum) == bool(ema))
-        for momentum in (0.0, 0.9)
-        for ema in (0.0, 0.95)
-    ]
+    methods = []
+    for momentum, ema in product((0.0, 0.9), (0.0, 0.95)):
+        is_plain = bool(momentum) == bool(ema)
+        methods.append(_kfac(group, damping, momentum, ema, plain=is_plain))
+    return methods
 
 
 def _adam(side: TwinSide) -> Optimizer:
-    return torch.optim.Adam(side.model.parameters(), lr=_FIRST_ORDER)
+    return torch.optim.Adam(side.model.parameters(), lr=RATES.first_order)
 
 
 def _sgd(side: TwinSide) -> Optimizer:
-    return torch.optim.SGD(side.model.parameters(), lr=_FIRST_ORDER)
+    return torch.optim.SGD(side.model.parameters(), lr=RATES.first_order)
 
 
 UNDAMPED = "K-FAC, undamped"
@@ -79,14 +92,10 @@ METHODS = (
     *_every(UNDAMPED, 0.0),
     *_every(INVARIANT, Invariant(1e-2)),
     _kfac(TIKHONOV, 1e-3, 0.9, 0.95),
-    TwinMethod("Adam", "Adam", f"lr {_FIRST_ORDER:g}", _adam),
-    TwinMethod("SGD", "SGD", f"lr {_FIRST_ORDER:g}", _sgd),
+    TwinMethod("Adam", "Adam", f"lr {RATES.first_order:g}", _adam),
+    TwinMethod("SGD", "SGD", f"lr {RATES.first_order:g}", _sgd),
 )
 GROUPS = tuple(dict.fromkeys(m.group for m in METHODS))
-
-
-STEPS = 10
-_LOST = 1e300  # of a network that diverged; JSON has no infinity
 
 
 @dataclass
@@ -114,39 +123,48 @@ class TwinRun:
         return max(self.mismatch[1:])
 
 
-def run(pair: TwinPair, method: TwinMethod, steps: int = STEPS) -> TwinRun:
-    """So many steps of both networks on the same batches."""
-    optimizers = [method.build(side) for side in (pair.one, pair.two)]
-    twins = list(zip((pair.one, pair.two), optimizers, strict=True))
-    first, other = (_values(side, pair.probe_inputs) for side in (pair.one, pair.two))
-    record = TwinRun([_relative(first - other, float(first.norm()))])
+def run(pair: TwinPair, method: TwinMethod, steps: int = 10) -> TwinRun:
+    """Train both networks on the same batches, and return how far their functions differ."""
+    sides = (pair.one, pair.two)
+    optimizers = [method.build(side) for side in sides]
+    start, start_of_twin = (_values(side, pair.probe_inputs) for side in sides)
+    record = TwinRun([_relative(start - start_of_twin, float(start.norm()))])
     moved = 0.0
     worst = 1.0
     for _ in range(steps):
         x, y = pair.batch()
-        for side, optimizer in twins:
-            optimizer.zero_grad()
-            loss = side.loss(side.model(x), y)
-            loss.backward()
-            optimizer.step()
-            if side is pair.one:
-                record.loss.append(_short(float(loss.detach())))
-            if isinstance(optimizer, KFAC):
-                worst = max(worst, condition(optimizer))
-        f, g = (_values(side, pair.probe_inputs) for side in (pair.one, pair.two))
-        moved = max(moved, float((f - first).norm()))
+        losses = [_take_step(*twin, x, y) for twin in zip(sides, optimizers, strict=True)]
+        record.loss.append(_short(losses[0]))
+        worst = max(worst, *map(condition, optimizers))
+        f, g = (_values(side, pair.probe_inputs) for side in sides)
+        moved = max(moved, float((f - start).norm()))
         record.mismatch.append(_relative(f - g, moved))
-    for optimizer in optimizers:
-        if isinstance(optimizer, KFAC):
-            record.condition = _short(worst)
-            record.notes += [f"{k}: {v}" for k, v in optimizer.info.notes.items()]
-            optimizer.close()
-    if isinstance(known := optimizers[0], KFAC):
-        record.degenerate = [
-            f"{d.names[0]}, {d.side} side, rank {d.rank} of {d.size}: {d.reason}"
-            for d in known.degenerate()
-        ]
+    _note_blocks(record, optimizers, worst)
     return record
+
+
+def _take_step(side: TwinSide, optimizer: Optimizer, x: Tensor, y: Tensor) -> float:
+    """Take a step of one network, and return the loss before it."""
+    optimizer.zero_grad()
+    loss = side.loss(side.model(x), y)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def _note_blocks(record: TwinRun, optimizers: Sequence[Optimizer], worst: float) -> None:
+    """Add what K-FAC reports of its blocks, and end it; nothing for another optimizer."""
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, KFAC):
+            continue
+        if number == 0:
+            record.degenerate = [
+                f"{d.names[0]}, {d.side} side, rank {d.rank} of {d.size}: {d.reason}"
+                for d in optimizer.degenerate()
+            ]
+        record.condition = _short(worst)
+        record.notes += [f"{k}: {v}" for k, v in optimizer.info.notes.items()]
+        optimizer.close()
 
 
 @torch.no_grad()
@@ -161,12 +179,14 @@ def _relative(difference: Tensor, scale: float) -> float:
 def _short(value: float) -> float:
     if math.isfinite(value):
         return float(f"{value:.3e}")
-    return _LOST
+    return 1e300  # a network that diverged; JSON has no infinity
 
 
-def condition(optimizer: KFAC) -> float:
-    """The worst condition number of a factor, on its range."""
+def condition(optimizer: Optimizer) -> float:
+    """Return the worst condition number of a factor of K-FAC, on its range; 1 without factors."""
     worst = 1.0
+    if not isinstance(optimizer, KFAC):
+        return worst
     for block in optimizer.gram().blocks:
         assert isinstance(block, Sides)
         for side in (block.output_factor, block.input_factor):

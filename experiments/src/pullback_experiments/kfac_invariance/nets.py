@@ -98,10 +98,6 @@ def _at(change: Change, x: Tensor) -> Tensor:
     return change.matrix @ x + change.shift
 
 
-BATCH = 128
-HELD = 200
-
-
 @dataclass(frozen=True)
 class TwinSide:
     """One of the two networks.
@@ -225,7 +221,7 @@ def _pair(
         return x
 
     def batch() -> tuple[Tensor, Tensor]:
-        x = inputs(BATCH)
+        x = inputs(128)
         with torch.no_grad():
             return x, _targets(likelihood, teacher(x), generator)
 
@@ -235,7 +231,7 @@ def _pair(
     twin_of = other(model, _random(1000 + seed), inputs)
     metric = metrics.Fisher(likelihood)
     one, two = (TwinSide(m, metric, loss, readout) for m in (model, twin_of))
-    return TwinPair(one, two, batch, inputs(HELD))
+    return TwinPair(one, two, batch, inputs(200))  # which are not trained on
 
 
 def _reparametrize(

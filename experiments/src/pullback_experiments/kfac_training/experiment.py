@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-
-from pullback import KFAC
 
 from ..framework import plots
 from ..framework.check import Check, Claim, make_checks
@@ -20,12 +19,14 @@ from ..framework.curves import Chart, finite, over_seeds
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
-from ..framework.tabular import Table
+from ..framework.tabular import Table, count_of
+from ..learning.natural import close_kfac
 from ..learning.training import fit, tensor_cores
 from .methods import KRONECKER, METHODS, OF_THE_RUN, Settings, TunedMethod
 from .tasks import TrainingTask
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -74,17 +75,26 @@ class KFACTraining(Experiment):
     seeds: Sequence[int] = (0, 1, 2)
 
     def config(self, quick: bool) -> dict[str, Any]:
-        seeds = {"search seeds": list(self.search_seeds)}
+        epochs = self.epochs
+        batch = self.batch
+        if quick:
+            epochs = self.quick_epochs
+            batch = self.quick_batch
+        search = {}
+        if self.search_seeds != _SEARCH_SEEDS:  # records of the usual seeds do not name them
+            search = {"search seeds": list(self.search_seeds)}
         return {
             **self.task.describe(),
-            **(seeds if self.search_seeds != _SEARCH_SEEDS else {}),
-            "epochs": dict(self.quick_epochs if quick else self.epochs),
-            "batch": self.quick_batch if quick else self.batch,
+            **search,
+            "epochs": dict(epochs),
+            "batch": batch,
             "methods": {m.name: m.describe() for m in self._methods(quick)},
         }
 
     def _methods(self, quick: bool) -> Sequence[TunedMethod]:
-        return self.quick_methods if quick else self.methods
+        if quick:
+            return self.quick_methods
+        return self.methods
 
     def smoke(self) -> Self:
         once = dict.fromkeys(self.quick_epochs, 1)
@@ -115,7 +125,7 @@ class KFACTraining(Experiment):
             return [context.finished.once(*_trial(m, i))["score"] for i in range(len(m.grid))]
 
         rivals = [m for m in self._methods(context.quick) if m.name in method.rivals]
-        mark = min((s for m in rivals for s in scores(m)), default=math.inf)
+        mark = min(chain.from_iterable(map(scores, rivals)), default=math.inf)
         settings = dict(method.best(scores(method), mark))
         return {"settings": settings, **self._train(method, settings, context)}
 
@@ -128,18 +138,18 @@ class KFACTraining(Experiment):
         run = {"epochs": config["epochs"][method.name], "batch": config["batch"]}
         run |= {k: settings[k] for k in OF_THE_RUN if k in settings}
         run |= self.task.run(images)
-        with (
-            optimizer if isinstance(optimizer, KFAC) else nullcontext(),  # which ends its hooks
-            tensor_cores(context.device) if self.task.half else nullcontext(),
-        ):
+        precision: AbstractContextManager[object] = nullcontext()
+        if self.task.half:
+            precision = tensor_cores(context.device)
+        with close_kfac(optimizer), precision:
             return fit(model, optimizer, images, self.task.loss, context, graphed=graphed, **run)
 
     def line(self, record: Record) -> str:
         if "score" in record:
-            return f"{_told(record['settings'])}, loss {record['score']:.4g}"
+            return f"{_format_settings(record['settings'])}, loss {record['score']:.4g}"
         loss = record["train loss"][-1]
         spent = record["seconds"][-1]
-        return f"{_told(record['settings'])}, loss {loss:.4g} in {spent:.1f} s"
+        return f"{_format_settings(record['settings'])}, loss {loss:.4g} in {spent:.1f} s"
 
     def _group_records(self, results: Results) -> GroupedRecords:
         return {m.name: results.of(m.name) for m in self._methods(results.quick)}
@@ -151,35 +161,42 @@ class KFACTraining(Experiment):
             return make_checks(
                 checks[: len(self.quick_expected_outcomes)], self.quick_expected_outcomes, ours={0}
             )
-        return make_checks(checks, self.expected_outcomes, ours={0, 1} if self.ours else ())
+        ours = set()
+        if self.ours:
+            ours = {0, 1}
+        return make_checks(checks, self.expected_outcomes, ours)
 
     def tables(self, results: Results) -> list[Table]:
-        return [table(self._group_records(results), _told)]
+        return [table(self._group_records(results), _format_settings)]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
-        seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
+        seeds = count_of(len(results.seeds), "seed")
         return {"": draw(self._group_records(results), f"{self.task.title}, {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
         records = self._group_records(results)
-        return [
-            Chart(
-                f"{self.task.title}: {side} loss",
-                f"{side} loss",
-                [over_seeds(name, runs, f"{key} loss", _ALONG) for name, runs in records.items()],
-                x=_ALONG,
-                note="medians and quartiles over seeds",
-            )
-            for side, key in (("training", "train"), ("test", "test"))
-        ]
+        charts = []
+        for side, entry in (("training", "train loss"), ("test", "test loss")):
+            series = [over_seeds(name, runs, entry, _ALONG) for name, runs in records.items()]
+            title = f"{self.task.title}: {side} loss"
+            note = "medians and quartiles over seeds"
+            charts.append(Chart(title, f"{side} loss", series, x=_ALONG, note=note))
+        return charts
 
 
 def _trial(method: TunedMethod, number: int) -> tuple[str, ...]:
     return ("search", method.name, str(number))
 
 
-def _told(settings: Settings) -> str:
-    return ", ".join(f"{k} {v:g}" if math.isfinite(v) else k for k, v in settings.items())
+def _format_settings(settings: Settings) -> str:
+    """Return the settings in a line; an infinite one, which is off, by its name alone."""
+    words = []
+    for name, value in settings.items():
+        if math.isfinite(value):
+            words.append(f"{name} {value:g}")
+        else:
+            words.append(name)
+    return ", ".join(words)
 
 
 #: records, one per seed, by method
@@ -216,16 +233,14 @@ def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> li
     level = mark(records)
     out = []
     rivals = first_order(records)
-    for along, share in (("step", fewer), ("seconds", less)):
+    for along, what, share in (("step", "fewer steps", fewer), ("seconds", "less time", less)):
         ours = to(records[KRONECKER], level, along)
         theirs = min(to(records[name], level, along) for name in rivals)
-        what = "fewer steps" if along == "step" else "less time"
-        if share == 1:
-            what = what
-        else:
-            what = f"{share:g} times {what}"
+        gain = what
+        if share != 1:
+            gain = f"{share:g} times {what}"
         numbers = f"{_said(ours)} and {_said(theirs)} {along.rstrip('s')}s to {level:.4g}"
-        claim = f"K-FAC needs {what} to the best loss of {' and '.join(rivals)}"
+        claim = f"K-FAC needs {gain} to the best loss of {' and '.join(rivals)}"
         out.append((claim, ours < theirs and share * ours <= theirs, numbers))
     return out
 
@@ -233,18 +248,13 @@ def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> li
 def table(records: GroupedRecords, describe: Callable[[Mapping[str, float]], str]) -> Table:
     """Every method with its settings, ends and times."""
     level = mark(records)
-    rows = [
-        [
-            name,
-            describe(runs[0]["settings"]),
-            f"{final(runs):.4g}",
-            f"{median(finite(r['test loss'][-1]) for r in runs):.4g}",
-            _said(to(runs, level, "step")),
-            _said(to(runs, level, "seconds")),
-            f"{1e3 * median(r['seconds'][-1] / max(r['step'][-1], 1) for r in runs):.1f}",
-        ]
-        for name, runs in records.items()
-    ]
+    rows = []
+    for name, runs in records.items():
+        test_loss = median(finite(r["test loss"][-1]) for r in runs)
+        seconds_per_step = median(r["seconds"][-1] / max(r["step"][-1], 1) for r in runs)
+        row = [name, describe(runs[0]["settings"]), f"{final(runs):.4g}", f"{test_loss:.4g}"]
+        row += [_said(to(runs, level, "step")), _said(to(runs, level, "seconds"))]
+        rows.append([*row, f"{1e3 * seconds_per_step:.1f}"])
     columns = ["method", "settings", "train loss", "test loss"]
     columns += [f"steps to {level:.4g}", "seconds to it", "ms/step"]
     count = len(next(iter(records.values())))
@@ -260,8 +270,6 @@ def _said(value: float) -> str:
 _PANELS = (
     ("train loss", "seconds"), ("train loss", "step"), ("test loss", "seconds"),
 )  # fmt: skip
-_WIDE = 20  # below, a logarithmic axis would have no tick
-_ABOVE = 3  # times the best loss of the first-order methods
 _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 
@@ -277,11 +285,18 @@ def draw(records: GroupedRecords, title: str) -> Figure:
             plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
             axes.axhline(mark(records), color=plots.INK, lw=0.9, ls=":", label="best of the others")
-        ends = [v for runs in records.values() for r in runs for v in r[measure] if v > 0]
-        logarithmic = max(ends) > _WIDE * min(ends)
-        plots.dress(axes, logy=logarithmic)
-        if not logarithmic:  # the start is far above what matters
-            axes.set_ylim(top=min(axes.get_ylim()[1], _ABOVE * mark(records)))
+        _scale_losses(axes, records, measure)
         plots.label(axes, _NAMES[along], measure.replace("train", "training"))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", frameon=False)
     return figure
+
+
+def _scale_losses(axes: Axes, records: GroupedRecords, measure: str) -> None:
+    """Choose a logarithmic axis for losses of a wide range, and otherwise show the end of runs."""
+    losses: list[float] = []
+    for run in chain.from_iterable(records.values()):
+        losses += [loss for loss in run[measure] if loss > 0]
+    is_wide = max(losses) > 20 * min(losses)  # below, a logarithmic axis would have no tick
+    plots.dress(axes, logy=is_wide)
+    if not is_wide:  # the start is far above what matters
+        axes.set_ylim(top=min(axes.get_ylim()[1], 3 * mark(records)))

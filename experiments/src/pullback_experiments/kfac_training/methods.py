@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -102,6 +103,14 @@ METHODS = (
     ),
 )
 
+
+def _cross(
+    first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]
+) -> list[dict[str, float]]:
+    """Return every pair of settings in one; the second ones vary fastest."""
+    return [{**other, **one} for one, other in product(first, second)]
+
+
 #: the same for MNIST, where small batches serve the first-order methods best, and large ones K-FAC
 LARGE = (
     TunedMethod(
@@ -121,11 +130,15 @@ LARGE = (
     TunedMethod(
         KRONECKER,
         kfac,
-        [
-            {"damping": damping, "batch": batch, "epochs": epochs}
-            for batch, epochs in ((4000, 100), (2000, 80), (1000, 100))  # 1500, 2400, 6000 steps
-            for damping in (0.05, 0.1)
-        ],
+        _cross(
+            # 1500, 2400 and 6000 steps
+            [
+                {"batch": 4000, "epochs": 100},
+                {"batch": 2000, "epochs": 80},
+                {"batch": 1000, "epochs": 100},
+            ],
+            [{"damping": 0.05}, {"damping": 0.1}],
+        ),
         {"lr": 0.2, "kl_clip": 0.03, "momentum": 0.8, "statistics_every": 5, "invert_every": 20},
         (SGD, ADAM),
     ),
@@ -152,11 +165,14 @@ VGG = (
     TunedMethod(
         KRONECKER,
         kfac,
-        [
-            {"damping": damping, "kl_clip": clip, "batch": batch, "epochs": epochs}
-            for batch, epochs, clip in ((512, 8, 0.01), (128, 6, 0.003))  # 776 and 2340 steps
-            for damping in (0.03, 0.1)
-        ],
+        _cross(
+            # 776 and 2340 steps
+            [
+                {"kl_clip": 0.01, "batch": 512, "epochs": 8},
+                {"kl_clip": 0.003, "batch": 128, "epochs": 6},
+            ],
+            [{"damping": 0.03}, {"damping": 0.1}],
+        ),
         {**_KFAC, "statistics_every": 10, "invert_every": 100},
         (SGD, ADAMW),
     ),
@@ -183,11 +199,10 @@ TEXT = (
     TunedMethod(
         KRONECKER,
         kfac,
-        [
-            {"kl_clip": clip, "batch": 64, "epochs": epochs}
-            for epochs in (6, 12)  # 732 and 1464 steps
-            for clip in (3e-4, 1e-3)
-        ],
+        _cross(
+            [{"batch": 64, "epochs": 6}, {"batch": 64, "epochs": 12}],  # 732 and 1464 steps
+            [{"kl_clip": 3e-4}, {"kl_clip": 1e-3}],
+        ),
         {**_KFAC_TEXT, "lr": 0.1, "damping": 0.03, "statistics_every": 10, "invert_every": 100},
         (SGD, ADAMW),
     ),

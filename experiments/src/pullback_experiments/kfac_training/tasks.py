@@ -106,9 +106,6 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-_WARM = 0.05  # the share of a run in which the rate rises: without it the largest rates are lost
-
-
 @dataclass(frozen=True)
 class TrainingTask:
     """Something to learn.
@@ -138,27 +135,40 @@ class TrainingTask:
 
     def describe(self) -> dict[str, Any]:
         """What a run depends on beside the title, where it is not as of most tasks."""
-        said = {
-            "evaluated": self.evaluated if self.evaluated != TrainingTask.evaluated else None,
-            "warm-up": self.warm or None,
-            "augmentation": "crops and flips" if self.cropped else None,
-            "precision": "bfloat16 autocast and TF32 on CUDA" if self.half else None,
-        }
-        return {"task": self.title, **{k: v for k, v in said.items() if v is not None}}
+        description: dict[str, Any] = {"task": self.title}
+        if self.evaluated != TrainingTask.evaluated:
+            description["evaluated"] = self.evaluated
+        if self.warm:
+            description["warm-up"] = self.warm
+        if self.cropped:
+            description["augmentation"] = "crops and flips"
+        if self.half:
+            description["precision"] = "bfloat16 autocast and TF32 on CUDA"
+        return description
 
     def made(self, quick: bool, device: torch.device) -> tuple[nn.Module, DataSet]:
         """The network at its initial weights, and the data."""
-        network, samples = self.quick if quick else self.full
+        network, samples = self.full
+        if quick:
+            network, samples = self.quick
         model: Any = network()  # whose stub does not know memory_format
         return model.to(device=device, memory_format=self.layout), samples().to(device)
 
     def run(self, samples: DataSet) -> dict[str, Any]:
         """How the loop is to go: arguments of `fit`."""
-        falling = schedules.linear
+        schedule = schedules.linear
+        if self.warm:
+            schedule = schedules.add_warmup(schedule, self.warm)
+        augment = None
+        if self.cropped:
+            augment = images.CropAndFlip.of(samples.x)
+        half = None
+        if self.half and samples.x.is_cuda:
+            half = torch.bfloat16
         return {
-            "schedule": schedules.add_warmup(falling, self.warm) if self.warm else falling,
-            "augment": images.CropAndFlip.of(samples.x) if self.cropped else None,
-            "half": torch.bfloat16 if self.half and samples.x.is_cuda else None,
+            "schedule": schedule,
+            "augment": augment,
+            "half": half,
             "evaluated": self.evaluated,
         }
 
@@ -213,7 +223,7 @@ VGG = TrainingTask(
     F.cross_entropy,
     Categorical,
     evaluated=10_000,
-    warm=_WARM,
+    warm=0.05,  # without it the largest rates are lost
     cropped=True,
     half=True,
     layout=torch.channels_last,
@@ -225,6 +235,6 @@ SHAKESPEARE = TrainingTask(
     categorical,
     Categorical,
     evaluated=1024,
-    warm=_WARM,
+    warm=0.05,  # without it the largest rates are lost
     half=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ class _Gradients:
         self._optimizer = optimizer
         self._gradient = gradient
         self._captured = Captured(gradient, optimizer.zero_grad)
-        self._params = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = [group["params"] for group in optimizer.param_groups]
+        self._params: list[Tensor] = list(chain.from_iterable(groups))
         self._filled: list[Tensor | None] | None = None
 
     def __call__(self, x: Tensor, y: Tensor) -> None:

@@ -62,7 +62,8 @@ class DataSet:
 
     def first(self, train: int, test: int | None = None) -> DataSet:
         """The first so many of each."""
-        test = train if test is None else test
+        if test is None:
+            test = train
         tensors = self.x[:train], self.y[:train], self.test_x[:test], self.test_y[:test]
         return DataSet(*tensors, self.classes)
 
@@ -134,7 +135,7 @@ def cifar10(sheets: int | None = None, halves: Sequence[str] = ("a", "b")) -> Da
         halves: of the training set, which come in a file each.
     """
     halves_read = [_sheets(file(f"cifar10_train_{half}.npz"), sheets) for half in halves]
-    x, y = (torch.cat([sheet[i] for sheet in halves_read]) for i in (0, 1))
+    x, y = map(torch.cat, zip(*halves_read, strict=True))
     tx, ty = _sheets(file("cifar10_test.npz"), sheets)
     (classes,) = _arrays(file("cifar10_test.npz"), ("class_names",))
     return DataSet(x, y, tx, ty, tuple(map(str, classes)))
@@ -152,7 +153,8 @@ def _sheets(path: Path, limit: int | None) -> tuple[Tensor, Tensor]:
         ) from None
     data, ends, labels = _arrays(path, ("webp", "offsets", "labels"))
     content = data.tobytes()
-    ends = ends[: None if limit is None else limit + 1]
+    if limit is not None:
+        ends = ends[: limit + 1]
     sheets = [Image.open(io.BytesIO(content[a:b])).convert("RGB") for a, b in pairwise(ends)]
     x = np.concatenate([np.asarray(s).reshape(-1, 32, 32, 3) for s in sheets])
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (_MEAN, _STD))

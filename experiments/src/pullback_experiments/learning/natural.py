@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from pullback import KFAC
 from pullback.optim.kfac import Estimation, Natural
@@ -26,3 +28,10 @@ def natural_kfac(model: nn.Module, lr: float | None = None, **settings: Any) -> 
     rule_options = {n: settings.pop(n) for n in _OF_THE_RULE if n in settings}
     rule = Natural(**{"warmup": 0, **rule_options}, estimation=Estimation(**estimation))
     return KFAC(model, lr, rule=rule, **settings)
+
+
+def close_kfac(optimizer: Optimizer) -> AbstractContextManager[object]:
+    """Return a context at whose end K-FAC removes its hooks; nothing ends for other optimizers."""
+    if isinstance(optimizer, KFAC):
+        return optimizer
+    return nullcontext()

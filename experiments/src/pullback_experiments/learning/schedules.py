@@ -38,4 +38,6 @@ def falls(at: Sequence[float], factor: float = 0.1) -> Schedule:
 
 def add_warmup(schedule: Schedule, until: float) -> Schedule:
     """It rises along a line until this share, under another schedule."""
-    return lambda share: schedule(share) * min(1.0, share / until if until > 0 else 1.0)
+    if until <= 0:
+        return schedule
+    return lambda share: schedule(share) * min(1.0, share / until)

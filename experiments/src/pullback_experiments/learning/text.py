@@ -16,7 +16,6 @@ from . import data
 from .data import DataSet
 
 FILE = "tiny_shakespeare.txt.gz"
-_HELD_OUT = 10  # one part of so many, the last
 
 
 def tiny_shakespeare(length: int = 256) -> DataSet:
@@ -43,7 +42,10 @@ def generate_text(length: int = 32, characters: int = 20_000, seed: int = 0) -> 
     def draw(below: int, count: int) -> list[int]:
         return torch.randint(below, (count,), generator=generator).tolist()
 
-    words = ["".join(chr(ord("a") + i) for i in draw(10, n + 2)) for n in draw(5, 12)]
+    lengths = [2 + extra for extra in draw(5, 12)]
+    words = []
+    for letters in lengths:
+        words.append("".join(chr(ord("a") + i) for i in draw(10, letters)))
     text = " ".join(words[i] for i in draw(len(words), characters))
     return windows(text[:characters], length)
 
@@ -57,8 +59,9 @@ def windows(text: str, length: int) -> DataSet:
     characters = sorted(set(text))
     number = {character: i for i, character in enumerate(characters)}
     codes = torch.tensor([number[c] for c in text])
-    cut = len(codes) - len(codes) // _HELD_OUT
-    if len(codes) // _HELD_OUT <= length:
+    held_out = len(codes) // 10
+    cut = len(codes) - held_out
+    if held_out <= length:
         why = f"a tenth of {len(codes)} characters holds no window of {length} and one more"
         raise PullbackError("The text is too short", why, "Take a longer text, or a shorter window")
 
@@ -67,5 +70,6 @@ def windows(text: str, length: int) -> DataSet:
 
     train = torch.cat([cuts(codes[:cut], start) for start in (0, length // 2)])
     test = cuts(codes[cut:], 0)
-    x, y, test_x, test_y = (t.contiguous() for s in (train, test) for t in (s[:, :-1], s[:, 1:]))
+    parts = (train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+    x, y, test_x, test_y = (part.contiguous() for part in parts)
     return DataSet(x, y, test_x, test_y, tuple(characters))

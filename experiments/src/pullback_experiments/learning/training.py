@@ -264,8 +264,10 @@ class Evaluation:
         for batch, truth in zip(x.split(self.most), y.split(self.most), strict=True):
             with autocast(batch, self.half):
                 z = self.model(batch)
+            if self.half:
+                z = z.float()
             for name, measure in self.measures.items():
-                sums[name] += float(measure(z.float() if self.half else z, truth)) * len(batch)
+                sums[name] += float(measure(z, truth)) * len(batch)
         return {name: total / len(x) for name, total in sums.items()}
 
 

@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 from pullback.solvers import OrthogonalGreedy, PseudoInverse
 from pullback.steps import GridLineSearch
 
-_GRID = 30  # step sizes 1, ½, …
-_VECTORS = 50
-_SCALE = 1e3
+_SCALE = 1e3  # of the loss that L-BFGS sees
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def _natural(greedy: int | None = None) -> dict[str, Any]:
         solver = PseudoInverse()
     else:
         solver = OrthogonalGreedy(greedy)
-    return {"solver": solver, "step": GridLineSearch(_GRID), "gram": "dense"}
+    return {"solver": solver, "step": GridLineSearch(30), "gram": "dense"}
 
 
 def _torch(build: Callable[..., Optimizer], **settings: Any) -> dict[str, Any]:
@@ -93,13 +91,15 @@ ADAM = "Adam"
 
 def title(method: str) -> str:
     """A method's name for readers; records keep their own."""
-    return "Natural gradient" if method == GAUSS_NEWTON else method
+    if method == GAUSS_NEWTON:
+        return "Natural gradient"
+    return method
 
 
 METHODS = (
     PdeMethod(GAUSS_NEWTON, "the set-up's own, by default a trust radius on the SVD of A"),
     PdeMethod(ENGD, "dense Gram, minimum norm, grid of 30 step sizes", _natural),
-    PdeMethod(GREEDY, f"{_VECTORS} greedy vectors, grid of 30", partial(_natural, _VECTORS)),
+    PdeMethod(GREEDY, "50 greedy vectors, grid of 30", partial(_natural, 50)),
     PdeMethod(LBFGS, "strong Wolfe, 100 pairs", _lbfgs),
     PdeMethod(ADAM, "constant rate, the best of three", _adam, (1e-3, 3e-3, 1e-2)),
 )

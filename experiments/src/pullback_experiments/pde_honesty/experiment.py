@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Self
 
 from pullback import pde
@@ -61,10 +62,14 @@ class Honesty(Experiment):
         }
 
     def _problems(self, quick: bool) -> Sequence[str]:
-        return self.quick_problems if quick else self.problems
+        if quick:
+            return self.quick_problems
+        return self.problems
 
     def _seconds(self, quick: bool) -> float:
-        return self.quick_seconds if quick else self.seconds
+        if quick:
+            return self.quick_seconds
+        return self.seconds
 
     def smoke(self) -> Self:
         return replace(self, judged=False, quick_problems=("bratu",), quick_seconds=0.5)
@@ -98,7 +103,9 @@ class Honesty(Experiment):
             estimated = solution.verdict.estimated
             if estimated is None:
                 estimate = solution.check().estimate
-                estimated = math.nan if estimate is None else estimate.error
+                estimated = math.nan
+                if estimate is not None:
+                    estimated = estimate.error
         return {
             "verdict": str(solution.verdict.name),
             "estimated": estimated,
@@ -117,7 +124,7 @@ class Honesty(Experiment):
         return f"{record['verdict']}: {numbers}"
 
     def judge(self, results: Results) -> list[Check]:
-        records = [r for name in self._problems(results.quick) for r in results.of(name)]
+        records = list(chain.from_iterable(map(results.of, self._problems(results.quick))))
         good = [record for record in records if record["verdict"] in _GOOD]
         silent = [record for record in good if is_silent(record)]
         count = f"{len(silent)} of {len(good)} that are called converged, of {len(records)} solves"

@@ -125,10 +125,6 @@ def GrayScott(diffusion: float = 0.2, time: float = 0.5, *, initial_weight: floa
     )
 
 
-_NEAR = 0.2  # how far from the ends the damped part reaches
-_TINY = 1e-30  # keeps t = 0 finite: a layer of width 1e-15
-
-
 def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     r"""x² cos πx at t = 0, and three times continuously differentiable across x = ±1 after it.
 
@@ -146,7 +142,8 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
     e^(−decay·t)·S solves S_t = DS_xx − decay·S. So that part is damped, together with what has
     the same kinks and stays near the ends: K = Σ (2ξ + (2/δ² − π²)ξ³) e^(−ξ²/δ²).
     """
-    width = torch.sqrt(4 * diffusion * t + _TINY)
+    near = 0.2  # δ: how far from the ends the damped part reaches
+    width = torch.sqrt(4 * diffusion * t + 1e-30)  # a layer of width 1e-15 keeps t = 0 finite
     first = 0.0
     third = 0.0
     shift = 0.0
@@ -154,8 +151,8 @@ def smoothed_kink(x: Any, t: Any, diffusion: float, decay: float = 0.0) -> Any:
         one, three = _integrate_erfc(gap / width)
         first = first + one
         third = third + three
-        kinks = 2 * gap + (2 / _NEAR**2 - math.pi**2) * gap**3
-        shift = shift + kinks * torch.exp(-(gap**2) / _NEAR**2)
+        kinks = 2 * gap + (2 / near**2 - math.pi**2) * gap**3
+        shift = shift + kinks * torch.exp(-(gap**2) / near**2)
     smooth = x**2 * torch.cos(math.pi * x)
     cubic = 6 * width**3 * third - 3 * diffusion * t * x**2
     layer = shift + 2 * width * first - math.pi**2 * cubic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -52,9 +53,12 @@ class Lead:
         """Judge whether the best of ours ends so much below the rival."""
         level = final(records[self.rival])
         ends = {name: final(records[name]) for name in ours if name in records}
-        best = min(ends, key=lambda name: ends[name], default=None)
-        end = math.inf if best is None else ends[best]
-        best_title = "none" if best is None else title(best)
+        end = math.inf
+        best_title = "none"
+        if ends:
+            best = min(ends, key=lambda name: ends[name])
+            end = ends[best]
+            best_title = title(best)
         claim = f"K-FAC's rules end {below:g} below {title(self.rival)}"
         return claim, end <= level - below, f"{end:.4f} ({best_title}) and {level:.4f}"
 
@@ -93,7 +97,7 @@ def find_crossing(records: Sequence[Record], level: float, along: str) -> float:
     """
     count = min(len(record["step"]) for record in records)  # a run that diverged ends early
     losses = [_median_at(records, "held-out loss", i) for i in range(count)]
-    times = [median(record[along][i] for record in records) for i in range(count)]
+    times = list(map(median, zip(*(record[along][:count] for record in records), strict=True)))
     first = next((i for i, loss in enumerate(losses) if loss <= level), None)
     if first is None:
         return math.inf
@@ -164,7 +168,6 @@ def title(name: str, method: str = "kfac-spectral") -> str:
 
 
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
-_FAR = 3  # times the least loss: ends above are not shown
 
 
 def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
@@ -177,16 +180,16 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
             for method, runs in records.items():
                 xs = _places(runs, along)
                 ys = [r["held-out loss"] for r in runs]
-                color = colors[runs[0]["method"] if _shorter(method) else method]
+                color = colors[_full_method(method, runs)]
+                style = {}
                 if _shorter(method):
                     style = {"ls": "--", "lw": 1.2}
-                else:
-                    style = {}
                 plots.band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
             plots.dress(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(records))
             axes.set_xlim(left=0)
-            plots.label(axes, _ALONG[along], "held-out loss", name if along == "step" else "")
+            plots.label(axes, _ALONG[along], "held-out loss")
+        plots.label(row[0], title=name)
         legend = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
         row[-1].legend(frameon=False, fontsize=9, **legend)
     return figure
@@ -197,22 +200,30 @@ def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
     colors = plots.places(n for n in records if not _shorter(n))
     lines = []
     for name, runs in records.items():
-        if runs:
-            if _shorter(name):
-                method = runs[0]["method"]
-            else:
-                method = name
-            style = "dashed" if _shorter(name) else "solid"
-            words = title(name, method)
-            color = colors.get(method)
-            lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
+        if not runs:
+            continue
+        method = _full_method(name, runs)
+        style = "solid"
+        if _shorter(name):
+            style = "dashed"
+        words = title(name, method)
+        color = colors.get(method)
+        lines.append(over_seeds(words, runs, "held-out loss", along, color=color, style=style))
     return [line for line in lines if line is not None]
+
+
+def _full_method(name: str, runs: Sequence[Record]) -> str:
+    """Return the method of an entrant; a shorter run of ours has that of its records."""
+    if _shorter(name):
+        return runs[0]["method"]
+    return name
 
 
 def _places(runs: Sequence[Record], along: str) -> list[list[float]]:
     """Medians over seeds of when an evaluation took place, for each run as many as it has."""
-    longest = max(len(r[along]) for r in runs)
-    middle = [median(r[along][i] for r in runs if i < len(r[along])) for i in range(longest)]
+    middle = []
+    for times in zip_longest(*(r[along] for r in runs)):  # None after the end of a run
+        middle.append(median(t for t in times if t is not None))
     return [middle[: len(r[along])] for r in runs]
 
 
@@ -222,7 +233,9 @@ def _shorter(name: str) -> bool:
 
 def _limits(records: GroupedRecords) -> tuple[float, float]:
     """Where curves end, and what is above it; their start is far above what matters."""
-    losses = [v for runs in records.values() for r in runs for v in r["held-out loss"]]
-    low = min((v for v in losses if math.isfinite(v)), default=1.0)
-    high = max((v for v in map(final, records.values()) if v < _FAR * low), default=low)
+    runs = chain.from_iterable(records.values())
+    losses = chain.from_iterable(run["held-out loss"] for run in runs)
+    low = min(filter(math.isfinite, losses), default=1.0)
+    ends = [end for end in map(final, records.values()) if end < 3 * low]  # others are lost
+    high = max(ends, default=low)
     return 0.95 * low, max(1.15 * high, 1.2 * low)

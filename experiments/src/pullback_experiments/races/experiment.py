@@ -13,7 +13,7 @@ from ..framework.curves import Chart, finite
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.records import Record
 from ..framework.store import Results
-from ..framework.tabular import Table
+from ..framework.tabular import Table, count_of
 from .checks import GroupedRecords, Lead, series, table
 from .loop import RaceTask, run
 from .networks import ImageData
@@ -23,8 +23,6 @@ from .tasks import TASKS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SEARCH_SEED = 100
-_PACE = 160  # steps, of which the second half is timed
 _ALONG = {"step": "steps", "seconds": "seconds of training"}
 
 
@@ -52,7 +50,8 @@ class Race(Experiment):
     Attributes:
         tasks, quick_tasks: names in `TASKS`.
         entrants, quick_entrants: optimizers by name.
-        search: the share of the steps with which rates are compared.
+        search, search_seed: the share of the steps, and the seed, with which rates are compared.
+        pace_steps: of the run that times a step; its second half counts.
         lengths: shares of the steps for which the best of ours runs too, each with its schedule.
         leads: what is claimed, of each task.
         expected_outcomes: which of the claims held in the full runs, task after task; all if empty.
@@ -64,6 +63,8 @@ class Race(Experiment):
     entrants: Mapping[str, Entrant]
     quick_entrants: Mapping[str, Entrant]
     search: float = 1 / 3
+    search_seed: int = 100
+    pace_steps: int = 160
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
     leads: Sequence[Lead] = ()
     expected_outcomes: Sequence[bool] = ()
@@ -72,11 +73,15 @@ class Race(Experiment):
     seeds: Sequence[int] = (0, 1, 2)
 
     def _tasks(self, quick: bool) -> dict[str, RaceTask]:
-        names = self.quick_tasks if quick else self.tasks
+        names = self.tasks
+        if quick:
+            names = self.quick_tasks
         return {name: replace(TASKS[name], **self.changes) for name in names}
 
     def _entrants(self, quick: bool) -> dict[str, Entrant]:
-        return dict(self.quick_entrants if quick else self.entrants)
+        if quick:
+            return dict(self.quick_entrants)
+        return dict(self.entrants)
 
     def _ours(self, quick: bool) -> list[str]:
         return [name for name in self._entrants(quick) if name in OURS]
@@ -89,7 +94,7 @@ class Race(Experiment):
             "tasks": {name: task.describe() for name, task in self._tasks(quick).items()},
             "search": self.search,
             "lengths": list(self.lengths),
-            "search seed": _SEARCH_SEED,
+            "search seed": self.search_seed,
             "methods": {n: e.describe() for n, e in self._entrants(quick).items()},
         }
 
@@ -124,7 +129,8 @@ class Race(Experiment):
     def _try_rate(self, task: str, name: str, number: int, context: Context) -> Record:
         """One rate, on the seed of searches."""
         rate = self._entrants(context.quick)[name].rates[number]
-        record = self._run(task, name, rate, self.search, replace(context, seed=_SEARCH_SEED))
+        context = replace(context, seed=self.search_seed)
+        record = self._run(task, name, rate, self.search, context)
         return {"method": name, "lr": rate, "score": finite(record["final"]), "ms": record["ms"]}
 
     def _measure_pace(self, task: str, name: str, context: Context) -> Record:
@@ -135,9 +141,9 @@ class Race(Experiment):
             replace(what, evaluations=2),
             name,
             entrant.rates[0],
-            seed=_SEARCH_SEED,
+            seed=self.search_seed,
             device=context.device,
-            steps=min(_PACE, what.steps),
+            steps=min(self.pace_steps, what.steps),
             settings=entrant.settings,
         )
         _, first, last = record["step"]
@@ -147,11 +153,10 @@ class Race(Experiment):
     def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
         """The best of these optimizers at the best of their rates."""
         entrants = self._entrants(context.quick)
-        trials = [
-            context.finished.once(*_trial(task, name, number))
-            for name in names
-            for number in range(len(entrants[name].rates))
-        ]
+        trials = []
+        for name in names:
+            for number in range(len(entrants[name].rates)):
+                trials.append(context.finished.once(*_trial(task, name, number)))
         best = min(trials, key=lambda trial: trial["score"])
         return self._run(task, best["method"], best["lr"], share, context)
 
@@ -180,10 +185,11 @@ class Race(Experiment):
     def _group_records(self, results: Results, task: str) -> GroupedRecords:
         names = list(self._entrants(results.quick))
         names += [f"ours, {share:g}" for share in self._shorter(results.quick)]
-        records = {name: results.of(task, name) for name in names}
-        return {
-            n: [_at_pace(run, task, results) for run in runs] for n, runs in records.items() if runs
-        }
+        records = {}
+        for name in names:
+            if runs := results.of(task, name):
+                records[name] = [_at_pace(run, task, results) for run in runs]
+        return records
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:  # sizes at which losses and seconds tell nothing
@@ -213,7 +219,7 @@ class Race(Experiment):
         from .checks import draw
 
         tasks = self._tasks(results.quick)
-        seeds = f"{len(results.seeds)} seed{'s' if len(results.seeds) > 1 else ''}"
+        seeds = count_of(len(results.seeds), "seed")
         races = {task.title: self._group_records(results, name) for name, task in tasks.items()}
         return {"": draw(races, f"Held-out loss, medians and quartiles over {seeds}")}
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -80,13 +80,16 @@ class RaceTask:
 
     def describe(self) -> Record:
         """What a run depends on beside the network and the data."""
+        precision = "float32"
+        if self.half:
+            precision = "bfloat16 autocast and TF32 on CUDA"
         return {
             "steps": self.steps,
             "evaluations": self.evaluations,
             "warm-up": self.warm,
             "clip": self.clip,
             "compiled": self.compiled,
-            "precision": "bfloat16 autocast and TF32 on CUDA" if self.half else "float32",
+            "precision": precision,
         }
 
 
@@ -153,8 +156,10 @@ class _RaceState:
     record: Record = field(default_factory=lambda: {"step": [], "seconds": [], "held-out loss": []})
 
     def __post_init__(self) -> None:
-        self._half = torch.bfloat16 if self.task.half and self.device.type == "cuda" else None
-        self._groups = [g for o in self.optimizers for g in o.param_groups]
+        self._half = None
+        if self.task.half and self.device.type == "cuda":
+            self._half = torch.bfloat16
+        self._groups = list(chain.from_iterable(o.param_groups for o in self.optimizers))
         self._rates = [g["lr"] for g in self._groups]
         self._schedule = schedules.add_warmup(schedules.linear, self.task.warm)
         if self.task.compiled:

@@ -42,8 +42,10 @@ def initialize(model: nn.Module, depth: int) -> None:
     """GPT-2's start: σ = 0.02, and 0.02/√(2·depth) for what is added to the stream."""
     for name, p in model.named_parameters():
         if p.ndim > 1:
-            added = name.endswith(("out.weight", "down.weight"))
-            p.normal_(std=0.02 * (2 * depth) ** -0.5 if added else 0.02)
+            std = 0.02
+            if name.endswith(("out.weight", "down.weight")):  # which are added to the stream
+                std *= (2 * depth) ** -0.5
+            p.normal_(std=std)
 
 
 class Decoder(nn.Module):
@@ -100,7 +102,10 @@ class ResNet(nn.Module):
         for stage, depth in enumerate(depths):
             for i in range(depth):
                 out = width * 2**stage
-                blocks.append(ResidualBlock(channels, out, 2 if stage and not i else 1))
+                stride = 1
+                if stage and i == 0:  # later stages begin at half the resolution
+                    stride = 2
+                blocks.append(ResidualBlock(channels, out, stride))
                 channels = out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, classes)

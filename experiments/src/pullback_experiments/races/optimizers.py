@@ -217,17 +217,16 @@ def polar(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
     a = 3.4445
     b = -4.775
     c = 2.0315
-    tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
+    if x.shape[-2] > x.shape[-1]:  # A is the smaller of the two products
+        return polar(x.mT, steps, eps).mT
+    y = x
     if y.is_cuda:
         y = y.bfloat16()
-    else:
-        y = y
     y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         s = y @ y.mT
         y = torch.baddbmm(y, torch.baddbmm(s, s, s, beta=b, alpha=c), y, beta=a)
-    return (y.mT if tall else y).to(x.dtype)
+    return y.to(x.dtype)
 
 
 class SOAP(StackedOptimizer):

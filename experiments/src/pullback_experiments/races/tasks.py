@@ -33,8 +33,6 @@ VOCABULARY = 256
 ENOUGH = 20_000_000
 _INSTALLED = {"site-packages", "dist-packages"}
 _BETWEEN = b"\0"  # ends a file
-_HELD_OUT = 20  # one byte of so many
-_LARGEST = 500_000  # bytes of a file; larger ones are mostly tables
 
 Batch = tuple[Tensor, Tensor]
 
@@ -118,6 +116,7 @@ def python_files(most: int, packages: bool) -> Corpus:
         most: bytes, at most so many.
         packages: whether site-packages is read too.
     """
+    largest = 500_000  # bytes of a file; larger ones are mostly tables
     contents: tuple[list[bytes], list[bytes]] = [], []
     sizes = [0, 0]
     hashes = set()
@@ -127,10 +126,11 @@ def python_files(most: int, packages: bool) -> Corpus:
         except OSError:
             continue
         digest = sha256(content).digest()
-        if not 0 < len(content) <= _LARGEST or digest in hashes:
+        if not 0 < len(content) <= largest or digest in hashes:
             continue
         hashes.add(digest)
-        side = int(sizes[1] * _HELD_OUT <= sum(sizes))  # files in a random order fill both evenly
+        # a twentieth is held out; files in a random order fill both sides evenly
+        side = int(sizes[1] * 20 <= sum(sizes))
         contents[side].append(content + _BETWEEN)
         sizes[side] += len(content) + 1
         if sum(sizes) >= most:
@@ -177,20 +177,27 @@ class TextData:
     def __call__(self, steps: int, seed: int, device: torch.device) -> tuple[Batches, Record]:
         files = python_files(self.most, self.packages)
         batches = files.batches(self.length, self.batch, steps, seed, device, self.held_out)
-        small = files.size < ENOUGH
         about = {"corpus bytes": files.size, "passes": batches.passes}
-        return batches, about | ({"corpus": "below 20 MB"} if small else {})
+        if files.size < ENOUGH:
+            about["corpus"] = "below 20 MB"
+        return batches, about
 
 
 def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads: int) -> RaceTask:
     model = partial(Decoder, VOCABULARY, data.length, width, depth, heads)
-    count = 24 if steps > 500 else 8
-    return RaceTask(title, model, data, steps, count, held_batch=max(1, 65_536 // data.length))
+    evaluations = 8
+    if steps > 500:
+        evaluations = 24
+    return RaceTask(
+        title, model, data, steps, evaluations, held_batch=max(1, 65_536 // data.length)
+    )
 
 
 def _images(title: str, model: Callable[[], nn.Module], batch: int, steps: int) -> RaceTask:
     data = ImageData(partial(images.load, "cifar10"), batch)
-    memory_format = torch.channels_last if model is ResNet else torch.preserve_format
+    memory_format = torch.preserve_format
+    if model is ResNet:
+        memory_format = torch.channels_last
     return RaceTask(title, model, data, steps, 10, held_batch=2000, layout=memory_format)
 
 

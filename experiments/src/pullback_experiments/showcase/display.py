@@ -85,7 +85,7 @@ def _announce_run(console: Console, contender: Competitor) -> Watcher:
     return watch
 
 
-_CELLS = 160  # along each side
+_CELLS = 160  # along each side of a panel
 Extent = tuple[float, float, float, float]
 _STYLE: dict[Any, Any] = {
     "axes.titlesize": 10.5,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_QUICK = 0.3  # seconds per run of a smoke test
 NATURAL = "Natural gradient"
 _ALONG = {"seconds": "CPU seconds", "steps": "steps"}
 #: places in the palette
@@ -51,23 +50,24 @@ class Demonstration(Experiment):
     open_parts: frozenset[str] = frozenset({"problems"})
 
     def config(self, quick: bool) -> dict[str, Any]:
-        return {
-            "problems": {
-                p.title: {
-                    "setting": p.setting,
-                    "seconds": budget(p, quick),
-                    "contenders": {c.name: format_settings(c.settings) for c in p.contenders},
-                }
-                for p in problems()[0]
+        descriptions = {}
+        for problem in problems()[0]:
+            contenders = {c.name: format_settings(c.settings) for c in problem.contenders}
+            descriptions[problem.title] = {
+                "setting": problem.setting,
+                "seconds": budget(problem, quick),
+                "contenders": contenders,
             }
-        }
+        return {"problems": descriptions}
 
     def items(self, quick: bool) -> list[Item]:
-        return [
-            Item((p.title, c.name), partial(_work, p, c, budget(p, quick)))
-            for p in problems()[0]
-            for c in p.contenders
-        ]
+        items = []
+        for problem in problems()[0]:
+            seconds = budget(problem, quick)
+            for contender in problem.contenders:
+                work = partial(_work, problem, contender, seconds)
+                items.append(Item((problem.title, contender.name), work))
+        return items
 
     def judge(self, results: Results) -> list[Check]:
         """Of the first measure of each problem."""
@@ -77,35 +77,32 @@ class Demonstration(Experiment):
 
     def races(self, results: Results) -> list[tuple[DemoProblem, list[Curve]]]:
         """The curves of each problem, of those that are done."""
-        entries = [
-            (
-                p,
-                [
-                    Curve.of(c.name, one)
-                    for c in p.contenders
-                    for one in results.of(p.title, c.name)
-                ],
-            )
-            for p in problems()[0]
-        ]
-        return [(problem, curves) for problem, curves in entries if curves]
+        races = []
+        for problem in problems()[0]:
+            curves: list[Curve] = []
+            for name in (contender.name for contender in problem.contenders):
+                curves += [Curve.of(name, record) for record in results.of(problem.title, name)]
+            if curves:
+                races.append((problem, curves))
+        return races
 
     def draw(self, results: Results) -> dict[str, Figure]:
         return {"": draw(self.races(results))}
 
     def curves(self, results: Results) -> list[Chart]:
-        return [
-            Chart(
-                problem.title,
-                measure,
-                [_series(curve, measure) for curve in curves],
-                x=_ALONG,
-                logy="accuracy" not in measure,
-                note=problem.setting,
-            )
-            for problem, curves in self.races(results)
-            for measure in curves[0].measures[0]
-        ]
+        charts = []
+        for problem, curves in self.races(results):
+            for measure in curves[0].measures[0]:
+                chart = Chart(
+                    problem.title,
+                    measure,
+                    [_series(curve, measure) for curve in curves],
+                    x=_ALONG,
+                    logy="accuracy" not in measure,
+                    note=problem.setting,
+                )
+                charts.append(chart)
+        return charts
 
     def tables(self, results: Results) -> list[Table]:
         return [table(problem, curves) for problem, curves in self.races(results)]
@@ -126,7 +123,9 @@ def problems() -> tuple[tuple[DemoProblem, ...], tuple[str, ...]]:
 
 def budget(problem: DemoProblem, quick: bool) -> float:
     """Seconds of each run."""
-    return _QUICK if quick else problem.seconds
+    if quick:
+        return 0.3  # a smoke test
+    return problem.seconds
 
 
 def _work(problem: DemoProblem, contender: Competitor, seconds: float, context: Context) -> Record:
@@ -156,20 +155,13 @@ def table(problem: DemoProblem, curves: Sequence[Curve]) -> Table:
     """Optimizer, settings, steps, seconds, and the final measures."""
     settings = {c.name: format_settings(c.settings) for c in problem.contenders}
     names = list(curves[0].measures[-1])
-    rows = [
-        [
-            c.name,
-            settings[c.name],
-            f"{c.steps[-1]:,}",
-            f"{c.seconds[-1]:.1f}",
-            *(shown(name, c.measures[-1][name]) for name in names),
-        ]
-        for c in curves
-    ]
+    rows = []
+    for curve in curves:
+        row = [curve.name, settings[curve.name], f"{curve.steps[-1]:,}", f"{curve.seconds[-1]:.1f}"]
+        row += [shown(name, curve.measures[-1][name]) for name in names]
+        rows.append(row)
     return Table(["optimizer", "settings", "steps", "seconds", *names], rows, problem.title, text=2)
 
-
-_APART = 0.115  # least distance of two labels, as a share of the panel's height
 
 Race = tuple[DemoProblem, Sequence[Curve]]
 
@@ -190,7 +182,10 @@ def draw(races: Sequence[Race]) -> Figure:
 
 def _style(name: str) -> tuple[str, float]:
     """A color, and the width of its line."""
-    return plots.colors([name])[name], 2.8 if name == NATURAL else 1.7
+    color = plots.colors([name])[name]
+    if name == NATURAL:
+        return color, 2.8
+    return color, 1.7
 
 
 def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
@@ -202,7 +197,7 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
         axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
         axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
     dress(axes)
-    axes.set_xlabel(f"CPU {along}" if along == "seconds" else along, color=INK)
+    axes.set_xlabel({"seconds": "CPU seconds"}.get(along, along), color=INK)
 
 
 def _label(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -211,7 +206,7 @@ def _label(axes: Axes, curves: Sequence[Curve]) -> None:
     at = -math.inf
     for curve in sorted(curves, key=lambda c: c.values()[-1]):
         height = (math.log10(curve.values()[-1]) - bottom) / (top - bottom)
-        at = max(height, at + _APART)
+        at = max(height, at + 0.115)  # a share of the panel's height, for two lines of text
         (_, end), *others = curve.measures[-1].items()
         text = f"{curve.name}\n{shown('', end)}"
         text += "".join(f"; {shown(name, value)} {name}" for name, value in others)

@@ -26,10 +26,6 @@ from ..learning.natural import natural_kfac
 from .display import draw_errors as draw
 from .problem import Competitor, DemoProblem, Stepper, SupervisedTask, adam, descend, lbfgs, sgd
 
-_TRAIN = 1347  # of 1797 images; the other 450 are for testing
-_BATCH = 64
-_KFAC_BATCH = 256
-
 
 def load() -> tuple[Tensor, Tensor]:
     """Pixels in [0, 1], (1797, 64), and labels, in a fixed random order."""
@@ -46,14 +42,15 @@ class Digits(SupervisedTask):
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds
         x, y = load()
-        self.x = x[:_TRAIN]
-        self._test = x[_TRAIN:]
-        self.y = y[:_TRAIN]
-        self._truth = y[_TRAIN:]
+        train = 1347  # of 1797 images; the other 450 are for testing
+        self.x = x[:train]
+        self._test = x[train:]
+        self.y = y[:train]
+        self._truth = y[train:]
         self.contenders = (
-            Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _BATCH),
-            Competitor("Adam", adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, _BATCH),
-            Competitor("K-FAC", _kfac, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, _KFAC_BATCH),
+            Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, batch=64),
+            Competitor("Adam", adam, {"lr": 0.03}, {"lr": (0.003, 0.01, 0.03, 0.1)}, batch=64),
+            Competitor("K-FAC", _kfac, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}, batch=256),
             Competitor("Natural gradient", _hessian_free),
         )
 
@@ -87,10 +84,6 @@ def _kfac(model: nn.Module, lr: float) -> KFAC:
     )  # fmt: skip
 
 
-_POINTS = 1000
-_TEST_POINTS = 4000
-
-
 def target(x: Tensor) -> Tensor:
     """g = sin(πx) sin(πy) + sin(3πx/2) sin(3πy/2), of points (N, 2)."""
     return torch.sin(math.pi * x).prod(1, True) + torch.sin(1.5 * math.pi * x).prod(1, True)
@@ -108,10 +101,11 @@ class LeastSquares(SupervisedTask):
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
         generator = torch.Generator().manual_seed(0)
-        points = torch.rand(_POINTS + _TEST_POINTS, 2, generator=generator, dtype=torch.float64)
-        self.x = points[:_POINTS]
-        self._test = points[_POINTS:]
-        self.y, self._truth = target(self.x), target(self._test)
+        points = torch.rand(5000, 2, generator=generator, dtype=torch.float64)
+        self.x = points[:1000]
+        self._test = points[1000:]
+        self.y = target(self.x)
+        self._truth = target(self._test)
         self.contenders = (
             Competitor("SGD", sgd, {"lr": 0.3}, {"lr": (0.03, 0.1, 0.3, 1.0)}),
             Competitor("Adam", adam, {"lr": 0.01}, {"lr": (0.003, 0.01, 0.03, 0.1)}),
@@ -139,20 +133,16 @@ def _natural_gradient(model: nn.Module, radii: float) -> NaturalGradient:
     return NaturalGradient(model, solver=PseudoInverse(), step=TargetRatio(radii=int(radii)))
 
 
-_INSIDE = 900
-_BOUNDARY = 120
-
-
 class PoissonTask(DemoProblem):
     """½ mean |Δu + f|² inside plus ½ mean u² on the boundary, u* = sin πx sin πy."""
 
     title = "Poisson's equation"
-    setting = f"2-32-1 tanh network, {_INSIDE} + {_BOUNDARY} points"
+    setting = "2-32-1 tanh network, 900 + 120 points"
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
         self._problem = pde.Poisson(dim=2)
-        points = {"equation": _INSIDE, "dirichlet": _BOUNDARY}
+        points = {"equation": 900, "dirichlet": 120}
         plan = SamplingPlan(self._problem, 0, points=points)
         self._sites = plan.draw(0)
         self._yardstick = Yardstick(self._problem, torch.zeros((), dtype=torch.float64))

@@ -10,11 +10,23 @@ from typing import Any
 
 from torch import nn
 
+from ..framework.curves import finite
 from .problem import Competitor, DemoProblem, Stepper
 
-_SPACING = 1.12  # ratio of the times of two measurements
-_FIRST = 2e-3  # the first one, as a share of the budget
-_REFRESH = 0.1  # seconds between two calls of the watcher
+
+@dataclass(frozen=True)
+class MeasurementTimes:
+    """When a run is measured, and when it is shown."""
+
+    #: the first measurement, as a share of the budget
+    first: float = 2e-3
+    #: ratio of the times of two measurements
+    spacing: float = 1.12
+    #: seconds between two calls of the watcher
+    refresh: float = 0.1
+
+
+TIMES = MeasurementTimes()
 
 #: called with (share of the budget spent, last loss)
 Watcher = Callable[[float, float], None]
@@ -74,7 +86,7 @@ def run(
     curve.add(0.0, 0, problem.measure(model))
     spent = 0.0
     steps = 0
-    due = _FIRST * seconds
+    due = TIMES.first * seconds
     shown = 0.0
     while spent < seconds:
         start = time.process_time()
@@ -84,11 +96,13 @@ def run(
         over = spent >= seconds or not math.isfinite(loss)
         if spent >= due or over:
             curve.add(spent, steps, problem.measure(model))
-            due = spent * _SPACING
+            due = spent * TIMES.spacing
         if spent >= shown or over:
-            watch(1.0 if over else spent / seconds, loss)
-            shown = spent + _REFRESH
+            shown = spent + TIMES.refresh
+            if not over:
+                watch(spent / seconds, loss)
         if over:
+            watch(1.0, loss)
             break
     return curve
 
@@ -101,7 +115,7 @@ def tune(
     for settings in contender.candidates():
         curve = run(problem, contender, seconds=seconds, watch=lambda *_: None, **settings)
         final = curve.values()[-1]
-        ends.append((settings, final if math.isfinite(final) else math.inf))
+        ends.append((settings, finite(final)))
     return sorted(ends, key=lambda end: end[1])
 
 

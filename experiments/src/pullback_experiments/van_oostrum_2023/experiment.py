@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import product
 from math import hypot, log
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,7 +47,7 @@ class Examples(Experiment):
     quick_seeds: Sequence[int] = (0, 1, 2)
 
     def config(self, quick: bool) -> dict[str, Any]:
-        shape = [theorems.INPUTS, theorems.INNER, theorems.OUTPUTS]
+        shape = list(astuple(theorems.SIZES))
         return {"maps": shape, "inverses": list(INVERSES), "sizes": list(SIZES)}
 
     def items(self, quick: bool) -> list[Item]:
@@ -63,10 +64,12 @@ class Examples(Experiment):
 
     def tables(self, results: Results) -> list[Table]:
         runs = results.of("theorems")
-        rows = [
-            [name, *(max(r[what][name] for r in runs) for what in ("projection", "model", "space"))]
-            for name in INVERSES
-        ]
+        rows = []
+        for name in INVERSES:
+            projection = max(r["projection"][name] for r in runs)
+            model = max(r["model"][name] for r in runs)
+            space = max(r["space"][name] for r in runs)
+            rows.append([name, projection, model, space])
         columns = ["G⁻", "from Π grad L", "from ψ's move", "as parameter vectors"]
         title = f"Largest relative differences over {len(results.seeds)} random maps"
         return [Table(columns, rows, title)]
@@ -93,7 +96,7 @@ def _theorems(results: Results) -> list[Claim]:
     runs = results.of("theorems")
 
     def worst(what: str) -> float:
-        return max(r[what][name] for r in runs for name in _SOUND)
+        return max(r[what][name] for r, name in product(runs, _SOUND))
 
     one = worst("projection")
     two = worst("model")

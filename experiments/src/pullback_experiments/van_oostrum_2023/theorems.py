@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,15 +15,29 @@ from pullback.solvers import Cholesky, Solver
 from ..framework.experiment import Context
 from ..framework.records import Record
 
-INPUTS = 8
-INNER = 3
-OUTPUTS = 5
 DAMPED = "damped"
+
+
+@dataclass(frozen=True)
+class RandomModelSizes:
+    """The dimensions of a random map φ, whose differential has not full rank."""
+
+    #: of the parameters
+    inputs: int = 8
+    #: through which the map goes: its rank
+    inner: int = 3
+    #: of the space that the model lies in
+    outputs: int = 5
+
+
+SIZES = RandomModelSizes()
 #: the generalized inverses, and what is none
 INVERSES: dict[str, Callable[[int], Solver]] = {
     "Moore–Penrose": lambda seed: MoorePenrose(1e-10),
     "random": lambda seed: RandomInverse(seed, scale=3.0),
-    "weighted": lambda seed: WeightedNorm(torch.linspace(0.2, 5.0, INPUTS, dtype=torch.float64)),
+    "weighted": lambda seed: WeightedNorm(
+        torch.linspace(0.2, 5.0, SIZES.inputs, dtype=torch.float64)
+    ),
     DAMPED: lambda seed: Cholesky(damping=1e-2),
 }
 
@@ -43,12 +58,12 @@ class RandomModel:
             return matrix.to(context.device)
 
         self.seed = context.seed
-        self._b = draw(INNER, INPUTS)
-        self._c = draw(OUTPUTS, INNER)
-        self._mix = torch.linalg.qr(draw(INPUTS, INPUTS))[0]
-        root = draw(OUTPUTS, OUTPUTS)
-        self.metric = root @ root.T + torch.eye(OUTPUTS).to(root)
-        self.theta = 0.5 * draw(INPUTS)
+        self._b = draw(SIZES.inner, SIZES.inputs)
+        self._c = draw(SIZES.outputs, SIZES.inner)
+        self._mix = torch.linalg.qr(draw(SIZES.inputs, SIZES.inputs))[0]
+        root = draw(SIZES.outputs, SIZES.outputs)
+        self.metric = root @ root.T + torch.eye(SIZES.outputs).to(root)
+        self.theta = 0.5 * draw(SIZES.inputs)
         self.xi = self.f(self.theta)
 
     def phi(self, x: Tensor) -> Tensor:
@@ -57,7 +72,7 @@ class RandomModel:
 
     def f(self, t: Tensor) -> Tensor:
         """θ ↦ ξ, a diffeomorphism: stretched by up to 5, turned, and bent."""
-        stretch = torch.linspace(0.5, 2.5, INPUTS).to(t)
+        stretch = torch.linspace(0.5, 2.5, SIZES.inputs).to(t)
         return self._mix @ (stretch * (t + t**3 / 3))
 
     def psi(self, t: Tensor) -> Tensor:

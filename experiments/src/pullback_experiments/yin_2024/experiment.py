@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self
 
 from ..framework import plots
@@ -86,8 +87,10 @@ class Comparison(Experiment):
 
     def line(self, record: dict[str, Any]) -> str:
         r = DescentRun(**record)
-        stuck = "" if r.stuck is None else ", stuck"
-        return f"{r.steps[-1]} steps, loss {r.loss[-1]:.1e}, error {r.error[-1]:.1e}{stuck}"
+        words = f"{r.steps[-1]} steps, loss {r.loss[-1]:.1e}, error {r.error[-1]:.1e}"
+        if r.stuck is None:
+            return words
+        return f"{words}, stuck"
 
     def judge(self, results: Results) -> list[Check]:
         """Some of the claims do not hold, as recorded; the quick version judges `short`."""
@@ -133,20 +136,15 @@ _ALONG = {"steps": "steps", "seconds": "CPU seconds"}
 
 def charts(experiment: Comparison, results: Results) -> list[Chart]:
     """A pair for each group."""
-    return [
-        Chart(
-            group,
-            name,
-            [
-                over_seeds(method, results.of(method), measure, _ALONG, style=plots.dashes(method))
-                for method in methods
-            ],
-            x=_ALONG,
-            note="medians and quartiles over seeds",
-        )
-        for group, methods in experiment.groups.items()
-        for measure, name in _MEASURES.items()
-    ]
+    out = []
+    for (group, methods), (measure, name) in product(experiment.groups.items(), _MEASURES.items()):
+        series = []
+        for method in methods:
+            style = plots.dashes(method)
+            series.append(over_seeds(method, results.of(method), measure, _ALONG, style=style))
+        note = "medians and quartiles over seeds"
+        out.append(Chart(group, name, series, x=_ALONG, note=note))
+    return out
 
 
 _COLUMNS = (("loss", "steps"), ("loss", "seconds"), ("error", "steps"), ("error", "seconds"))
@@ -172,7 +170,7 @@ def draw(experiment: Comparison, results: Results) -> Figure:
                 spaced = along == "seconds"
                 plots.band(axes, xs, ys, color, name, spaced=spaced, ls=style)
             plots.dress(axes)
-            plots.label(axes, "CPU seconds" if along == "seconds" else along, _NAMES[what])
+            plots.label(axes, {"seconds": "CPU seconds"}.get(along, along), _NAMES[what])
         plots.label(row[0], title=group)
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure

@@ -111,7 +111,9 @@ class NaturalMethod(DescentMethod):
         return _NaturalStepper(fit, self)
 
     def describe(self) -> str:
-        metric = "L² of u" if self.l2 else "Gauss–Newton"
+        metric = "Gauss–Newton"
+        if self.l2:
+            metric = "L² of u"
         if self.pretrain:
             before = f", after {self.pretrain} Adam steps"
         else:
@@ -132,10 +134,9 @@ class _NaturalStepper(Stepper):
         else:
             self._watch = None
         self._optimizer = self._built(method.solver(), self._watch or rule)
-        self._options = {
-            "objective": fit.objective,
-            "metric_batch": fit.values if method.l2 else None,
-        }
+        self._options: dict[str, Any] = {"objective": fit.objective, "metric_batch": None}
+        if method.l2:
+            self._options["metric_batch"] = fit.values
         self._warm = torch.optim.Adam(fit.model.parameters(), lr=1e-2)
         self._steps_taken = 0
         self._rejected = 0
@@ -172,8 +173,9 @@ class _NaturalStepper(Stepper):
 
     @property
     def stuck(self) -> bool:
-        # points are fixed: a rule without memory would reject the same step for ever
-        return self._rejected >= (1 if self._memoryless else 30)
+        if self._memoryless:  # points are fixed: it would reject the same step for ever
+            return self._rejected >= 1
+        return self._rejected >= 30
 
 
 class ArgMin(GridLineSearch):

@@ -17,8 +17,6 @@ from pullback.pde.discretization.term import build_term
 from pullback.pde.discretization.trial import Trial
 from pullback.pde.judgement.yardstick import Yardstick
 
-_WEIGHT = 100.0  # of the boundary, the paper's
-
 
 def _waves(frequency: float, x: Tensor, y: Tensor) -> Tensor:
     return torch.sin(frequency * math.pi * x) * torch.sin(frequency * math.pi * y)
@@ -43,7 +41,7 @@ def poisson() -> pde.Problem:
     """
     square = pde.Box([(0, 1), (0, 1)])
     laplace = pde.Equation(lambda u, x, y: u.laplacian + 2 * math.pi**2 * _waves(1.0, x, y))
-    walls = pde.Dirichlet(0.0, weight=_WEIGHT)
+    walls = pde.Dirichlet(0.0, weight=100.0)
     return pde.Problem(
         square, [laplace, walls], exact=lambda x, y: _waves(1.0, x, y), name="Poisson"
     )

@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..framework.curves import finite, held
 from .methods import DescentMethod, StepNumbers
 from .problems import FitSetting
 
-_ENTRIES = 40  # of a curve
 SOLVED = 0.1  # relative error at which a run counts as having got somewhere
 EARLY = 30  # steps
 
@@ -65,14 +65,14 @@ def _short(value: float | None) -> float | None:
     return float(f"{value:.5e}")
 
 
-def entries(steps: int) -> set[int]:
+def entries(steps: int, count: int = 40) -> set[int]:
     """The steps after which something is measured: evenly spaced in the logarithm.
 
     >>> sorted(entries(5))
     [1, 2, 3, 4, 5]
     """
-    ratio = max(steps, 1) ** (1 / _ENTRIES)
-    return {math.ceil(ratio**i - 1e-9) for i in range(_ENTRIES + 1)} | {steps}
+    ratio = max(steps, 1) ** (1 / count)
+    return {math.ceil(ratio**i - 1e-9) for i in range(count + 1)} | {steps}
 
 
 def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> DescentRun:
@@ -95,9 +95,9 @@ def run(setting: FitSetting, method: DescentMethod, seed: int, steps: int) -> De
         if step in due or over:
             loss = float(fit.loss().detach())
             lost = not math.isfinite(loss)
-            record.add(
-                step, spent, loss, fit.error(), numbers if lost else {**numbers, **stepper.probe()}
-            )
+            if not lost:
+                numbers = {**numbers, **stepper.probe()}
+            record.add(step, spent, loss, fit.error(), numbers)
             over = over or lost
         if over:
             record.stuck = step
@@ -158,7 +158,7 @@ class Summary:
 
     def median(self, name: str) -> float:
         """The median over runs and steps of the values seen of this name."""
-        return _median(v for r in self.records for v in r.values(name))
+        return _median(chain.from_iterable(r.values(name) for r in self.records))
 
 
 def _median(values: Iterable[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -117,10 +118,20 @@ def _never_stuck(name: str, summary: Summary) -> Claim:
     return f"{name} never gets stuck", holds, f"{summary.stuck} of {len(summary)} did"
 
 
-_GRID = 30  # step sizes 1, ½, …, 2⁻²⁹: the paper's logarithmic grid of [0, 1]
-_CUT = 1000.0  # bound on each entry of the direction, the paper's
-_DAMPING = 1e-6  # of the mean eigenvalue of G
-_ADDED = f"λ = {_DAMPING:g} tr G/p"
+@dataclass(frozen=True)
+class PaperSettings:
+    """The numbers of the paper's methods, and of our damped variants."""
+
+    #: step sizes 1, ½, …, 2⁻²⁹: the paper's logarithmic grid of [0, 1]
+    grid: int = 30
+    #: bound on each entry of the direction, the paper's
+    largest_entry: float = 1000.0
+    #: of the mean eigenvalue of G, in the variants that the paper does not have
+    damping: float = 1e-6
+
+
+SETTINGS = PaperSettings()
+_ADDED = f"λ = {SETTINGS.damping:g} tr G/p"
 _ADAM = (1e-3, 3e-3, 1e-2, 3e-2)
 _FIT_SGD = (0.1, 0.3, 1.0)
 _POISSON_SGD = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -136,15 +147,15 @@ _POISSON_SHORT = (0, 1, 3)
 
 
 def _grid() -> Step:
-    return GridLineSearch(_GRID)
+    return GridLineSearch(SETTINGS.grid)
 
 
 def _make_paper_step() -> Step:
-    return ArgMin(_GRID)
+    return ArgMin(SETTINGS.grid)
 
 
 def _cut() -> Step:
-    return Clip(_CUT, GridLineSearch(_GRID))
+    return Clip(SETTINGS.largest_entry, GridLineSearch(SETTINGS.grid))
 
 
 def _greedy(k: int) -> Callable[[], Solver]:
@@ -152,11 +163,11 @@ def _greedy(k: int) -> Callable[[], Solver]:
 
 
 def _make_damped_solver() -> Solver:
-    return Cholesky(Relative(_DAMPING))
+    return Cholesky(Relative(SETTINGS.damping))
 
 
 def _damped_greedy(k: int) -> Callable[[], Solver]:
-    return lambda: OrthogonalGreedy(k, damping=Relative(_DAMPING))
+    return lambda: OrthogonalGreedy(k, damping=Relative(SETTINGS.damping))
 
 
 def _first_order(

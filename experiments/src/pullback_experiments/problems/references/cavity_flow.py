@@ -117,7 +117,6 @@ class Clamped:
         return h
 
 
-_CHUNK = 8192
 _LARGEST = 1000.0  # Reynolds number
 _LADDER = (400.0, 700.0)  # Reynolds numbers on the way to larger ones
 
@@ -149,9 +148,10 @@ class Cavity(Reference):
             )
 
     def values(self, points: Array) -> Array:
+        chunk = 8192  # points at a time, for memory
         fields = [
-            self._at(points[i : i + _CHUNK], self._arrays["psi"], self._arrays["head"])
-            for i in range(0, len(points), _CHUNK)
+            self._at(points[i : i + chunk], self._arrays["psi"], self._arrays["head"])
+            for i in range(0, len(points), chunk)
         ]
         return np.concatenate([np.zeros((0, 3)), *fields])
 

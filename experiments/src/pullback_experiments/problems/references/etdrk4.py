@@ -11,8 +11,6 @@ import scipy
 
 from .base import Array
 
-_CONTOUR = 32
-
 
 class Coefficients(NamedTuple):
     """What one step of length h multiplies with, each of the shape of L."""
@@ -31,15 +29,17 @@ def coefficients(linear: Array, h: float) -> Coefficients:
     The φ-functions cancel near z = 0, so they are means over a circle of radius 1 around z.
     Kassam and Trefethen, SIAM J. Sci. Comput. 26 (2005) 1214–1233.
     """
-    real = not np.iscomplexobj(linear)
+    nodes = 32  # on the circle
     z = h * linear
-    angles = 2j * np.pi * (np.arange(_CONTOUR) + 0.5) / _CONTOUR
+    angles = 2j * np.pi * (np.arange(nodes) + 0.5) / nodes
     c = z[..., None] + np.exp(angles)
     e = np.exp(c)
 
     def mean(values: Array) -> Array:
         coefficients = h * values.mean(axis=-1)
-        return coefficients.real if real else coefficients
+        if np.iscomplexobj(linear):
+            return coefficients
+        return coefficients.real
 
     return Coefficients(
         full=np.exp(z),
@@ -76,10 +76,12 @@ class FourierTrajectory:
     def __call__(self, x: Array, t: Array) -> Array:
         """u (N,) at the points (x, t), each (N,)."""
         u = np.empty(len(x))
+        if not len(x):
+            return u
         panel = np.clip(np.searchsorted(self.edges, t, "right") - 1, 0, len(self.edges) - 2)
         order = np.argsort(panel, kind="stable")
         starts = np.flatnonzero(np.diff(panel[order], prepend=-1))
-        for members in np.split(order, starts[1:]) if len(x) else []:
+        for members in np.split(order, starts[1:]):
             u[members] = self._panel(int(panel[members[0]]), x[members], t[members])
         return u
 

@@ -116,6 +116,13 @@ def _by_field(edges: Array, c: Array) -> list[FourierTrajectory]:
     return [FourierTrajectory(edges, np.ascontiguousarray(f)) for f in np.moveaxis(fields, 2, 0)]
 
 
+def _coarsening(coarse: bool) -> int:
+    """Return how many times longer the steps of a resolution are."""
+    if coarse:
+        return 2
+    return 1
+
+
 def _without_tail(edges: Array, c: Array) -> Array:
     """The leading modes: what is cut has a norm below _TAIL of all, over space and time."""
     size = np.abs(c) ** 2
@@ -145,7 +152,7 @@ class AllenCahn(Pseudospectral):
         self.parameters = {"diffusion": self.diffusion, "reaction": self.reaction}
 
     def resolution(self, coarse: bool) -> Resolution:
-        factor = 2 if coarse else 1
+        factor = _coarsening(coarse)
         rate = max(1.0, self.reaction / 5)
         layer = 2.0 ** (np.arange(-40, -5, factor) / 2)  # up to 1/8
         panels = math.ceil(14 * rate / factor)
@@ -226,12 +233,14 @@ class KortewegDeVries(Pseudospectral):
             )
 
     def resolution(self, coarse: bool) -> Resolution:
-        factor = 2 if coarse else 1
+        factor = _coarsening(coarse)
         panels = math.ceil(100 * self._rate)
         edges = np.linspace(0, 1, panels // factor + 1)
         longest = factor / (16 * _DEGREE * panels)
-        modes = math.ceil((160 if coarse else 256) * self._sharpness)
-        return Resolution(modes, edges, longest)
+        modes = 256
+        if coarse:
+            modes = 160
+        return Resolution(math.ceil(modes * self._sharpness), edges, longest)
 
     def equation(self, modes: int) -> tuple[Array, Array]:
         wave = math.pi * np.arange(modes)
@@ -264,9 +273,12 @@ class KuramotoSivashinsky(Pseudospectral):
         self.parameters = {"time": self.time}
 
     def resolution(self, coarse: bool) -> Resolution:
-        factor = 2 if coarse else 1
+        factor = _coarsening(coarse)
         edges = np.linspace(0, self.time, math.ceil(200 * self.time / factor) + 1)
-        return Resolution(160 if coarse else 224, edges, factor * 4e-5)
+        modes = 224
+        if coarse:
+            modes = 160
+        return Resolution(modes, edges, factor * 4e-5)
 
     def equation(self, modes: int) -> tuple[Array, Array]:
         scaled = np.arange(modes) / 16
@@ -309,10 +321,13 @@ class GrayScott(Pseudospectral):
             )
 
     def resolution(self, coarse: bool) -> Resolution:
-        factor = 2 if coarse else 1
+        factor = _coarsening(coarse)
         edges = np.linspace(0, self.time, math.ceil(100 * self.time / factor) + 1)
-        modes = math.ceil((128 if coarse else 192) * max(0.5, math.sqrt(0.2 / self.diffusion)))
-        return Resolution(modes + 1, edges, factor * 8e-5)
+        modes = 192
+        if coarse:
+            modes = 128
+        sharpness = max(0.5, math.sqrt(0.2 / self.diffusion))
+        return Resolution(math.ceil(modes * sharpness) + 1, edges, factor * 8e-5)
 
     def equation(self, modes: int) -> tuple[Array, Array]:
         bump = np.exp(-10 * (1 - np.cos(math.pi * np.linspace(-1, 0, modes))))
