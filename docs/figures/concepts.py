@@ -53,7 +53,7 @@ def arrow(axes: Axes, tip: np.ndarray, color: str, name: str, at: tuple[float, f
 
 def picture() -> None:
     """Left the parameters, right the functions; a circle there is an ellipse here."""
-    figure = plots.new(9.2, 3.6)
+    figure = plots.make_figure(9.2, 3.6)
     left, right = figure.subplots(1, 2)
     turn = np.linspace(0, 2 * np.pi, 200)
     circle = np.stack([np.cos(turn), np.sin(turn)])
@@ -93,7 +93,7 @@ def picture() -> None:
 
 def descent() -> None:
     """One least-squares loss, gradient descent and Gauss–Newton from the same start."""
-    figure = plots.new(9.2, 3.3)
+    figure = plots.make_figure(9.2, 3.3)
     left, right = figure.subplots(1, 2)
     wide = np.array([[1.0, 0.0], [0.0, 0.2]]) @ np.array([[0.8, 0.6], [-0.6, 0.8]])
     start = np.array([-1.4, 1.7])
@@ -130,7 +130,7 @@ def descent() -> None:
 
 def grams() -> None:
     """A wide and a tall A, with the two squares that can be made of them."""
-    figure = plots.new(9.2, 2.6)
+    figure = plots.make_figure(9.2, 2.6)
     axes = figure.subplots()
     bare(axes, "")
     row = [
@@ -158,7 +158,7 @@ def grams() -> None:
 def conditioning() -> None:
     """Error of the solution against the condition of A, from A and from AᵀA."""
     torch.manual_seed(0)
-    figure = plots.new(5.6, 3.2)
+    figure = plots.make_figure(5.6, 3.2)
     axes = figure.subplots()
     powers = torch.arange(0, 15)
     errors = {"from r, with A": [], "from g, with A": [], "from g, with AᵀA": []}
@@ -182,7 +182,7 @@ def conditioning() -> None:
     ):
         axes.plot(10.0 ** powers.double().numpy(), values, "o-", color=color, ms=3.5)
         axes.text(*at, name, color=color, size=9.5, va="center")
-    plots.dress(axes)
+    plots.format_axes(axes)
     axes.set_ylim(1e-16, 1e2)
     plots.label(axes, "condition number of A", "relative error of the solution")
     save(figure, "conditioning")
@@ -190,7 +190,7 @@ def conditioning() -> None:
 
 def damping() -> None:
     """(G + λ)⁻¹g from the natural gradient (λ = 0) to the gradient's direction (λ → ∞)."""
-    figure = plots.new(5.6, 3.2)
+    figure = plots.make_figure(5.6, 3.2)
     axes = figure.subplots()
     A = torch.tensor([[1.0, 0.2], [0.1, 0.15]]).double()
     r = torch.tensor([0.5, 0.35]).double()
@@ -216,7 +216,7 @@ def damping() -> None:
     axes.text(0.1, -0.24, "the gradient", color=PLAIN, size=9.5, **PAPER)
     axes.text(0.02, 0.32, "λ large", color=NATURAL, size=9.5, **PAPER)
     axes.plot(0, 0, "o", color=plots.INK, ms=5)
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     axes.set(xlim=(-0.15, 0.7), ylim=(-0.35, 2.7), xticks=[], yticks=[])
     plots.label(axes, title="directions at every damping, from one factorization")
     save(figure, "damping")

@@ -80,12 +80,14 @@ class Small(Experiment):
     def draw(self, results: Results) -> dict[str, Any]:
         if not self.drawn:  # most tests need none, and they take time
             return {}
-        figure = plots.new(4, 3, "Decay")
+        figure = plots.make_figure(4, 3, "Decay")
         axes = figure.subplots()
         for color, rate in zip(plots.PALETTE, self.rates, strict=False):
             runs = results.of(f"lr {rate}")
-            plots.band(axes, [r["step"] for r in runs], [r["loss"] for r in runs], color, f"{rate}")
-        plots.dress(axes)
+            plots.plot_band(
+                axes, [r["step"] for r in runs], [r["loss"] for r in runs], color, f"{rate}"
+            )
+        plots.format_axes(axes)
         plots.label(axes, "step", "loss", "all")
         return {"": figure, "again": figure}
 

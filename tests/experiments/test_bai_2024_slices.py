@@ -34,7 +34,7 @@ from pullback_experiments.bai_2024_slices.networks import (
     mlp,
 )
 from pullback_experiments.bai_2024_slices.rescaled import METHODS as CONTENDERS
-from pullback_experiments.bai_2024_slices.rescaled import apart
+from pullback_experiments.bai_2024_slices.rescaled import measure_difference
 from pullback_experiments.framework import executor
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.store import Available
@@ -191,8 +191,8 @@ def test_sliced_optimizers_forget_the_scale(method: Any) -> None:
 def test_apart() -> None:
     one = {"train loss": [1.0, 2.0]}
     two = {"train loss": [1.0, 2.5]}
-    assert apart(one, two) == pytest.approx(0.2)
-    assert apart(one, {"train loss": [1.0]}) == math.inf
+    assert measure_difference(one, two) == pytest.approx(0.2)
+    assert measure_difference(one, {"train loss": [1.0]}) == math.inf
 
 
 # --- whole runs ------------------------------------------------------------------------------
@@ -256,9 +256,9 @@ def test_seconds_of_the_full_version_are_those_of_steps_alone(tmp_path: Path) ->
     store = short.open_store(False, tmp_path)
     record = {"step": [0, 5, 10], "seconds": [0.0, 7.0, 9.0]}
     store.put((("SGD",), 0), record, 1.0, {})
-    assert short._found(Available(store, False))["SGD"] == [record]
+    assert short._group_records(Available(store, False))["SGD"] == [record]
     store.put((("cost", "SGD"), None), {"seconds of a step": 0.1}, 1.0, {})
-    assert short._found(Available(store, False))["SGD"][0]["seconds"] == [0.0, 0.5, 1.0]
+    assert short._group_records(Available(store, False))["SGD"][0]["seconds"] == [0.0, 0.5, 1.0]
 
 
 def test_networks_take_images() -> None:

@@ -58,7 +58,9 @@ def test_an_output_that_lacks_characters_is_written_all_the_same() -> None:
 
 def test_every_quick_version_has_an_expected_time(tmp_path: Path) -> None:
     assert set(listing.QUICK) == set(registry.names())
-    recorded = [listing.known(registry.find(name), tmp_path) for name in registry.names()]
+    recorded = [
+        listing.describe_results(registry.find(name), tmp_path) for name in registry.names()
+    ]
     assert all(re.fullmatch(r"about .* \(quick\)", time) and not word for time, word in recorded)
 
 

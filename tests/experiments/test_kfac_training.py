@@ -15,10 +15,10 @@ from pullback_experiments.framework.store import Store
 from pullback_experiments.kfac_training.experiment import (
     claims,
     final,
+    find_median_time,
     first_order,
     mark,
     table,
-    to,
 )
 from pullback_experiments.kfac_training.methods import (
     ADAM,
@@ -230,8 +230,8 @@ def test_claims() -> None:
         KRONECKER: runs(9, 3, 2, pace=5.0),
     }
     assert mark(actual) == 3
-    assert to(actual[KRONECKER], 3, "step") == 10
-    assert to(actual[SGD], 3, "step") == math.inf
+    assert find_median_time(actual[KRONECKER], 3, "step") == 10
+    assert find_median_time(actual[SGD], 3, "step") == math.inf
     fewer, sooner = claims(actual, fewer=2.0)
     assert fewer[1]
     assert not sooner[1]

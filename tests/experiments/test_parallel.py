@@ -84,7 +84,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[Small]:
 
 
 def test_what_a_process_does(tmp_path: Path, registered: list[Small]) -> None:
-    sent = pickle.loads(pickle.dumps(parallel._work(job(tmp_path))))
+    sent = pickle.loads(pickle.dumps(parallel._run_item(job(tmp_path))))
     record, took = parallel.rebuild_record(sent)
     assert took > 0
     assert isinstance(record["path"], np.ndarray)
@@ -104,7 +104,7 @@ def test_a_process_pauses_when_the_time_is_over(tmp_path: Path, registered: list
         raise Paused
 
     registered[0] = Small(before=late)
-    assert parallel._work(job(tmp_path, until=time.time() - 1)) is None
+    assert parallel._run_item(job(tmp_path, until=time.time() - 1)) is None
     assert (tmp_path / "place" / "seconds").exists()
 
 

@@ -174,7 +174,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_schedules() -> None:
-    assert schedules.falls([0.5, 0.75], 0.5)(0.8) == 0.25
+    assert schedules.step_decay([0.5, 0.75], 0.5)(0.8) == 0.25
     assert schedules.add_warmup(schedules.constant, 0.5)(0.25) == 0.5
     assert schedules.add_warmup(schedules.linear, 0.0)(0.0) == 1.0
 

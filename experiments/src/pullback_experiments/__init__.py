@@ -20,17 +20,17 @@ To add one, make a folder `author_year_topic/` here whose `__init__.py` has a tu
             return [Item((f"lr {r}",), partial(descend, r, steps)) for r in self.rates]
 
         def judge(self, results):
-            slow, fast = (results.of(f"lr {r}") for r in self.rates)  # records, one per seed
-            a, b = (max(r["loss"][-1] for r in some) for some in (slow, fast))
-            return [Check("a higher rate is faster", b < a, f"{b:.1e} against {a:.1e}")]
+            runs = [results.of(f"lr {rate}") for rate in self.rates]  # records, one per seed
+            slow, fast = (max(run["loss"][-1] for run in records) for records in runs)
+            return [Check("a higher rate is faster", fast < slow, f"{fast:.1e} and {slow:.1e}")]
 
         def draw(self, results):  # optional; the name is added to the experiment's
-            figure = plots.new(6, 4, "Decay")
+            figure = plots.make_figure(6, 4, "Decay")
             axes = figure.subplots()
             for color, r in zip(plots.PALETTE, self.rates):
                 runs = results.of(f"lr {r}")
-                plots.band(axes, [x["step"] for x in runs], [x["loss"] for x in runs], color)
-            plots.dress(axes)
+                plots.plot_band(axes, [x["step"] for x in runs], [x["loss"] for x in runs], color)
+            plots.format_axes(axes)
             return {"": figure}
 
         def curves(self, results):  # optional; drawn by the page, which zooms and switches axes

@@ -21,7 +21,7 @@ from .commands import report
 from .framework import executor
 from .framework.check import Outcome
 from .framework.environment import environment
-from .showcase.display import format_settings, progress, shown
+from .showcase.display import format_measure, format_settings, progress
 from .showcase.experiment import Demonstration, budget, problems, table
 from .showcase.problem import DemoProblem
 from .showcase.race import Curve, run, tune
@@ -42,14 +42,16 @@ def search(console: Console, problem: DemoProblem) -> None:
     for contender in problem.contenders:
         if contender.grid:
             ends = tune(problem, contender, seconds=problem.seconds)
-            tried = "; ".join(f"{format_settings(at)}: {shown('', end)}" for at, end in ends)
+            tried = "; ".join(
+                f"{format_settings(at)}: {format_measure('', end)}" for at, end in ends
+            )
             name = (
                 f"{problem.title}, {contender.name} ({format_settings(contender.settings)} in use)"
             )
             console.print(f"{name}\n  {tried}", soft_wrap=True)
 
 
-def kept(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]]) -> Outcome:
+def save_runs(out: Path, quick: bool, races: Sequence[tuple[DemoProblem, list[Curve]]]) -> Outcome:
     """Save the runs in the place of older ones, as the experiment would; its figure too."""
     demonstration = Demonstration()
     (out / f"{demonstration.stem(quick)}.json").unlink(missing_ok=True)
@@ -84,7 +86,7 @@ def main(
     for problem, curves in races:
         console.print()
         console.print(table(problem, curves))
-    figures = [str(path) for path in kept(out, quick, races).files[1:]]
+    figures = [str(path) for path in save_runs(out, quick, races).files[1:]]
     for problem, curves in races:
         picture = problem.picture({c.name: c.model for c in curves if c.model}, out)
         if picture:

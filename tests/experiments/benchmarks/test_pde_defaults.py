@@ -73,7 +73,7 @@ def test_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             return {"name": arguments[0], "seed": 1, "failed": "killed"}
         return pde_defaults.one(*arguments)
 
-    monkeypatch.setattr(pde_defaults, "apart", one)
+    monkeypatch.setattr(pde_defaults, "run_in_process", one)
     arguments = ["--problems", "ritz", "--seeds", "0-1", "--threads", "1"]
     arguments += ["--options", '{"steps": 1, "points": 20}', "--hidden", "3", "--out", str(path)]
     pde_defaults.main(arguments)

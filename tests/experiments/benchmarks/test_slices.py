@@ -41,11 +41,11 @@ def test_ratios_are_those_of_a_round() -> None:
 
 
 def test_medians_have_intervals() -> None:
-    middle = slices.middle([float(i) for i in range(101)])
+    middle = slices.summarize_ratios([float(i) for i in range(101)])
     assert middle["ratio"] == 50
     assert (middle["low"], middle["high"]) == (40, 60)
     assert (middle["quartile_1"], middle["quartile_3"]) == (25, 75)
-    assert slices.middle([2.0])["low"] == 2.0
+    assert slices.summarize_ratios([2.0])["low"] == 2.0
 
 
 def test_routes_take_turns_until_the_time_is_up() -> None:

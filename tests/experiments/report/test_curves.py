@@ -70,7 +70,7 @@ def test_data_are_json_that_ends_no_tag() -> None:
     evil = "</script><!--<script>&amp;\u2028"
     line = Line([0.0, 1.0], [math.nan, 1.23456789], [math.inf, 1.0], [1.0, 2.0])
     chart = Chart(evil, evil, [Series(evil, {"step": line}), None], note=evil)
-    html = charts.drawn([chart])
+    html = charts.render_charts([chart])
     inside = html.split('<script type="application/json">')[1].split("</script>")[0]
     assert not set("<>&") & set(inside)
     data = json.loads(inside)
@@ -82,9 +82,11 @@ def test_data_are_json_that_ends_no_tag() -> None:
 
 def test_uneven_lines_are_refused_and_empty_charts_are_not_drawn() -> None:
     with pytest.raises(ValueError, match="2 x, 1 y"):
-        charts.drawn([Chart("a", "b", [Series("c", {"step": Line([0, 1], [2])})])])
-    assert charts.drawn([]) == ""
-    assert charts.drawn([Chart("a", "b", [None, Series("c", {"step": Line([], [])})])]) == ""
+        charts.render_charts([Chart("a", "b", [Series("c", {"step": Line([0, 1], [2])})])])
+    assert charts.render_charts([]) == ""
+    assert (
+        charts.render_charts([Chart("a", "b", [None, Series("c", {"step": Line([], [])})])]) == ""
+    )
 
 
 def test_more_series_than_colors_are_dashed() -> None:
@@ -104,14 +106,14 @@ def test_committed_records_have_curves(name: str, records: Path) -> None:
         data = charts.as_data(chart)
         assert data["axes"]
         assert len(charts.embed_json(data)) < 150_000
-    assert all(chart.shown() for chart in curves.charts) or "figure2" in name
+    assert all(chart.drawable_series() for chart in curves.charts) or "figure2" in name
 
 
 def test_error_against_time_and_steps(records: Path) -> None:
     path = records / "yin-2024-deep.json"
     for chart in charts.curves(path, store.read(path)).charts:
-        assert chart.axes() == {"steps": "steps", "seconds": "CPU seconds"}
-        assert all(set(s.lines) == {"steps", "seconds"} for s in chart.shown())
+        assert chart.axis_names() == {"steps": "steps", "seconds": "CPU seconds"}
+        assert all(set(s.lines) == {"steps", "seconds"} for s in chart.drawable_series())
 
 
 def test_curves_that_cannot_be_drawn_say_why(records: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_COLORS = plots.colors(METHODS)
+_COLORS = plots.assign_colors(METHODS)
 _GREEN = "#009E73"
 
 
@@ -24,7 +24,7 @@ def draw(results: Results) -> Figure:
     """Of the first seed; the errors of all."""
     wide_record = results.of("wide")[0]
     narrow = results.of("narrow")[0]
-    figure = plots.new(10.5, 11.5, "Gradient steps as moves of the function")
+    figure = plots.make_figure(10.5, 11.5, "Gradient steps as moves of the function")
     grid = figure.subplots(3, 2).reshape(2, 3)
     _function(grid[0][0], wide_record)
     _gradients(grid[0][1], wide_record)
@@ -36,7 +36,7 @@ def draw(results: Results) -> Figure:
 
 
 def _panel(axes: Axes, title: str, x: str, y: str, *, log: bool = False) -> None:
-    plots.dress(axes, logx=log, logy=log)
+    plots.format_axes(axes, logx=log, logy=log)
     plots.label(axes, x, y, title)
     axes.legend(frameon=False, fontsize=8)
 
@@ -123,7 +123,7 @@ def _resolution(axes: Axes, r: Record) -> None:
 
 _MOVES: Mapping[str, Style] = {"predicted": "solid", "actual": "dotted"}
 _NETS: Mapping[str, Style] = {"wide": "solid", "narrow": "dotted"}
-_PLACES = plots.places(METHODS)
+_PLACES = plots.assign_places(METHODS)
 
 
 def charts(results: Results) -> list[Chart]:

@@ -45,15 +45,15 @@ def claims(
     return make_checks(
         [
             _fewer(records, FIRST, SGD, level),
-            _sooner(records, FIRST, SGD, level),
-            _cheap(records, FIRST),
-            _similar(records, SECOND, FIRST),
+            _claim_sooner(records, FIRST, SGD, level),
+            _claim_cheap(records, FIRST),
+            _claim_similar(records, SECOND, FIRST),
             _by_start(records, level),
             _law(law),
             _fewer(records, SECOND, FIRST, level),
-            _above(records, UNITS, FIRST),
-            _above(records, POLAR, FIRST),
-            _above(records, SLICED, ADAM),
+            _claim_above(records, UNITS, FIRST),
+            _claim_above(records, POLAR, FIRST),
+            _claim_above(records, SLICED, ADAM),
         ],
         expected_outcomes,
         ours=range(4, 10),
@@ -97,27 +97,27 @@ def _finite(record: Record) -> bool:
     return math.isfinite(record["train loss"][-1])
 
 
-def _sooner(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
+def _claim_sooner(records: GroupedRecords, one: str, two: str, level: float) -> Claim:
     a = seconds(records[one], level)
     b = seconds(records[two], level)
     claim = f"{one} needs less time than {two} to a test accuracy of {level:g}"
     return claim, a < b, f"{_format_seconds(a)} and {_format_seconds(b)}"
 
 
-def _cheap(records: GroupedRecords, name: str) -> Claim:
+def _claim_cheap(records: GroupedRecords, name: str) -> Claim:
     ratio = seconds_per_epoch(records[name]) / seconds_per_epoch(records[SGD])
     claim = f"an epoch of {name} takes at most {LIMITS.cheap:g} times as long as one of SGD"
     return claim, ratio <= LIMITS.cheap, f"{ratio:.2f} times"
 
 
-def _similar(records: GroupedRecords, one: str, two: str) -> Claim:
+def _claim_similar(records: GroupedRecords, one: str, two: str) -> Claim:
     a = final(records[one])[0]
     b = final(records[two])[0]
     claim = f"{one} ends like {two}, within a point of test accuracy"
     return claim, abs(a - b) <= LIMITS.similar, f"{a:.4f} and {b:.4f}"
 
 
-def _above(records: GroupedRecords, one: str, two: str) -> Claim:
+def _claim_above(records: GroupedRecords, one: str, two: str) -> Claim:
     count = min(len(records[one]), len(records[two]))  # the same seeds
     a = final(records[one][:count])[0]
     b = final(records[two][:count])[0]

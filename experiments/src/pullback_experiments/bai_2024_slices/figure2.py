@@ -97,7 +97,9 @@ class Figure2(Experiment):
             seeds = m.seeds
             if quick:
                 seeds = None
-            out.append(Item((m.name,), partial(self._chosen, m), resumable=True, seeds=seeds))
+            out.append(
+                Item((m.name,), partial(self._train_at_best, m), resumable=True, seeds=seeds)
+            )
         return out
 
     def _cost(self, method: SliceMethod, context: Context) -> Record:
@@ -118,7 +120,7 @@ class Figure2(Experiment):
         record = self._train(method, rate, data, self.searched, context)
         return {"rate": rate, "score": max(record["test accuracy"])}
 
-    def _chosen(self, method: SliceMethod, context: Context) -> Record:
+    def _train_at_best(self, method: SliceMethod, context: Context) -> Record:
         config = self.config(context.quick)
         rate = config["lr"]
         if context.quick:
@@ -151,10 +153,12 @@ class Figure2(Experiment):
         accuracy = record["test accuracy"][-1]
         return f"lr {record['rate']:g}, loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
-    def _found(self, results: Results) -> dict[str, list[Record]]:
+    def _group_records(self, results: Results) -> dict[str, list[Record]]:
         records = {}
         for method in METHODS:
-            records[method.name] = [_alone(results, method, r) for r in results.of(method.name)]
+            records[method.name] = [
+                _with_time_alone(results, method, r) for r in results.of(method.name)
+            ]
         return records
 
     def judge(self, results: Results) -> list[Check]:
@@ -162,25 +166,25 @@ class Figure2(Experiment):
         if results.quick:
             expected_outcomes = self.quick_expected_outcomes
         level = self.config(results.quick)["level"]
-        checks = claims(self._found(results), results.once("law"), level, expected_outcomes)
+        checks = claims(self._group_records(results), results.once("law"), level, expected_outcomes)
         # seconds of a tiny network are Python's
         return [c for i, c in enumerate(checks) if not (results.quick and i in TIMED)]
 
     def curves(self, results: Results) -> list[Chart]:
-        return training(self._found(results))
+        return training(self._group_records(results))
 
     def tables(self, results: Results) -> list[Table]:
-        return [table(self._found(results), self.config(results.quick)["level"])]
+        return [table(self._group_records(results), self.config(results.quick)["level"])]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         where = "CIFAR-10"
         if results.quick:
             where = "digits"
         title = f"Seven-layer ReLU network on {where}, {len(results.seeds)} seeds: mean ± deviation"
-        return {"": curves(self._found(results), title)}
+        return {"": draw_curves(self._group_records(results), title)}
 
 
-def _alone(results: Results, method: SliceMethod, record: Record) -> Record:
+def _with_time_alone(results: Results, method: SliceMethod, record: Record) -> Record:
     """The record with the seconds that it would have taken alone, where that was measured."""
     if not results.has("cost", method.name):
         return record
@@ -205,7 +209,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "beside them": (SGD, START, FIRST, UNITS, POLAR),
     "Adam": (SGD, ADAM, SLICED),
 }
-_PLACES = plots.places((SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START))
+_PLACES = plots.assign_places((SGD, FIRST, SECOND, UNITS, POLAR, ADAM, SLICED, START))
 _STYLES: Mapping[str, Style] = {START: "dashed", UNITS: "dotted", SLICED: "dashed"}
 _ALONG = {"epoch": "epochs", "seconds": "seconds of training", "step": "steps"}
 
@@ -238,9 +242,9 @@ def _series(name: str, runs: Sequence[Record], what: str) -> Series | None:
     return Series(name, lines, _PLACES[name], _STYLES.get(name, "solid"))
 
 
-def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
+def draw_curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """A row for each group of methods: against seconds (Figure 2a), against epochs (2b)."""
-    figure = plots.new(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
+    figure = plots.make_figure(13, 3.1 * len(ROWS) + 0.5, title, dpi=100)
     grid = figure.subplots(len(ROWS), 3, squeeze=False)
     for row, (group, all_names) in zip(grid, ROWS.items(), strict=True):
         names = [n for n in all_names if records[n]]
@@ -248,11 +252,11 @@ def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
         for axes, along in zip(row, names_along, strict=False):
             for name in names:
                 mean_band(axes, records[name], along, "test accuracy", name)
-            plots.dress(axes, logx=False, logy=False)
+            plots.format_axes(axes, logx=False, logy=False)
             plots.label(axes, names_along[along], "test accuracy")
         for name in names:
             mean_band(row[2], records[name], "epoch", "train loss", name)
-        plots.dress(row[2], logx=False)
+        plots.format_axes(row[2], logx=False)
         plots.label(row[2], "epoch", "training loss")
         plots.label(row[0], title=group)
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)

@@ -167,7 +167,7 @@ class Rescaling(Experiment):
         for name in config["starts"]:
             for m in METHODS:
                 for size in config["sizes"]:
-                    work = partial(self._chosen, name, m, size)
+                    work = partial(self._train_at_best, name, m, size)
                     out.append(Item((name, m.name, str(size)), work, resumable=True))
         return out
 
@@ -184,7 +184,9 @@ class Rescaling(Experiment):
         best = min(range(len(scores)), key=scores.__getitem__)
         return {"rate": method.rates[best], "scores": scores}
 
-    def _chosen(self, name: str, method: RescaledMethod, size: int, context: Context) -> Record:
+    def _train_at_best(
+        self, name: str, method: RescaledMethod, size: int, context: Context
+    ) -> Record:
         network, trained = STARTS[name]
         rate = context.finished.once("search", network, method.name)["rate"]
         return self._train(network, trained, method, size, rate, context)
@@ -262,8 +264,8 @@ def claims(ends: Ends, expected_outcomes: Sequence[bool]) -> list[Check]:
     by_method = next(iter(ends.values()))
     largest = max(next(iter(by_method.values())))
     checks = [
-        _same(ends, _SLICED),
-        *(_slow(ends, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
+        _claim_same(ends, _SLICED),
+        *(_claim_slow(ends, name, largest) for name in (SGD, MOMENTUM, ADAM, KRONECKER)),
     ]
     return make_checks(checks, expected_outcomes, ours=range(len(checks)))
 
@@ -273,7 +275,7 @@ def final(records: Sequence[Record]) -> float:
     return quantiles([finite(r["train loss"][-1]) for r in records])[1]
 
 
-def apart(one: Record, two: Record) -> float:
+def measure_difference(one: Record, two: Record) -> float:
     """The largest relative difference of two curves of the training loss."""
     a = one["train loss"]
     b = two["train loss"]
@@ -282,17 +284,17 @@ def apart(one: Record, two: Record) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def _same(ends: Ends, names: Sequence[str]) -> Claim:
+def _claim_same(ends: Ends, names: Sequence[str]) -> Claim:
     worst = 0.0
     for methods, name in product(ends.values(), names):
         plain, *rescaled = methods[name].values()
         for runs in rescaled:
-            worst = max([worst, *map(apart, runs, plain)])
+            worst = max([worst, *map(measure_difference, runs, plain)])
     claim = f"{', '.join(names)} run as if nothing had been rescaled"
     return claim, worst <= LIMITS.same, f"losses at all epochs within {worst:.0e}, relative"
 
 
-def _slow(ends: Ends, name: str, size: int) -> Claim:
+def _claim_slow(ends: Ends, name: str, size: int) -> Claim:
     each = {start: (final(by[name][size]), final(by[name][0])) for start, by in ends.items()}
     holds = all(a >= LIMITS.slow * b for a, b in each.values())
     numbers = "; ".join(f"{start}: {_loss(a)} for {_loss(b)}" for start, (a, b) in each.items())
@@ -331,14 +333,14 @@ def table(start: str, records_by_size: Mapping[str, Mapping[int, Sequence[Record
 
 
 _MARKS = "os^D"
-_PLACES = plots.places(m.name for m in METHODS)
+_PLACES = plots.assign_places(m.name for m in METHODS)
 
 
 def draw(ends_by_start: Ends, seeds: int) -> Figure:
     """One panel per start; a sliced optimizer is a dashed line, another a solid one."""
     title = r"Training loss after rescaling each unit by $10^{\pm s}$"
     title += f"; {seeds} seeds, medians and range"
-    figure = plots.new(4.2 * len(ends_by_start) + 2.2, 5.4, title, dpi=110)
+    figure = plots.make_figure(4.2 * len(ends_by_start) + 2.2, 5.4, title, dpi=110)
     grid = figure.subplots(1, len(ends_by_start), squeeze=False, sharey=True)[0]
     for axes, (name, methods) in zip(grid, ends_by_start.items(), strict=True):
         sizes = list(methods[METHODS[0].name])
@@ -356,7 +358,7 @@ def draw(ends_by_start: Ends, seeds: int) -> Figure:
                 x, middle, bars, fmt=style, marker=_MARKS[i % 4], ms=5,
                 color=color, lw=1.7, elinewidth=0.8, label=m.name,
             )  # fmt: skip
-        plots.dress(axes, logx=False)
+        plots.format_axes(axes, logx=False)
         axes.set_xticks(sizes, ["as it was", *(rf"$10^{{\pm {s}}}$" for s in sizes[1:])])
         axes.axhline(np.log(10), color=plots.INK, lw=0.8, ls=":")
         axes.axhline(LIMITS.top, color=plots.INK, lw=0.8)
@@ -371,7 +373,8 @@ def chart_final_losses(ends: Ends) -> list[Chart]:
     charts = []
     for name, methods in ends.items():
         series = [
-            _ends(m.name, methods[m.name], _PLACES[m.name], plots.dashes(m.name)) for m in METHODS
+            _ends(m.name, methods[m.name], _PLACES[m.name], plots.choose_dashes(m.name))
+            for m in METHODS
         ]
         chart = Chart(
             name.capitalize().replace("mlp", "MLP"),

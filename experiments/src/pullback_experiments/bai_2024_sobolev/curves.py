@@ -114,7 +114,7 @@ _PANELS = (
 
 def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
     """One panel per measure: medians over seeds, quartiles as bands."""
-    figure = plots.new(14, 3.9, f"{title}: medians and quartiles", dpi=110)
+    figure = plots.make_figure(14, 3.9, f"{title}: medians and quartiles", dpi=110)
     grid = figure.subplots(1, 4)
     for axes, (measure, name) in zip(grid, _PANELS, strict=True):
         panel(axes, records, measure)
@@ -125,7 +125,7 @@ def curves(records: Mapping[str, Sequence[Record]], title: str) -> Figure:
 
 def panel(axes: Axes, records: Mapping[str, Sequence[Record]], measure: str) -> None:
     """A measure of every method."""
-    for name, color in plots.colors(records).items():
+    for name, color in plots.assign_colors(records).items():
         runs = records[name]
-        plots.band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
-    plots.dress(axes, logx=False, logy="loss" in measure)
+        plots.plot_band(axes, [r["epoch"] for r in runs], [r[measure] for r in runs], color, name)
+    plots.format_axes(axes, logx=False, logy="loss" in measure)

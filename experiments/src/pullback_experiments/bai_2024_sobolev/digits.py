@@ -136,13 +136,13 @@ class Tuned(Experiment):
             for rank in range(self._finalists(quick)):
                 work = partial(self._final, net, method, rank)
                 out.append(Item(("final", net, method, str(rank)), work, once=True))
-            work = partial(self._chosen, net, method, method)
+            work = partial(self._train_at_best, net, method, method)
             out.append(Item((net, method, "own settings"), work, resumable=True))
             if method == "K-FAC":
-                work = partial(self._chosen, net, method, method, grid_number=1)
+                work = partial(self._train_at_best, net, method, method, grid_number=1)
                 out.append(Item((net, method, "second settings"), work, resumable=True))
             else:
-                work = partial(self._chosen, net, method, "K-FAC")
+                work = partial(self._train_at_best, net, method, "K-FAC")
                 out.append(Item((net, method, "K-FAC's settings"), work, resumable=True))
         return out
 
@@ -179,7 +179,7 @@ class Tuned(Experiment):
         losses = [finite(v) for v in record["train loss"][1:]]
         return sum(math.log(max(v, 1e-12)) for v in losses) / len(losses)
 
-    def _chosen(
+    def _train_at_best(
         self, net: str, method: str, whose: str, context: Context, grid_number: int = 0
     ) -> Record:
         pair = best(context.finished, net, whose, self._finalists(context.quick), grid_number)
@@ -263,18 +263,18 @@ def judge_networks(
     claims: list[Claim] = []
     for net in nets:
         claims += [
-            _sooner(results, net, "Sobolev", SHARED),
-            _similar(results, net),
-            _sooner(results, net, "Sobolev", OWN),
-            _sooner(results, net, "Sobolev–Fisher", OWN),
-            _sooner(results, net, "Sobolev–Fisher, short", OWN),
+            _claim_sooner(results, net, "Sobolev", SHARED),
+            _claim_similar(results, net),
+            _claim_sooner(results, net, "Sobolev", OWN),
+            _claim_sooner(results, net, "Sobolev–Fisher", OWN),
+            _claim_sooner(results, net, "Sobolev–Fisher, short", OWN),
             _than_second(results, net),
         ]
     ours = {i for i, is_ours in enumerate(OURS * len(nets)) if is_ours}
     return make_checks(claims, expected_outcomes, ours=ours)
 
 
-def _sooner(results: Results, net: str, method: str, settings: str) -> Claim:
+def _claim_sooner(results: Results, net: str, method: str, settings: str) -> Claim:
     level = mark(results, net)
     a = epochs(runs_of(results, net, method, settings), "train loss", level)
     b = epochs(runs_of(results, net, "K-FAC", OWN), "train loss", level)
@@ -299,7 +299,7 @@ def _than_second(results: Results, net: str) -> Claim:
     )
 
 
-def _similar(results: Results, net: str) -> Claim:
+def _claim_similar(results: Results, net: str) -> Claim:
     one, two = (
         final(runs_of(results, net, method, SHARED), "test accuracy")
         for method in ("Sobolev", "K-FAC")
@@ -339,7 +339,7 @@ def table(results: Results, net: str, methods: Sequence[str]) -> Table:
 def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figure:
     """A row per network: training loss and test accuracy, at K-FAC's settings and at their own."""
     title = f"K-FAC and Sobolev, {len(results.seeds)} seeds: medians and quartiles"
-    figure = plots.new(14, 0.6 + 4.4 * len(nets), title, dpi=110)
+    figure = plots.make_figure(14, 0.6 + 4.4 * len(nets), title, dpi=110)
     grid = figure.subplots(len(nets), 4, squeeze=False)
     for row, net in zip(grid, nets, strict=True):
         titles = {SHARED: "all at K-FAC's settings", OWN: "each at its own"}
@@ -351,14 +351,14 @@ def draw(results: Results, nets: Sequence[str], methods: Sequence[str]) -> Figur
                 plots.label(axes, "epoch", "training loss", f"{net}: {titles[settings]}")
             else:
                 plots.label(axes, "epoch", measure)
-        _share(row[0], row[2])
-        _share(row[1], row[3])
+        _share_limits(row[0], row[2])
+        _share_limits(row[1], row[3])
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     return figure
 
 
-def _share(one: Axes, two: Axes) -> None:
-    """The same limits, so that the two settings can be compared."""
+def _share_limits(one: Axes, two: Axes) -> None:
+    """Give both panels the same limits, so that the two settings can be compared."""
     low = min(one.get_ylim()[0], two.get_ylim()[0])
     high = max(one.get_ylim()[1], two.get_ylim()[1])
     one.set_ylim(low, high)

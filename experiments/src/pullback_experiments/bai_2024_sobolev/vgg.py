@@ -52,7 +52,7 @@ class Falls:
     factor: float
 
     def __call__(self, share: float) -> float:
-        return schedules.falls(self.at, self.factor)(share)
+        return schedules.step_decay(self.at, self.factor)(share)
 
 
 THEIRS = Falls((0.4, 0.8), 0.1)  # the baseline's
@@ -120,16 +120,22 @@ def paper_claims(records: GroupedRecords, expected_outcomes: Sequence[bool]) -> 
     theirs = records["K-FAC"]
     claims = []
     for measure, levels in LEVELS.items():
-        claims += [_sooner("Sobolev", ours, "K-FAC", theirs, measure, level) for level in levels]
-    claims += [_similar(ours, theirs), _no_benefit(records)]
+        claims += [
+            _claim_sooner("Sobolev", ours, "K-FAC", theirs, measure, level) for level in levels
+        ]
+    claims += [_claim_similar(ours, theirs), _no_benefit(records)]
     unscheduled = records["Sobolev − schedule"]
-    claims.append(_sooner("Sobolev − schedule", unscheduled, "K-FAC", theirs, "train loss", 0.1))
+    claims.append(
+        _claim_sooner("Sobolev − schedule", unscheduled, "K-FAC", theirs, "train loss", 0.1)
+    )
     with_all_options = records["K-FAC + both"]
-    claims.append(_sooner("Sobolev", ours, "K-FAC + both", with_all_options, "train loss", 0.1))
+    claims.append(
+        _claim_sooner("Sobolev", ours, "K-FAC + both", with_all_options, "train loss", 0.1)
+    )
     return make_checks(claims, expected_outcomes, ours={6, 7})
 
 
-def _sooner(
+def _claim_sooner(
     one: str, a: Sequence[Record], two: str, b: Sequence[Record], measure: str, level: float
 ) -> Claim:
     first = epochs(a, measure, level)
@@ -142,7 +148,7 @@ def _sooner(
     )
 
 
-def _similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
+def _claim_similar(a: Sequence[Record], b: Sequence[Record]) -> Claim:
     one = final(a, "test accuracy")
     two = final(b, "test accuracy")
     claim = "the final test accuracies of Sobolev and K-FAC are similar, within a point"
@@ -245,18 +251,18 @@ class VGGTraining(Experiment):
         accuracy = record["test accuracy"][-1]
         return f"training loss {loss:.3f}, test accuracy {accuracy:.3f}"
 
-    def _found(self, results: Results) -> GroupedRecords:
+    def _group_records(self, results: Results) -> GroupedRecords:
         return {m.name: results.of(m.name) for m in self.methods}
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:
             return []
-        return self.claims(self._found(results), self.expected_outcomes)
+        return self.claims(self._group_records(results), self.expected_outcomes)
 
     def draw(self, results: Results) -> dict[str, Figure]:
         from .curves import curves
 
-        records = self._found(results)
+        records = self._group_records(results)
         title = f"VGG-16 on {_set(self.dataset)}, {count_of(len(results.seeds), 'seed')}"
         figures = {}
         for suffix, chosen in self.figures.items():
@@ -264,14 +270,14 @@ class VGGTraining(Experiment):
         return figures
 
     def curves(self, results: Results) -> list[Chart]:
-        return charts(self._found(results))
+        return charts(self._group_records(results))
 
     def tables(self, results: Results) -> list[Table]:
         goals: list[tuple[str, float]] = []
         for measure, levels in LEVELS.items():
             goals += [(measure, level) for level in levels]
         rows = []
-        for name, runs in self._found(results).items():
+        for name, runs in self._group_records(results).items():
             to_levels = [format_epochs(epochs(runs, m, level)) for m, level in goals]
             seconds_per_step = min(r["seconds"][-1] / max(r["step"][-1], 1) for r in runs)
             ends = [final(runs, m) for m in ("train loss", "test loss", "test accuracy")]

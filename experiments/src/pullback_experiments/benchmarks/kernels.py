@@ -118,12 +118,12 @@ def _send_memory_rise(problem: str, n: int, route: str, threads: int, queue: Any
     torch.set_num_threads(threads)
     model, x = build(problem, n, torch.device("cpu"))
     ROUTES[route](model, x[:2])  # what a first call loads is not the route's
-    before = high_water()
+    before = read_peak_bytes()
     ROUTES[route](model, x)
-    queue.put(high_water() - before)
+    queue.put(read_peak_bytes() - before)
 
 
-def high_water() -> int:
+def read_peak_bytes() -> int:
     """The process's peak in bytes; `getrusage` would count the parent's, which exec passes on."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -137,7 +137,7 @@ def measure(problem: str, sizes: tuple[int, ...], options: Any) -> dict[str, Any
     device = torch.device(options.device)
     errors = {route: error(route, problem, device) for route in ROUTES}
     result: dict[str, Any] = {"error": errors, "sizes": {}}
-    last = {route: foretold(route, problem, device) for route in ROUTES}
+    last = {route: time_small_run(route, problem, device) for route in ROUTES}
     print(f"\n{PROBLEMS[problem][0]}")
     clock = time.perf_counter
     if options.cpu_time:
@@ -166,7 +166,7 @@ def find_unusable_routes(
     for route in ROUTES:
         if route == "pullback":
             continue
-        reason = too_much(last[route], len(x), options)
+        reason = explain_excess(last[route], len(x), options)
         if not reason and not fits(ROUTES[route], model, x):
             reason = "does not fit the device"
         if reason:
@@ -186,7 +186,7 @@ def fits(route: Route, model: nn.Module, x: Tensor) -> bool:
     return True
 
 
-def foretold(route: str, problem: str, device: torch.device) -> tuple[int, float, int]:
+def time_small_run(route: str, problem: str, device: torch.device) -> tuple[int, float, int]:
     """(inputs, seconds, bytes) of a small run."""
     for n in (CHECKED, 4 * CHECKED):
         model, x = build(problem, n, device)
@@ -196,7 +196,7 @@ def foretold(route: str, problem: str, device: torch.device) -> tuple[int, float
     return n, seconds, 0
 
 
-def too_much(last: tuple[int, float, int], n: int, options: Any) -> str:
+def explain_excess(last: tuple[int, float, int], n: int, options: Any) -> str:
     """Why a route is left out at n inputs, or nothing: time grows as n², memory at least as n."""
     before, seconds, peak = last
     if seconds * (n / before) ** 2 > options.limit:

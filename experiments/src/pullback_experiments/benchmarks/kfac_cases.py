@@ -40,7 +40,7 @@ def images(n: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 3, size, size), torch.randint(0, classes, (n,))
 
 
-def same(x: Tensor) -> tuple[Tensor, Tensor]:
+def pair_with_itself(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x
 
 
@@ -69,7 +69,7 @@ def _cpu_cases(quick: bool) -> dict[str, Case]:
     return {
         "autoencoder": Case(
             lambda: autoencoder(widths),
-            lambda: same(torch.rand(samples, widths[0])),
+            lambda: pair_with_itself(torch.rand(samples, widths[0])),
             bernoulli,
             lambda: pb.likelihoods.Bernoulli(event=1),
             {"every step": 3.8, "10/100": 2.1},

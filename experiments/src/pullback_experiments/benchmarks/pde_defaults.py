@@ -170,7 +170,7 @@ def one(
     }
 
 
-def apart(arguments: tuple[Any, ...]) -> dict[str, Any]:
+def run_in_process(arguments: tuple[Any, ...]) -> dict[str, Any]:
     """The run in a process of its own; what failed says why."""
     module = "pullback_experiments.benchmarks.pde_defaults"
     call = f"from {module} import one; import json; print(json.dumps(one{arguments}))"
@@ -208,7 +208,7 @@ def seeds(text: str) -> list[int]:
     return [int(s) for s in text.split(",")]
 
 
-def store(path: Path, record: dict[str, Any]) -> None:
+def replace_file(path: Path, record: dict[str, Any]) -> None:
     """Replace the file at once, so that it is whole whenever someone looks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = path.with_name(path.name + ".part")
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             return {"name": name, "seed": seed, "failed": "no time is left, call again"}
         options = {"device": asked.device, "budget": asked.budget, **asked.options}
         how = asked.threads, asked.tuned, asked.balanced, asked.hidden
-        return apart((name, seed, *how, options))
+        return run_in_process((name, seed, *how, options))
 
     with ThreadPoolExecutor(asked.workers) as pool:
         missing = [p for p in product(asked.problems, asked.seeds) if f"{p[0]}/{p[1]}" not in runs]
@@ -259,4 +259,4 @@ def main(arguments: Sequence[str] = ()) -> None:
                 continue
             runs[f"{run['name']}/{run['seed']}"] = run
             print(line(run), flush=True)
-            store(asked.out, {**where, "runs": runs})
+            replace_file(asked.out, {**where, "runs": runs})

@@ -231,7 +231,7 @@ def draw(results: dict[str, Any]) -> None:
     drawn = {n: r for n, r in results.items() if (PANELS / f"{n}.npz").exists()}
     columns = 4
     rows = math.ceil(len(drawn) / columns)
-    figure = plots.new(2.75 * columns, 2.8 * rows)
+    figure = plots.make_figure(2.75 * columns, 2.8 * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax, (name, result) in zip(axes, drawn.items(), strict=False):
         panel = np.load(PANELS / f"{name}.npz")

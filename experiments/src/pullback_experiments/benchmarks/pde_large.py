@@ -34,7 +34,7 @@ CASES: dict[str, tuple[int, tuple[int, ...], tuple[int, int], Step]] = {
 }  # fmt: skip
 
 
-def one(name: str, device: str, seconds: float) -> dict[str, Any]:
+def solve_case(name: str, device: str, seconds: float) -> dict[str, Any]:
     """Solve a case, as long as the budget lasts."""
     dim, hidden, (inside, outside), step = CASES[name]
     network = pde.mlp(dim, *hidden, 1, seed=0, activation="silu")
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     about = {"environment": describe_machine(torch.device(args.device))}
     record = Record(args.out, about, key="runs", resume=False)
     for name in args.only:
-        run = one(name, args.device, args.seconds)
+        run = solve_case(name, args.device, args.seconds)
         each = run["seconds"] / max(1, run["steps"])
         print(f"{name:22s} error {run['error']:.1e}  {run['steps']} steps of {each:.2f} s")
         record.put(name, run)

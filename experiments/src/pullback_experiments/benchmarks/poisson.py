@@ -106,7 +106,7 @@ class Rival:
 
     def __init__(self, seed: int, steps: int) -> None:
         network = pde.mlp(2, 32, 1, seed=seed)
-        self._reference = built(network, seed)
+        self._reference = make_reference(network, seed)
         self._steps = steps
         yardstick = Yardstick(poisson(), next(network.parameters()))
         self._error = lambda: yardstick.error(network)
@@ -157,7 +157,7 @@ def race(seed: int, steps: int, reference_steps: int) -> dict[str, Any]:
     }
 
 
-def built(network: Any, seed: int, **options: Any) -> Reference:
+def make_reference(network: Any, seed: int, **options: Any) -> Reference:
     """The reference at the points that `pde.solve` uses."""
     problem = poisson()
     size = sum(p.numel() for p in network.parameters())
@@ -169,7 +169,7 @@ def built(network: Any, seed: int, **options: Any) -> Reference:
 
 def per_step(products: bool, steps: int = 10) -> float:
     """CPU seconds of a reference step from a fresh network."""
-    run = built(pde.mlp(2, 32, 1, seed=0), 0, products=products)
+    run = make_reference(pde.mlp(2, 32, 1, seed=0), 0, products=products)
     run.step()
     start = time.process_time()
     for _ in range(steps):
@@ -218,7 +218,7 @@ def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def shown(seed: str, run: dict[str, Any]) -> str:
+def format_race(seed: str, run: dict[str, Any]) -> str:
     def one(name: str) -> str:
         r = run[name]
         to = r["seconds to"]["1e-06"]
@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         if seed not in record["runs"]:
             record["runs"][seed] = race(int(seed), options.steps, options.reference_steps)
             options.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(shown(seed, record["runs"][seed]), flush=True)
+        print(format_race(seed, record["runs"][seed]), flush=True)
     record["summary"] = summary(record["runs"])
     record["CPU ms of a reference step"] = {
         "products held": 1e3 * per_step(True),

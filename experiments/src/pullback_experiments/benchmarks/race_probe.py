@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     jobs = list(_jobs(asked))
     if asked.parallel <= 1:
         for job in jobs:
-            print(json.dumps(_done(job)), flush=True)
+            print(json.dumps(_run_job(job)), flush=True)
         return 0
     spawned = get_context("spawn")
-    with ProcessPoolExecutor(asked.parallel, spawned, _begin, (_corpus(asked),)) as pool:
-        for future in as_completed([pool.submit(_done, job) for job in jobs]):
+    with ProcessPoolExecutor(asked.parallel, spawned, _share_corpus, (_corpus(asked),)) as pool:
+        for future in as_completed([pool.submit(_run_job, job) for job in jobs]):
             print(json.dumps(future.result()), flush=True)
     return 0
 
@@ -106,7 +106,7 @@ def _jobs(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
 
 
-def _done(job: dict[str, Any]) -> dict[str, Any]:
+def _run_job(job: dict[str, Any]) -> dict[str, Any]:
     """The record of a run in short, or what went wrong."""
     torch.set_num_threads(job["threads"])
     task = replace(TASKS[job["task"]], **job["fields"])
@@ -146,7 +146,7 @@ def _corpus(asked: argparse.Namespace) -> tuple[tuple[int, bool], Any] | None:
     return key, files
 
 
-def _begin(shared: tuple[tuple[int, bool], Any] | None) -> None:
+def _share_corpus(shared: tuple[tuple[int, bool], Any] | None) -> None:
     from ..races import tasks
 
     if shared is not None:

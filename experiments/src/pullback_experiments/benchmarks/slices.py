@@ -71,7 +71,7 @@ def in_rounds(
     return times
 
 
-def middle(values: list[float]) -> dict[str, float]:
+def summarize_ratios(values: list[float]) -> dict[str, float]:
     """The median, a 95 % interval of it from order statistics, and the quartiles."""
     ranked = sorted(values)
     n = len(values)
@@ -94,7 +94,7 @@ def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
         known = [b for b in BASES.get(name, PLAIN) if b in times and b != name]
         if known and name not in (*PLAIN, "Adam", "SGD momentum"):
             base = min(known, key=lambda b: statistics.median(times[b]))
-            out[name] = middle([a / b for a, b in zip(seconds, times[base], strict=True)])
+            out[name] = summarize_ratios([a / b for a, b in zip(seconds, times[base], strict=True)])
     return out
 
 

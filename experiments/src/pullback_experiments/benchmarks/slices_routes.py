@@ -124,6 +124,8 @@ class Route:
         return self.train
 
     def block(self, step: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that takes as many steps as a block has."""
+
         def run() -> None:
             for _ in range(self.steps):
                 step()
@@ -164,7 +166,7 @@ class Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace != "profiler":
             named = kwargs or {}
-            written = [_written(func, i) for i in range(len(args))]
+            written = [_is_written(func, i) for i in range(len(args))]
             self.operations += 1
             self.bytes += _size(args) + _size(list(named.values()))
             self.bytes += sum(_size(a) for a, flag in zip(args, written, strict=True) if flag)
@@ -173,7 +175,7 @@ class Counter(TorchDispatchMode):
         return out
 
 
-def _written(func: Any, index: int) -> bool:
+def _is_written(func: Any, index: int) -> bool:
     """Whether an argument is changed; a fused step says so of gradients, which it only might."""
     alias = func._schema.arguments[index].alias_info
     return alias is not None and alias.is_write and not ("fused" in func.__name__ and index)

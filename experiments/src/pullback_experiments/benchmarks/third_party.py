@@ -34,7 +34,7 @@ from ..framework.timing import compare, first_and_later
 from . import third_party_real
 from .kfac import NEVER, predict_schedule_ratio
 from .third_party_models import Model, models
-from .third_party_others import others
+from .third_party_others import list_other_models
 from .third_party_real import shares
 
 RATES = {"SGD": (0.01, 0.1, 1.0), "Adam": (1e-3, 3e-3, 1e-2), "KFAC": (1, 3, 10)}
@@ -195,7 +195,7 @@ def race(case: Model) -> dict[str, dict[str, float | None]]:
     return scores
 
 
-def best(scores: dict[str, float | None]) -> float:
+def find_best_score(scores: dict[str, float | None]) -> float:
     """The score at the best rate."""
     return min((s for s in scores.values() if s is not None), default=math.inf)
 
@@ -213,7 +213,8 @@ def summary(name: str, row: dict[str, Any]) -> str:
         ]
         phrases += [f"first step {row['first step']:.1f}"]
     phrases += [
-        f"{schedule} {best(scores):.3f}" for schedule, scores in row.get("scores", {}).items()
+        f"{schedule} {find_best_score(scores):.3f}"
+        for schedule, scores in row.get("scores", {}).items()
     ]
     return f"{name}: {', '.join(phrases)}"
 
@@ -237,7 +238,7 @@ def count_wins(rows: Mapping[str, Mapping[str, Any]]) -> str:
     races = [row["scores"] for row in rows.values() if "scores" in row]
     ahead = 0
     for scores in races:
-        lowest = {name: best(by_rate) for name, by_rate in scores.items()}
+        lowest = {name: find_best_score(by_rate) for name, by_rate in scores.items()}
         ahead += lowest["KFAC"] < min(lowest["SGD"], lowest["Adam"])
     return f"ahead of SGD and Adam: {ahead} of {len(races)}"
 
@@ -245,7 +246,7 @@ def count_wins(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def run_small_models(options: argparse.Namespace) -> None:
     """Measure the models of small configurations, and write a record of them."""
     if options.others:
-        cases = others()
+        cases = list_other_models()
         path = options.out or RESULTS / "third-party-others.json"
     else:
         cases = models()

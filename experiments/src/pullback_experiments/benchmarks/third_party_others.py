@@ -376,7 +376,7 @@ SECOND = (
 )  # fmt: skip
 
 
-def others() -> dict[str, Model]:
+def list_other_models() -> dict[str, Model]:
     """Every one of these models whose package is installed, in the order of the two lists."""
     models = plain_models()
     for make_models in (transformers_models, torchvision_models):

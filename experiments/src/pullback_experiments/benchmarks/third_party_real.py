@@ -140,7 +140,7 @@ def default(model: nn.Module) -> pb.KFAC:
     return pb.KFAC(model, STILL)
 
 
-def start(device: torch.device) -> None:
+def load_libraries(device: torch.device) -> None:
     """Load the device's libraries."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 8)).to(device)
     for rule in ("natural", "eigenbasis", "spectral"):
@@ -209,7 +209,7 @@ def measure(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
 def run(device: torch.device, quick: bool, out: Path, only: list[str] | None = None) -> None:
     use_tensor_cores(device)
     print(describe_machine(device))
-    start(device)
+    load_libraries(device)
     record = Record.on_device(out, device, resume=False)
     for name, case in cases(quick).items():
         if only and name not in only:

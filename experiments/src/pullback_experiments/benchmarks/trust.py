@@ -144,7 +144,7 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def one(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
+def run_variant(name: str, seed: int, steps: int) -> tuple[str, int, dict[str, Any]]:
     torch.set_num_threads(1)
     problem = pb.pde.Poisson(dim=2)
     network = pb.pde.mlp(2, 32, 1, seed=seed)
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     results: dict[str, dict[int, Any]] = {name: {} for name in options.only}
     with ProcessPoolExecutor(options.workers) as pool:
         runs = product(options.only, range(options.seeds))
-        jobs = [pool.submit(one, name, seed, options.steps) for name, seed in runs]
+        jobs = [pool.submit(run_variant, name, seed, options.steps) for name, seed in runs]
         for job in as_completed(jobs):
             name, seed, run = job.result()
             results[name][seed] = run

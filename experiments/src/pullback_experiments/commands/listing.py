@@ -32,7 +32,7 @@ def experiments(out: Path, width: int) -> RenderableType:
     for experiment in map(registry.find, registry.names()):
         authors, year, _ = experiment.paper.partition(")")  # "Author (2000", and a title behind
         of = f"{authors}{year}, {experiment.figure}"
-        rows += [(experiment.name, of, experiment.claim, *known(experiment, out))]
+        rows += [(experiment.name, of, experiment.claim, *describe_results(experiment, out))]
     if width < WIDE:
         return paragraphs(heading, ((n, [t, f], f"{of}: {c}") for n, of, c, t, f in rows))
     table = make_table("name", heading=heading)
@@ -55,14 +55,14 @@ def paragraphs(heading: str, rows: Iterable[tuple[str, list[str], str]]) -> Grou
     return Group(*lines)
 
 
-def known(experiment: Experiment, out: Path) -> tuple[str, str]:
+def describe_results(experiment: Experiment, out: Path) -> tuple[str, str]:
     """How long the full run took here, else the quick one or may take, and what it found."""
     for quick in (False, True):
         path = out / f"{experiment.stem(quick)}.json"
         if not path.exists():
             continue
         try:
-            took, word = _told(store.read(path))
+            took, word = _read_outcome(store.read(path))
         except (PullbackError, AttributeError, TypeError, ValueError, ArithmeticError):
             return "–", "unreadable"
         if quick and took != "–":
@@ -74,7 +74,7 @@ def known(experiment: Experiment, out: Path) -> tuple[str, str]:
     return f"about {format_duration(soon)} (quick)", ""
 
 
-def _told(state: dict[str, Any]) -> tuple[str, str]:
+def _read_outcome(state: dict[str, Any]) -> tuple[str, str]:
     took = [run["took"] for run in state["runs"] if run["took"] is not None]
     finished, total = state["summary"].get("items") or (0, 1)
     verdict = state["summary"].get("verdict") or {}
@@ -125,7 +125,7 @@ QUICK: dict[str, float] = {
     "yin-2024-deep": 22,
     "yin-2024-poisson": 24,
 }
-_THERE = 0.037  # seconds of `_work` there
+_THERE = 0.037  # seconds of `_do_reference_work` there
 
 
 def expected(name: str) -> float | None:
@@ -141,13 +141,13 @@ def _slower() -> float:
 
     def once() -> float:
         start = time.perf_counter()
-        _work()
+        _do_reference_work()
         return time.perf_counter() - start
 
     return min(once() for _ in range(3)) / _THERE
 
 
-def _work() -> None:
+def _do_reference_work() -> None:
     """Some steps of a small network, and some linear algebra: what quick versions do."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)

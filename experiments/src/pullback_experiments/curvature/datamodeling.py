@@ -68,7 +68,7 @@ def check_scores(scores: Mapping[str, float], aim: float) -> list[Check]:
 
 def draw_scores(scores: Mapping[str, float], title: str) -> Figure:
     """Return bars of the scores, the best at the top."""
-    figure = plots.new(6, 0.8 + 0.3 * len(scores), f"Linear datamodeling score, {title}")
+    figure = plots.make_figure(6, 0.8 + 0.3 * len(scores), f"Linear datamodeling score, {title}")
     axes = figure.subplots()
     names = sorted(scores, key=lambda name: scores[name])
     axes.barh(names, [scores[name] for name in names], color=plots.PALETTE[0])

@@ -146,7 +146,9 @@ class Outcome:
         return 1
 
 
-def tell(console: Console, outcome: Outcome, tables: Sequence[Table], asked: Sequence[int]) -> None:
+def print_outcome(
+    console: Console, outcome: Outcome, tables: Sequence[Table], asked: Sequence[int]
+) -> None:
     """Print the tables, the checks, the verdict and the names of the files."""
     for table in tables:
         console.print(table)

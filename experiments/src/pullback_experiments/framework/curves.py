@@ -23,10 +23,10 @@ def finite(value: float) -> float:
     return math.inf
 
 
-def held(x: Sequence[float], y: Sequence[float], at: float) -> float:
+def value_at(x: Sequence[float], y: Sequence[float], at: float) -> float:
     """y at the last x ≤ at: a run that ended keeps its last value.
 
-    >>> held([0, 2, 4], [9.0, 8.0, 7.0], 3), held([0, 2, 4], [9.0, 8.0, 7.0], 99)
+    >>> value_at([0, 2, 4], [9.0, 8.0, 7.0], 3), value_at([0, 2, 4], [9.0, 8.0, 7.0], 99)
     (8.0, 7.0)
     """
     return finite(y[max(bisect_right(x, at) - 1, 0)])
@@ -109,14 +109,14 @@ class Chart:
     logy: bool = True
     note: str = ""
 
-    def shown(self) -> list[Series]:
-        """The series that have a point to show."""
+    def drawable_series(self) -> list[Series]:
+        """Return the series that have a point to show."""
         return [s for s in self.series if s is not None and s.has_points()]
 
-    def axes(self) -> dict[str, str]:
-        """Key and name of all that some line runs along."""
+    def axis_names(self) -> dict[str, str]:
+        """Return the name of everything that some line runs along, by its key."""
         keys: dict[str, None] = {}
-        for series in self.shown():
+        for series in self.drawable_series():
             keys |= dict.fromkeys(series.lines)
         order = [*(k for k in self.x if k in keys), *(k for k in keys if k not in self.x)]
         return {key: self.x.get(key, _NAMES.get(key, key)) for key in order}
@@ -165,7 +165,7 @@ def quartiles(
     middle: list[float] = []
     high: list[float] = []
     for at in grid:
-        values = [held(x, y, at) for x, y in zip(xs, ys, strict=True)]
+        values = [value_at(x, y, at) for x, y in zip(xs, ys, strict=True)]
         spread = quantiles(values)
         low.append(_nan_unless_finite(spread[0]))
         middle.append(_nan_unless_finite(spread[1]))

@@ -23,7 +23,7 @@ from pullback.cli.environment import require_device
 from pullback.cli.files import make_folder
 
 from . import parallel, plots
-from .check import Check, Outcome, Verdict, tell
+from .check import Check, Outcome, Verdict, print_outcome
 from .environment import environment
 from .experiment import Context, Experiment, Item, Paused
 from .progress import Estimates, Progress
@@ -168,7 +168,7 @@ class RunPlan:
         )
         self.store.summary = self._summarize(outcome, tables, figures)
         self.store.save()
-        tell(console, outcome, tables, self.seeds)
+        print_outcome(console, outcome, tables, self.seeds)
         return outcome
 
     def _judge(self, results: Results) -> list[Check]:

@@ -28,7 +28,7 @@ from pullback import PullbackError
 from .. import registry
 from . import records
 from .experiment import Context, Experiment, Paused
-from .progress import spoken
+from .progress import format_name
 from .records import Arrays, Record
 from .store import Name, Results, Store
 
@@ -76,7 +76,7 @@ class Workers:
         share = threads or max(1, (os.cpu_count() or 1) // workers)
         self.workers = workers
         self._pool = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), _begin, (share,)
+            workers, multiprocessing.get_context("spawn"), _initialize_worker, (share,)
         )
         self._running: dict[Future[Sent], Name] = {}
 
@@ -93,7 +93,7 @@ class Workers:
     def start(self, job: Job) -> None:
         """Send a job to a free process."""
         with _deaf():  # the first job starts all of them
-            self._running[self._pool.submit(_work, job)] = job.name
+            self._running[self._pool.submit(_run_item, job)] = job.name
 
     def wait_for_finished(self) -> Iterator[tuple[Name, Sent]]:
         """Wait until a job ends; return all that have ended."""
@@ -141,7 +141,7 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(threads: int) -> None:
+def _initialize_worker(threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow, daemon=True).start()
     torch.set_num_threads(threads)
@@ -162,7 +162,7 @@ def _open_store(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
     return experiment, experiment.open_store(quick, out)
 
 
-def _work(job: Job) -> Sent:
+def _run_item(job: Job) -> Sent:
     """Run one item; called in the worker."""
     experiment, store = _open_store(job.experiment, job.quick, job.out)
     key, seed = job.name
@@ -194,7 +194,7 @@ def describe_running(names: Sequence[Name]) -> str:
     >>> describe_running([(("a", "b"), 0), (("a", "c"), 1)])
     '2 at work: a, b, seed 0; …'
     """
-    words = f"{len(names)} at work: {spoken(names[0])}"
+    words = f"{len(names)} at work: {format_name(names[0])}"
     if len(names) > 1:
         return f"{words}; …"
     return words

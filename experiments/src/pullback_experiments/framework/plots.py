@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "COMMON", "INK", "PALETTE", "band", "colors", "dashes", "dress", "known", "label", "new",
-    "places", "save",
+    "COMMON", "INK", "PALETTE", "assign_colors", "assign_places", "choose_dashes", "format_axes",
+    "has_fixed_place", "label", "make_figure", "plot_band", "save",
 ]  # fmt: skip
 
 #: a method's place in the palette, the same in all figures
@@ -45,18 +45,18 @@ _VARIANTS = {
 COMMON = 8  # places for series that have none of their own
 
 
-def _own(name: str) -> int | None:
+def _fixed_place(name: str) -> int | None:
     return _PLACES.get(name, _VARIANTS.get(name.partition(", ")[2]))
 
 
-def places(names: Iterable[str]) -> dict[str, int]:
+def assign_places(names: Iterable[str]) -> dict[str, int]:
     """A place in the palette for each method; those without one of their own take what is free.
 
-    >>> places(["SGD", "Nyström", "Gauss–Newton"])
+    >>> assign_places(["SGD", "Nyström", "Gauss–Newton"])
     {'SGD': 4, 'Nyström': 7, 'Gauss–Newton': 0}
     """
     names = list(names)
-    fixed = {name: index for name in names if (index := _own(name)) is not None}
+    fixed = {name: index for name in names if (index := _fixed_place(name)) is not None}
     free = [i for i in reversed(range(COMMON)) if i not in fixed.values()]
     assigned = dict(zip([name for name in names if name not in fixed], free, strict=False))
     return {
@@ -64,12 +64,12 @@ def places(names: Iterable[str]) -> dict[str, int]:
     }
 
 
-def known(name: str) -> bool:
+def has_fixed_place(name: str) -> bool:
     """Whether the method has a place of its own."""
-    return _own(name) is not None
+    return _fixed_place(name) is not None
 
 
-def dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
+def choose_dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
     """How a method's line is drawn.
 
     A greedy solve is dashed beside the full one, and an optimizer on a slice beside the plain one.
@@ -83,9 +83,9 @@ def dashes(name: str) -> Literal["solid", "dashed", "dotted"]:
     return "solid"
 
 
-def colors(names: Iterable[str]) -> dict[str, str]:
+def assign_colors(names: Iterable[str]) -> dict[str, str]:
     """The colors at these places."""
-    return {name: PALETTE[index] for name, index in places(names).items()}
+    return {name: PALETTE[index] for name, index in assign_places(names).items()}
 
 
 #: Okabe and Ito's, which color-blind readers can tell apart, then darker ones for variants
@@ -97,7 +97,7 @@ INK = "#333333"
 _GRID = "#E4E4E4"
 
 
-def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
+def make_figure(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
     """Return an empty figure, of no window; sizes are in inches.
 
     A wide one is made smaller, at the same number of pixels: a page shows all figures at one width,
@@ -117,7 +117,7 @@ def new(width: float, height: float, title: str = "", dpi: int = 120) -> Figure:
     return figure
 
 
-def dress(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
+def format_axes(axes: Axes, *, logx: bool = True, logy: bool = True) -> None:
     """Few ticks, a light grid, no box; logarithmic unless said otherwise."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
@@ -155,7 +155,7 @@ def label(axes: Axes, x: str = "", y: str = "", title: str = "") -> None:
         axes.set_title(title, loc="left", color=INK, weight="bold", size=10)
 
 
-def band(
+def plot_band(
     axes: Axes,
     xs: Sequence[Sequence[float]],
     ys: Sequence[Sequence[float]],

@@ -80,7 +80,7 @@ class Progress:
     def item(self, name: Name, left: float) -> Iterator[Callable[[float, str], None]]:
         """Show an item that is under way; its work calls the function with (share, words)."""
         self._left = left
-        self._show(0.0, spoken(name), left)
+        self._show(0.0, format_name(name), left)
         start = time.monotonic()
 
         def watch(share: float, words: str) -> None:
@@ -89,7 +89,7 @@ class Progress:
             remainder = 0.0
             if share > 0:
                 remainder = spent * (1 - share) / share
-            self._show(share, f"{spoken(name)}, {words}", max(left - spent, remainder))
+            self._show(share, f"{format_name(name)}, {words}", max(left - spent, remainder))
 
         yield watch
 
@@ -115,7 +115,7 @@ class Progress:
         if is_soon and not is_last and not self._console.is_terminal:
             return
         self._last = time_of_line
-        text = f"[{self._finished}/{self._total}] {spoken(name)}: {format_duration(took)}"
+        text = f"[{self._finished}/{self._total}] {format_name(name)}: {format_duration(took)}"
         if line:
             text += f", {line}"
         left = max(self._left - took, 0.0)
@@ -169,10 +169,10 @@ class Estimates:
         return sum(count * self.of(key) for key, count in self._missing.items() if count)
 
 
-def spoken(name: Name) -> str:
+def format_name(name: Name) -> str:
     """Return an item's name in words.
 
-    >>> spoken((("tanh MLP", "Adam"), 3)), spoken((("search",), None))
+    >>> format_name((("tanh MLP", "Adam"), 3)), format_name((("search",), None))
     ('tanh MLP, Adam, seed 3', 'search')
     """
     key, seed = name

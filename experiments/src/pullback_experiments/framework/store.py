@@ -39,8 +39,8 @@ Name = tuple[Key, int | None]
 _REMEDY = "Use another folder (--out), or move the file away"
 
 
-def content(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; refused where it is unreadable or no mapping."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; {} if that is no mapping. Raise if it is unreadable."""
     try:
         state = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def content(path: Path) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a results file; refused where it is none."""
-    state = content(path)
+    state = read_json(path)
     if (version := state.get("format")) != FORMAT:
         why = f'its "format" is not {FORMAT!r}'
         if isinstance(version, str) and version.startswith("pullback"):
@@ -217,7 +217,7 @@ class Store:
     def save(self) -> None:
         """Write the file in one piece; one line per item."""
         files.make_folder(self.path.parent)
-        with alone(self.path.parent):
+        with lock_folder(self.path.parent):
             self._save()
 
     def _save(self) -> None:
@@ -294,7 +294,7 @@ def list_differences(
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process is in here, and keep others out.
 
     The operating system locks the folder itself. No file is left, and the lock ends with the
@@ -307,7 +307,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def inside(folder: Path) -> Iterator[Callable[[], bool]]:
+def share_folder(folder: Path) -> Iterator[Callable[[], bool]]:
     """While this process works in the folder beside others; a function: is it the last one?"""
     with _open_folder(folder) as file:
         _acquire_lock(file, "share")
@@ -392,7 +392,7 @@ def checkpoints(store: Store) -> Iterator[Path]:
     """
     folder = store.path.with_suffix(".work")
     _check(folder, store)
-    with inside(files.make_folder(folder)) as last:
+    with share_folder(files.make_folder(folder)) as last:
         files.write_text(folder / _CONFIG, json.dumps(store.config, ensure_ascii=False))
         try:
             yield folder

@@ -38,7 +38,7 @@ class Table:
         >>> Table(["net", "loss"], [["a", 0.00012345], ["b", None]]).lines()
         [['a', '0.000123'], ['b', '–']]
         """
-        return [list(map(shown, row)) for row in self.rows]
+        return [list(map(format_cell, row)) for row in self.rows]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """For a terminal: where a cell would be cut off, rows stand one below the other."""
@@ -92,7 +92,7 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}s"
 
 
-def shown(cell: Cell) -> str:
+def format_cell(cell: Cell) -> str:
     """A cell in a few characters."""
     if cell is None:
         return "–"

@@ -96,7 +96,10 @@ class InvarianceAudit(Experiment):
 
     def items(self, quick: bool) -> list[Item]:
         return [
-            Item((net, contender.name), partial(_work, net, contender, self.samples, self.steps))
+            Item(
+                (net, contender.name),
+                partial(_audit_contender, net, contender, self.samples, self.steps),
+            )
             for net, contender in self.pairs
         ]
 
@@ -139,7 +142,7 @@ def _format_cell(cell: tuple[Verdict, str] | None) -> str | None:
     return f"{cell[0]} {cell[1]}"
 
 
-def _work(
+def _audit_contender(
     net: str, contender: Contender, samples: int, steps: int, context: Context
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(context.seed)

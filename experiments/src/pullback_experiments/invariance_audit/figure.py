@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pullback.geometry import Verdict
 
-from ..framework.plots import INK, new
+from ..framework.plots import INK, make_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ Cell = tuple[Verdict, str] | None  # a verdict and its mismatch
 def grid(cells: Mapping[tuple[str, str], Cell]) -> Figure:
     """Cells by optimizer and transformation."""
     rows, columns = (list(dict.fromkeys(names)) for names in zip(*cells, strict=True))
-    figure = new(2.4 + 1.45 * len(columns), 1.6 + 0.55 * len(rows), dpi=130)
+    figure = make_figure(2.4 + 1.45 * len(columns), 1.6 + 0.55 * len(rows), dpi=130)
     axes = figure.subplots()
     for (row, column), cell in cells.items():
         _cell(axes, rows.index(row), columns.index(column), cell)

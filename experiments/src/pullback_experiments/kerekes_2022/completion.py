@@ -229,7 +229,7 @@ def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
             bool(most < 0.05 and max(ranks) < 2 * config["rank"]),
             f"errors at most {most:.1g}, effective rank at most {max(ranks):.1f}",
         ),
-        _sooner(results, deep, config),
+        _claim_sooner(results, deep, config),
         (
             "EGD with L = 1 leaves what is not observed",
             bool(direct.min() > 0.99),
@@ -240,14 +240,14 @@ def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
             bool(natural.min() > 0.9),
             f"errors {natural.min():.2f} to {natural.max():.2f}",
         ),
-        _control(results, deep),
-        _search(results, 0, False),
-        _search(results, 1, False),
+        _claim_control(results, deep),
+        _claim_search(results, 0, False),
+        _claim_search(results, 1, False),
         _claim_damped(results),
     ]
 
 
-def _sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any]) -> Claim:
+def _claim_sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any]) -> Claim:
     nuclear = medians(results, "nuclear norm")
 
     def count_needed(errors: np.ndarray) -> float:
@@ -263,7 +263,7 @@ def _sooner(results: Results, deep: dict[int, np.ndarray], config: dict[str, Any
     return "deep EGD needs fewer entries than the nuclear norm", holds, f"error < 0.1 from {words}"
 
 
-def _control(results: Results, deep: dict[int, np.ndarray]) -> Claim:
+def _claim_control(results: Results, deep: dict[int, np.ndarray]) -> Claim:
     """How far the start moves the errors, beside how far depth 1 → L does."""
     gaps = [
         float(np.abs(medians(results, "EGD, collapsed start", f"L={d}") - deep[d]).mean())
@@ -276,7 +276,7 @@ def _control(results: Results, deep: dict[int, np.ndarray]) -> Claim:
     return "a start collapsed from deeper models changes little", holds, words
 
 
-def best(results: Results, fisher: str, damped: bool) -> float:
+def find_best_error(results: Results, fisher: str, damped: bool) -> float:
     """The smallest error of trials that fit the observations, median over seeds."""
 
     def of(record: Any) -> float:
@@ -293,21 +293,21 @@ def best(results: Results, fisher: str, damped: bool) -> float:
     return float(np.median([of(r) for r in results.of("search")]))
 
 
-def _beside(results: Results) -> str:
+def _format_euclidean(results: Results) -> str:
     euclidean = np.median([r["euclidean"] for r in results.of("search")], 0)
     return f"EGD {euclidean[0]:.2g} (L = 2) and {euclidean[1]:.2g} (L = 3)"
 
 
-def _search(results: Results, which: int, damped: bool) -> Claim:
-    error = best(results, FISHERS[which], damped)
+def _claim_search(results: Results, which: int, damped: bool) -> Claim:
+    error = find_best_error(results, FISHERS[which], damped)
     claim = f"no setting of undamped NGD, Fisher matrix of {FISHERS[which]}, completes"
-    return claim, error > 0.8, f"best error {error:.2g}; {_beside(results)}"
+    return claim, error > 0.8, f"best error {error:.2g}; {_format_euclidean(results)}"
 
 
 def _claim_damped(results: Results) -> Claim:
-    errors = [best(results, f, True) for f in FISHERS]
+    errors = [find_best_error(results, f, True) for f in FISHERS]
     words = f"best error {errors[0]:.2g} (all entries) and {errors[1]:.2g} (observed ones)"
-    return "nor of damped NGD", min(errors) > 0.8, f"{words}; {_beside(results)}"
+    return "nor of damped NGD", min(errors) > 0.8, f"{words}; {_format_euclidean(results)}"
 
 
 def tables(results: Results, config: dict[str, Any]) -> list[Table]:

@@ -201,7 +201,9 @@ def draw_planar(
     points: Callable[[int, torch.device], tuple[Tensor, Tensor]],
 ) -> Figure:
     """The first seed's points with EGD's and NGD's separators; directions over all seeds."""
-    figure = plots.new(15, 4.6, "Separable points of the plane: depth turns EGD, and not NGD")
+    figure = plots.make_figure(
+        15, 4.6, "Separable points of the plane: depth turns EGD, and not NGD"
+    )
     left, middle, right = figure.subplots(1, 3)
     x, y = points(results.seeds[0], torch.device("cpu"))
     for axes, method in ((left, "EGD"), (middle, "NGD")):
@@ -221,14 +223,14 @@ def draw_planar(
         color = plots.PALETTE[depth]
         xs = [r["level"] for r in runs]
         ys = [r["angles"][number] for r in runs]
-        plots.band(right, xs, ys, color, f"EGD, L = {depth}")
+        plots.plot_band(right, xs, ys, color, f"EGD, L = {depth}")
         limit = sorted(r["limit angle"][number] for r in runs)[len(runs) // 2]
         right.axhline(limit, color=color, lw=0.9, ls=":")
     natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
     middle_angle = natural[len(natural) // 2]
     color = plots.PALETTE[_NATURAL]
     right.axhline(middle_angle, color=color, lw=1.4, ls="--", label="NGD, all L")
-    plots.dress(right, logy=False)
+    plots.format_axes(right, logy=False)
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     title = rf"{len(results.seeds)} seeds; dotted: $\ell_{{2/L}}$ margins"
     plots.label(right, "−log loss", "degrees from the axis e₁", title)
@@ -246,7 +248,7 @@ def _scatter(axes: Axes, x: Tensor, y: Tensor) -> None:
     for sign, mark in ((1, "o"), (-1, "x")):
         points = x[y == sign]
         axes.plot(points[:, 0], points[:, 1], mark, color=plots.INK, ms=4, alpha=0.6)
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     axes.set(xlim=(-3.2, 3.2), ylim=(-3.2, 3.2), aspect="equal")
 
 
@@ -266,7 +268,7 @@ def draw_sparse(results: Results, config: dict[str, Any]) -> Figure:
     else:
         seeds = f"{len(results.seeds)} seeds"
     title = f"Sparse classification, D = {dim}, {nonzero} nonzero, {seeds}"
-    figure = plots.new(15, 4.8, title)
+    figure = plots.make_figure(15, 4.8, title)
     left, middle, right = figure.subplots(1, 3)
     _accuracies(left, results, config)
     _logit_panel(middle, results)
@@ -291,7 +293,7 @@ def _accuracies(axes: Axes, results: Results, config: dict[str, Any]) -> None:
         line(runs, 0, color, f"NGD, L = {depth}", ls=_DASHES[depth])
     line(results.of("NGD, population"), 0, color, "NGD, population", marker="s", ms=4)
     axes.axvline(config["dim"], color=plots.INK, lw=0.6)
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     axes.legend(frameon=False, fontsize=8)
     plots.label(axes, "samples N", "test accuracy, %", "Accuracy; the thin line is N = D")
 
@@ -305,7 +307,7 @@ def _logit_panel(axes: Axes, results: Results) -> None:
         axes.plot([], [], color=plots.PALETTE[_NATURAL], label="NGD, all samples")
         axes.plot(times, times, "--", color=plots.INK, lw=1.2, label="t")
         axes.legend(frameon=False, fontsize=8)
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     plots.label(axes, "time t of NGD", "y·logit", "Logits of the training samples, N < D")
 
 
@@ -326,7 +328,7 @@ def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
         axes.axhline(low, color=color, lw=0.5)
         axes.text(shown, low + 0.5, name, color=color, ha="right", size=8)
     axes.axvline(config["nonzero"] - 0.5, color=plots.INK, lw=0.6)
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     axes.set_yticks([])
     largest = max(config["samples"])
     plots.label(axes, f"first {shown} coordinates", "", f"β at N = {largest}, true support left")
@@ -339,7 +341,7 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     size = config["size"]
     rank = config["rank"]
     title = f"Completing a {size}×{size} matrix of rank {rank}, {len(results.seeds)} seeds"
-    figure = plots.new(15, 5.0, title)
+    figure = plots.make_figure(15, 5.0, title)
     left, middle, right = figure.subplots(1, 3)
     depths = config["depths"]
     rows: list[tuple[str, str, tuple[str, ...], Any]] = [
@@ -363,7 +365,7 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
         (middle, "effective rank", "Effective rank"),
         (right, "relative error elsewhere", "EGD from starts of two depths"),
     ):
-        plots.dress(axes, logx=False)
+        plots.format_axes(axes, logx=False)
         plots.label(axes, "observed entries", what, name)
     lines, names = left.get_legend_handles_labels()
     figure.legend(
@@ -387,4 +389,6 @@ def _line(
     style: Any,
 ) -> None:
     runs = results.of(*key)
-    plots.band(axes, [config["counts"]] * len(runs), [r[what] for r in runs], color, name, ls=style)
+    plots.plot_band(
+        axes, [config["counts"]] * len(runs), [r[what] for r in runs], color, name, ls=style
+    )

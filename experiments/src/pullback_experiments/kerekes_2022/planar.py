@@ -110,7 +110,7 @@ class Planar(Repeated):
             [
                 *_euclidean_claims(results, depths),
                 *_natural_claims(results, depths),
-                _start(results, depths),
+                _claim_start(results, depths),
             ],
             # at L = 3 one seed settles at another stationary point
             [*(d != 3 or results.quick for d in depths), *(True,) * 5],
@@ -211,7 +211,7 @@ def _euclidean_claims(results: Results, depths: Sequence[int]) -> list[Claim]:
     return out
 
 
-def _start(results: Results, depths: Sequence[int]) -> Claim:
+def _claim_start(results: Results, depths: Sequence[int]) -> Claim:
     """Spread of EGD's end over the starts, in degrees: per depth, the median over seeds."""
     ends = [_tensor(r["by scale"]) for r in results.of("EGD")]  # (scales, depths)
     spread = torch.stack([e.amax(0) - e.amin(0) for e in ends]).median(0).values

@@ -254,11 +254,11 @@ def claims(results: Results, config: dict[str, Any]) -> list[Claim]:
         _ninety(euclidean, few),
         _on_par(euclidean[deepest], euclidean[1], deepest),
         _at_chance(natural, few),
-        _behind("NGD with the sample Fisher matrix", natural, euclidean[1], ~few),
+        _claim_behind("NGD with the sample Fisher matrix", natural, euclidean[1], ~few),
         _improves(population, natural, few),
-        _behind("NGD with the population Fisher matrix", population, best, few | ~few),
-        _logits(results),
-        _coefficients(results, config),
+        _claim_behind("NGD with the population Fisher matrix", population, best, few | ~few),
+        _claim_logits(results),
+        _claim_coefficients(results, config),
         _least_squares(results, natural, few),
     ]
 
@@ -290,7 +290,7 @@ def _at_chance(natural: np.ndarray, few: np.ndarray) -> Claim:
     return claim, bool(natural[few].max() < 0.55), _percent(natural[few])
 
 
-def _behind(name: str, one: np.ndarray, two: np.ndarray, where: np.ndarray) -> Claim:
+def _claim_behind(name: str, one: np.ndarray, two: np.ndarray, where: np.ndarray) -> Claim:
     gap = (two - one)[where]
     claim = f"for N ≥ D, {name} is behind EGD with L = 1"
     if where.all():
@@ -305,7 +305,7 @@ def _improves(population: np.ndarray, natural: np.ndarray, few: np.ndarray) -> C
     return "for N < D, the population Fisher matrix does better", bool(gap.min() > 0), words
 
 
-def _logits(results: Results) -> Claim:
+def _claim_logits(results: Results) -> Claim:
     runs = results.of("NGD", "L=1")
     off = max(float(np.abs(np.asarray(r["margins"])[-1] / r["time"][-1] - 1).max()) for r in runs)
     words = f"y·s/t is at most {off:.2f} from 1 at t = {runs[0]['time'][-1]:g}"
@@ -318,7 +318,7 @@ def share(beta: Any, nonzero: int) -> float:
     return float(size[:nonzero].sum() / size.sum())
 
 
-def _coefficients(results: Results, config: dict[str, Any]) -> Claim:
+def _claim_coefficients(results: Results, config: dict[str, Any]) -> Claim:
     s = config["nonzero"]
     one = float(np.mean([share(r["beta"][0], s) for r in results.of("EGD")]))
     two = float(np.mean([share(r["beta"][1], s) for r in results.of("EGD")]))

@@ -95,7 +95,7 @@ class Support(Repeated):
         config = self.config(results.quick)
         n = config["samples"]
         ratios = config["ratios"]
-        figure = plots.new(6.4, 4.2, f"Support vectors of N = {n} samples")
+        figure = plots.make_figure(6.4, 4.2, f"Support vectors of N = {n} samples")
         axes = figure.subplots()
         for color, what, name in (
             (plots.PALETTE[1], "margin", "ℓ2 margin (EGD)"),
@@ -103,10 +103,10 @@ class Support(Repeated):
         ):
             shares = np.array([_values(results, r, what) for r in ratios])  # (ratios, seeds)
             xs = [ratios] * len(results.seeds)
-            plots.band(axes, xs, (100 * shares.T).tolist(), color, name)
+            plots.plot_band(axes, xs, (100 * shares.T).tolist(), color, name)
         axes.axvline(log(n), color=plots.INK, lw=0.7)
         axes.text(log(n), 22, " D = N log N", color=plots.INK, size=8)
-        plots.dress(axes, logy=False)
+        plots.format_axes(axes, logy=False)
         axes.set_ylim(0, 105)
         axes.legend(frameon=False, loc="lower right")
         plots.label(axes, "D / N", "samples that are support vectors, %")

@@ -42,7 +42,7 @@ def margins(s0: Tensor, y: Tensor, t: float) -> Tensor:
     return y * (t + c + torch.log(-torch.expm1(-(t + c))))
 
 
-def drawn(samples: int, dim: int, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw_data(samples: int, dim: int, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Separable x (N, D), y; an invertible A (D, D), singular values ⅓ to 3; a start β₀."""
     source = generator(context.seed)
     x = normal((samples, dim), source, context.device)
@@ -54,7 +54,7 @@ def drawn(samples: int, dim: int, context: Context) -> tuple[Tensor, Tensor, Ten
 
 def theorem_1(context: Context) -> Record:
     """N < D: Xβ_t = XAᵀβ'_t."""
-    x, y, a, start = drawn(5, 9, context)
+    x, y, a, start = draw_data(5, 9, context)
     one = flow(LinearModel(9, start), x, y)
     two = flow(LinearModel(9, torch.linalg.solve(a.T, start)), x @ a.T, y)
     return {"error": _largest(lambda t: one.values(t) - two.values(t))}
@@ -62,7 +62,7 @@ def theorem_1(context: Context) -> Record:
 
 def theorem_2(context: Context) -> Record:
     """N ≥ D: Aᵀβ'_t = β_t."""
-    x, y, a, start = drawn(14, 4, context)
+    x, y, a, start = draw_data(14, 4, context)
     one = flow(LinearModel(4, start), x, y)
     two = flow(LinearModel(4, torch.linalg.solve(a.T, start)), x @ a.T, y)
     return {"error": _largest(lambda t: one.flat(t) - a.T @ two.flat(t))}
@@ -70,7 +70,7 @@ def theorem_2(context: Context) -> Record:
 
 def theorem_3(context: Context) -> Record:
     """N < D: s_i(t) = y_i log(e^{t+c_i} − 1); and far out β is along X⁺y."""
-    x, y, _, start = drawn(5, 9, context)
+    x, y, _, start = draw_data(5, 9, context)
     trajectory = flow(LinearModel(9, start), x, y)
     error = _largest(lambda t: trajectory.values(t) - margins(x @ start, y, t))
     far = flow(LinearModel(9, torch.zeros_like(start)), x, y, 300.0)
@@ -81,7 +81,7 @@ def theorem_3(context: Context) -> Record:
 
 def theorem_4(context: Context) -> Record:
     """The same in a tanh network and in diagonal networks of depth 2 to 4 with P ≥ N."""
-    x, y, _, _ = drawn(5, 9, context)
+    x, y, _, _ = draw_data(5, 9, context)
     with torch.random.fork_rng():
         torch.manual_seed(context.seed)
         net = nn.Sequential(nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 1), nn.Flatten(0))
@@ -105,26 +105,26 @@ def _off(trajectory: Trajectory, start: Tensor, y: Tensor, t: float) -> Tensor:
 
 def invariance(context: Context) -> Record:
     """N ≥ D: the same β_t at depths 1 to 4 from one β₀."""
-    x, y, _, start = drawn(14, 4, context)
+    x, y, _, start = draw_data(14, 4, context)
     one = flow(LinearModel(4, start), x, y)
     errors = []
     for depth in (2, 3, 4):
         factors = torch.ones(depth, 4, dtype=DTYPE, device=context.device)
         factors[-1] = start
         two = flow(DiagonalNetwork(4, depth, factors), x, y)
-        errors.append(_largest(partial(_apart, one, two, depth)))
+        errors.append(_largest(partial(_relative_difference, one, two, depth)))
     return {"error": max(errors)}
 
 
-def _apart(one: Trajectory, two: Trajectory, depth: int, t: float) -> Tensor:
+def _relative_difference(one: Trajectory, two: Trajectory, depth: int, t: float) -> Tensor:
     return one.flat(t) - two.flat(t).view(depth, -1).prod(0)
 
 
 def least_squares(context: Context) -> Record:
     """Appendix G: the same fitted values for N < D, Aᵀβ' = β for N ≥ D."""
-    x, y, a, _ = drawn(5, 9, context)
+    x, y, a, _ = draw_data(5, 9, context)
     few = float((x @ a.T @ ridgeless(x @ a.T, y) - x @ ridgeless(x, y)).abs().max())
-    x, y, a, _ = drawn(14, 4, context)
+    x, y, a, _ = draw_data(14, 4, context)
     beta = ordinary_least_squares(x, y)
     return {"error": max(few, float((a.T @ ordinary_least_squares(x @ a.T, y) - beta).abs().max()))}
 

@@ -91,7 +91,7 @@ class Invariance(Experiment):
     def items(self, quick: bool) -> list[Item]:
         steps = self._steps(quick)
         return [
-            Item((net.name, method.name), partial(_work, net, method, steps))
+            Item((net.name, method.name), partial(_run_pair, net, method, steps))
             for net, method in self._pairs()
         ]
 
@@ -127,7 +127,7 @@ class Invariance(Experiment):
         return groups
 
 
-def _work(net: Net, method: TwinMethod, steps: int, context: Context) -> dict[str, Any]:
+def _run_pair(net: Net, method: TwinMethod, steps: int, context: Context) -> dict[str, Any]:
     return vars(run(net.make(context.seed), method, steps))
 
 
@@ -185,7 +185,9 @@ def _series(group: str, records: Sequence[TwinRun]) -> Series | None:
     if not records:
         return None
     line = _summarize_curves(records)
-    return Series(group, {"step": line}, plots.places([group])[group], plots.dashes(group))
+    return Series(
+        group, {"step": line}, plots.assign_places([group])[group], plots.choose_dashes(group)
+    )
 
 
 def _summarize_curves(records: Sequence[TwinRun]) -> Line:
@@ -201,10 +203,10 @@ def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
     columns = 3
     rows = math.ceil(len(nets) / columns)
     title = "A network and its affinely reparametrized twin, trained alike"
-    figure = plots.new(11, 0.9 + 2.6 * rows, title)
+    figure = plots.make_figure(11, 0.9 + 2.6 * rows, title)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for axes, net in zip(grid.flat, nets, strict=False):
-        for group, color in plots.colors(GROUPS).items():
+        for group, color in plots.assign_colors(GROUPS).items():
             _band(axes, records[net.name, group], color, group)
         _dress(axes, net)
     for axes in list(grid.flat)[len(nets) :]:
@@ -221,12 +223,12 @@ def draw(records: GroupedRecords, nets: Sequence[Net]) -> Figure:
 def _band(axes: Axes, records: Sequence[TwinRun], color: str, name: str) -> None:
     """Draw the median over seeds and variants, between the best and the worst."""
     line = _summarize_curves(records)
-    axes.plot(line.x, line.y, color=color, lw=1.9, ls=plots.dashes(name), label=name)
+    axes.plot(line.x, line.y, color=color, lw=1.9, ls=plots.choose_dashes(name), label=name)
     axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.15, lw=0)
 
 
 def _dress(axes: Axes, net: Net) -> None:
-    plots.dress(axes, logx=False)
+    plots.format_axes(axes, logx=False)
     axes.set_ylim(LEVELS.bottom, LEVELS.top)
     axes.axhline(LEVELS.same, color=INK, lw=0.9, ls=":", label="taken for equal")
     plots.label(axes, title=net.name)
@@ -247,37 +249,41 @@ _KFAC = (UNDAMPED, INVARIANT)
 def claims(records: GroupedRecords) -> list[Check]:
     """The theorems on pairs of networks, and what lies just outside of them."""
     verdicts = [
-        _all_same("K-FAC without damping, KL clip", _of(records, UNDAMPED)),
-        _all_same("K-FAC with invariant damping", _of(records, INVARIANT)),
-        _dead(records),
-        _others(records),
-        _start(
+        _claim_all_same("K-FAC without damping, KL clip", _runs_of_group(records, UNDAMPED)),
+        _claim_all_same("K-FAC with invariant damping", _runs_of_group(records, INVARIANT)),
+        _claim_dead_inputs(records),
+        _claim_others_differ(records),
+        _claim_same_start(
             records, "zero padding with a shift", "Theorem 4.2 holds with zero padding and γ ≠ 0"
         ),
-        _start(records, "RNN, a₀ kept", "Theorem 5.2 holds with a₀ as it was"),
-        _same(records, "RNN, inputs shifted", "a recurrent net may shift its inputs"),
-        _same(records, "Gauss–Newton, inside", "Gauss–Newton K-FAC is invariant inside the net"),
-        _same(records, "Gauss–Newton, output", "Gauss–Newton K-FAC is invariant at the output"),
-        _same(records, "metric carried over", "it is if the metric is carried over"),
-        _softmax(records),
-        _same(records, "softmax", "with softmax the probabilities agree"),
-        _same(records, "softmax, logits", "with softmax the logits agree"),
+        _claim_same_start(records, "RNN, a₀ kept", "Theorem 5.2 holds with a₀ as it was"),
+        _claim_same(records, "RNN, inputs shifted", "a recurrent net may shift its inputs"),
+        _claim_same(
+            records, "Gauss–Newton, inside", "Gauss–Newton K-FAC is invariant inside the net"
+        ),
+        _claim_same(
+            records, "Gauss–Newton, output", "Gauss–Newton K-FAC is invariant at the output"
+        ),
+        _claim_same(records, "metric carried over", "it is if the metric is carried over"),
+        _claim_degenerate(records),
+        _claim_same(records, "softmax", "with softmax the probabilities agree"),
+        _claim_same(records, "softmax, logits", "with softmax the logits agree"),
     ]
     return make_checks(verdicts, RECORDED, OURS)
 
 
-def sound(records: Iterable[TwinRun]) -> list[TwinRun]:
+def select_sound(records: Iterable[TwinRun]) -> list[TwinRun]:
     """Those whose factors are conditioned well enough to ask for nine digits."""
     limit = LEVELS.sound_condition
     return [r for r in records if r.condition is not None and r.condition <= limit]
 
 
-def _of(records: GroupedRecords, group: str) -> list[TwinRun]:
+def _runs_of_group(records: GroupedRecords, group: str) -> list[TwinRun]:
     return list(chain.from_iterable(records[net.name, group] for net in NETS))
 
 
-def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
-    sound_records = sound(records)
+def _claim_all_same(what: str, records: Sequence[TwinRun]) -> Claim:
+    sound_records = select_sound(records)
     worst = _worst(sound_records)
     claim = f"{what}: the same function to {LEVELS.same:.0e}"
     claim += f" where conditions are at most {LEVELS.sound_condition:.0e}"
@@ -288,7 +294,7 @@ def _all_same(what: str, records: Sequence[TwinRun]) -> Claim:
     )
 
 
-def _dead(records_by_net: GroupedRecords) -> Claim:
+def _claim_dead_inputs(records_by_net: GroupedRecords) -> Claim:
     records = [*records_by_net["dead inputs", UNDAMPED], *records_by_net["dead inputs", INVARIANT]]
     warned = sum("input side is singular" in "\n".join(r.notes) for r in records)
     worst = _worst(records)
@@ -297,27 +303,27 @@ def _dead(records_by_net: GroupedRecords) -> Claim:
     return claim, holds, f"{warned} of {len(records)} runs report, mismatch {worst:.0e}"
 
 
-def _others(records: GroupedRecords) -> Claim:
+def _claim_others_differ(records: GroupedRecords) -> Claim:
     others = [group for group in GROUPS if group not in _KFAC]
     least = {}
     for group in others:
-        least[group] = min(r.worst for r in _of(records, group))
+        least[group] = min(r.worst for r in _runs_of_group(records, group))
     numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
     return "the other methods tell the two apart", min(least.values()) > LEVELS.apart, numbers
 
 
-def _start(records: GroupedRecords, net: str, claim: str) -> Claim:
+def _claim_same_start(records: GroupedRecords, net: str, claim: str) -> Claim:
     worst = max(r.mismatch[0] for r in records[net, UNDAMPED])
     return claim, worst <= LEVELS.same, f"before any step {worst:.0e}"
 
 
-def _same(records_by_net: GroupedRecords, net: str, claim: str) -> Claim:
+def _claim_same(records_by_net: GroupedRecords, net: str, claim: str) -> Claim:
     groups = [group for group in _KFAC if (net, group) in records_by_net]
     worst = max(_worst(records_by_net[net, group]) for group in groups)
     return claim, worst <= LEVELS.same, f"mismatch {worst:.0e}"
 
 
-def _softmax(records_by_net: GroupedRecords) -> Claim:
+def _claim_degenerate(records_by_net: GroupedRecords) -> Claim:
     records = records_by_net["softmax", UNDAMPED]
     warned = sum("softmax" in "\n".join(r.degenerate) for r in records)
     claim = "the metric of softmax logits is degenerate, and `degenerate()` says so"

@@ -107,7 +107,7 @@ class KFACTraining(Experiment):
             for number, settings in enumerate(m.grid):
                 work = partial(self._try_settings, m, settings)
                 out.append(Item(_trial(m, number), work, once=True, resumable=True))
-            out.append(Item((m.name,), partial(self._chosen, m), resumable=True))
+            out.append(Item((m.name,), partial(self._train_at_best, m), resumable=True))
         return out
 
     def _try_settings(self, method: TunedMethod, settings: Settings, context: Context) -> Record:
@@ -120,7 +120,7 @@ class KFACTraining(Experiment):
             ends.append(finite(record["train loss"][-1]))
         return {"settings": dict(settings), "score": max(ends)}
 
-    def _chosen(self, method: TunedMethod, context: Context) -> Record:
+    def _train_at_best(self, method: TunedMethod, context: Context) -> Record:
         def scores(m: TunedMethod) -> list[float]:
             return [context.finished.once(*_trial(m, i))["score"] for i in range(len(m.grid))]
 
@@ -133,7 +133,7 @@ class KFACTraining(Experiment):
         self, method: TunedMethod, settings: Settings, context: Context, *, graphed: bool = False
     ) -> Record:
         config = self.config(context.quick)
-        model, images = self.task.made(context.quick, context.device)
+        model, images = self.task.build_parts(context.quick, context.device)
         optimizer = method.on(model, self.task.likelihood(), context.seed, settings)
         run = {"epochs": config["epochs"][method.name], "batch": config["batch"]}
         run |= {k: settings[k] for k in OF_THE_RUN if k in settings}
@@ -218,7 +218,7 @@ def mark(records: GroupedRecords) -> float:
     return min(final(records[name]) for name in first_order(records))
 
 
-def to(records: Sequence[Record], level: float, along: str) -> float:
+def find_median_time(records: Sequence[Record], level: float, along: str) -> float:
     """The median over seeds of steps or seconds until a loss is reached, ∞ where it never is."""
 
     def one(record: Record) -> float:
@@ -234,12 +234,14 @@ def claims(records: GroupedRecords, less: float = 1.0, fewer: float = 1.0) -> li
     out = []
     rivals = first_order(records)
     for along, what, share in (("step", "fewer steps", fewer), ("seconds", "less time", less)):
-        ours = to(records[KRONECKER], level, along)
-        theirs = min(to(records[name], level, along) for name in rivals)
+        ours = find_median_time(records[KRONECKER], level, along)
+        theirs = min(find_median_time(records[name], level, along) for name in rivals)
         gain = what
         if share != 1:
             gain = f"{share:g} times {what}"
-        numbers = f"{_said(ours)} and {_said(theirs)} {along.rstrip('s')}s to {level:.4g}"
+        numbers = (
+            f"{_format_count(ours)} and {_format_count(theirs)} {along.rstrip('s')}s to {level:.4g}"
+        )
         claim = f"K-FAC needs {gain} to the best loss of {' and '.join(rivals)}"
         out.append((claim, ours < theirs and share * ours <= theirs, numbers))
     return out
@@ -253,7 +255,10 @@ def table(records: GroupedRecords, describe: Callable[[Mapping[str, float]], str
         test_loss = median(finite(r["test loss"][-1]) for r in runs)
         seconds_per_step = median(r["seconds"][-1] / max(r["step"][-1], 1) for r in runs)
         row = [name, describe(runs[0]["settings"]), f"{final(runs):.4g}", f"{test_loss:.4g}"]
-        row += [_said(to(runs, level, "step")), _said(to(runs, level, "seconds"))]
+        row += [
+            _format_count(find_median_time(runs, level, "step")),
+            _format_count(find_median_time(runs, level, "seconds")),
+        ]
         rows.append([*row, f"{1e3 * seconds_per_step:.1f}"])
     columns = ["method", "settings", "train loss", "test loss"]
     columns += [f"steps to {level:.4g}", "seconds to it", "ms/step"]
@@ -261,7 +266,7 @@ def table(records: GroupedRecords, describe: Callable[[Mapping[str, float]], str
     return Table(columns, rows, f"Medians over {count} seeds", text=2)
 
 
-def _said(value: float) -> str:
+def _format_count(value: float) -> str:
     if math.isfinite(value):
         return f"{value:.3g}"
     return "never"
@@ -275,14 +280,14 @@ _NAMES = {"seconds": "seconds of training", "step": "steps"}
 
 def draw(records: GroupedRecords, title: str) -> Figure:
     """Medians and quartiles over seeds; a line at the best loss of the first-order methods."""
-    figure = plots.new(13, 4.2, f"{title}: medians and quartiles")
+    figure = plots.make_figure(13, 4.2, f"{title}: medians and quartiles")
     panels = figure.subplots(1, len(_PANELS))
-    colors = plots.colors(records)
+    colors = plots.assign_colors(records)
     for axes, (measure, along) in zip(panels, _PANELS, strict=True):
         for name, runs in records.items():
             xs = [r[along] for r in runs]
             ys = [r[measure] for r in runs]
-            plots.band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
+            plots.plot_band(axes, xs, ys, colors[name], name, spaced=along == "seconds")
         if measure == "train loss":
             axes.axhline(mark(records), color=plots.INK, lw=0.9, ls=":", label="best of the others")
         _scale_losses(axes, records, measure)
@@ -297,6 +302,6 @@ def _scale_losses(axes: Axes, records: GroupedRecords, measure: str) -> None:
     for run in chain.from_iterable(records.values()):
         losses += [loss for loss in run[measure] if loss > 0]
     is_wide = max(losses) > 20 * min(losses)  # below, a logarithmic axis would have no tick
-    plots.dress(axes, logy=is_wide)
+    plots.format_axes(axes, logy=is_wide)
     if not is_wide:  # the start is far above what matters
         axes.set_ylim(top=min(axes.get_ylim()[1], 3 * mark(records)))

@@ -146,7 +146,7 @@ class TrainingTask:
             description["precision"] = "bfloat16 autocast and TF32 on CUDA"
         return description
 
-    def made(self, quick: bool, device: torch.device) -> tuple[nn.Module, DataSet]:
+    def build_parts(self, quick: bool, device: torch.device) -> tuple[nn.Module, DataSet]:
         """The network at its initial weights, and the data."""
         network, samples = self.full
         if quick:

@@ -27,10 +27,10 @@ def cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * share))
 
 
-def falls(at: Sequence[float], factor: float = 0.1) -> Schedule:
+def step_decay(at: Sequence[float], factor: float = 0.1) -> Schedule:
     """It is multiplied by the factor at each of these shares.
 
-    >>> falls([0.5, 0.75])(0.6)
+    >>> step_decay([0.5, 0.75])(0.6)
     0.1
     """
     return lambda share: factor ** sum(share >= milestone for milestone in at)

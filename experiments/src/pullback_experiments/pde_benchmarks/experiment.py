@@ -209,7 +209,7 @@ def charts(records: GroupedRecords, targets: Mapping[str, float]) -> list[Chart]
     for problem, by_method in records.items():
         series = []
         for method, runs in by_method.items():
-            style = plots.dashes(method)
+            style = plots.choose_dashes(method)
             series.append(over_seeds(title(method), runs, "error", _ALONG, style=style))
         note = ""
         if problem in targets:
@@ -222,20 +222,22 @@ def draw(records: GroupedRecords, targets: Mapping[str, float]) -> Figure:
     """Medians and quartiles over seeds; a line at what others report."""
     columns = min(4, len(records))
     rows = math.ceil(len(records) / columns)
-    figure = plots.new(1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds")
+    figure = plots.make_figure(
+        1.5 + 3.6 * columns, 0.9 + 3.0 * rows, "Relative L² error against seconds"
+    )
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, (problem, by) in zip(grid.flat, records.items(), strict=False):
-        colors = plots.colors(by)
+        colors = plots.assign_colors(by)
         for method, runs in by.items():
             xs = [r["seconds"] for r in runs]
             ys = [r["error"] for r in runs]
-            style = plots.dashes(method)
-            plots.band(axes, xs, ys, colors[method], title(method), spaced=True, ls=style)
+            style = plots.choose_dashes(method)
+            plots.plot_band(axes, xs, ys, colors[method], title(method), spaced=True, ls=style)
         if problem in targets:
             axes.axhline(
                 targets[problem], color=plots.INK, lw=0.9, ls=":", label="reported by others"
             )
-        plots.dress(axes)
+        plots.format_axes(axes)
         plots.label(axes, "seconds", "error", problem)
     for axes in list(grid.flat)[len(records) :]:
         axes.set_visible(False)

@@ -172,10 +172,10 @@ _ALONG = {"step": "steps", "seconds": "seconds of training"}
 
 def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
     """Medians and quartiles over seeds; shorter runs of ours are dashed."""
-    figure = plots.new(12, 0.4 + 4 * len(races), heading)
+    figure = plots.make_figure(12, 0.4 + 4 * len(races), heading)
     panels = figure.subplots(len(races), 2, squeeze=False)
     for row, (name, records) in zip(panels, races.items(), strict=True):
-        colors = plots.colors(n for n in records if not _shorter(n))
+        colors = plots.assign_colors(n for n in records if not _shorter(n))
         for axes, along in zip(row, _ALONG, strict=True):
             for method, runs in records.items():
                 xs = _places(runs, along)
@@ -184,8 +184,8 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
                 style = {}
                 if _shorter(method):
                     style = {"ls": "--", "lw": 1.2}
-                plots.band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
-            plots.dress(axes, logx=False, logy=False)
+                plots.plot_band(axes, xs, ys, color, title(method, runs[0]["method"]), **style)
+            plots.format_axes(axes, logx=False, logy=False)
             axes.set_ylim(*_limits(records))
             axes.set_xlim(left=0)
             plots.label(axes, _ALONG[along], "held-out loss")
@@ -197,7 +197,7 @@ def draw(races: Mapping[str, GroupedRecords], heading: str) -> Figure:
 
 def series(records: GroupedRecords, along: Iterable[str]) -> list[Series]:
     """The same lines for a page that draws them itself."""
-    colors = plots.places(n for n in records if not _shorter(n))
+    colors = plots.assign_places(n for n in records if not _shorter(n))
     lines = []
     for name, runs in records.items():
         if not runs:

@@ -120,9 +120,9 @@ class Race(Experiment):
                 for number in range(len(entrant.rates)):
                     work = partial(self._try_rate, task, name, number)
                     out.append(Item(_trial(task, name, number), work, once=True))
-                out.append(Item((task, name), partial(self._chosen, task, [name], 1.0)))
+                out.append(Item((task, name), partial(self._train_at_best, task, [name], 1.0)))
             for share in self._shorter(quick):
-                work = partial(self._chosen, task, self._ours(quick), share)
+                work = partial(self._train_at_best, task, self._ours(quick), share)
                 out.append(Item((task, f"ours, {share:g}"), work))
         return out
 
@@ -150,7 +150,9 @@ class Race(Experiment):
         _, before, after = record["seconds"]
         return {"method": name, "ms": 1e3 * (after - before) / (last - first)}
 
-    def _chosen(self, task: str, names: Sequence[str], share: float, context: Context) -> Record:
+    def _train_at_best(
+        self, task: str, names: Sequence[str], share: float, context: Context
+    ) -> Record:
         """The best of these optimizers at the best of their rates."""
         entrants = self._entrants(context.quick)
         trials = []

@@ -48,7 +48,7 @@ def _adamw(params: Iterable[Tensor], lr: float, settings: Settings) -> Optimizer
     return torch.optim.AdamW([g for g in groups if g["params"]], lr, **options)
 
 
-def _rest(model: nn.Module, lr: float) -> Optimizer:
+def _make_adamw_for_rest(model: nn.Module, lr: float) -> Optimizer:
     hidden_ids = {id(p) for p in hidden(model)}
     return _adamw([p for p in model.parameters() if id(p) not in hidden_ids], lr, {})
 
@@ -68,21 +68,21 @@ def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
     options = {"weight_decay": _DECAY, **settings}
     rate = options.pop("rest_lr", lr)
-    return [Muon(hidden(model), lr, **options), _rest(model, rate)]
+    return [Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
 
 
 def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
     options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
     rate = options.pop("rest_lr", lr)
-    return [torch.optim.Muon(hidden(model), lr, **options), _rest(model, rate)]
+    return [torch.optim.Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
 
 
 def soap(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """SOAP for hidden matrices."""
     options = {"weight_decay": _DECAY, **settings}
     rate = options.pop("rest_lr", lr)
-    return [SOAP(hidden(model), lr, **options), _rest(model, rate)]
+    return [SOAP(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
 
 
 def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:

@@ -29,10 +29,10 @@ def format_settings(settings: Mapping[str, float]) -> str:
     return ", ".join(f"{k} {v:g}" for k, v in settings.items()) or "untuned"
 
 
-def shown(name: str, value: float) -> str:
+def format_measure(name: str, value: float) -> str:
     """A measure for people: accuracies in percent, all else in powers of ten.
 
-    >>> shown("test accuracy", 0.98), shown("training loss", 0.00034)
+    >>> format_measure("test accuracy", 0.98), format_measure("training loss", 0.00034)
     ('98.0 %', '3.4e-4')
     """
     if "accuracy" in name:
@@ -110,7 +110,7 @@ def draw_errors(
         errors = {name: (u(x)[:, 0] - truth).abs() for name, u in networks.items()}
     extent = (low[0], high[0], low[1], high[1])
     with rc_context(_STYLE):
-        figure = plots.new(2.75 * (1 + len(errors)) + 1.0, 3.0, dpi=130)
+        figure = plots.make_figure(2.75 * (1 + len(errors)) + 1.0, 3.0, dpi=130)
         first, *others = figure.subplots(1, 1 + len(errors))
         image = _panel(first, truth, extent, cmap="viridis")
         first.set_title("solution", loc="left")
@@ -118,7 +118,7 @@ def draw_errors(
         norm = _norm(list(errors.values()))
         for panel, (name, error) in zip(others, errors.items(), strict=True):
             image = _panel(panel, error.clamp(min=norm.vmin), extent, cmap="magma", norm=norm)
-            panel.set_title(f"{name}: ≤ {shown('', float(error.max()))}", loc="left")
+            panel.set_title(f"{name}: ≤ {format_measure('', float(error.max()))}", loc="left")
             panel.tick_params(labelleft=False)
         bar = figure.colorbar(image, ax=others, fraction=0.02, pad=0.02, label="|error|")
         bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))

@@ -14,11 +14,11 @@ from ..framework import plots
 from ..framework.check import Check
 from ..framework.curves import Chart, Line, Series
 from ..framework.experiment import Context, Experiment, Item
-from ..framework.plots import INK, dress
+from ..framework.plots import INK, format_axes
 from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
-from .display import format_settings, shown
+from .display import format_measure, format_settings
 from .problem import Competitor, DemoProblem
 from .problems import PROBLEMS
 from .race import Curve, run
@@ -65,7 +65,7 @@ class Demonstration(Experiment):
         for problem in problems()[0]:
             seconds = budget(problem, quick)
             for contender in problem.contenders:
-                work = partial(_work, problem, contender, seconds)
+                work = partial(_race, problem, contender, seconds)
                 items.append(Item((problem.title, contender.name), work))
         return items
 
@@ -128,7 +128,7 @@ def budget(problem: DemoProblem, quick: bool) -> float:
     return problem.seconds
 
 
-def _work(problem: DemoProblem, contender: Competitor, seconds: float, context: Context) -> Record:
+def _race(problem: DemoProblem, contender: Competitor, seconds: float, context: Context) -> Record:
     def watch(share: float, loss: float) -> None:
         context.watch(share, f"loss {loss:.1e}")
 
@@ -140,7 +140,9 @@ def _lowest(problem: DemoProblem, curves: Sequence[Curve]) -> Check:
     others = {k: v for k, v in ends.items() if k != NATURAL and math.isfinite(v)}
     best = min(others, key=others.__getitem__)
     measure = next(iter(curves[0].measures[0]))
-    words = f"{measure} {shown('', ends[NATURAL])}, {best} {shown('', others[best])}"
+    words = (
+        f"{measure} {format_measure('', ends[NATURAL])}, {best} {format_measure('', others[best])}"
+    )
     claim = f"{problem.title}: the natural gradient ends lowest"
     return Check(claim, ends[NATURAL] < others[best], words)
 
@@ -148,7 +150,7 @@ def _lowest(problem: DemoProblem, curves: Sequence[Curve]) -> Check:
 def _series(curve: Curve, measure: str) -> Series:
     y = [m[measure] for m in curve.measures]
     lines = {key: Line(getattr(curve, key), y) for key in _ALONG}
-    return Series(curve.name, lines, plots.places([curve.name])[curve.name])
+    return Series(curve.name, lines, plots.assign_places([curve.name])[curve.name])
 
 
 def table(problem: DemoProblem, curves: Sequence[Curve]) -> Table:
@@ -158,7 +160,7 @@ def table(problem: DemoProblem, curves: Sequence[Curve]) -> Table:
     rows = []
     for curve in curves:
         row = [curve.name, settings[curve.name], f"{curve.steps[-1]:,}", f"{curve.seconds[-1]:.1f}"]
-        row += [shown(name, curve.measures[-1][name]) for name in names]
+        row += [format_measure(name, curve.measures[-1][name]) for name in names]
         rows.append(row)
     return Table(["optimizer", "settings", "steps", "seconds", *names], rows, problem.title, text=2)
 
@@ -168,7 +170,7 @@ Race = tuple[DemoProblem, Sequence[Curve]]
 
 def draw(races: Sequence[Race]) -> Figure:
     """The figure."""
-    figure = plots.new(10.5, 3.7 * len(races), dpi=130)
+    figure = plots.make_figure(10.5, 3.7 * len(races), dpi=130)
     grid = figure.subplots(len(races), 2, squeeze=False, sharey="row")
     for (problem, curves), (left, right) in zip(races, grid, strict=True):
         _panel(left, curves, "seconds")
@@ -182,7 +184,7 @@ def draw(races: Sequence[Race]) -> Figure:
 
 def _style(name: str) -> tuple[str, float]:
     """A color, and the width of its line."""
-    color = plots.colors([name])[name]
+    color = plots.assign_colors([name])[name]
     if name == NATURAL:
         return color, 2.8
     return color, 1.7
@@ -196,7 +198,7 @@ def _panel(axes: Axes, curves: Sequence[Curve], along: str) -> None:
         y = curve.values()[1:]
         axes.plot(x, y, color=color, lw=width, solid_joinstyle="round")
         axes.plot(x[-1:], y[-1:], "o", color=color, ms=2 + 1.6 * width)
-    dress(axes)
+    format_axes(axes)
     axes.set_xlabel({"seconds": "CPU seconds"}.get(along, along), color=INK)
 
 
@@ -208,8 +210,8 @@ def _label(axes: Axes, curves: Sequence[Curve]) -> None:
         height = (math.log10(curve.values()[-1]) - bottom) / (top - bottom)
         at = max(height, at + 0.115)  # a share of the panel's height, for two lines of text
         (_, end), *others = curve.measures[-1].items()
-        text = f"{curve.name}\n{shown('', end)}"
-        text += "".join(f"; {shown(name, value)} {name}" for name, value in others)
+        text = f"{curve.name}\n{format_measure('', end)}"
+        text += "".join(f"; {format_measure(name, value)} {name}" for name, value in others)
         axes.annotate(
             text,
             (1.03, at),

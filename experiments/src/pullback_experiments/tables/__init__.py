@@ -27,7 +27,7 @@ from .peers import (
 )
 from .small_tasks import small_tasks
 from .traffic import traffic
-from .verdicts import own, verdicts
+from .verdicts import copy_first_table, verdicts
 
 #: name -> its rows, of which the first is the head
 TABLES: dict[str, Callable[[], Rows]] = {
@@ -47,13 +47,13 @@ def pages() -> list[Path]:
     return [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/**/*.md"))]
 
 
-def written(text: str) -> str:
+def fill_tables(text: str) -> str:
     """A page's text with each of its tables as the records have it."""
 
     def block(match: re.Match[str]) -> str:
         table, _, experiment = match["name"].partition("of:")
         if experiment:
-            rows = own(experiment)
+            rows = copy_first_table(experiment)
         else:
             rows = TABLES[table]()
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows)
@@ -71,4 +71,4 @@ def stale() -> list[Path]:
         return re.sub(r"\b\d{4}-\d\d-\d\d\b", "", text)
 
     texts = {page: page.read_text("utf-8") for page in pages()}
-    return [page for page, text in texts.items() if bare(written(text)) != bare(text)]
+    return [page for page, text in texts.items() if bare(fill_tables(text)) != bare(text)]

@@ -2,7 +2,7 @@
 
 import sys
 
-from . import REPOSITORY, pages, stale, written
+from . import REPOSITORY, fill_tables, pages, stale
 
 
 def main() -> int:
@@ -13,10 +13,10 @@ def main() -> int:
         chosen = pages()
     for page in chosen:
         text = page.read_text("utf-8")
-        if checking or written(text) != text:
+        if checking or fill_tables(text) != text:
             print(page.relative_to(REPOSITORY))
         if not checking:
-            page.write_text(written(text), "utf-8")
+            page.write_text(fill_tables(text), "utf-8")
     return int(checking and bool(chosen))
 
 

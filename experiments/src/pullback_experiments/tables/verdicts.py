@@ -34,7 +34,7 @@ def outcome(one: dict[str, Any]) -> str:
     return "no claim of the paper"
 
 
-def held(one: dict[str, Any]) -> str:
+def count_claims(one: dict[str, Any]) -> str:
     """How many of the paper's claims hold, or of ours where there is none."""
     checks = one["summary"].get("checks", [])
     theirs = [c for c in checks if c["of_paper"]]
@@ -51,11 +51,11 @@ def verdicts() -> Rows:
     rows = [["experiment", "found", "claims that hold", "seeds"]]
     for name, one in experiments():
         if any(check["of_paper"] for check in one["summary"].get("checks", [])):
-            rows.append([f"`{name}`", outcome(one), held(one), seeds(one)])
+            rows.append([f"`{name}`", outcome(one), count_claims(one), seeds(one)])
     return rows
 
 
-def own(name: str) -> Rows:
+def copy_first_table(name: str) -> Rows:
     """The first table of an experiment's own record."""
     table = record(name)["summary"]["tables"][0]
     return [table["columns"], *(list(map(_cell, row)) for row in table["rows"])]

@@ -188,7 +188,7 @@ Corner = Literal["lower right", "upper right"]
 
 def draw(results: Results) -> Figure:
     """Examples 1 and 2 on the model, A.3 on the parameter space, finite steps."""
-    figure = plots.new(9.5, 8.2, "The natural parameter gradient, and what it depends on")
+    figure = plots.make_figure(9.5, 8.2, "The natural parameter gradient, and what it depends on")
     one, two, three, four = figure.subplots(2, 2).flat
     _plane(one, results)
     _eight(two, results)
@@ -206,7 +206,7 @@ def _arrow(axes: Axes, end: Sequence[float], color: str, name: str) -> None:
 
 
 def _format_axes(axes: Axes, title: str, x: str, y: str, legend: Corner = "lower right") -> None:
-    plots.dress(axes, logx=False, logy=False)
+    plots.format_axes(axes, logx=False, logy=False)
     axes.set_aspect("equal")
     axes.locator_params(nbins=6)
     plots.label(axes, x, y, title)
@@ -254,7 +254,7 @@ def _steps(axes: Axes, results: Results) -> None:
     names = {"Moore–Penrose": "G⁺", DAMPED: "(G + λ)⁻¹"}
     for color, (key, name) in zip((_PHI, _PSI), names.items(), strict=True):
         xs = [r["size"][::-1] for r in runs]
-        plots.band(axes, xs, [r["apart"][key][::-1] for r in runs], color, name)
-    plots.dress(axes)
+        plots.plot_band(axes, xs, [r["apart"][key][::-1] for r in runs], color, name)
+    plots.format_axes(axes)
     plots.label(axes, "step size η", "difference of φ and ψ, per move", "Section 4: finite steps")
     axes.legend(frameon=False, fontsize=8, loc="lower right")

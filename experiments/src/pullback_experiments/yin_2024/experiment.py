@@ -73,7 +73,7 @@ class Comparison(Experiment):
 
     def items(self, quick: bool) -> list[Item]:
         return [
-            Item((method.name,), partial(self._work, method, self._length(steps, quick)))
+            Item((method.name,), partial(self._descend, method, self._length(steps, quick)))
             for method, steps in self.methods
         ]
 
@@ -82,7 +82,7 @@ class Comparison(Experiment):
             return min(steps, self.quick_steps)
         return steps
 
-    def _work(self, method: DescentMethod, steps: int, context: Context) -> dict[str, Any]:
+    def _descend(self, method: DescentMethod, steps: int, context: Context) -> dict[str, Any]:
         return run(self.setting, method, context.seed, steps).as_dict()
 
     def line(self, record: dict[str, Any]) -> str:
@@ -94,12 +94,14 @@ class Comparison(Experiment):
 
     def judge(self, results: Results) -> list[Check]:
         """Some of the claims do not hold, as recorded; the quick version judges `short`."""
-        checks = self.claims(self._found(results), self.setting.size, self.expected_outcomes)
+        checks = self.claims(
+            self._group_records(results), self.setting.size, self.expected_outcomes
+        )
         if results.quick:
             return [checks[i] for i in self.short]
         return checks
 
-    def _found(self, results: Results) -> dict[str, Summary]:
+    def _group_records(self, results: Results) -> dict[str, Summary]:
         return {m.name: Summary(records(results, m.name)) for m, _ in self.methods}
 
     def draw(self, results: Results) -> dict[str, Figure]:
@@ -119,7 +121,7 @@ class Comparison(Experiment):
                 f"{s.stuck}/{len(s)}",
                 f"{1e3 * s.per_step:.0f}",
             ]
-            for name, s in self._found(results).items()
+            for name, s in self._group_records(results).items()
         ]
         columns = ["method", "loss", "error", "best", "worst", "stuck", "ms/step"]
         return [Table(columns, rows, f"Medians over {len(results.seeds)} seeds")]
@@ -140,7 +142,7 @@ def charts(experiment: Comparison, results: Results) -> list[Chart]:
     for (group, methods), (measure, name) in product(experiment.groups.items(), _MEASURES.items()):
         series = []
         for method in methods:
-            style = plots.dashes(method)
+            style = plots.choose_dashes(method)
             series.append(over_seeds(method, results.of(method), measure, _ALONG, style=style))
         note = "medians and quartiles over seeds"
         out.append(Chart(group, name, series, x=_ALONG, note=note))
@@ -158,18 +160,18 @@ def draw(experiment: Comparison, results: Results) -> Figure:
     problem = experiment.setting.problem().name
     count = len(results.seeds)
     title = f"{problem}, {layers} tanh network, {count} seeds: medians and quartiles"
-    figure = plots.new(16, 0.6 + 3.4 * len(groups), title, dpi=110)
+    figure = plots.make_figure(16, 0.6 + 3.4 * len(groups), title, dpi=110)
     grid = figure.subplots(len(groups), 4, squeeze=False, sharey=False)
     for row, (group, names) in zip(grid, groups.items(), strict=True):
         for axes, (what, along) in zip(row, _COLUMNS, strict=True):
-            for name, color in plots.colors(names).items():
+            for name, color in plots.assign_colors(names).items():
                 runs = results.of(name)
                 xs = [r[along] for r in runs]
                 ys = [r[what] for r in runs]
-                style = plots.dashes(name)
+                style = plots.choose_dashes(name)
                 spaced = along == "seconds"
-                plots.band(axes, xs, ys, color, name, spaced=spaced, ls=style)
-            plots.dress(axes)
+                plots.plot_band(axes, xs, ys, color, name, spaced=spaced, ls=style)
+            plots.format_axes(axes)
             plots.label(axes, {"seconds": "CPU seconds"}.get(along, along), _NAMES[what])
         plots.label(row[0], title=group)
         row[-1].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)

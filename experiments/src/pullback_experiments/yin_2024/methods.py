@@ -133,7 +133,7 @@ class _NaturalStepper(Stepper):
             self._watch = DirectionProbe(rule)
         else:
             self._watch = None
-        self._optimizer = self._built(method.solver(), self._watch or rule)
+        self._optimizer = self._build_optimizer(method.solver(), self._watch or rule)
         self._options: dict[str, Any] = {"objective": fit.objective, "metric_batch": None}
         if method.l2:
             self._options["metric_batch"] = fit.values
@@ -141,7 +141,7 @@ class _NaturalStepper(Stepper):
         self._steps_taken = 0
         self._rejected = 0
 
-    def _built(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
+    def _build_optimizer(self, solver: Solver, rule: Step | None = None) -> NaturalGradient:
         return NaturalGradient(self._fit.model, solver=solver, step=rule, gram=self._method.gram)
 
     def step(self) -> StepNumbers:
@@ -165,8 +165,10 @@ class _NaturalStepper(Stepper):
         """
         if not self._method.greedy:
             return {}
-        full = self._built(self._method.solver()).direction(**self._options)
-        few = self._built(OrthogonalGreedy(self._method.greedy)).direction(**self._options)
+        full = self._build_optimizer(self._method.solver()).direction(**self._options)
+        few = self._build_optimizer(OrthogonalGreedy(self._method.greedy)).direction(
+            **self._options
+        )
         gradient = torch.autograd.grad(self._fit.loss(), list(self._fit.model.parameters()))
         g = torch.cat([tensor.flatten() for tensor in gradient])
         return {"share": float(g @ few.x) / float(g @ full.x)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from ..framework.curves import finite, held
+from ..framework.curves import finite, value_at
 from .methods import DescentMethod, StepNumbers
 from .problems import FitSetting
 
@@ -142,7 +142,7 @@ class Summary:
 
     def after(self, step: float) -> float:
         """The median loss after so many steps."""
-        return statistics.median(held(r.steps, r.loss, step) for r in self.records)
+        return statistics.median(value_at(r.steps, r.loss, step) for r in self.records)
 
     def below(self, error: float) -> int:
         """How many runs ended with at most this error."""

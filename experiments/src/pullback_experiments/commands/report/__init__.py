@@ -66,7 +66,7 @@ def collect_entries(out: Path) -> tuple[list[ReportEntry], list[str]]:
 
 
 def _entry(path: Path, out: Path, anchor: str) -> ReportEntry:
-    state: dict[str, Any] = store.content(path)
+    state: dict[str, Any] = store.read_json(path)
     if state.get("format") == FORMAT:
         return solution(path, out, state, anchor)
     state = store.read(path)

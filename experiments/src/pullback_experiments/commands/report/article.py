@@ -19,8 +19,8 @@ from .markup import (
     command,
     environments,
     lines,
-    pictures,
     render_details,
+    render_figures,
     render_json,
     table,
     text,
@@ -45,7 +45,7 @@ def article(
         _checks(summary.get("checks") or []),
         *_illustrations(path, about, summary, curves),
         _paragraph("about", about.get("about")),
-        command(_again(path, about, summary)),
+        command(_make_command(path, about, summary)),
         render_details(title, details),
     ]
     html = f'<article id="{text(anchor)}" data-verdict="{verdict}">\n{lines(blocks)}\n</article>'
@@ -91,7 +91,7 @@ def _illustrations(
     path: Path, about: Mapping[str, Any], summary: Mapping[str, Any], curves: Curves
 ) -> list[str]:
     """Return curves, figures and tables."""
-    plots = charts.drawn(curves.charts)
+    plots = charts.render_charts(curves.charts)
     hint = ""
     if plots:
         hint = "<noscript><p>The curves are drawn by a script.</p></noscript>"
@@ -100,7 +100,7 @@ def _illustrations(
         plots,
         hint,
         _paragraph("note", curves.note),
-        pictures(path, figures, str(about["name"]), bool(plots)),
+        render_figures(path, figures, str(about["name"]), bool(plots)),
         *map(table, summary.get("tables") or []),
     ]
 
@@ -216,7 +216,7 @@ def _check(check: Mapping[str, Any]) -> str:
     )
 
 
-def _again(path: Path, about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def _make_command(path: Path, about: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return the command that goes on with the run, or repeats it."""
     words = ["pullback", "run", str(about["name"])]
     if about.get("quick"):

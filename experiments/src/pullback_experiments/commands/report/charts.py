@@ -14,16 +14,16 @@ from pullback import PullbackError
 
 from ... import registry
 from ...framework.curves import Chart, Line, Series, Style
-from ...framework.plots import COMMON, known, places
+from ...framework.plots import COMMON, assign_places, has_fixed_place
 from ...framework.store import Available
 from .markup import text
 
 
-def drawn(charts: Sequence[Chart]) -> str:
+def render_charts(charts: Sequence[Chart]) -> str:
     """Places for the script to draw in; hidden until it does."""
     blocks = []
     for chart in charts:
-        if chart.shown():
+        if chart.drawable_series():
             repeats_title = chart.title.lower() == chart.y.lower()
             if repeats_title:
                 small = ""
@@ -55,15 +55,17 @@ def as_data(chart: Chart) -> dict[str, Any]:
         "note": chart.note,
         "logx": bool(chart.logx),
         "logy": bool(chart.logy),
-        "axes": [list(pair) for pair in chart.axes().items()],
-        "series": _assign_colors(chart.shown()),
+        "axes": [list(pair) for pair in chart.axis_names().items()],
+        "series": _assign_colors(chart.drawable_series()),
     }
 
 
 def _assign_colors(shown: Sequence[Series]) -> list[dict[str, Any]]:
     """Methods in the colors of the figures; other series in the order of the palette."""
     names = [series.name for series in shown]
-    if any(map(known, names)) and len(fixed_colors := places(names)) == len(set(names)):
+    if any(map(has_fixed_place, names)) and len(fixed_colors := assign_places(names)) == len(
+        set(names)
+    ):
         return [_series(series, fixed_colors[series.name], series.style) for series in shown]
     assigned = []
     for number, series in enumerate(shown):

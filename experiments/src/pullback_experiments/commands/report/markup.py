@@ -121,7 +121,7 @@ _KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 _LARGEST = 1_500_000  # bytes of an SVG, above which the PNG is shown
 
 
-def found(path: Path, figures: Sequence[str]) -> list[Path]:
+def find_figures(path: Path, figures: Sequence[str]) -> list[Path]:
     """One file of every figure that lies beside the results: SVG unless it is huge."""
     files: dict[str, Path] = {}
     for suffix in _KINDS:
@@ -134,9 +134,9 @@ def found(path: Path, figures: Sequence[str]) -> list[Path]:
     return list(files.values())
 
 
-def pictures(path: Path, figures: Sequence[str], name: str, beside: bool) -> str:
+def render_figures(path: Path, figures: Sequence[str], name: str, beside: bool) -> str:
     """The figures; to be folded by the script where curves stand `beside` them."""
-    files = found(path, figures)
+    files = find_figures(path, figures)
     if not files:
         if not figures:
             return ""

@@ -17,8 +17,8 @@ from .markup import (
     command,
     environments,
     lines,
-    pictures,
     render_details,
+    render_figures,
     render_json,
     table,
     text,
@@ -41,7 +41,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
     words = f"{config['problem']}: {reached}, {int(result['steps']):,} steps, " + format_duration(
         float(result["seconds"])
     )
-    plots = charts.drawn(history(state["history"]))
+    plots = charts.render_charts(history(state["history"]))
     rows = [["network", f"{config['network']}, {config['parameters']:,} parameters"],
             ["loss", _short(result["loss"])],
             *([k, _short(v)] for k, v in (result.get("unknowns") or {}).items()),
@@ -59,7 +59,7 @@ def solution(path: Path, out: Path, state: Mapping[str, Any], anchor: str) -> Re
         f'<p class="claim">{text(words)}.</p>',
         equation,
         plots,
-        pictures(path, [f"{path.stem}.png"], name, bool(plots)),
+        render_figures(path, [f"{path.stem}.png"], name, bool(plots)),
         table({"columns": ["what", "value"], "rows": rows, "text": 2}),
         command(repeat_command),
         render_details(
