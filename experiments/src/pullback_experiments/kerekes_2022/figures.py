@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# places in the palette; EGD's is its depth
-_NATURAL = 0
-_INK = 7
+class Place(IntEnum):
+    """Places in the palette; EGD's is its depth."""
+
+    NATURAL = 0
+    INK = 7
+
+
 _METHODS: Mapping[str, Style] = {"EGD": "solid", "NGD": "dotted"}
 #: NGD's lines by depth
 _DASHES = {1: (0, (4, 1.5)), 2: (0, (1, 1.2)), 3: (0, (4, 1, 1, 1)), 4: (0, (1, 3))}
@@ -43,7 +48,7 @@ def planar(results: Results, depths: Sequence[int]) -> list[Chart]:
     if natural:
         ends = [[r["descent angle"]] * len(levels[0]) for r in natural]
         line = quartiles([levels[0]] * len(natural), ends)
-        series.append(Series("NGD, L = 1", {"level": line}, _NATURAL, "dashed"))
+        series.append(Series("NGD, L = 1", {"level": line}, Place.NATURAL, "dashed"))
     return [
         Chart(
             "Directions: depth turns EGD, and not NGD",
@@ -66,9 +71,11 @@ def sparse(results: Results, config: dict[str, Any]) -> list[Chart]:
     for depth in config["natural depths"]:
         name = f"NGD, L = {depth}"
         runs = results.of("NGD", f"L={depth}")
-        series.append(_accuracy(name, runs, 0, config, color=_NATURAL, style="dotted"))
+        series.append(_accuracy(name, runs, 0, config, color=Place.NATURAL, style="dotted"))
     runs = results.of("NGD, population")
-    series.append(_accuracy("NGD, population", runs, 0, config, color=_NATURAL, style="dashed"))
+    series.append(
+        _accuracy("NGD, population", runs, 0, config, color=Place.NATURAL, style="dashed")
+    )
     first = Chart(
         "Accuracy against the number of samples",
         "test accuracy, %",
@@ -127,8 +134,8 @@ def _logits(runs: Sequence[Record]) -> list[Chart]:
     margins = runs[0]["margins"]
     spread = quartiles([times] * margins.shape[1], margins.T.tolist())
     series = [
-        Series("NGD", {"time": spread}, _NATURAL),
-        Series("t", {"time": Line(times, times)}, _INK, "dashed"),
+        Series("NGD", {"time": spread}, Place.NATURAL),
+        Series("t", {"time": Line(times, times)}, Place.INK, "dashed"),
     ]
     title = "NGD's logits grow as t, N < D"
     note = "median and quartiles over samples, first seed"
@@ -143,11 +150,11 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     methods: list[_Kind] = []
     for method, style in _METHODS.items():
         for depth in config["depths"]:
-            color_number = _NATURAL
+            color_number = Place.NATURAL
             if method == "EGD":
                 color_number = depth
             methods.append((f"{method}, L = {depth}", (method, f"L={depth}"), color_number, style))
-    methods.append(("nuclear norm", ("nuclear norm",), _INK, "dashed"))
+    methods.append(("nuclear norm", ("nuclear norm",), Place.INK, "dashed"))
     starts: list[_Kind] = []
     for d in (2, 3):
         words = f"L = {d}, start of L = {config['collapsed']}"
@@ -170,7 +177,7 @@ def completion(results: Results, config: dict[str, Any]) -> list[Chart]:
     ]
 
 
-_SUPPORT = {"margin": 1, "natural": _NATURAL}
+_SUPPORT = {"margin": 1, "natural": Place.NATURAL}
 
 
 def support(results: Results, ratios: Sequence[float]) -> list[Chart]:
@@ -228,7 +235,7 @@ def draw_planar(
         right.axhline(limit, color=color, lw=0.9, ls=":")
     natural = sorted(r["descent angle"] for r in results.of("NGD", "L=1"))
     middle_angle = natural[len(natural) // 2]
-    color = plots.PALETTE[_NATURAL]
+    color = plots.PALETTE[Place.NATURAL]
     right.axhline(middle_angle, color=color, lw=1.4, ls="--", label="NGD, all L")
     plots.format_axes(right, logy=False)
     right.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -287,7 +294,7 @@ def _accuracies(axes: Axes, results: Results, config: dict[str, Any]) -> None:
     for row, depth in enumerate(config["depths"]):
         color = plots.PALETTE[depth]
         line(results.of("EGD"), row, color, f"EGD, L = {depth}", marker="o", ms=3)
-    color = plots.PALETTE[_NATURAL]
+    color = plots.PALETTE[Place.NATURAL]
     for depth in config["natural depths"]:
         runs = results.of("NGD", f"L={depth}")
         line(runs, 0, color, f"NGD, L = {depth}", ls=_DASHES[depth])
@@ -303,8 +310,8 @@ def _logit_panel(axes: Axes, results: Results) -> None:
     margins = np.asarray(record["margins"])
     times = record["time"]
     if len(times):
-        axes.plot(times, margins, color=plots.PALETTE[_NATURAL], lw=0.6, alpha=0.6)
-        axes.plot([], [], color=plots.PALETTE[_NATURAL], label="NGD, all samples")
+        axes.plot(times, margins, color=plots.PALETTE[Place.NATURAL], lw=0.6, alpha=0.6)
+        axes.plot([], [], color=plots.PALETTE[Place.NATURAL], label="NGD, all samples")
         axes.plot(times, times, "--", color=plots.INK, lw=1.2, label="t")
         axes.legend(frameon=False, fontsize=8)
     plots.format_axes(axes, logx=False, logy=False)
@@ -316,8 +323,8 @@ def _coefficients(axes: Axes, results: Results, config: dict[str, Any]) -> None:
     natural = results.of("NGD", "L=1")[0]
     rows = [(f"EGD, L = {d}", d, euclidean["beta"][i]) for i, d in enumerate(config["depths"][:2])]
     rows += [
-        ("NGD", _NATURAL, natural["beta"]),
-        ("NGD, population", _NATURAL, results.of("NGD, population")[0]["beta"]),
+        ("NGD", Place.NATURAL, natural["beta"]),
+        ("NGD, population", Place.NATURAL, results.of("NGD, population")[0]["beta"]),
     ]
     shown = min(config["dim"], 5 * config["nonzero"])
     for row, (name, color_number, beta) in enumerate(rows):
@@ -347,7 +354,7 @@ def draw_completion(results: Results, config: dict[str, Any]) -> Figure:
     rows: list[tuple[str, str, tuple[str, ...], Any]] = [
         (plots.PALETTE[d], f"EGD, L = {d}", ("EGD", f"L={d}"), "-") for d in depths
     ]
-    natural = plots.PALETTE[_NATURAL]
+    natural = plots.PALETTE[Place.NATURAL]
     rows += [(natural, f"NGD, L = {d}", ("NGD", f"L={d}"), _DASHES[d]) for d in depths]
     rows.append((plots.INK, "nuclear norm", ("nuclear norm",), "--"))
     for color, name, key, style in rows:

@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 
 from pullback import KFAC
 
-#: runs before the capture, which create the optimizer's state and warm up the libraries
-_WARM = 3
-
 #: (x, y) ↦ the loss, after clearing and filling all gradients
 Gradient = Callable[[Tensor, Tensor], Any]
 #: (x, y) ↦ nothing, the parameters moved
@@ -22,9 +19,13 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 class Captured:
-    """Work on batches of one size: run eagerly a few times, then replayed from a CUDA graph."""
+    """Work on batches of one size: run eagerly a few times, then replayed from a CUDA graph.
 
-    def __init__(self, work: Gradient, clear: Callable[[], None]) -> None:
+    The first runs create the optimizer's state and warm up the libraries.
+    """
+
+    def __init__(self, work: Gradient, clear: Callable[[], None], eager_runs: int = 3) -> None:
+        self._eager_runs = eager_runs
         self._work = work
         self._clear = clear
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -44,7 +45,7 @@ class Captured:
             self._stream = torch.cuda.Stream(x.device)
         for captured_input, new in zip(self._static_inputs, (x, y), strict=True):
             captured_input.copy_(new)
-        if self._warm_steps < _WARM:
+        if self._warm_steps < self._eager_runs:
             self._warm_steps += 1
             self._stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(self._stream):

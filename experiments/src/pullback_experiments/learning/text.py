@@ -70,6 +70,8 @@ def windows(text: str, length: int) -> DataSet:
 
     train = torch.cat([cuts(codes[:cut], start) for start in (0, length // 2)])
     test = cuts(codes[cut:], 0)
-    parts = (train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
-    x, y, test_x, test_y = (part.contiguous() for part in parts)
+    x = train[:, :-1].contiguous()
+    y = train[:, 1:].contiguous()
+    test_x = test[:, :-1].contiguous()
+    test_y = test[:, 1:].contiguous()
     return DataSet(x, y, test_x, test_y, tuple(characters))

@@ -30,7 +30,22 @@ from . import schedules
 from .cuda_graph import capture_step
 from .data import DataSet
 
-_SAVE_EVERY = 30.0  # seconds, or twenty times what saving takes: factors of K-FAC are large
+
+@dataclass(frozen=True)
+class CheckpointIntervals:
+    """How often a run is saved."""
+
+    #: seconds between two checkpoints, at least
+    least_seconds: float = 30.0
+    #: times what saving takes, at least: factors of K-FAC are large
+    times_saving: float = 20.0
+
+    def choose(self, saving_seconds: float) -> float:
+        """Return the seconds until the next checkpoint."""
+        return max(self.least_seconds, self.times_saving * saving_seconds)
+
+
+INTERVALS = CheckpointIntervals()
 
 
 def fit(
@@ -117,7 +132,7 @@ class _Loop:
         self._draw = torch.Generator(self.data.x.device).manual_seed(self.context.seed)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._saved = time.monotonic()
-        self._wait = _SAVE_EVERY
+        self._wait = INTERVALS.least_seconds
         self._replayed = None
         if self.graphed:
             fixed = self.schedule is schedules.constant
@@ -198,7 +213,7 @@ class _Loop:
         path = self.context.folder() / "training.pt"
         files.write(path, lambda file: torch.save(state, file))
         self._saved = time.monotonic()
-        self._wait = max(_SAVE_EVERY, 20 * (self._saved - start))
+        self._wait = INTERVALS.choose(self._saved - start)
         if over:
             raise Paused
 

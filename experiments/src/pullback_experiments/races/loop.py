@@ -31,7 +31,6 @@ from ..learning.training import autocast, tensor_cores
 from .optimizers import OPTIMIZERS
 
 Batch = tuple[Tensor, Tensor]
-_SEGMENT = 100  # batches that are made at a time
 
 
 class Batches(Protocol):
@@ -176,7 +175,8 @@ class _RaceState:
         self._note(0, 0.0)
         for end in ends:
             while steps_done < end:
-                segment = range(steps_done, min(end, steps_done + _SEGMENT))
+                # a hundred batches are made at a time
+                segment = range(steps_done, min(end, steps_done + 100))
                 batches = [
                     (x.to(memory_format=self.task.layout), y) for x, y in self.batches.of(segment)
                 ]

@@ -78,8 +78,17 @@ class Examples(Experiment):
         return {"": draw(results)}
 
 
-_EXACT = 1e-8  # relative: what the conditions of the random maps leave of sixteen digits
-_TINY = 1e-12  # of numbers near one
+@dataclass(frozen=True)
+class RoundOff:
+    """Differences up to which numbers in float64 are taken for equal."""
+
+    #: relative: what the conditions of the random maps leave of sixteen digits
+    of_random_maps: float = 1e-8
+    #: of the examples, whose numbers are near one
+    of_examples: float = 1e-12
+
+
+ROUND_OFF = RoundOff()
 _SOUND = tuple(name for name in INVERSES if name != DAMPED)
 
 
@@ -106,12 +115,20 @@ def _theorems(results: Results) -> list[Claim]:
     slope = order(results, "Moore–Penrose")
     first = order(results, DAMPED)
     return [
-        ("Theorem 1: any G⁻ moves the model by the projected gradient", one < _EXACT, f"{one:.0e}"),
-        ("Theorem 2: that move is the same in all coordinates", two < _EXACT, f"{two:.0e}"),
+        (
+            "Theorem 1: any G⁻ moves the model by the projected gradient",
+            one < ROUND_OFF.of_random_maps,
+            f"{one:.0e}",
+        ),
+        (
+            "Theorem 2: that move is the same in all coordinates",
+            two < ROUND_OFF.of_random_maps,
+            f"{two:.0e}",
+        ),
         ("the parameter vector is not", space > 0.01, f"at least {space:.2g} apart"),
         (
             "a homeomorphism with differential zero leaves no move (Proposition 2)",
-            cubic < _EXACT,
+            cubic < ROUND_OFF.of_random_maps,
             f"{cubic:.0e}",
         ),
         (
@@ -154,22 +171,22 @@ def _examples(results: Results) -> list[Claim]:
     return [
         (
             "Example 1: two spans that meet in zero, and a part of the gradient in each",
-            ranks == [1, 1, 2] and split < _TINY,
+            ranks == [1, 1, 2] and split < ROUND_OFF.of_examples,
             f"ranks {ranks[0]} and {ranks[1]}, together {ranks[2]}; off by {split:.0e}",
         ),
         (
             "A.2: tangent vectors (2, 1) and (−2, 1), G = 5, two moves from one point",
-            max(tangents, gram, moves, hypot(*cross["right"])) < _TINY,
+            max(tangents, gram, moves, hypot(*cross["right"])) < ROUND_OFF.of_examples,
             f"off by {max(tangents, gram, moves):.0e}, with ξ₂ = π",
         ),
         (
             "the curve crosses itself at ξ₂ = π/2, as printed in A.2",
-            hypot(*cross["printed"]) < _TINY,
+            hypot(*cross["printed"]) < ROUND_OFF.of_examples,
             f"φ(π/2) = ({cross['printed'][0]:.0f}, {cross['printed'][1]:.0f}), not (0, 0)",
         ),
         (
             "A.3: y_Ξ = (3, 3) and y_Θ = (4⅘, 1⅕), one move of the model",
-            max(numbers, push) < _TINY,
+            max(numbers, push) < ROUND_OFF.of_examples,
             f"off by {numbers:.0e}; moves {push:.0e} apart",
         ),
     ]

@@ -16,7 +16,7 @@ from ..framework.store import Results
 from ..framework.tabular import Table
 from .methods import DescentMethod
 from .problems import FitSetting
-from .runs import EARLY, DescentRun, Summary, run
+from .runs import LEVELS, DescentRun, Summary, run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ class Comparison(Experiment):
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
     expected_outcomes: Sequence[bool]
     short: Sequence[int]
-    quick_steps: int = EARLY
+    quick_steps: int = LEVELS.early
     paper: str = PAPER
     about: str = _ABOUT
     anywhere: bool = False

@@ -14,8 +14,18 @@ from ..framework.curves import finite, value_at
 from .methods import DescentMethod, StepNumbers
 from .problems import FitSetting
 
-SOLVED = 0.1  # relative error at which a run counts as having got somewhere
-EARLY = 30  # steps
+
+@dataclass(frozen=True)
+class RunLevels:
+    """What the words of the claims mean."""
+
+    #: relative error at which a run counts as having got somewhere
+    solved: float = 0.1
+    #: steps that count as early
+    early: int = 30
+
+
+LEVELS = RunLevels()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from . import problems
 from .experiment import Comparison
 from .methods import ArgMin, DescentMethod, FirstOrder, NaturalMethod
 from .problems import FitSetting
-from .runs import EARLY, SOLVED, Summary
+from .runs import LEVELS, Summary
 
 
 def least_squares_claims(
@@ -50,7 +50,11 @@ def poisson_claims(
         [
             _singular(plain, size),
             ("the first directions are astronomical", first > 1e6, f"an entry of {first:.0e}"),
-            ("E-NGD sometimes sticks at a large loss", cut.below(SOLVED) < len(cut), _got(cut)),
+            (
+                "E-NGD sometimes sticks at a large loss",
+                cut.below(LEVELS.solved) < len(cut),
+                _got(cut),
+            ),
             _nearly_best(cut),
             _safer("E-NGD-OGA", greedy, "E-NGD", cut),
             _as_accurate("E-NGD-OGA", greedy, "E-NGD, not cut", plain),
@@ -67,7 +71,7 @@ def poisson_claims(
 
 
 def _got(summary: Summary) -> str:
-    return f"{summary.below(SOLVED)} of {len(summary)} below {SOLVED:g}"
+    return f"{summary.below(LEVELS.solved)} of {len(summary)} below {LEVELS.solved:g}"
 
 
 def _singular(full: Summary, size: int) -> Claim:
@@ -82,15 +86,15 @@ def _nearly_best(full: Summary) -> Claim:
 
 
 def _faster(one: str, first: Summary, two: str, second: Summary) -> Claim:
-    a = first.after(EARLY)
-    b = second.after(EARLY)
-    claim = f"{one} lowers the loss faster than {two} in {EARLY} steps"
+    a = first.after(LEVELS.early)
+    b = second.after(LEVELS.early)
+    claim = f"{one} lowers the loss faster than {two} in {LEVELS.early} steps"
     return claim, a < b, f"median loss {a:.1e} against {b:.1e}"
 
 
 def _safer(one: str, first: Summary, two: str, second: Summary) -> Claim:
     claim = f"{one} gets somewhere from more seeds than {two}"
-    holds = first.below(SOLVED) > second.below(SOLVED)
+    holds = first.below(LEVELS.solved) > second.below(LEVELS.solved)
     return claim, holds, f"{_got(first)}, against {_got(second)}"
 
 

@@ -118,18 +118,18 @@ def render_json(value: object) -> str:
 
 
 _KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
-_LARGEST = 1_500_000  # bytes of an SVG, above which the PNG is shown
 
 
 def find_figures(path: Path, figures: Sequence[str]) -> list[Path]:
     """One file of every figure that lies beside the results: SVG unless it is huge."""
+    largest = 1_500_000  # bytes of an SVG, above which the PNG is shown
     files: dict[str, Path] = {}
     for suffix in _KINDS:
         for name in map(str, figures):
             file = path.with_name(Path(name).name)  # never outside of the folder
             if file.suffix != suffix or file.is_symlink() or not file.is_file():
                 continue
-            if suffix == ".png" or file.stat().st_size <= _LARGEST:
+            if suffix == ".png" or file.stat().st_size <= largest:
                 files.setdefault(file.stem, file)
     return list(files.values())
 

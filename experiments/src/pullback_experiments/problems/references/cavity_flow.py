@@ -117,7 +117,6 @@ class Clamped:
         return h
 
 
-_LARGEST = 1000.0  # Reynolds number
 _LADDER = (400.0, 700.0)  # Reynolds numbers on the way to larger ones
 
 
@@ -140,11 +139,12 @@ class Cavity(Reference):
 
     def __init__(self, reynolds: float = 100.0) -> None:
         self.reynolds = check_positive("reynolds", reynolds)
-        if reynolds > _LARGEST:
+        largest = 1000.0
+        if reynolds > largest:
             raise PullbackError(
                 f"There is no reference for reynolds={reynolds}",
                 "Newton's method is not reliable there",
-                f"Choose reynolds ≤ {_LARGEST:g}",
+                f"Choose reynolds ≤ {largest:g}",
             )
 
     def values(self, points: Array) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -16,8 +17,18 @@ from pullback.pde.arguments import check_positive
 from .base import Array, Reference, load_or_compute, relative, require_resolved
 from .etdrk4 import FourierTrajectory, integrate
 
-_DEGREE = 10
-_TAIL = 1e-11  # modes of a smaller relative norm over space and time are not stored
+
+@dataclass(frozen=True)
+class StoredSolution:
+    """How a reference is stored: polynomials in time of its leading modes in space."""
+
+    #: of the polynomial in time on each panel
+    degree: int = 10
+    #: modes of a smaller relative norm over space and time are not stored
+    tail: float = 1e-11
+
+
+STORED = StoredSolution()
 
 
 class Resolution(NamedTuple):
@@ -100,9 +111,9 @@ class Pseudospectral(Reference):
         modes, edges, longest = self.resolution(coarse)
         linear, start = self.equation(modes)
         with np.errstate(over="ignore", invalid="ignore"):  # a blow-up shows in the accuracy
-            c = integrate(linear, self.nonlinear, start, edges, _DEGREE, longest)
+            c = integrate(linear, self.nonlinear, start, edges, STORED.degree, longest)
         if c.ndim == 3:  # one field
-            nodes = np.linspace(edges[:-1], edges[1:], _DEGREE + 1, axis=1)
+            nodes = np.linspace(edges[:-1], edges[1:], STORED.degree + 1, axis=1)
             c = c - self.known_coefficients(modes, nodes)
         return edges, _without_tail(edges, c)
 
@@ -124,11 +135,11 @@ def _coarsening(coarse: bool) -> int:
 
 
 def _without_tail(edges: Array, c: Array) -> Array:
-    """The leading modes: what is cut has a norm below _TAIL of all, over space and time."""
+    """The leading modes: what is cut has a norm below 1e-11 of all, over space and time."""
     size = np.abs(c) ** 2
     energy = np.diff(edges) @ size.reshape(len(size), -1, size.shape[-1]).mean(axis=1)  # (K,)
     tail = np.cumsum(energy[::-1])[::-1]
-    needed = tail > _TAIL**2 * tail[0]
+    needed = tail > STORED.tail**2 * tail[0]
     return np.ascontiguousarray(c[..., : max(1, int(needed.sum()))])
 
 
@@ -236,7 +247,7 @@ class KortewegDeVries(Pseudospectral):
         factor = _coarsening(coarse)
         panels = math.ceil(100 * self._rate)
         edges = np.linspace(0, 1, panels // factor + 1)
-        longest = factor / (16 * _DEGREE * panels)
+        longest = factor / (16 * STORED.degree * panels)
         modes = 256
         if coarse:
             modes = 160
