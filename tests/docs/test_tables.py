@@ -35,8 +35,8 @@ def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(table.TABLES, "x", lambda: [["a", "b"], ["1", "2"]])
     text = "before\n<!-- table x -->\nold\n<!-- end -->\nafter\n"
     new = "before\n<!-- table x -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end -->\nafter\n"
-    assert table.written(text) == new
-    assert table.written(new) == new
+    assert table.fill_tables(text) == new
+    assert table.fill_tables(new) == new
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_autoencoder_is_mirrored_around_a_linear_code() -> None:
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.title)
 def test_tasks_fit_their_likelihoods(task: TrainingTask) -> None:
     """A mean of −log likelihoods over samples, but for what does not depend on z."""
-    model, images = task.made(True, CPU)
+    model, images = task.build_parts(True, CPU)
     z = model(images.x[:20]).detach().requires_grad_()
     task.loss(z, images.y[:20]).backward()
     assert z.grad is not None
@@ -164,7 +164,7 @@ def test_a_step_of_every_method(task: TrainingTask, number: int, tmp_path: Path)
     """From the loop, with the full version's settings on the quick version's network."""
     method = (VGG_METHODS if task is VGG else TEXT)[number]
     torch.manual_seed(0)
-    model, first = task.made(True, CPU)
+    model, first = task.build_parts(True, CPU)
     first = first.first(32, 16)
     before = [p.detach().clone() for p in model.parameters()]
     context = Context(0, CPU, True, tmp_path, Results(Store(tmp_path / "r.json", {}), [0], True))
@@ -182,7 +182,7 @@ def test_a_step_of_every_method(task: TrainingTask, number: int, tmp_path: Path)
 
 
 def test_vgg_is_laid_out_by_channels_and_sees_crops() -> None:
-    model, images = VGG.made(True, CPU)
+    model, images = VGG.build_parts(True, CPU)
     weight = next(model.parameters())
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert images.x.shape[1:] == (3, 32, 32)
@@ -194,10 +194,10 @@ def test_vgg_is_laid_out_by_channels_and_sees_crops() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    schedule = replace(VGG, warm=0.2).run(VGG.made(True, CPU)[1])["schedule"]
+    schedule = replace(VGG, warm=0.2).run(VGG.build_parts(True, CPU)[1])["schedule"]
     rates = [schedule(t) for t in (0.0, 0.1, 0.2, 0.6, 1.0)]
     assert rates == pytest.approx([0.0, 0.45, 0.8, 0.4, 0.0])
-    falling = AUTOENCODER.run(VGG.made(True, CPU)[1])["schedule"]
+    falling = AUTOENCODER.run(VGG.build_parts(True, CPU)[1])["schedule"]
     assert falling(0.0) == 1.0
 
 

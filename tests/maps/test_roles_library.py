@@ -79,7 +79,7 @@ EXPECTED: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
 
 @pytest.fixture(scope="module")
 def all_models() -> dict[str, Any]:
-    return models.models() | more.others()
+    return models.models() | more.list_other_models()
 
 
 @pytest.mark.filterwarnings("ignore")

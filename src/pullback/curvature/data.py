@@ -69,7 +69,7 @@ def iterate_batches(data: Any, device: torch.device, size: int) -> Iterator[Batc
     for item in data:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise PullbackError("A batch is not a pair", f"got {_shown(item)}", _PAIR)
-        yield _moved(Batch(item[0], item[1]), device)
+        yield _move_batch(Batch(item[0], item[1]), device)
 
 
 def _cut(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
@@ -86,10 +86,10 @@ def _cut(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
         slices = pytree.tree_map(
             lambda leaf, at=start: cut(leaf, at), (batch.inputs, batch.targets)
         )
-        yield _moved(Batch(*slices), device)
+        yield _move_batch(Batch(*slices), device)
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def _move_batch(batch: Batch, device: torch.device) -> Batch:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf

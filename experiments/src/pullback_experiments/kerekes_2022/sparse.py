@@ -137,7 +137,7 @@ def _euclidean(config: dict[str, Any], context: Context) -> Record:
     """
     data = _data(config, context)
     levels = config["levels"]
-    runs = list(product(config["depths"], data))
+    runs: list[tuple[int, tuple[Tensor, Tensor]]] = list(product(config["depths"], data))
     path = []
     ends = []
     arrived = []

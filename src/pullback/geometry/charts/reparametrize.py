@@ -37,7 +37,7 @@ class Reparametrized(nn.Module):
         self._own = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
         if len(set(self._own.values())) < len(self.names):
             self._own = {n: f"theta_{i}" for i, n in enumerate(self.names)}
-        self.inner, self._slots = _emptied(model, self.names)
+        self.inner, self._slots = _copy_without_parameters(model, self.names)
         for name, value in theta.items():
             self.register_parameter(self._own[name], nn.Parameter(value))
         self.train(model.training)
@@ -106,8 +106,10 @@ def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
     return (Diffeomorphism if takes_dict else Elementwise)(function, inverse)
 
 
-def _emptied(model: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, dict[str, list[str]]]:
-    """A copy without the named parameters, and the slots of each of them.
+def _copy_without_parameters(
+    model: nn.Module, names: tuple[str, ...]
+) -> tuple[nn.Module, dict[str, list[str]]]:
+    """Return a copy without the named parameters, and the slots of each of them.
 
     Empty buffers keep the slots open; other parameters of the model are all that the copy has.
     """

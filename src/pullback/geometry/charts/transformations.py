@@ -178,11 +178,11 @@ class Rotation(Transformation):
         generator = torch.Generator().manual_seed(self.seed)
         every, (first, _) = _some_layers(model), _first(model, x)
 
-        def turned(size: int, turns: bool) -> Change:
+        def change_of(size: int, turns: bool) -> Change:
             return random_change(size, generator, 1.0).linear() if turns else no_change(size)
 
-        inputs = [turned(m.weight.shape[1], self.every or m is first) for m in every]
-        outputs = [turned(m.weight.shape[0], self.every) for m in every]
+        inputs = [change_of(m.weight.shape[1], self.every or m is first) for m in every]
+        outputs = [change_of(m.weight.shape[0], self.every) for m in every]
         return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
 
 

@@ -249,15 +249,15 @@ def tanh_twin(model: nn.Module, first: Change | None = None) -> nn.Module:
 
     Luk and Grosse (2018) print the two directions swapped. `first` changes the inputs as well.
     """
-    return _renamed(model, nn.Sigmoid, nn.Tanh, 2.0, -1.0, first)
+    return _replace_activations(model, nn.Sigmoid, nn.Tanh, 2.0, -1.0, first)
 
 
 def sigmoid_twin(model: nn.Module, first: Change | None = None) -> nn.Module:
     """A tanh network as a sigmoid network: σ(z) = ½tanh(z/2) + ½, so Φ = Ω = γ = ½."""
-    return _renamed(model, nn.Tanh, nn.Sigmoid, 0.5, 0.5, first)
+    return _replace_activations(model, nn.Tanh, nn.Sigmoid, 0.5, 0.5, first)
 
 
-def _renamed(
+def _replace_activations(
     model: nn.Module,
     old: type[nn.Module],
     new: type[nn.Module],

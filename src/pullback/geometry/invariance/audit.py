@@ -27,7 +27,7 @@ from ..._core.space import relative_tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
 from ..local.ambient import refuse_loss
-from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seeded
+from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seed_generators
 from .table import Audit, AuditRow, Skipped
 from .trial import Contender, OptimizerTrial, as_contenders
 
@@ -84,7 +84,7 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
                 str(error).splitlines()[0],
                 "Give inputs of the shape of the batch's",
             ) from error
-    with torch.no_grad(), seeded(setting.seed, setting.x.device):
+    with torch.no_grad(), seed_generators(setting.seed, setting.x.device):
         loss = setting.loss(one, setting.y)
         refuse_loss(loss)
         refuse_infinite(loss)
@@ -103,7 +103,7 @@ def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> N
 
 
 def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
-    with torch.no_grad(), seeded(seed, x.device):
+    with torch.no_grad(), seed_generators(seed, x.device):
         return select_output(duplicate(model)(x), None)
 
 
@@ -171,7 +171,7 @@ def audit(
     points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
     setting = AuditData(x, y, loss, points, seed)
     check_model(model, setting)
-    given = _named(transformations)
+    given = _collect_transformations(transformations)
     twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
     contenders = as_contenders(make_optimizer)
     for name, transformation in given.items():
@@ -196,7 +196,9 @@ def audit(
     return Audit(tuple(rows), tuple(skipped))
 
 
-def _named(given: Iterable[Any] | Mapping[str, Any] | None) -> dict[str, Transformation]:
+def _collect_transformations(
+    given: Iterable[Any] | Mapping[str, Any] | None,
+) -> dict[str, Transformation]:
     """Transformations by name; a name that occurs twice gets a number."""
     if given is None:
         return {t.name: t for t in standard()}

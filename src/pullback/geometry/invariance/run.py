@@ -58,7 +58,7 @@ class RunState:
     theta: Params
 
 
-def trained(model: nn.Module) -> Params:
+def trainable_parameters(model: nn.Module) -> Params:
     """The parameters that require gradients."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
@@ -70,7 +70,7 @@ def run(
 
     A run that is `lenient` may diverge: its remaining states are NaN.
     """
-    with seeded(setting.seed, setting.x.device):
+    with seed_generators(setting.seed, setting.x.device):
         model = duplicate(start.model)
         optimizers = _optimizers(make, model)
         for group in (g for o in optimizers for g in o.param_groups):
@@ -98,7 +98,7 @@ def run(
 
 
 @contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seed_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, and restore them afterwards."""
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda):
@@ -123,7 +123,7 @@ def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
     values = {n: select_output(model(x), None).to(torch.float64) for n, x in setting.points.items()}
     return RunState(
         {**values, "parameters": _flat(start.weights(model))},
-        {n: p.detach().clone() for n, p in trained(model).items()},
+        {n: p.detach().clone() for n, p in trainable_parameters(model).items()},
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..._core.errors import PullbackError
 from ..charts.transformations import Twin
-from .run import AuditData, Make, RunState, perturb_start, push, run, trained
+from .run import AuditData, Make, RunState, perturb_start, push, run, trainable_parameters
 from .table import SLACK, AuditRow, Measure, UpdateMismatch
 
 
@@ -89,7 +89,7 @@ class OptimizerTrial:
     ) -> None:
         self.contender, self.setting, self.sizes = contender, setting, sizes
         self.steps, self.eps = steps, eps
-        self.mine = self._runs(Twin(model, trained))  # f is the identity
+        self.mine = self._runs(Twin(model, trainable_parameters))  # f is the identity
         if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine[0].small):
             raise PullbackError(
                 f"{contender.name} does not move the model",

@@ -53,7 +53,7 @@ class Parametrization:
     ) -> None:
         require(callable(phi), "The map φ", phi, "Pass a function or an nn.Module")
         refuse_unknown("reduction", reduction, (None, "mean", "sum"))
-        named = _named(phi, xi)
+        named = _collect_parameters(phi, xi)
         for name, value in named.items():
             refuse_values(f"The coordinate {name!r}", value)
         self.point = {n: v.detach() for n, v in named.items()}
@@ -170,7 +170,7 @@ class Parametrization:
         return ModuleMap(self._module, Call.of(*self._inputs))
 
 
-def _named(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
+def _collect_parameters(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
     if isinstance(phi, nn.Module):
         own = dict(unwrap_model(phi).named_parameters())
         if xi is None:

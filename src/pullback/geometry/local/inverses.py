@@ -87,9 +87,9 @@ class _Undamped(Solver):
         if damping is not None and resolve(damping, gram) > 0:
             inverse = PseudoInverse()
             return inverse.solve(inverse.init(gram), rhs, damping, whitened=whitened)
-        return self._inverted(own, rhs, whitened)
+        return self._apply_inverse(own, rhs, whitened)
 
-    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ class RandomInverse(_Undamped):
         u, v = (self.scale * size / gram.size**0.5 * drawn).to(gram.device, gram.dtype)
         return gram, (state, basis, u, v)
 
-    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
         state, basis, u, v = own
 
         def unseen(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class WeightedNorm(_Undamped):
         weighted = rows / root if root.ndim == 1 else _solve(root, rows.T).T
         return gram, (root, self._inverse.init(Rows(weighted)))
 
-    def _inverted(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
         root, state = own
         g = rhs / root if root.ndim == 1 else _solve(root, rhs[:, None])[:, 0]
         found = self._inverse.solve(state, g, whitened=whitened)

@@ -123,13 +123,13 @@ class Landscape:
         zero = torch.zeros(self.dimension, dtype=torch.float64, device=self._origin.device)
         return hessian(lambda theta: self._loss_at(self._origin + self.basis @ theta))(zero)
 
-    def _arranged(self, flat: Tensor) -> Tensor:
+    def _arrange_value(self, flat: Tensor) -> Tensor:
         return self._phi.arrange(self._value(flat)).to(torch.float64)
 
     def _pull_back(self, flat: Tensor) -> Tensor:
         """SᵀJB at parameters (n, p): (n, rows, k)."""
-        z = vmap(self._arranged, chunk_size=_CHUNK)(flat)
-        jacobians = vmap(jacrev(self._arranged), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
+        z = vmap(self._arrange_value, chunk_size=_CHUNK)(flat)
+        jacobians = vmap(jacrev(self._arrange_value), chunk_size=_CHUNK // 8)(flat).flatten(2, -2)
         covectors = self._covectors(z).flatten(3)  # (n, R, N, |event|)
         rows = torch.einsum("brne,bnep->bnrp", covectors, jacobians)
         return rows.flatten(1, 2) @ self.basis
