@@ -23,7 +23,6 @@ from ..framework.benchmark import Record, make_parser
 from ..framework.timing import compare, describe_machine, peak_bytes
 from .models import CIFAR_MLP, WIDE_MLP, mlp, resnet18
 
-DAMPING = 1e-3
 PROBLEMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cifar-mlp": (lambda: mlp(CIFAR_MLP), (256, 3072)),
     "wide-mlp": (lambda: mlp(WIDE_MLP), (512, 3072)),
@@ -44,7 +43,7 @@ def closure_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
 
 def optimizer(model: nn.Module, lr: float = 0.0) -> pb.NaturalGradient:
     metric = pb.metrics.Fisher(pb.likelihoods.Categorical())
-    return pb.NaturalGradient(model, metric, pb.solvers.Cholesky(DAMPING), pb.steps.Constant(lr))
+    return pb.NaturalGradient(model, metric, pb.solvers.Cholesky(1e-3), pb.steps.Constant(lr))
 
 
 def natural(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], pb.StepInfo]:

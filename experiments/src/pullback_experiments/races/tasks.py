@@ -29,8 +29,6 @@ from .loop import Batches, RaceTask
 from .networks import Decoder, ImageData, ResNet, VisionTransformer
 
 VOCABULARY = 256
-#: below so many bytes a record says that its corpus is small
-ENOUGH = 20_000_000
 _INSTALLED = {"site-packages", "dist-packages"}
 _BETWEEN = b"\0"  # ends a file
 
@@ -178,7 +176,7 @@ class TextData:
         files = python_files(self.most, self.packages)
         batches = files.batches(self.length, self.batch, steps, seed, device, self.held_out)
         about = {"corpus bytes": files.size, "passes": batches.passes}
-        if files.size < ENOUGH:
+        if files.size < 20_000_000:
             about["corpus"] = "below 20 MB"
         return batches, about
 
