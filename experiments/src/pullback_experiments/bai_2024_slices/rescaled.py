@@ -248,7 +248,7 @@ class RescalingLimits:
     """What the words of the claims mean, and where lost runs are drawn."""
 
     #: curves whose losses differ by less, relative, are the same
-    same: float = 1e-6
+    largest_equal: float = 1e-6
     #: a run that ends with so many times the loss is slow
     slow: float = 3.0
     #: losses beyond are drawn here: lost
@@ -291,7 +291,11 @@ def _claim_same(ends: Ends, names: Sequence[str]) -> Claim:
         for runs in rescaled:
             worst = max([worst, *map(measure_difference, runs, plain)])
     claim = f"{', '.join(names)} run as if nothing had been rescaled"
-    return claim, worst <= LIMITS.same, f"losses at all epochs within {worst:.0e}, relative"
+    return (
+        claim,
+        worst <= LIMITS.largest_equal,
+        f"losses at all epochs within {worst:.0e}, relative",
+    )
 
 
 def _claim_slow(ends: Ends, name: str, size: int) -> Claim:

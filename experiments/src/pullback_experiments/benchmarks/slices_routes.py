@@ -241,10 +241,10 @@ class Bench:
         options = SLICED.get(name, {})
         # in a chain two classes of units take turns; the residual network's share no parameter
         is_fused = options.get("sweeps") or "layer" in str(options) or "SGD" in name
-        every = options.get("every", 1)
+        interval = options.get("every", 1)
         if is_fused or self.name == "resnet50":
-            return every
-        return 2 * every
+            return interval
+        return 2 * interval
 
     def block(self, name: str) -> int:
         """Steps in a block: so many that every kind of step is in it in its proportion."""

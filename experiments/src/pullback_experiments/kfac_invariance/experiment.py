@@ -37,9 +37,9 @@ class MismatchLevels:
     """What mismatches of a network and its twin mean."""
 
     #: functions that differ by no more are taken for the same
-    same: float = 1e-9
+    largest_equal: float = 1e-9
     #: functions that differ by more are taken for different ones
-    apart: float = 1e-3
+    least_different: float = 1e-3
     #: the largest condition of a factor at which nine digits are asked for in float64
     sound_condition: float = 1e6
     #: where exact equality and divergence are drawn on a logarithmic axis
@@ -230,7 +230,7 @@ def _band(axes: Axes, records: Sequence[TwinRun], color: str, name: str) -> None
 def _dress(axes: Axes, net: Net) -> None:
     plots.format_axes(axes, logx=False)
     axes.set_ylim(LEVELS.bottom, LEVELS.top)
-    axes.axhline(LEVELS.same, color=INK, lw=0.9, ls=":", label="taken for equal")
+    axes.axhline(LEVELS.largest_equal, color=INK, lw=0.9, ls=":", label="taken for equal")
     plots.label(axes, title=net.name)
 
 
@@ -285,11 +285,11 @@ def _runs_of_group(records: GroupedRecords, group: str) -> list[TwinRun]:
 def _claim_all_same(what: str, records: Sequence[TwinRun]) -> Claim:
     sound_records = select_sound(records)
     worst = _worst(sound_records)
-    claim = f"{what}: the same function to {LEVELS.same:.0e}"
+    claim = f"{what}: the same function to {LEVELS.largest_equal:.0e}"
     claim += f" where conditions are at most {LEVELS.sound_condition:.0e}"
     return (
         claim,
-        worst <= LEVELS.same,
+        worst <= LEVELS.largest_equal,
         f"{worst:.0e} at most in {len(sound_records)} of {len(records)} runs",
     )
 
@@ -298,7 +298,7 @@ def _claim_dead_inputs(records_by_net: GroupedRecords) -> Claim:
     records = [*records_by_net["dead inputs", UNDAMPED], *records_by_net["dead inputs", INVARIANT]]
     warned = sum("input side is singular" in "\n".join(r.notes) for r in records)
     worst = _worst(records)
-    holds = warned == len(records) and worst <= LEVELS.same
+    holds = warned == len(records) and worst <= LEVELS.largest_equal
     claim = "directions that never occur are left out, reported, and change nothing"
     return claim, holds, f"{warned} of {len(records)} runs report, mismatch {worst:.0e}"
 
@@ -309,18 +309,22 @@ def _claim_others_differ(records: GroupedRecords) -> Claim:
     for group in others:
         least[group] = min(r.worst for r in _runs_of_group(records, group))
     numbers = ", ".join(f"{group} at least {value:.0e}" for group, value in least.items())
-    return "the other methods tell the two apart", min(least.values()) > LEVELS.apart, numbers
+    return (
+        "the other methods tell the two apart",
+        min(least.values()) > LEVELS.least_different,
+        numbers,
+    )
 
 
 def _claim_same_start(records: GroupedRecords, net: str, claim: str) -> Claim:
     worst = max(r.mismatch[0] for r in records[net, UNDAMPED])
-    return claim, worst <= LEVELS.same, f"before any step {worst:.0e}"
+    return claim, worst <= LEVELS.largest_equal, f"before any step {worst:.0e}"
 
 
 def _claim_same(records_by_net: GroupedRecords, net: str, claim: str) -> Claim:
     groups = [group for group in _KFAC if (net, group) in records_by_net]
     worst = max(_worst(records_by_net[net, group]) for group in groups)
-    return claim, worst <= LEVELS.same, f"mismatch {worst:.0e}"
+    return claim, worst <= LEVELS.largest_equal, f"mismatch {worst:.0e}"
 
 
 def _claim_degenerate(records_by_net: GroupedRecords) -> Claim:

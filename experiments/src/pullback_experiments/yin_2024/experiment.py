@@ -49,7 +49,7 @@ class Comparison(Experiment):
     claims: Callable[[dict[str, Summary], int, Sequence[bool]], list[Check]]
     expected_outcomes: Sequence[bool]
     short: Sequence[int]
-    quick_steps: int = LEVELS.early
+    quick_steps: int = LEVELS.early_steps
     paper: str = PAPER
     about: str = _ABOUT
     anywhere: bool = False

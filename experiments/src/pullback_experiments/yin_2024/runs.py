@@ -22,7 +22,7 @@ class RunLevels:
     #: relative error at which a run counts as having got somewhere
     solved: float = 0.1
     #: steps that count as early
-    early: int = 30
+    early_steps: int = 30
 
 
 LEVELS = RunLevels()

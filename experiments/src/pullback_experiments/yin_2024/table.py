@@ -86,9 +86,9 @@ def _nearly_best(full: Summary) -> Claim:
 
 
 def _faster(one: str, first: Summary, two: str, second: Summary) -> Claim:
-    a = first.after(LEVELS.early)
-    b = second.after(LEVELS.early)
-    claim = f"{one} lowers the loss faster than {two} in {LEVELS.early} steps"
+    a = first.after(LEVELS.early_steps)
+    b = second.after(LEVELS.early_steps)
+    claim = f"{one} lowers the loss faster than {two} in {LEVELS.early_steps} steps"
     return claim, a < b, f"median loss {a:.1e} against {b:.1e}"
 
 
