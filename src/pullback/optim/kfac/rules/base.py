@@ -310,19 +310,19 @@ class Rule(ABC):
         """Refuse a class whose declarations contradict each other."""
         reads = getattr(cls, "reads", None)
         if not isinstance(reads, Statistics):
-            raise _make_refusal(
+            raise _make_class_error(
                 cls, f"reads is {reads!r}", "Declare reads = Statistics.INPUTS, say"
             )
         if cls.is_elementwise and reads is not Statistics.NONE:
             why = "an elementwise rule sees single entries, which have no factors"
-            raise _make_refusal(cls, why, "Declare reads = Statistics.NONE")
+            raise _make_class_error(cls, why, "Declare reads = Statistics.NONE")
         if reads is Statistics.NONE and not cls.is_elementwise:
             why = "without statistics it is not known which parameters are matrices"
-            raise _make_refusal(
+            raise _make_class_error(
                 cls, why, "Declare is_elementwise = True, or reads = Statistics.INPUTS"
             )
         if not isinstance(cls.name, str) or not cls.name:
-            raise _make_refusal(cls, "it has no name", "Declare name = '...'")
+            raise _make_class_error(cls, "it has no name", "Declare name = '...'")
         return super().__new__(cls)
 
     @abstractmethod
@@ -413,5 +413,5 @@ class Rule(ABC):
         return f"{type(self).__name__}({options})"
 
 
-def _make_refusal(cls: type, why: str, remedy: str) -> PullbackError:
+def _make_class_error(cls: type, why: str, remedy: str) -> PullbackError:
     return PullbackError(f"The rule {cls.__name__} is not usable", why, remedy)
