@@ -46,6 +46,10 @@ class JoinedChains:
     def shape(self) -> ChainShape:
         return self.by_rank[0].shape
 
+    def continue_from(self, others: JoinedChains) -> None:
+        for chains, other_chains in zip(self.by_rank, others.by_rank, strict=True):
+            chains.continue_from(other_chains)
+
     def draw(self, evaluator: Evaluator) -> Tensor:
         return torch.cat([chains.draw(evaluator) for chains in self.by_rank])
 

@@ -238,8 +238,36 @@ def test_chains_that_stay_in_two_sectors_are_never_converged() -> None:
     assert result.verdict.chain_problem is vmc.ChainProblem.UNMIXED
 
 
+class TwoBasins(nn.Module):
+    """|ψ| is large where the spins are up, and where they alternate; chains stay in one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.8, dtype=torch.float64))
+
+    def forward(self, configurations: Tensor) -> Tensor:
+        signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(8)
+        return self.slope * torch.maximum(configurations.sum(1), configurations @ signs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_energy_is_that_of_the_chains_of_the_steps_and_fresh_ones_are_compared() -> None:
+    def gather_chains(run: vmc.Minimization) -> None:
+        run.chains.configurations = torch.ones_like(run.chains.configurations)
+
+    hamiltonian = vmc.TransverseFieldIsing(vmc.Chain(16), field=0.0)
+    result = vmc.minimize(
+        hamiltonian, TwoBasins(), steps=1, samples=64, lr=1e-6, callbacks=[gather_chains],
+        progress=False,
+    )  # fmt: skip
+    assert result.energy < -10
+    assert result.fresh is not None
+    assert result.fresh.energy > -8
+    assert result.verdict.chain_problem is vmc.ChainProblem.DISAGREE
+
+
 class Broken(nn.Module):
-    """NaN from the first call, or a wrong shape."""
+    """No state: NaN from the first call, a wrong shape, other values at every call."""
 
     def __init__(self, defect: str) -> None:
         super().__init__()
@@ -254,18 +282,30 @@ class Broken(nn.Module):
             return value[:, None].expand(-1, 3)
         if self.defect == "scalar":
             return value.sum()
+        if self.defect == "random":
+            return value + torch.rand_like(value)
+        if self.defect == "constant":
+            return s.sum(1)
         return (value, value)
 
 
 @pytest.mark.parametrize(
     ("defect", "message"),
-    [("nan", "NaN"), ("matrix", "not log ψ"), ("scalar", "not log ψ"), ("tuple", "not log ψ")],
-)
+    [
+        ("nan", "NaN"), ("matrix", "not log ψ"), ("scalar", "not log ψ"), ("tuple", "not log ψ"),
+        ("random", "not a function"), ("constant", "does not depend"),
+    ],
+)  # fmt: skip
 def test_networks_that_are_no_state_are_refused(
     ising: vmc.TransverseFieldIsing, defect: str, message: str
 ) -> None:
     with pytest.raises(pb.PullbackError, match=message):
         vmc.minimize(ising, Broken(defect), steps=2, samples=20, progress=False)
+
+
+def test_a_network_for_another_number_of_sites_is_refused(ising: vmc.TransverseFieldIsing) -> None:
+    with pytest.raises(pb.PullbackError, match="as many sites"):
+        vmc.minimize(ising, vmc.Rbm(6), steps=2, samples=20, progress=False)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -296,11 +336,26 @@ def ising_rows(s: Tensor) -> tuple[Tensor, Tensor]:
     return rows.configurations, rows.elements
 
 
+def rows_of_zeros(s: Tensor) -> tuple[Tensor, Tensor]:
+    return 0 * s[:, None], torch.ones(len(s), 1, dtype=torch.float64)
+
+
+def infinite_elements(s: Tensor) -> tuple[Tensor, Tensor]:
+    return s[:, None], torch.full((len(s), 1), math.inf, dtype=torch.float64)
+
+
+def one_tensor(s: Tensor) -> tuple[Tensor, Tensor]:
+    return s[:, None]  # pyright: ignore[reportReturnType]
+
+
 @pytest.mark.parametrize(
     ("hamiltonian", "message"),
     [
         (vmc.FunctionHamiltonian(one_way, 8), "not Hermitian"),
         (vmc.FunctionHamiltonian(ising_rows, 8, True), "leaves the sector"),
+        (vmc.FunctionHamiltonian(rows_of_zeros, 8), "out of the configurations"),
+        (vmc.FunctionHamiltonian(infinite_elements, 8), "not finite"),
+        (vmc.FunctionHamiltonian(one_tensor, 8), "two tensors"),
     ],
 )
 def test_hamiltonians_that_make_no_sense_are_refused(
@@ -315,7 +370,10 @@ def test_hamiltonians_that_make_no_sense_are_refused(
     [
         ({"steps": -1}, "steps="), ({"samples": 1}, "samples="), ({"lr": 0.0}, "lr="),
         ({"lr": "fast"}, "lr="), ({"budget": 0}, "budget="), ({"step": 3}, "step="),
-        ({"solver": "qr"}, "solver="), ({"measure": 0}, "measure="),
+        ({"solver": "qr"}, "solver="), ({"measure": 0}, "measure="), ({"tol": math.nan}, "tol="),
+        ({"patience": 0}, "patience="), ({"seed": 2**62}, "seed="), ({"seed": "a"}, "seed="),
+        ({"callbacks": [1]}, "callbacks="), ({"lr": lambda step: math.nan}, "lr= gives no"),
+        ({"lr": lambda step: "fast"}, "lr= gives no"),
     ],
 )  # fmt: skip
 def test_unusable_options_are_refused(
@@ -325,6 +383,15 @@ def test_unusable_options_are_refused(
         vmc.minimize(ising, rbm(ising.lattice), progress=False, **options)  # pyright: ignore[reportArgumentType]
     with pytest.raises(pb.PullbackError, match="Hamiltonian"):
         vmc.minimize("H", rbm(ising.lattice))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_learning_rate_may_fall_to_zero(ising: vmc.TransverseFieldIsing) -> None:
+    rates = [0.05, 0.05, 0.0]
+    result = vmc.minimize(
+        ising, rbm(ising.lattice), steps=3, samples=40, lr=rates.__getitem__, progress=False
+    )
+    assert result.history.lr == rates
+    assert math.isfinite(result.energy)
 
 
 def evidence(
@@ -338,20 +405,28 @@ def evidence(
             solving_seconds=0.0,
         )  # fmt: skip
     numbers = {"error": 0.005, "variance": 1e-4, "rhat": 1.0, "spin_rhat": 1.0, **changes}
+    fresh_energy = numbers.pop("fresh", -10.0)
+    fresh_rhat = numbers.pop("fresh_rhat", 1.0)
     statistics = EnergyStatistics(final, autocorrelation=0.0, samples=1000, **numbers)  # pyright: ignore[reportArgumentType]
-    return Evidence(reason, history, statistics, 0.0, 10, None)
+    fresh = replace(statistics, energy=fresh_energy, rhat=fresh_rhat)
+    return Evidence(reason, history, statistics, fresh, 0.0, 10, None)
 
 
 @pytest.mark.parametrize(
     ("energies", "final", "changes", "outcome", "problem"),
     [
         ([-10.0] * 40, -10.0, {}, vmc.Outcome.CONVERGED, None),
-        ([-5 - 0.1 * k for k in range(50)], -9.9, {}, vmc.Outcome.UNFINISHED, None),
+        ([-5 - 0.1 * k for k in range(50)], -10.0, {}, vmc.Outcome.UNFINISHED, None),
         ([-10.0] * 40, -10.0, {"variance": 2.0}, vmc.Outcome.STALLED, None),
         ([-10.0] * 40, -10.0, {"rhat": 1.3}, vmc.Outcome.UNRELIABLE, vmc.ChainProblem.UNMIXED),
         ([-10.0] * 40, -10.0, {"spin_rhat": math.inf}, vmc.Outcome.UNRELIABLE,
          vmc.ChainProblem.UNMIXED),
-        ([-10.0] * 40, -9.0, {}, vmc.Outcome.UNRELIABLE, vmc.ChainProblem.DISAGREE),
+        ([-10.0] * 40, -10.0, {"fresh": -9.0}, vmc.Outcome.UNRELIABLE,
+         vmc.ChainProblem.DISAGREE),
+        ([-10.0] * 40, -10.0, {"fresh_rhat": 2.0}, vmc.Outcome.UNRELIABLE,
+         vmc.ChainProblem.DISAGREE),
+        ([-10.0] * 40, -10.0, {"error": 0.0, "variance": 0.0, "fresh": -10 - 1e-9},
+         vmc.Outcome.CONVERGED, None),
         ([-10.0] * 40, -10.0, {"error": math.nan}, vmc.Outcome.UNRELIABLE,
          vmc.ChainProblem.TOO_FEW),
         ([-10.0] * 40, math.nan, {}, vmc.Outcome.DIVERGED, None),

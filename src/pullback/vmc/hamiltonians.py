@@ -200,7 +200,7 @@ class FunctionHamiltonian(Hamiltonian):
         self.conserves_magnetization = conserves_magnetization
 
     def connections(self, configurations: Tensor) -> Connections:
-        connected, elements = self.function(configurations)
+        connected, elements = self._call(configurations)
         samples, sites = configurations.shape
         fits = elements.ndim == 2 and connected.shape == (*elements.shape, sites)
         if not fits or len(elements) != samples:
@@ -211,6 +211,18 @@ class FunctionHamiltonian(Hamiltonian):
                 "Return (N, K, sites) and (N, K)",
             )
         return Connections(connected.to(configurations.dtype), elements)
+
+    def _call(self, configurations: Tensor) -> tuple[Tensor, Tensor]:
+        """What the function returns, if it is two tensors."""
+        returned = self.function(configurations)
+        is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in returned):
+            raise PullbackError(
+                "The Hamiltonian's function did not return two tensors",
+                f"it returned {type(returned).__name__}",
+                "Return connected configurations (N, K, sites) and elements (N, K)",
+            )
+        return returned[0], returned[1]
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", type(self.function).__name__)
@@ -256,6 +268,7 @@ def _require_lattice(lattice: object) -> None:
 def refuse_non_hermitian(hamiltonian: Hamiltonian, configurations: Tensor) -> None:
     """Raise if H(s, s') is not the conjugate of H(s', s) in the rows of these configurations."""
     rows = hamiltonian.connections(configurations)
+    _refuse_undefined_rows(rows)
     sites = configurations.shape[1]
     mirrored = hamiltonian.connections(rows.configurations.reshape(-1, sites))
     source = configurations[:, None].expand(rows.configurations.shape).reshape(-1, 1, sites)
@@ -266,15 +279,26 @@ def refuse_non_hermitian(hamiltonian: Hamiltonian, configurations: Tensor) -> No
     elements = (is_repeated.to(rows.elements.dtype) @ rows.elements[..., None])[..., 0]
     gap = torch.where(rows.elements != 0, (elements - returned.conj()).abs(), 0)
     largest = rows.elements.abs().max()
+    if bool(gap.max() > 1e-6 * largest):
+        raise PullbackError(
+            "The Hamiltonian is not Hermitian",
+            f"H(s, s') and the conjugate of H(s', s) differ by {float(gap.max()):.3g}",
+            "Return both elements of every pair of configurations that H connects",
+        )
+
+
+def _refuse_undefined_rows(rows: Connections) -> None:
+    """Raise for elements that are not finite, and for configurations of other numbers than ±1."""
     if not bool(torch.isfinite(rows.elements).all()):
         raise PullbackError(
             "The Hamiltonian has elements that are not finite",
             "its rows contain NaN or infinity",
             "Check the function that computes its rows",
         )
-    if bool(gap.max() > 1e-6 * largest):
+    is_configuration = (rows.configurations.abs() == 1).all(-1)
+    if not bool((is_configuration | (rows.elements == 0)).all()):
         raise PullbackError(
-            "The Hamiltonian is not Hermitian",
-            f"H(s, s') and the conjugate of H(s', s) differ by {float(gap.max()):.3g}",
-            "Return both elements of every pair of configurations that H connects",
+            "The Hamiltonian leads out of the configurations",
+            "connected configurations with non-zero elements contain other numbers than ±1",
+            "Return rows of ±1, the eigenvalues of σᶻ",
         )

@@ -85,8 +85,9 @@ def minimize(
             system is solved by every process alike.
 
     Returns:
-        The energy from fresh chains with its error, the history, and a verdict. A warning repeats
-        a verdict that says that the energy must not be used.
+        The energy from chains that go on from those of the steps with its error, the history, and
+        a verdict, which compares it with fresh chains. A warning repeats a verdict that says that
+        the energy must not be used.
     """
     remedy = "Pass TransverseFieldIsing, Heisenberg or FunctionHamiltonian(function, sites)"
     require(isinstance(hamiltonian, Hamiltonian), "The Hamiltonian", hamiltonian, remedy)
@@ -94,8 +95,17 @@ def minimize(
     _require_count("steps=", steps, 0)
     _require_count("samples=", samples, 2)
     _require_rate(lr)
-    usable_budget = budget is None or (isinstance(budget, (int, float)) and budget > 0)
-    require(usable_budget, "budget=", budget, "Use seconds > 0, or None")
+    _require_seed(seed)
+    _require_positive("budget=", budget, "seconds")
+    _require_positive("tol=", tol, "a number")
+    if patience is not None:
+        _require_count("patience=", patience, 1)
+    require(
+        all(callable(callback) for callback in callbacks),
+        "callbacks=",
+        callbacks,
+        "Pass functions of the run",
+    )
     require_type("solver", solver, Solver)
     require_type("step", step, Step)
     if measure is None:
@@ -147,6 +157,16 @@ def _find_processes(group: Any) -> Processes:
 def _require_count(name: str, value: object, least: int) -> None:
     usable = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(usable, name, value, f"Use an integer ≥ {least}")
+
+
+def _require_seed(seed: object) -> None:
+    usable = isinstance(seed, int) and abs(seed) < 2**40  # chains multiply it by a million
+    require(usable, "seed=", seed, "Use an integer below 2^40")
+
+
+def _require_positive(name: str, value: object, unit: str) -> None:
+    usable = value is None or (isinstance(value, (int, float)) and value > 0)
+    require(usable, name, value, f"Use {unit} > 0, or None")
 
 
 def _require_rate(lr: object) -> None:

@@ -21,15 +21,18 @@ class Result:
 
     Attributes:
         network: log ψ at the end.
-        statistics: the energy from fresh chains.
+        statistics: the energy, from chains that go on from those of the steps.
+        fresh: the energy from a few samples of chains that start at random configurations; None
+            where the amplitude was not finite.
         history: energies and times along the way.
         verdict: how it ended.
-        samples: configurations of the fresh chains, (N, sites), int8.
-        acceptance: of the fresh chains' proposals.
+        samples: the configurations that the energy is from, (N, sites), int8.
+        acceptance: share of the proposals for them that were accepted.
     """
 
     network: nn.Module
     statistics: EnergyStatistics
+    fresh: EnergyStatistics | None
     history: History
     verdict: Verdict
     samples: Tensor
@@ -37,7 +40,7 @@ class Result:
 
     @property
     def energy(self) -> float:
-        """⟨H⟩ from fresh chains."""
+        """⟨H⟩ from `samples`."""
         return self.statistics.energy
 
     @property
@@ -65,6 +68,7 @@ class Result:
         state = {
             "network": self.network.state_dict(),
             "statistics": asdict(self.statistics),
+            "fresh": None if self.fresh is None else asdict(self.fresh),
             "history": self.history.as_dict(),
             "verdict": verdict,
             "samples": self.samples.cpu(),
@@ -88,9 +92,13 @@ class Result:
             saved["sector"],
             saved["has_phase"],
         )
+        fresh = None
+        if state.get("fresh") is not None:
+            fresh = EnergyStatistics(**state["fresh"])
         return cls(
             network,
             EnergyStatistics(**state["statistics"]),
+            fresh,
             History.from_dict(state["history"]),
             verdict,
             state["samples"],

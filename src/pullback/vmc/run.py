@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,11 @@ class Pace:
     checkpoint: float = 60.0
     #: steps in a row that are rejected, each with other samples, before the run ends
     rejected_steps: int = 10
-    #: samples of every fresh chain: with 64 of them R̂ = 1.1 means an autocorrelation time of 7
+    #: samples of every chain that the energy is measured with: with 64 of them R̂ = 1.1 means an
+    #: autocorrelation time of 7
     measured_length: int = 64
+    #: samples of every fresh chain that the measured energy is compared with
+    fresh_length: int = 8
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,33 @@ class Minimization:
         refuse_non_hermitian(self.hamiltonian, few)
         if self.hamiltonian.conserves_magnetization:
             refuse_other_sectors(self.hamiltonian.connections(few), few)
-        log_psi = self._evaluator.log_psi(few)
+        self._refuse_unusable_network(few)
+
+    def _refuse_unusable_network(self, configurations: Tensor) -> None:
+        """Raise for a network that is not a function of single configurations."""
+        try:
+            log_psi = self._evaluator.log_psi(configurations)
+        except PullbackError:
+            raise
+        except RuntimeError as error:
+            raise PullbackError(
+                "The network cannot be evaluated",
+                f"for configurations {tuple(configurations.shape)} it raised {error!r:.200}",
+                "Use a network for as many sites as the Hamiltonian has",
+            ) from error
         if bool(torch.isnan(log_psi).any()):
             raise PullbackError(
                 "The network returned NaN",
                 "log ψ is not a number at random configurations",
                 "Check its initialization and its inputs of ±1",
+            )
+        half = -(-len(configurations) // 2)
+        repeated = self._evaluator.log_psi(configurations[:half])
+        if not _are_same_amplitudes(repeated, log_psi[:half]):
+            raise PullbackError(
+                "The network is not a function of the configuration",
+                "log ψ of the same configurations differs between two calls",
+                "Call network.eval(), and leave out dropout and batch normalization",
             )
 
     @property
@@ -169,7 +194,7 @@ class Minimization:
         return self.history.spent - self._seconds_before
 
     def run(self) -> Result:
-        """Step until a reason to stop, then measure the energy with fresh chains."""
+        """Step until a reason to stop, then measure the energy with longer chains."""
         if self._path is not None and self._path.exists():
             self._resume(self._path)
         self._seconds_before = self.history.spent
@@ -258,10 +283,18 @@ class Minimization:
         def closure() -> float:
             self.optimizer.zero_grad()
             outputs = self._model(inputs)
+            if not outputs.requires_grad:
+                raise PullbackError(
+                    "log ψ does not depend on the network's parameters",
+                    "its output has no gradient",
+                    "Use a network with parameters that require gradients",
+                )
             weights = cotangents if outputs.ndim == 2 else cotangents[:, 0]
             (outputs * weights.to(outputs.dtype)).sum().backward()
             if not origin:
                 origin.append(outputs.detach())
+                return 0.0
+            if rate == 0:
                 return 0.0
             change = (outputs.detach() - origin[0]).double()
             if change.ndim == 2:  # phases count modulo 2π
@@ -276,7 +309,16 @@ class Minimization:
         rate = self._settings.lr
         if callable(rate):
             rate = rate(step)
-        return float(rate)
+        number = math.nan
+        with suppress(TypeError, ValueError):
+            number = float(rate)
+        if not 0 <= number < math.inf:
+            raise PullbackError(
+                "lr= gives no learning rate",
+                f"at step {step} it returned {rate!r}",
+                "Return a finite number ≥ 0",
+            )
+        return number
 
     def _record(
         self, statistics: EnergyStatistics, info: StepInfo, rate: float, seconds: float
@@ -347,19 +389,27 @@ class Minimization:
         )
 
     def _measure(self, reason: StopReason) -> Result:
-        """The energy from fresh chains, and the verdict.
+        """The energy from the chains of the steps, a comparison with fresh ones, and the verdict.
 
-        They are fewer and longer than those of the steps, so that R̂ says whether they mix.
+        Fewer and longer chains than those of the steps go on from there, so that R̂ says whether
+        they mix. Fresh ones start at random configurations. Where the two disagree, one of them is
+        in a part of the configurations that it does not leave.
         """
+        pace = self._settings.pace
         samples_here = -(-self._settings.measure // self._processes.size)
-        longest = -(-samples_here // self._settings.pace.measured_length)
+        longest = -(-samples_here // pace.measured_length)
         fewer = max(1, min(self.chains.shape.chains, max(16, longest)))
         sampler = replace(self._settings.sampler, chains=fewer)
-        chains = self._new_chains(self._settings.seed + 7919, sampler, samples_here)
+        seed = self._settings.seed
+        chains = self._new_chains(seed + 7919, sampler, samples_here)
+        chains.continue_from(self.chains)
+        fresh_chains = self._new_chains(seed + 2 * 7919, sampler, fewer * pace.fresh_length)
         statistics = None
+        fresh = None
         samples = chains.configurations
         try:
             batch = self._draw_batch(chains)
+            fresh = self._draw_batch(fresh_chains).statistics
             statistics = batch.statistics
             samples = batch.samples
         except UndefinedAmplitude:
@@ -369,6 +419,7 @@ class Minimization:
             reason,
             self.history,
             statistics,
+            fresh,
             frozen_share,
             self.hamiltonian.sites,
             chains.magnetization,
@@ -378,7 +429,9 @@ class Minimization:
         if statistics is None:
             nan = math.nan
             statistics = EnergyStatistics(nan, nan, nan, nan, nan, nan, 0)
-        return Result(self.network, statistics, self.history, verdict, samples, chains.acceptance)
+        return Result(
+            self.network, statistics, fresh, self.history, verdict, samples, chains.acceptance
+        )
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -411,6 +464,16 @@ class Minimization:
         self.optimizer.load_state_dict(state["optimizer"])
         self.chains.load(state["chains"][self._processes.rank])
         self.history = History.from_dict(state["history"])
+
+
+def _are_same_amplitudes(log_psi: Tensor, other: Tensor) -> bool:
+    """Return True if log ψ is the same up to round-off, phases modulo 2π."""
+    tolerance = max(1e-2, 1e3 * torch.finfo(log_psi.dtype).eps)
+    modulus = log_psi.real
+    is_same = torch.isclose(modulus, other.real, rtol=tolerance, atol=tolerance)
+    if log_psi.is_complex():
+        is_same &= (log_psi.imag - other.imag).cos() > 1 - tolerance
+    return bool(is_same.all())
 
 
 def _group_of_one() -> Any:

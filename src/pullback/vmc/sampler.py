@@ -130,7 +130,7 @@ class MarkovChains:
         if not possible:
             raise PullbackError(
                 f"There is no configuration of magnetization {magnetization}",
-                f"Σ s of {self.sites} spins has the parity of their number",
+                f"Σ s of {self.sites} spins has the parity of their number, and is at most that",
                 "Use another magnetization=, or another number of sites",
             )
         return magnetization
@@ -144,6 +144,13 @@ class MarkovChains:
         spins_up = (self.sites + self.magnetization) // 2
         rank = noise.argsort(1).argsort(1)
         return torch.where(rank < spins_up, 1, -1).to(torch.int8)
+
+    def continue_from(self, others: MarkovChains) -> None:
+        """Start where the first of the other chains are, if those have reached |ψ|²."""
+        if not others.is_thermalized:
+            return
+        self.configurations = others.configurations[: self.shape.chains].clone()
+        self.is_thermalized = True
 
     def draw(self, evaluator: Evaluator) -> Tensor:
         """Samples of |ψ|², (chains, per_chain, sites); chains go on from where they were."""

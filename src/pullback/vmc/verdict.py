@@ -1,4 +1,4 @@
-"""How a minimization ended, judged by fresh chains, and what to try next."""
+"""How a minimization ended, judged by its samples, and what to try next."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class ChainProblem(Enum):
         "moves= and thermalization=, or symmetrize the network"
     )
     DISAGREE = (
-        "fresh chains give another energy than those of the steps, which were stuck in a part of "
-        "the configurations. Use more moves= or more chains="
+        "fresh chains, from random configurations, give another energy than those of the steps: "
+        "one of the two stays in a part of the configurations. Use more moves=, chains= and "
+        "thermalization="
     )
     TOO_FEW = "there are too few samples for an error bar. Use more samples= or chains="
 
@@ -59,12 +60,18 @@ class VerdictLimits:
     v_score: float = 1e-3
     #: R̂ of the energy above which chains have not mixed; 1.1 is Gelman and Rubin's own
     rhat: float = 1.1
+    #: R̂ of the energy above which short fresh chains are in different parts of the configurations:
+    #: with 8 samples 1.5 means that chains scatter more than the samples of each
+    fresh_rhat: float = 1.5
     #: R̂ of a spin above which chains are stuck: 1.5 means an autocorrelation time of 0.6 chains
     spin_rhat: float = 1.5
     #: share of chains without an accepted proposal above which they are frozen
     frozen: float = 0.5
     #: standard errors by which fresh chains may differ from those of the steps
     disagreement: float = 6.0
+    #: share of the energy by which they may differ beside that: round-off, for states whose local
+    #: energies are all the same
+    round_off: float = 1e-6
     #: standard errors by which the energy may fall in the last quarter of the steps
     falling: float = 3.0
     #: least number of steps before the last quarter says anything
@@ -137,8 +144,9 @@ class Evidence:
     Attributes:
         stop_reason: why the steps ended.
         history: the steps.
-        final: the energy from fresh chains.
-        frozen_share: fresh chains that accepted no proposal.
+        final: the energy from chains that go on from those of the steps.
+        fresh: that from chains that start at random configurations; None leaves it out.
+        frozen_share: chains of the final energy that accepted no proposal.
         sites: number of spins.
         sector: Σ s of all samples, where it is conserved.
         has_phase: whether ψ may have signs.
@@ -147,6 +155,7 @@ class Evidence:
     stop_reason: StopReason
     history: History
     final: EnergyStatistics | None
+    fresh: EnergyStatistics | None
     frozen_share: float
     sites: int
     sector: int | None
@@ -200,15 +209,20 @@ def _find_chain_problem(
         return ChainProblem.UNMIXED
     if not math.isfinite(final.error):
         return ChainProblem.TOO_FEW
-    history = evidence.history
-    if history.energy:
-        last = min(10, len(history))
-        trained = math.fsum(history.energy[-last:]) / last
-        scale = math.hypot(final.error, max(history.error[-last:]))
-        spread = max(history.energy[-last:]) - min(history.energy[-last:])
-        if abs(trained - final.energy) > limits.disagreement * scale + spread:
-            return ChainProblem.DISAGREE
+    if evidence.fresh is not None and _do_disagree(final, evidence.fresh, limits):
+        return ChainProblem.DISAGREE
     return None
+
+
+def _do_disagree(final: EnergyStatistics, fresh: EnergyStatistics, limits: VerdictLimits) -> bool:
+    """Return True if the fresh energy differs by more than the errors, or between fresh chains."""
+    if fresh.rhat > limits.fresh_rhat:
+        return True
+    # few samples may lack the rare ones that make the variance
+    error_of_few = math.sqrt(final.variance / max(1, fresh.samples))
+    error = math.hypot(final.error, fresh.error, error_of_few)
+    bound = limits.disagreement * error + limits.round_off * abs(final.energy)
+    return abs(final.energy - fresh.energy) > bound
 
 
 def _compute_fall(history: History, limits: VerdictLimits) -> float:
