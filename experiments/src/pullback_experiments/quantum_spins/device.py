@@ -1,12 +1,14 @@
 """J1–J2 on one GPU: `python -m pullback_experiments.quantum_spins.device FOLDER --minutes 14`.
 
 It needs torch alone. A vision transformer with factored attention (155,620 parameters on 10 × 10)
-is trained on the square-lattice J1–J2 model with Marshall's sign rule, 4,096 samples a step. Two
+is trained on the square-lattice J1–J2 model with Marshall's sign rule, 4,096 samples a step. The
 parts write to FOLDER/j1j2.json as they go:
 
     compare   one natural-gradient step against the same step with a stored `torch.func` Jacobian:
               seconds, memory, and the difference of the directions
-    train     energies per site and where the seconds of a step go
+    train     energies per site and where the seconds of a step go; at the end the energy, also of
+              fresh chains and of the symmetrized state
+    profile   forward passes by the size of their chunks, and the kernels of a step
 
 The training is saved to FOLDER/j1j2.pt and goes on from there when the command is repeated, until
 all of its calls together have taken `--minutes`. `--call-minutes` ends one call earlier. Energies
@@ -20,8 +22,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from pullback.solvers import Cholesky
 from pullback.steps import Constant, Spring, Step
 from pullback.vmc.amplitude import Evaluator, LogAmplitude
 from pullback.vmc.energies import compute_local_energies
+from pullback.vmc.statistics import summarize
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Options:
         samples: of a step, one for every chain.
         moves: proposals between two steps.
         lr: learning rate for H in Pauli matrices; that of NetKet's tutorial is 0.0075.
-        damping: λ of the quantum geometric tensor, theirs is 1e-4.
+        damping: λ of the quantum geometric tensor; theirs is 1e-4, without momentum.
         momentum: of SPRING; 0 for plain steps, negative for `vmc.adaptive_step`.
         precision: of the natural gradient, "float64" or "float32". λ = 1e-4 is below the round-off
             of a kernel in float32.
@@ -72,13 +76,13 @@ class Options:
     samples: int = 4096
     moves: int = 60
     lr: float = 0.0075
-    damping: float = 1e-4
+    damping: float = 5e-4
     momentum: float = 0.9
     precision: str = "float64"
     tf32: int = 0
     graphed: int = 1
     compiled: int = 1
-    decay: float = 0.6
+    decay: float = 0.45
     measure: int = 65_536
     chunk: int = 2**12
     memory: int = 2**31
@@ -154,8 +158,12 @@ class Training:
 
     def _rate(self, step: int) -> float:
         """The learning rate of a step, from the seconds that all calls have spent so far."""
-        share = 0.0 if self._run is None else self._run.history.spent / self._seconds
-        return schedule_rate(self._options, share, step)
+        seconds = 0.0
+        if self._run is not None:
+            seconds = self._run.history.spent
+        elif self._path.exists():
+            seconds = float(self._record.entries.get("seconds", 0.0))
+        return schedule_rate(self._options, seconds / self._seconds, step)
 
     def _report(self, run: vmc.Minimization) -> bool:
         """Print and record every ten steps; ask to stop when the time is over."""
@@ -187,7 +195,7 @@ class Training:
             energy_per_site=[round(energy / spins, 7) for energy in history.energy],
             error_per_site=[round(error / spins, 7) for error in history.error],
             variance=[round(variance, 4) for variance in history.variance],
-            damping=history.damping,
+            acceptance=[round(acceptance, 4) for acceptance in history.acceptance],
         )
 
     def run(self, call_minutes: float, steps: int) -> vmc.Result:
@@ -195,8 +203,10 @@ class Training:
         options = self._options
         hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
         network = build_network(options, self._device)
-        sampler = vmc.Metropolis(chains=options.samples, moves=options.moves)
-        already = float(self._record.entries.get("seconds", 0.0)) if self._path.exists() else 0.0
+        # a fresh chain takes more than a thousand proposals to equilibrium
+        sampler = vmc.Metropolis(
+            chains=options.samples, moves=options.moves, thermalization=40 * options.moves
+        )
         result = vmc.minimize(
             hamiltonian,
             network,
@@ -204,7 +214,7 @@ class Training:
             samples=options.samples,
             seed=options.seed,
             sampler=sampler,
-            lr=self._resumed_rate(already),
+            lr=self._rate,
             solver=Cholesky(options.damping),
             step=build_step(options),
             gram=GramForm("kernel", options.memory),
@@ -227,48 +237,67 @@ class Training:
             "samples": result.statistics.samples,
             "verdict": result.stopped,
         }
+        if result.fresh is not None:
+            final["fresh_energy_per_site"] = result.fresh.energy / spins
+            final["fresh_error_per_site"] = result.fresh.error / spins
         self._record.update(final=final)
         print(json.dumps(final, indent=1), flush=True)
         return result
 
-    def measure_symmetrized(self, network: torch.nn.Module, samples: int) -> None:
-        """Record the energy of the state averaged over the point group and spin inversion."""
-        lattice = vmc.Square(self._options.side)
-        hamiltonian = vmc.Heisenberg(lattice, j2=self._options.j2)
-        symmetrized = vmc.Symmetrized(network, lattice, translations=False, spin_inversion=1)
-        evaluation = replace(build_evaluation(self._options), chunk=256, compiled=False)
-        start = time.perf_counter()
-        result = vmc.minimize(
-            hamiltonian,
-            symmetrized.to(self._device),
-            steps=0,
-            samples=samples,
-            seed=self._options.seed,
-            sampler=vmc.Metropolis(moves=self._options.moves),
-            evaluation=evaluation,
-            measure=samples,
-            progress=False,
+    def measure_symmetrized(self, samples: int) -> None:
+        """Record the energy of the state averaged over the space group and spin inversion."""
+        if self._run is None:
+            return
+        lattice = PatchOffsets(self._options.side)
+        symmetrized = vmc.Symmetrized(self._run.network, lattice, spin_inversion=1)
+        images = len(symmetrized.permutations)
+        evaluation = replace(
+            build_evaluation(self._options), chunk=max(1, 2**13 // images), compiled=False
         )
-        spins = 4 * hamiltonian.sites
-        numbers = {
-            "energy_per_site": result.energy / spins,
-            "error_per_site": result.error / spins,
-            "variance": result.variance,
-            "samples": result.statistics.samples,
-            "seconds": time.perf_counter() - start,
-        }
+        chains = self._run.chains.configurations[:samples]
+        symmetrized = symmetrized.to(self._device)
+        numbers = measure_state(self._options, symmetrized, chains, evaluation)
         self._record.update(symmetrized=numbers)
-        print(json.dumps(numbers, indent=1), flush=True)
+        print(json.dumps({"symmetrized": numbers}, indent=1), flush=True)
 
-    def _resumed_rate(self, already: float) -> Callable[[int], float]:
-        """The rate of the first step of a call, before the run is known, is that of the last."""
 
-        def rate(step: int) -> float:
-            if self._run is None:
-                return schedule_rate(self._options, already / self._seconds, step)
-            return self._rate(step)
+class PatchOffsets(vmc.Square):
+    """A square whose translations are those within a patch of 2 × 2 sites.
 
-        return rate
+    The transformer does not change under translations by whole patches, so that with these its
+    average is one over all translations.
+    """
+
+    def translations(self) -> Tensor:
+        return super().translations()[[0, 1, self.m, self.m + 1]]
+
+
+def measure_state(
+    options: Options,
+    network: torch.nn.Module,
+    configurations: Tensor,
+    evaluation: vmc.EvaluationOptions,
+) -> dict[str, float]:
+    """The energy from chains that go on from these configurations, (chains, sites)."""
+    start = time.perf_counter()
+    hamiltonian = vmc.Heisenberg(vmc.Square(options.side), j2=options.j2)
+    count = len(configurations)
+    sampler = vmc.Metropolis(chains=count, moves=options.moves)
+    chains = vmc.MarkovChains(hamiltonian, sampler, count, options.seed, configurations.device)
+    chains.configurations = configurations
+    chains.is_thermalized = True
+    evaluator = Evaluator(LogAmplitude(network), evaluation)
+    samples = chains.draw(evaluator)
+    local_energies = compute_local_energies(hamiltonian, evaluator, samples[:, 0]).values
+    energy = summarize(local_energies[:, None], samples)
+    spins = 4 * hamiltonian.sites
+    return {
+        "energy_per_site": energy.energy / spins,
+        "error_per_site": energy.error / spins,
+        "variance": energy.variance,
+        "samples": energy.samples,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def summarize_stages(history: vmc.History) -> dict[str, float]:
@@ -491,6 +520,28 @@ def measure_round_off(
     return errors
 
 
+def profile_stages(options: Options, device: torch.device) -> dict[int, float]:
+    """Configurations a second by the size of a chunk; prints the kernels of a step."""
+    network = build_network(options, device)
+    samples = draw_balanced_samples(options, device)
+    rates = {}
+    for chunk in (512, 1024, 2048, 4096, 8192, 16384):
+        evaluation = replace(build_evaluation(options), chunk=chunk, compiled=False)
+        evaluator = Evaluator(LogAmplitude(network), evaluation)
+        configurations = samples.to(torch.int8).repeat(-(-(2**16) // len(samples)), 1)
+        measured = measure(partial(evaluator.log_modulus, configurations), device)
+        rates[chunk] = len(configurations) / measured.seconds
+    print(json.dumps({"configurations a second": rates}, indent=1), flush=True)
+    cotangents = draw_cotangents(options, device)
+    optimizer = build_optimizer(network, options)
+    structured_direction(optimizer, network, samples, cotangents)
+    with torch.profiler.profile() as profile:
+        structured_direction(optimizer, network, samples, cotangents)
+    table = profile.key_averages().table(sort_by="self_device_time_total", row_limit=30)
+    print(table, flush=True)
+    return rates
+
+
 def parse_variants(text: str, options: Options) -> list[Options]:
     """Options with changes such as "momentum=0,lr=0.01;tf32=1"."""
     variants = []
@@ -528,33 +579,54 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def run_comparison(options: Options, device: torch.device, path: Path) -> None:
+    """Record a step against one with a stored Jacobian, or why that failed."""
+    try:
+        numbers: dict[str, Any] = compare_steps(options, device)
+    except (torch.OutOfMemoryError, torch.linalg.LinAlgError) as error:
+        numbers = {"failed": str(error).splitlines()[0]}
+    JsonRecord(path).update(compare=numbers)
+
+
+def run_looks(
+    variants: Sequence[Options], seconds: float, device: torch.device, path: Path
+) -> None:
+    """Record some seconds of training with each of these options."""
+    looks = []
+    for variant in variants:
+        try:
+            looks.append(look(variant, seconds, device))
+        except RuntimeError as error:  # among them failures of compilers and of memory
+            looks.append({"options": asdict(variant), "failed": repr(error)[:2000]})
+            print(looks[-1], flush=True)
+        JsonRecord(path).update(looks=looks)
+
+
+def run_training(options: Options, arguments: argparse.Namespace, device: torch.device) -> None:
+    """Train, measure the energy, and record both."""
+    training = Training(options, arguments.minutes, arguments.folder, device)
+    training.run(arguments.call_minutes, arguments.steps)
+    if arguments.symmetrized:
+        training.measure_symmetrized(arguments.symmetrized)
+
+
 def main() -> None:
-    """Compare, train and record."""
+    """Do the parts that were asked for."""
     arguments = parse_arguments()
     options = Options(**{name: getattr(arguments, name) for name in asdict(Options())})
     device = torch.device(arguments.device)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    names = arguments.parts.split(",")
-    record = JsonRecord(arguments.folder / "j1j2.json")
-    if "compare" in names and "compare" not in record.entries:
-        try:
-            record.update(compare=compare_steps(options, device))
-        except (torch.OutOfMemoryError, torch.linalg.LinAlgError) as error:
-            record.update(compare={"failed": str(error).splitlines()[0]})
-    if "look" in names:
-        looks = []
-        for variant in parse_variants(arguments.variants, options):
-            try:
-                looks.append(look(variant, arguments.look_seconds, device))
-            except RuntimeError as error:  # among them failures of compilers and of memory
-                looks.append({"options": asdict(variant), "failed": repr(error)[:2000]})
-                print(looks[-1], flush=True)
-            record.update(looks=looks)
-    if "train" in names:
-        training = Training(options, arguments.minutes, arguments.folder, device)
-        result = training.run(arguments.call_minutes, arguments.steps)
-        if arguments.symmetrized:
-            training.measure_symmetrized(result.network, arguments.symmetrized)
+    path = arguments.folder / "j1j2.json"
+    parts = arguments.parts.split(",")
+    if "compare" in parts:
+        run_comparison(options, device, path)
+    if "look" in parts:
+        variants = parse_variants(arguments.variants, options)
+        run_looks(variants, arguments.look_seconds, device, path)
+    if "train" in parts:
+        run_training(options, arguments, device)
+    if "profile" in parts:
+        JsonRecord(path).update(chunk_rates=profile_stages(options, device))
 
 
 if __name__ == "__main__":
