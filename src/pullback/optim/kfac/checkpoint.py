@@ -213,7 +213,7 @@ def _show_block(
         raise foreign(f"{names} had {size} entries, and have {current_size} now")
     if not state.assignment.takes(key, factors):
         raise _of_another_rule(f"what it keeps for {key.names[0]} is no block of this rule")
-    state.reserve(key, factors)
+    state.add_placeholder_block(key, factors)
 
 
 def _refuse_other_rule(state: KFACState, key: BlockKey, saved: Mapping[str, Any]) -> None:

@@ -138,7 +138,7 @@ def _loss_now(problem: StepProblem) -> float:
     return float(problem.losses(zero, lambda origin, move: current)[0])
 
 
-def gram_products(problem: StepProblem, metric: Metric, vectors: Tensor) -> Tensor:
+def compute_gram_inner_products(problem: StepProblem, metric: Metric, vectors: Tensor) -> Tensor:
     """Return x_iᵀ G x_j with the exact Gram, (k, k), for flat vectors (k, p)."""
     with _unfused_recurrence(problem.model):
         row_blocks, _ = problem.row_blocks(metric, None)
@@ -180,7 +180,7 @@ class _Snapshot:
         before = {name: p.clone() for name, p in params.items()}
         return cls(params, before, momenta, [m.clone() for m in momenta])
 
-    def displacement(self) -> dict[str, Tensor]:
+    def compute_move(self) -> dict[str, Tensor]:
         """Return how far parameters have moved, as w_before − w."""
         return {name: self.before[name] - p for name, p in self.params.items()}
 
@@ -216,7 +216,7 @@ def trial_move(
         problem.refuse_stochastic()
     snapshot = _Snapshot.of(shares)
     move([replace(share, decay=0.0) for share in shares])
-    displacement = snapshot.displacement()
+    displacement = snapshot.compute_move()
     actual = problem.loss - _loss_now(problem)
     snapshot.restore_params()  # the quadratic model is that of the point before
     predicted = _predict_reduction(displacement, problem, metric, gradients)
@@ -236,7 +236,7 @@ def _predict_reduction(
 ) -> float:
     """Return ⟨g, x⟩ − ½xᵀGx of a displacement x."""
     flat = problem.space.flatten({n: displacement.get(n) for n in problem.params})
-    squared_length = float(gram_products(problem, metric, flat[None])[0, 0])
+    squared_length = float(compute_gram_inner_products(problem, metric, flat[None])[0, 0])
     return float(_inner(displacement, gradients)) - 0.5 * squared_length
 
 

@@ -383,7 +383,7 @@ class KFAC(Optimizer):
         """Clear the gradients, and the statistics of gradients that were never used."""
         super().zero_grad(set_to_none)
         self._has_averaged = False
-        self._capture.clear()
+        self._capture.clear_pool()
 
     def average_gradients(self) -> None:
         """Average the gradients over processes now, so that they can be clipped before `step`.
@@ -528,7 +528,7 @@ class KFAC(Optimizer):
         if not self._options.is_controlled:
             return self._take_step(problem, closure, was_wanted)
         may_learn = was_wanted or self._is_statistics_step or self._capture.pool.calls
-        may_learn = bool(may_learn) or self._schedule.asks_again
+        may_learn = bool(may_learn) or self._schedule.should_refresh_again
         with self._transaction(problem, may_learn=may_learn):
             return self._take_step(problem, closure, was_wanted)
 
@@ -539,7 +539,7 @@ class KFAC(Optimizer):
             loss = evaluate(problem, closure)
         gradients = self._collect_gradients()
         if self._is_idle(gradients):
-            self._capture.clear()
+            self._capture.clear_pool()
             return loss
         if problem is not None and not isfinite(problem.loss):
             return self._reject(f"the loss is {problem.loss}", loss)
@@ -670,7 +670,7 @@ class KFAC(Optimizer):
         `_read_verdict` reads it later.
         """
         first = next(iter(gradients.values()))
-        if not first.is_cuda or self._options.is_controlled or self._schedule.asks_again:
+        if not first.is_cuda or self._options.is_controlled or self._schedule.should_refresh_again:
             return False
         if any(g.device != first.device for g in gradients.values()):
             return False
@@ -710,7 +710,7 @@ class KFAC(Optimizer):
         if self._clip is not None and (is_refreshed or has_new_spectrum):
             self._clip.is_stale = True
         params = self._params.by_name
-        self._thaw(gradients)
+        self._update_entry_states(gradients)
         curvature.follow_entries(params)
         if curvature.stack(
             params, self._templates, self._group_numbers
@@ -718,7 +718,7 @@ class KFAC(Optimizer):
             self._publish()
             self._capture.structure.bases = curvature.bases
 
-    def _thaw(self, gradients: dict[str, Tensor]) -> None:
+    def _update_entry_states(self, gradients: dict[str, Tensor]) -> None:
         """Give entries' states to parameters that follow the rule for others from now on.
 
         They were frozen, or statistics have shown that they are no matrices. A parameter that has
@@ -853,7 +853,7 @@ class KFAC(Optimizer):
                 self._is_statistics_step or self._capture.lacks_block
             )
             if not self._capture.watch.wants_compiled_calls:
-                self._capture.clear()  # what was gathered meanwhile is not due after all
+                self._capture.clear_pool()  # what was gathered meanwhile is not due after all
             self._info = KFACInfo(False, _NOT_FINITE, self._schedule.damping)
             self._notices.warn_not_finite()
 

@@ -287,11 +287,15 @@ class Replicas:
             processes.require_same("their gradients", presence, remedy)
         if not same_gradients:
             remedy = "Change them in all processes alike, or before they are averaged: in the loss"
-            processes.require_same("their gradients", _lengths(gradients), remedy)
+            processes.require_same(
+                "their gradients", _describe_norms_and_checksums(gradients), remedy
+            )
         if not same_parameters:
             remedy = "Load the last checkpoint, and change gradients in all processes alike"
             parameters = params.gather_whole(params.in_groups(groups), "parameters")
-            processes.require_same("their parameters", _lengths(parameters), remedy)
+            processes.require_same(
+                "their parameters", _describe_norms_and_checksums(parameters), remedy
+            )
 
     def _start_sums(
         self, pool: Pool, layouts: Layouts, params: ModelParameters, processes: Processes
@@ -495,7 +499,7 @@ def _room(state: RuleState, form: dict[str, Any], *, is_held: bool) -> RuleState
     return type(state)(**{**vars(state), **tensors})
 
 
-def _lengths(tensors: Tensors) -> dict[str, str]:
+def _describe_norms_and_checksums(tensors: Tensors) -> dict[str, str]:
     """Return what tells tensors apart, in words."""
     words: dict[str, str] = {}
     for name, t in tensors.items():

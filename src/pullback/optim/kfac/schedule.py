@@ -44,7 +44,7 @@ class Schedule:
         return self.numbers["damping"]
 
     @property
-    def asks_again(self) -> bool:
+    def should_refresh_again(self) -> bool:
         """Whether the last step was rejected and asks for a refresh with another λ."""
         return bool(self.numbers["retry"])
 

@@ -248,7 +248,9 @@ class BlockStates:
             self._stacks = None
         block.is_ready = True
 
-    def describe(self, key: BlockKey, average: Average, damping: float, references: Any) -> Any:
+    def get_block_and_averages(
+        self, key: BlockKey, average: Average, damping: float, references: Any
+    ) -> Any:
         """Return a block's rule and state with its averages."""
         block = self.blocks[key]
         gram, mass = undivided_gram(key, average)

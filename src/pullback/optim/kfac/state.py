@@ -98,7 +98,7 @@ class KFACState:
         self.states.allocate(key, others, shape, self.schedule.step)
         return key
 
-    def reserve(self, key: BlockKey, factors: Factors) -> None:
+    def add_placeholder_block(self, key: BlockKey, factors: Factors) -> None:
         """Show a block of these shapes; memory is taken with its first statistics."""
         self.allocate(key, factors)
         self.averages[key].change(placeholder)
@@ -166,7 +166,7 @@ class KFACState:
         """Take the place of `old`; blocks of parameters that were not `saved` are reserved."""
         for key, average in old.averages.items():
             if not any(n in saved for n in key.names) and key not in self.averages:
-                self.reserve(key, average.value)  # they were frozen when it was saved
+                self.add_placeholder_block(key, average.value)  # they were frozen when it was saved
         old.schedule.numbers.update(self.schedule.numbers)  # the dict itself is shared
         self.schedule = old.schedule
         self.replicas.forget_sums()
@@ -209,7 +209,7 @@ class KFACState:
             self.schedule.statistics_count
         )
         keys = self.measured_keys - self.states.ready
-        if is_due or self.schedule.asks_again:
+        if is_due or self.schedule.should_refresh_again:
             keys = self.measured_keys
         self.schedule.numbers["retry"] = 0
         if not keys:
@@ -309,7 +309,7 @@ class KFACState:
         self, key: BlockKey, average: Average, move: Tensors, templates: Tensors, *, damped: bool
     ) -> dict[str, Tensor]:
         """Return ⟨x, Fx⟩ of one block, parameter by parameter."""
-        block, rule_averages = self.describe(key, average)
+        block, rule_averages = self.get_block_and_averages(key, average)
         dtype = average.mass.dtype
         pieces: list[Tensor] = []
         for name in key.names:
@@ -327,9 +327,11 @@ class KFACState:
         products = from_block(key, product, shapes, block.shape.size)
         return {n: t.sum() for n, t in zip(key.names, products, strict=True)}
 
-    def describe(self, key: BlockKey, average: Average) -> tuple[Block, Any]:
+    def get_block_and_averages(self, key: BlockKey, average: Average) -> tuple[Block, Any]:
         """Return a block, and its averages as its rule sees them."""
-        return self.states.describe(key, average, self.schedule.damping, self.references)
+        return self.states.get_block_and_averages(
+            key, average, self.schedule.damping, self.references
+        )
 
     # --- on a device ------------------------------------------------------------------------------
 

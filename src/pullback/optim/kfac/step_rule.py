@@ -20,7 +20,7 @@ from ...solvers import Solution
 from ...steps import Local, Move, Step
 from ...steps.memory import first_numbers, first_vectors, merge_saved, recall, shared_numbers, store
 from ..problem import StepProblem
-from .closure import gram_products
+from .closure import compute_gram_inner_products
 from .stacks import Tensors
 from .update import Share
 
@@ -132,8 +132,10 @@ class StepView:
             gradient=self._flatten(self.gradients),
             solve=lambda damping, center: self._solve(damping, memory),
             path=lambda: None,
-            inner_products=lambda flat: gram_products(self.problem, self.metric, flat),
-            losses=lambda moves: self.problem.losses(moves, self._displace),
+            inner_products=lambda flat: compute_gram_inner_products(
+                self.problem, self.metric, flat
+            ),
+            losses=lambda moves: self.problem.losses(moves, self._subtract_move),
             lr=self._common_rate(),
             scaled=lambda v: self._rate * v,
             state=recall(step, memory.numbers["step"], vectors, space.flatten),
@@ -196,7 +198,7 @@ class StepView:
         rates = {float(share.lr) for share in self.shares}
         return rates.pop() if len(rates) == 1 else None
 
-    def _displace(self, origin: Tensors, move: Tensor) -> dict[str, Tensor]:
+    def _subtract_move(self, origin: Tensors, move: Tensor) -> dict[str, Tensor]:
         """Return the parameters after w ← w − lr·move, by name."""
         pieces = self.problem.space.split(self._rate * move)
         return {name: w - pieces[name].to(w.dtype) for name, w in origin.items()}

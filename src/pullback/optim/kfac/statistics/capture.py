@@ -277,7 +277,7 @@ class StatisticsCapture:
         self.watch.close()
         self.reset()
 
-    def clear(self) -> None:
+    def clear_pool(self) -> None:
         """Forget what was gathered: it belonged to gradients that were dropped."""
         self.pool = Pool()
         if self._has_pending:
@@ -288,7 +288,7 @@ class StatisticsCapture:
         """Forget the passes that still wait as well: the parameters they used have changed."""
         for pending in list(self._open):
             pending.clear()
-        self.clear()
+        self.clear_pool()
         self.watch.called = False
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -410,7 +410,7 @@ class StatisticsCapture:
         def complete(_: Tensor) -> None:
             capture = me()
             if capture is not None:
-                capture.complete()
+                capture.notify_if_complete()
 
         if z.requires_grad:
             z.register_hook(complete)
@@ -436,9 +436,9 @@ class StatisticsCapture:
                 stack.enter_context(pending.source.whole())
             is_complete = self._measure(pending, cotangent)
         if is_complete:
-            self.complete()
+            self.notify_if_complete()
 
-    def complete(self) -> None:
+    def notify_if_complete(self) -> None:
         """Tell that statistics are complete, unless another pass is to be added."""
         if self.completed is not None and self._syncs and not self._has_pending:
             with torch.no_grad():
@@ -619,7 +619,7 @@ class StatisticsCapture:
             return
         pool.add(sums, samples)
         if capture is not None:
-            capture.complete()
+            capture.notify_if_complete()
 
     def _make_note(self) -> Callable[[], None]:
         """Return a function that notes that the loss contains derivatives by the inputs."""
@@ -671,7 +671,7 @@ class StatisticsCapture:
         pool = self.pool
         if pool.obstacle is Obstacle.INPUT_DERIVATIVES:
             warn_derivatives(stacklevel=2)
-        self.clear()
+        self.clear_pool()
         if not pool.sums:
             if pool.samples > 0:
                 return {}
