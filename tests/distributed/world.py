@@ -151,10 +151,10 @@ def _destroy_groups_of_tests() -> None:
     """Destroy the groups that a test made: each keeps threads that wake a hundred times a second.
 
     Optimizers and curvature objects hold such groups in cycles of references, so that these are
-    collected first.
+    collected first. Those of a device mesh stay: torch hands the same mesh out again.
     """
     gc.collect()
     lasting = set(GROUPS.values())
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in lasting:
+        if group not in lasting and not group.group_desc.startswith("mesh"):
             dist.destroy_process_group(group)
