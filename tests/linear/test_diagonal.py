@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pullback import PullbackError
 from pullback.linear import DiagonalNetwork, LinearModel, logistic_natural_gradient
-from pullback.linear.population import natural_logit_move
+from pullback.linear.population import natural_gradient_from_rows
 from pullback.testing import relative_error
 from tests.linear.oracles import flat, hadamard, jacobian, logistic_oracle
 from tests.pairs import each_once
@@ -99,7 +99,7 @@ def test_logits_of_any_size(samples: int, logits: str) -> None:
     }[logits] * y
     want = logistic_oracle(x, y, s)
     size = want.abs().max()
-    assert error(natural_logit_move(x, y, s) / size, want / size) < 1e-9
+    assert error(natural_gradient_from_rows(x, y, s) / size, want / size) < 1e-9
 
 
 def test_rank_deficient_data() -> None:

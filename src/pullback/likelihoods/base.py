@@ -48,7 +48,7 @@ class Likelihood(ABC):
         """Return a broadcasting mask of the entries of z that the loss counted; None for all."""
         return None
 
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+    def has_uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         """Return a flag on the device that is False where `counted` returns None.
 
         The host does not wait for it. A likelihood that returns a flag must be able to `sample`

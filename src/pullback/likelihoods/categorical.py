@@ -170,7 +170,7 @@ class Categorical(Likelihood):
             return None
         return is_counted
 
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+    def has_uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
         return _is_silent(cotangent, self._check_axis(z, cotangent)).any()
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
@@ -210,10 +210,10 @@ class Categorical(Likelihood):
         """Return the class axis, compared with the first gradients until one is conclusive."""
         if z.ndim > 2 and not self._is_axis_checked:
             first = cotangent[: _LIMITS.judged_samples]
-            self._is_axis_checked = self._compare_axis(first, self._axis(z))
+            self._is_axis_checked = self._settle_axis(first, self._axis(z))
         return self._axis(z)
 
-    def _compare_axis(self, cotangent: Tensor, axis: int) -> bool:
+    def _settle_axis(self, cotangent: Tensor, axis: int) -> bool:
         """Compare the axis with a gradient; return False if that is zero or not finite.
 
         If the gradient adds up to zero along another axis and not along ours, that one is taken,

@@ -12,7 +12,7 @@ from .._core.errors import PullbackError
 from ..grams import FactoredGram
 from .grams import CoreGram, FlatFactor
 from .parameters import FactoredModule, RandomSource, read_whole_numbers, refuse_zero_tangent
-from .population import natural_logit_move, population_fisher
+from .population import natural_gradient_from_rows, population_fisher
 
 
 class DiagonalNetwork(FactoredModule):
@@ -110,7 +110,7 @@ class DiagonalNetwork(FactoredModule):
         refuse_zero_tangent(h.max())
         x = x.detach().to(h.dtype)
         logits = x @ torch.stack(factors).prod(0)
-        along = natural_logit_move(x * h, y, logits)
+        along = natural_gradient_from_rows(x * h, y, logits)
         return self.like_factors(list(c * torch.where(h > 0, along / h, 0.0)))
 
     def population_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:

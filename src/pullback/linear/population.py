@@ -135,10 +135,10 @@ def logistic_natural_gradient(
     dtype = compute_dtype(result_dtype)
     x = x.detach().to(dtype)
     beta = beta.detach().to(dtype)
-    return natural_logit_move(x, y, x @ beta, rcond=rcond).to(result_dtype)
+    return natural_gradient_from_rows(x, y, x @ beta, rcond=rcond).to(result_dtype)
 
 
-def natural_logit_move(
+def natural_gradient_from_rows(
     rows: Tensor, y: Tensor, logits: Tensor, *, rcond: float | None = None
 ) -> Tensor:
     """F⁺∇ for any J given as rows (N, q) of d(logits): −(S J)⁺(S y/φ(y·logits)), S² = φφ(−·)."""

@@ -41,11 +41,11 @@ class Metric(ABC):
             return None
         return self.counter.counted(z, cotangent)
 
-    def uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
-        """Return a flag that is False where `counted` returns None; see `Likelihood.uncounted`."""
+    def has_uncounted(self, z: Tensor, cotangent: Tensor) -> Tensor | None:
+        """Return a flag, False where `counted` returns None; see `Likelihood.has_uncounted`."""
         if self.counter is None:
             return None
-        return self.counter.uncounted(z, cotangent)
+        return self.counter.has_uncounted(z, cotangent)
 
     def mismatch(self, z: Tensor, cotangent: Tensor) -> str:
         """Return why the first ∂loss/∂z is not that of the metric's loss, and a remedy; or ""."""

@@ -133,8 +133,8 @@ def check_factor(factor: Factor, z: Tensor, *, tol: float | None = None) -> None
     _check_symmetric(factor, u, v, tol)
     _check_batches(factor, draw(3, n, *white), draw(3, *z.shape), tol)
     if not factor.couples_samples:
-        _check_separate(factor, v, r)
-        _check_columns(factor, z, r, tol)
+        _check_samples_independent(factor, v, r)
+        _check_covectors(factor, z, r, tol)
     _check_whitening(factor, r, max(tol, torch.finfo(z.dtype).eps ** 0.5))
 
 
@@ -171,13 +171,13 @@ def _check_batches(factor: Factor, r: Tensor, v: Tensor, tol: float) -> None:
     assert_close(factor.transpose(v), one_by_one, tol, "Sᵀ takes leading axes")
 
 
-def _check_columns(factor: Factor, z: Tensor, r: Tensor, tol: float) -> None:
+def _check_covectors(factor: Factor, z: Tensor, r: Tensor, tol: float) -> None:
     covectors = factor.covectors(z)
     combined = torch.einsum("rn...,nr->n...", covectors, r.flatten(1))
     assert_close(combined, factor.apply(r), tol, "Σ r_k covector_k = S r")
 
 
-def _check_separate(factor: Factor, v: Tensor, r: Tensor) -> None:
+def _check_samples_independent(factor: Factor, v: Tensor, r: Tensor) -> None:
     """Check that a change in sample 0 changes the result for sample 0 alone."""
     other_r = r.clone()
     other_v = v.clone()

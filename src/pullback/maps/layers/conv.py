@@ -16,7 +16,7 @@ from .moments import (
     Sharing,
     compute_shared_moments,
     compute_shared_second_moment,
-    find_counted_positions,
+    find_kept_or_reached_positions,
 )
 from .patches import (
     apply_to_images,
@@ -67,8 +67,8 @@ class Conv(Layer):
         if delta.ndim != 2 + len(module.kernel_size):
             delta = delta[None]
         if keep.ndim == 1:
-            return find_counted_positions(delta.flatten(1), keep)
-        return find_counted_positions(delta, keep, 1)
+            return find_kept_or_reached_positions(delta.flatten(1), keep)
+        return find_kept_or_reached_positions(delta, keep, 1)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None

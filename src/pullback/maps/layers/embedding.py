@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._core.products import add_at
 from ..._core.space import compute_dtype
 from .gram import add_hadamard
-from .moments import Moments, Sharing, compute_second_moment, find_counted_positions
+from .moments import Moments, Sharing, compute_second_moment, find_kept_or_reached_positions
 from .registry import Block, Layer, Use, join_uses, register
 
 
@@ -107,7 +107,7 @@ class Embedding(Layer):
         return GatherBlock(name, (module.num_embeddings, module.embedding_dim), index, delta)
 
     def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return find_counted_positions(delta, keep)
+        return find_kept_or_reached_positions(delta, keep)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None
@@ -160,7 +160,7 @@ class EmbeddingBag(Layer):
         return GatherBlock(name, (table[0], table[1]), index, join_uses(shares, 2))
 
     def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return find_counted_positions(delta, keep)
+        return find_kept_or_reached_positions(delta, keep)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None

@@ -11,8 +11,8 @@ averaged.
 
 Means are over the positions that *count*. These are all positions, unless the loss ignores some
 positions of the output; then they are the counted ones and all that have a cotangent (see
-`find_counted_positions`): the model learns from an ignored prompt, through the tokens that attend
-to it, but not from padding. Which axis of a layer counts samples is tested by a probe.
+`find_kept_or_reached_positions`): the model learns from an ignored prompt, through the tokens that
+attend to it, but not from padding. Which axis of a layer counts samples is tested by a probe.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Moments:
         )
 
 
-def find_counted_positions(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
+def find_kept_or_reached_positions(delta: Tensor, keep: Tensor, axis: int = -1) -> Tensor:
     """Return a mask of the positions that count, with the shape of δ without `axis`, its features.
 
     A position counts if the loss keeps it, or if δ ≠ 0 beyond round-off.
@@ -336,9 +336,9 @@ def _write_moments(second: Tensor, first: Tensor, rows: Tensor) -> None:
     if len(rows) == 1 and rows.dtype != second.dtype:
         write_half_precision_moment(second[0], rows[0])
     else:
-        _multiply_into(second, rows.mT, rows)
+        _write_batched_product(second, rows.mT, rows)
     ones = _ones(rows.shape[1], rows.dtype, rows.device).expand(len(rows), -1, -1)
-    _multiply_into(first, ones, rows)
+    _write_batched_product(first, ones, rows)
 
 
 @lru_cache(8)
@@ -346,7 +346,7 @@ def _ones(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(1, 1, n, dtype=dtype, device=device)
 
 
-def _multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+def _write_batched_product(out: Tensor, x: Tensor, y: Tensor) -> None:
     if x.dtype == out.dtype:
         torch.bmm(x, y, out=out)
     else:

@@ -127,7 +127,7 @@ def compute_channel_moment(x: Tensor) -> Tensor:
     if _should_multiply_by_sample(x):
         samples = x.flatten(2)
         return multiply_batches(samples, samples).sum(0, keepdim=True)
-    channels = arrange_channels(x)[None]
+    channels = flatten_to_channel_rows(x)[None]
     return multiply_batches(channels, channels)
 
 
@@ -219,7 +219,7 @@ def _pad_channels_last(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def arrange_channels(x: Tensor) -> Tensor:
+def flatten_to_channel_rows(x: Tensor) -> Tensor:
     """Return (B, C, *space) as (C, B·positions), a view if the channels come last in memory."""
     channels_last = x.movedim(1, -1)
     if channels_last.is_contiguous():

@@ -25,7 +25,7 @@ from .moments import (
     average_positions,
     compute_moments,
     compute_second_moment,
-    find_counted_positions,
+    find_kept_or_reached_positions,
 )
 from .registry import Block, Layer, Use, join_uses, register
 
@@ -131,7 +131,7 @@ class Matrices(Layer):
         return AffineBlock(weight, bias, inputs, delta, is_transposed=self.is_transposed)
 
     def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
-        return find_counted_positions(module.product.arrange_outputs(delta), keep)
+        return find_kept_or_reached_positions(module.product.arrange_outputs(delta), keep)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None

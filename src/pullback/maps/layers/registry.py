@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.products import add_cross_gram
-from .moments import Moments, Sharing, find_counted_positions
+from .moments import Moments, Sharing, find_kept_or_reached_positions
 
 
 class CotangentStructure(Enum):
@@ -218,7 +218,7 @@ class Layer(ABC):
 
     def counted_positions(self, module: Any, x: Tensor, delta: Tensor, keep: Tensor) -> Tensor:
         """Return which positions enter the moments, from the model outputs that the loss counts."""
-        return find_counted_positions(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
+        return find_kept_or_reached_positions(delta.reshape(*x.shape[:-1], delta.shape[-1]), keep)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None

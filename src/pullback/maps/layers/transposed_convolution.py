@@ -25,7 +25,7 @@ from .moments import (
     Sharing,
     compute_shared_moments,
     compute_shared_second_moment,
-    find_counted_positions,
+    find_kept_or_reached_positions,
 )
 from .patches import apply_to_images, list_channels, unfold_windows
 from .registry import Block, JointBlock, Layer, RowsBlock, Use, join_uses, register
@@ -98,10 +98,10 @@ class ConvTranspose(Layer):
         if delta.ndim != 2 + dims:
             delta = delta[None]
         if keep.ndim == 1:
-            return find_counted_positions(delta.flatten(1), keep)
+            return find_kept_or_reached_positions(delta.flatten(1), keep)
         reached = delta.unflatten(1, (module.groups, -1)).any(2)
         reached = _unfold_reached(module, reached, x.shape[-dims:]).movedim(1, 2).flatten(2)
-        return find_counted_positions(reached.unflatten(1, x.shape[-dims:]), keep)
+        return find_kept_or_reached_positions(reached.unflatten(1, x.shape[-dims:]), keep)
 
     def input_moments(
         self, module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None

@@ -55,7 +55,7 @@ def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, f
     biharmonic equation. Then all conditions without a weight of their own are balanced.
     """
     weights = {condition.name: condition.weight for condition in problem.conditions}
-    balanced = _measure_balance(problem, sites)
+    balanced = _find_balanced_weights(problem, sites)
     is_unbalanced = max(balanced.values(), default=0.0) >= THRESHOLDS.unbalanced
     for condition in problem.conditions:
         is_chosen = condition.balanced or (condition.has_default_weight and is_unbalanced)
@@ -64,7 +64,7 @@ def balance_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, f
     return weights
 
 
-def _measure_balance(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
+def _find_balanced_weights(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, float]:
     """Return the balanced weights of conditions that hold at points other than the equations'."""
     equations = [c for c in problem.conditions if c.is_equation and c.on is None]
     if not equations:
@@ -74,7 +74,7 @@ def _measure_balance(problem: Problem, sites: Mapping[str, Sites]) -> dict[str, 
     for condition in problem.conditions:
         if condition not in equations and _can_be_balanced(condition):
             ratio = equation_size / measure_wave(problem, condition, sites[condition.name])
-            balanced[condition.name] = _round_weight(ratio, default=condition.weight)
+            balanced[condition.name] = _weight_from_squared_ratio(ratio, default=condition.weight)
     return balanced
 
 
@@ -85,7 +85,7 @@ def _can_be_balanced(condition: Condition) -> bool:
     return condition.balanced or condition.prescribes_values or condition.paired
 
 
-def _round_weight(ratio: float, default: float) -> float:
+def _weight_from_squared_ratio(ratio: float, default: float) -> float:
     """Return the square root of a ratio, rounded down to a power of ten within bounds."""
     if not math.isfinite(ratio) or ratio <= 0:
         return default
@@ -152,12 +152,12 @@ def choose_prior_factor(
     rows, values = processes.gather([torch.cat(data_rows), torch.cat(data_values)])
 
     def cost(factor: float) -> float:
-        return _compute_evidence(equation_gram + factor * prior_gram, rows, values)
+        return _compute_negative_log_evidence(equation_gram + factor * prior_gram, rows, values)
 
     return min(THRESHOLDS.prior_factors, key=cost)
 
 
-def _compute_evidence(gram: Tensor, rows: Tensor, values: Tensor) -> float:
+def _compute_negative_log_evidence(gram: Tensor, rows: Tensor, values: Tensor) -> float:
     """Return −2 log p of the data, up to a constant.
 
     Args:

@@ -15,7 +15,7 @@ from ....maps.layers.moments import (
     Sharing,
     compute_moments,
     compute_second_moment,
-    find_counted_positions,
+    find_kept_or_reached_positions,
 )
 from ....maps.replay import CompoundReplays
 from .covectors import Descent
@@ -82,6 +82,6 @@ def _find_counted_positions(tap: Tap, delta: Tensor, keep: Tensor) -> Tensor:
     padded_masks: list[Tensor] = []
     for group_delta, n, grid in zip(delta, tap.positions, grids, strict=True):
         delta_by_sample = group_delta[:n].unflatten(0, grid).movedim(samples_axis, 0)
-        mask = find_counted_positions(delta_by_sample, keep).movedim(0, samples_axis)
+        mask = find_kept_or_reached_positions(delta_by_sample, keep).movedim(0, samples_axis)
         padded_masks.append(F.pad(mask.flatten(), (0, delta.shape[1] - n)))
     return torch.stack(padded_masks)

@@ -211,7 +211,7 @@ def _count_positions(
 ) -> CountedPositions:
     """Return which positions count; raise NotFinite at NaN unless the device shall not be read."""
     if deferred:
-        has_uncounted = metric.uncounted(value, slope)
+        has_uncounted = metric.has_uncounted(value, slope)
         if has_uncounted is not None:
             flags = DeferredFlags(~has_uncounted.view(1), takes_statistics=False)
             return CountedPositions(None, flags)
