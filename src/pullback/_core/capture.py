@@ -287,7 +287,7 @@ class CallHook:
             return
         if torch.compiler.is_compiling():
             if watch.wants_compiled_calls:
-                _outside_compiled_code(watch, self._method, args)
+                _call_outside_compiled_code(watch, self._method, args)
             return
         getattr(watch, self._method)(*args)
 
@@ -299,7 +299,8 @@ class CallHook:
 
 
 @torch._disable_dynamo
-def _outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
+def _call_outside_compiled_code(watch: Watch, method: str, args: Any) -> None:
+    """Call a method of the watch eagerly, and let it know that compiled code made the call."""
     watch.compiled = True
     try:
         getattr(watch, method)(*args)

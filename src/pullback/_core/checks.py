@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import PullbackError
 
 
-def refuse_values(what: str, value: Any, shape: Sequence[int | str] | None = None) -> None:
+def require_finite_tensor(what: str, value: Any, shape: Sequence[int | str] | None = None) -> None:
     """Raise unless this is a tensor of finite numbers of a float type, and of this shape.
 
     A letter in the shape stands for any length; without a shape, any will do.
@@ -46,7 +46,7 @@ def _has_shape(value: Tensor, shape: Sequence[int | str]) -> bool:
     return all(isinstance(expected, str) or length == expected for length, expected in lengths)
 
 
-def refuse_number(
+def require_number(
     name: str,
     value: Any,
     *,

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .checks import refuse_number
+from .checks import require_number
 from .errors import PullbackError
 from .processes import Processes
 
@@ -36,7 +36,7 @@ class Placement(Generic[K]):
         size = processes.size
         if workers is None:
             workers = size
-        refuse_number("workers", workers, least=1, whole=True)
+        require_number("workers", workers, least=1, whole=True)
         if size % workers:
             raise PullbackError(
                 "The processes cannot be divided into teams",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError, Status
 from ..grams import Gram, Structure
 from ..solvers import ConjugateGradient
@@ -124,8 +124,8 @@ def exact_influence(
     Raises:
         PullbackError: if `data` has another number of samples than the fit, or as `influence`.
     """
-    refuse_number("The tolerance", tol, positive=True)
-    refuse_number("The number of iterations", max_iterations, least=1, whole=True)
+    require_number("The tolerance", tol, positive=True)
+    require_number("The number of iterations", max_iterations, least=1, whole=True)
     if data is None:
         data = training
     gram = DataGram(curvature, data)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import likelihoods
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError
 from .._core.space import ParameterSpace
 from ..grams.kronecker import Pair
@@ -171,7 +171,7 @@ class Curvature:
         self, count: int, damping: Damping, generator: torch.Generator | None = None
     ) -> Tensor:
         """Return draws from the normal distribution with covariance (G + damping)⁻¹: (count, p)."""
-        refuse_number("The number of draws", count, whole=True)
+        require_number("The number of draws", count, whole=True)
         shape = (count, self.space.size)
         noise = torch.randn(shape, generator=generator, dtype=self.space.dtype,
                             device=self.space.device)  # fmt: skip
@@ -281,7 +281,7 @@ def damping_of(block: SpectralBlock, damping: Damping) -> float:
     """Return the number that is added to the eigenvalues of a block."""
     if isinstance(damping, Relative):
         return damping.value * block.mean_eigenvalue()
-    refuse_number("The damping", damping)
+    require_number("The damping", damping)
     return float(damping)
 
 

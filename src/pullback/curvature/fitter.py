@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .._core.capture import unwrap_model
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.groups import find_processes
 from .._core.processes import Processes
@@ -312,7 +312,7 @@ def fit(
     chosen_structure = _resolve_structure(structure)
     _refuse_no_likelihood(likelihood)
     if draws is not None:
-        refuse_number("The number of draws", draws, least=1, whole=True)
+        require_number("The number of draws", draws, least=1, whole=True)
     processes = find_processes(model, group, "curvature.fit")
     network = unwrap_model(model)
     refuse_random_layers(network)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
 from .data import Batch, align_targets
@@ -260,7 +260,7 @@ class Posterior:
     def sample(self, count: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Return draws of the parameters by name, (count, *shape), for `functional_call`."""
         self.curvature.check_model()
-        refuse_number("The number of draws", count, whole=True)
+        require_number("The number of draws", count, whole=True)
         space = self.curvature.space
         noise = torch.randn(
             (count, space.size), generator=generator, dtype=space.dtype, device=space.device
@@ -311,11 +311,11 @@ def laplace(
     if isinstance(prior_precision, str):
         refuse_unknown("choice of the prior precision", prior_precision, [MARGINAL_LIKELIHOOD])
     else:
-        refuse_number("The prior precision", prior_precision, positive=True)
+        require_number("The prior precision", prior_precision, positive=True)
         chosen_precision = float(prior_precision)
     fitted_noise = _fitted_noise(curvature.likelihood)
     if noise is not None:
-        refuse_number("The noise", noise, positive=True)
+        require_number("The noise", noise, positive=True)
         if fitted_noise is None:
             raise PullbackError(
                 f"{type(curvature.likelihood).__name__} has no noise",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError
 from ..solvers import Relative
 from .capture import BatchTangent, GradientBlock
@@ -85,9 +85,9 @@ class ScoringOptions:
 
     def __post_init__(self) -> None:
         if self.query_error is not None:
-            refuse_number("The error of queries", self.query_error, positive=True)
+            require_number("The error of queries", self.query_error, positive=True)
         if self.query_bytes is not None:
-            refuse_number("The bytes of queries", self.query_bytes, least=1)
+            require_number("The bytes of queries", self.query_bytes, least=1)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise PullbackError(
                 "Scores need a float type", f"got dtype={self.dtype}", "Use torch.bfloat16, say"
@@ -420,7 +420,7 @@ def top_k(
 
     With `is_largest=False` they are the ones with the most negative scores.
     """
-    refuse_number("The number of samples k", k, least=1, whole=True)
+    require_number("The number of samples k", k, least=1, whole=True)
     scorer = Scorer(curvature, ScoringOptions(damping, measure))
     best: dict[int, TopSamples] = {}
     for tile in scorer.iterate_tiles(queries, training, is_summed=True):

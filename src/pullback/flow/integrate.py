@@ -17,7 +17,7 @@ import scipy
 import torch
 from torch import Tensor, nn
 
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError, refuse_unknown, require
 from ..metrics import Euclidean, Metric, MetricFunction
 from ..solvers import PseudoInverse, Solver
@@ -39,7 +39,7 @@ class FunctionModule(nn.Module):
         super().__init__()
         named = dict(start) if isinstance(start, Mapping) else {"xi": start}
         for name, value in named.items():
-            refuse_values(f"The start {name!r}", value)
+            require_finite_tensor(f"The start {name!r}", value)
         self.names = tuple(named)
         self.has_one_argument = isinstance(start, Tensor)
         self.is_one_sample = is_one_sample
@@ -183,9 +183,9 @@ def integrate(
     refuse_unknown("method", method, METHODS)
     span = _read_span(t)
     times = None if at is None else _read_times(at, span)
-    refuse_number("rtol", rtol, positive=True)
-    refuse_number("atol", atol)
-    refuse_number("max_evaluations", max_evaluations, least=1, whole=True)
+    require_number("rtol", rtol, positive=True)
+    require_number("atol", atol)
+    require_number("max_evaluations", max_evaluations, least=1, whole=True)
     if kind == "natural":
         options["solver"] = PseudoInverse() if solver is None else solver
     else:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.checks import refuse_values
+from .._core.checks import require_finite_tensor
 from .._core.errors import PullbackError, require
 from .._core.space import ParameterSpace
 from ..grams import FactoredGram, Operator, Rows
@@ -53,7 +53,7 @@ def _matrix(matrix: Tensor, space: ParameterSpace) -> Tensor:
         values = matrix.coalesce().values()
     elif matrix.layout == torch.sparse_csr:
         values = matrix.values()
-    refuse_values("The basis", values)
+    require_finite_tensor("The basis", values)
     return matrix.detach().to(space.device, space.dtype)
 
 
@@ -71,7 +71,7 @@ def _flat(vector: Any, space: ParameterSpace) -> Tensor:
                 "Give one tensor per moved parameter, in its shape",
             )
         vector = space.flatten({n: vector.get(n) for n in space.names})
-    refuse_values("A tangent vector", vector)
+    require_finite_tensor("A tangent vector", vector)
     return _matrix(vector.reshape(-1, 1), space)[:, 0]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._core.capture import Selector
-from .._core.checks import refuse_values
+from .._core.checks import require_finite_tensor
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from ..maps import Linearization
@@ -208,7 +208,7 @@ def ntk_operator(
 def check_cotangents(cotangents: Tensor, linear: Linearization) -> Tensor:
     """Return the cotangents in the output's shape; raise unless there is one per entry."""
     shape = linear.value.shape
-    refuse_values("The batch of cotangents", cotangents)
+    require_finite_tensor("The batch of cotangents", cotangents)
     if cotangents.numel() != shape.numel() or len(cotangents) != len(linear.value):
         raise PullbackError(
             "The cotangents do not fit the model's output",

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .._core.capture import Selector, select_output, unwrap_model
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.graph import disable_fused_attention
 from ..maps import FunctionLinearization
@@ -110,17 +110,17 @@ def _choose_regularization(diag_reg: float | Relative, k: Tensor) -> float:
     """Return the absolute λ of a kernel matrix."""
     if isinstance(diag_reg, Relative):
         diag_reg = diag_reg.value * float(k.diagonal().mean())
-    refuse_number("diag_reg", diag_reg)
+    require_number("diag_reg", diag_reg)
     return float(diag_reg)
 
 
 def _choose_time(t: float | None, lr: float, reduction: str, count: int) -> float | None:
     """Return η t/n, by which eigenvalues are multiplied; None for the end of training."""
     refuse_unknown("reduction", reduction, ("mean", "sum"))
-    refuse_number("lr", lr, positive=True)
+    require_number("lr", lr, positive=True)
     if t is None or t == inf:
         return None
-    refuse_number("t", t)
+    require_number("t", t)
     if reduction == "mean":
         return lr / count * t
     return lr * t
@@ -165,7 +165,7 @@ def _covariance(prior: Kernel, x: Any, x_test: Any, m: int, response: Tensor, re
 
 def _flatten_targets(y: Tensor) -> tuple[Tensor, torch.Size]:
     """Return the targets as (N, m), and the shape of one of them."""
-    refuse_values("The batch of targets", y)
+    require_finite_tensor("The batch of targets", y)
     y = y.detach()
     if y.ndim == 1:
         return y[:, None], torch.Size((1,))
@@ -181,7 +181,7 @@ def _check_fit(k: Tensor, across: Tensor, y: Tensor) -> None:
             "Pass one target per training input and output",
         )
     for matrix in (k, across):
-        refuse_values("The kernel", matrix)
+        require_finite_tensor("The kernel", matrix)
 
 
 class Linearized(nn.Module):

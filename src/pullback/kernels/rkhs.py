@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_values
+from .._core.checks import require_finite_tensor
 from .._core.errors import PullbackError, require
 from .change import Expansion, FunctionChange
 from .kernel import TangentKernel
@@ -82,7 +82,7 @@ _ASYMMETRY = 1e-3
 
 def _whiten_basis(basis: Tensor, rcond: float | None) -> Tensor:
     """Return W, (rank, n), with fᵀK⁺g = (W f)·(W g) for K = B Bᵀ."""
-    refuse_values("The kernel or basis", basis)
+    require_finite_tensor("The kernel or basis", basis)
     if rcond is None:
         rcond = max(basis.shape) * torch.finfo(basis.dtype).eps
     u, sigma, _ = torch.linalg.svd(basis, full_matrices=False)
@@ -92,7 +92,7 @@ def _whiten_basis(basis: Tensor, rcond: float | None) -> Tensor:
 
 def _whiten_kernel(kernel: Tensor, rcond: float | None) -> Tensor:
     """Return W, (rank, n), with fᵀK⁺g = (W f)·(W g)."""
-    refuse_values("The kernel or basis", kernel)
+    require_finite_tensor("The kernel or basis", kernel)
     eps = torch.finfo(kernel.dtype).eps
     k = kernel
     if kernel.ndim != 2:
@@ -137,7 +137,7 @@ def _find_coordinates(f: Tensor, whitener: Tensor) -> _Coordinates:
             f"Pass {n} values, or one row of {n} per function",
         )
     flat = flat.to(whitener)
-    refuse_values("A function", flat)
+    require_finite_tensor("A function", flat)
     vectors = flat @ whitener.T
     # W⁺ = Wᵀ(W Wᵀ)⁻¹, and W's rows are orthogonal
     projected = (vectors / whitener.square().sum(1)) @ whitener
@@ -176,7 +176,7 @@ def functional_gradient(
     remedy = "Pass NTK, GTK or Projected of a Tangent, or a function of two batches of inputs"
     require(callable(kernel), "The kernel", kernel, remedy)
     points = count_samples(as_arguments(x))
-    refuse_values("The batch of cotangents", cotangents)
+    require_finite_tensor("The batch of cotangents", cotangents)
     if len(cotangents) != points:
         raise PullbackError(
             "The cotangents do not fit the points",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError
 from .._core.processes import Processes
 from .._core.products import SPLIT_ABOVE, full_precision
@@ -123,9 +123,9 @@ def choose_memory(device: torch.device, jacobian: int) -> int:
 def check_sizes(chunk: int | None, memory: int | None = None) -> None:
     """Raise unless `chunk` counts samples and `memory` counts bytes, or they are None."""
     if chunk is not None:
-        refuse_number("chunk, a number of samples,", chunk, least=1, whole=True)
+        require_number("chunk, a number of samples,", chunk, least=1, whole=True)
     if memory is not None:
-        refuse_number("memory, in bytes,", memory, positive=True)
+        require_number("memory, in bytes,", memory, positive=True)
 
 
 def check_events(one: torch.Size, two: torch.Size) -> None:

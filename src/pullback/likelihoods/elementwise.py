@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError, require
 from .._core.factor import Diagonal, Factor
 from .._core.space import compute_dtype
@@ -24,7 +24,7 @@ class IndependentEntries(Likelihood):
     """
 
     def __init__(self, event: int = 0) -> None:
-        refuse_number("The number of event axes", event, whole=True)
+        require_number("The number of event axes", event, whole=True)
         self.event = event
 
     def _sum_event(self, nll: Tensor) -> Tensor:

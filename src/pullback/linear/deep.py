@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError, require
 from ..grams import FactoredGram
 from .grams import FlatFactor, make_tangent_gram
@@ -77,7 +77,7 @@ class DeepMatrix(FactoredModule):
                 before = factors[i - 1].shape[-1]
             else:
                 before = "d"
-            refuse_values(f"Factor {i}", w, (before, "d"))
+            require_finite_tensor(f"Factor {i}", w, (before, "d"))
         dims = [w.shape[0] for w in factors] + [w.shape[1] for w in factors[-1:]]
         return cls(dims, factors, **options)
 
@@ -154,20 +154,20 @@ class DeepMatrix(FactoredModule):
             shape = entries[0].shape
             if not len(entries[0]):
                 raise PullbackError("There are no entries", "rows are empty", "Observe some")
-        refuse_values("The gradient", grad, shape)
+        require_finite_tensor("The gradient", grad, shape)
         if rcond is not None:
-            refuse_number("rcond", rcond, below=1.0)
+            require_number("rcond", rcond, below=1.0)
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
         factors = self.values(dtype)
         unit = 1.0
         for w in factors:
-            refuse_values("A factor", w)
+            require_finite_tensor("A factor", w)
         if damping == 0:
             factors, unit = level_factors(factors)
         tangent = _make_tangent(factors, range(self.depth), entries or ())
         r = grad.detach().to(dtype).flatten() * unit
         move = minimum_norm(tangent, r, damping=damping, rcond=rcond)
-        refuse_values("The natural gradient", move)
+        require_finite_tensor("The natural gradient", move)
         return self.like_factors(tangent.split(move))
 
     def split_natural_gradient(self, grad: Tensor) -> tuple[Tensor, ...]:
@@ -180,7 +180,7 @@ class DeepMatrix(FactoredModule):
         Args:
             grad: ∇_β, (d₀, d_L).
         """
-        refuse_values("The gradient", grad, (self.dims[0], self.dims[-1]))
+        require_finite_tensor("The gradient", grad, (self.dims[0], self.dims[-1]))
         dtype = torch.promote_types(self.compute_dtype, grad.dtype)
         factors = self.values(dtype)
         target = grad.detach().to(dtype) / self.depth

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError
 from ..grams import FactoredGram
 from .grams import CoreGram, FlatFactor
@@ -92,7 +92,7 @@ class DiagonalNetwork(FactoredModule):
         Coordinates at which two factors vanish do not move (h = 0).
         """
         c, h = self._find_tangent(grad)
-        refuse_number("The damping", damping)
+        require_number("The damping", damping)
         lengths = h.square() + damping
         along = torch.where(h > 0, grad.detach().to(h.dtype) / lengths, 0.0)
         return self.like_factors(list(c * along))
@@ -104,7 +104,7 @@ class DiagonalNetwork(FactoredModule):
             x: inputs (N, D); more or fewer samples than dimensions.
             y: labels −1 or +1, (N,).
         """
-        refuse_values("The data matrix x", x, ("N", self.dim))
+        require_finite_tensor("The data matrix x", x, ("N", self.dim))
         factors = self.values(torch.promote_types(self.compute_dtype, x.dtype))
         c, h = find_tangent(factors)
         refuse_zero_tangent(h.max())
@@ -123,14 +123,14 @@ class DiagonalNetwork(FactoredModule):
         fisher = population_fisher(torch.stack(self.values(h.dtype)).prod(0))
         d = fisher.solve(torch.where(h > 0, grad.detach().to(h.dtype), 0.0))
         along = torch.where(h > 0, d / h.square(), 0.0)
-        refuse_values("The natural gradient", along)
+        require_finite_tensor("The natural gradient", along)
         return self.like_factors(list(c * along))
 
     def _find_tangent(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return c (L, D) and h (D,) in the dtype of factors and gradient."""
-        refuse_values("The gradient", grad, (self.dim,))
+        require_finite_tensor("The gradient", grad, (self.dim,))
         c, h = find_tangent(self.values(torch.promote_types(self.compute_dtype, grad.dtype)))
-        refuse_values("A product of factors", h)
+        require_finite_tensor("A product of factors", h)
         refuse_zero_tangent(h.max())
         return c, h
 

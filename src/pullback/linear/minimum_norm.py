@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_values
+from .._core.checks import require_finite_tensor
 from .._core.errors import PullbackError
 from .._core.factor import Diagonal
 from ..grams import Operator
@@ -173,7 +173,7 @@ def split_obstacle(factors: Sequence[Tensor]) -> str:
     if not len(factors):
         raise PullbackError("There are no factors", "the list is empty", "Pass at least one matrix")
     for i, w in enumerate(factors):
-        refuse_values(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
+        require_finite_tensor(f"Factor {i}", w, (factors[i - 1].shape[-1] if i else "d", "d"))
     for i, (before, after) in enumerate(zip(*products_around(factors), strict=True)):
         row_rank = int(torch.linalg.matrix_rank(before))
         if row_rank < before.shape[0]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError
 from .._core.factor import Factor
 from .._core.space import compute_dtype, relative_tolerance
@@ -20,8 +20,8 @@ from .grams import FlatFactor
 
 def refuse_data(x: Tensor, y: Tensor) -> None:
     """Raise unless x is (N, D) and y is (N,), real, finite and not empty."""
-    refuse_values("The data matrix x", x, ("N", "D"))
-    refuse_values("The labels y", y.double(), (len(x),))
+    require_finite_tensor("The data matrix x", x, ("N", "D"))
+    require_finite_tensor("The labels y", y.double(), (len(x),))
 
 
 def read_signs(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,7 +91,7 @@ class RandomSource:
             )
         tensors = [torch.as_tensor(w).detach() for w in factors]
         for i, (w, shape) in enumerate(zip(tensors, shapes, strict=True)):
-            refuse_values(f"Factor {i}", w, shape)
+            require_finite_tensor(f"Factor {i}", w, shape)
         return [w.to(device=self.device, dtype=self.dtype, copy=True) for w in tensors]
 
 
@@ -101,7 +101,7 @@ def read_whole_numbers(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, Iterable):
         numbers = list(values)
     for number in numbers:
-        refuse_number(name, number, least=1, whole=True)
+        require_number(name, number, least=1, whole=True)
     return tuple(int(number) for number in numbers)
 
 

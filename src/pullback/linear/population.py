@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.checks import refuse_number, refuse_values
+from .._core.checks import require_finite_tensor, require_number
 from .._core.errors import PullbackError
 from .._core.space import compute_dtype
 from .parameters import read_signs, refuse_data
@@ -84,7 +84,7 @@ class PopulationFisher:
 
 def population_fisher(beta: Tensor) -> PopulationFisher:
     """F at β, (D,)."""
-    refuse_values("β", beta, ("D",))
+    require_finite_tensor("β", beta, ("D",))
     top = beta.abs().max()  # squares of large or small entries are not representable
     size = torch.where(top > 0, top * torch.linalg.vector_norm(beta / top), 0.0)
     a, c = curvatures(size)
@@ -130,7 +130,7 @@ def logistic_natural_gradient(
     tensor([-2.,  2.])
     """
     refuse_data(x, y)
-    refuse_values("β", beta, (x.shape[-1],))
+    require_finite_tensor("β", beta, (x.shape[-1],))
     result_dtype = torch.promote_types(x.dtype, beta.dtype)
     dtype = compute_dtype(result_dtype)
     x = x.detach().to(dtype)
@@ -143,13 +143,13 @@ def natural_gradient_from_rows(
 ) -> Tensor:
     """F⁺∇ for any J given as rows (N, q) of d(logits): −(S J)⁺(S y/φ(y·logits)), S² = φφ(−·)."""
     refuse_data(rows, y)
-    refuse_values("The logits", logits, (len(rows),))
+    require_finite_tensor("The logits", logits, (len(rows),))
     y = read_signs(y, rows.dtype)
     u = y * logits
     if rcond is None:
         rcond = max(rows.shape) * torch.finfo(rows.dtype).eps
     else:
-        refuse_number("rcond", rcond, below=1.0)
+        require_number("rcond", rcond, below=1.0)
     left, sigma, vt = torch.linalg.svd(rows, full_matrices=False)
     is_kept = sigma > rcond * sigma.max()
     if not bool(is_kept.any()):

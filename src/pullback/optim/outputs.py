@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._core.capture import Selector
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import refuse_unknown
 from ..likelihoods import Likelihood, reduction_of
 
@@ -33,7 +33,7 @@ class Outputs:
     metric_batch: Any = None
 
     def __post_init__(self) -> None:
-        refuse_number("batch_dim=", self.batch_dim, least=float("-inf"), whole=True)
+        require_number("batch_dim=", self.batch_dim, least=float("-inf"), whole=True)
         if self.reduction is not None:
             refuse_unknown("reduction", self.reduction, ("mean", "sum"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import Status
 from ..grams import Gram
 
@@ -63,7 +63,7 @@ Damping = float | Relative
 
 
 def _check_damping(damping: float) -> float:
-    refuse_number("The damping", float(damping))
+    require_number("The damping", float(damping))
     return float(damping)
 
 

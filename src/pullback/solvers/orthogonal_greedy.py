@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import Status, refuse_unknown
 from ..grams import FactoredGram, Gram
 from .base import Damping, Solution, Solver, resolve
@@ -102,10 +102,10 @@ class OrthogonalGreedy(Solver):
         rcond: float | None = None,
     ) -> None:
         for name, count in (("k", k), ("block", block)):
-            refuse_number(f"OrthogonalGreedy({name}=...)", count, least=1, whole=True)
+            require_number(f"OrthogonalGreedy({name}=...)", count, least=1, whole=True)
         for name, share in (("tol", tol), ("rcond", rcond)):
             if share is not None:
-                refuse_number(f"OrthogonalGreedy({name}=...)", share, below=1)
+                require_number(f"OrthogonalGreedy({name}=...)", share, below=1)
         refuse_unknown("rule", rule, RULES)
         self.k = k
         self.rule = rule

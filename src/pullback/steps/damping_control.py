@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Any
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import require
 from .base import Constant, Local, Move, Need, Step, reject
 
@@ -84,15 +84,15 @@ class LevenbergMarquardt(Step):
         tries: int = 10,
         bounds: tuple[float, float] = (1e-16, 1e8),
     ) -> None:
-        refuse_number("LevenbergMarquardt(damping=...)", damping, positive=True)
-        refuse_number("LevenbergMarquardt(tries=...)", tries, least=1, whole=True)
+        require_number("LevenbergMarquardt(damping=...)", damping, positive=True)
+        require_number("LevenbergMarquardt(tries=...)", tries, least=1, whole=True)
         is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
         require(is_pair, "LevenbergMarquardt(bounds=...)", bounds, "Use the least and largest λ")
         control = RatioDamping(
             increase=increase, decrease=decrease, smallest=bounds[0], largest=bounds[1]
         )
         if target is not None:
-            refuse_number("LevenbergMarquardt(target=...)", target, below=1, positive=True)
+            require_number("LevenbergMarquardt(target=...)", target, below=1, positive=True)
             control = replace(control, low=target, high=target)
         self.damping = damping
         self.inner = Constant() if step is None else step

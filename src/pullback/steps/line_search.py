@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .base import Local, Move, Need, Step, reject, reject_failure
 
 _TRIAL_BYTES = 2**29  # memory that trial moves may take together: a small share of any GPU's
@@ -33,7 +33,7 @@ class GridLineSearch(Step):
     """
 
     def __init__(self, points: int = 31) -> None:
-        refuse_number("GridLineSearch(points=...)", points, positive=True)
+        require_number("GridLineSearch(points=...)", points, positive=True)
         self.points = points
 
     @property
@@ -62,7 +62,7 @@ class Backtracking(Step):
     def __init__(
         self, initial: float = 1.0, shrink: float = 0.5, c: float = 1e-4, max_trials: int = 30
     ) -> None:
-        refuse_number("Backtracking(max_trials=...)", max_trials, positive=True)
+        require_number("Backtracking(max_trials=...)", max_trials, positive=True)
         self.initial = initial
         self.shrink = shrink
         self.c = c

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from ..solvers import Damping, Solution
 from .base import Constant, Local, Move, Need, Step
 
@@ -47,7 +47,7 @@ class Clip(Wrapper):
 
     def __init__(self, bound: float, step: Step | None = None) -> None:
         super().__init__(step)
-        refuse_number("Clip(bound)", bound, positive=True)
+        require_number("Clip(bound)", bound, positive=True)
         self.bound = bound
 
     def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:
@@ -76,7 +76,7 @@ class TrustNorm(Wrapper):
 
     def __init__(self, limit: float, step: Step | None = None) -> None:
         super().__init__(step)
-        refuse_number("TrustNorm(limit)", limit, positive=True)
+        require_number("TrustNorm(limit)", limit, positive=True)
         self.limit = limit
 
     def solution(self, local: Local, damping: Damping | None, center: Tensor | None) -> Solution:

@@ -158,12 +158,12 @@ class Symmetry:
 
     def report(self) -> str:
         """A table: action, dimension, residual, parameters; then what was refused, by reason."""
-        lines = self._list_verified()
+        lines = self._format_verified_actions()
         lines += [f"rejected  {line}" for line in summarize_rejections(self.rejected)]
         lines += [f"note  {note}" for note in self.notes]
         return "\n".join(lines)
 
-    def _list_verified(self) -> list[str]:
+    def _format_verified_actions(self) -> list[str]:
         """Return a table of the verified actions, by lines."""
         table = [("symmetry", "dimension", "‖JZ‖", "parameters")]
         for verified in self.verified:

@@ -14,7 +14,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from .._core.checks import refuse_values
+from .._core.checks import require_finite_tensor
 from .._core.errors import PullbackError
 from .actions.scaling import Leg, Scaling
 
@@ -146,7 +146,7 @@ class ScalingUnits:
         magnitudes = []
         for parameter in self.parameters:
             w = params[parameter.name]
-            refuse_values(f"Parameter {parameter.name!r}", w)
+            require_finite_tensor(f"Parameter {parameter.name!r}", w)
             magnitudes.append(w.detach().to(decision_dtype(w)).abs())
         largest = torch.stack([w.amax() for w in magnitudes]).amax()
         largest = torch.where(largest > 0, largest, 1.0)

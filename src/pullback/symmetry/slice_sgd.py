@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 from .._core.capture import unwrap_model
-from .._core.checks import refuse_number
+from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown
 from .._core.groups import find_processes
 from ..optim.checks import own_group, refuse_model, refuse_sharded, refuse_sparse
@@ -119,7 +119,7 @@ class SliceSGD(Optimizer):
             value = group.get(name, self.defaults[name])
             if isinstance(value, Tensor):
                 value = float(value)
-            refuse_number(f"{name}=", value)
+            require_number(f"{name}=", value)
         super().add_param_group(group)
         self._complete_state()
         self._keeper.set_optimized(self.param_groups)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pullback import PullbackError
-from pullback._core.checks import refuse_values
+from pullback._core.checks import require_finite_tensor
 from pullback.linear.parameters import read_signs, read_whole_numbers, refuse_data
 
 __all__ = [
@@ -360,9 +360,9 @@ def _fill_observed(
 ) -> tuple[Tensor, Tensor]:
     """The matrix with the observations, zero elsewhere, and where they are."""
     shape = _sides(shape)
-    refuse_values("The observed values", values, ("n",))
-    refuse_values("The observed rows", rows.double(), values.shape)
-    refuse_values("The observed columns", columns.double(), values.shape)
+    require_finite_tensor("The observed values", values, ("n",))
+    require_finite_tensor("The observed rows", rows.double(), values.shape)
+    require_finite_tensor("The observed columns", columns.double(), values.shape)
     if rows.is_floating_point() or columns.is_floating_point():
         raise PullbackError(
             "The indices are not whole numbers",

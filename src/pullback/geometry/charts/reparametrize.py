@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.func import functional_call, jvp
 
-from ..._core.checks import refuse_values
+from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError, require
 from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
@@ -87,7 +87,7 @@ def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
             "Unfreeze at least one parameter or pass others",
         )
     for name, p in trainable.items():
-        refuse_values(f"The parameter {name!r}", p)
+        require_finite_tensor(f"The parameter {name!r}", p)
     return Reparametrized(model, as_diffeomorphism(f, trainable))
 
 

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._core.capture import select_output
-from ..._core.checks import refuse_number
+from ..._core.checks import require_number
 from ..._core.errors import PullbackError, require, reraise_fatal
 from ..._core.space import relative_tolerance
 from ..charts.diffeomorphism import Diffeomorphism
 from ..charts.transformations import Transformation, Twin, as_transformation, standard
-from ..local.ambient import refuse_loss
+from ..local.ambient import require_scalar_loss
 from .run import AuditData, Loss, Make, duplicate, refuse_infinite, seed_generators
 from .table import Audit, AuditRow, Skipped
 from .trial import Contender, OptimizerTrial, as_contenders
@@ -53,7 +53,7 @@ def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
     two = len(set(usable)) >= 2 and all(0 < s < math.inf for s in usable)
     remedy = "Use at least two different multiples of the lr, such as (1, 0.1, 0.01)"
     require(two, "The list of step sizes", list(sizes), remedy)
-    refuse_number("The number of steps", steps, whole=True)
+    require_number("The number of steps", steps, whole=True)
     return tuple(sorted(set(usable), reverse=True))
 
 
@@ -86,7 +86,7 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
             ) from error
     with torch.no_grad(), seed_generators(setting.seed, setting.x.device):
         loss = setting.loss(one, setting.y)
-        refuse_loss(loss)
+        require_scalar_loss(loss)
         refuse_infinite(loss)
 
 

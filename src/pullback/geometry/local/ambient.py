@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.capture import unwrap_model
-from ..._core.checks import refuse_values
+from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError, refuse_unknown, require, reraise_fatal
 from ..._core.factor import Factor, Scaled
 from ..._core.space import ParameterSpace
@@ -24,7 +24,7 @@ MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
 _NAME = "xi"  # what a single tensor is called inside
 
 
-def refuse_loss(loss: Any) -> None:
+def require_scalar_loss(loss: Any) -> None:
     """Raise unless a loss is a tensor of one number."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -55,7 +55,7 @@ class Parametrization:
         refuse_unknown("reduction", reduction, (None, "mean", "sum"))
         named = _collect_parameters(phi, xi)
         for name, value in named.items():
-            refuse_values(f"The coordinate {name!r}", value)
+            require_finite_tensor(f"The coordinate {name!r}", value)
         self.point = {n: v.detach() for n, v in named.items()}
         self.space = ParameterSpace(self.point)
         self._phi, self._single = phi, isinstance(xi, Tensor)
@@ -75,7 +75,7 @@ class Parametrization:
         with torch.no_grad():
             z = self.value(self.point)
         self.shape = z.shape
-        refuse_values("φ(ξ)", z)
+        require_finite_tensor("φ(ξ)", z)
 
     def argument(self, point: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
         """What φ is called with."""
@@ -85,7 +85,7 @@ class Parametrization:
         """The (p,) vector of a tensor shaped like ξ, a flat tensor, or a dict by name."""
         named = dict(v) if isinstance(v, Mapping) else {_NAME: v}
         for value in named.values():
-            refuse_values(what, value)
+            require_finite_tensor(what, value)
         shapes = {n: tuple(x.shape) for n, x in named.items()}
         given = shapes if isinstance(v, Mapping) else shapes[_NAME]
         own = dict(zip(self.space.names, self.space.shapes, strict=True))
@@ -151,7 +151,7 @@ class Parametrization:
 
     def vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
         """A tangent vector or covector at z, in φ's own shape or flat, as arranged inside."""
-        refuse_values(what, v)
+        require_finite_tensor(what, v)
         if tuple(v.shape) not in ((value.numel(),), tuple(self.shape), tuple(value.shape)):
             raise PullbackError(
                 f"{what} does not fit φ(ξ)",
@@ -201,7 +201,7 @@ def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tens
     def matrices(z: Tensor) -> Tensor:
         g = given if isinstance(given, Tensor) else given(restore(z))
         n = z.shape[1]
-        refuse_values("The metric", g, (n, n))
+        require_finite_tensor("The metric", g, (n, n))
         g = g.detach().to(z)
         asymmetry = (g - g.T).abs().max()
         if bool(asymmetry > torch.finfo(z.dtype).eps ** 0.5 * g.abs().max()):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.checks import refuse_values
+from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError
 from ...grams import FactoredGram, Gram, Rows
 from ...solvers import Damping, PseudoInverse, Solution, Solver, resolve
@@ -142,7 +142,7 @@ class WeightedNorm(_Undamped):
     """
 
     def __init__(self, weight: Tensor, rcond: float | None = None) -> None:
-        refuse_values("The weight", weight)
+        require_finite_tensor("The weight", weight)
         self.weight, self._inverse = weight, PseudoInverse(rcond)
 
     def init(self, gram: Gram) -> tuple[Gram, Any]:

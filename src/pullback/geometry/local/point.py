@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._core.checks import refuse_number, refuse_values
+from ..._core.checks import require_finite_tensor, require_number
 from ..._core.errors import PullbackError, require
 from ...grams import Gram, RowBlock, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
-from .ambient import MetricLike, Parametrization, Phi, Vector, refuse_loss
+from .ambient import MetricLike, Parametrization, Phi, Vector, require_scalar_loss
 from .inverses import Rank, default_rcond
 
 Loss = Callable[[Tensor], Tensor]
@@ -33,13 +33,13 @@ def differential(loss: Loss, value: Tensor) -> Tensor:
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
-        refuse_loss(total)
-        refuse_values("L", total)
+        require_scalar_loss(total)
+        require_finite_tensor("L", total)
         slope = None
         if total.requires_grad:
             (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
     slope = torch.zeros_like(z) if slope is None else slope
-    refuse_values("dL", slope)
+    require_finite_tensor("dL", slope)
     return slope.detach()
 
 
@@ -120,7 +120,7 @@ class Point:
         self._linear = self._phi.linearize()
         self._part = RowBlock(self._linear, self._phi.factor(self._linear.value))
         if rcond is not None:
-            refuse_number("rcond", rcond, below=1.0)
+            require_number("rcond", rcond, below=1.0)
         self._rcond = rcond
         self._refuse_stochastic()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..._core.checks import refuse_number
+from ..._core.checks import require_number
 from ..._core.errors import PullbackError
 from .ambient import MetricLike, Phi, Vector
 from .inverses import Rank
@@ -89,8 +89,8 @@ def properness(
         rcond: what counts as zero.
     """
     options = {"inputs": inputs, "rcond": rcond}
-    refuse_number("The radius", radius, positive=True)
-    refuse_number("The number of tries", tries, least=1, whole=True)
+    require_number("The radius", radius, positive=True)
+    require_number("The number of tries", tries, least=1, whole=True)
     here = Point(phi, xi, metric, **options)
     points = [here, *(_at_same_value(phi, other, metric, here, options) for other in others)]
     ranks = list[int]()

@@ -11,7 +11,7 @@ import scipy
 import torch
 from torch import Tensor
 
-from ..._core.checks import refuse_number
+from ..._core.checks import require_number
 from ..._core.errors import PullbackError
 from ..local.ambient import MetricLike, Parametrization, Phi, Vector
 from .landscape import Landscape, round_landscape
@@ -90,7 +90,7 @@ def flatness(
     >>> print(f"{found.volume:.3f}")  # 2π(2√2 − 1)/3
     3.829
     """
-    refuse_number("epsilon", epsilon, positive=True)
+    require_number("epsilon", epsilon, positive=True)
     at = Parametrization(phi, minimum, metric, inputs, reduction)
     landscape = Landscape(at, loss, basis, tolerance)
     landscape.check(epsilon)

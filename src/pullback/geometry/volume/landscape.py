@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacrev, vmap
 
-from ..._core.checks import refuse_values
+from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError, refuse_unknown, reraise_fatal
-from ..local.ambient import Parametrization, refuse_loss
+from ..local.ambient import Parametrization, require_scalar_loss
 
 _CHUNK = 4096
 _SLACK = 0.01  # of ε that a minimum may be above the lowest point of its set
@@ -46,7 +46,7 @@ class Landscape:
         self.dimension = self.basis.shape[1]
         self.map = torch.eye(self.dimension, dtype=torch.float64, device=self._space.device)
         self.base = float(self._losses(torch.zeros_like(self.map[:1]))[0])
-        refuse_values("The loss at the minimum", torch.tensor(self.base))
+        require_finite_tensor("The loss at the minimum", torch.tensor(self.base))
 
     @property
     def stretch(self) -> float:
@@ -54,7 +54,7 @@ class Landscape:
         return float(torch.linalg.det(self.map).abs())
 
     def _check_basis(self, basis: Tensor) -> Tensor:
-        refuse_values("The basis", basis, (self._space.size, "k"))
+        require_finite_tensor("The basis", basis, (self._space.size, "k"))
         basis = basis.detach().to(self._origin)
         lengths = torch.linalg.svdvals(basis)
         if basis.shape[1] > len(basis) or not bool(lengths[-1] > self.tolerance * lengths[0]):
@@ -76,7 +76,7 @@ class Landscape:
 
     def _loss_at(self, flat: Tensor) -> Tensor:
         height = self._loss(self._value(flat))
-        refuse_loss(height)
+        require_scalar_loss(height)
         return height.reshape(()).to(torch.float64)
 
     def _losses(self, points: Tensor) -> Tensor:

@@ -44,26 +44,26 @@ class FactorInverses:
 
 @dataclass(frozen=True)
 class _DampedFactor:
-    """factor/scale + shift·1, formed only when it is inverted."""
+    """factor/divisor + shift·1, which takes memory only when it is inverted."""
 
     factor: Tensor
-    scale: Tensor | float
+    divisor: Tensor | float
     shift: Tensor
 
     @classmethod
-    def of(cls, factor: Tensor, scale: Tensor | float, shift: Tensor) -> _DampedFactor:
+    def of(cls, factor: Tensor, divisor: Tensor | float, shift: Tensor) -> _DampedFactor:
         """With a shift of one number per group, (G,), or with a shift that is a factor itself."""
         if shift.ndim == 1:
-            return cls(factor, scale, shift)
-        total = factor_matrix.add(divide_groups(factor, scale), shift)
+            return cls(factor, divisor, shift)
+        total = factor_matrix.add(divide_groups(factor, divisor), shift)
         return cls(total, 1.0, total.new_zeros(len(total)))
 
-    def form(self, out: Tensor | None = None) -> Tensor:
-        """Return it in memory of its own, or in `out`."""
-        scaled = divide_groups(self.factor, self.scale, out)
-        if factor_matrix.is_diagonal(scaled):
-            return scaled.add_(self.shift[:, None])
-        return factor_matrix.add_identity(scaled, self.shift, overwrite=True)
+    def materialize(self, out: Tensor | None = None) -> Tensor:
+        """Return factor/divisor + shift·1 as a factor in memory of its own, or in `out`."""
+        divided = divide_groups(self.factor, self.divisor, out)
+        if factor_matrix.is_diagonal(divided):
+            return divided.add_(self.shift[:, None])
+        return factor_matrix.add_identity(divided, self.shift, overwrite=True)
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,30 @@ def divide_groups(factor: Tensor, divisor: Tensor | float, out: Tensor | None = 
 
 def invert_factors(
     factors: Sequence[Tensor],
-    scales: Sequence[Tensor | float],
+    divisors: Sequence[Tensor | float],
     shifts: Sequence[Tensor],
     *,
     singular: bool = False,
     as_cholesky: bool = False,
 ) -> FactorInverses:
-    """Return the inverses of factor/scale + shift for many factors, those of a size together.
+    """Return the inverses of factor/divisor + shift for many factors, those of a size together.
 
     The device is waited for once, to learn which inverses failed.
 
     Args:
         factors: matrices (G, n, n) or diagonals (G, n).
-        scales: a divisor of each, a number on its device, or one per group.
+        divisors: of each, a number on its device, or one per group.
         shifts: what is added to each: multiples of the identity (G,), or a factor.
         singular: whether to invert on the range only (Moore–Penrose) where a matrix is singular to
             working precision; without it such a factor has failed.
         as_cholesky: give the lower Cholesky factors of matrices instead, to solve with.
     """
-    damped = [_DampedFactor.of(*each) for each in zip(factors, scales, shifts, strict=True)]
+    terms = zip(factors, divisors, shifts, strict=True)
+    damped = [_DampedFactor.of(factor, divisor, shift) for factor, divisor, shift in terms]
     can_use_panels = not singular and not as_cholesky
     stacks: list[_InverseStack] = []
     with_panels: dict[torch.dtype, list[list[int]]] = {}
-    for indices in _group_by_shape([each.factor for each in damped]):
+    for indices in _group_by_shape([damped_factor.factor for damped_factor in damped]):
         factor = damped[indices[0]].factor
         if can_use_panels and _has_panels(factor):
             with_panels.setdefault(factor.dtype, []).append(indices)
@@ -118,7 +119,7 @@ def invert_factors(
             stacks.append(_invert_stack(damped, indices, singular, as_cholesky))
     for groups in with_panels.values():
         stacks += _invert_by_panels(damped, groups)
-    matrices = [each.factor for each in damped]
+    matrices = [damped_factor.factor for damped_factor in damped]
     for stack in stacks:
         for i, matrix in zip(stack.indices, stack.matrices.split(stack.group_counts), strict=True):
             matrices[i] = matrix
@@ -131,10 +132,10 @@ def invert_factors(
 
 def _invert_failed_on_range(inverses: FactorInverses, damped: Sequence[_DampedFactor]) -> None:
     """Replace failed inverses of finite factors by pseudo-inverses, in place."""
-    for i, each in enumerate(damped):
+    for i, damped_factor in enumerate(damped):
         if not inverses.failed[i]:
             continue
-        formed = each.form()
+        formed = damped_factor.materialize()
         if bool(torch.isfinite(formed).all()):
             inverses.matrices[i], inverses.ranks[i] = factor_matrix.pseudo_inverse(formed)
             inverses.failed[i] = False
@@ -175,7 +176,7 @@ def _invert_by_panels(
         n = factors[0].shape[-1]
         padded = panel_inverse.allocate_padded(sum(counts), n, factors[0])
         for i, piece in zip(indices, padded.split(counts), strict=True):
-            damped[i].form(out=piece[:, :n, :n])
+            damped[i].materialize(out=piece[:, :n, :n])
         padded_stacks.append(padded)
         group_counts.append(counts)
     stacks: list[_InverseStack] = []
@@ -195,7 +196,7 @@ def _invert_stack(
     group_counts = [len(factor) for factor in factors]
     stack = factors[0].new_empty(sum(group_counts), *factors[0].shape[1:])
     for i, piece in zip(indices, stack.split(group_counts), strict=True):
-        damped[i].form(out=piece)
+        damped[i].materialize(out=piece)
     if factor_matrix.is_diagonal(stack):
         is_positive = (stack > torch.finfo(stack.dtype).tiny) & torch.isfinite(stack)
         stack = torch.where(is_positive, 1 / stack, 0.0)

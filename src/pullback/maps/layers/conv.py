@@ -22,11 +22,11 @@ from .patches import (
     apply_to_images,
     compute_channel_moment,
     compute_channel_moments,
+    compute_first_moment,
     compute_patch_moment,
     count_channel_bytes,
     is_pointwise,
     list_channels,
-    sum_patches,
     unfold_patches,
 )
 from .registry import Block, Layer, LayerInput, Use, join_uses, register
@@ -120,7 +120,7 @@ def _add_pointwise(
         second = compute_channel_moments([uses[i].input for i in batch])
         for i, moment in zip(batch, second.split(1), strict=True):
             module, x, _ = uses[i]
-            by_use[i] = Moments(moment, sum_patches(module, x, moment), positions)
+            by_use[i] = Moments(moment, compute_first_moment(module, x, moment), positions)
 
 
 def _gather_moments(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | None) -> Moments:

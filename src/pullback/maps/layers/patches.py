@@ -64,12 +64,12 @@ def compute_patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σ a aᵀ (1, I, I) and Σ a (1, I) over samples and positions, for one group.
 
     I is channel-major, as in `weight.flatten(1)`. Half precision is accumulated in float32, and
-    the result has that dtype. Only a bias needs the second: without one it is a dummy (1, 1).
+    the result has that dtype. Only a bias needs the second: without one it is a placeholder (1, 1).
     """
     if _has_single_pixels(module):
         x = x[(..., *(slice(None, None, s) for s in module.stride))]
         second = compute_channel_moment(x)
-        return second, sum_patches(module, x, second)
+        return second, compute_first_moment(module, x, second)
     k = prod(module.kernel_size)
     c = x.shape[1]
     copied = x.nbytes * k // prod(module.stride)
@@ -80,7 +80,7 @@ def compute_patch_moment(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     for chunk in others:
         second += _offset_major_moment(module, chunk)
     second = second.view(k, c, k, c).permute(1, 0, 3, 2).reshape(1, k * c, k * c)
-    return second, sum_patches(module, x, second)
+    return second, compute_first_moment(module, x, second)
 
 
 def _offset_major_moment(module: Any, x: Tensor) -> Tensor:
@@ -93,13 +93,22 @@ def _offset_major_moment(module: Any, x: Tensor) -> Tensor:
     return column_gram(patches)[:width, :width]
 
 
-def sum_patches(module: Any, x: Tensor, second: Tensor) -> Tensor:
-    """Return Σ a (1, I), or a dummy (1, 1) if the layer has no bias.
+def compute_first_moment(module: Any, x: Tensor, second: Tensor) -> Tensor:
+    """Return Σ a (1, I), or a placeholder (1, 1) if the layer has no bias.
 
-    The sum is linear in x, so it is formed from the sum of the samples.
+    Only a bias needs the first moment. The placeholder is a view of the second one, Σ a aᵀ, which
+    takes no memory and no launch.
     """
     if module._parameters.get("bias", x) is None:
         return second[:1, 0, :1]
+    return _sum_patches(module, x)
+
+
+def _sum_patches(module: Any, x: Tensor) -> Tensor:
+    """Return Σ a (1, I) over samples and positions.
+
+    The sum is linear in x, so it is formed from the sum of the samples.
+    """
     if _has_single_pixels(module):
         return x.flatten(2).sum((0, 2), dtype=compute_dtype(x.dtype))[None]
     sample_sum = x.sum(0, keepdim=True, dtype=compute_dtype(x.dtype))

@@ -61,16 +61,13 @@ class Polygon(Domain):
         return [_make_triangle(*corners) for corners in triangulate(chain)]
 
     def inside(self, x: Tensor, tol: float) -> Tensor:
-        distance, within = self._distance(x)
-        return torch.where(within, -distance, distance) <= tol
+        return self._signed_distance(x) <= tol
 
     def build_boundary(self) -> Region:
         patches: list[Patch] = []
         for number in range(len(self.vertices)):
             patches += self.face(number).patches
-        return PatchRegion(
-            self.names, patches, self.low, self.high, lambda x, tol: self._distance(x)[0] <= tol
-        )
+        return PatchRegion(self.names, patches, self.low, self.high, self._is_on_boundary)
 
     def face(self, name: str | int, side: str | None = None) -> Region:
         """Return edge number `name`, from that vertex to the next."""
@@ -97,16 +94,23 @@ class Polygon(Domain):
         patch = Patch((Axis(),), float((b - a).norm()), place)
         return PatchRegion(self.names, [patch], torch.minimum(a, b), torch.maximum(a, b), inside)
 
-    def _distance(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return distances to the boundary, and whether a ray crosses it an odd number of times."""
+    def _is_on_boundary(self, x: Tensor, tol: float) -> Tensor:
+        """Return True for points at most `tol` from the boundary, (n,)."""
+        return self._signed_distance(x).abs() <= tol
+
+    def _signed_distance(self, x: Tensor) -> Tensor:
+        """Return how far points (n, 2) are from the nearest edge, negative inside: (n,).
+
+        A point is inside if the ray from it to the right crosses an odd number of edges.
+        """
         distance = torch.full((len(x),), torch.inf, dtype=x.dtype)
-        within = torch.zeros(len(x), dtype=torch.bool)
+        is_inside = torch.zeros(len(x), dtype=torch.bool)
         for a, b in zip(*self._ends, strict=True):
             distance = torch.minimum(distance, _distance_to_segment(x, a, b))
             spans = (a[1] > x[:, 1]) != (b[1] > x[:, 1])
             left = (_cross(b - a, x - a) > 0) == (b[1] > a[1])
-            within ^= spans & left
-        return distance, within
+            is_inside ^= spans & left
+        return torch.where(is_inside, -distance, distance)
 
     def __repr__(self) -> str:
         corners = [tuple(v) for v in self.vertices.tolist()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.capture import unwrap_model
-from ..._core.checks import refuse_number
+from ..._core.checks import require_number
 from ..._core.errors import PullbackError
 from ..._core.replay import Replay, is_recording
 from ..actions.scaling import Scaling
@@ -56,11 +56,11 @@ class Schedule:
     captured: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_number("every=", self.every, least=1, whole=True)
+        require_number("every=", self.every, least=1, whole=True)
         if self.sweeps is not None:
-            refuse_number("sweeps=", self.sweeps, least=1, whole=True)
+            require_number("sweeps=", self.sweeps, least=1, whole=True)
         if self.captured is not None:
-            refuse_number("captured=", self.captured, least=1, whole=True)
+            require_number("captured=", self.captured, least=1, whole=True)
 
     def list_turns(self, steps: int, turn_count: int) -> Sequence[int | None]:
         """Return the classes that are balanced after a step with this number; None stands for all.

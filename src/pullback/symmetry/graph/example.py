@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..._core.capture import Selector, select_output, unwrap_model
-from ..._core.checks import refuse_values
+from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError, reraise_fatal
 from ..._core.graph import disable_fused_attention
 from ...maps.module import fill_all_slots
@@ -145,7 +145,7 @@ def _refuse_model(model: Any) -> None:
         )
     for name, p in model.named_parameters():
         if p.requires_grad:
-            refuse_values(f"Parameter {name!r}", p)
+            require_finite_tensor(f"Parameter {name!r}", p)
 
 
 class _GroupedProducts(TorchFunctionMode):

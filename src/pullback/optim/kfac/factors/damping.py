@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...._core.checks import refuse_number
+from ...._core.checks import require_number
 from ...._core.errors import PullbackError
 from ....grams.kronecker import Pair, Units
 from ....steps import RatioDamping
@@ -40,7 +40,7 @@ class Damping(ABC):
     is_controlled: bool = False
 
     def __init__(self, value: float = 1e-3) -> None:
-        refuse_number("The damping", value)
+        require_number("The damping", value)
         self.value = float(value)
 
     @abstractmethod

@@ -323,14 +323,14 @@ class Natural(Rule):
     def _invert(self, stacks: Sequence[FactorAverages]) -> list[FactorInverses]:
         """Return the inverses of both damped factors of each stack."""
         factors: list[Tensor] = []
-        scales: list[Tensor] = []
+        divisors: list[Tensor] = []
         shifts: list[Tensor] = []
         for averages in stacks:
             factors += [averages.pair.output_factor, averages.pair.input_factor]
-            scales += [averages.mass, averages.mass]
+            divisors += [averages.mass, averages.mass]
             shifts += self._find_shifts(averages)
         singular = any(self._inverts_on_range(averages) for averages in stacks)
-        inverses = invert_factors(factors, scales=scales, shifts=shifts, singular=singular)
+        inverses = invert_factors(factors, divisors=divisors, shifts=shifts, singular=singular)
         return [inverses[2 * i : 2 * i + 2] for i in range(len(stacks))]
 
     def _find_shifts(self, averages: FactorAverages) -> list[Tensor]:
