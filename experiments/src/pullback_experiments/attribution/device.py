@@ -8,6 +8,7 @@ fails or hangs costs itself alone. Numbers are in FOLDER/curvature.json as they 
     gpt2        a decoder of GPT-2 small's size, 1,000 sequences
     text        linear datamodeling score of a small decoder on text
     trak        TRAK with one and with ten networks on the halves of cifar2
+    dampings    EK-FAC with eight dampings on the halves of cifar2
     growth      seconds and memory for other numbers of samples and parameters
 
 `cifar2` and `text` choose their settings on retrained networks that the score does not see. The
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 
 from .parts import TINY, PartContext, Record, Sizes, describe_environment
-from .retrained_images import score_cifar, score_trak
+from .retrained_images import score_cifar, score_dampings, score_trak
 from .text import score_text
 from .timing import time_decoder, time_growth, time_resnet
 
@@ -49,6 +50,7 @@ PARTS: dict[str, Part] = {
     "gpt2": Part(time_decoder, 75.0),
     "text": Part(score_text, 45.0),
     "trak": Part(score_trak, 45.0),
+    "dampings": Part(score_dampings, 30.0),
     "growth": Part(time_growth, 40.0),
 }
 #: seconds before its end at which a part that still runs writes where it is

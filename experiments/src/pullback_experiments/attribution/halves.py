@@ -19,7 +19,7 @@ Damping = float | Relative
 
 #: multiples of each block's mean eigenvalue, and numbers, that are tried as dampings beside the
 #: weight decay of training. Training that stops early acts as a damping of one over its time.
-MULTIPLES: tuple[float, ...] = (1.0, 10.0, 100.0)
+MULTIPLES: tuple[float, ...] = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 NUMBERS: tuple[float, ...] = (1e-3, 1e-2, 1e-1)
 #: beside this damping G is nothing, and scores are gradient dot products
 HUGE_DAMPING = 1e12
@@ -73,7 +73,7 @@ class ExplainedModel:
         cls, model: nn.Module, queries: Any, training: Any, measure: Measure | None,
         structure: str = "ekfac",
     ) -> ExplainedModel:  # fmt: skip
-        """Return a explained with the curvature of a classifier."""
+        """Return the network with the curvature that is fitted to its training data."""
         curvature = pb.curvature.fit(
             model, training, likelihood=pb.likelihoods.Categorical(), structure=structure
         )
@@ -106,6 +106,7 @@ class ExplainedModel:
             "EK-FAC": candidates[best],
             "EK-FAC, default damping": self.score(None),
             "gradient dot product": self.score_dot_products(),
+            **{f"EK-FAC, {name}": scores for name, scores in candidates.items()},
         }
         return TunedScores(best, by_damping, by_method)
 
@@ -117,7 +118,8 @@ class TunedScores:
     Attributes:
         damping: the chosen one's name.
         by_damping: the datamodeling score of every damping on those halves.
-        by_method: scores (queries, samples) of the chosen damping and of methods without a choice.
+        by_method: scores (queries, samples) of the chosen damping, of methods without a choice and
+            of every damping.
     """
 
     damping: str

@@ -31,6 +31,7 @@ class Sizes:
         epoch_factor: multiplies the epochs of ResNet-9's schedules.
         trak_models, trak_dimension: networks and projected gradients of TRAK.
         text_samples, text_length, text_epochs, text_rounds: of the small decoder.
+        text_trak_dimension: of TRAK's projected gradients there.
     """
 
     samples: int = 25_000
@@ -55,6 +56,7 @@ class Sizes:
     text_length: int = 64
     text_epochs: int = 10
     text_rounds: int = 4
+    text_trak_dimension: int = 512
 
 
 TINY = Sizes(
@@ -79,6 +81,7 @@ TINY = Sizes(
     text_length=16,
     text_epochs=1,
     text_rounds=2,
+    text_trak_dimension=16,
 )
 
 

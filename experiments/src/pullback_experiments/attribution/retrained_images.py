@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pullback.curvature import Relative, margin
 
 from .cifar import TwoClasses
-from .halves import ExplainedModel, Halves, TunedScores, split_subsets
+from .halves import MULTIPLES, ExplainedModel, Halves, TunedScores, split_subsets
 from .image_training import (
     RECIPES,
     ImageTrainer,
@@ -28,7 +28,7 @@ from .retraining import draw_subsets
 from .scores import trak
 
 #: multiples of each block's mean eigenvalue to choose the damping among
-DAMPINGS = {f"relative {k:g}": Relative(k) for k in (0.001, 0.01, 0.1, 1.0, 10.0)}
+DAMPINGS = {f"relative {k:g}": Relative(k) for k in MULTIPLES}
 #: what `score_cifar` leaves for `score_trak`
 _HALVES_FILE = "cifar2-halves.pt"
 
@@ -222,23 +222,60 @@ def _save_halves(context: PartContext, pilot: Pilot, subsets: Tensor, margins: T
     torch.save(contents, context.folder / _HALVES_FILE)
 
 
+@dataclass(frozen=True)
+class SavedHalves:
+    """What `score_cifar` leaves for later parts.
+
+    Attributes:
+        images: of both classes.
+        recipe: of the trainings.
+        model: the explained network.
+        halves: subsets, and the mean margins of the networks trained on them.
+    """
+
+    images: TwoClasses
+    recipe: Recipe
+    model: nn.Module
+    halves: Halves
+
+    @classmethod
+    def load(cls, context: PartContext) -> SavedHalves:
+        """Return what is in the folder of the parts."""
+        sizes = context.sizes
+        contents = torch.load(context.folder / _HALVES_FILE, weights_only=True)
+        images = TwoClasses.load(sizes, context.device)
+        measured = contents["margins"].mean(0).to(context.device)
+        recipe = shorten(RECIPES[contents["recipe"]], sizes)
+        model = recipe.make(2, sizes.width).to(context.device).eval()
+        model.load_state_dict(contents["state"])
+        return cls(images, recipe, model, Halves(contents["subsets"], measured))
+
+
+def score_dampings(context: PartContext) -> None:
+    """Measure EK-FAC with every damping on the same halves."""
+    saved = SavedHalves.load(context)
+    images = saved.images
+    training = cut_batches(images.x, images.y, context.sizes.batch)
+    explained = ExplainedModel.fit(saved.model, images.queries, training, margin)
+    for name, damping in DAMPINGS.items():
+        context.record.add(**{name: saved.halves.score(explained.score(damping))})
+    dot_products = explained.score_dot_products()
+    context.record.add(**{"gradient dot product": saved.halves.score(dot_products)})
+
+
 def score_trak(context: PartContext) -> None:
     """Measure TRAK with one and with several networks on the same halves."""
     sizes = context.sizes
-    contents = torch.load(context.folder / _HALVES_FILE, weights_only=True)
-    images = TwoClasses.load(sizes, context.device)
-    halves = Halves(contents["subsets"], contents["margins"].mean(0).to(context.device))
-    recipe = shorten(RECIPES[contents["recipe"]], sizes)
-    model = recipe.make(2, sizes.width).to(context.device).eval()
-    model.load_state_dict(contents["state"])
-    trainer = ImageTrainer(images, sizes.width, recipe)
+    saved = SavedHalves.load(context)
+    images = saved.images
+    trainer = ImageTrainer(images, sizes.width, saved.recipe)
     torch.set_float32_matmul_precision("high")
-    models: list[nn.Module] = [model]
-    _add_trak(context, images, halves, models)
+    models: list[nn.Module] = [saved.model]
+    _add_trak(context, images, saved.halves, models)
     everything = torch.arange(len(images.x))
     for seed in range(1, sizes.trak_models):
         models.append(trainer.train_copy(everything, seed))
-    _add_trak(context, images, halves, models)
+    _add_trak(context, images, saved.halves, models)
 
 
 def _add_trak(

@@ -44,6 +44,13 @@ def sample_gradients(model: nn.Module, measure: Measure, x: Tensor, y: Tensor) -
     return linear.pullback(measure_gradient(measure, linear.value, y)).rows()
 
 
+def compute_doubts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return 1 − p_y of every sample, (N,); of a sequence the mean over its positions."""
+    with torch.no_grad():
+        p = torch.softmax(model(x), -1).gather(-1, y.unsqueeze(-1))
+    return (1 - p).flatten(1).mean(1)
+
+
 def trak(
     models: Sequence[nn.Module],
     queries: tuple[Tensor, Tensor],
@@ -51,34 +58,38 @@ def trak(
     dimension: int,
     seed: int,
     batch: int = 500,
+    measure: Measure = margin,
 ) -> Tensor:
     r"""Return TRAK's scores (Park et al. 2023), averaged over models: (Q, N).
 
     With randomly projected gradients φ of the margin, τ = φ(q) (ΦᵀΦ)⁻¹ Φᵀ times 1 − p_y. The mean
-    over models is taken of both factors before they are multiplied, as the authors do.
+    over models is taken of both factors before they are multiplied, as the authors do. Where
+    queries have another measure than the margin, φ(q) is its gradient.
     """
     kernels = []
     doubts = []
     for number, model in enumerate(models):
         size = sum(p.numel() for p in model.parameters())
+        dtype = next(model.parameters()).dtype
         device = training[0].device
         generator = torch.Generator(device).manual_seed(seed + number)
         signs = torch.randint(
             0, 2, (size, dimension), generator=generator, device=device, dtype=torch.int8
         )
-        projection = signs.to(training[0].dtype).mul_(2).sub_(1).mul_(dimension**-0.5)
+        projection = signs.to(dtype).mul_(2).sub_(1).mul_(dimension**-0.5)
 
         def project(
-            data: tuple[Tensor, Tensor], model: nn.Module = model, by: Tensor = projection
+            data: tuple[Tensor, Tensor],
+            function: Measure,
+            model: nn.Module = model,
+            by: Tensor = projection,
         ) -> Tensor:
             batches = zip(data[0].split(batch), data[1].split(batch), strict=True)
-            return torch.cat([sample_gradients(model, margin, x, y) @ by for x, y in batches])
+            return torch.cat([sample_gradients(model, function, x, y) @ by for x, y in batches])
 
-        features = project(training)
+        features = project(training, margin)
         gram = features.T @ features
         solved = torch.linalg.solve(gram, features.T)
-        kernels.append(project(queries) @ solved)
-        with torch.no_grad():
-            p = torch.softmax(model(training[0]), -1).gather(1, training[1][:, None])[:, 0]
-        doubts.append(1 - p)
+        kernels.append(project(queries, measure) @ solved)
+        doubts.append(compute_doubts(model, *training))
     return torch.stack(kernels).mean(0) * torch.stack(doubts).mean(0)

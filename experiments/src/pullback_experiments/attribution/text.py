@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import os
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .halves import ExplainedModel, Halves, list_dampings, split_subsets
 from .networks import Decoder
 from .parts import PartContext, Sizes, cut_batches
 from .retraining import Schedule, draw_subsets, train_networks
+from .scores import trak
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,11 @@ def score_text(context: PartContext) -> None:
     )  # fmt: skip
     torch.set_float32_matmul_precision("high")
     train = partial(train_networks, make, data.x, data.y, measure=compute_mean_loss)
-    everything = torch.arange(len(data.x))[None]
-    networks, trained = context.measure(partial(train, everything, [0], schedule))
-    model = networks.network(0).eval()
+    everything = torch.arange(len(data.x)).expand(sizes.trak_models, -1)
+    seeds = list(range(sizes.trak_models))
+    networks, trained = context.measure(partial(train, everything, seeds, schedule))
+    models = [copy.deepcopy(networks.network(number)).eval() for number in seeds]
+    model = models[0]
     with torch.no_grad():
         held_out = float(sum_losses(model(data.query_x), data.query_y).mean())
     context.record.add(training=trained, loss=held_out / sizes.text_length)
@@ -96,4 +100,11 @@ def score_text(context: PartContext) -> None:
     tuning_subsets, judging_subsets = split_subsets(subsets, sizes.tuning)
     tuned = explained.tune(dampings, Halves(tuning_subsets, measured[: sizes.tuning]))
     context.record.add(fit=fitting, tuning=tuned.by_damping, damping=tuned.damping)
-    context.record.add(**tuned.judge(Halves(judging_subsets, measured[sizes.tuning :])))
+    judging = Halves(judging_subsets, measured[sizes.tuning :])
+    context.record.add(**tuned.judge(judging))
+    for count in (1, sizes.trak_models):
+        scores = trak(
+            models[:count], data.queries, (data.x, data.y), sizes.text_trak_dimension, seed=0,
+            batch=200, measure=sum_losses,
+        )  # fmt: skip
+        context.record.add(**{f"TRAK, {count} models": judging.score(scores)})
