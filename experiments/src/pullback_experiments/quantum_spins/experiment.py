@@ -72,7 +72,7 @@ CHAINS = (
         samples=2000,
         moves=20,
         lr=0.08,
-        measure=2_000_000,
+        measure=4_000_000,
     ),
     SpinChain(
         name="heisenberg-22",
@@ -81,11 +81,11 @@ CHAINS = (
         exact=-39.14752260706247,
         target=1e-5,
         features=10,
-        steps=250,
+        steps=400,
         samples=1500,
         moves=11,
         lr=0.02,
-        measure=150_000,
+        measure=600_000,
     ),
 )
 
