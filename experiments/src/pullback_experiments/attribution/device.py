@@ -47,7 +47,7 @@ class Part:
 PARTS: dict[str, Part] = {
     "cifar2": Part(score_cifar, 250.0),
     "resnet9": Part(time_resnet, 75.0),
-    "gpt2": Part(time_decoder, 75.0),
+    "gpt2": Part(time_decoder, 110.0),
     "text": Part(score_text, 45.0),
     "trak": Part(score_trak, 45.0),
     "dampings": Part(score_dampings, 30.0),
