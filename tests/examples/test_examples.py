@@ -41,6 +41,17 @@ def test_pinn_from_scratch() -> None:
     assert run("pinn_from_scratch", steps=40) < 1e-3
 
 
+def test_deepxde_poisson() -> None:
+    pytest.importorskip("deepxde", reason="DeepXDE is not installed")
+    assert run("deepxde_poisson") < 1e-4
+
+
+@pytest.mark.slow
+def test_pina_poisson() -> None:
+    pytest.importorskip("pina", reason="PINA is not installed")
+    assert run("pina_poisson") < 1e-3
+
+
 def test_kfac_plain_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kfac_plain_loop", epochs=2) > 0.95
     assert "BatchNorm1d" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""Models of other packages: residuals that call autograd, beside dense Jacobians and DeepXDE."""
+"""Models of other packages: residuals that call autograd, DeepXDE and PINA."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from pullback import PullbackError, pde
-from pullback.pde.adapters import AutogradMap, deepxde_objective, train_deepxde
+from pullback.pde.adapters import (
+    AutogradMap,
+    deepxde_objective,
+    pina_objective,
+    train_deepxde,
+    train_pina,
+)
 
 pi = math.pi
 
@@ -122,3 +129,69 @@ def test_the_real_package(monkeypatch: pytest.MonkeyPatch) -> None:
     train_deepxde(model, steps=80)
     x = np.linspace(0, 1, 100)[:, None]
     assert np.abs(model.predict(x) - np.sin(pi * x)).max() < 1e-4
+
+
+class Residual:
+    """An equation of PINA: −u'' = π² sin πx."""
+
+    def residual(self, inputs: Tensor, outputs: Tensor, params: None) -> Tensor:
+        return second_derivative(outputs, inputs) + pi**2 * torch.sin(pi * inputs)
+
+
+class Solver(nn.Module):
+    """What the adapter reads of a solver of PINA: an equation on a domain, and two targets."""
+
+    def __init__(self, model: nn.Module, weights: dict[str, float] | None = None) -> None:
+        super().__init__()
+        self.models = nn.ModuleList([model])
+        self.loss = nn.MSELoss(reduction="none")
+        self.weighting = SimpleNamespace(values=weights or {}, default_value_weights=1)
+        ends = torch.tensor([[0.0], [1.0]])
+        self.problem = SimpleNamespace(
+            conditions={
+                "inside": SimpleNamespace(domain="interval", equation=Residual()),
+                "ends": SimpleNamespace(input=ends, target=torch.zeros(2, 1)),
+            },
+            discretised_domains={"interval": torch.linspace(0, 1, 32)[1:-1, None]},
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def test_residuals_of_pina_are_those_of_deepxde() -> None:
+    """The same equation, ends and weights give the same loss, though in another order."""
+    net = pde.mlp(1, 4, 1, seed=0)
+    params = dict(net.named_parameters())
+    actual = pina_objective(Solver(net, {"ends": 9.0})).loss(params)
+    expected = deepxde_objective(Model(net, [1.0, 9.0])).loss(params)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)  # points of float32
+
+
+def test_steps_for_pina_lower_its_loss() -> None:
+    losses = train_pina(Solver(pde.mlp(1, 6, 1, seed=0), {"ends": 100.0}), steps=40)
+    assert losses[-1] < 1e-2 * losses[0]
+
+
+def test_what_pina_cannot_give_is_refused() -> None:
+    with pytest.raises(PullbackError, match="no problem with one model"):
+        pina_objective(object())
+    solver = Solver(pde.mlp(1, 4, 1, seed=0))
+    solver.loss = nn.L1Loss()
+    with pytest.raises(PullbackError, match="no mean square"):
+        pina_objective(solver)
+    solver = Solver(pde.mlp(1, 4, 1, seed=0))
+    solver.weighting = SimpleNamespace()
+    with pytest.raises(PullbackError, match="weights change"):
+        pina_objective(solver)
+    solver = Solver(pde.mlp(1, 4, 1, seed=0))
+    solver.problem.discretised_domains = {}
+    with pytest.raises(PullbackError, match="has no points"):
+        pina_objective(solver)
+    solver.problem.unknown_parameters = {"k": torch.ones(1)}
+    with pytest.raises(PullbackError, match="unknown parameters"):
+        pina_objective(solver)

@@ -2,5 +2,6 @@
 
 from .autograd_map import AutogradMap
 from .deepxde import deepxde_objective, train_deepxde
+from .pina import pina_objective, train_pina
 
-__all__ = ["AutogradMap", "deepxde_objective", "train_deepxde"]
+__all__ = ["AutogradMap", "deepxde_objective", "pina_objective", "train_deepxde", "train_pina"]

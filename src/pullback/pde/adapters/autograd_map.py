@@ -13,8 +13,8 @@ from ...maps.base import Linearization, Map, Pulled
 
 #: gives the residuals (n,) of parameters by name, with a graph back to these
 Residuals = Callable[[dict[str, Tensor]], Tensor]
-#: entries of the covectors that are pulled back at once
-_CHUNK_ENTRIES = 2**22
+#: entries of the covectors that are pulled back at once; with 2^22 a step takes twice as long
+_CHUNK_ENTRIES = 2**16
 
 
 class AutogradMap(Map):
@@ -64,7 +64,7 @@ class AutogradLinearization(Linearization):
     def _pull_rows(self, value: Tensor, parameters: list[Tensor]) -> Tensor:
         """Return J, (n, p), by batches of covectors."""
         count = len(value)
-        chunk = max(1, _CHUNK_ENTRIES // count)
+        chunk = max(16, _CHUNK_ENTRIES // count)
         rows = []
         for start in range(0, count, chunk):
             size = min(chunk, count - start)
