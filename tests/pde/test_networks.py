@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from pullback import PullbackError, pde
 from pullback.maps.jets import Jet, Scheme, differentiate_nested
+from pullback.pde.networks.field_sizes import choose_units
 from pullback.pde.networks.modules import ACTIVATIONS
+from pullback.pde.networks.state import InUnits
 
 X = torch.rand(6, 2, generator=torch.Generator().manual_seed(0)).double()
 BOX = pde.Box([(0, 1), (0, 2)])
@@ -135,3 +137,40 @@ def test_a_separable_network_solves_in_six_dimensions() -> None:
     solution = pde.solve(problem, network, **options)
     assert solution.error < 1e-3
     assert not solution.nested
+
+
+def transport(largest: float) -> pde.Problem:
+    return pde.Problem(
+        pde.SpaceTime(pde.Interval(0, 1), (0, 1)),
+        [
+            pde.Equation(lambda u: u.t + u.x),
+            pde.Dirichlet(lambda t: largest * t, on=lambda d: d.face("x", "low")),
+            pde.Initial(0.0),
+        ],
+    )
+
+
+@pytest.mark.parametrize(("largest", "unit"), [(1e3, 1e3), (20.0, 1.0), (1e-5, 1.0)])
+def test_large_data_give_fields_units(largest: float, unit: float) -> None:
+    units = choose_units(transport(largest))
+    assert float(units) == pytest.approx(unit, rel=0.01)
+    network = pde.network_for(transport(largest))
+    assert isinstance(network.network, InUnits) == (unit != 1)
+    jets(network)
+
+
+@pytest.mark.parametrize("source", [1e-4, 1.0, 1e6])
+def test_sources_of_linear_steady_problems_give_units(source: float) -> None:
+    domain = pde.Box([(0, 1), (0, 1)])
+    equation = pde.Equation(lambda u: u.laplacian + 2 * math.pi**2 * source)
+    units = choose_units(pde.Problem(domain, [equation, pde.Dirichlet(0.0)]))
+    assert float(units) == pytest.approx(source)
+
+
+def test_small_data_of_what_may_grow_give_no_units() -> None:
+    def slope(u: Any) -> Any:
+        return u.t - u * (1 - u)
+
+    start = pde.Dirichlet(1e-6, on=lambda domain: domain.face("t", "low"))
+    problem = pde.Problem(pde.Interval(0, 1, name="t"), [pde.Equation(slope), start])
+    assert choose_units(problem).tolist() == [1.0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pullback import pde
-from pullback.pde.runs.perturbation import reinitialize
+from pullback.pde.runs.perturbation import enlarge_outputs, reinitialize
 from pullback.pde.runs.strategy import CANDIDATES
 from pullback.pde.runs.time_windows import OrdinaryWindows, can_march, find_time_windows
 
@@ -87,6 +87,16 @@ def test_other_initial_values_have_the_same_distribution() -> None:
     torch.testing.assert_close(2 * before[0].flatten().sort()[0], after[0].flatten().sort()[0])
     for old, new in zip(before[1:], after[1:], strict=True):
         torch.testing.assert_close(old.flatten().sort()[0], new.flatten().sort()[0])
+
+
+def test_outputs_begin_as_large_as_the_data() -> None:
+    network = pde.mlp(2, 5, 2, seed=0)
+    output = network[-1]
+    assert isinstance(output, nn.Linear)
+    before = output.weight.detach().clone()
+    enlarge_outputs(network, torch.tensor([1.0, 1e3], dtype=torch.float64))
+    torch.testing.assert_close(output.weight[0], before[0])
+    torch.testing.assert_close(output.weight[1], 1e3 * before[1])
 
 
 def oscillator() -> pde.Problem:

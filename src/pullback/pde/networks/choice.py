@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..arguments import check_seed, is_integer, is_number, require, require_problem
 from ..domains import Region
 from ..problem.problem import Problem
+from .field_sizes import choose_units
 from .modules import PeriodicEmbedding, Rescaled, Sine, mlp
+from .state import InUnits
 from .wavenumbers import THRESHOLDS as WAVES
 from .wavenumbers import is_linear, oscillation
 
@@ -63,7 +65,8 @@ def network_for(
     3. Beyond three dimensions one hidden layer of 64 tanh, which is cheaper for the smooth
        solutions that are feasible there; narrower from 14 dimensions on, with 1000 parameters.
 
-    Coordinates are mapped to [−1, 1], and fields share the hidden layers.
+    Coordinates are mapped to [−1, 1], and fields share the hidden layers. A field whose data are
+    above 30 or below 1/30 is in units of their size.
 
     Args:
         problem: what is to be solved; its data are evaluated on lines through the domain.
@@ -87,12 +90,20 @@ def network_for(
     require(usable, "The number of parameters", parameters, "Use an integer ≥ 1, or None")
     if problem.domain.dim > THRESHOLDS.few_dimensions and frequency is None:
         network = _network_of_many_dimensions(problem, parameters, seed)
-        return Rescaled(network, problem.domain)
+        return _wrap_in_units(network, problem)
     waves = _find_waves(problem, frequency)
     if waves.are_waves and is_linear(problem):
         network = _network_of_sines(problem, waves.half_waves, parameters, seed)
     else:
         network = _network_of_layers(problem, waves, parameters, seed)
+    return _wrap_in_units(network, problem)
+
+
+def _wrap_in_units(network: nn.Module, problem: Problem) -> Rescaled:
+    """Return a network of coordinates in [−1, 1], with fields far from 1 in units of their own."""
+    units = choose_units(problem)
+    if bool((units != 1).any()):
+        network = InUnits(network, units)
     return Rescaled(network, problem.domain)
 
 

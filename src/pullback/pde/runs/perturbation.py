@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from ..networks.state import InUnits
+
 
 @dataclass(frozen=True)
 class PerturbationThresholds:
@@ -136,6 +138,19 @@ def reinitialize(network: nn.Module, generator: torch.Generator, gain: float) ->
     first = next((m for m in network.modules() if isinstance(m, nn.Linear)), None)
     if first is not None and first.weight.requires_grad:
         first.weight.mul_(gain)
+
+
+@torch.no_grad()
+def enlarge_outputs(network: nn.Module, units: Tensor) -> None:
+    """Multiply the last layer's weights by the units of the fields, (m,), if it gives the fields.
+
+    A network whose outputs have units already stays as it is.
+    """
+    if any(isinstance(module, InUnits) for module in network.modules()):
+        return
+    linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    if linears and linears[-1].out_features == len(units) and _is_trained(linears[-1]):
+        linears[-1].weight.mul_(units.to(linears[-1].weight)[:, None])
 
 
 def _draw_normal(template: Tensor, generator: torch.Generator) -> Tensor:

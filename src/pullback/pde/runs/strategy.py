@@ -13,8 +13,9 @@ from ..._core.errors import PullbackError
 from ..judgement.integration import IntegrationFailed
 from ..judgement.solution import PDESolution
 from ..judgement.verdict import Outcome
+from ..networks.field_sizes import choose_units
 from ..problem.problem import Problem
-from .perturbation import reinitialize
+from .perturbation import enlarge_outputs, reinitialize
 from .run import Run
 from .settings import Settings
 from .slabs import SlabMarch
@@ -311,10 +312,11 @@ class Strategy:
         return attempt
 
     def _make_network(self, number: int, candidate: Candidate) -> nn.Module:
-        """Return a copy of the given network with other initial values."""
+        """Return a copy of the given network with other initial values, as large as the data."""
         network = copy.deepcopy(self._initial)
         seed = self._settings.sampling.seed + _SEED_STRIDE * number
         reinitialize(network, torch.Generator().manual_seed(seed), candidate.gain)
+        enlarge_outputs(network, choose_units(self._problem))
         return network
 
     def _march(self, best: Attempt) -> PDESolution | None:
