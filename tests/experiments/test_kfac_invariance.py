@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 
 from pullback.cli.app import app
 from pullback.geometry.charts.twin import (
-    Change,
+    AffineChange,
+    LayerCoordinates,
     change_coordinates,
-    no_change,
-    random_change,
+    draw_change,
+    find_whitening,
+    make_identity,
+    make_twin,
     tanh_twin,
-    twin,
-    whitening,
 )
 from pullback_experiments.framework import executor
 from pullback_experiments.kfac_invariance import EXPERIMENTS, Invariance, experiment
@@ -69,7 +70,7 @@ def test_sigmoid_to_tanh_is_the_known_map() -> None:
     sizes = ((3, 4), (4, 5), (5, 2))
     one, two, three = (nn.Linear(*s, dtype=torch.float64) for s in sizes)
     model = nn.Sequential(one, nn.Sigmoid(), two, nn.Sigmoid(), three)
-    other = tanh_twin(model, no_change(3))
+    other = tanh_twin(model, make_identity(3))
     assert [type(m) for m in other] == [nn.Linear, nn.Tanh, nn.Linear, nn.Tanh, nn.Linear]
     want = [
         one.weight / 2, one.bias / 2,
@@ -86,11 +87,11 @@ def test_a_changed_convolution_sees_changed_channels() -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(2, 3, 3, stride=2).double()
     generator = torch.Generator().manual_seed(1)
-    before = random_change(2, generator)
-    after = random_change(3, generator)
+    before = draw_change(2, generator)
+    after = draw_change(3, generator)
     x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
 
-    def apply_change(change: Change, a: torch.Tensor) -> torch.Tensor:
+    def apply_change(change: AffineChange, a: torch.Tensor) -> torch.Tensor:
         return torch.einsum("ij,njxy->nixy", change.matrix, a) + change.shift[:, None, None]
 
     actual = apply_change(after, change_coordinates(layer, before, after)(apply_change(before, x)))
@@ -101,7 +102,7 @@ def test_whitening_whitens_and_changes_invert() -> None:
     x = torch.randn(300, 3, dtype=torch.float64) @ torch.tensor(
         [[2.0, 0, 0], [1, 1, 0], [3, 0, 1]], dtype=torch.float64
     )
-    change = whitening(x + 5)
+    change = find_whitening(x + 5)
     y = (x + 5) @ change.matrix.T + change.shift
     torch.testing.assert_close(torch.cov(y.T), torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(y.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
@@ -111,8 +112,11 @@ def test_whitening_whitens_and_changes_invert() -> None:
 
 def test_no_change_is_no_module() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    to = [(no_change(2), no_change(3)), (no_change(3), no_change(1))]
-    assert [type(m) for m in twin(model, to)] == [type(m) for m in model]
+    to = [
+        LayerCoordinates(make_identity(2), make_identity(3)),
+        LayerCoordinates(make_identity(3), make_identity(1)),
+    ]
+    assert [type(m) for m in make_twin(model, to)] == [type(m) for m in model]
 
 
 def test_a_run_measures_before_and_after() -> None:

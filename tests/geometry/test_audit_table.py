@@ -104,7 +104,7 @@ def bare() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 def test_without_biases_the_eigenbasis_rule_turns_with_outputs_too(rule: str, verdict: str) -> None:
     """The spectral one divides by the lengths of rows, which do not."""
     model, x, y = bare()
-    turns = [Rotation(every=True)]
+    turns = [Rotation(in_every_layer=True)]
     report = audit(lambda m: KFAC(m, rule=rule), model, (x, y), turns, steps=3, sizes=(1, 0.01))
     assert str(report.rows[0].verdict) == verdict
 

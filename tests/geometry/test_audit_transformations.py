@@ -23,14 +23,14 @@ from pullback.geometry.charts.transformations import (
     standard,
 )
 from pullback.geometry.charts.twin import (
-    Change,
+    AffineChange,
     change_coordinates,
-    layers,
-    no_change,
-    random_change,
+    draw_change,
+    find_whitening,
+    list_layers,
+    make_identity,
     sigmoid_twin,
     tanh_twin,
-    whitening,
 )
 from tests.geometry.charts import shear
 from tests.pairs import all_pairs
@@ -126,7 +126,9 @@ def test_twins_are_one_function(
     ordinary = not isinstance(twin_network.model, Reparametrized)
     assert ordinary == (transformation.name not in {"entry permutation", "elementwise"})
     if ordinary:
-        assert [type(m) for m in layers(twin_network.model)] == [type(m) for m in layers(model)]
+        assert [type(m) for m in list_layers(twin_network.model)] == [
+            type(m) for m in list_layers(model)
+        ]
 
 
 def test_whitening_whitens_what_the_first_layer_sees() -> None:
@@ -136,7 +138,7 @@ def test_whitening_whitens_what_the_first_layer_sees() -> None:
         x = draw().double()
         twin_network = Whitening().twin(model, x).model
         observed = []
-        layers(twin_network)[0].register_forward_pre_hook(
+        list_layers(twin_network)[0].register_forward_pre_hook(
             lambda _, args, inputs=observed: inputs.append(args[0])
         )
         twin_network(x)
@@ -153,8 +155,8 @@ def test_neurons_against_explicit_matrices(transformation: Transformation) -> No
     x = torch.randn(5, 3).double()
     twin_network = transformation.twin(model, x).model
     assert [type(m) for m in twin_network] == [type(m) for m in model]  # pyright: ignore[reportGeneralTypeIssues]
-    one, two = layers(model)
-    new, last = layers(twin_network)
+    one, two = list_layers(model)
+    new, last = list_layers(twin_network)
     joined = [torch.cat([n.weight, n.bias[:, None]], 1) for n in (one, new)]
     m = torch.linalg.lstsq(joined[0].T, joined[1].T).solution.T
     order = m.abs().argmax(1)
@@ -171,7 +173,7 @@ def test_sigmoid_and_tanh_are_each_other() -> None:
     torch.manual_seed(3)
     x = flat().double()
     model = mlp(nn.Sigmoid).double()
-    other = tanh_twin(model, whitening(x))
+    other = tanh_twin(model, find_whitening(x))
     torch.testing.assert_close(other(x), model(x))
     assert not any(isinstance(m, nn.Sigmoid) for m in other.modules())
     repeated = sigmoid_twin(tanh_twin(model))
@@ -193,8 +195,8 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
     torch.manual_seed(4)
     layer = nn.Linear(3, 2).double()
     generator = torch.Generator().manual_seed(1)
-    one = random_change(3, generator)
-    two = random_change(2, generator)
+    one = draw_change(3, generator)
+    two = draw_change(2, generator)
     new = change_coordinates(layer, one, two)
     back = torch.linalg.inv(two.matrix)
     w = back @ layer.weight @ torch.linalg.inv(one.matrix)
@@ -202,10 +204,10 @@ def test_a_layer_in_other_coordinates_against_explicit_matrices() -> None:
     torch.testing.assert_close(new.bias, back @ (layer.bias - two.shift) - w @ one.shift)
 
 
-SINGULAR = Change(torch.ones(4, 4).double(), torch.zeros(4).double())
+SINGULAR = AffineChange(torch.ones(4, 4).double(), torch.zeros(4).double())
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "singular": (
-        lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, no_change(2)),
+        lambda: change_coordinates(nn.Linear(4, 2), SINGULAR, make_identity(2)),
         "not invertible",
     ),
     "few samples": (lambda: Whitening().twin(mlp(), flat(3)), "cannot be whitened"),

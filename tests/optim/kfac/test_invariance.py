@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pullback as pb
-from pullback.geometry.charts.twin import random_change
+from pullback.geometry.charts.twin import draw_change
 from pullback.optim.kfac import Adaptive, Exact, Invariant
 from pullback_experiments.kfac_invariance.nets import EXHIBITS, NETS, TwinPair, TwinSide
 from tests.kfac_options import kfac_of
@@ -113,7 +113,7 @@ def fit_statistics(model: nn.Module, x: Tensor, likelihood: Any = None, **option
 
 X = torch.rand(60, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
 DEAD = X * torch.tensor([1.0, 0.0, 0.0, 1.0])
-TURN = random_change(4, torch.Generator().manual_seed(1)).matrix
+TURN = draw_change(4, torch.Generator().manual_seed(1)).matrix
 #: inputs, the shift of a hidden unit, and the singular sides: first name, side, rank, size, reason
 SINGULAR: dict[str, tuple[Tensor, float, list[tuple[str, str, int, int, str]]]] = {
     "sound": (X, 0.0, []),

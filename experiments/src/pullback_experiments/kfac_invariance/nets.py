@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from pullback import likelihoods, metrics
 from pullback.geometry.charts.twin import (
+    AffineChange,
     AffineMap,
-    Change,
+    LayerCoordinates,
     change_coordinates,
-    layers,
-    no_change,
-    random_change,
+    draw_change,
+    find_whitening,
+    list_layers,
+    make_identity,
+    make_twin,
     tanh_twin,
-    twin,
-    whitening,
 )
 
 
@@ -38,10 +39,10 @@ class Recurrent(nn.Module):
         self.entry = nn.Linear(inputs, hidden, bias=False, dtype=torch.float64)
         self.exit = nn.Linear(hidden, outputs, dtype=torch.float64)
         self.register_buffer("start", torch.zeros(hidden, dtype=torch.float64))
-        self.enter = AffineMap(no_change(inputs), -1)
-        self.before = AffineMap(no_change(hidden), -1)
-        self.after = AffineMap(no_change(hidden), -1)
-        self.leave = AffineMap(no_change(outputs), -1)
+        self.enter = AffineMap(make_identity(inputs), -1)
+        self.before = AffineMap(make_identity(hidden), -1)
+        self.after = AffineMap(make_identity(hidden), -1)
+        self.leave = AffineMap(make_identity(outputs), -1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, T, inputs) -> (N, T, outputs)."""
@@ -71,12 +72,12 @@ def recurrent_twin(
     """
     inputs = model.entry.in_features
     hidden = model.recurrent.in_features
-    entering, state, inner = (random_change(n, generator) for n in (inputs, hidden, hidden))
-    leaving = random_change(model.exit.out_features, generator)
-    if shift_inputs:
-        entering = entering
-    else:
-        entering = entering.linear()
+    entering = draw_change(inputs, generator)
+    state = draw_change(hidden, generator)
+    inner = draw_change(hidden, generator)
+    leaving = draw_change(model.exit.out_features, generator)
+    if not shift_inputs:
+        entering = entering.without_shift()
     out = Recurrent(inputs, hidden, model.exit.out_features)
     out.recurrent = change_coordinates(model.recurrent, state, inner)
     out.entry = change_coordinates(model.entry, entering, inner)
@@ -94,7 +95,7 @@ def recurrent_twin(
     return out
 
 
-def _at(change: Change, x: Tensor) -> Tensor:
+def _at(change: AffineChange, x: Tensor) -> Tensor:
     return change.matrix @ x + change.shift
 
 
@@ -212,7 +213,7 @@ def _pair(
         channels = shape[-1]
     else:
         channels = shape[0]
-    mixed = AffineMap(random_change(channels, generator), axis)
+    mixed = AffineMap(draw_change(channels, generator), axis)
 
     def inputs(count: int) -> Tensor:
         x = mixed(_normal((count, *shape), generator))
@@ -238,14 +239,13 @@ def _reparametrize(
     model: nn.Sequential, generator: torch.Generator, inputs: Inputs, *, shifted: bool = True
 ) -> nn.Module:
     """In random coordinates of every layer; without γ if not `shifted`."""
-    named_layers = layers(model)
-    inputs_to = [random_change(m.weight.shape[1], generator) for m in named_layers]
-    outputs_to = [random_change(m.weight.shape[0], generator) for m in named_layers]
-    if shifted:
-        input_map = inputs_to
-    else:
-        input_map = [c.linear() for c in inputs_to]
-    return twin(model, list(zip(input_map, outputs_to, strict=True)))
+    layers = list_layers(model)
+    to_new_inputs = [draw_change(m.weight.shape[1], generator) for m in layers]
+    to_old_outputs = [draw_change(m.weight.shape[0], generator) for m in layers]
+    if not shifted:
+        to_new_inputs = [change.without_shift() for change in to_new_inputs]
+    pairs = zip(to_new_inputs, to_old_outputs, strict=True)
+    return make_twin(model, [LayerCoordinates(*pair) for pair in pairs])
 
 
 def _reparametrize_without_shift(
@@ -255,7 +255,7 @@ def _reparametrize_without_shift(
 
 
 def _whitened_tanh(model: nn.Sequential, generator: torch.Generator, inputs: Inputs) -> nn.Module:
-    return tanh_twin(model, whitening(inputs(1000)))
+    return tanh_twin(model, find_whitening(inputs(1000)))
 
 
 def _mlp_pair(
@@ -308,7 +308,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
         if metric == "inner":
             two = TwinSide(mlp_pair.two.model, flat, mlp_pair.two.loss, mlp_pair.two.readout)
             return TwinPair(one, two, mlp_pair.batch, mlp_pair.probe_inputs)
-        change = random_change(3, _random(2000 + seed))
+        change = draw_change(3, _random(2000 + seed))
         back = AffineMap(change.inverse())
         two = TwinSide(
             nn.Sequential(mlp_pair.two.model, AffineMap(change)),
@@ -321,7 +321,7 @@ def _output_pair(metric: str) -> Callable[[int], TwinPair]:
     return make
 
 
-def _pull_back_metric(change: Change) -> metrics.Metric:
+def _pull_back_metric(change: AffineChange) -> metrics.Metric:
     """½‖y‖² of the old outputs, as a potential of the new ones."""
     back = change.inverse()
     return metrics.Bregman(lambda z: 0.5 * (back.matrix @ z + back.shift).square().sum())

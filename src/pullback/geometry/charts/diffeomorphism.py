@@ -23,7 +23,8 @@ class Diffeomorphism:
     def __init__(
         self, function: Callable[[Params], Params], inverse: Callable[[Params], Params]
     ) -> None:
-        self._function, self._inverse = function, inverse
+        self._function = function
+        self._inverse = inverse
 
     def forward(self, theta: Params) -> Params:
         """w = f(θ)."""
@@ -33,43 +34,47 @@ class Diffeomorphism:
         """θ = f⁻¹(w)."""
         return self._inverse(dict(w))
 
-    def regular(self, theta: Params) -> bool:
-        """Whether df is invertible at θ: d(f⁻¹)(df v) = v for a random v.
+    def is_regular(self, theta: Params) -> bool:
+        """Return True if df is invertible at θ: d(f⁻¹)(df v) = v for a random v, to ε^¼.
 
-        Where f or its inverse has no forward-mode derivative, nothing is known against it.
+        Also if f or its inverse has no forward-mode derivative: nothing is known against it then.
         """
         generator = torch.Generator().manual_seed(0)
         v = {
-            n: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
-            for n, t in theta.items()
+            name: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t)
+            for name, t in theta.items()
         }
         try:
-            pushed = jvp(self.forward, (theta,), (v,))
-            back = jvp(self.inverse, pushed[:1], pushed[1:])[1]
+            w, pushed = jvp(self.forward, (theta,), (v,))
+            _, returned = jvp(self.inverse, (w,), (pushed,))
         except (RuntimeError, NotImplementedError) as error:
             reraise_fatal(error)
             return True
-        limits = {n: torch.finfo(t.dtype).eps ** 0.25 * (t.abs() + 1) for n, t in v.items()}
-        return all(bool(((back[n] - t).abs() <= limits[n]).all()) for n, t in v.items())
+        for name, t in v.items():
+            limit = torch.finfo(t.dtype).eps ** 0.25 * (t.abs() + 1)
+            if not bool(((returned[name] - t).abs() <= limit).all()):
+                return False
+        return True
 
-    def pulled_back(self, w: Params) -> Params:
-        """θ = f⁻¹(w), verified: f(θ) = w, and df is regular there."""
+    def find_coordinates(self, w: Params) -> Params:
+        """Return θ = f⁻¹(w); raise unless f(θ) = w, to ε^¾, and df is regular there."""
         with torch.no_grad():
-            found = self.inverse(dict(w))
-            refuse_shapes(found, w)
-            theta = {n: t.detach().clone() for n, t in found.items()}
-            again = self.forward(dict(theta))
-        refuse_shapes(again, w)
-        for name, value in w.items():
-            eps = torch.finfo(value.dtype).eps
-            limit = eps**0.75 * (value.abs().amax() + 1) if value.numel() else 0.0
-            if not bool(((again[name] - value).abs() <= limit).all()):
+            inverse = self.inverse(dict(w))
+            require_same_shapes(inverse, w)
+            theta = {name: t.detach().clone() for name, t in inverse.items()}
+            returned = self.forward(dict(theta))
+        require_same_shapes(returned, w)
+        for name, weight in w.items():
+            if not weight.numel():
+                continue
+            limit = torch.finfo(weight.dtype).eps ** 0.75 * (weight.abs().amax() + 1)
+            if not bool(((returned[name] - weight).abs() <= limit).all()):
                 raise PullbackError(
                     "The transformation is not invertible",
                     f"f(f⁻¹(w)) differs from w in {name!r}",
                     "Use a diffeomorphism whose range has all weights, and its own inverse",
                 )
-        if not self.regular(theta):
+        if not self.is_regular(theta):
             raise PullbackError(
                 "The transformation is not a diffeomorphism",
                 "its derivative is singular or not finite at the model's weights",
@@ -108,18 +113,22 @@ def cubic() -> Diffeomorphism:
     )
 
 
-def refuse_shapes(found: object, like: Params) -> None:
-    """Raise where names, shapes or dtypes are not those of the parameters."""
-    want = {n: (tuple(t.shape), t.dtype) for n, t in like.items()}
-    have = found
-    if isinstance(found, dict):
-        have = {n: (tuple(t.shape), t.dtype) for n, t in found.items()}
-    if have != want:
+def require_same_shapes(result: object, params: Params) -> None:
+    """Raise unless the result is a dict with names, shapes and dtypes of the parameters."""
+    expected = _describe_shapes(params)
+    actual = result
+    if isinstance(result, dict):
+        actual = _describe_shapes(result)
+    if actual != expected:
         raise PullbackError(
             "The diffeomorphism changes names, shapes or dtypes",
-            f"parameters {want} became {have}",
+            f"parameters {expected} became {actual}",
             "Return a dict of the same names and shapes, computed in the dtype of its argument",
         )
+
+
+def _describe_shapes(params: Params) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(t.shape), t.dtype) for name, t in params.items()}
 
 
 class EntryPermutation(Diffeomorphism):
@@ -128,7 +137,8 @@ class EntryPermutation(Diffeomorphism):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
-    def _orders(self, params: Params) -> dict[str, Tensor]:
+    def _draw_orders(self, params: Params) -> dict[str, Tensor]:
+        """Return a permutation of each tensor's entries, the same at every call."""
         generator = torch.Generator().manual_seed(self.seed)
         return {
             n: torch.randperm(p.numel(), generator=generator).to(p.device)
@@ -136,9 +146,9 @@ class EntryPermutation(Diffeomorphism):
         }
 
     def forward(self, theta: Params) -> Params:
-        orders = self._orders(theta)
+        orders = self._draw_orders(theta)
         return {n: t.flatten()[orders[n]].view(t.shape) for n, t in theta.items()}
 
     def inverse(self, w: Params) -> Params:
-        orders = self._orders(w)
+        orders = self._draw_orders(w)
         return {n: t.flatten()[orders[n].argsort()].view(t.shape) for n, t in w.items()}

@@ -17,7 +17,7 @@ from ..._core.checks import require_finite_tensor
 from ..._core.errors import PullbackError, require
 from .diffeomorphism import Diffeomorphism, Elementwise, Params
 
-Given = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
+DiffeomorphismLike = Diffeomorphism | tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 class Reparametrized(nn.Module):
@@ -30,38 +30,47 @@ class Reparametrized(nn.Module):
     def __init__(self, model: nn.Module, f: Diffeomorphism) -> None:
         super().__init__()
         start = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        theta = f.pulled_back(start)
+        theta = f.find_coordinates(start)
         self.diffeomorphism = f
         #: the model's trainable parameters, by name
         self.names = tuple(start)
-        self._own = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
-        if len(set(self._own.values())) < len(self.names):
-            self._own = {n: f"theta_{i}" for i, n in enumerate(self.names)}
+        #: name of w in the model ↦ name of θ in this module, which may have no dot
+        self._theta_names = {n: f"theta_{n.replace('.', '_')}" for n in self.names}
+        if len(set(self._theta_names.values())) < len(self.names):
+            self._theta_names = {n: f"theta_{i}" for i, n in enumerate(self.names)}
+        #: name of w in the model ↦ all names under which layers of the copy read it
         self.inner, self._slots = _copy_without_parameters(model, self.names)
         for name, value in theta.items():
-            self.register_parameter(self._own[name], nn.Parameter(value))
+            self.register_parameter(self._theta_names[name], nn.Parameter(value))
         self.train(model.training)
 
     def weights(self) -> Params:
         """w = f(θ), by the model's own names."""
-        w = self.diffeomorphism.forward({n: getattr(self, self._own[n]) for n in self.names})
+        theta = {n: getattr(self, self._theta_names[n]) for n in self.names}
+        w = self.diffeomorphism.forward(theta)
         return {n: w[n] for n in self.names}
 
     def push(self, theta: Params, v: Params) -> Params:
         """df_θ v, for θ and v by this module's names; by the model's own names."""
-        names = {own: n for n, own in self._own.items()}
-        at, by = ({names[own]: t for own, t in d.items()} for d in (theta, v))
-        pushed = jvp(self.diffeomorphism.forward, (at,), (by,))[1]
+        point = self._rename_to_model(theta)
+        direction = self._rename_to_model(v)
+        _, pushed = jvp(self.diffeomorphism.forward, (point,), (direction,))
         return {n: pushed[n] for n in self.names}
+
+    def _rename_to_model(self, params: Params) -> Params:
+        """Return tensors by the model's own names, from this module's names."""
+        model_names = {theta_name: n for n, theta_name in self._theta_names.items()}
+        return {model_names[theta_name]: t for theta_name, t in params.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output at w = f(θ)."""
-        w = self.weights()
-        tensors = {slot: w[n] for n, slots in self._slots.items() for slot in slots}
+        tensors: Params = {}
+        for name, weight in self.weights().items():
+            tensors |= dict.fromkeys(self._slots[name], weight)
         return functional_call(self.inner, tensors, args, kwargs, tie_weights=False)
 
 
-def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
+def reparametrize(model: nn.Module, f: DiffeomorphismLike) -> Reparametrized:
     r"""The same function in other parameters: ψ(θ) = φ(f(θ)), at θ₀ = f⁻¹(w₀).
 
     Args:
@@ -91,36 +100,43 @@ def reparametrize(model: nn.Module, f: Given) -> Reparametrized:
     return Reparametrized(model, as_diffeomorphism(f, trainable))
 
 
-def as_diffeomorphism(f: Given, params: Params) -> Diffeomorphism:
-    """f itself, or a pair (function, inverse) made one: of each tensor if it takes no dict."""
+def as_diffeomorphism(f: DiffeomorphismLike, params: Params) -> Diffeomorphism:
+    """Return f itself, or the diffeomorphism of a pair (function, inverse).
+
+    The function is of the dict of parameters if it takes one, of each tensor otherwise.
+    """
     if isinstance(f, Diffeomorphism):
         return f
-    usable = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
+    is_pair = isinstance(f, tuple) and len(f) == 2 and all(map(callable, f))
     remedy = "Give a pair of a function and its inverse, or a Diffeomorphism"
-    require(usable, "The diffeomorphism", f, remedy)
+    require(is_pair, "The diffeomorphism", f, remedy)
     function, inverse = f
     try:
         takes_dict = isinstance(function(dict(params)), dict)
     except (TypeError, AttributeError):
         takes_dict = False
-    return (Diffeomorphism if takes_dict else Elementwise)(function, inverse)
+    if takes_dict:
+        return Diffeomorphism(function, inverse)
+    return Elementwise(function, inverse)
 
 
 def _copy_without_parameters(
     model: nn.Module, names: tuple[str, ...]
 ) -> tuple[nn.Module, dict[str, list[str]]]:
-    """Return a copy without the named parameters, and the slots of each of them.
+    """Return a copy without the named parameters, and all names of each of them in it.
 
-    Empty buffers keep the slots open; other parameters of the model are all that the copy has.
+    A tied parameter has several. Empty buffers take the parameters' places, and what is not named
+    (frozen parameters) stays.
     """
     inner = copy.deepcopy(model)
-    by_id = {id(p): n for n, p in inner.named_parameters() if n in names}
+    names_by_id = {id(p): n for n, p in inner.named_parameters() if n in names}
     slots: dict[str, list[str]] = {n: [] for n in names}
     for path, module in inner.named_modules():
-        for key, held in list(module._parameters.items()):
-            if held is None or id(held) not in by_id:
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) not in names_by_id:
                 continue
-            slots[by_id[id(held)]].append(f"{path}.{key}" if path else key)
+            slot = f"{path}.{key}" if path else key
+            slots[names_by_id[id(parameter)]].append(slot)
             del module._parameters[key]
-            module.register_buffer(key, held.detach().new_zeros(0), persistent=False)
+            module.register_buffer(key, parameter.detach().new_zeros(0), persistent=False)
     return inner, slots

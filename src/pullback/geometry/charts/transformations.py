@@ -22,72 +22,95 @@ import torch
 from torch import Tensor, nn
 
 from ..._core.errors import PullbackError, require
-from . import diffeomorphism
-from .diffeomorphism import Diffeomorphism, EntryPermutation, Params
+from .diffeomorphism import Diffeomorphism, EntryPermutation, Params, cubic
 from .reparametrize import Reparametrized, reparametrize
 from .twin import (
-    Change,
+    AffineChange,
+    HiddenUnits,
     Layer,
     LayerCoordinates,
     change_coordinates,
-    hidden,
-    layers,
-    no_change,
-    random_change,
-    twin,
-    whitening,
+    draw_change,
+    find_whitening,
+    list_hidden_units,
+    list_layers,
+    make_identity,
+    make_twin,
 )
 
 #: modules with φ(sz) = sφ(z) for s > 0 by channel
-HOMOGENEOUS: tuple[type[nn.Module], ...] = (
+POSITIVELY_HOMOGENEOUS: tuple[type[nn.Module], ...] = (
     nn.ReLU, nn.LeakyReLU, nn.Identity, nn.Flatten, nn.Dropout,
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
     nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
     nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.Upsample,
 )  # fmt: skip
-#: modules that treat all channels alike
-ALIKE: tuple[type[nn.Module], ...] = (
-    *HOMOGENEOUS, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU,
+#: modules with φ(Pz) = Pφ(z) for permutations P of the channels
+PERMUTATION_EQUIVARIANT: tuple[type[nn.Module], ...] = (
+    *POSITIVELY_HOMOGENEOUS,
+    nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU,
     nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid,
     nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Threshold,
 )  # fmt: skip
 
 
-def neuron_coordinates(
-    model: nn.Module, change: Callable[[int], Tensor], commuting: Sequence[type[nn.Module]]
-) -> LayerCoordinates:
-    """a† = M a for the neurons of each hidden layer, with M = change(n) of shape (n, n).
+def make_neuron_coordinates(
+    model: nn.Module, draw_matrix: Callable[[int], Tensor], commuting: Sequence[type[nn.Module]]
+) -> list[LayerCoordinates]:
+    """Return coordinates a† = M a of each hidden layer's n neurons, with M = draw_matrix(n).
 
     What stands between two layers must be one of the commuting modules, φ(Mz) = Mφ(z).
     """
-    pairs = hidden(model)
-    inputs, outputs = [no_change(pairs[0][0].weight.shape[1])], list[Change]()
-    for layer, after, between in pairs:
-        for module in between:
-            if type(module) not in commuting:
-                raise PullbackError(
-                    "The model's neurons cannot be changed",
-                    f"{type(module).__name__} between two layers does not commute with it",
-                    "Use ReLU or another positively homogeneous activation"
-                    if commuting is HOMOGENEOUS
-                    else "Use activations that act by entry",
-                )
-        n, count = layer.weight.shape[0], after.weight.shape[1]
-        if count % n or (count != n and not any(isinstance(m, nn.Flatten) for m in between)):
-            raise PullbackError(
-                "A layer's neurons do not reach the next layer as they are",
-                f"{n} of them became {count} inputs",
-                "Put nn.Flatten between a convolution and a linear layer, nothing else",
-            )
-        matrix = change(n)
-        outputs.append(Change(torch.linalg.inv(matrix), no_change(n).shift))
-        # a channel has several places after flattening, one after the other
-        inputs.append(
-            Change(torch.kron(matrix, no_change(count // n).matrix), no_change(count).shift)
+    hidden_layers = list_hidden_units(model)
+    input_count = hidden_layers[0].writer.weight.shape[1]
+    output_count = hidden_layers[-1].reader.weight.shape[0]
+    to_new_inputs = [make_identity(input_count)]
+    to_old_outputs = list[AffineChange]()
+    for units in hidden_layers:
+        _refuse_others(units, commuting)
+        entries_per_neuron = _count_entries_per_neuron(units)
+        matrix = draw_matrix(units.writer.weight.shape[0])
+        to_old_outputs.append(_as_change(torch.linalg.inv(matrix)))
+        # after flattening, a channel's positions are inputs one after the other
+        positions = torch.eye(entries_per_neuron, dtype=matrix.dtype)
+        to_new_inputs.append(_as_change(torch.kron(matrix, positions)))
+    to_old_outputs.append(make_identity(output_count))
+    pairs = zip(to_new_inputs, to_old_outputs, strict=True)
+    return [LayerCoordinates(inputs, outputs) for inputs, outputs in pairs]
+
+
+def _as_change(matrix: Tensor) -> AffineChange:
+    return AffineChange(matrix, matrix.new_zeros(len(matrix)))
+
+
+def _refuse_others(units: HiddenUnits, commuting: Sequence[type[nn.Module]]) -> None:
+    """Raise if a module between two layers is not one of these."""
+    for module in units.between:
+        if type(module) in commuting:
+            continue
+        remedy = "Use activations that act by entry"
+        if commuting is POSITIVELY_HOMOGENEOUS:
+            remedy = "Use ReLU or another positively homogeneous activation"
+        raise PullbackError(
+            "The model's neurons cannot be changed",
+            f"{type(module).__name__} between two layers does not commute with it",
+            remedy,
         )
-    outputs.append(no_change(pairs[-1][1].weight.shape[0]))
-    return list(zip(inputs, outputs, strict=True))
+
+
+def _count_entries_per_neuron(units: HiddenUnits) -> int:
+    """Return how many inputs of the reader a neuron becomes: more than one after flattening."""
+    neurons = units.writer.weight.shape[0]
+    inputs = units.reader.weight.shape[1]
+    is_flattened = any(isinstance(module, nn.Flatten) for module in units.between)
+    if inputs % neurons or (inputs != neurons and not is_flattened):
+        raise PullbackError(
+            "A layer's neurons do not reach the next layer as they are",
+            f"{neurons} of them became {inputs} inputs",
+            "Put nn.Flatten between a convolution and a linear layer, nothing else",
+        )
+    return inputs // neurons
 
 
 @dataclass(frozen=True)
@@ -131,21 +154,26 @@ class Affine(Transformation):
     inputs of zero-padded convolutions, since the padding would have to be γ.
     """
 
-    name, about = "per-layer affine", "a† = Ωa + γ and z = Φz† + τ in every layer"
+    name = "per-layer affine"
+    about = "a† = Ωa + γ and z = Φz† + τ in every layer"
 
     def __init__(self, seed: int = 0, condition: float = 10.0) -> None:
-        self.seed, self.condition = seed, condition
+        self.seed = seed
+        self.condition = condition
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        to = list[tuple[Change, Change]]()
-        for layer in _some_layers(model):
-            one, two = (
-                random_change(n, generator, self.condition) for n in layer.weight.shape[1::-1]
-            )
-            one = one if _shifts(layer) else one.linear()
-            to.append((one, two if layer.bias is not None else two.linear()))
-        return _affine_twin(model, to)
+        coordinates = list[LayerCoordinates]()
+        for layer in _require_layers(model):
+            outputs, inputs = layer.weight.shape[:2]
+            to_new_inputs = draw_change(inputs, generator, self.condition)
+            to_old_outputs = draw_change(outputs, generator, self.condition)
+            if not _can_absorb_input_shift(layer):
+                to_new_inputs = to_new_inputs.without_shift()
+            if layer.bias is None:
+                to_old_outputs = to_old_outputs.without_shift()
+            coordinates.append(LayerCoordinates(to_new_inputs, to_old_outputs))
+        return _make_affine_twin(model, coordinates)
 
 
 class Whitening(Transformation):
@@ -154,60 +182,86 @@ class Whitening(Transformation):
     Without a bias, or with zero padding, the mean stays and the second moment is 1.
     """
 
-    name, about = "input whitening", "the inputs' covariance becomes 1"
+    name = "input whitening"
+    about = "the inputs' covariance becomes 1"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        every, (first, seen) = _some_layers(model), _first(model, x)
-        rows = seen if isinstance(first, nn.Linear) else seen.movedim(1, -1)
-        change = whitening(rows.reshape(-1, rows.shape[-1]), centered=_shifts(first))
-        inputs = [change if m is first else no_change(m.weight.shape[1]) for m in every]
-        outputs = [no_change(m.weight.shape[0]) for m in every]
-        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
+        layers = _require_layers(model)
+        first, layer_input = _find_first_layer(model, x)
+        if not isinstance(first, nn.Linear):
+            layer_input = layer_input.movedim(1, -1)
+        rows = layer_input.reshape(-1, layer_input.shape[-1])
+        whitening = find_whitening(rows, centered=_can_absorb_input_shift(first))
+        coordinates = list[LayerCoordinates]()
+        for layer in layers:
+            outputs, inputs = layer.weight.shape[:2]
+            to_new_inputs = whitening if layer is first else make_identity(inputs)
+            coordinates.append(LayerCoordinates(to_new_inputs, make_identity(outputs)))
+        return _make_affine_twin(model, coordinates)
 
 
 class Rotation(Transformation):
     """Orthogonal Ω of the first layer's input, or of every layer's with an orthogonal Φ."""
 
-    def __init__(self, seed: int = 0, *, every: bool = False) -> None:
-        self.seed, self.every = seed, every
-        self.name = "per-layer rotation" if every else "input rotation"
-        where = "z = Φz† in every layer" if every else "in the first layer"
-        self.about = f"a† = Ωa with ΩᵀΩ = 1, {where}"
+    def __init__(self, seed: int = 0, *, in_every_layer: bool = False) -> None:
+        self.seed = seed
+        self.in_every_layer = in_every_layer
+        if in_every_layer:
+            self.name = "per-layer rotation"
+            self.about = "a† = Ωa with ΩᵀΩ = 1, z = Φz† in every layer"
+        else:
+            self.name = "input rotation"
+            self.about = "a† = Ωa with ΩᵀΩ = 1, in the first layer"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
-        every, (first, _) = _some_layers(model), _first(model, x)
+        layers = _require_layers(model)
+        first, _ = _find_first_layer(model, x)
+        to_new_inputs = list[AffineChange]()
+        for layer in layers:
+            is_rotated = self.in_every_layer or layer is first
+            to_new_inputs.append(_draw_rotation(layer.weight.shape[1], generator, is_rotated))
+        to_old_outputs = [
+            _draw_rotation(layer.weight.shape[0], generator, self.in_every_layer)
+            for layer in layers
+        ]
+        pairs = zip(to_new_inputs, to_old_outputs, strict=True)
+        return _make_affine_twin(model, [LayerCoordinates(*pair) for pair in pairs])
 
-        def change_of(size: int, turns: bool) -> Change:
-            return random_change(size, generator, 1.0).linear() if turns else no_change(size)
 
-        inputs = [change_of(m.weight.shape[1], self.every or m is first) for m in every]
-        outputs = [change_of(m.weight.shape[0], self.every) for m in every]
-        return _affine_twin(model, list(zip(inputs, outputs, strict=True)))
+def _draw_rotation(size: int, generator: torch.Generator, is_rotated: bool) -> AffineChange:
+    """Return a random orthogonal change, or the identity."""
+    if is_rotated:
+        return draw_change(size, generator, condition=1.0).without_shift()
+    return make_identity(size)
 
 
 class NeuronRescaling(Transformation):
     """Hidden neurons times s = e^u with u uniform in ±`spread`, undone by the next layer."""
 
-    name, about = "neuron rescaling", "a†_i = s_i a_i with s > 0, in ReLU networks"
+    name = "neuron rescaling"
+    about = "a†_i = s_i a_i with s > 0, in ReLU networks"
 
     def __init__(self, seed: int = 0, spread: float = 1.5) -> None:
-        self.seed, self.spread = seed, spread
+        self.seed = seed
+        self.spread = spread
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
 
-        def change(n: int) -> Tensor:
+        def draw_scales(n: int) -> Tensor:
             u = 2 * torch.rand(n, generator=generator, dtype=torch.float64) - 1
             return (self.spread * u).exp().diag()
 
-        return _affine_twin(model, neuron_coordinates(model, change, HOMOGENEOUS), {})
+        coordinates = make_neuron_coordinates(model, draw_scales, POSITIVELY_HOMOGENEOUS)
+        return _make_affine_twin(model, coordinates, {})
 
 
 class NeuronPermutation(Transformation):
     """Hidden neurons in a random order."""
 
-    name, about = "neuron permutation", "rows and the next layer's columns in another order"
+    name = "neuron permutation"
+    about = "rows and the next layer's columns in another order"
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -215,10 +269,11 @@ class NeuronPermutation(Transformation):
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
         generator = torch.Generator().manual_seed(self.seed)
 
-        def change(n: int) -> Tensor:
-            return no_change(n).matrix[torch.randperm(n, generator=generator)]
+        def draw_permutation(n: int) -> Tensor:
+            return make_identity(n).matrix[torch.randperm(n, generator=generator)]
 
-        return _affine_twin(model, neuron_coordinates(model, change, ALIKE), {})
+        coordinates = make_neuron_coordinates(model, draw_permutation, PERMUTATION_EQUIVARIANT)
+        return _make_affine_twin(model, coordinates, {})
 
 
 class Parameters(Transformation):
@@ -230,85 +285,96 @@ class Parameters(Transformation):
         self.about = about or "w = f(θ)"
 
     def twin(self, model: nn.Module, x: Tensor) -> Twin:
-        twin = reparametrize(model, self.f)
-        return Twin(twin, Reparametrized.weights, twin.push)  # pyright: ignore[reportArgumentType]
+        reparametrized = reparametrize(model, self.f)
+        return Twin(reparametrized, Reparametrized.weights, reparametrized.push)  # pyright: ignore[reportArgumentType]
 
 
 def standard(seed: int = 0) -> list[Transformation]:
-    """The eight that an audit runs through by default."""
+    """Return the eight transformations that an audit runs through by default."""
     return [
         Rotation(seed),
         Whitening(),
-        Rotation(seed, every=True),
+        Rotation(seed, in_every_layer=True),
         Affine(seed),
         NeuronRescaling(seed),
         NeuronPermutation(seed),
         Parameters(EntryPermutation(seed), "entry permutation", "each tensor's entries reordered"),
-        Parameters(diffeomorphism.cubic(), "elementwise", "w = θ + θ³"),
+        Parameters(cubic(), "elementwise", "w = θ + θ³"),
     ]
 
 
-def as_transformation(given: Any, name: str | None = None) -> Transformation:
-    """The transformation itself, or `Parameters` of a diffeomorphism."""
-    if isinstance(given, Transformation):
-        return given
-    usable = isinstance(given, (Diffeomorphism, tuple))
-    require(usable, "The transformation", given, "Give a Transformation or a Diffeomorphism")
-    return Parameters(given, name)
+def as_transformation(transformation: Any, name: str | None = None) -> Transformation:
+    """Return the transformation itself, or `Parameters` of a diffeomorphism under this name."""
+    if isinstance(transformation, Transformation):
+        return transformation
+    is_diffeomorphism = isinstance(transformation, (Diffeomorphism, tuple))
+    remedy = "Give a Transformation or a Diffeomorphism"
+    require(is_diffeomorphism, "The transformation", transformation, remedy)
+    return Parameters(transformation, name)
 
 
-def _some_layers(model: nn.Module) -> list[Layer]:
-    found = layers(model)
-    if not found:
+def _require_layers(model: nn.Module) -> list[Layer]:
+    """Return the layers that can change coordinates; raise if there are none."""
+    layers = list_layers(model)
+    if not layers:
         raise PullbackError(
             "The model has no layers to transform",
             f"{type(model).__name__} has no linear and no ungrouped convolution layer",
             "Use a diffeomorphism of the parameters instead (transformations.Parameters)",
         )
-    return found
+    return layers
 
 
-def _shifts(layer: Layer) -> bool:
-    """Whether the layer can take up a shift of its inputs."""
-    if layer.bias is None or isinstance(layer, nn.Linear):
-        return layer.bias is not None
-    padded = layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
-    return not padded or layer.padding_mode != "zeros"
+def _can_absorb_input_shift(layer: Layer) -> bool:
+    """Return True if the bias can take up a shift of the inputs: there is one, and no zero padding.
+
+    A shift of padded inputs would have to shift the padding as well.
+    """
+    if layer.bias is None:
+        return False
+    if isinstance(layer, nn.Linear):
+        return True
+    is_padded = layer.padding == "same" or (layer.padding != "valid" and any(layer.padding))
+    return not is_padded or layer.padding_mode != "zeros"
 
 
-def _first(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
-    """The layer that is called first, and what it sees."""
+def _find_first_layer(model: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
+    """Return the layer that is called first for inputs x, and what it sees."""
     trial = copy.deepcopy(model)  # whose buffers may change
-    seen: list[tuple[int, Tensor]] = []
-    for number, layer in enumerate(layers(trial)):
+    calls: list[tuple[int, Tensor]] = []
+    for index, layer in enumerate(list_layers(trial)):
         layer.register_forward_pre_hook(
-            lambda _, args, number=number: seen.append((number, args[0].detach()))  # pyright: ignore[reportArgumentType]
+            lambda _, args, index=index: calls.append((index, args[0].detach()))  # pyright: ignore[reportArgumentType]
         )
     with torch.no_grad():
         trial(x)
-    if not seen:
+    if not calls:
         raise PullbackError(
             "The model has no first layer",
             "none of its linear and convolution layers was called",
             "Call layers as modules: their hooks must run",
         )
-    number, inputs = seen[0]
-    return layers(model)[number], inputs
+    first_index, layer_input = calls[0]
+    return list_layers(model)[first_index], layer_input
 
 
-def _affine_twin(
-    model: nn.Module, to: LayerCoordinates, activations: dict[int, nn.Module] | None = None
+def _make_affine_twin(
+    model: nn.Module,
+    coordinates: Sequence[LayerCoordinates],
+    activations: dict[int, nn.Module] | None = None,
 ) -> Twin:
-    names = [n for n, _ in model.named_parameters()]
+    """Return the twin of `make_twin` with w = f(θ), which undoes the changes."""
+    names = [name for name, _ in model.named_parameters()]
 
-    def weights(module: nn.Module) -> Params:
-        """W = ΦW†Ω and b = Φ(b† + W†γ) + τ: the changes undone."""
-        back: dict[int, Tensor] = {}
-        for layer, (one, two) in zip(layers(module), to, strict=True):
-            old = change_coordinates(layer, one.inverse(), two.inverse())  # pyright: ignore[reportArgumentType]
-            pairs = zip(layer.parameters(), old.parameters(), strict=True)
-            back |= {id(p): q for p, q in pairs}
-        values = zip(names, module.parameters(), strict=True)
-        return {n: back.get(id(p), p) for n, p in values if p.requires_grad}
+    def find_original_weights(twin: nn.Module) -> Params:
+        """Return W = ΦW†Ω and b = Φ(b† + W†γ) + τ by the original's names."""
+        originals: dict[int, Tensor] = {}
+        for layer, layer_coordinates in zip(list_layers(twin), coordinates, strict=True):
+            back = layer_coordinates.inverse()
+            original = change_coordinates(layer, back.to_new_inputs, back.to_old_outputs)  # pyright: ignore[reportArgumentType]
+            for p, original_p in zip(layer.parameters(), original.parameters(), strict=True):
+                originals[id(p)] = original_p
+        named = zip(names, twin.parameters(), strict=True)
+        return {name: originals.get(id(p), p) for name, p in named if p.requires_grad}
 
-    return Twin(twin(model, to, activations), weights)
+    return Twin(make_twin(model, coordinates, activations), find_original_weights)

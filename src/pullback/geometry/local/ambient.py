@@ -21,26 +21,31 @@ Vector = Tensor | Mapping[str, Tensor]
 
 MetricLike = Metric | Tensor | Callable[[Tensor], Tensor] | None
 
-_NAME = "xi"  # what a single tensor is called inside
+#: the name of ξ among the parameters if it is a single tensor
+_XI = "xi"
 
 
 def require_scalar_loss(loss: Any) -> None:
     """Raise unless a loss is a tensor of one number."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise PullbackError(
-            "The loss is not a tensor of one number",
-            f"got {got}",
-            "Return a sum or a mean, without .item()",
-        )
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return
+    description = type(loss).__name__
+    if isinstance(loss, Tensor):
+        description = str(tuple(loss.shape))
+    raise PullbackError(
+        "The loss is not a tensor of one number",
+        f"got {description}",
+        "Return a sum or a mean, without .item()",
+    )
 
 
 class Parametrization:
     """φ: Ξ → (Z, g) at ξ: evaluates, linearizes, and gives S with S Sᵀ = g at z.
 
-    ξ is held as named tensors; vectors at ξ are flat (p,) inside and like ξ outside. Values are
-    samples first inside, (N, *event), as every metric of the library wants them. A matrix g,
-    (n, n), measures all entries of z together: there z is one sample, (1, n).
+    Inside, parameters are named tensors, vectors at ξ are flat (p,), and values have samples first,
+    (N, *event), as every metric of the library expects them. A matrix g (n, n) measures all entries
+    of z together: there z is one sample, (1, n). Outside, vectors have the form of ξ, and values
+    the shape that φ gave them.
 
     Args:
         phi: the map; a module brings its own names.
@@ -53,80 +58,93 @@ class Parametrization:
     ) -> None:
         require(callable(phi), "The map φ", phi, "Pass a function or an nn.Module")
         refuse_unknown("reduction", reduction, (None, "mean", "sum"))
-        named = _collect_parameters(phi, xi)
-        for name, value in named.items():
-            require_finite_tensor(f"The coordinate {name!r}", value)
-        self.point = {n: v.detach() for n, v in named.items()}
+        parameters = _collect_parameters(phi, xi)
+        for name, parameter in parameters.items():
+            require_finite_tensor(f"The coordinate {name!r}", parameter)
+        self.point = {name: parameter.detach() for name, parameter in parameters.items()}
         self.space = ParameterSpace(self.point)
-        self._phi, self._single = phi, isinstance(xi, Tensor)
+        self._phi = phi
+        self._is_single_tensor = isinstance(xi, Tensor)
         self._module = phi if isinstance(phi, nn.Module) else None
-        self._reduction = reduction or ("sum" if self._module is None else "mean")
-        self._inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        if reduction is None:
+            reduction = "sum" if self._module is None else "mean"
+        self._reduction = reduction
+        self._inputs = _as_arguments(inputs)
         #: whether z is one point whose entries g may couple, and not a batch of samples
-        self._whole = False
-        if metric is None:
-            self._metric, self._whole = Euclidean(), self._module is None
-        elif isinstance(metric, Metric):
-            self._metric = metric
-        elif isinstance(metric, Tensor) or (callable(metric) and self._module is None):
-            self._metric, self._whole = MetricFunction(_matrices(metric, self.restore)), True
-        else:
-            self._metric = as_metric(metric)
+        self._is_one_sample = _couples_entries(metric, self._module)
+        self._metric = self._make_metric(metric)
         with torch.no_grad():
-            z = self.value(self.point)
+            z = self.evaluate(self.point)
         self.shape = z.shape
         require_finite_tensor("φ(ξ)", z)
 
-    def argument(self, point: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """What φ is called with."""
-        return point[_NAME] if self._single else dict(point)
+    def _make_metric(self, metric: MetricLike) -> Metric:
+        if metric is None:
+            return Euclidean()
+        if self._is_one_sample:
+            return MetricFunction(_as_matrix_function(metric, self.restore))
+        return as_metric(metric)
 
-    def flat(self, v: Vector, what: str = "The vector") -> Tensor:
-        """The (p,) vector of a tensor shaped like ξ, a flat tensor, or a dict by name."""
-        named = dict(v) if isinstance(v, Mapping) else {_NAME: v}
-        for value in named.values():
-            require_finite_tensor(what, value)
-        shapes = {n: tuple(x.shape) for n, x in named.items()}
-        given = shapes if isinstance(v, Mapping) else shapes[_NAME]
-        own = dict(zip(self.space.names, self.space.shapes, strict=True))
-        want = own[_NAME] if self._single else own
-        if given not in (want, (self.space.size,)):
+    def as_argument(self, point: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Return named tensors in the form of ξ, in which φ takes them: a tensor or a dict."""
+        if self._is_single_tensor:
+            return point[_XI]
+        return dict(point)
+
+    def flatten(self, v: Vector, what: str = "The vector") -> Tensor:
+        """Return a vector at ξ as (p,): shaped like ξ, flat already, or a dict by name.
+
+        Errors call it `what`.
+        """
+        pieces = v if isinstance(v, Mapping) else {_XI: v}
+        for piece in pieces.values():
+            require_finite_tensor(what, piece)
+        shapes: object = {name: tuple(piece.shape) for name, piece in pieces.items()}
+        if isinstance(v, Tensor):
+            shapes = tuple(v.shape)
+        expected: object = dict(zip(self.space.names, self.space.shapes, strict=True))
+        if self._is_single_tensor:
+            expected = self.space.shapes[0]
+        if shapes not in (expected, (self.space.size,)):
             raise PullbackError(
                 f"{what} does not fit ξ",
-                f"got {given}, ξ has {want}",
+                f"got {shapes}, ξ has {expected}",
                 "Shape it like ξ, or flatten both",
             )
         if isinstance(v, Mapping):
-            return self.space.flatten({n: x.detach().to(self.space.device) for n, x in v.items()})
+            moved = {name: piece.detach().to(self.space.device) for name, piece in v.items()}
+            return self.space.flatten(moved)
         return v.detach().reshape(-1).to(self.space.device, self.space.dtype)
 
-    def like(self, flat: Tensor) -> Tensor | dict[str, Tensor]:
-        """The flat (p,) vector in the form in which ξ was given."""
-        return self.argument(self.space.split(flat))
+    def unflatten(self, flat: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return a flat vector (p,) in the form of ξ."""
+        return self.as_argument(self.space.split(flat))
 
-    def value(self, point: Mapping[str, Tensor]) -> Tensor:
-        """φ at a point, in its own shape."""
+    def evaluate(self, point: Mapping[str, Tensor]) -> Tensor:
+        """Return φ at named tensors, in φ's own shape."""
         if self._module is None:
-            z = self._phi(self.argument(point))
+            z = self._phi(self.as_argument(point))
         else:
-            z = self._map().call_with(point, *self._inputs)
-        if not isinstance(z, Tensor) or not z.is_floating_point() or z.numel() == 0:
-            got = f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
-            raise PullbackError(
-                "φ does not give a point of Z",
-                f"got {got}",
-                "Return one real, non-empty floating-point tensor",
-            )
-        return z
+            z = self._make_module_map().call_with(point, *self._inputs)
+        if isinstance(z, Tensor) and z.is_floating_point() and z.numel() > 0:
+            return z
+        description = type(z).__name__
+        if isinstance(z, Tensor):
+            description = f"{z.dtype} {tuple(z.shape)}"
+        raise PullbackError(
+            "φ does not give a point of Z",
+            f"got {description}",
+            "Return one real, non-empty floating-point tensor",
+        )
 
     def linearize(self) -> Linearization:
-        """φ at ξ with products by J = dφ_ξ."""
-        if self._module is not None and not self._whole:
-            return self._map().linearize(self.point)
-        return FunctionLinearization(lambda point: self.arrange(self.value(point)), self.point)
+        """Return φ at ξ with products by J = dφ_ξ."""
+        if self._module is not None and not self._is_one_sample:
+            return self._make_module_map().linearize(self.point)
+        return FunctionLinearization(lambda point: self.arrange(self.evaluate(point)), self.point)
 
     def factor(self, z: Tensor) -> Factor:
-        """S with S Sᵀ = g, at values as arranged inside."""
+        """Return S with S Sᵀ = g at values with samples first."""
         inputs = next((x for x in self._inputs if isinstance(x, Tensor)), None)
         try:
             factor = self._metric.factor(z, inputs=inputs)
@@ -135,22 +153,27 @@ class Parametrization:
             raise PullbackError(
                 "The metric could not be evaluated", f"it raised {error!r}", "Check it at φ(ξ)"
             ) from error
-        if self._whole or self._reduction == "sum":
+        if self._is_one_sample or self._reduction == "sum":
             return factor
         return Scaled(factor, 1.0 / self._metric.samples(z), tuple(z.shape[1:]))
 
     def arrange(self, z: Tensor) -> Tensor:
-        """Values, or a vector at them, from φ's own shape to the one inside."""
-        if self._whole:
+        """Return values with samples first, (N, *event), from φ's own shape."""
+        if self._is_one_sample:
             return z.reshape(1, -1)
-        return z.reshape(-1, 1) if z.ndim < 2 else z
+        if z.ndim < 2:
+            return z.reshape(-1, 1)
+        return z
 
     def restore(self, z: Tensor) -> Tensor:
-        """Back to φ's own shape."""
+        """Return values in φ's own shape, from samples first."""
         return z.reshape(self.shape)
 
-    def vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
-        """A tangent vector or covector at z, in φ's own shape or flat, as arranged inside."""
+    def arrange_vector(self, v: Tensor, value: Tensor, what: str) -> Tensor:
+        """Return a tangent vector or covector at z with samples first, shaped like `value`.
+
+        It may have φ's own shape or be flat. Errors call it `what`.
+        """
         require_finite_tensor(what, v)
         if tuple(v.shape) not in ((value.numel(),), tuple(self.shape), tuple(value.shape)):
             raise PullbackError(
@@ -160,7 +183,7 @@ class Parametrization:
             )
         return v.detach().to(value).reshape(value.shape)
 
-    def _map(self) -> ModuleMap:
+    def _make_module_map(self) -> ModuleMap:
         if self._module is None or not self._inputs:
             raise PullbackError(
                 "The module has nothing to be evaluated at",
@@ -170,36 +193,72 @@ class Parametrization:
         return ModuleMap(self._module, Call.of(*self._inputs))
 
 
+def _as_arguments(inputs: Any) -> tuple[Any, ...]:
+    """Return a module's positional arguments: a tuple stays, None is no argument."""
+    if inputs is None:
+        return ()
+    if isinstance(inputs, tuple):
+        return inputs
+    return (inputs,)
+
+
+def _couples_entries(metric: MetricLike, module: nn.Module | None) -> bool:
+    """Return True if the metric measures all entries of z together, and not sample by sample.
+
+    A matrix does. So does a function of z, or no metric at all, if φ is a function: nothing says
+    which axis of its value would be the samples.
+    """
+    if isinstance(metric, Tensor):
+        return True
+    if isinstance(metric, Metric) or module is not None:
+        return False
+    return metric is None or callable(metric)
+
+
 def _collect_parameters(phi: Phi, xi: Vector | None) -> dict[str, Tensor]:
+    """Return ξ as named tensors."""
     if isinstance(phi, nn.Module):
-        own = dict(unwrap_model(phi).named_parameters())
-        if xi is None:
-            return {n: p for n, p in own.items() if p.requires_grad}
-        if not isinstance(xi, Mapping):
-            raise PullbackError(
-                "ξ of a module is not given by name",
-                f"got {type(xi).__name__}",
-                "Pass None for the module's own parameters, or a dict of tensors by name",
-            )
-        for name, value in xi.items():
-            if name not in own or own[name].shape != value.shape:
-                raise PullbackError(
-                    f"The module has no parameter {name!r} of shape {tuple(value.shape)}",
-                    f"its parameters are { {n: tuple(p.shape) for n, p in own.items()} }",
-                    "Use names and shapes of model.named_parameters()",
-                )
-        return dict(xi)
+        return _collect_module_parameters(phi, xi)
     if isinstance(xi, Mapping):
         return dict(xi)
     require(isinstance(xi, Tensor), "ξ", xi, "Pass a tensor or a dict of tensors")
-    return {_NAME: xi}  # pyright: ignore[reportReturnType]
+    return {_XI: xi}  # pyright: ignore[reportReturnType]
 
 
-def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """z (1, n) ↦ g (1, n, n), checked: square and symmetric."""
+def _collect_module_parameters(module: nn.Module, xi: Vector | None) -> dict[str, Tensor]:
+    """Return ξ of a module by name: the trainable parameters, or those of a dict."""
+    parameters = dict(unwrap_model(module).named_parameters())
+    if xi is None:
+        return {name: p for name, p in parameters.items() if p.requires_grad}
+    if not isinstance(xi, Mapping):
+        raise PullbackError(
+            "ξ of a module is not given by name",
+            f"got {type(xi).__name__}",
+            "Pass None for the module's own parameters, or a dict of tensors by name",
+        )
+    for name, value in xi.items():
+        if name not in parameters or parameters[name].shape != value.shape:
+            shapes = {n: tuple(p.shape) for n, p in parameters.items()}
+            raise PullbackError(
+                f"The module has no parameter {name!r} of shape {tuple(value.shape)}",
+                f"its parameters are {shapes}",
+                "Use names and shapes of model.named_parameters()",
+            )
+    return dict(xi)
 
-    def matrices(z: Tensor) -> Tensor:
-        g = given if isinstance(given, Tensor) else given(restore(z))
+
+def _as_matrix_function(
+    metric: Any, restore: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Return z (1, n) ↦ g (1, n, n) of a matrix, or of a function of z in φ's own shape.
+
+    The function raises unless g is square and symmetric.
+    """
+
+    def evaluate_matrix(z: Tensor) -> Tensor:
+        g = metric
+        if not isinstance(metric, Tensor):
+            g = metric(restore(z))
         n = z.shape[1]
         require_finite_tensor("The metric", g, (n, n))
         g = g.detach().to(z)
@@ -212,4 +271,4 @@ def _matrices(given: Any, restore: Callable[[Tensor], Tensor]) -> Callable[[Tens
             )
         return g[None]
 
-    return matrices
+    return evaluate_matrix

@@ -39,18 +39,13 @@ class Rank:
 
     @classmethod
     def of(cls, gram: Gram, rcond: float) -> Rank:
-        """Compute the rank from the singular values of A."""
-        sigma = PseudoInverse(rcond=0.0).init(gram).sigma.sort(descending=True).values
-        full = min(gram.count, gram.size)
-        spectrum = sigma.new_zeros(max(full, len(sigma)))
-        spectrum[: len(sigma)] = sigma
-        spectrum = spectrum[:full]
-        tolerance = rcond * float(spectrum[0]) if full else 0.0
+        """Count the singular values of A above rcond·σ_max."""
+        spectrum = _compute_spectrum(gram)
+        tolerance = 0.0
+        if len(spectrum):
+            tolerance = rcond * float(spectrum[0])
         rank = int((spectrum > tolerance).sum())
-        last = float(spectrum[rank - 1]) if rank else 0.0
-        following = float(spectrum[rank]) if rank < full else 0.0
-        gap = last / following if following > 0 else float("inf")
-        return cls(rank, spectrum, tolerance, gap, gram.size)
+        return cls(rank, spectrum, tolerance, _measure_gap(spectrum, rank), gram.size)
 
     def __int__(self) -> int:
         return self.rank
@@ -62,16 +57,47 @@ class Rank:
         )
 
 
-def default_rcond(gram: Gram) -> float:
-    """10·max(n, p, 10)·ε, at most √ε, where A is held; √(10·side·ε) where it was squared."""
+def _compute_spectrum(gram: Gram) -> Tensor:
+    """Return the singular values of A, decreasing; as many as A has rows or columns."""
+    sigma = PseudoInverse(rcond=0.0).init(gram).sigma.sort(descending=True).values
+    length = min(gram.count, gram.size)
+    # the solver leaves out values that are zero, and may return more where it squared A
+    missing = max(0, length - len(sigma))
+    return torch.cat([sigma[:length], sigma.new_zeros(missing)])
+
+
+def _measure_gap(spectrum: Tensor, rank: int) -> float:
+    """Return σ_rank/σ_{rank+1}, infinite if nothing follows."""
+    if rank == len(spectrum) or not float(spectrum[rank]) > 0:
+        return float("inf")
+    if rank == 0:
+        return 0.0
+    return float(spectrum[rank - 1]) / float(spectrum[rank])
+
+
+def choose_rcond(gram: Gram) -> float:
+    """Return the default rcond: the round-off of J, and not only of its SVD.
+
+    It is 10·max(n, p, 10)·ε, at most √ε, if A is held; √(10·min(n, p)·ε) if A was squared.
+    """
     eps = torch.finfo(gram.dtype).eps
     if gram.structure.holds == "rows":
         return min(10 * max(gram.count, gram.size, 10) * eps, eps**0.5)
     return (10 * min(gram.count, gram.size) * eps) ** 0.5
 
 
-class _Undamped(Solver):
-    """A solver of G x = g alone: G + λ has one inverse only, and `PseudoInverse` finds it."""
+@dataclass(frozen=True)
+class _InverseState:
+    """What a solver prepares for one Gram; each solver adds its own fields."""
+
+    gram: Gram
+
+
+class _UndampedSolver(Solver):
+    """A solver with a choice among the solutions of G x = g.
+
+    With damping there is no choice: G + λ has one inverse, and `PseudoInverse` applies it.
+    """
 
     prefers = "rows"
 
@@ -83,17 +109,36 @@ class _Undamped(Solver):
         *,
         whitened: Tensor | None = None,
     ) -> Solution:
-        gram, own = state
-        if damping is not None and resolve(damping, gram) > 0:
+        if damping is not None and resolve(damping, state.gram) > 0:
             inverse = PseudoInverse()
-            return inverse.solve(inverse.init(gram), rhs, damping, whitened=whitened)
-        return self._apply_inverse(own, rhs, whitened)
+            return inverse.solve(inverse.init(state.gram), rhs, damping, whitened=whitened)
+        return self._solve_undamped(state, rhs, whitened)
 
-    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+    def _solve_undamped(self, state: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
+        """Return the solver's choice of x with G x = rhs; `whitened` is r with Aᵀr = rhs."""
         raise NotImplementedError
 
 
-class RandomInverse(_Undamped):
+@dataclass(frozen=True)
+class _RandomState(_InverseState):
+    """G⁺ and the random matrices of `RandomInverse`."""
+
+    #: what `PseudoInverse` prepared
+    moore_penrose: Any
+    #: an orthonormal basis of the range of G, (rank, p)
+    range_basis: Tensor
+    #: U and V, (p, p)
+    u: Tensor
+    v: Tensor
+
+    def project_on_kernel(self, x: Tensor) -> Tensor:
+        """Return (I − G⁺G)x, (p,)."""
+        if len(self.range_basis) == len(x):
+            return torch.zeros_like(x)
+        return x - self.range_basis.T @ (self.range_basis @ x)
+
+
+class RandomInverse(_UndampedSolver):
     r"""G⁻ = G⁺ + (I − G⁺G)U + V(I − GG⁺) with Gaussian U, V: every {1}-inverse is of this form.
 
     It is not symmetric, and its matrices are drawn in full, (p, p).
@@ -105,32 +150,75 @@ class RandomInverse(_Undamped):
     """
 
     def __init__(self, seed: int = 0, scale: float = 1.0, rcond: float | None = None) -> None:
-        self.seed, self.scale, self._inverse = seed, scale, PseudoInverse(rcond)
+        self.seed = seed
+        self.scale = scale
+        self._moore_penrose = PseudoInverse(rcond)
 
-    def init(self, gram: Gram) -> tuple[Gram, Any]:
-        state = self._inverse.init(gram)
+    def init(self, gram: Gram) -> _RandomState:
+        state = self._moore_penrose.init(gram)
         eye = torch.eye(state.rank, dtype=gram.dtype, device=gram.device)
-        basis = state.combine(eye).to(gram.dtype)  # (rank, p)
-        # of the size of G⁺ the round-off of I − G⁺G in them would drown the solution
-        size = 1 / float(state.top.double().square()) if state.rank else 1.0
+        range_basis = state.combine(eye).to(gram.dtype)
+        # U and V have the size of 1/‖G‖. With the size of G⁺ the round-off of I − G⁺G in their
+        # products would be larger than the solution.
+        size = 1.0
+        if state.rank:
+            size = 1 / float(state.top.double().square())
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, gram.size, gram.size)
-        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-        u, v = (self.scale * size / gram.size**0.5 * drawn).to(gram.device, gram.dtype)
-        return gram, (state, basis, u, v)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        u, v = (self.scale * size / gram.size**0.5 * normal).to(gram.device, gram.dtype)
+        return _RandomState(gram, state, range_basis, u, v)
 
-    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        state, basis, u, v = own
+    def _solve_undamped(
+        self, state: _RandomState, rhs: Tensor, whitened: Tensor | None
+    ) -> Solution:
+        minimum_norm = self._moore_penrose.solve(state.moore_penrose, rhs, whitened=whitened)
+        invisible = state.project_on_kernel(state.u @ rhs)
+        from_outside_range = state.v @ state.project_on_kernel(rhs)
+        x = minimum_norm.x + invisible + from_outside_range
+        return Solution(x, 0.0, minimum_norm.rank, status=minimum_norm.status)
 
-        def unseen(x: Tensor) -> Tensor:
-            return torch.zeros_like(x) if len(basis) == len(x) else x - basis.T @ (basis @ x)
 
-        found = self._inverse.solve(state, rhs, whitened=whitened)
-        x = found.x + unseen(u @ rhs) + v @ unseen(rhs)
-        return Solution(x, 0.0, found.rank, status=found.status)
+@dataclass(frozen=True)
+class _DiagonalRoot:
+    """L of W = L Lᵀ for a diagonal W."""
+
+    diagonal: Tensor
+
+    def solve(self, columns: Tensor) -> Tensor:
+        """Return L⁻¹ times columns (p, k)."""
+        return columns / self.diagonal[:, None]
+
+    def solve_transposed(self, columns: Tensor) -> Tensor:
+        """Return L⁻ᵀ times columns (p, k)."""
+        return self.solve(columns)
 
 
-class WeightedNorm(_Undamped):
+@dataclass(frozen=True)
+class _CholeskyRoot:
+    """L of W = L Lᵀ for a full W."""
+
+    lower: Tensor
+
+    def solve(self, columns: Tensor) -> Tensor:
+        """Return L⁻¹ times columns (p, k)."""
+        return torch.linalg.solve_triangular(self.lower, columns, upper=False)
+
+    def solve_transposed(self, columns: Tensor) -> Tensor:
+        """Return L⁻ᵀ times columns (p, k)."""
+        return torch.linalg.solve_triangular(self.lower.T, columns, upper=True)
+
+
+@dataclass(frozen=True)
+class _WeightedState(_InverseState):
+    """L of the weight, and (A L⁻ᵀ)⁺."""
+
+    root: _DiagonalRoot | _CholeskyRoot
+    #: what `PseudoInverse` prepared for the rows A L⁻ᵀ
+    moore_penrose: Any
+
+
+class WeightedNorm(_UndampedSolver):
     r"""Of all x with G x = g, the one of smallest xᵀWx, for a positive definite W.
 
     With W = L Lᵀ it is x = L⁻ᵀ(A L⁻ᵀ)⁺r. Pulled back through a reparametrization ξ = f(θ),
@@ -143,48 +231,46 @@ class WeightedNorm(_Undamped):
 
     def __init__(self, weight: Tensor, rcond: float | None = None) -> None:
         require_finite_tensor("The weight", weight)
-        self.weight, self._inverse = weight, PseudoInverse(rcond)
+        self.weight = weight
+        self._moore_penrose = PseudoInverse(rcond)
 
-    def init(self, gram: Gram) -> tuple[Gram, Any]:
-        root = self._root(gram)
+    def init(self, gram: Gram) -> _WeightedState:
+        root = self._find_root(gram)
         if not isinstance(gram, FactoredGram):
             raise PullbackError(
                 "The weighted inverse needs A", "only G is held", 'Use gram="rows" or "auto"'
             )
-        rows = gram.rows()
-        weighted = rows / root if root.ndim == 1 else _solve(root, rows.T).T
-        return gram, (root, self._inverse.init(Rows(weighted)))
+        weighted_rows = root.solve(gram.rows().T).T
+        return _WeightedState(gram, root, self._moore_penrose.init(Rows(weighted_rows)))
 
-    def _apply_inverse(self, own: Any, rhs: Tensor, whitened: Tensor | None) -> Solution:
-        root, state = own
-        g = rhs / root if root.ndim == 1 else _solve(root, rhs[:, None])[:, 0]
-        found = self._inverse.solve(state, g, whitened=whitened)
-        y = found.x
-        x = y / root if root.ndim == 1 else _solve(root.T, y[:, None], upper=True)[:, 0]
-        return Solution(x, 0.0, found.rank, status=found.status)
+    def _solve_undamped(
+        self, state: _WeightedState, rhs: Tensor, whitened: Tensor | None
+    ) -> Solution:
+        weighted_rhs = state.root.solve(rhs[:, None])[:, 0]
+        solution = self._moore_penrose.solve(state.moore_penrose, weighted_rhs, whitened=whitened)
+        x = state.root.solve_transposed(solution.x[:, None])[:, 0]
+        return Solution(x, 0.0, solution.rank, status=solution.status)
 
-    def _root(self, gram: Gram) -> Tensor:
-        """L with W = L Lᵀ, as a matrix or its diagonal."""
-        w = self.weight.detach().to(gram.device, gram.dtype)
-        if tuple(w.shape) not in ((gram.size,), (gram.size, gram.size)):
+    def _find_root(self, gram: Gram) -> _DiagonalRoot | _CholeskyRoot:
+        """Return L with W = L Lᵀ; raise unless W fits and is positive definite."""
+        weight = self.weight.detach().to(gram.device, gram.dtype)
+        if tuple(weight.shape) not in ((gram.size,), (gram.size, gram.size)):
             raise PullbackError(
                 "The weight does not fit the parameters",
-                f"got {tuple(w.shape)} for {gram.size} parameters",
+                f"got {tuple(weight.shape)} for {gram.size} parameters",
                 "Pass a positive definite matrix (p, p), or its diagonal (p,)",
             )
-        if w.ndim == 1:
-            good, root = bool((w > 0).all()), w.clamp(min=0).sqrt()
+        if weight.ndim == 1:
+            is_definite = bool((weight > 0).all())
+            root = _DiagonalRoot(weight.clamp(min=0).sqrt())
         else:
-            root, info = torch.linalg.cholesky_ex(w)
-            good = bool(info == 0) and bool(torch.allclose(w, w.T))
-        if not good:
+            lower, info = torch.linalg.cholesky_ex(weight)
+            is_definite = bool(info == 0) and bool(torch.allclose(weight, weight.T))
+            root = _CholeskyRoot(lower)
+        if not is_definite:
             raise PullbackError(
                 "The weight is not positive definite",
                 "xᵀWx would be no norm, and its smallest solution not unique",
                 "Use a symmetric positive definite W",
             )
         return root
-
-
-def _solve(triangle: Tensor, rhs: Tensor, *, upper: bool = False) -> Tensor:
-    return torch.linalg.solve_triangular(triangle, rhs, upper=upper)

@@ -23,29 +23,34 @@ from ...grams import Gram, RowBlock, assemble
 from ...optim.checks import refuse_inference
 from ...solvers import PseudoInverse, Solver
 from .ambient import MetricLike, Parametrization, Phi, Vector, require_scalar_loss
-from .inverses import Rank, default_rcond
+from .inverses import Rank, choose_rcond
 
 Loss = Callable[[Tensor], Tensor]
 
 
-def differential(loss: Loss, value: Tensor) -> Tensor:
-    """∂L/∂z at z, in its shape."""
+def differentiate(loss: Loss, value: Tensor) -> Tensor:
+    """Return ∂L/∂z at z, in its shape; zero if L does not depend on z."""
     with torch.enable_grad():
         z = value.detach().clone().requires_grad_()
         total = loss(z)
         require_scalar_loss(total)
         require_finite_tensor("L", total)
-        slope = None
+        derivative = None
         if total.requires_grad:
-            (slope,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
-    slope = torch.zeros_like(z) if slope is None else slope
-    require_finite_tensor("dL", slope)
-    return slope.detach()
+            (derivative,) = torch.autograd.grad(total.reshape(()), z, allow_unused=True)
+    if derivative is None:
+        derivative = torch.zeros_like(z)
+    require_finite_tensor("dL", derivative)
+    return derivative.detach()
 
 
-def raise_covector(part: RowBlock, covector: Tensor) -> Tensor:
-    """The v with g v = dL, of least norm: v = S⁺ᵀr, sample by sample unless g couples them."""
-    factor, value = part.factor, part.linearization.value
+def raise_covector(block: RowBlock, covector: Tensor) -> Tensor:
+    """Return the v with g v = dL of least norm, the gradient of L on (Z, g).
+
+    It is v = S⁺ᵀr with S r = dL, sample by sample unless g couples them.
+    """
+    factor = block.factor
+    value = block.linearization.value
     r = factor.whiten(covector).value
     if r is None:
         raise PullbackError(
@@ -55,13 +60,15 @@ def raise_covector(part: RowBlock, covector: Tensor) -> Tensor:
         )
     if factor.couples_samples:
         eye = torch.eye(value.numel(), dtype=value.dtype, device=value.device)
-        transposed = part.transpose(eye).T  # Sᵀ, (k, n)
+        transposed = block.transpose(eye).T  # Sᵀ, (k, n)
         return (torch.linalg.pinv(transposed) @ r.flatten()).reshape(value.shape)
     columns = factor.covectors(value).flatten(2).permute(1, 2, 0)  # (N, |event|, R)
     flat = r.reshape(len(value), prod(factor.white))
     return (torch.linalg.pinv(columns.mT) @ flat[..., None]).reshape(value.shape)
 
 
+#: bytes that A may take as a matrix before G is held in another form; 1 GiB fits every machine
+#: on which a dense (p, p) result makes sense
 _MEMORY = 2**30
 
 
@@ -118,7 +125,7 @@ class Point:
         refuse_inference("it records no graph, so there are no derivatives", "Point")
         self._phi = Parametrization(phi, xi, metric, inputs, reduction)
         self._linear = self._phi.linearize()
-        self._part = RowBlock(self._linear, self._phi.factor(self._linear.value))
+        self._block = RowBlock(self._linear, self._phi.factor(self._linear.value))
         if rcond is not None:
             require_number("rcond", rcond, below=1.0)
         self._rcond = rcond
@@ -136,17 +143,17 @@ class Point:
 
     def pushforward(self, v: Vector) -> Tensor:
         """dφ_ξ v = J v, in the shape of φ(ξ)."""
-        return self._phi.restore(self._linear.jvp(self._phi.flat(v)))
+        return self._phi.restore(self._linear.jvp(self._phi.flatten(v)))
 
     def pullback(self, covector: Tensor) -> Tensor | dict[str, Tensor]:
         """Jᵀu: a covector of Z seen by the parameters, in the form of ξ."""
-        u = self._phi.vector(covector, self._linear.value, "The covector")
-        return self._phi.like(self._linear.vjp(u))
+        u = self._phi.arrange_vector(covector, self._linear.value, "The covector")
+        return self._phi.unflatten(self._linear.vjp(u))
 
     @cached_property
     def operator(self) -> Gram:
         """G as an operator, from A wherever that fits the memory."""
-        gram = assemble([self._part], "auto", _MEMORY, "rows")
+        gram = assemble([self._block], "auto", _MEMORY, "rows")
         if not bool(torch.isfinite(gram.trace())):
             raise PullbackError(
                 "dφ is not finite at ξ",
@@ -167,15 +174,18 @@ class Point:
     @property
     def rcond(self) -> float:
         """The relative size below which singular values of A count as zero."""
-        return default_rcond(self.operator) if self._rcond is None else self._rcond
+        if self._rcond is None:
+            return choose_rcond(self.operator)
+        return self._rcond
 
     @cached_property
-    def _state(self) -> Any:
+    def _moore_penrose(self) -> Any:
+        """What `PseudoInverse` prepared for G."""
         return PseudoInverse(self.rcond).init(self.operator)
 
     def gradient(self, loss: Loss | Vector) -> Tensor | dict[str, Tensor]:
         """∇_ξ L = Jᵀ∂L/∂z, in the form of ξ."""
-        return self._phi.like(self._gradient(loss)[0])
+        return self._phi.unflatten(self._compute_gradient(loss)[0])
 
     def natural_gradient(
         self, loss: Loss | Vector, inverse: Solver | None = None
@@ -189,19 +199,23 @@ class Point:
                 solver such as `Cholesky` gives (G + λ)⁻¹∇_ξ L: no generalized inverse, so that its
                 pushforward is not the projected gradient and depends on the parametrization.
         """
-        g, r = self._gradient(loss)
-        solver = PseudoInverse(self.rcond) if inverse is None else inverse
-        usable = isinstance(solver, Solver)
-        require(usable, "The inverse", inverse, "Pass a solver, such as RandomInverse()")
-        state = self._state if inverse is None else solver.init(self.operator)
+        g, r = self._compute_gradient(loss)
+        if inverse is None:
+            solver: Solver = PseudoInverse(self.rcond)
+            state = self._moore_penrose
+        else:
+            remedy = "Pass a solver, such as RandomInverse()"
+            require(isinstance(inverse, Solver), "The inverse", inverse, remedy)
+            solver = inverse
+            state = solver.init(self.operator)
         if not bool(g.any()) and (r is None or not bool(r.any())):
-            return self._phi.like(torch.zeros_like(g))
-        found = solver.solve(state, g, whitened=r)
-        if not found.status.ok and self.rank.rank > 0:
+            return self._phi.unflatten(torch.zeros_like(g))
+        solution = solver.solve(state, g, whitened=r)
+        if not solution.status.ok and self.rank.rank > 0:
             raise PullbackError(
-                "There is no natural gradient here", found.status.value, "Check φ and g at ξ"
+                "There is no natural gradient here", solution.status.value, "Check φ and g at ξ"
             )
-        return self._phi.like(found.x)
+        return self._phi.unflatten(solution.x)
 
     def project(self, v: Tensor) -> Tensor:
         """Π v = J A⁺Sᵀv: the g-orthogonal projection of a tangent vector of Z on the image of dφ.
@@ -209,22 +223,27 @@ class Point:
         The pushforward of the natural parameter gradient is Π grad^Z L, for any generalized
         inverse (Theorem 1 of van Oostrum, Müller and Ay, 2023).
         """
-        vector = self._phi.vector(v, self._linear.value, "The vector")
-        return self._phi.restore(self._project_white(self._part.transpose(vector.flatten())))
+        vector = self._phi.arrange_vector(v, self._linear.value, "The vector")
+        return self._phi.restore(self._project_whitened(self._block.transpose(vector.flatten())))
 
     def decompose(self, loss: Loss) -> Decomposition:
         """Split grad^Z L into its part in the image of dφ and the rest."""
-        covector = self._covector(loss)
-        ambient = raise_covector(self._part, covector)
-        white = self._part.transpose(ambient.flatten())
-        tangent = self._project_white(white)
-        lost = ambient - tangent
-        missing = self._part.transpose(lost.flatten()).norm()
-        length = white.norm()
-        share = float(missing / length) if bool(length > 0) else 0.0
-        restore = self._phi.restore
+        covector = self._compute_covector(loss)
+        ambient = raise_covector(self._block, covector)
+        whitened = self._block.transpose(ambient.flatten())
+        tangent = self._project_whitened(whitened)
+        residual = ambient - tangent
+        length = whitened.norm()
+        residual_length = self._block.transpose(residual.flatten()).norm()
+        lost_share = 0.0
+        if bool(length > 0):
+            lost_share = float(residual_length / length)
         return Decomposition(
-            restore(ambient), restore(tangent), restore(lost), float(length), share
+            ambient=self._phi.restore(ambient),
+            tangent=self._phi.restore(tangent),
+            residual=self._phi.restore(residual),
+            length=float(length),
+            lost=lost_share,
         )
 
     def image(self) -> Tensor:
@@ -232,51 +251,56 @@ class Point:
         if not self.rank.rank:
             return self._linear.value.new_zeros(self.operator.count, 0)
         eye = torch.eye(self.rank.rank, dtype=self.operator.dtype, device=self.operator.device)
-        right = self._state.combine(eye)  # singular vectors, (rank, p)
-        a = torch.stack([self._part.push(v) for v in right], 1)
-        return torch.linalg.qr(a / a.norm(dim=0)).Q
+        right_vectors = self._moore_penrose.combine(eye)  # of the SVD of A, (rank, p)
+        images = torch.stack([self._block.push(v) for v in right_vectors], 1)
+        return torch.linalg.qr(images / images.norm(dim=0)).Q
 
-    def nearby(self, radius: float, tries: int, seed: int) -> Iterator[Vector]:
-        """Random parameters at the distance radius·max(1, ‖ξ‖)."""
+    def draw_neighbours(self, radius: float, tries: int, seed: int) -> Iterator[Vector]:
+        """Yield random parameters at the distance radius·max(1, ‖ξ‖) from ξ, in its form."""
         generator = torch.Generator().manual_seed(seed)
-        flat = self._phi.space.flatten(self._phi.point)
-        scale = radius * max(1.0, float(flat.norm()))
+        xi = self._phi.space.flatten(self._phi.point)
+        distance = radius * max(1.0, float(xi.norm()))
         for _ in range(tries):
-            v = torch.randn(len(flat), generator=generator, dtype=torch.float64).to(flat)
-            pieces = self._phi.space.split(scale * v / v.norm())
-            moved = {n: w + pieces[n].to(w.dtype) for n, w in self._phi.point.items()}
-            yield self._phi.argument(moved)
+            direction = torch.randn(len(xi), generator=generator, dtype=torch.float64).to(xi)
+            move = self._phi.space.split(distance * direction / direction.norm())
+            neighbour = {n: w + move[n].to(w.dtype) for n, w in self._phi.point.items()}
+            yield self._phi.as_argument(neighbour)
 
     def residual(self, loss: Loss) -> Tensor:
         """grad^Z L − Π grad^Z L, in the shape of φ(ξ)."""
         return self.decompose(loss).residual
 
-    def _project_white(self, white: Tensor) -> Tensor:
-        """J A⁺c for c = Sᵀv, (n,)."""
+    def _project_whitened(self, whitened: Tensor) -> Tensor:
+        """Return Π v = J A⁺c for c = Sᵀv, (n,)."""
         if self.rank.rank == 0:
             return torch.zeros_like(self._linear.value)
-        g = self._part.pull(white)
-        return self._linear.jvp(PseudoInverse(self.rcond).solve(self._state, g, whitened=white).x)
+        g = self._block.pull(whitened)
+        solver = PseudoInverse(self.rcond)
+        solution = solver.solve(self._moore_penrose, g, whitened=whitened)
+        return self._linear.jvp(solution.x)
 
-    def _gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
-        """∇_ξ L, and r with Aᵀr = ∇_ξ L where L was given on Z."""
+    def _compute_gradient(self, loss: Loss | Vector) -> tuple[Tensor, Tensor | None]:
+        """Return ∇_ξ L (p,), and r with Aᵀr = ∇_ξ L if L is a function on Z that has one."""
         if isinstance(loss, (Tensor, Mapping)):
-            return self._phi.flat(loss, "The gradient"), None
-        covector = self._covector(loss)
-        white = self._part.factor.whiten(covector).value
-        return self._linear.vjp(covector), None if white is None else white.flatten()
+            return self._phi.flatten(loss, "The gradient"), None
+        covector = self._compute_covector(loss)
+        gradient = self._linear.vjp(covector)
+        whitened = self._block.factor.whiten(covector).value
+        if whitened is None:
+            return gradient, None
+        return gradient, whitened.flatten()
 
-    def _covector(self, loss: Loss) -> Tensor:
-        """∂L/∂z, as arranged inside."""
-        slope = differential(loss, self.value)
-        return slope.to(self._linear.value.dtype).reshape(self._linear.value.shape)
+    def _compute_covector(self, loss: Loss) -> Tensor:
+        """Return ∂L/∂z with samples first."""
+        covector = differentiate(loss, self.value)
+        return covector.to(self._linear.value.dtype).reshape(self._linear.value.shape)
 
     def _refuse_stochastic(self) -> None:
         with torch.no_grad():
-            again = self._phi.value(self._phi.point)
-        now = self.value
-        limit = 10 * torch.finfo(now.dtype).eps ** 0.5 * now.norm()
-        if bool((now - again.to(now)).norm() > limit):
+            second_value = self._phi.evaluate(self._phi.point)
+        first_value = self.value
+        limit = 10 * torch.finfo(first_value.dtype).eps ** 0.5 * first_value.norm()
+        if bool((first_value - second_value.to(first_value)).norm() > limit):
             raise PullbackError(
                 "φ is stochastic",
                 "evaluated twice at ξ it gave two values",

@@ -91,12 +91,17 @@ def properness(
     options = {"inputs": inputs, "rcond": rcond}
     require_number("The radius", radius, positive=True)
     require_number("The number of tries", tries, least=1, whole=True)
-    here = Point(phi, xi, metric, **options)
-    points = [here, *(_at_same_value(phi, other, metric, here, options) for other in others)]
+    at_xi = Point(phi, xi, metric, **options)
+    points = [at_xi]
+    for other in others:
+        at_other = Point(phi, other, metric, **options)
+        _require_same_value(at_other, at_xi)
+        points.append(at_other)
     ranks = list[int]()
-    for moved in (v for point in points for v in point.nearby(radius, tries, seed)):
-        with suppress(PullbackError):  # outside the domain of φ or of g
-            ranks.append(Point(phi, moved, metric, **options).rank.rank)
+    for point in points:
+        for neighbour in point.draw_neighbours(radius, tries, seed):
+            with suppress(PullbackError):  # outside the domain of φ or of g
+                ranks.append(Point(phi, neighbour, metric, **options).rank.rank)
     if not ranks:
         raise PullbackError(
             "The model's dimension could not be found",
@@ -104,14 +109,23 @@ def properness(
             "Lower radius",
         )
     dimension = max(*ranks, *(p.rank.rank for p in points))
-    rank = here.rank.rank
-    span = rank if len(points) == 1 else _span(points)
-    proper = rank == dimension and span <= dimension
-    reason = _reason(rank, dimension, span)
-    return Properness(proper, here.rank, dimension, span, radius, len(ranks), reason)
+    rank = at_xi.rank.rank
+    span = rank
+    if len(points) > 1:
+        span = _count_spanned_dimensions(points)
+    return Properness(
+        proper=rank == dimension and span <= dimension,
+        rank=at_xi.rank,
+        dimension=dimension,
+        span=span,
+        radius=radius,
+        tried=len(ranks),
+        reason=_explain(rank, dimension, span),
+    )
 
 
-def _reason(rank: int, dimension: int, span: int) -> str:
+def _explain(rank: int, dimension: int, span: int) -> str:
+    """Return the verdict as a sentence."""
     if span > dimension:
         return (
             f"the tangent spaces at this model point span {span} dimensions where the model has "
@@ -122,26 +136,25 @@ def _reason(rank: int, dimension: int, span: int) -> str:
     return f"dφ reaches all {dimension} dimensions"
 
 
-def _at_same_value(
-    phi: Phi, other: Vector, metric: MetricLike, here: Point, options: dict[str, Any]
-) -> Point:
-    point = Point(phi, other, metric, **options)
-    limit = torch.finfo(here.value.dtype).eps ** 0.5
-    if not bool((point.value - here.value).norm() <= limit * (1 + here.value.norm())):
+def _require_same_value(other: Point, point: Point) -> None:
+    """Raise unless φ has the same value at both points, to √ε."""
+    difference = (other.value - point.value).norm()
+    limit = torch.finfo(point.value.dtype).eps ** 0.5
+    if not bool(difference <= limit * (1 + point.value.norm())):
         raise PullbackError(
             "The other parameters stand for another point of the model",
-            f"their values differ by {float((point.value - here.value).norm()):.3g}",
+            f"their values differ by {float(difference):.3g}",
             "Pass parameters with φ(ξ') = φ(ξ)",
         )
-    return point
 
 
-def _span(points: list[Point]) -> int:
-    """The dimension of all images of dφ together, from orthonormal bases of each in g."""
-    bases = [basis for p in points if (basis := p.image()).shape[1]]
-    if not bases:
-        return 0
+def _count_spanned_dimensions(points: list[Point]) -> int:
+    """Return the dimension of all images of dφ together, from orthonormal bases of each in g."""
+    bases = [point.image() for point in points]
     joined = torch.cat(bases, 1)
+    if not joined.shape[1]:
+        return 0
     sigma = torch.linalg.svdvals(joined)
-    # orthonormal columns: a new direction adds 1, one that is there to round-off adds its angle
+    # Columns are orthonormal in each basis. A direction that no other basis has gives a singular
+    # value of about 1; one that another basis has up to round-off gives the sine of their angle.
     return int((sigma > torch.finfo(sigma.dtype).eps ** 0.5).sum())

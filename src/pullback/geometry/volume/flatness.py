@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -16,12 +16,30 @@ from ..._core.errors import PullbackError
 from ..local.ambient import MetricLike, Parametrization, Phi, Vector
 from .landscape import Landscape, round_landscape
 
-#: points per axis of the last grid, by dimension
-_RESOLUTION = {1: 4001, 2: 401, 3: 81}
-_COARSE = {1: 401, 2: 101, 3: 31}
-#: the set is unbounded where it goes on beyond this
-_FAR = 1e6
-_GROWTH = 1.7
+
+@dataclass(frozen=True)
+class _Grids:
+    """Grids on which the set below F(w₀) + ε is searched and measured."""
+
+    #: cells per axis of the last grid, by dimension: 4,000 to 530,000 points, a few seconds of
+    #: losses. `Flatness.error` reports what such a grid leaves.
+    fine: Mapping[int, int] = field(default_factory=lambda: {1: 4001, 2: 401, 3: 81})
+    #: cells per axis of the first grid; two or four doublings lead to the last one
+    coarse: Mapping[int, int] = field(default_factory=lambda: {1: 401, 2: 101, 3: 31})
+    #: half the side of the first box. In round coordinates the set reaches to about 1, and a fifth
+    #: is added so that most sets do not touch the box.
+    first_side: float = 1.2
+    #: how much further a face of the box moves if the set touches it; below 2, so that a set that
+    #: ends just beyond still has most of the grid's cells
+    growth: float = 1.7
+    #: the set counts as unbounded if it goes on beyond this many times its reach along the axes
+    farthest: float = 1e6
+    #: the share of a side by which a box may change on the next finer grid and still count as
+    #: stable: some cells of the coarse grid
+    stable_share: float = 0.05
+
+
+_GRIDS = _Grids()
 
 
 @dataclass(frozen=True)
@@ -91,9 +109,9 @@ def flatness(
     3.829
     """
     require_number("epsilon", epsilon, positive=True)
-    at = Parametrization(phi, minimum, metric, inputs, reduction)
-    landscape = Landscape(at, loss, basis, tolerance)
-    landscape.check(epsilon)
+    parametrization = Parametrization(phi, minimum, metric, inputs, reduction)
+    landscape = Landscape(parametrization, loss, basis, tolerance)
+    landscape.refuse_unresolved(epsilon)
     start = torch.zeros(1, landscape.dimension, dtype=torch.float64, device=landscape.basis.device)
     if landscape.dimension == 0 or not bool(landscape.density(start)[0] > 0):
         raise PullbackError(
@@ -101,126 +119,165 @@ def flatness(
             f"dφ has rank {landscape.rank} at the minimum, along {landscape.dimension} directions",
             'Measure on a slice: basis="tangent", or the columns of your own',
         )
-    if landscape.dimension not in _RESOLUTION:
+    if landscape.dimension not in _GRIDS.fine:
         raise PullbackError(
             "A grid is too coarse here",
             f"it would have {landscape.dimension} dimensions",
             "Measure along up to three directions: basis=, a matrix (p, 3)",
         )
-    volume, error, euclidean = float("inf"), float("nan"), float("inf")
-    box = _stable_box(landscape, epsilon) if round_landscape(landscape, epsilon) else None
+    box = None
+    if round_landscape(landscape, epsilon):
+        box = _find_stable_box(landscape, epsilon)
+    volumes = _Volumes(float("inf"), float("inf"))
+    error = float("nan")
     if box is not None:
-        fine = _RESOLUTION[landscape.dimension]
-        volume, euclidean = _integral(landscape, epsilon, box, fine)
-        error = abs(volume - _integral(landscape, epsilon, box, fine // 2)[0])
+        fine = _GRIDS.fine[landscape.dimension]
+        volumes = _integrate_volumes(landscape, epsilon, box, fine)
+        coarser = _integrate_volumes(landscape, epsilon, box, fine // 2)
+        error = abs(volumes.riemannian - coarser.riemannian)
     return Flatness(
-        volume,
-        error,
-        euclidean * float(torch.linalg.svdvals(landscape.basis).prod()),
-        box is not None,
-        landscape.rank,
-        landscape.dimension,
-        landscape.evaluations,
+        volume=volumes.riemannian,
+        error=error,
+        euclidean=volumes.euclidean * float(torch.linalg.svdvals(landscape.basis).prod()),
+        bounded=box is not None,
+        rank=landscape.rank,
+        dimension=landscape.dimension,
+        evaluations=landscape.evaluations,
     )
 
 
-def _stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
-    """A box around the set that finer grids do not enlarge; None where there is none.
+def _find_stable_box(landscape: Landscape, epsilon: float) -> np.ndarray | None:
+    """Return a box around the set that finer grids do not enlarge; None if there is none.
 
-    Arms that get thinner without end look finite on every grid, and longer on a finer one.
+    A box is its lower and upper corner, (2, k). Arms that get thinner without end look finite on
+    every grid, and longer on a finer one.
     """
-    # along each axis the set reaches about as far as 1
-    box, count = np.outer([-1.2, 1.2], np.ones(landscape.dimension)), _COARSE[landscape.dimension]
-    found = _enclose(landscape, epsilon, box, count)
-    while found is not None and count < _RESOLUTION[landscape.dimension]:
+    side = _GRIDS.first_side
+    count = _GRIDS.coarse[landscape.dimension]
+    first_box = np.outer([-side, side], np.ones(landscape.dimension))
+    box = _find_enclosing_box(landscape, epsilon, first_box, count)
+    while box is not None and count < _GRIDS.fine[landscape.dimension]:
         count = 2 * count
-        finer = _enclose(landscape, epsilon, found, count)
-        if finer is not None and (np.abs(finer - found) <= 0.05 * (found[1] - found[0])).all():
-            return np.stack([np.minimum(finer[0], found[0]), np.maximum(finer[1], found[1])])
-        found = finer
+        finer = _find_enclosing_box(landscape, epsilon, box, count)
+        if finer is not None and _are_close(finer, box):
+            return np.stack([np.minimum(finer[0], box[0]), np.maximum(finer[1], box[1])])
+        box = finer
     return None
 
 
-def _enclose(
+def _are_close(finer: np.ndarray, box: np.ndarray) -> bool:
+    """Return True if no face has moved by more than a small share of the box's side."""
+    return bool((np.abs(finer - box) <= _GRIDS.stable_share * (box[1] - box[0])).all())
+
+
+def _find_enclosing_box(
     landscape: Landscape, epsilon: float, box: np.ndarray, count: int
 ) -> np.ndarray | None:
-    """Lower and upper corner (2, k) of a box around the set; None where it has no end."""
+    """Grow the box until the set ends inside, and return one that fits it; None if it never ends.
+
+    Corners are (2, k), and a grid has `count` cells along each axis.
+    """
     while True:
-        heights = _heights(landscape, box, count)
-        inside = _component(heights, box, epsilon)
+        heights = _evaluate_heights(landscape, box, count)
+        inside = _select_component(heights, box, epsilon)
         landscape.refuse_lower(torch.from_numpy(heights[inside]), epsilon)
-        # which faces (2, k) of the box the set touches
-        axes = range(inside.ndim)
-        touched = np.array([[inside.take(end, axis).any() for axis in axes] for end in (0, -1)])
-        if not touched.any():
+        is_touched = _find_touched_faces(inside)
+        if not is_touched.any():
             return _shrink_box(inside, box)
         # such a face moves away from the minimum
-        box = np.where(touched, _GROWTH * box, box)
-        if (np.abs(box) > _FAR).any():
+        box = np.where(is_touched, _GRIDS.growth * box, box)
+        if (np.abs(box) > _GRIDS.farthest).any():
             return None
 
 
-def _points(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
-    """Midpoints of `count` cells along each axis, (count^k, k)."""
+def _find_touched_faces(inside: np.ndarray) -> np.ndarray:
+    """Return True for the faces (2, k) of the grid that have a cell of the set."""
+    axes = range(inside.ndim)
+    lower = [inside.take(0, axis).any() for axis in axes]
+    upper = [inside.take(-1, axis).any() for axis in axes]
+    return np.array([lower, upper])
+
+
+def _list_midpoints(box: np.ndarray, count: int, landscape: Landscape) -> Tensor:
+    """Return the midpoints of `count` cells along each axis, (count^k, k)."""
     axes = [low + (high - low) * (np.arange(count) + 0.5) / count for low, high in box.T]
     mesh = np.meshgrid(*axes, indexing="ij")
     return torch.from_numpy(np.stack([m.ravel() for m in mesh], 1)).to(landscape.map)
 
 
-def _heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
-    heights = landscape.height(_points(box, count, landscape))
+def _evaluate_heights(landscape: Landscape, box: np.ndarray, count: int) -> np.ndarray:
+    """Return F − F(w₀) at the midpoints of the grid's cells, `count` along each of k axes."""
+    heights = landscape.height(_list_midpoints(box, count, landscape))
     return heights.cpu().numpy().reshape((count,) * landscape.dimension)
 
 
-def _component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarray:
-    """The cells below ε that hang together with the one at the minimum."""
+def _select_component(heights: np.ndarray, box: np.ndarray, epsilon: float) -> np.ndarray:
+    """Return True for cells below ε that hang together with the one at the minimum.
+
+    On a coarse grid the minimum's own cell may lie across the boundary. Its neighbours are asked
+    then, the nearest first.
+    """
     labels = np.asarray(scipy.ndimage.label(heights < epsilon)[0])  # pyright: ignore[reportIndexIssue]
     count = heights.shape[0]
     cell = tuple(min(count - 1, int(count * -low / (high - low))) for low, high in box.T)
-    # the minimum's own cell may lie across the boundary on a coarse grid: look around it
-    near = [
-        labels[tuple(np.clip(np.add(cell, offset), 0, count - 1))]
-        for offset in sorted(
-            product((0, -1, 1), repeat=heights.ndim), key=lambda o: np.abs(o).sum()
-        )
-    ]
-    label = next((n for n in near if n), 0)
-    return (labels == label) & (label > 0)
+    offsets = sorted(product((0, -1, 1), repeat=heights.ndim), key=_count_steps)
+    for offset in offsets:
+        neighbour = tuple(np.clip(np.add(cell, offset), 0, count - 1))
+        if labels[neighbour]:
+            return labels == labels[neighbour]
+    return np.zeros_like(heights, dtype=bool)
+
+
+def _count_steps(offset: tuple[int, ...]) -> int:
+    """Return how many cells an offset goes along the axes, together."""
+    return int(np.abs(offset).sum())
 
 
 def _shrink_box(inside: np.ndarray, box: np.ndarray) -> np.ndarray:
-    """The box around the set with two coarse cells to spare."""
+    """Return the box around the set with two coarse cells to spare."""
     count = inside.shape[0]
     width = (box[1] - box[0]) / count
-    out = box.copy()
+    fitted = box.copy()
     for axis in range(inside.ndim):
-        others = tuple(a for a in range(inside.ndim) if a != axis)
-        cells = np.flatnonzero(inside.any(others))
+        other_axes = tuple(a for a in range(inside.ndim) if a != axis)
+        cells = np.flatnonzero(inside.any(other_axes))
         if not len(cells):
             return box
-        out[0, axis] = box[0, axis] + (cells[0] - 2) * width[axis]
-        out[1, axis] = box[0, axis] + (cells[-1] + 3) * width[axis]
-    return out
+        fitted[0, axis] = box[0, axis] + (cells[0] - 2) * width[axis]
+        fitted[1, axis] = box[0, axis] + (cells[-1] + 3) * width[axis]
+    return fitted
 
 
-def _integral(
+@dataclass(frozen=True)
+class _Volumes:
+    """∫_S √det G dθ and ∫_S dθ."""
+
+    riemannian: float
+    euclidean: float
+
+
+def _integrate_volumes(
     landscape: Landscape, epsilon: float, box: np.ndarray, count: int
-) -> tuple[float, float]:
-    """∫_S √det G dθ and ∫_S dθ by the midpoint rule, along the axes of the loss's curvature.
+) -> _Volumes:
+    """Return both volumes of the set by the midpoint rule, along the axes of the curvature.
 
     Cells that the boundary cuts count by the share below ε of a plane with the height's slope.
     """
-    heights = _heights(landscape, box, count)
-    inside = _component(heights, box, epsilon)
+    heights = _evaluate_heights(landscape, box, count)
+    inside = _select_component(heights, box, epsilon)
     # what lies next to the component may be cut by its boundary
-    near = scipy.ndimage.binary_dilation(inside, iterations=1)
+    may_be_cut = scipy.ndimage.binary_dilation(inside, iterations=1)
     finite = np.where(np.isfinite(heights), heights, epsilon + 2 * abs(epsilon))
-    slopes = np.gradient(finite) if landscape.dimension > 1 else [np.gradient(finite)]
-    spread = np.maximum(sum(np.abs(s) for s in slopes), 1e-300)
-    share = np.clip(0.5 + (epsilon - finite) / spread, 0.0, 1.0) * near
+    slopes = np.gradient(finite)
+    if landscape.dimension == 1:  # where numpy returns the array itself
+        slopes = [slopes]
+    # the smallest positive number stands for a height without slope
+    rise = np.maximum(sum(np.abs(slope) for slope in slopes), np.finfo(np.float64).tiny)
+    share = np.clip(0.5 + (epsilon - finite) / rise, 0.0, 1.0) * may_be_cut
     cells = np.flatnonzero(share)
-    points = _points(box, count, landscape)[torch.from_numpy(cells).to(landscape.map.device)]
-    density = landscape.density(points).cpu().numpy()
-    size = landscape.stretch * float(np.prod((box[1] - box[0]) / count))
+    midpoints = _list_midpoints(box, count, landscape)
+    midpoints = midpoints[torch.from_numpy(cells).to(landscape.map.device)]
+    density = landscape.density(midpoints).cpu().numpy()
+    cell_volume = landscape.stretch * float(np.prod((box[1] - box[0]) / count))
     weights = share.ravel()[cells]
-    return size * float(weights @ density), size * float(weights.sum())
+    return _Volumes(cell_volume * float(weights @ density), cell_volume * float(weights.sum()))
