@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pullback import PullbackError
-from pullback_experiments import Paused, registry
+from pullback_experiments import Item, Paused, registry
 from pullback_experiments.framework import executor, parallel
 from pullback_experiments.framework.experiment import Context
 from pullback_experiments.framework.parallel import Job
+from pullback_experiments.framework.progress import Estimates, Progress
+from pullback_experiments.framework.store import Name
 
 from .small import Small, quiet, said
 
@@ -54,6 +59,51 @@ def test_no_more_processes_than_items(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt):
         executor.run(registry.find(NAME), True, [0], tmp_path, workers=100_000)
     assert asked[0] < 10
+
+
+class _Pool:
+    """Worker processes that only write down what they should start."""
+
+    def __init__(self) -> None:
+        self.names: list[Any] = []
+
+    @property
+    def free(self) -> bool:
+        return len(self.names) < 3
+
+    def start(self, started: Job) -> None:
+        self.names.append(started.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Staged(Small):
+    """The slow rate waits for a search, which is done once and beside others; the fast does not."""
+
+    def items(self, quick: bool) -> list[Item]:
+        waiting, free = super().items(quick)
+        search = Item(("search",), lambda context: {"found": 1}, once=True, after=())
+        return [search, replace(waiting, after=[("search",)]), replace(free, after=())]
+
+
+def test_items_start_when_those_that_they_build_on_are_done(tmp_path: Path) -> None:
+    experiment = _Staged()
+    store = experiment.open_store(False, tmp_path)
+    plan = executor.RunPlan(experiment, False, [0], store, torch.device("cpu"))
+    progress = Progress(quiet(), "staged", 3)
+    doing = executor.Executor(plan, tmp_path, progress, Estimates([]), None)
+    waiting = deque(plan.names)
+    pool = _Pool()
+    doing._fill(pool, waiting)
+    assert pool.names == [(("search",), None), (("lr 0.5",), 0)]
+    assert list(waiting) == [(("lr 0.1",), 0)]
+    store.put((("search",), None), {"found": 1}, 0.0, {})
+    doing._fill(pool, waiting)
+    assert pool.names[-1] == (("lr 0.1",), 0)
+    left_over: deque[Name] = deque([(("lr 0.1",), 0)])
+    fresh = _Staged().open_store(False, tmp_path / "fresh")
+    doing.plan = executor.RunPlan(experiment, False, [0], fresh, torch.device("cpu"))
+    doing._fill(_Pool(), left_over)  # nothing is under way that it could wait for
+    assert not left_over
 
 
 def test_an_experiment_that_processes_cannot_find_is_refused(tmp_path: Path) -> None:

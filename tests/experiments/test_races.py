@@ -1,8 +1,10 @@
 """The races: corpus, networks, the loop, and claims on made-up curves."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +12,18 @@ import torch
 from torch import nn
 
 from pullback._core.errors import PullbackError
+from pullback_experiments.framework import executor
 from pullback_experiments.learning import data
-from pullback_experiments.races import EXPERIMENTS, checks
+from pullback_experiments.races import EXPERIMENTS, checks, experiment
+from pullback_experiments.races.bracket import bracket
 from pullback_experiments.races.checks import Lead, final, find_crossing
 from pullback_experiments.races.loop import RaceTask, run
 from pullback_experiments.races.networks import Decoder, ImageData, ResNet, VisionTransformer
-from pullback_experiments.races.optimizers import OPTIMIZERS, OURS, hidden
+from pullback_experiments.races.optimizers import OPTIMIZERS, hidden
 from pullback_experiments.races.tasks import TASKS, Corpus, python_files
 
 CPU = torch.device("cpu")
+OURS = ("kfac-spectral",)
 
 
 # --- data -----------------------------------------------------------------------------------
@@ -182,5 +187,66 @@ def test_grids_are_equally_large() -> None:
             assert len({len(e.rates) for e in entrants.values()}) == 1
             assert set(entrants) <= set(OPTIMIZERS)
         assert all(lead.rival in race.entrants for lead in race.leads)
-        limits = {lead.steps for lead in race.leads if lead.steps}
-        assert limits <= set(race.lengths)
+        limits = [lead.steps for lead in race.leads if lead.steps]
+        assert min(race.lengths) <= max(limits)
+
+
+@pytest.mark.parametrize("best", [0.07, 1.0, 3.0, 30.0])
+def test_a_search_ends_with_the_best_rate_inside(best: float) -> None:
+    rates: list[float] = []
+
+    def train(rate: float) -> dict[str, float]:
+        rates.append(rate)
+        return {"lr": rate, "final": abs(math.log(rate / best))}
+
+    runs = bracket(train, 1.0)
+    assert sorted(rates) == [run["lr"] for run in runs]
+    losses = [run["final"] for run in runs]
+    assert 0 < losses.index(min(losses)) < len(losses) - 1
+
+
+def test_a_search_gives_up_and_takes_divergence_for_the_worst() -> None:
+    assert len(bracket(lambda rate: {"lr": rate, "final": -rate}, 1.0)) == 8
+    runs = bracket(lambda rate: {"lr": rate, "final": math.nan if rate > 2 else -rate}, 1.0)
+    assert [run["lr"] for run in runs] == [1.0, 2.0, 4.0]
+
+
+class _Counted:
+    """Runs of a race in place of training: the loss depends on rate and seed alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float, int]] = []
+
+    def __call__(self, task: Any, method: str, lr: float, **options: Any) -> dict[str, Any]:
+        self.calls.append((method, lr, options["seed"]))
+        count = task.evaluations
+        steps = options["steps"]
+        last = abs(math.log(lr / 0.01)) + 0.001 * options["seed"] + 1
+        return {
+            **{"method": method, "lr": lr, "steps": steps, "final": last, "ms": 10.0},
+            "step": [round(steps * i / count) for i in range(count + 1)],
+            "seconds": [0.01 * steps * i / count for i in range(count + 1)],
+            "held-out loss": [last + count - i for i in range(count + 1)],
+            "accuracy": [0.5] * (count + 1),
+        }
+
+
+def test_a_bracketed_race_reuses_its_search_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = _Counted()
+    monkeypatch.setattr(experiment, "run", counted)
+    race = replace(next(r for r in EXPERIMENTS if r.name == "race-text-large"), judged=False)
+    first = executor.run(race, out=tmp_path, only=["kfac"])
+    assert first.finished < first.total
+    assert {method for method, _, _ in counted.calls} == {"kfac"}
+    with pytest.raises(PullbackError, match="their words are"):
+        executor.run(race, out=tmp_path, only=["lion"])
+    outcome = executor.run(race, out=tmp_path)
+    assert outcome.finished == outcome.total
+    assert len(counted.calls) == len(set(counted.calls)) + 3 * 2  # pace, and shorter runs of ours
+    state = json.loads((tmp_path / "race-text-large.json").read_text("utf-8"))
+    rates = next(t for t in state["summary"]["tables"] if "rates" in t["title"])
+    assert [row[1] for row in rates["rows"][:3]] == ["0.004", "0.008", "0.016"]
+    runs = {(*run["key"], run["seed"]): run["record"] for run in state["runs"]}
+    assert runs["text-large", "muon-0.9", 2]["lr"] == 0.008

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from pullback_experiments.races.optimizers import SOAP, Muon, polar
+from pullback_experiments.races.optimizers import SOAP, Muon, NorMuon, polar
 
 
 def _gradients(shape: tuple[int, ...], count: int) -> list[torch.Tensor]:
@@ -59,12 +59,31 @@ def test_soap_is_its_equations(shape: tuple[int, ...], monkeypatch: pytest.Monke
             v = v[rows][:, columns]
 
 
+def test_normuon_is_its_equations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    weight = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
+    normuon = NorMuon([weight], 0.1, momentum=0.9, beta2=0.8, weight_decay=0.05)
+    w = np.ones((3, 5))
+    m = np.zeros((3, 5))
+    v = np.zeros((3, 1))
+    for gradient in _gradients((3, 5), 4):
+        weight.grad = gradient
+        normuon.step()
+        g = gradient.numpy()
+        m = 0.9 * m + 0.1 * g
+        o = polar(torch.from_numpy(0.1 * g + 0.9 * m)[None])[0].numpy()
+        v = 0.8 * v + 0.2 * (o**2).mean(1, keepdims=True)
+        x = o / np.sqrt(v)
+        w = (1 - 0.1 * 0.05) * w - 0.1 * 0.2 * np.sqrt(15) * x / np.linalg.norm(x)
+        np.testing.assert_allclose(weight.detach().numpy(), w, atol=1e-7)
+
+
 def test_stacks_are_matrices_one_by_one() -> None:
     shapes = [(4, 3), (4, 3), (3, 4), (4, 3)]
     draw = torch.Generator().manual_seed(1)
     start = [torch.randn(s, generator=draw) for s in shapes]
     grads = [[torch.randn(s, generator=draw) for s in shapes] for _ in range(4)]
-    for make_optimizer in (Muon, lambda params, lr: SOAP(params, lr, refresh_every=2)):
+    for make_optimizer in (Muon, NorMuon, lambda params, lr: SOAP(params, lr, refresh_every=2)):
         stacked, one_by_one = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
         one = make_optimizer(stacked, 0.1)
         several = [make_optimizer([p], 0.1) for p in one_by_one]

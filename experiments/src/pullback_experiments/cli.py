@@ -36,6 +36,9 @@ def run(
         float | None, typer.Option(min=0, help="Stop after so long; the same command goes on.")
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Seeds and items in so many processes.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="Items with one of these words, such as adamw,muon.")
+    ] = None,
 ) -> None:
     """Repeat a paper's experiment; what is finished is kept and not done again.
 
@@ -50,10 +53,13 @@ def run(
             asked = None
         else:
             asked = seed_range(seeds)
+        words = []
+        if only is not None:
+            words = only.split(",")
         try:
             outcome = executor.run(
                 experiment, quick, asked, out, make_console(),
-                device=device, seconds=seconds, workers=workers,
+                device=device, seconds=seconds, workers=workers, only=words,
             )  # fmt: skip
         except KeyboardInterrupt:
             results_file = out / f"{experiment.stem(quick)}.json"

@@ -151,11 +151,11 @@ def _share_corpus(shared: tuple[tuple[int, bool], Any] | None) -> None:
 
     if shared is not None:
         key, files = shared
-        read = tasks.corpus.python_files
+        read = tasks.python_files
 
         def read_shared(*asked: Any) -> Any:
             if asked == key:
                 return files
             return read(*asked)
 
-        tasks.corpus.python_files = read_shared
+        tasks.python_files = read_shared

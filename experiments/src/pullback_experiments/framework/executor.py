@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,13 @@ def run(
     device: str | torch.device = "cpu",
     seconds: float | None = None,
     workers: int = 1,
+    only: Sequence[str] = (),
 ) -> Outcome:
     """Do the items that are missing under `out`, for at most so many seconds; judge, draw, save.
 
     With several workers each item with a seed has a process of its own, after the items without
-    one. Seconds that are measured there are those of a machine with other work.
+    one. Seconds that are measured there are those of a machine with other work. `only` names
+    words; items without any of them in their keys are left for another time.
     """
     checked_device = _check_device(experiment, device)
     console = console or Console(quiet=True)
@@ -55,7 +58,7 @@ def run(
     store = experiment.open_store(quick, make_folder(out))
     chosen_seeds = experiment.chosen(seeds, quick)
     plan = RunPlan(experiment, quick, chosen_seeds, store, checked_device)
-    plan.do(console, seconds, workers)
+    plan.do(console, seconds, workers, only)
     return plan.conclude(console)
 
 
@@ -100,9 +103,14 @@ class RunPlan:
 
     # --- doing -------------------------------------------------------------------------------
 
-    def do(self, console: Console, seconds: float | None, workers: int) -> None:
+    def do(
+        self, console: Console, seconds: float | None, workers: int, only: Sequence[str] = ()
+    ) -> None:
         """Do the items that are missing, until the time is over."""
+        words = self._check_words(only)
         missing = [name for name in self.names if name not in self.store]
+        if words:
+            missing = [name for name in missing if words.intersection(name[0])]
         if not missing:
             return
         self.experiment.ready(self.quick)
@@ -114,6 +122,17 @@ class RunPlan:
             progress.start(len(self.names) - len(missing))
             executor = Executor(self, folder, progress, self._estimate(missing), deadline)
             executor.do(missing, workers)
+
+    def _check_words(self, only: Sequence[str]) -> set[str]:
+        """Return the words; raise if one of them is in no item's key."""
+        known = set(chain.from_iterable(key for key, _ in self.names))
+        if unknown := set(only) - known:
+            raise PullbackError(
+                f"No item of {self.experiment.name} has the word {', '.join(sorted(unknown))}",
+                f"their words are {', '.join(sorted(known))}",
+                "Ask for some of these with --only",
+            )
+        return set(only)
 
     def _estimate(self, missing: list[Name]) -> Estimates:
         """Return the seconds that items will take, from those that are done."""
@@ -265,16 +284,17 @@ class Executor:
     def do(self, missing: list[Name], workers: int) -> None:
         """Do the items until the time is over: those without a seed first, and one by one.
 
-        They may build on one another. With several workers the others go to processes.
+        They may build on one another, unless they say on which. With several workers the others
+        go to processes.
         """
         if workers == 1:
             self.do_in_order(missing)
             return
-        without_seed = [name for name in missing if name[1] is None]
-        with_seed = [name for name in missing if name[1] is not None]
-        has_time = self.do_in_order(without_seed)
-        if has_time and with_seed:
-            self.do_in_processes(with_seed, min(workers, len(with_seed)))
+        in_order = [name for name in missing if self.plan.names[name].keeps_order]
+        side_by_side = [name for name in missing if not self.plan.names[name].keeps_order]
+        has_time = self.do_in_order(in_order)
+        if has_time and side_by_side:
+            self.do_in_processes(side_by_side, min(workers, len(side_by_side)))
 
     def do_in_order(self, names: Sequence[Name]) -> bool:
         """Do one item after the other; return False if the time was over before the last."""
@@ -316,12 +336,30 @@ class Executor:
                         self._save(name, *parallel.rebuild_record(sent))
 
     def _fill(self, pool: Any, waiting: deque[Name]) -> None:
-        """Start items in free processes; clear the queue if there is no time for the next."""
-        while waiting and pool.free:
-            if not self._has_time(waiting[0]):
+        """Start items in free processes; clear the queue if there is no time for the next.
+
+        An item starts once those that it builds on are done; those behind it may start before it.
+        """
+        while pool.free:
+            name = next((name for name in waiting if self._can_start(name)), None)
+            if name is None:
+                if not pool.names:
+                    waiting.clear()  # nothing is under way that they could wait for
+                return
+            if not self._has_time(name):
                 waiting.clear()
                 return
-            pool.start(self._make_job(waiting.popleft()))
+            waiting.remove(name)
+            pool.start(self._make_job(name))
+
+    def _can_start(self, name: Name) -> bool:
+        """Return True if the items that this one builds on are done."""
+        item = self.plan.names[name]
+        if item.after is None:
+            needed = [one.key for one in self.plan.once]
+        else:
+            needed = list(item.after)
+        return all((key, None) in self.plan.store for key in needed)
 
     def _make_job(self, name: Name) -> parallel.Job:
         plan = self.plan

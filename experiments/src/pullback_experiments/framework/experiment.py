@@ -76,6 +76,8 @@ class Item:
         once: done once, before the seeds: a search for settings, a reference solution.
         resumable: goes on from its checkpoint after `Paused`, so it may start at any time.
         seeds: it is done for these alone, where not for all.
+        after: items without a seed that it builds on, so that it may run beside all others. By
+            default every item without a seed comes first, and these come one after the other.
     """
 
     key: Key
@@ -83,10 +85,16 @@ class Item:
     once: bool = False
     resumable: bool = False
     seeds: Sequence[int] | None = None
+    after: Sequence[Key] | None = None
 
     def applies(self, seed: int) -> bool:
         """Whether it is to be done for this seed."""
         return self.seeds is None or seed in self.seeds
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether it has to wait for the items without a seed that stand before it."""
+        return self.once and self.after is None
 
     def run(self, context: Context) -> tuple[Record, float]:
         """The record, from random numbers that depend on the seed alone, and the seconds it took.

@@ -165,6 +165,7 @@ def _open_store(name: str, quick: bool, out: Path) -> tuple[Experiment, Store]:
 def _run_item(job: Job) -> Sent:
     """Run one item; called in the worker."""
     experiment, store = _open_store(job.experiment, job.quick, job.out)
+    store.reread()  # items that it builds on may be newer than this process
     key, seed = job.name
     (item,) = [i for i in experiment.items(job.quick) if i.key == key]
     if job.until is None:

@@ -112,6 +112,11 @@ class Store:
         self._stamp_read: object = None
         self._merge()
 
+    def reread(self) -> None:
+        """Take over the items that other processes have saved since this one read the file."""
+        with lock_folder(self.path.parent):
+            self._merge()
+
     def _merge(self) -> None:
         """Take over what is on disk, another process's items included."""
         if not self.path.exists() or (stamp := self._stamp()) == self._stamp_read:

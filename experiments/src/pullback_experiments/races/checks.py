@@ -13,7 +13,7 @@ from ..framework import plots
 from ..framework.check import Claim
 from ..framework.curves import Series, finite, over_seeds
 from ..framework.records import Record
-from ..framework.tabular import Table
+from ..framework.tabular import Table, count_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -130,11 +130,13 @@ def table(records: GroupedRecords, heading: str) -> Table:
                 f"{median(r['accuracy'][-1] for r in runs):.3f}",
                 f"{median(r['seconds'][-1] for r in runs):.3g}",
                 f"{median(r['ms'] for r in runs):.1f}",
+                str(len(runs)),
             ]
         )
     columns = ["optimizer", "lr", "steps", "held-out loss", "accuracy", "seconds", "ms/step"]
-    count = len(next(iter(records.values())))
-    return Table(columns, rows, f"{heading}: medians over {count} seed{'s'[: count > 1]}")
+    count = max(map(len, records.values()))
+    title_of_table = f"{heading}: medians over {count_of(count, 'seed')}"
+    return Table([*columns, "seeds"], rows, title_of_table)
 
 
 def _shown(value: float) -> str:
@@ -149,10 +151,17 @@ _NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
     "muon-0.9": "Muon, momentum 0.9",
+    "normuon": "NorMuon",
+    "normuon-0.9": "NorMuon, momentum 0.9",
     "soap": "SOAP",
     "kfac-spectral": "K-FAC, spectral",
     "kfac-eigenbasis": "K-FAC, eigenbasis",
     "kfac-natural": "K-FAC, natural",
+    "kfac": "K-FAC",
+    "kfac-tuned": "K-FAC, rate searched",
+    "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
+    "kfac-rest-0.99": "K-FAC, AdamW's squares by 0.99",
+    "kfac-every-5": "K-FAC, refreshed every 5 steps",
 }
 
 

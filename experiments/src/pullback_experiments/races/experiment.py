@@ -17,7 +17,6 @@ from ..framework.tabular import Table, count_of
 from .checks import GroupedRecords, Lead, series, table
 from .loop import RaceTask, run
 from .networks import ImageData
-from .optimizers import OURS
 from .tasks import TASKS
 
 if TYPE_CHECKING:
@@ -33,10 +32,14 @@ class Entrant:
     Attributes:
         rates: to choose from.
         settings: of its constructor, over those of the table of optimizers.
+        fixed: whether the first rate is taken without a search.
+        seeds: it runs with these alone, where not with all of the race.
     """
 
     rates: Sequence[float]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    fixed: bool = False
+    seeds: Sequence[int] | None = None
 
     def describe(self) -> Record:
         """Everything its runs depend on."""
@@ -53,6 +56,7 @@ class Race(Experiment):
         search, search_seed: the share of the steps, and the seed, with which rates are compared.
         pace_steps: of the run that times a step; its second half counts.
         lengths: shares of the steps for which the best of ours runs too, each with its schedule.
+        ours: names of the entrants that claims are about.
         leads: what is claimed, of each task.
         expected_outcomes: which of the claims held in the full runs, task after task; all if empty.
         changes: fields of the tasks that are set otherwise, such as `compiled` and `clip`.
@@ -66,6 +70,7 @@ class Race(Experiment):
     search_seed: int = 100
     pace_steps: int = 160
     lengths: Sequence[float] = (1.0, 0.85, 0.5)
+    ours: Sequence[str] = ("kfac-spectral", "kfac-eigenbasis")
     leads: Sequence[Lead] = ()
     expected_outcomes: Sequence[bool] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +89,7 @@ class Race(Experiment):
         return dict(self.entrants)
 
     def _ours(self, quick: bool) -> list[str]:
-        return [name for name in self._entrants(quick) if name in OURS]
+        return [name for name in self._entrants(quick) if name in self.ours]
 
     def _shorter(self, quick: bool) -> list[float]:
         return [share for share in self.lengths if share < 1 and self._ours(quick)]
@@ -202,9 +207,8 @@ class Race(Experiment):
             prefix = f"{what.title}: "
             for lead in self.leads:
                 if lead.rival in records:
-                    checks += [
-                        (prefix + c, *details) for c, *details in lead.judge_claims(records, OURS)
-                    ]
+                    claims = lead.judge_claims(records, self.ours)
+                    checks += [(prefix + c, *details) for c, *details in claims]
         expected_outcomes = self.expected_outcomes or [True] * len(checks)
         return [
             Check(*one, recorded=was, of_paper=False)

@@ -71,6 +71,12 @@ def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     return [Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
 
 
+def normuon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    """NorMuon for hidden matrices, in stacks."""
+    options = {"weight_decay": _DECAY, **settings}
+    return [NorMuon(hidden(model), lr, **options), _make_adamw_for_rest(model, lr)]
+
+
 def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
     options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
@@ -91,6 +97,11 @@ def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     return [natural_kfac(model, lr, **options)]
 
 
+def default(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    """`KFAC(model)` as it is, but for the weight decay that all entrants have."""
+    return [KFAC(model, lr, params=_decay_groups(model), **settings)]
+
+
 def spectral(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """K-FAC's input factor, then the polar factor."""
     return [_make_kfac(model, lr, Spectral, settings)]
@@ -106,37 +117,55 @@ def _make_kfac(
 ) -> Optimizer:
     """KFAC by a rule, whose own settings begin with `rule_`.
 
-    `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
+    `rest` is the share of the rate for parameters that follow AdamW, `rest_beta2` what their
+    squares are remembered by, `damping` the rule's own.
     """
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
     chosen: dict[str, Any] = {}
     rule_options: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rest":
             chosen["others"] = AdamW(rate=value)
+        elif name == "rest_beta2":
+            chosen["others"] = AdamW((0.9, value), rate=0.5)
         elif name == "damping" or name.startswith("rule_"):
             chosen[name.removeprefix("rule_")] = value
         else:
             rule_options[name] = value
-    params = [g for g in groups if g["params"]]
+    params = _decay_groups(model)
     return KFAC(model, lr, rule=rule(**chosen), params=params, **rule_options)
+
+
+def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Return param groups of KFAC: matrices decay, gains do not."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": _DECAY}, {"params": others}]
+    return [g for g in groups if g["params"]]
+
+
+def _preset(build: Build, **preset: Any) -> Build:
+    """Return an optimizer of the table with these settings, unless a race has its own."""
+    return lambda model, lr, settings: build(model, lr, {**preset, **settings})
 
 
 OPTIMIZERS: dict[str, Build] = {
     "adamw": adamw,
     "muon": muon,
-    "muon-0.9": lambda model, lr, settings: muon(model, lr, {"momentum": 0.9, **settings}),
+    "muon-0.9": _preset(muon, momentum=0.9),
     "muon-torch": torch_muon,
+    "normuon": normuon,
+    "normuon-0.9": _preset(normuon, momentum=0.9),
     "soap": soap,
     "sgd": sgd,
     "kfac-natural": natural,
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
+    "kfac": default,
+    "kfac-tuned": default,
+    "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
+    "kfac-rest-0.99": _preset(spectral, rest_beta2=0.99),
+    "kfac-every-5": _preset(default, statistics_every=5, invert_every=5),
 }
-
-OURS = ("kfac-spectral", "kfac-eigenbasis")
 
 
 def _cuda(model: nn.Module) -> bool:
@@ -207,6 +236,45 @@ class Muon(StackedOptimizer):
         m = state["m"].lerp_(g, 1 - group["momentum"])
         update = polar(g.lerp(m, group["momentum"]))
         return update * (0.2 * max(g.shape[1:]) ** 0.5)
+
+
+class NorMuon(StackedOptimizer):
+    r"""Li et al. (2025, arXiv:2510.05491): Muon with rows of one running length.
+
+        M ← μM + (1 − μ)G,   O = polar((1 − μ)G + μM),   v ← β₂v + (1 − β₂) mean O² of each row
+        U = 0.2 √(mn) · X/‖X‖,   X = O/√v
+
+    The paper's O is the polar factor of M itself; that of Nesterov's momentum is as in `Muon`.
+
+    Args:
+        params: matrices.
+        lr: η, as large as AdamW's.
+        momentum: μ.
+        beta2: β₂.
+        weight_decay: λ, decoupled.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 3e-3,
+        *,
+        momentum: float = 0.95,
+        beta2: float = 0.95,
+        weight_decay: float = 0.1,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "beta2": beta2, "weight_decay": weight_decay}
+        super().__init__(params, options)
+
+    def direction(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if not state:
+            state["m"] = torch.zeros_like(g)
+            state["v"] = torch.zeros_like(g[:, :, :1])
+        m = state["m"].lerp_(g, 1 - group["momentum"])
+        o = polar(g.lerp(m, group["momentum"]))
+        v = state["v"].lerp_(o.square().mean(2, keepdim=True), 1 - group["beta2"])
+        x = o * (v + 1e-10).rsqrt()
+        return x * (0.2 * g[0].numel() ** 0.5 / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7))
 
 
 def polar(x: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:

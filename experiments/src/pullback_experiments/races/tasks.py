@@ -185,7 +185,7 @@ def _text(title: str, steps: int, data: TextData, width: int, depth: int, heads:
     model = partial(Decoder, VOCABULARY, data.length, width, depth, heads)
     evaluations = 8
     if steps > 500:
-        evaluations = 24
+        evaluations = 12
     return RaceTask(
         title, model, data, steps, evaluations, held_batch=max(1, 65_536 // data.length)
     )
