@@ -37,7 +37,7 @@ def run(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Seeds and items in so many processes.")] = 1,
     only: Annotated[
-        str | None, typer.Option(help="Items with one of these words, such as adamw,muon.")
+        list[str] | None, typer.Option(help="Items of this name alone; may be given again.")
     ] = None,
 ) -> None:
     """Repeat a paper's experiment; what is finished is kept and not done again.
@@ -53,13 +53,10 @@ def run(
             asked = None
         else:
             asked = seed_range(seeds)
-        words = []
-        if only is not None:
-            words = only.split(",")
         try:
             outcome = executor.run(
                 experiment, quick, asked, out, make_console(),
-                device=device, seconds=seconds, workers=workers, only=words,
+                device=device, seconds=seconds, workers=workers, only=only or (),
             )  # fmt: skip
         except KeyboardInterrupt:
             results_file = out / f"{experiment.stem(quick)}.json"

@@ -35,16 +35,16 @@ _THREE = (0, 1, 2)
 
 TEXT = {
     "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
+    "soap": Entrant((2e-3,), seeds=_THREE),
     "normuon-0.9": Entrant((8e-3,)),
     "muon-0.9": Entrant((8e-3,)),
     "adamw": Entrant((1e-3,)),
-    "soap": Entrant((2e-3,), seeds=_THREE),
-    "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO),
-    "normuon": Entrant((4e-3,), seeds=_FIRST),
-    "muon": Entrant((4e-3,), seeds=_FIRST),
-    "kfac-tuned": Entrant((_DEFAULT_RATE,), seeds=_FIRST),
+    "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
+    "normuon": Entrant((4e-3,), seeds=_FIRST, pace_of="normuon-0.9"),
+    "muon": Entrant((4e-3,), seeds=_FIRST, pace_of="muon-0.9"),
+    "kfac-tuned": Entrant((_DEFAULT_RATE,), seeds=_FIRST, pace_of="kfac"),
     "kfac-every-5": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO),
-    "kfac-rest-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO),
+    "kfac-rest-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
 }
 LARGE = {
     "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
@@ -82,6 +82,7 @@ EXPERIMENTS = (
         entrants=TEXT,
         quick_entrants={name: TEXT[name] for name in ("kfac", "normuon-0.9", "adamw")},
         lengths=(1.0, 0.8),
+        pace_steps=120,
         seeds=(0, 1, 2, 3, 4),
         leads=(
             Lead("normuon-0.9", below=0.003, steps=0.85, seconds=1.0),

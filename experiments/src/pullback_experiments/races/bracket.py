@@ -74,7 +74,7 @@ class BracketedRace(Race):
     def items(self, quick: bool) -> list[Item]:
         items = []
         for task in self._tasks(quick):
-            for name in self._entrants(quick):  # first, when nothing else runs yet
+            for name in self._timed(quick):  # first, when nothing else runs yet
                 pace = partial(self._measure_pace, task, name)
                 items.append(Item(("pace", task, name), pace, once=True))
             for name, entrant in self._entrants(quick).items():
@@ -86,6 +86,10 @@ class BracketedRace(Race):
                 work = partial(self._train_fixed, task, self.ours[0], share)
                 items.append(Item(key, work, seeds=self.shorter_seeds, after=()))
         return items
+
+    def _timed(self, quick: bool) -> list[str]:
+        """Return the entrants whose pace is measured."""
+        return [name for name, entrant in self._entrants(quick).items() if entrant.pace_of is None]
 
     def _search_item(self, task: str, name: str) -> Item:
         work = partial(self._search_rate, task, name)

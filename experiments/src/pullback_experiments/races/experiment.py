@@ -34,12 +34,14 @@ class Entrant:
         settings: of its constructor, over those of the table of optimizers.
         fixed: whether the first rate is taken without a search.
         seeds: it runs with these alone, where not with all of the race.
+        pace_of: the entrant whose steps cost as much, which is timed in its place.
     """
 
     rates: Sequence[float]
     settings: Mapping[str, Any] = field(default_factory=dict)
     fixed: bool = False
     seeds: Sequence[int] | None = None
+    pace_of: str | None = None
 
     def describe(self) -> Record:
         """Everything its runs depend on."""
@@ -195,8 +197,17 @@ class Race(Experiment):
         records = {}
         for name in names:
             if runs := results.of(task, name):
-                records[name] = [_at_pace(run, task, results) for run in runs]
+                records[name] = [self._at_pace(run, task, results) for run in runs]
         return records
+
+    def _at_pace(self, run: Record, task: str, results: Results) -> Record:
+        """Return a run with the seconds that it would have taken alone, where they are known."""
+        method = run["method"]
+        key = ("pace", task, self._entrants(results.quick)[method].pace_of or method)
+        if not results.has(*key):
+            return run
+        ms = results.once(*key)["ms"]
+        return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
 
     def judge(self, results: Results) -> list[Check]:
         if results.quick:  # sizes at which losses and seconds tell nothing
@@ -242,15 +253,6 @@ class Race(Experiment):
             )
             for name, task in self._tasks(results.quick).items()
         ]
-
-
-def _at_pace(run: Record, task: str, results: Results) -> Record:
-    """A run with the seconds that it would have taken alone, where they are known."""
-    key = ("pace", task, run["method"])
-    if not results.has(*key):
-        return run
-    ms = results.once(*key)["ms"]
-    return {**run, "ms": ms, "seconds": [1e-3 * ms * step for step in run["step"]]}
 
 
 def _trial(task: str, name: str, number: int) -> tuple[str, ...]:
