@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pullback.geometry.charts.transformations import standard
 from pullback.geometry.invariance.audit import audit
-from pullback.geometry.invariance.table import SLACK, Verdict
+from pullback.geometry.invariance.table import THRESHOLDS, Verdict
 from pullback.geometry.invariance.trial import Contender
 from pullback.symmetry import SliceSGD
 
@@ -279,7 +279,7 @@ def _check_agreement(claim: str, rows: list[Row]) -> Check:
     for row in rows:
         sizes = [key.removeprefix("mismatch ") for key in row if "mismatch" in key]
         pairs += [(row[f"mismatch {size}"], row[f"round-off {size}"]) for size in sizes]
-    agreements = sum(m <= SLACK * off for m, off in pairs)
+    agreements = sum(m <= THRESHOLDS.slack * off for m, off in pairs)
     numbers = f"{agreements} of {len(pairs)} steps"
     if pairs:
         numbers += f"; mismatch up to {format_mismatch(max(m for m, _ in pairs))}"

@@ -45,8 +45,9 @@ class Diffeomorphism:
             for name, t in theta.items()
         }
         try:
-            w, pushed = jvp(self.forward, (theta,), (v,))
-            _, returned = jvp(self.inverse, (w,), (pushed,))
+            w = self.forward(theta)
+            pushed = jvp(self.forward, (theta,), (v,))[1]
+            returned = jvp(self.inverse, (w,), (pushed,))[1]
         except (RuntimeError, NotImplementedError) as error:
             reraise_fatal(error)
             return True

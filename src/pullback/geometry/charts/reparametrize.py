@@ -54,7 +54,7 @@ class Reparametrized(nn.Module):
         """df_θ v, for θ and v by this module's names; by the model's own names."""
         point = self._rename_to_model(theta)
         direction = self._rename_to_model(v)
-        _, pushed = jvp(self.diffeomorphism.forward, (point,), (direction,))
+        pushed = jvp(self.diffeomorphism.forward, (point,), (direction,))[1]
         return {n: pushed[n] for n in self.names}
 
     def _rename_to_model(self, params: Params) -> Params:

@@ -33,9 +33,9 @@ from .trial import Contender, OptimizerTrial, as_contenders
 
 
 def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
-    """(x, y), as two tensors with samples."""
-    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-    if not pair or not all(isinstance(t, Tensor) for t in batch):
+    """Return inputs x and targets y; raise unless they are two tensors with samples."""
+    is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if not is_pair or not all(isinstance(t, Tensor) for t in batch):
         raise PullbackError(
             "The batch is no pair of tensors",
             f"got {type(batch).__name__}",
@@ -48,13 +48,13 @@ def check_batch(batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_sizes(sizes: Sequence[float], steps: int) -> tuple[float, ...]:
-    """Sizes from the largest to the smallest."""
-    usable = [float(s) for s in sizes]
-    two = len(set(usable)) >= 2 and all(0 < s < math.inf for s in usable)
+    """Return the distinct sizes, largest first; raise unless at least two are usable."""
+    distinct = {float(size) for size in sizes}
+    is_usable = len(distinct) >= 2 and all(0 < size < math.inf for size in distinct)
     remedy = "Use at least two different multiples of the lr, such as (1, 0.1, 0.01)"
-    require(two, "The list of step sizes", list(sizes), remedy)
+    require(is_usable, "The list of step sizes", list(sizes), remedy)
     require_number("The number of steps", steps, whole=True)
-    return tuple(sorted(set(usable), reverse=True))
+    return tuple(sorted(distinct, reverse=True))
 
 
 def check_model(model: nn.Module, setting: AuditData) -> None:
@@ -67,8 +67,9 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
             "no parameter requires a gradient",
             "Unfreeze at least one parameter",
         )
-    one, two = (_value(model, setting.x, seed) for seed in (setting.seed, setting.seed + 1))
-    if not torch.equal(one, two) and bool(torch.isfinite(one).all()):
+    outputs = _evaluate(model, setting.x, setting.seed)
+    other_outputs = _evaluate(model, setting.x, setting.seed + 1)
+    if not torch.equal(outputs, other_outputs) and bool(torch.isfinite(outputs).all()):
         raise PullbackError(
             "The model is not deterministic",
             "two calls on the same inputs differ, as with dropout in training mode",
@@ -76,7 +77,7 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
         )
     if "probes" in setting.points:
         try:
-            _value(model, setting.points["probes"], setting.seed)
+            _evaluate(model, setting.points["probes"], setting.seed)
         except RuntimeError as error:
             reraise_fatal(error)
             raise PullbackError(
@@ -85,16 +86,18 @@ def check_model(model: nn.Module, setting: AuditData) -> None:
                 "Give inputs of the shape of the batch's",
             ) from error
     with torch.no_grad(), seed_generators(setting.seed, setting.x.device):
-        loss = setting.loss(one, setting.y)
+        loss = setting.loss(outputs, setting.y)
         require_scalar_loss(loss)
         refuse_infinite(loss)
 
 
 def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> None:
     """Raise where the twin does not compute the model's function from the start."""
-    one, two = (_value(m, setting.x, setting.seed) for m in (model, twin.model))
-    limit = relative_tolerance(one.dtype, 10) * float(one.norm())
-    if one.shape != two.shape or not float((one - two).norm()) <= limit:
+    outputs = _evaluate(model, setting.x, setting.seed)
+    twin_outputs = _evaluate(twin.model, setting.x, setting.seed)
+    limit = relative_tolerance(outputs.dtype, 10) * float(outputs.norm())
+    has_shape = outputs.shape == twin_outputs.shape
+    if not has_shape or not float((outputs - twin_outputs).norm()) <= limit:
         raise PullbackError(
             f"The twin of {name!r} is another function",
             "its outputs on the batch are not the model's",
@@ -102,7 +105,8 @@ def check_twin(model: nn.Module, twin: Twin, setting: AuditData, name: str) -> N
         )
 
 
-def _value(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+def _evaluate(model: nn.Module, x: Tensor, seed: int) -> Tensor:
+    """Return the outputs of a copy of the model, under this seed."""
     with torch.no_grad(), seed_generators(seed, x.device):
         return select_output(duplicate(model)(x), None)
 
@@ -167,49 +171,72 @@ def audit(
     ('exact', 'not invariant')
     """
     x, y = check_batch(batch)
-    sizes, loss = check_sizes(sizes, steps), loss_fn or half_square_or_cross_entropy
-    points = {"batch": x} if probes is None else {"batch": x, "probes": probes}
-    setting = AuditData(x, y, loss, points, seed)
+    distinct_sizes = check_sizes(sizes, steps)
+    points = {"batch": x}
+    if probes is not None:
+        points["probes"] = probes
+    setting = AuditData(x, y, loss_fn or half_square_or_cross_entropy, points, seed)
     check_model(model, setting)
-    given = _collect_transformations(transformations)
-    twins, rows, skipped = dict[str, Twin](), list[AuditRow](), list[Skipped]()
     contenders = as_contenders(make_optimizer)
-    for name, transformation in given.items():
-        try:
-            twins[name] = transformation.twin(model, x)
-            check_twin(model, twins[name], setting, name)
-        except PullbackError as error:
-            if transformations is not None:
-                raise
-            skipped += [Skipped(c.name, name, f"{error.what}: {error.why}") for c in contenders]
-            twins.pop(name, None)
+    # a standard transformation that does not go with the model is skipped; one asked for raises
+    may_skip = transformations is None
+    twins, errors = _make_twins(_collect_transformations(transformations), model, setting)
+    if errors and not may_skip:
+        raise next(iter(errors.values()))
+    skipped: list[Skipped] = []
+    for name, error in errors.items():
+        skipped += [_skip(contender, name, error) for contender in contenders]
     eps = max(torch.finfo(p.dtype).eps for p in model.parameters())
+    rows: list[AuditRow] = []
     for contender in contenders:
-        trial = OptimizerTrial(model, contender, setting, sizes, steps, eps)
+        trial = OptimizerTrial(model, contender, setting, distinct_sizes, steps, eps)
         for name, twin in twins.items():
             try:
                 rows.append(trial.compare(name, twin))
             except PullbackError as error:
-                if transformations is not None:
+                if not may_skip:
                     raise
-                skipped.append(Skipped(contender.name, name, f"{error.what}: {error.why}"))
+                skipped.append(_skip(contender, name, error))
     return Audit(tuple(rows), tuple(skipped))
 
 
+def _make_twins(
+    transformations: Mapping[str, Transformation], model: nn.Module, setting: AuditData
+) -> tuple[dict[str, Twin], dict[str, PullbackError]]:
+    """Return the model's twins by name, and why others cannot be made."""
+    twins: dict[str, Twin] = {}
+    errors: dict[str, PullbackError] = {}
+    for name, transformation in transformations.items():
+        try:
+            twin = transformation.twin(model, setting.x)
+            check_twin(model, twin, setting, name)
+        except PullbackError as error:
+            errors[name] = error
+        else:
+            twins[name] = twin
+    return twins, errors
+
+
+def _skip(contender: Contender, transformation: str, error: PullbackError) -> Skipped:
+    return Skipped(contender.name, transformation, f"{error.what}: {error.why}")
+
+
 def _collect_transformations(
-    given: Iterable[Any] | Mapping[str, Any] | None,
+    transformations: Iterable[Any] | Mapping[str, Any] | None,
 ) -> dict[str, Transformation]:
-    """Transformations by name; a name that occurs twice gets a number."""
-    if given is None:
+    """Return transformations by name; a name that occurs twice gets a number."""
+    if transformations is None:
         return {t.name: t for t in standard()}
-    if isinstance(given, Mapping):
-        return {str(n): as_transformation(t, str(n)) for n, t in given.items()}
-    if isinstance(given, (Transformation, Diffeomorphism)):
-        given = [given]
-    out: dict[str, Transformation] = {}
-    for transformation in map(as_transformation, given):
-        name, number = transformation.name, 2
-        while name in out:
-            name, number = f"{transformation.name} {number}", number + 1
-        out[name] = transformation
-    return out
+    if isinstance(transformations, Mapping):
+        return {str(n): as_transformation(t, str(n)) for n, t in transformations.items()}
+    if isinstance(transformations, (Transformation, Diffeomorphism)):
+        transformations = [transformations]
+    by_name: dict[str, Transformation] = {}
+    for transformation in map(as_transformation, transformations):
+        name = transformation.name
+        number = 2
+        while name in by_name:
+            name = f"{transformation.name} {number}"
+            number += 1
+        by_name[name] = transformation
+    return by_name

@@ -50,45 +50,49 @@ class RunState:
     """Where a run has arrived, or a tangent vector there.
 
     Attributes:
-        places: what is compared: z at the setting's points, and w = f(θ) as "parameters".
+        values: what is compared, by place: z at the setting's points, and w = f(θ) as "parameters".
         theta: θ by name.
     """
 
-    places: dict[str, Tensor]
+    values: dict[str, Tensor]
     theta: Params
+
+    def measure_theta(self) -> float:
+        """Return ‖θ‖."""
+        return float(sum(t.double().square().sum() for t in self.theta.values())) ** 0.5
 
 
 def trainable_parameters(model: nn.Module) -> Params:
-    """The parameters that require gradients."""
+    """Return the parameters that require gradients."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
 def run(
-    make: Make, start: Twin, setting: AuditData, *, size: float, steps: int, lenient: bool = False
+    make: Make,
+    start: Twin,
+    setting: AuditData,
+    *,
+    size: float,
+    steps: int,
+    may_diverge: bool = False,
 ) -> list[RunState]:
-    """The states after 0, 1, …, `steps` steps of `size` times the optimizer's lr, on a copy.
+    """Return the states after 0, 1, …, `steps` steps of `size` times the optimizer's lr.
 
-    A run that is `lenient` may diverge: its remaining states are NaN.
+    The run is on a copy. If it may diverge, its remaining states are NaN; otherwise it raises.
     """
     with seed_generators(setting.seed, setting.x.device):
         model = duplicate(start.model)
-        optimizers = _optimizers(make, model)
-        for group in (g for o in optimizers for g in o.param_groups):
-            if "lr" not in group:
-                raise PullbackError(
-                    "The optimizer has no lr",
-                    f"a param group of {type(optimizers[0]).__name__} has none to scale",
-                    "Keep the step size in param_groups as 'lr'",
-                )
-            group["lr"] = group["lr"] * size
+        optimizers = _make_optimizers(make, model)
+        for optimizer in optimizers:
+            _scale_lr(optimizer, size)
         states = [observe(start, model, setting)]
         for _ in range(steps):
             try:
-                _step(optimizers, model, setting)
+                _take_step(optimizers, model, setting)
             except Diverged:
-                if not lenient:
+                if not may_diverge:
                     raise
-                states += [_nan_state(states[0])] * (steps + 1 - len(states))
+                states += [_make_nan_state(states[0])] * (steps + 1 - len(states))
                 break
             states.append(observe(start, model, setting))
         for optimizer in optimizers:
@@ -97,73 +101,89 @@ def run(
     return states
 
 
+def _scale_lr(optimizer: Optimizer, size: float) -> None:
+    """Multiply the lr of every param group."""
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise PullbackError(
+                "The optimizer has no lr",
+                f"a param group of {type(optimizer).__name__} has none to scale",
+                "Keep the step size in param_groups as 'lr'",
+            )
+        group["lr"] = group["lr"] * size
+
+
 @contextlib.contextmanager
 def seed_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, and restore them afterwards."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):
+    cuda_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda_devices):
         torch.manual_seed(seed)
         yield
 
 
 def duplicate(model: nn.Module) -> nn.Module:
-    """A copy without gradients."""
+    """Return a copy without gradients."""
     try:
-        out = copy.deepcopy(model)
+        duplicated = copy.deepcopy(model)
     except RuntimeError as error:
         remedy = "Keep no tensors with a graph in the model"
         raise PullbackError("The model cannot be copied", str(error), remedy) from error
-    out.zero_grad(set_to_none=True)
-    return out
+    duplicated.zero_grad(set_to_none=True)
+    return duplicated
 
 
 @torch.no_grad()
 def observe(start: Twin, model: nn.Module, setting: AuditData) -> RunState:
-    """The present function values, and the original's weights."""
-    values = {n: select_output(model(x), None).to(torch.float64) for n, x in setting.points.items()}
-    return RunState(
-        {**values, "parameters": _flat(start.weights(model))},
-        {n: p.detach().clone() for n, p in trainable_parameters(model).items()},
-    )
+    """Return the present function values, and the original's weights."""
+    values: dict[str, Tensor] = {}
+    for place, x in setting.points.items():
+        values[place] = select_output(model(x), None).to(torch.float64)
+    values["parameters"] = _flatten(start.weights(model))
+    theta = {n: p.detach().clone() for n, p in trainable_parameters(model).items()}
+    return RunState(values, theta)
 
 
-def push(start: Twin, setting: AuditData, one: RunState, two: RunState) -> RunState:
-    """The step Δθ from one state to the next as a tangent vector: dψ Δθ, and df Δθ."""
-    if not all(bool(torch.isfinite(t).all()) for t in two.theta.values()):
-        return _nan_state(one)
-    step = {n: two.theta[n] - t for n, t in one.theta.items()}
-
-    def along(x: Tensor) -> Tensor:
-        model = duplicate(start.model)
-
-        def function(theta: Params) -> Tensor:
-            buffers = {n: b.clone() for n, b in model.named_buffers()}  # which a norm may count in
-            return select_output(functional_call(model, {**buffers, **theta}, (x,)), None)
-
-        found = FunctionLinearization(function, one.theta)
-        return found.jvp(found.space.flatten(step)).to(torch.float64)
-
-    moved = two.places["parameters"] - one.places["parameters"]
-    if start.push is not None:
-        moved = _flat(start.push(one.theta, step))
-    values = {name: along(x) for name, x in setting.points.items()}
-    return RunState({**values, "parameters": moved}, step)
+def find_tangent(start: Twin, setting: AuditData, before: RunState, after: RunState) -> RunState:
+    """Return the step Δθ between two states as a tangent vector: dψ Δθ, and df Δθ."""
+    if not all(bool(torch.isfinite(t).all()) for t in after.theta.values()):
+        return _make_nan_state(before)
+    step = {n: after.theta[n] - t for n, t in before.theta.items()}
+    values: dict[str, Tensor] = {}
+    for place, x in setting.points.items():
+        values[place] = _push_forward(start.model, before.theta, step, x)
+    if start.push is None:  # where f is affine
+        values["parameters"] = after.values["parameters"] - before.values["parameters"]
+    else:
+        values["parameters"] = _flatten(start.push(before.theta, step))
+    return RunState(values, step)
 
 
-def _flat(params: Params) -> Tensor:
+def _push_forward(model: nn.Module, theta: Params, step: Params, x: Tensor) -> Tensor:
+    """Return dψ Δθ, the derivative of the model's outputs on x along a step, in float64."""
+    model = duplicate(model)
+
+    def evaluate(theta: Params) -> Tensor:
+        buffers = {n: b.clone() for n, b in model.named_buffers()}  # which a norm may count in
+        return select_output(functional_call(model, {**buffers, **theta}, (x,)), None)
+
+    linearization = FunctionLinearization(evaluate, theta)
+    return linearization.jvp(linearization.space.flatten(step)).to(torch.float64)
+
+
+def _flatten(params: Params) -> Tensor:
     return torch.cat([p.detach().flatten().to(torch.float64) for p in params.values()])
 
 
-def _nan_state(state: RunState) -> RunState:
-    both = (
-        {n: torch.full_like(t, torch.nan) for n, t in each.items()}
-        for each in (state.places, state.theta)
-    )
-    return RunState(*both)
+def _make_nan_state(template: RunState) -> RunState:
+    """Return a state of the same shapes that is NaN everywhere."""
+    values = {place: torch.full_like(t, torch.nan) for place, t in template.values.items()}
+    theta = {name: torch.full_like(t, torch.nan) for name, t in template.theta.items()}
+    return RunState(values, theta)
 
 
 @contextlib.contextmanager
-def _named_failures(who: str) -> Iterator[None]:
+def _name_in_errors(caller: str) -> Iterator[None]:
     """Name the optimizer in errors that are not ours."""
     try:
         yield
@@ -172,26 +192,31 @@ def _named_failures(who: str) -> Iterator[None]:
     except Exception as error:
         lines = str(error).splitlines() or [""]
         raise PullbackError(
-            f"{who} failed during the audit",
+            f"{caller} failed during the audit",
             f"{type(error).__name__}: {lines[0]}",
             "See the error above; it must run on the model, and on copies of it",
         ) from error
 
 
-def _optimizers(make: Make, model: nn.Module) -> list[Optimizer]:
-    with _named_failures("make_optimizer"):
-        made = make(model)
-    found = list(made) if isinstance(made, Sequence) else [made]
-    if not found or not all(isinstance(o, Optimizer) for o in found):
+def _make_optimizers(make: Make, model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers that `make` builds on the model, as a list."""
+    with _name_in_errors("make_optimizer"):
+        result = make(model)
+    optimizers = list(result) if isinstance(result, Sequence) else [result]
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise PullbackError(
             "make_optimizer made no optimizer",
-            f"it returned {type(made).__name__}",
+            f"it returned {type(result).__name__}",
             "Return a torch.optim.Optimizer on the given model, or a list of them",
         )
-    return found
+    return optimizers
 
 
-def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData) -> None:
+def _take_step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData) -> None:
+    """Take one step of all optimizers at the same gradient.
+
+    Raises `Diverged` if the loss there is not finite.
+    """
     calls = 0
 
     def closure() -> Tensor:
@@ -205,7 +230,7 @@ def _step(optimizers: Sequence[Optimizer], model: nn.Module, setting: AuditData)
         calls += 1
         return loss
 
-    with _named_failures(type(optimizers[0]).__name__):
+    with _name_in_errors(type(optimizers[0]).__name__):
         if len(optimizers) == 1:
             optimizers[0].step(closure)  # pyright: ignore[reportArgumentType, reportCallIssue]
             return
@@ -225,10 +250,10 @@ def refuse_infinite(loss: Tensor) -> None:
 
 
 def perturb_start(start: Twin, setting: AuditData, eps: float) -> tuple[Twin, AuditData]:
-    """The same start with weights and inputs off by round-off: ±ε of their own size."""
+    """Return the same start with weights and inputs off by round-off: ±ε of their own size."""
     generator = torch.Generator().manual_seed(setting.seed)
 
-    def off(t: Tensor) -> Tensor:
+    def add_roundoff(t: Tensor) -> Tensor:
         if not t.is_floating_point() or not t.numel():
             return t
         sign = torch.randint(0, 2, t.shape, generator=generator).to(t) * 2 - 1
@@ -238,5 +263,5 @@ def perturb_start(start: Twin, setting: AuditData, eps: float) -> tuple[Twin, Au
     model = duplicate(start.model)
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(off(p))
-    return replace(start, model=model), replace(setting, x=off(setting.x))
+            p.copy_(add_roundoff(p))
+    return replace(start, model=model), replace(setting, x=add_roundoff(setting.x))

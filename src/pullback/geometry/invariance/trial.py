@@ -1,19 +1,19 @@
-"""One optimizer under one reparametrization."""
+"""One optimizer on a model and on its twins, and how far their updates are apart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..._core.errors import PullbackError
 from ..charts.transformations import Twin
-from .run import AuditData, Make, RunState, perturb_start, push, run, trainable_parameters
-from .table import SLACK, AuditRow, Measure, UpdateMismatch
+from .run import AuditData, Make, RunState, find_tangent, perturb_start, run, trainable_parameters
+from .table import THRESHOLDS, AuditRow, Measure, UpdateMismatch
 
 
 @dataclass(frozen=True)
@@ -34,49 +34,97 @@ class Contender:
     resolution: float = 0.0
 
 
-def as_contenders(given: Any) -> list[Contender]:
-    """One or several, from a function, a contender, a dict of functions or a list of contenders."""
-    if isinstance(given, Mapping):
-        items = [c if isinstance(c, Contender) else Contender(str(n), c) for n, c in given.items()]
+def as_contenders(optimizers: Any) -> list[Contender]:
+    """Return contenders of a function, a contender, a dict of functions or a list of contenders."""
+    if isinstance(optimizers, Mapping):
+        contenders = [_as_contender(make, str(name)) for name, make in optimizers.items()]
+    elif isinstance(optimizers, Sequence):
+        contenders = [_as_contender(make, _find_name(make)) for make in optimizers]
     else:
-        several = list(given) if isinstance(given, Sequence) else [given]
-        items = [c if isinstance(c, Contender) else Contender(_name(c), c) for c in several]
-    alike = len({c.name for c in items}) < len(items)
-    if not items or alike or not all(callable(c.make) for c in items):
+        contenders = [_as_contender(optimizers, _find_name(optimizers))]
+    has_duplicates = len({c.name for c in contenders}) < len(contenders)
+    if not contenders or has_duplicates or not all(callable(c.make) for c in contenders):
         raise PullbackError(
             "There is no optimizer to audit",
-            f"got {given!r}, where two may not have the same name",
+            f"got {optimizers!r}, where two may not have the same name",
             "Give a function model ↦ optimizer, a dict of such functions, or Contenders",
         )
-    return items
+    return contenders
 
 
-def _name(make: Any) -> str:
+def _as_contender(make: Any, name: str) -> Contender:
+    if isinstance(make, Contender):
+        return make
+    return Contender(name, make)
+
+
+def _find_name(make: Any) -> str:
+    """Return the function's name; "optimizer" for a lambda, which has none."""
     name = getattr(make, "__name__", type(make).__name__)
-    return "optimizer" if name == "<lambda>" else name
-
-
-#: a round-off, with its slack, at which larger steps need not be looked at
-CLEAR = 1e-3
+    if name == "<lambda>":
+        return "optimizer"
+    return name
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs from one start.
+    """The runs of an optimizer from one start.
 
     Attributes:
-        small: before and after one step, for each size.
+        short: the states before and after one step, for each size.
         long: the states of the run of full size.
-        push: the step of this number in `small` as a tangent vector.
+        find_tangent: index of a size ↦ that step as a tangent vector.
     """
 
-    small: list[list[RunState]]
+    short: list[list[RunState]]
     long: list[RunState]
-    push: Callable[[int], RunState]
+    find_tangent: Callable[[int], RunState]
+
+
+@dataclass(frozen=True)
+class NoisyRuns:
+    """Runs from a start, and from one that is off by round-off; their distance is the noise."""
+
+    exact: Runs
+    perturbed: Runs
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where four runs arrived: original and twin, each also from a start that is off by round-off.
+
+    Instead of states these may be tangent vectors.
+    """
+
+    original: RunState
+    original_perturbed: RunState
+    twin: RunState
+    twin_perturbed: RunState
+
+    def measure_mismatch(self, place: str) -> float:
+        """Return the distance of twin and original."""
+        return _measure_distance(place, self.twin, self.original)
+
+    def measure_noise(self, place: str) -> float:
+        """Return the larger distance that round-off of the start makes; 0 if none is finite."""
+        distances = (
+            _measure_distance(place, self.original_perturbed, self.original),
+            _measure_distance(place, self.twin_perturbed, self.twin),
+        )
+        return max([0.0, *filter(math.isfinite, distances)])
 
 
 class OptimizerTrial:
-    """An optimizer on the original model, to be compared with its runs on twins."""
+    """An optimizer on the original model, to be compared with its runs on twins.
+
+    Args:
+        model: the original.
+        contender: the optimizer.
+        setting: batch, loss and seed.
+        sizes: multiples of the optimizer's lr for one small step, largest first.
+        steps: how many steps the long run takes.
+        eps: ε of the parameters' dtype.
+    """
 
     def __init__(
         self,
@@ -87,89 +135,128 @@ class OptimizerTrial:
         steps: int,
         eps: float,
     ) -> None:
-        self.contender, self.setting, self.sizes = contender, setting, sizes
-        self.steps, self.eps = steps, eps
-        self.mine = self._runs(Twin(model, trainable_parameters))  # f is the identity
-        if any(not _gap("batch", s[1], s[0]) > 0 for s in self.mine[0].small):
-            raise PullbackError(
-                f"{contender.name} does not move the model",
-                "after a step the outputs are what they were",
-                "Build the optimizer on the model that make_optimizer is given, with lr > 0",
-            )
+        self.contender = contender
+        self.setting = setting
+        self.sizes = sizes
+        self.steps = steps
+        self.eps = eps
+        original = Twin(model, trainable_parameters)  # f is the identity
+        self._original_runs = self._run(original)
+        for before, after in self._original_runs.exact.short:
+            if not _measure_distance("batch", after, before) > 0:
+                raise PullbackError(
+                    f"{contender.name} does not move the model",
+                    "after a step the outputs are what they were",
+                    "Build the optimizer on the model that make_optimizer is given, with lr > 0",
+                )
 
     def compare(self, name: str, twin: Twin) -> AuditRow:
-        """The twin's runs beside the original's."""
-        runs = (*self.mine, *self._runs(twin, lenient=True))
-        first = self.mine[0].long[0]
+        """Return the mismatch of the twin's runs with the original's, at every place."""
+        twin_runs = self._run(twin, may_diverge=True)
+        places = self._original_runs.exact.long[0].values
+        measures = {place: self._measure(place, twin_runs) for place in places}
+        return AuditRow(self.contender.name, name, measures)
 
-        def measure(of: str) -> Measure:
-            small = zip(*(r.small for r in runs), strict=True)
-            steps = [self._step(of, ends[0][0], *(end[1] for end in ends)) for ends in small]
-            long = zip(*(r.long[1:] for r in runs), strict=True)
-            finite = [self._step(of, first, *ends) for ends in long]
-            direction = self._direction(of, runs)
-            return Measure(self.sizes, tuple(steps), direction, tuple(finite))
-
-        return AuditRow(
-            self.contender.name, name, {place: measure(place) for place in first.places}
+    def _run(self, start: Twin, *, may_diverge: bool = False) -> NoisyRuns:
+        """Run from the start, and from one that is off by round-off."""
+        perturbed_start, perturbed_setting = perturb_start(start, self.setting, self.eps)
+        return NoisyRuns(
+            self._run_once(start, self.setting, may_diverge),
+            self._run_once(perturbed_start, perturbed_setting, may_diverge),
         )
 
-    def _runs(self, start: Twin, *, lenient: bool = False) -> tuple[Runs, Runs]:
-        """From the start, and from one that is off by round-off."""
+    def _run_once(self, start: Twin, setting: AuditData, may_diverge: bool) -> Runs:
+        def run_steps(size: float, steps: int) -> list[RunState]:
+            make = self.contender.make
+            return run(make, start, setting, size=size, steps=steps, may_diverge=may_diverge)
 
-        def runs(start: Twin, setting: AuditData) -> Runs:
-            go = partial(run, self.contender.make, start, setting, lenient=lenient)
-            small = [go(size=size, steps=1) for size in self.sizes]
-            pushed = cache(lambda number: push(start, setting, *small[number]))
-            return Runs(small, go(size=1.0, steps=self.steps), pushed)
+        short = [run_steps(size, 1) for size in self.sizes]
+        long = run_steps(1.0, self.steps)
 
-        shifted = perturb_start(start, self.setting, self.eps)
-        return runs(start, self.setting), runs(*shifted)
+        @cache
+        def find_tangent_of_size(index: int) -> RunState:
+            before, after = short[index]
+            return find_tangent(start, setting, before, after)
 
-    def _step(self, of: str, start: RunState, *ends: RunState) -> UpdateMismatch:
-        """m(η), and the larger of what round-off does to either end, at least to the values."""
-        mine, mine_off, theirs, theirs_off = ends
-        moved = _gap(of, mine, start)
-        shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
-        values = self.eps * float(start.places[of].norm())
-        noise = max([values, *filter(math.isfinite, shifts)])
-        roundoff = max(_over(noise, moved), self.contender.resolution / SLACK)
-        return UpdateMismatch(_over(_gap(of, theirs, mine), moved), roundoff)
+        return Runs(short, long, find_tangent_of_size)
 
-    def _direction(self, of: str, runs: Sequence[Runs]) -> UpdateMismatch:
-        """m(0), from the smallest step that stands out of round-off."""
+    def _measure(self, place: str, twin_runs: NoisyRuns) -> Measure:
+        """Return the mismatch at one place, for all sizes and along the long run."""
+        start = self._original_runs.exact.long[0]
+        steps = []
+        for index in range(len(self.sizes)):
+            before = self._original_runs.exact.short[index][0]
+            ends = self._collect(twin_runs, lambda runs, index=index: runs.short[index][1])
+            steps.append(self._measure_step(place, before, ends))
+        finite = []
+        for number in range(1, self.steps + 1):
+            ends = self._collect(twin_runs, lambda runs, number=number: runs.long[number])
+            finite.append(self._measure_step(place, start, ends))
+        direction = self._measure_direction(place, twin_runs)
+        return Measure(self.sizes, tuple(steps), direction, tuple(finite))
+
+    def _collect(self, twin_runs: NoisyRuns, select: Callable[[Runs], RunState]) -> _Ends:
+        """Return what `select` takes from the four runs."""
+        return _Ends(
+            select(self._original_runs.exact),
+            select(self._original_runs.perturbed),
+            select(twin_runs.exact),
+            select(twin_runs.perturbed),
+        )
+
+    def _measure_step(self, place: str, start: RunState, ends: _Ends) -> UpdateMismatch:
+        """Return m(η), with at least the round-off that the values at the start have."""
+        moved = _measure_distance(place, ends.original, start)
+        noise = max(self.eps * float(start.values[place].norm()), ends.measure_noise(place))
+        roundoff = max(_divide(noise, moved), self._resolution)
+        return UpdateMismatch(_divide(ends.measure_mismatch(place), moved), roundoff)
+
+    def _measure_direction(self, place: str, twin_runs: NoisyRuns) -> UpdateMismatch:
+        """Return m(0), from the smallest step that stands out of round-off."""
         best = UpdateMismatch(math.inf, math.inf)
-        for number in reversed(range(len(self.sizes))):
-            mine, mine_off, theirs, theirs_off = (r.push(number) for r in runs)
-            length = float(mine.places[of].norm())
-            shifts = [_gap(of, mine_off, mine), _gap(of, theirs_off, theirs)]
-            noise = max([0.0, *filter(math.isfinite, shifts)])
+        for index in reversed(range(len(self.sizes))):
+            tangents = self._collect(twin_runs, lambda runs, index=index: runs.find_tangent(index))
+            length = float(tangents.original.values[place].norm())
             # a step is known as the difference of two points, which round-off sets
-            sizes = [_size(runs[i].small[number][0], runs[i].push(number)) for i in (0, 2)]
-            least = max(_over(noise, length), self.eps * max(1.0, *sizes))
-            roundoff = max(least, self.contender.resolution / SLACK)
+            cancellation = max(
+                1.0,
+                _measure_cancellation(self._original_runs.exact, index),
+                _measure_cancellation(twin_runs.exact, index),
+            )
+            noise = _divide(tangents.measure_noise(place), length)
+            roundoff = max(noise, self.eps * cancellation, self._resolution)
             if roundoff <= best.roundoff:
-                best = UpdateMismatch(_over(_gap(of, theirs, mine), length), roundoff)
-            if SLACK * best.roundoff <= CLEAR:
+                mismatch = _divide(tangents.measure_mismatch(place), length)
+                best = UpdateMismatch(mismatch, roundoff)
+            if THRESHOLDS.slack * best.roundoff <= THRESHOLDS.clear:
                 break
         return best
 
-
-def _size(start: RunState, step: RunState) -> float:
-    """‖θ‖/‖Δθ‖."""
-    one, two = (
-        float(sum(t.double().square().sum() for t in s.theta.values())) ** 0.5
-        for s in (start, step)
-    )
-    return one / two if two > 0 else 1.0
+    @property
+    def _resolution(self) -> float:
+        """The round-off that makes the optimizer's own resolution count as no mismatch."""
+        return self.contender.resolution / THRESHOLDS.slack
 
 
-def _gap(of: str, one: RunState, two: RunState) -> float:
-    gap = float((one.places[of] - two.places[of]).norm())
-    return gap if math.isfinite(gap) else math.inf
+def _measure_cancellation(runs: Runs, index: int) -> float:
+    """Return ‖θ‖/‖Δθ‖ of the step of this size; 1 if nothing moved."""
+    start_length = runs.short[index][0].measure_theta()
+    step_length = runs.find_tangent(index).measure_theta()
+    if not step_length > 0:
+        return 1.0
+    return start_length / step_length
 
 
-def _over(value: float, scale: float) -> float:
+def _measure_distance(place: str, state: RunState, other: RunState) -> float:
+    """Return the distance of two states at a place; infinite if one of them is not finite."""
+    distance = float((state.values[place] - other.values[place]).norm())
+    if not math.isfinite(distance):
+        return math.inf
+    return distance
+
+
+def _divide(value: float, scale: float) -> float:
+    """Return value/scale, where 0/0 = 0 and a positive value over 0 is infinite."""
     if scale > 0:
         return value / scale
     return 0.0 if value == 0 else math.inf

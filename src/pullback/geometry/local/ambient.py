@@ -81,7 +81,7 @@ class Parametrization:
     def _make_metric(self, metric: MetricLike) -> Metric:
         if metric is None:
             return Euclidean()
-        if self._is_one_sample:
+        if self._is_one_sample or isinstance(metric, Tensor):
             return MetricFunction(_as_matrix_function(metric, self.restore))
         return as_metric(metric)
 
