@@ -7,9 +7,11 @@ STAMP   := .venv/.installed
 # bytecode is kept: tests start processes that import the library
 PYTEST   = env PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
 CHANGED  = $(BIN)/python -m tests.changed
+# packages whose models and loops are tested
+TESTED   = accelerate lightning peft transformers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check static lint types contracts unit docs docs-snippets slow bench format clean
+.PHONY: help setup demo test check others static lint types contracts unit docs docs-snippets slow bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,9 +22,7 @@ $(STAMP): pyproject.toml experiments/pyproject.toml constraints.txt
 	@echo "==> creating .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "==> installing pullback, its experiments and development tools (a few minutes the first time)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./experiments
-	@echo "==> installing the packages whose models and loops are tested"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt accelerate lightning peft transformers
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]" -e ./experiments $(TESTED)
 	@touch $@
 
 demo: $(STAMP) ## run the demonstration; its figure is written to demo/
@@ -30,8 +30,7 @@ demo: $(STAMP) ## run the demonstration; its figure is written to demo/
 	@$(BIN)/python -m pullback_experiments.demo
 
 test: $(STAMP) ## everything a change must pass
-	@$(MAKE) --no-print-directory -j2 --output-sync=target static
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types others
 	@echo "==> all checks passed"
 
 check: lint contracts ## for daily work: what differs from origin/main, or from BASE=commit
@@ -40,7 +39,11 @@ check: lint contracts ## for daily work: what differs from origin/main, or from 
 	@echo "==> pytest, tests of changed files"
 	@$(CHANGED) tests $(BASE) | xargs -r $(PYTEST)
 
-static: types lint contracts docs ## everything but the tests; types take longest and go first
+# types take one core for a minute: the tests begin on the other one
+others: $(STAMP)
+	@$(MAKE) --no-print-directory --output-sync=none lint contracts docs unit
+
+static: types lint contracts docs ## everything but the tests
 
 lint: $(STAMP) ## style, formatting and spelling
 	@echo "==> ruff"
