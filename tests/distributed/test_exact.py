@@ -22,7 +22,7 @@ from .world import World, place, round_off
 CHECKS = Checks(__name__)
 SIZE = 3
 CUTS = (0, 5, 5, 12)  # process 1 has no samples
-STEPS = 10
+STEPS = 4
 
 
 def mlp(width: int = 6, outputs: int = 3) -> nn.Module:

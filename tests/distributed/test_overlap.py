@@ -146,7 +146,7 @@ def loop(rank: int, size: int, variant: str) -> tuple[Tensor, Any]:
         )
     opt = kfac_of(net, **{**OPTIONS["clip"], "lr": 0.05, "statistics_every": 2, "invert_every": 4})
     rows = rows_of(rank, size)
-    for number in range(8):
+    for number in range(6):
         x, y = batch(number, sum(COUNTS), "dense")
         opt.zero_grad()
         LOOPS[variant](Pass(net, model, rank, size, x[rows], y[rows]), opt)

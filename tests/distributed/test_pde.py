@@ -40,7 +40,7 @@ def flat(model: nn.Module) -> Tensor:
 
 def compare(rank: int, problem: pde.Problem, tol: float = 0.0, **options: Any) -> None:
     """The same problem by all processes together, and by the first one alone."""
-    options = {"steps": 10, "measure": 3, "progress": False, "points": 50, **options}
+    options = {"steps": 4, "measure": 3, "progress": False, "points": 50, **options}
     tol = tol or round_off()
     inputs = problem.domain.dim
     shared_network = network(inputs)

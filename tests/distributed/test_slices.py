@@ -43,7 +43,7 @@ def compare(rank: int, size: int, make: Callable[[nn.Module, Any], Any]) -> None
         else:
             outer = net
         opt = make(outer, group)
-        for _ in range(10):
+        for _ in range(5):
             opt.zero_grad()
             (F.cross_entropy(outer(x[selected]), y[selected], reduction="sum") * scale).backward()
             opt.step()

@@ -134,6 +134,8 @@ def _serve(
     dist.init_process_group(backend, address, rank=rank, world_size=size, timeout=limit)
     for n in range(1, size + 1):
         GROUPS[n] = dist.group.WORLD if n == size else dist.new_group(range(n), timeout=limit)
+    gc.freeze()  # what was imported is no garbage: to look at it after each test took a third
+    gc.set_threshold(20_000)
     while True:
         try:
             function, args, n = pipe.recv()
