@@ -2,6 +2,7 @@
 
 from .._core.capture import Call
 from .base import Covered, Linearization, Map, Pulled, identity_covectors
+from .chunks import ChunkedMap, build_in_chunks
 from .jets import Scheme
 from .module import ModuleMap, shared_plans
 from .objective import FunctionLinearization, ObjectiveMap
@@ -10,6 +11,7 @@ from .roles import ParameterRole, Role, find_roles
 
 __all__ = [
     "Call",
+    "ChunkedMap",
     "Covered",
     "FunctionLinearization",
     "IntegralMap",
@@ -22,6 +24,7 @@ __all__ = [
     "Pulled",
     "Role",
     "Scheme",
+    "build_in_chunks",
     "find_roles",
     "identity_covectors",
     "shared_plans",

@@ -37,6 +37,9 @@ class Pulled:
     hand as a whole, `matrix` (N·R, p), products are with it.
     """
 
+    #: whether only some samples are held at once
+    is_chunked: bool = False
+
     def __init__(
         self,
         space: ParameterSpace,
@@ -68,6 +71,13 @@ class Pulled:
         if self._matrix is not None:  # blocks are views of it
             return Pulled.of_rows, (self.space, self.shape, self._matrix, self.coverage)
         return Pulled, (self.space, self.shape, tuple(self.blocks.values()), self.coverage)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held."""
+        if self._matrix is not None:
+            return self._matrix.nbytes
+        return sum(block.nbytes for block in self.blocks.values())
 
     def rows(self) -> Tensor:
         """A, materialized: (N·R, p)."""
@@ -106,6 +116,8 @@ class Pulled:
             return self._kernel_in(dtype, budget)
         if other is None:
             other = self
+        if other.is_chunked:
+            return other.kernel(self, budget=budget).T
         out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
         if self._matrix is not None and other._matrix is not None:
             add_cross_gram(out, self._matrix, other._matrix)

@@ -201,6 +201,7 @@ class JetLinearization(FunctionLinearization):
         with torch.enable_grad():
             self._graph = self._map(self._leaves, tape)
         self._uses = tape.uses
+        tape.uses = []  # jets refer to the tape: the cycle would keep the graph until a collection
         return self._graph.detach().to(self.space.dtype)
 
     def _pull_to_layers(self, u: Tensor) -> tuple[list[list[Tensor]], set[str]]:

@@ -16,7 +16,7 @@ from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Blocks, Diagonal, Factor
 from .._core.state import RandomState
 from ..grams import RowBlock
-from ..maps import IntegralMap, ObjectiveMap, OperatorMap
+from ..maps import ChunkedMap, IntegralMap, ObjectiveMap, OperatorMap
 from ..metrics import Metric
 from .problem import Displace, StepProblem
 
@@ -47,7 +47,7 @@ _LIMITS = _TrialLimits()
 class Term(ABC):
     """ℓ(z) for the values z of a map, with the metric that goes with it."""
 
-    def __init__(self, map: ObjectiveMap | OperatorMap | IntegralMap) -> None:
+    def __init__(self, map: ObjectiveMap | OperatorMap | ChunkedMap | IntegralMap) -> None:
         self.map = map
 
     @abstractmethod
@@ -91,7 +91,10 @@ class EnergyTerm(Term):
     """
 
     def __init__(
-        self, map: ObjectiveMap | OperatorMap, density: Callable[[Tensor], Tensor], weights: Tensor
+        self,
+        map: ObjectiveMap | OperatorMap | ChunkedMap,
+        density: Callable[[Tensor], Tensor],
+        weights: Tensor,
     ) -> None:
         super().__init__(map)
         self._density = density

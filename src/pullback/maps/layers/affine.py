@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ class AffineBlock(Block):
         self._inputs_of = inputs
         self.shape = (n, g, t, width)
         self._delta = delta
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cotangents, and of inputs at all samples."""
+        return self._delta.nbytes + prod(self.shape) * self._delta.element_size()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the cached properties."""

@@ -44,6 +44,11 @@ class Block(ABC):
         """Name of the formula by which the Gram will be computed, for reports."""
         return "rows"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held."""
+        return sum(rows.nbytes for rows in self.rows().values())
+
     @abstractmethod
     def rows(self) -> dict[str, Tensor]:
         """Per name, the rows (N, R, numel) of J."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._core.errors import PullbackError
 from ..._core.processes import Processes
 from ..._core.space import ParameterSpace
-from ...maps import OperatorMap
+from ...maps import ChunkedMap, OperatorMap
 from ...optim import Objective, Term
 from ..domains.sampling import Points
 from ..problem.conditions import Condition
@@ -65,6 +65,8 @@ class Collocation:
         objective: on the share of these points, None until the first step.
         weights: of the conditions in the loss, by name.
         residual_count: at the first points.
+
+    With a memory, in bytes, points are linearized in chunks whose derivatives fit it.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class Collocation:
         template: Tensor,
         causal: bool,
         processes: Processes,
+        memory: int | None = None,
     ) -> None:
         self._problem = problem
         self._trial = trial
         self._plan = plan
         self._processes = processes
+        self._memory = memory
         self._terms: list[ConditionTerm] = []
         self._dtype = template.dtype
         self._device = template.device
@@ -171,12 +175,13 @@ class Collocation:
         for x, residual in self._equation_maps():
             residual.scale(causal(x))
 
-    def _equation_maps(self) -> list[tuple[Tensor, OperatorMap]]:
+    def _equation_maps(self) -> list[tuple[Tensor, OperatorMap | ChunkedMap]]:
         """Return the points and the residuals of the equations."""
         maps = []
         for item in self._terms:
-            if item.condition.is_equation and isinstance(item.term.map, OperatorMap):
-                maps.append((item.sites[0].x, item.term.map))
+            residuals = item.term.map
+            if item.condition.is_equation and isinstance(residuals, (OperatorMap, ChunkedMap)):
+                maps.append((item.sites[0].x, residuals))
         return maps
 
     def reweigh(self, step: int) -> bool:
@@ -330,7 +335,9 @@ class Collocation:
             sites = take_share(condition, sites, self._processes)
             if len(sites[0]):
                 weight = self.weights[condition.name]
-                term = build_term(self._problem, condition, self._trial, sites, weight, total)
+                term = build_term(
+                    self._problem, condition, self._trial, sites, weight, total, self._memory
+                )
                 self._terms.append(ConditionTerm(condition, sites, term))
         if self._causal is not None:
             self._scale_times(self._causal)

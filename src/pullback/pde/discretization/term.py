@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core.errors import PullbackError
-from ...maps import IntegralMap, OperatorMap
+from ...maps import ChunkedMap, IntegralMap, OperatorMap, build_in_chunks
 from ...optim import EnergyTerm, Squares, Term
 from ..problem.conditions import Condition
 from ..problem.problem import Problem
@@ -25,6 +25,7 @@ def build_term(
     sites: Sites,
     weight: float | None = None,
     total: Tensor | None = None,
+    memory: int | None = None,
 ) -> Term:
     """Return the condition at these points, as a function of the trial's parameters.
 
@@ -34,30 +35,52 @@ def build_term(
         sites: the points.
         weight: in the loss; that of the condition by default.
         total: the sum of the points' weights of all processes, if other processes have points.
+        memory: bytes that the network's derivatives may take; points are linearized in chunks if
+            all together would take more. None for any.
     """
     points = sites[0]
-    local = LocalResidual(problem, condition, sites)
     if weight is None:
         weight = condition.weight
     if total is None:
         total = points.weights.sum()
     point_weights = weight * points.weights / total
-    x = torch.stack([site.x for site in sites])
+    ones = torch.ones_like(point_weights)
     if condition.is_energy:
-        return _build_energy(local, trial, x, point_weights)
+        return _build_energy(problem, condition, trial, sites, point_weights, memory)
+    if condition.target is not None:
+        values = _build_residuals(problem, condition, trial, sites, ones)
+        return Squares(IntegralMap(values, points.weights, condition.target, weight))
+    if memory is None:
+        return Squares(_build_residuals(problem, condition, trial, sites, point_weights))
+
+    def build(start: int, stop: int) -> OperatorMap:
+        chunk = tuple(site.narrow(start, stop) for site in sites)
+        return _build_residuals(problem, condition, trial, chunk, point_weights[start:stop])
+
+    params = dict(trial.named_parameters())
+    return Squares(build_in_chunks(build, len(points), params, memory))
+
+
+def _build_residuals(
+    problem: Problem, condition: Condition, trial: Trial, sites: Sites, point_weights: Tensor
+) -> OperatorMap:
+    """Return the weighted residuals at points."""
+    local = LocalResidual(problem, condition, sites)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         return local.evaluate(local.look_up_in(channels), select_unknowns(params))
 
-    if condition.target is not None:
-        ones = torch.ones_like(point_weights)
-        values = OperatorMap(trial.apply_to, x, local.scheme, operator, ones)
-        return Squares(IntegralMap(values, points.weights, condition.target, weight))
-    return Squares(OperatorMap(trial.apply_to, x, local.scheme, operator, point_weights))
+    x = torch.stack([site.x for site in sites])
+    return OperatorMap(trial.apply_to, x, local.scheme, operator, point_weights)
 
 
 def _build_energy(
-    local: LocalResidual, trial: Trial, x: Tensor, point_weights: Tensor
+    problem: Problem,
+    condition: Condition,
+    trial: Trial,
+    sites: Sites,
+    point_weights: Tensor,
+    memory: int | None,
 ) -> EnergyTerm:
     """Return an energy; its map gives just the derivatives that the density depends on."""
     if trial.unknowns:
@@ -66,6 +89,9 @@ def _build_energy(
             "minimizing over them makes no sense: the energy itself would change",
             "Put the unknowns into equations or data conditions",
         )
+    local = LocalResidual(problem, condition, sites)
+    x = torch.stack([site.x for site in sites])
+    ones = torch.ones_like(point_weights)
 
     def operator(channels: Any, params: dict[str, Tensor]) -> Tensor:
         look_up = local.look_up_in(channels)
@@ -74,14 +100,20 @@ def _build_energy(
     def density(z: Tensor) -> Tensor:
         return local.evaluate(lambda *key: z[:, local.keys.index(key)])[:, 0]
 
-    ones = torch.ones_like(point_weights)
-    derivatives = OperatorMap(trial.apply_to, x, local.scheme, operator, ones)
+    def build(start: int, stop: int) -> OperatorMap:
+        chunk = slice(start, stop)
+        return OperatorMap(trial.apply_to, x[:, chunk], local.scheme, operator, ones[chunk])
+
+    derivatives = build(0, len(ones))
+    if memory is not None:
+        params = dict(trial.named_parameters())
+        derivatives = build_in_chunks(build, len(ones), params, memory)
     return EnergyTerm(derivatives, density, point_weights)
 
 
 def find_nesting_reason(terms: Sequence[Term]) -> str:
     """Return why derivatives are nested and not carried forward; nothing if they are."""
     for term in terms:
-        if isinstance(term.map, (OperatorMap, IntegralMap)) and term.map.nested_because:
+        if isinstance(term.map, (OperatorMap, ChunkedMap, IntegralMap)) and term.map.nested_because:
             return term.map.nested_because
     return ""

@@ -27,8 +27,8 @@ class Points:
         x: points, (N, d).
         weights: (N,); they sum to the measure of the region.
         normals: outward unit normals on a boundary, (N, d).
-        selection: which of `total_count` points these are, if other processes have the others.
-        total_count: of all processes; 0 without a selection.
+        selection: which of `total_count` points these are, if they are not all.
+        total_count: of all processes and chunks; 0 without a selection.
     """
 
     x: Tensor
@@ -58,6 +58,17 @@ class Points:
         if normals is not None:
             normals = normals[selection]
         return Points(self.x[selection], self.weights[selection], normals, selection, len(self))
+
+    def narrow(self, start: int, stop: int) -> Points:
+        """Return the points of the numbers in [start, stop)."""
+        chosen = slice(start, stop)
+        normals = self.normals
+        if normals is not None:
+            normals = normals[chosen]
+        total_count = self.total_count or len(self)
+        numbers = range(total_count)[self.selection or slice(None)][chosen]
+        selection = slice(numbers.start, numbers.stop, numbers.step)
+        return Points(self.x[chosen], self.weights[chosen], normals, selection, total_count)
 
     def take_share_of(self, values: Tensor) -> Tensor:
         """Return the values at these points, from values at those of all processes.

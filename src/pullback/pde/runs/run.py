@@ -106,7 +106,15 @@ class Run:
         settings = self._settings
         processes = find_solve_processes(settings.group)
         processes.broadcast_first([*trial.parameters(), *trial.buffers()])
-        collocation = Collocation(self.problem, trial, plan, template, settings.causal, processes)
+        collocation = Collocation(
+            self.problem,
+            trial,
+            plan,
+            template,
+            settings.causal,
+            processes,
+            settings.method.map_memory,
+        )
         if self.problem.domain.dim <= THRESHOLDS.curvature_dimensions:
             refuse_flat(self.problem, self.network, collocation.sites)
         validation = Validation(

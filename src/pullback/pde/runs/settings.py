@@ -72,6 +72,13 @@ class MethodOptions:
         require(is_integer(self.memory, 1), "The memory", self.memory, "Use bytes, an integer ≥ 1")
 
     @property
+    def map_memory(self) -> int | None:
+        """Bytes that the network's derivatives may take; None for other optimizers."""
+        if self.optimizer is not None:
+            return None
+        return self.memory
+
+    @property
     def chooses_step(self) -> bool:
         """Return True if the run chooses the lengths of its steps, and not the caller."""
         return self.step is None and self.optimizer is None
