@@ -14,7 +14,7 @@ from ..framework.experiment import Context, Item, Paused
 from ..framework.records import Record
 from ..framework.store import Key, Results
 from ..framework.tabular import Table
-from .checks import title
+from .checks import GroupedRecords, title
 from .experiment import Entrant, Race
 
 #: rate ↦ what a run with it gave, with its final loss as "final"
@@ -133,6 +133,13 @@ class BracketedRace(Race):
         if context.seed == self.search_seed:
             return _best(search["runs"])
         return self._run(task, name, search["lr"], 1.0, context)
+
+    def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
+        """Leave out entrants with one or two seeds: they are rows of the table alone."""
+        entrants = self._entrants(results.quick)
+        too_few = [n for n, e in entrants.items() if e.seeds is not None and len(e.seeds) < 3]
+        records = self._group_records(results, task)
+        return {name: runs for name, runs in records.items() if name not in too_few}
 
     def tables(self, results: Results) -> list[Table]:
         tasks = self._tasks(results.quick)

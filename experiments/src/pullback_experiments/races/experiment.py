@@ -200,6 +200,10 @@ class Race(Experiment):
                 records[name] = [self._at_pace(run, task, results) for run in runs]
         return records
 
+    def _drawn_records(self, results: Results, task: str) -> GroupedRecords:
+        """Return the records of the entrants that figures show."""
+        return self._group_records(results, task)
+
     def _at_pace(self, run: Record, task: str, results: Results) -> Record:
         """Return a run with the seconds that it would have taken alone, where they are known."""
         method = run["method"]
@@ -237,7 +241,7 @@ class Race(Experiment):
 
         tasks = self._tasks(results.quick)
         seeds = count_of(len(results.seeds), "seed")
-        races = {task.title: self._group_records(results, name) for name, task in tasks.items()}
+        races = {task.title: self._drawn_records(results, name) for name, task in tasks.items()}
         return {"": draw(races, f"Held-out loss, medians and quartiles over {seeds}")}
 
     def curves(self, results: Results) -> list[Chart]:
@@ -245,7 +249,7 @@ class Race(Experiment):
             Chart(
                 f"{task.title}: held-out loss",
                 "held-out loss",
-                series(self._group_records(results, name), _ALONG),
+                series(self._drawn_records(results, name), _ALONG),
                 x=_ALONG,
                 logx=False,
                 logy=False,
