@@ -166,6 +166,6 @@ def choose_form(n: int, p: int, itemsize: int, budget: int, prefers: str) -> str
 
 def coverage(row_blocks: Sequence[RowBlock]) -> tuple[Covered, ...]:
     """How each parameter's share was computed, for the forms that pull blocks back."""
-    if row_blocks and row_blocks[0].used_structure:
-        return row_blocks[0].pulled_covectors.coverage
-    return ()
+    if not row_blocks:
+        return ()
+    return tuple(row_blocks[0].coverage)

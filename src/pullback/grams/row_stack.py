@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .._core.errors import PullbackError
 from .._core.factor import Factor
-from .._core.products import has_fast_float64
+from .._core.products import has_fast_float64, mirror_lower_triangle
 from .._core.space import ParameterSpace
-from ..maps import Linearization, Pulled, identity_covectors
+from ..maps import Covered, Linearization, Pulled, identity_covectors
 
 
 class RowBlock:
@@ -28,19 +28,27 @@ class RowBlock:
         self.factor = factor
         self.samples = linearization.value.shape[0]
         self.count = self.samples * prod(factor.white)
+        #: how parameters were covered whose rows were pulled back in parts, and are not kept
+        self._coverage_of_parts: list[Covered] = []
 
     @cached_property
     def pulled_covectors(self) -> Pulled:
         """The covectors S (or, where S couples samples, the coordinates) pulled back."""
+        return self.linearization.pullback(self._covectors())
+
+    def _covectors(self) -> Tensor:
+        """What is pulled back: S, or the coordinates if S couples samples, (R, N, *event)."""
         value = self.linearization.value
         if self.factor.couples_samples:
-            return self.linearization.pullback(identity_covectors(value))
-        return self.linearization.pullback(self.factor.covectors(value))
+            return identity_covectors(value)
+        return self.factor.covectors(value)
 
     @property
-    def used_structure(self) -> bool:
-        """Whether rows were pulled back through layers, and not by autograd alone."""
-        return "pulled_covectors" in vars(self) and bool(self.pulled_covectors.coverage)
+    def coverage(self) -> Sequence[Covered]:
+        """How each parameter was covered; empty where autograd alone was used so far."""
+        if "pulled_covectors" in vars(self):
+            return self.pulled_covectors.coverage
+        return self._coverage_of_parts
 
     def _shape_white(self, c: Tensor) -> Tensor:
         """(..., n) -> (..., N, *white)."""
@@ -65,25 +73,49 @@ class RowBlock:
         Such an S subtracts means. What is left of the kernel may be a thousandth of it, and the
         round-off of float32 would exceed small dampings.
         """
+        value = self.linearization.value
         if not self.factor.couples_samples:
-            return self.pulled_covectors.kernel(budget=budget)
-        device = self.linearization.value.device
-        dtype: torch.dtype | None = None
-        if has_fast_float64(device):
+            return self._multiply_covectors(budget, value.dtype)
+        dtype = value.dtype
+        if has_fast_float64(value.device):
             dtype = torch.float64
-        kernel = self.pulled_covectors.kernel(budget=budget, dtype=dtype)
-        kernel = self.transpose(kernel)
+        kernel = self.transpose(self._multiply_covectors(budget, dtype))
         return self.transpose(kernel.T)
 
+    def _multiply_covectors(self, budget: int, dtype: torch.dtype) -> Tensor:
+        """The products of the pulled-back covectors, (N·R, N·R).
+
+        Where they would not fit the budget they are pulled back layer by layer and not kept.
+        """
+        if "pulled_covectors" in vars(self):
+            return self.pulled_covectors.kernel(budget=budget, dtype=dtype)
+        covectors = self._covectors()
+        parts = self.linearization.divide_pullback(covectors, budget)
+        if len(parts) == 1:
+            return self.pulled_covectors.kernel(budget=budget, dtype=dtype)
+        count = self.samples * len(covectors)
+        out = torch.zeros(count, count, dtype=dtype, device=covectors.device)
+        self._coverage_of_parts = []
+        for pull_back in parts:
+            pulled = pull_back()
+            pulled.add_kernel(out, budget)
+            self._coverage_of_parts += pulled.coverage
+            del pulled  # before the next part is pulled back
+        return mirror_lower_triangle(out)
+
     def project(self, v: Tensor) -> Tensor:
-        """A v from the pulled-back blocks."""
+        """A v from the pulled-back blocks, or by a forward-mode pass if those were not kept."""
+        if self._coverage_of_parts:
+            return self.push(v)
         values = self.pulled_covectors.project(v).flatten()
         if self.factor.couples_samples:
             return self.transpose(values)
         return values
 
     def lift(self, c: Tensor) -> Tensor:
-        """Aᵀ c from the pulled-back blocks."""
+        """Aᵀ c from the pulled-back blocks, or by a reverse-mode pass if those were not kept."""
+        if self._coverage_of_parts:
+            return self.pull(c)
         if self.factor.couples_samples:
             c = self.factor.apply(self._shape_white(c))
         return self.pulled_covectors.lift(c.reshape(self.pulled_covectors.shape))

@@ -8,7 +8,7 @@ are independent of each other's inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +112,16 @@ class Pulled:
 
         With a `dtype` A Aᵀ is multiplied and added up in it, one block of parameters at a time.
         """
+        count = self.shape[0] * self.shape[1]
         if dtype not in (None, self.space.dtype):
-            return self._kernel_in(dtype, budget)
+            out = torch.zeros(count, count, dtype=dtype, device=self.space.device)
+            self.add_kernel(out, budget)
+            return mirror_lower_triangle(out)
         if other is None:
             other = self
         if other.is_chunked:
             return other.kernel(self, budget=budget).T
-        out = self.space.zeros(self.shape[0] * self.shape[1], other.shape[0] * other.shape[1])
+        out = self.space.zeros(count, other.shape[0] * other.shape[1])
         if self._matrix is not None and other._matrix is not None:
             add_cross_gram(out, self._matrix, other._matrix)
             if other is self:
@@ -138,15 +141,14 @@ class Pulled:
             return mirror_lower_triangle(out)
         return out
 
-    def _kernel_in(self, dtype: torch.dtype, budget: int) -> Tensor:
-        """A Aᵀ in another dtype than that of A."""
-        count = self.shape[0] * self.shape[1]
-        out = torch.zeros(count, count, dtype=dtype, device=self.space.device)
+    def add_kernel(self, out: Tensor, budget: int) -> None:
+        """Add A Aᵀ to `out`, in the dtype of that, at least on and below the diagonal."""
         for block in self.blocks.values():
-            converted = block.to(dtype)
+            converted = block
+            if out.dtype != self.space.dtype:
+                converted = block.to(out.dtype)
             converted.add_gram(out, converted, budget)
             del converted  # before the next one is made
-        return mirror_lower_triangle(out)
 
     def project(self, v: Tensor) -> Tensor:
         """A v: (N, R)."""
@@ -199,6 +201,15 @@ class Linearization(ABC):
     @abstractmethod
     def pullback(self, covectors: Tensor) -> Pulled:
         """The rows u_{n,r}ᵀ J_n for covectors u of shape (R, N, *event)."""
+
+    def divide_pullback(self, covectors: Tensor, budget: int) -> list[Callable[[], Pulled]]:
+        """Functions that return the rows of `pullback`, each for some of the parameters.
+
+        There are several where what the rows are made of would exceed `budget` bytes, and each of
+        them costs a reverse pass. Whoever needs the parts one after the other saves memory.
+        """
+        del budget
+        return [lambda: self.pullback(covectors)]
 
     def pullback_factored(self, covectors: Tensor) -> Pulled:
         """Return the same rows, in factors (inputs and cotangents) even if a matrix is smaller."""

@@ -9,10 +9,10 @@ edges over the same parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -301,15 +301,33 @@ class ModuleLinearization(Linearization):
 
     def pullback(self, covectors: Tensor) -> Pulled:
         """Return the rows, factored for layers with known structure, materialized elsewhere."""
-        key = self._record.signature(self.map.call)
-        plan = self.map.plans.get(key)
         # proofs compare formulas with autograd, and TF32 would hide that they are right
         with full_precision(self.space.device, entries=0):
-            if plan is None:
-                plan = LayerStructure.establish(self)
-                if plan.is_reusable:
-                    self.map.plans[key] = plan
-            return plan.pullback(self, covectors)
+            return self._find_structure().pullback(self, covectors)
+
+    def divide_pullback(self, covectors: Tensor, budget: int) -> list[Callable[[], Pulled]]:
+        with full_precision(self.space.device, entries=0):
+            structure = self._find_structure()
+        groups = structure.divide_uses(self, len(covectors), budget)
+        if len(groups) == 1:
+            return super().divide_pullback(covectors, budget)
+
+        def pull_back(uses: Sequence[int], unexplained: Sequence[str]) -> Pulled:
+            with full_precision(self.space.device, entries=0):
+                return structure.pull_back_uses(self, covectors, uses, unexplained)
+
+        parts = [partial(pull_back, uses, ()) for uses in groups[:-1]]
+        return [*parts, partial(pull_back, groups[-1], structure.unexplained)]
+
+    def _find_structure(self) -> LayerStructure:
+        """Return what the layers explain: known from an earlier pass, or established now."""
+        key = self._record.signature(self.map.call)
+        structure = self.map.plans.get(key)
+        if structure is None:
+            structure = LayerStructure.establish(self)
+            if structure.is_reusable:
+                self.map.plans[key] = structure
+        return structure
 
     @property
     def footprint(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +111,7 @@ def has_indexing(root: Tensor) -> bool:
 
 
 _CHUNK = 2**28  # bytes of rows formed at once under vmap
+_MOST_GROUPS = 8  # reverse passes that a pullback is divided into
 
 
 class RowsMethod(Enum):
@@ -307,17 +309,57 @@ class LayerStructure:
 
     def pullback(self, linear: ModuleLinearization, covectors: Tensor) -> Pulled:
         """Return the covectors pulled back: blocks of the layers, and rows of other parameters."""
+        return self.pull_back_uses(linear, covectors, self._find_uses(linear), self.unexplained)
+
+    def _find_uses(self, linear: ModuleLinearization) -> list[int]:
+        """Return the uses of layers that explain a parameter."""
         uses = [i for i, entry in enumerate(linear.entries) if i in self.layouts]
-        uses = [i for i in uses if self._explains(linear.entries[i])]
+        return [i for i in uses if self._explains(linear.entries[i])]
+
+    def divide_uses(
+        self, linear: ModuleLinearization, covector_count: int, budget: int
+    ) -> list[list[int]]:
+        """Return the uses of layers in groups whose cotangents fit `budget` bytes.
+
+        There are about `_MOST_GROUPS` at most, since each takes a reverse pass of its own. If a
+        parameter has several uses there is one group: their rows are added up.
+        """
+        uses = self._find_uses(linear)
+        names: Counter[str | None] = Counter()
+        for i in uses:
+            names.update(filter(None, linear.entries[i].names.values()))
+        if any(count > 1 for count in names.values()):
+            return [uses]
+        bytes_per_entry = covector_count * linear.value.element_size()
+        sizes = {i: prod(linear.entries[i].shape) * bytes_per_entry for i in uses}
+        limit = max(budget, sum(sizes.values()) // _MOST_GROUPS)
+        groups: list[list[int]] = [[]]
+        group_bytes = 0
+        for i in uses:
+            if groups[-1] and group_bytes + sizes[i] > limit:
+                groups.append([])
+                group_bytes = 0
+            groups[-1].append(i)
+            group_bytes += sizes[i]
+        return groups
+
+    def pull_back_uses(
+        self,
+        linear: ModuleLinearization,
+        covectors: Tensor,
+        uses: Sequence[int],
+        unexplained: Sequence[str],
+    ) -> Pulled:
+        """Return the rows of the parameters of some uses, and of some that no layer explains."""
         edges = [linear.entries[i].edge for i in uses]
         layouts = [self.layouts[i] for i in uses]
         cotangents = collect_cotangents(
             linear, edges, layouts, covectors, batched=self.is_vectorized
         )
         blocks = self._form_blocks(linear, dict(zip(uses, cotangents, strict=True)))
-        if self.unexplained:
+        if unexplained:
             rows, self.rows_method = form_sample_rows(
-                linear, self.unexplained, covectors, self.rows_method
+                linear, unexplained, covectors, self.rows_method
             )
             blocks.append(RowsBlock(rows))
         shape = (linear.value.shape[0], covectors.shape[0])

@@ -183,7 +183,7 @@ def agrees_with_autograd(
     if gram.structure.holds == "operator":
         return True
     row_blocks = stack.row_blocks
-    if not problem.all_agree(all(block.used_structure for block in row_blocks)):
+    if not problem.all_agree(all(bool(block.coverage) for block in row_blocks)):
         return True
     if white is None:
         c = torch.ones(sum(block.count for block in row_blocks), dtype=gram.dtype)

@@ -32,6 +32,7 @@ from .gram import (
     add_materialized,
     add_separated,
     estimate_costs,
+    form_rows,
     multiply_inputs,
 )
 from .registry import Block, CotangentStructure
@@ -88,7 +89,7 @@ class AffineBlock(Block):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the cached properties."""
-        cached = ("_pooled_block", "_separated_cotangents")
+        cached = ("_single_position_block", "_separated_cotangents")
         return {name: value for name, value in vars(self).items() if name not in cached}
 
     def _inputs(self) -> Tensor:
@@ -135,17 +136,22 @@ class AffineBlock(Block):
             return self._delta.sum(3)
         return torch.einsum("nrgto,t->nrgo", self._delta, self._h)
 
-    @cached_property
+    @property
     def _pooled_block(self) -> AffineBlock:
-        """A block with the same rows from one position, if all positions have one cotangent.
-
-        It serves `add_gram`. Elsewhere it is this block.
-        """
-        if not self._has_equal_positions():
+        """The block that `add_gram` works with: that of a single position where there is one."""
+        if self._single_position_block is None:
             return self
+        return self._single_position_block
+
+    @cached_property
+    def _single_position_block(self) -> AffineBlock | None:
+        """A block with the same rows from one position, if all positions have one cotangent."""
+        if not self._has_equal_positions():
+            return None
+        all_inputs = self._inputs_of  # not this block: a cycle would keep its cotangents alive
 
         def inputs(samples: slice) -> Tensor:
-            return self._inputs_of(samples).sum(2, keepdim=True)
+            return all_inputs(samples).sum(2, keepdim=True)
 
         first = self._delta[:, :, :, :1]
         if self._h is None:
@@ -330,7 +336,13 @@ class AffineBlock(Block):
 
     def _add_from_rows(self, out: Tensor, other: AffineBlock, budget: int) -> None:
         """Add the Gram of the weight's rows, formed a panel at a time, and of the bias's."""
-        if self._weight is not None:
+        if self._weight is not None and self._has_fewer_rows_than_inputs():
+            rows = self._form_weight_rows(budget)
+            other_rows = rows
+            if other is not self:
+                other_rows = other._form_weight_rows(budget)
+            add_cross_gram(out, rows, other_rows)
+        elif self._weight is not None:
             inputs = self._inputs()
             other_inputs = inputs
             if other is not self:
@@ -342,6 +354,25 @@ class AffineBlock(Block):
             if other is not self:
                 other_rows = other._bias_cotangents().flatten(2).flatten(0, 1)
             add_cross_gram(out, rows, other_rows)
+
+    def _has_fewer_rows_than_inputs(self) -> bool:
+        """Return True if a sample's rows of the weight have fewer entries than its inputs."""
+        _, r, _, t, o = self._delta.shape
+        return r * o < t
+
+    def _form_weight_rows(self, budget: int) -> Tensor:
+        """Return the rows of the weight, (N·R, G·O·I), from inputs of some samples at a time.
+
+        Patches of a convolution with large kernels have many times the entries of its images.
+        """
+        n, g, t, i = self.shape
+        sample_bytes = g * t * i * self._delta.element_size()
+        step = max(1, budget // (8 * sample_bytes))
+        rows = []
+        for start in range(0, n, step):
+            samples = slice(start, min(start + step, n))
+            rows.append(form_rows(self._delta[samples], self._inputs_of(samples)))
+        return torch.cat(rows)
 
     def _add_separated(self, out: Tensor, other: AffineBlock, budget: int) -> None:
         """Add the Gram from separated cotangents, group by group."""

@@ -216,14 +216,14 @@ def add_materialized(
         groups = slice(first_group, first_group + group_step)
         for first_feature in range(0, o, panel):
             features = slice(first_feature, first_feature + panel)
-            rows = _form_rows(d1[:, :, groups, :, features], x[:, groups])
+            rows = form_rows(d1[:, :, groups, :, features], x[:, groups])
             other_rows = rows
             if d2 is not d1:
-                other_rows = _form_rows(d2[:, :, groups, :, features], y[:, groups])
+                other_rows = form_rows(d2[:, :, groups, :, features], y[:, groups])
             add_cross_gram(out, rows, other_rows)
 
 
-def _form_rows(delta: Tensor, inputs: Tensor) -> Tensor:
+def form_rows(delta: Tensor, inputs: Tensor) -> Tensor:
     """Return Σ_t δ_t ⊗ a_t, (N·R, G·O·I), for cotangents (N, R, G, T, O), inputs (N, G, T, I)."""
     n, r, g, t, o = delta.shape
     left = delta.permute(0, 2, 1, 4, 3).reshape(n * g, r * o, t)
