@@ -15,7 +15,9 @@ from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict
 from pullback.pde.networks.modules import Slabs
 from pullback.pde.networks.windows import read_initial_values, rescale_time, restrict_to_window
-from pullback.pde.runs.slabs import summarize_verdicts
+from pullback.pde.runs.run import Run
+from pullback.pde.runs.settings import Limits, MethodOptions, SamplingOptions, Settings
+from pullback.pde.runs.slabs import SlabMarch, summarize_verdicts
 
 pi = math.pi
 
@@ -310,3 +312,26 @@ def test_error_estimates_of_slabs(problem: Any) -> None:
     assert spoiled is not None
     assert solution.error > 3e-3
     assert solution.error / 2 < spoiled.error < 20 * solution.error
+
+
+def test_slabs_before_the_last_one_are_solved_to_a_smaller_tolerance() -> None:
+    class Tolerances(SlabMarch):
+        def _keep(self, run: Run, solution: pde.PDESolution, end: float) -> bool:
+            tolerances.append(solution.verdict.stop.limit)
+            return super()._keep(run, solution, end)
+
+    tolerances: list[float] = []
+    limits = Limits(steps=60, tol=0.5, patience=None, budget=None)
+    settings = Settings(
+        sampling=SamplingOptions(points=36, sampler=None, seed=0, resample=None, refine=None),
+        method=MethodOptions(solver=None, step=None, gram="auto", memory=2**32, optimizer=None),
+        limits=limits,
+        causal=False,
+        measure=1,
+        callbacks=(),
+        device=None,
+        progress=False,
+        group=None,
+    )
+    Tolerances(heat(), pde.mlp(2, 8, 1, seed=0), None, settings).solve(2)
+    assert tolerances == pytest.approx([5e-3, 0.5])

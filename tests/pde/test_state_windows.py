@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pullback import pde
-from pullback.pde.judgement.homogeneity import has_many_states, is_solved_by_zero
+from pullback.pde.discretization.homogeneity import (
+    find_constant_state,
+    has_ground_state_without_nodes,
+    has_many_states,
+    is_solved_by_zero,
+)
 from pullback.pde.judgement.stop import Stop, StopReason
 from pullback.pde.judgement.verdict import PDEVerdict
 from pullback.pde.networks.state import StateLift
@@ -212,3 +217,41 @@ def test_an_eigenvalue_problem_has_many_states() -> None:
     verdict = PDEVerdict(stop, False, 1e-20, 1e-20, 1e-9, estimated=1e-8, has_many_states=True)
     assert "other states too" in verdict.text
     assert not verdict.alarming
+
+
+def solve_quietly(problem: pde.Problem, network: nn.Module, steps: int) -> pde.PDESolution:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pde.solve(problem, network, points=40, steps=steps, progress=False)
+
+
+def test_networks_for_eigenvalue_problems_begin_and_end_without_nodes() -> None:
+    problem = condensate(0.0)
+    assert find_constant_state(problem) == pytest.approx(1.0)
+    network = pde.network_for(problem, parameters=40)
+    x = torch.linspace(0, 1, 50, dtype=torch.float64)[:, None]
+    assert float(network(x).detach().min()) > 0
+    solution = solve_quietly(problem, network, steps=30)
+    assert solution.unknowns["mu"] == pytest.approx(math.pi**2, rel=1e-4)
+    assert solution.verdict.name == "converged"
+
+
+def test_an_excited_state_is_doubtful() -> None:
+    problem = condensate(0.0)
+    problem.unknowns["mu"] = 4 * math.pi**2
+    odd = pde.Symmetric(pde.mlp(1, 10, 1, seed=0), 0, -1)
+    network = pde.Rescaled(odd, problem.domain)
+    solution = solve_quietly(problem, network, steps=80)
+    assert solution.unknowns["mu"] == pytest.approx(4 * math.pi**2, rel=1e-4)
+    assert solution.verdict.name == "doubtful"
+    assert "no nodes" in solution.stopped
+    assert solution.verdict.alarming
+
+
+def test_states_that_are_kept_from_others_may_have_nodes() -> None:
+    problem = condensate(0.0)
+    assert has_ground_state_without_nodes(problem)
+    orthogonal = pde.Integral(lambda u, x: u * torch.sin(math.pi * x), 0.0, name="orthogonal")
+    conditions = [*problem.conditions, orthogonal]
+    assert not has_ground_state_without_nodes(problem.restrict(problem.domain, conditions))
+    assert not has_ground_state_without_nodes(growth(1.0))

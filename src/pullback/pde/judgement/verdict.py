@@ -66,6 +66,11 @@ _TINY_SOLUTION = (
     "The solution is tiny beside the initial network: state the problem in units in which its "
     "values are about 1"
 )
+_EXCITED = "the field changes sign: an excited state, since the ground state has no nodes"
+_EXCITED_REMEDY = (
+    "For the ground state begin with a field of one sign, as network_for(problem) does, or with a "
+    "smaller unknown; if this one is meant, add Integral(..., 0.0) of its product with lower states"
+)
 _MISSING_CONDITION = (
     "Is a boundary or initial condition missing, an Integral that normalizes, or a measurement? "
     "Another seed will give another answer"
@@ -92,6 +97,7 @@ class PDEVerdict:
         noise: relative misfit of measured data, 0 without data; equations cannot hold much better
             than these where both are in the loss.
         has_many_states: whether it is an eigenvalue problem, which other states solve as well.
+        is_excited: whether its field changes sign although that of the ground state does not.
         tried: what was tried where the given network did not get on, the best first.
     """
 
@@ -109,6 +115,7 @@ class PDEVerdict:
     concentrated: str = ""
     noise: float = 0.0
     has_many_states: bool = False
+    is_excited: bool = False
     tried: tuple[str, ...] = ()
 
     @property
@@ -142,7 +149,7 @@ class PDEVerdict:
     def _judge_error(self) -> Outcome:
         """Return the verdict on an error, where residuals are small."""
         error = self.estimated or 0.0
-        if self.loose or error > THRESHOLDS.doubtful_error:
+        if self.loose or self.is_excited or error > THRESHOLDS.doubtful_error:
             return Outcome.DOUBTFUL
         if error > THRESHOLDS.accurate_error:
             return Outcome.INACCURATE
@@ -183,6 +190,8 @@ class PDEVerdict:
             return f"{residuals}, but the error is estimated as {self.estimated:.1g}{self._losses}"
         if self._open_quantities:
             return f"{residuals}, but the conditions do not determine {self._open_quantities}"
+        if name is Outcome.DOUBTFUL and self.is_excited:
+            return f"{residuals}, but {_EXCITED}"
         if name is Outcome.DOUBTFUL:
             error = f"the error that these allow is estimated as {self.estimated:.1g}{self._losses}"
             return f"{residuals}, and {error}"
@@ -231,6 +240,8 @@ class PDEVerdict:
         """What to try next, or nothing."""
         if self.name is Outcome.DOUBTFUL and self._open_quantities:
             return f". {_MISSING_CONDITION}"
+        if self.name is Outcome.DOUBTFUL and self.is_excited:
+            return f". {_EXCITED_REMEDY}"
         if self.relative <= self.exact:
             return ""
         if self.name is Outcome.CONVERGED:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import check_seed, is_integer, is_number, require, require_problem
+from ..discretization.homogeneity import find_constant_state, has_ground_state_without_nodes
 from ..domains import Region
 from ..problem.problem import Problem
 from .field_sizes import choose_units
@@ -38,6 +39,9 @@ class ChoiceThresholds:
     most_harmonics: int = 4
     #: wave numbers that a layer of sines begins with, in units of the estimated ones
     beyond_estimate: float = 1.25
+    #: share of the usual weights with which a network begins near a constant; with all of them one
+    #: of two seeds of a Bose–Einstein condensate ended in an excited state
+    varying_share: float = 0.1
 
 
 THRESHOLDS = ChoiceThresholds()
@@ -66,7 +70,8 @@ def network_for(
        solutions that are feasible there; narrower from 14 dimensions on, with 1000 parameters.
 
     Coordinates are mapped to [−1, 1], and fields share the hidden layers. A field whose data are
-    above 30 or below 1/30 is in units of their size.
+    above 30 or below 1/30 is in units of their size. For an eigenvalue problem it begins near a
+    constant, which has no nodes.
 
     Args:
         problem: what is to be solved; its data are evaluated on lines through the domain.
@@ -101,6 +106,8 @@ def network_for(
 
 def _wrap_in_units(network: nn.Module, problem: Problem) -> Rescaled:
     """Return a network of coordinates in [−1, 1], with fields far from 1 in units of their own."""
+    if has_ground_state_without_nodes(problem):
+        _begin_with_one_sign(network, find_constant_state(problem))
     units = choose_units(problem)
     if bool((units != 1).any()):
         network = InUnits(network, units)
@@ -184,6 +191,14 @@ def _network_of_layers(
     if not embeddings:
         return network
     return nn.Sequential(*embeddings, *network)
+
+
+@torch.no_grad()
+def _begin_with_one_sign(network: nn.Module, value: float) -> None:
+    """Let a network begin near a constant: from there eigenvalue problems find the ground state."""
+    output = [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
+    output.weight.mul_(THRESHOLDS.varying_share * value)
+    output.bias.fill_(value)
 
 
 def _begin_with_waves(network: nn.Sequential, half_waves: Tensor, seed: int) -> None:

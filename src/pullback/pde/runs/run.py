@@ -19,10 +19,14 @@ from ..._core.processes import Processes
 from ...optim import StepInfo
 from ..checkpoint import load_parameters
 from ..discretization.collocation import Collocation
+from ..discretization.homogeneity import (
+    has_ground_state_without_nodes,
+    has_many_states,
+    is_solved_by_zero,
+)
 from ..discretization.plan import SamplingPlan
 from ..discretization.trial import Trial, select_unknowns
 from ..judgement.history import History
-from ..judgement.homogeneity import has_many_states, is_solved_by_zero
 from ..judgement.solution import PDESolution
 from ..judgement.stop import Stop, StopReason
 from ..judgement.validation import Validation
@@ -50,6 +54,10 @@ class RunThresholds:
     curvature_dimensions: int = 4
     #: steps over which the pace of the loss is measured
     pace_steps: int = 20
+    #: points at which the sign of an eigenvalue problem's field is looked at
+    node_points: int = 1000
+    #: values of the other sign, as a share of the largest, that are a node and not an error
+    node_share: float = 0.01
 
 
 THRESHOLDS = RunThresholds()
@@ -365,7 +373,18 @@ class Run:
             exact=exact_level(torch.finfo(self._dtype).eps),
             noise=self._context.validation.misfit(number),
             has_many_states=has_many_states(self.problem),
+            is_excited=has_ground_state_without_nodes(self.problem) and self._has_nodes(),
         )
+
+    @torch.no_grad()
+    def _has_nodes(self) -> bool:
+        """Return True if the first field has values of both signs."""
+        parameter = next(self.network.parameters())
+        points = self.problem.domain.sample(THRESHOLDS.node_points, "sobol").x.to(parameter)
+        values = self.network(points)[:, 0]
+        low = float(values.min())
+        high = float(values.max())
+        return min(high, -low) > THRESHOLDS.node_share * max(high, -low)
 
     def _measure_pace(self) -> float:
         """Return the share by which the loss fell in each of the last long steps.

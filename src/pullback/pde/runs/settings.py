@@ -131,6 +131,12 @@ class Settings:
         """Return these settings with another budget, in seconds."""
         return replace(self, limits=replace(self.limits, budget=budget))
 
+    def with_smaller_tolerance(self, share: float) -> Settings:
+        """Return these settings with a share of the tolerance, if there is one."""
+        if self.limits.tol is None:
+            return self
+        return replace(self, limits=replace(self.limits, tol=share * self.limits.tol))
+
 
 def refuse_unusable_device(device: object) -> None:
     """Raise for a device that torch cannot use here."""

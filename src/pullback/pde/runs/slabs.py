@@ -167,7 +167,10 @@ class SlabMarch:
         if self._checkpoint is not None:
             path = Path(f"{self._checkpoint}.{self._attempts}")
         self._attempts += 1
-        return Run(window.problem, window.network, self._share_budget(slabs_later), path)
+        settings = self._share_budget(slabs_later)
+        if end < self._windows.end:
+            settings = settings.with_smaller_tolerance(self._control.earlier_tolerance)
+        return Run(window.problem, window.network, settings, path)
 
     def _share_budget(self, slabs_later: float) -> Settings:
         """Return the settings of the next slab.
