@@ -24,6 +24,17 @@ def _torch_as_it_was() -> Iterator[None]:
     REGISTRY.update(layers)
 
 
+def pytest_configure() -> None:
+    """Seed no device that is not here: torch writes down the stack each time, for milliseconds."""
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = _seed_nothing
+
+
+def _seed_nothing(seed: int) -> None:
+    """Stand for `manual_seed_all` of a device that is not here."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Generator[None, list[Any], list[Any]]:
     """Look for examples in docstrings of helpers, not of tests: these have none."""
