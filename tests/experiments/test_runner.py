@@ -505,7 +505,13 @@ def test_items_that_stay_on_the_cpu_refuse_another_device(
     assert not list(tmp_path.iterdir())
     staying = {n for n in registry.names() if not registry.find(n).anywhere}
     yin = {f"yin-2024-{n}" for n in ("shallow", "deep", "poisson")}
-    assert staying == yin | {"luk-grosse-2018", "demo", "pde-honesty", "pde-unseen-seeds"}
+    assert staying == yin | {
+        "luk-grosse-2018",
+        "demo",
+        "pde-honesty",
+        "pde-quasi-newton",
+        "pde-unseen-seeds",
+    }
 
 
 def test_the_registry_names_what_folders_hold() -> None:

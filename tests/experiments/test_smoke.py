@@ -46,6 +46,7 @@ SLOW = {
     "influence-mnist",
     "laplace-rotation",
     "pde-honesty",
+    "pde-quasi-newton",
     "pde-unseen-seeds",
 }
 
@@ -96,6 +97,7 @@ NOT_DRAWN = {
     "laplace-rotation",
     "laplace-uci",
     "pde-honesty",
+    "pde-quasi-newton",
     "pde-unseen-seeds",
     "vmc-spins",
 }

@@ -45,6 +45,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "races": ("race-text", "race-text-large", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
+    "pde_quasi_newton": ("pde-quasi-newton",),
     "pde_unseen_seeds": ("pde-unseen-seeds",),
     "curvature": ("influence-mnist", "influence-cifar", "laplace-uci", "laplace-rotation"),
     "quantum_spins": ("vmc-spins",),

@@ -119,6 +119,7 @@ QUICK: dict[str, float] = {
     "laplace-uci": 10,
     "laplace-rotation": 60,
     "pde-honesty": 20,
+    "pde-quasi-newton": 5,
     "pde-unseen-seeds": 20,
     "vmc-spins": 25,
     "yin-2024-shallow": 10,

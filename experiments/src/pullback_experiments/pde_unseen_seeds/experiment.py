@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from statistics import median
 from typing import Any, Self
 
 from torch import nn
@@ -78,7 +77,6 @@ PROBLEMS: dict[str, SeedProblem] = {
             points=2500, sampler="sobol", steps=300,
         ),
         1e-3,
-        (Method.STRATEGY, Method.ALONE),
     ),
     "kdv": SeedProblem(_small_kdv, 1e-2),
     "poisson5d": SeedProblem(lambda: pde.setup("poisson5d"), 3.5e-8, seconds=375.0),
@@ -93,7 +91,7 @@ class UnseenSeeds(Experiment):
     Attributes:
         problems, quick_problems: names.
         quick_seconds, quick_target: of every solve in the short version.
-        most_ratio: of the strategy's median time to that of the given network alone.
+        most_ratio: of the strategy's time to that of all steps of one network.
     """
 
     name: str = "pde-unseen-seeds"
@@ -176,16 +174,15 @@ class UnseenSeeds(Experiment):
         return checks
 
     def _compare_seconds(self, name: str, results: Results) -> Check:
-        """Return whether the strategy's slowest seed takes twice the usual time at most."""
-        solved_alone = []
-        for record in results.of(name, Method.ALONE):
-            if record["error"] <= PROBLEMS[name].target:
-                solved_alone.append(record["seconds"])
-        usual = median(solved_alone) if solved_alone else math.nan
+        """Return whether the strategy's slowest seed takes twice all steps of a network at most.
+
+        The longest solve by one network alone is one that is stuck, and takes all its steps.
+        """
+        longest = max(record["seconds"] for record in results.of(name, Method.ALONE))
         slowest = max(record["seconds"] for record in results.of(name, Method.STRATEGY))
-        claim = f"{name}: no seed takes more than {self.most_ratio:g} times the usual seconds"
-        numbers = f"the slowest {slowest:.0f} s, usually {usual:.0f} s"
-        return Check(claim, slowest <= self.most_ratio * usual, numbers, of_paper=False)
+        claim = f"{name}: no seed takes {self.most_ratio:g} times all steps of one network"
+        numbers = f"the slowest {slowest:.0f} s, all steps {longest:.0f} s"
+        return Check(claim, slowest <= self.most_ratio * longest, numbers, of_paper=False)
 
     def tables(self, results: Results) -> list[Table]:
         columns: list[tuple[str, Method]] = []

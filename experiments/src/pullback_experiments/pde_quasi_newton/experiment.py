@@ -1,0 +1,179 @@
+"""The experiment: the error of every method after the same CPU seconds."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from statistics import median
+from typing import Any, Self
+
+from pullback import pde
+
+from ..benchmarks.pde_gallery import AdamThenLBFGS
+from ..benchmarks.ssbroyden import SSBroyden
+from ..framework.check import Check
+from ..framework.experiment import Context, Experiment, Item
+from ..framework.records import Record
+from ..framework.store import Results
+from ..framework.tabular import Table
+from ..pde_unseen_seeds.experiment import PROBLEMS as SMALL_PROBLEMS
+
+#: steps of a run that ends by its seconds
+_ENDLESS = 10**9
+#: of the seconds, that Adam has before L-BFGS
+_ADAM_SHARE = 0.2
+
+SETUPS: dict[str, Callable[[], pde.Setup]] = {
+    "poisson2d": lambda: pde.setup("poisson2d"),
+    "poisson5d": lambda: pde.setup("poisson5d"),
+    "heat1d": lambda: pde.setup("heat1d"),
+    "helmholtz": lambda: pde.setup("helmholtz"),
+    "burgers": SMALL_PROBLEMS["burgers"].setup,
+    "allen-cahn": SMALL_PROBLEMS["allen-cahn"].setup,
+}
+
+
+class Method(StrEnum):
+    """What takes the steps."""
+
+    NATURAL_GRADIENT = "natural gradient"
+    LBFGS = "Adam + L-BFGS"
+    SSBROYDEN = "SSBroyden"
+
+
+class Stopwatch:
+    """CPU seconds of this process since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """How many have passed."""
+        return time.process_time() - self._start
+
+
+def choose_options(method: Method, stopwatch: Stopwatch, seconds: float) -> dict[str, Any]:
+    """Return the options of `pde.solve` for a method; the other two keep their points."""
+    if method is Method.NATURAL_GRADIENT:
+        return {}
+    options: dict[str, Any] = {"patience": None, "refine": None, "measure": 100}
+    if method is Method.SSBROYDEN:
+        return {**options, "optimizer": lambda module: SSBroyden(module.parameters())}
+
+    def is_adam_over() -> bool:
+        return stopwatch.seconds > _ADAM_SHARE * seconds
+
+    return {
+        **options,
+        "optimizer": lambda module: AdamThenLBFGS(module.parameters(), is_adam_over),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuasiNewton(Experiment):
+    """The comparison.
+
+    Attributes:
+        problems, quick_problems: names.
+        seconds, quick_seconds: of every solve.
+    """
+
+    name: str = "pde-quasi-newton"
+    paper: str = "Quasi-Newton methods"
+    figure: str = "errors in the same time"
+    claim: str = "The natural gradient has the smallest error on every problem"
+    about: str = "The same network, points, seed and CPU seconds for all methods, on one thread."
+    problems: Sequence[str] = tuple(SETUPS)
+    quick_problems: Sequence[str] = ("poisson2d",)
+    seconds: float = 40.0
+    quick_seconds: float = 5.0
+    seeds: Sequence[int] = (13, 14, 15)
+    open_parts: frozenset[str] = frozenset({"problems"})
+    anywhere: bool = False
+
+    def config(self, quick: bool) -> dict[str, Any]:
+        return {
+            "problems": dict.fromkeys(self._problems(quick), "solved"),
+            "seconds": self._seconds(quick),
+        }
+
+    def _problems(self, quick: bool) -> Sequence[str]:
+        if quick:
+            return self.quick_problems
+        return self.problems
+
+    def _seconds(self, quick: bool) -> float:
+        if quick:
+            return self.quick_seconds
+        return self.seconds
+
+    def smoke(self) -> Self:
+        return replace(self, judged=False, quick_seconds=0.2)
+
+    def items(self, quick: bool) -> list[Item]:
+        items = []
+        for name in self._problems(quick):
+            for method in Method:
+                items.append(Item((name, method), partial(self._solve, name, method)))
+        return items
+
+    def _solve(self, name: str, method: Method, context: Context) -> Record:
+        seconds = self._seconds(context.quick)
+        stopwatch = Stopwatch()
+
+        def is_over(run: pde.Run, info: Any) -> bool:
+            return stopwatch.seconds >= seconds or not math.isfinite(info.loss)
+
+        options = choose_options(method, stopwatch, seconds)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            solution = SETUPS[name]().solve(
+                context.seed, steps=_ENDLESS, callbacks=[is_over], progress=False, **options
+            )
+        return {
+            "error": solution.error,
+            "loss": solution.loss,
+            "steps": len(solution.history),
+            "cpu_seconds": round(stopwatch.seconds, 1),
+            "stopped": solution.stopped,
+        }
+
+    def line(self, record: Record) -> str:
+        return f"error {record['error']:.1e}, {record['steps']} steps"
+
+    def judge(self, results: Results) -> list[Check]:
+        checks = []
+        for name in self._problems(results.quick):
+            errors = {method: _median_error(results, name, method) for method in Method}
+            ours = errors.pop(Method.NATURAL_GRADIENT)
+            best = min(errors.values())
+            claim = f"{name}: the natural gradient has the smallest error"
+            checks.append(Check(claim, ours < best, f"{ours:.1e}, {best:.1e}", of_paper=False))
+        return checks
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = []
+        for name in self._problems(results.quick):
+            cells = []
+            for method in Method:
+                errors = [f"{record['error']:.1e}" for record in results.of(name, method)]
+                cells.append(", ".join(errors))
+            rows.append([name, *cells])
+        seconds = self._seconds(results.quick)
+        heading = f"Relative L² errors of every seed after {seconds:g} CPU seconds"
+        return [Table(["problem", *Method], rows, heading)]
+
+
+def _median_error(results: Results, name: str, method: Method) -> float:
+    """Return the median error over seeds; one that is not finite counts as infinite."""
+    errors = []
+    for record in results.of(name, method):
+        is_finite = math.isfinite(record["error"])
+        errors.append(record["error"] if is_finite else math.inf)
+    return median(errors)
