@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils import _pytree as pytree
 
+from .._core.capture import Call
 from .._core.errors import reraise_fatal
 from .._core.graph import collect_reachable_nodes, disable_fused_attention, find_arithmetic_dtype
-from .._core.space import relative_tolerance
+from .._core.space import ParameterSpace, relative_tolerance
 from .base import Covered, Pulled
 from .layers import Block, RowsBlock, Use
 from .layers.moments import SampleLayout, Sharing, detect_layout
@@ -32,12 +33,57 @@ from .layers.registry import CotangentStructure
 from .proof import Proof, accumulate
 from .record import Entry
 
-if TYPE_CHECKING:
-    from .module import ModuleLinearization
+
+class ReplayedModel(Protocol):
+    """A model with a recorded call, as `ModuleMap` is one."""
+
+    @property
+    def call(self) -> Call: ...
+
+    @property
+    def batch_dim(self) -> int: ...
+
+    def call_with(self, params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Tensor: ...
+
+
+class RecordedPass(Protocol):
+    """What proofs and rows read of a forward pass, which `ModuleLinearization` records."""
+
+    @property
+    def map(self) -> ReplayedModel: ...
+
+    @property
+    def space(self) -> ParameterSpace: ...
+
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """The parameters that the graph is built on."""
+        ...
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The uses of known layers."""
+        ...
+
+    @property
+    def graph(self) -> Tensor:
+        """The output z, with its graph."""
+        ...
+
+    @property
+    def value(self) -> Tensor:
+        """The output z, without its graph."""
+        ...
+
+    def gradients(
+        self, u: Tensor, inputs: list[Any], *, batched: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ⟨u, z⟩ in parameters or layer outputs."""
+        ...
 
 
 def collect_cotangents(
-    linear: ModuleLinearization,
+    linear: RecordedPass,
     edges: list[Any],
     layouts: Sequence[SampleLayout],
     covectors: Tensor,
@@ -73,7 +119,7 @@ def collect_cotangents(
 
 
 def can_vectorize(
-    linear: ModuleLinearization, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
+    linear: RecordedPass, edges: list[Any], u: Tensor, truth: Sequence[Tensor | None]
 ) -> bool:
     """Return True if a vectorized pass works at full speed and agrees with the plain one."""
     if not edges:
@@ -122,7 +168,7 @@ class RowsMethod(Enum):
 
 
 def form_sample_rows(
-    linear: ModuleLinearization,
+    linear: RecordedPass,
     names: Sequence[str],
     covectors: Tensor,
     known: RowsMethod | None,
@@ -179,7 +225,7 @@ class _BatchedArguments:
 
 
 def _form_rows_by_vmap(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
+    linear: RecordedPass, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
     """Return rows (N, R, numel) by name: one call of the model for each sample, under vmap."""
     source = linear.map
@@ -212,7 +258,7 @@ def _form_rows_by_vmap(
     return {n: v.reshape(*v.shape[:2], -1).to(linear.space.dtype) for n, v in rows.items()}
 
 
-def _have_sum(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: Tensor) -> bool:
+def _have_sum(linear: RecordedPass, rows: dict[str, Tensor], covectors: Tensor) -> bool:
     """Return True if Σ c_nr row_nr equals autograd's Jᵀ Σ c_nr u_nr for random c."""
     r, n = covectors.shape[:2]
     generator = torch.Generator().manual_seed(1)
@@ -226,7 +272,7 @@ def _have_sum(linear: ModuleLinearization, rows: dict[str, Tensor], covectors: T
 
 
 def _find_unexplained(
-    linear: ModuleLinearization, proof: Proof, truth: Mapping[str, Tensor | None]
+    linear: RecordedPass, proof: Proof, truth: Mapping[str, Tensor | None]
 ) -> dict[str, str]:
     """Return the parameters whose gradient is not the proven one, with the reason.
 
@@ -241,7 +287,7 @@ def _find_unexplained(
 
 
 def _form_row_by_row(
-    linear: ModuleLinearization, names: Sequence[str], covectors: Tensor
+    linear: RecordedPass, names: Sequence[str], covectors: Tensor
 ) -> dict[str, Tensor]:
     """Return rows (N, R, numel) by name, one reverse pass for each sample and covector."""
     r, n = covectors.shape[:2]
@@ -277,7 +323,7 @@ class LayerStructure:
     is_reusable: bool = True
 
     @classmethod
-    def establish(cls, linear: ModuleLinearization) -> LayerStructure:
+    def establish(cls, linear: RecordedPass) -> LayerStructure:
         """Return the plan, from a probe with covectors u and c∘u, c a random number per sample."""
         z = linear.value
         generator = torch.Generator().manual_seed(0)
@@ -307,17 +353,17 @@ class LayerStructure:
             is_reusable=has_cotangents and not has_indexing(linear.graph),
         )
 
-    def pullback(self, linear: ModuleLinearization, covectors: Tensor) -> Pulled:
+    def pullback(self, linear: RecordedPass, covectors: Tensor) -> Pulled:
         """Return the covectors pulled back: blocks of the layers, and rows of other parameters."""
         return self.pull_back_uses(linear, covectors, self._find_uses(linear), self.unexplained)
 
-    def _find_uses(self, linear: ModuleLinearization) -> list[int]:
+    def _find_uses(self, linear: RecordedPass) -> list[int]:
         """Return the uses of layers that explain a parameter."""
         uses = [i for i, entry in enumerate(linear.entries) if i in self.layouts]
         return [i for i in uses if self._explains(linear.entries[i])]
 
     def divide_uses(
-        self, linear: ModuleLinearization, covector_count: int, budget: int
+        self, linear: RecordedPass, covector_count: int, budget: int
     ) -> list[list[int]]:
         """Return the uses of layers in groups whose cotangents fit `budget` bytes.
 
@@ -345,7 +391,7 @@ class LayerStructure:
 
     def pull_back_uses(
         self,
-        linear: ModuleLinearization,
+        linear: RecordedPass,
         covectors: Tensor,
         uses: Sequence[int],
         unexplained: Sequence[str],
@@ -369,9 +415,7 @@ class LayerStructure:
         """Return True if the layer explains one of its parameters."""
         return any(n is not None and n not in self.unexplained for n in entry.names.values())
 
-    def _form_blocks(
-        self, linear: ModuleLinearization, deltas: Mapping[int, Tensor]
-    ) -> list[Block]:
+    def _form_blocks(self, linear: RecordedPass, deltas: Mapping[int, Tensor]) -> list[Block]:
         """Return a block per set of parameters; parameters in several sets become plain rows."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for i in deltas:
@@ -391,7 +435,7 @@ class LayerStructure:
             blocks.append(block)
         return join_tied_blocks(blocks)
 
-    def _arrange_use(self, linear: ModuleLinearization, i: int, delta: Tensor) -> Use:
+    def _arrange_use(self, linear: RecordedPass, i: int, delta: Tensor) -> Use:
         """Return a layer's use with its input's samples first, in the dtype of the rows."""
         entry = linear.entries[i]
         x = self.layouts[i](entry.input)
@@ -414,7 +458,7 @@ class LayerStructure:
 
 
 def _detect_layouts(
-    linear: ModuleLinearization,
+    linear: RecordedPass,
     gradients: Sequence[Tensor | None],
     scaled: Sequence[Tensor | None],
     scales: Tensor,
@@ -434,7 +478,7 @@ def _detect_layouts(
 
 
 def _explain_missing_layouts(
-    linear: ModuleLinearization, layouts: Mapping[int, SampleLayout]
+    linear: RecordedPass, layouts: Mapping[int, SampleLayout]
 ) -> dict[str, str]:
     """Return the reason for the parameters of layers without a layout."""
     reasons = {}

@@ -13,7 +13,7 @@ left as η → 0 is the direction's mismatch, and what holds at every η holds f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,14 +190,25 @@ def audit(
     rows: list[AuditRow] = []
     for contender in contenders:
         trial = OptimizerTrial(model, contender, setting, distinct_sizes, steps, eps)
-        for name, twin in twins.items():
-            try:
-                rows.append(trial.compare(name, twin))
-            except PullbackError as error:
-                if not may_skip:
-                    raise
-                skipped.append(_skip(contender, name, error))
+        for result in _compare_twins(trial, twins, may_skip=may_skip):
+            if isinstance(result, AuditRow):
+                rows.append(result)
+            else:
+                skipped.append(result)
     return Audit(tuple(rows), tuple(skipped))
+
+
+def _compare_twins(
+    trial: OptimizerTrial, twins: Mapping[str, Twin], *, may_skip: bool
+) -> Iterator[AuditRow | Skipped]:
+    """Yield a row for each twin, or why the optimizer does not run on it."""
+    for name, twin in twins.items():
+        try:
+            yield trial.compare(name, twin)
+        except PullbackError as error:
+            if not may_skip:
+                raise
+            yield _skip(trial.contender, name, error)
 
 
 def _make_twins(
