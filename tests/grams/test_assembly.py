@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from pullback.grams import Dense, FactoredGram, RowBlock, assemble, coverage
 from pullback.grams.assembly import choose_form
 from pullback.likelihoods import Categorical
 from pullback.maps import Call, ModuleMap
-from pullback.metrics import Euclidean, Fisher, Metric, Sobolev
+from pullback.metrics import Euclidean, Fisher, FubiniStudy, Metric, Sobolev
 from pullback.testing import assert_close, check_gram, jacobian
 from tests.laws.table import FORMS, MODELS, softmax_matrix
 from tests.pairs import all_pairs
@@ -185,3 +187,19 @@ def test_rows_are_compressed_without_being_held(form: str) -> None:
 def test_panels_where_rows_do_not_fit() -> None:
     assert choose_form(10, 10, 8, 800, "panels") == "rows"
     assert choose_form(10, 10, 8, 799, "panels") == "panels"
+
+
+def test_centered_rows_in_float32_give_the_kernel_of_a_metric_that_subtracts_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: panels of float32 rows less their means, added up in float64."""
+    torch.manual_seed(0)
+    model = pb.vmc.FactoredTransformer(pb.vmc.Square(4), 4, 2, 1)
+    samples = torch.where(torch.rand(24, 16) < 0.5, -1.0, 1.0)
+    monkeypatch.setattr("pullback.maps.base.adds_centered_rows_fast", lambda *_: True)
+    for budget in (1, 2**30):
+        block = part(model, samples, FubiniStudy())
+        kernel = block.kernel(budget)
+        rows = part(copy.deepcopy(model).double(), samples.double(), FubiniStudy()).rows()
+        assert kernel.dtype == torch.float64
+        assert_close(kernel, rows @ rows.T, 1e-5, f"K at a budget of {budget} bytes")

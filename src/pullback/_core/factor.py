@@ -40,6 +40,8 @@ class Factor(ABC):
 
     #: whether S mixes samples; then rows of J are formed first and S is applied after
     couples_samples: bool = False
+    #: whether Sᵀv = 0 for a v that is the same at all samples
+    subtracts_means: bool = False
     #: L, where S = P (L⁻ᵀ ⊗ I) with a P that keeps samples apart: then M = P (K⁻¹ ⊗ I) Pᵀ, K = L Lᵀ
     coupling: Tensor | None = None
     #: the shape of r for one sample
@@ -144,6 +146,7 @@ class Scaled(Factor):
         self.white = factor.white
         self.couples_samples = factor.couples_samples
         self.coupling = factor.coupling
+        self.subtracts_means = factor.subtracts_means and not isinstance(weight, Tensor)
         if isinstance(weight, Tensor):
             weight = weight.reshape(*weight.shape, *[1] * (1 + len(event) - weight.ndim))
             self._root: Tensor | float = weight.sqrt()
@@ -166,6 +169,7 @@ class Scaled(Factor):
         separate._factor = self._factor.separate()
         separate.coupling = None
         separate.couples_samples = False
+        separate.subtracts_means = False
         return separate
 
 

@@ -123,6 +123,31 @@ def add_cross_gram(out: Tensor, x: Tensor, y: Tensor) -> None:
         )
 
 
+def adds_centered_rows_fast(rows: int, device: torch.device) -> bool:
+    """Return True if `add_centered_gram` of this many rows is faster than a float64 product."""
+    return device.type == "cuda" and 2 * rows**2 * _SIZES.longest_sum >= SPLIT_ABOVE
+
+
+def add_centered_gram(out: Tensor, x: Tensor, covectors: int) -> None:
+    """Add C Cᵀ to `out` in float64, C the float32 rows X less their mean over the samples.
+
+    Rows are ordered (sample, covector), and each covector has a mean of its own. At least entries
+    on and below the diagonal are added. On a GPU a large product is formed by tensor cores at
+    float32 accuracy. Its errors are independent between calls, and calls are added up in float64.
+    """
+    by_sample = x.unflatten(0, (-1, covectors))
+    centered = (by_sample - by_sample.mean(0)).flatten(0, 1)
+    if not _is_large_product(centered, centered.T):
+        converted = centered.to(out.dtype)
+        add_cross_gram(out, converted, converted)
+        return
+    split = SplitFactor.of(centered)
+    for start, stop in panel_bounds(len(x), x):
+        product = x.new_zeros(len(x) - start, stop - start)
+        _add_split_product(product, split[start:], split[start:stop].transpose())
+        out[start:, start:stop] += product
+
+
 def column_gram(x: Tensor) -> Tensor:
     """Return XᵀX for (P, n), accumulated in float32 where x has half precision."""
     if x.dtype in HALF_PRECISIONS:

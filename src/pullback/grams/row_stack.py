@@ -83,22 +83,23 @@ class RowBlock:
         return self.transpose(kernel.T)
 
     def _multiply_covectors(self, budget: int, dtype: torch.dtype) -> Tensor:
-        """The products of the pulled-back covectors, (N·R, N·R).
+        """The products of the pulled-back covectors, (N·R, N·R), up to what S subtracts.
 
         Where they would not fit the budget they are pulled back layer by layer and not kept.
         """
-        if "pulled_covectors" in vars(self):
-            return self.pulled_covectors.kernel(budget=budget, dtype=dtype)
+        may_center = self.factor.subtracts_means
         covectors = self._covectors()
-        parts = self.linearization.divide_pullback(covectors, budget)
-        if len(parts) == 1:
-            return self.pulled_covectors.kernel(budget=budget, dtype=dtype)
+        parts = []
+        if "pulled_covectors" not in vars(self):
+            parts = self.linearization.divide_pullback(covectors, budget)
+        if len(parts) <= 1:
+            return self.pulled_covectors.kernel(budget=budget, dtype=dtype, may_center=may_center)
         count = self.samples * len(covectors)
         out = torch.zeros(count, count, dtype=dtype, device=covectors.device)
         self._coverage_of_parts = []
         for pull_back in parts:
             pulled = pull_back()
-            pulled.add_kernel(out, budget)
+            pulled.add_kernel(out, budget, may_center=may_center)
             self._coverage_of_parts += pulled.coverage
             del pulled  # before the next part is pulled back
         return mirror_lower_triangle(out)

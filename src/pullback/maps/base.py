@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from .._core.factor import Factor
-from .._core.products import add_cross_gram, mirror_lower_triangle
+from .._core.products import (
+    add_centered_gram,
+    add_cross_gram,
+    adds_centered_rows_fast,
+    mirror_lower_triangle,
+)
 from .._core.space import ParameterSpace
 from .layers.registry import Block, RowsBlock
 
@@ -107,15 +112,17 @@ class Pulled:
         *,
         budget: int = 2**30,
         dtype: torch.dtype | None = None,
+        may_center: bool = False,
     ) -> Tensor:
         """A A'ᵀ without A: (N·R, N'·R'), with temporaries of at most `budget` bytes.
 
-        With a `dtype` A Aᵀ is multiplied and added up in it, one block of parameters at a time.
+        With a `dtype` A Aᵀ is added up in it, as by `add_kernel`, one block of parameters at a
+        time.
         """
         count = self.shape[0] * self.shape[1]
         if dtype not in (None, self.space.dtype):
             out = torch.zeros(count, count, dtype=dtype, device=self.space.device)
-            self.add_kernel(out, budget)
+            self.add_kernel(out, budget, may_center=may_center)
             return mirror_lower_triangle(out)
         if other is None:
             other = self
@@ -141,11 +148,24 @@ class Pulled:
             return mirror_lower_triangle(out)
         return out
 
-    def add_kernel(self, out: Tensor, budget: int) -> None:
-        """Add A Aᵀ to `out`, in the dtype of that, at least on and below the diagonal."""
+    def add_kernel(self, out: Tensor, budget: int, *, may_center: bool = False) -> None:
+        """Add A Aᵀ to `out`, in the dtype of that, at least on and below the diagonal.
+
+        If `may_center`, the mean over samples may be subtracted from the rows of a parameter. Then
+        float32 rows on a GPU are multiplied by tensor cores and added up in float64.
+        """
+        is_wider = out.dtype != self.space.dtype
+        is_centered = may_center and is_wider and adds_centered_rows_fast(len(out), out.device)
         for block in self.blocks.values():
+            panels = None
+            if is_centered:
+                panels = block.row_panels(budget)
+            if panels is not None:
+                for rows in panels:
+                    add_centered_gram(out, rows, self.shape[1])
+                continue
             converted = block
-            if out.dtype != self.space.dtype:
+            if is_wider:
                 converted = block.to(out.dtype)
             converted.add_gram(out, converted, budget)
             del converted  # before the next one is made

@@ -221,9 +221,10 @@ class ChunkedPulled(Pulled):
         *,
         budget: int = 2**30,
         dtype: torch.dtype | None = None,
+        may_center: bool = False,
     ) -> Tensor:
         """A A'ᵀ, (N·R, N'·R'), chunk by chunk."""
-        del dtype  # of metrics that couple samples, which residuals do not have
+        del dtype, may_center  # of metrics that couple samples, which residuals do not have
         if other is not None and other is not self:
             return torch.cat([p.kernel(other, budget=budget) for _, p in self._pull_all()])
         covectors = self.shape[1]

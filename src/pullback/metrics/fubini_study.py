@@ -87,6 +87,7 @@ class CenteredFactor(Factor):
     """
 
     couples_samples = True
+    subtracts_means = True
 
     def __init__(self, weights: Tensor, event: tuple[int, ...]) -> None:
         self.white = event

@@ -14,7 +14,7 @@ from one position. K-FAC asks for the sides of the Kronecker product, and square
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -32,6 +32,7 @@ from .gram import (
     add_materialized,
     add_separated,
     estimate_costs,
+    form_row_panels,
     form_rows,
     multiply_inputs,
 )
@@ -354,6 +355,22 @@ class AffineBlock(Block):
             if other is not self:
                 other_rows = other._bias_cotangents().flatten(2).flatten(0, 1)
             add_cross_gram(out, rows, other_rows)
+
+    def row_panels(self, budget: int) -> Iterator[Tensor] | None:
+        pooled = self._pooled_block
+        if pooled._choose_route(pooled) not in (Route.ROWS, Route.MATERIALIZED):
+            return None
+        return pooled._iterate_row_panels(budget)
+
+    def _iterate_row_panels(self, budget: int) -> Iterator[Tensor]:
+        """Yield the rows of the weight, a panel at a time, and those of the bias."""
+        if self._weight is not None and self._has_fewer_rows_than_inputs():
+            yield self._form_weight_rows(budget)
+        elif self._weight is not None:
+            entries = budget // (4 * self._delta.element_size())
+            yield from form_row_panels(self._delta, self._inputs(), entries)
+        if self._bias is not None:
+            yield self._bias_cotangents().flatten(2).flatten(0, 1)
 
     def _has_fewer_rows_than_inputs(self) -> bool:
         """Return True if a sample's rows of the weight have fewer entries than its inputs."""

@@ -223,6 +223,20 @@ def add_materialized(
             add_cross_gram(out, rows, other_rows)
 
 
+def form_row_panels(delta: Tensor, inputs: Tensor, entries: int) -> Iterator[Tensor]:
+    """Yield the rows (N·R, k) of some output features at a time, in panels of about `entries`.
+
+    Cotangents are (N, R, G, T, O) and inputs (N, G, T, I).
+    """
+    n, r, g, _, o = delta.shape
+    step = max(1, entries // (n * r * inputs.shape[-1]))
+    for group in range(g):
+        groups = slice(group, group + 1)
+        for first_feature in range(0, o, step):
+            features = slice(first_feature, first_feature + step)
+            yield form_rows(delta[:, :, groups, :, features], inputs[:, groups])
+
+
 def form_rows(delta: Tensor, inputs: Tensor) -> Tensor:
     """Return Σ_t δ_t ⊗ a_t, (N·R, G·O·I), for cotangents (N, R, G, T, O), inputs (N, G, T, I)."""
     n, r, g, t, o = delta.shape

@@ -9,7 +9,7 @@ and Kronecker factors all follow from (a, δ), where t runs over the positions t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +80,14 @@ class Block(ABC):
         for name in self.names:
             add_cross_gram(out, rows[name], other_rows[name])
 
+    def row_panels(self, budget: int) -> Iterator[Tensor] | None:
+        """The rows (N·R, k), some parameters at a time; None if `add_gram` is not by rows.
+
+        A panel takes about a quarter of `budget` bytes.
+        """
+        del budget
+        return None
+
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
         """A v: (N, R)."""
         rows = self.rows()
@@ -102,6 +110,10 @@ class RowsBlock(Block):
 
     def narrow(self, start: int, stop: int) -> Block:
         return RowsBlock({n: r[start:stop] for n, r in self._rows.items()})
+
+    def row_panels(self, budget: int) -> Iterator[Tensor]:
+        del budget
+        return (rows.flatten(0, 1) for rows in self._rows.values())
 
 
 class JointBlock(Block):
