@@ -48,7 +48,11 @@ from ..pde_benchmarks.methods import TARGETS
 PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
     "poisson100d": lambda: pde.Poisson(100),
     "poisson10d": lambda: pde.Poisson(10),
+    "poisson100d-separable": lambda: pde.Poisson(100),
+    "poisson10d-separable": lambda: pde.Poisson(10),
+    "heat10d": lambda: pde.Heat(10),
     "fokker-planck": lambda: pde.LogFokkerPlanck(),
+    "fokker-planck10d": lambda: pde.LogFokkerPlanck(10),
     "cavity-400": lambda: problems.Cavity(400.0),
     "cavity-1000": lambda: problems.Cavity(1000.0),
     "wave-long": lambda: pde.Wave(time=5.0),

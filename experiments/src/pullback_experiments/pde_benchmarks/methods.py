@@ -130,6 +130,10 @@ GOALS = {
     "wave-long": 1e-9,
     "cavity-400": 1e-5,
     "cavity-1000": 1e-4,
+    "poisson10d-separable": 1e-12,
+    "poisson100d-separable": 1e-6,
+    "heat10d": 1e-9,
+    "fokker-planck10d": 1e-9,
 }
 
 #: those that a core solves in seconds, with room for other work on it; `heat1d` is left to the full

@@ -17,6 +17,7 @@ from ..discretization.plan import Refine
 from ..judgement.solution import PDESolution
 from ..networks.choice import network_for
 from ..networks.modules import Rescaled, Symmetric, mlp
+from ..networks.separable import Separable
 from ..problem.problem import Problem
 from ..solve import solve
 from .evolution import Burgers, Convection, Heat, LogFokkerPlanck, Schroedinger, Wave
@@ -80,6 +81,18 @@ def _waves(problem: Ready, parameters: int, **options: Any) -> Setup:
     )
 
 
+def separable(
+    problem: Ready, *, rank: int = 0, width: int, pairs: int = 0, **options: Any
+) -> Setup:
+    """Return a set-up of a separable network of coordinates from −1 to 1."""
+    sizes = {"rank": rank, "width": width, "pairs": pairs}
+
+    def network(seed: int) -> nn.Module:
+        return Rescaled(Separable(problem.domain.dim, **sizes, seed=seed), problem.domain)
+
+    return Setup(problem, network, options)
+
+
 #: set-ups by name; packages add theirs. Periodic problems take (sin ωx, cos ωx, t): three inputs
 SETUPS: dict[str, Callable[[], Setup]] = {
     "poisson2d": lambda: fully_connected(Poisson(2), 2, 32, 1, points=_points(900, 120), steps=700),
@@ -95,6 +108,19 @@ SETUPS: dict[str, Callable[[], Setup]] = {
         Poisson(100, boundary_weight=100), 100, 980, 1, activation="silu",
         points=_points(6000, 14_000), steps=40, gram="kernel", memory=2**33,
         solver=Cholesky(), step=LevenbergMarquardt(1e-2),  # long steps learn the points by heart
+    ),
+    "poisson10d-separable": lambda: separable(
+        Poisson(10, boundary_weight=100), width=3, pairs=6, points=_points(1500, 1000), steps=100
+    ),
+    "poisson100d-separable": lambda: separable(
+        Poisson(100, boundary_weight=100), rank=1, width=5, points=_points(4000, 2400), steps=40
+    ),
+    "heat10d": lambda: separable(
+        Heat(10, boundary_weight=100), width=6, pairs=2,
+        points=_points(1500, 1000, 500), steps=250,
+    ),
+    "fokker-planck10d": lambda: separable(
+        LogFokkerPlanck(10), width=8, pairs=2, points=_points(2000, 1000, 500), steps=250
     ),
     "heat1d": lambda: fully_connected(
         Heat(1), 2, 20, 20, 1, points=_points(2000, 300, 300), sampler="grid", steps=400

@@ -11,19 +11,39 @@ from ..arguments import check_seed, is_integer, require
 from .modules import ACTIVATIONS
 
 
-class Separable(nn.Module):
-    """Σᵢ gᵢ(xᵢ) + Σᵣ cᵣ Πᵢ (1 + hᵢᵣ(xᵢ)), where gᵢ and hᵢ are networks of one coordinate.
+class AxisNetwork(nn.Module):
+    """Functions of one coordinate: a hidden layer, plus a linear function of the coordinate.
 
-    A general network of d coordinates must find out that a solution consists of functions of few of
-    them; this one begins there. Its parameters grow with d, not with d². Factors begin near 1, so
-    that products of a hundred of them neither vanish nor overflow.
+    Coordinates themselves, which many solutions contain, are then exact from the start.
+    """
+
+    def __init__(self, width: int, outputs: int, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(1, width, dtype=dtype)
+        self.activation = ACTIVATIONS[activation]()
+        self.outputs = nn.Linear(width, outputs, dtype=dtype)
+        self.slopes = nn.Linear(1, outputs, bias=False, dtype=dtype)
+
+    def forward(self, x: Any) -> Any:
+        return self.outputs(self.activation(self.hidden(x))) + self.slopes(x)
+
+
+class Separable(nn.Module):
+    """Σᵢ gᵢ(xᵢ) + Σₖ cₖ (Σᵢ aᵢₖ(xᵢ)) (Σᵢ bᵢₖ(xᵢ)) + Σᵣ cᵣ Πᵢ (1 + hᵢᵣ(xᵢ)).
+
+    All gᵢ, aᵢ, bᵢ and hᵢ are networks of one coordinate. A general network of d coordinates must
+    find out that a solution consists of functions of few of them; this one begins there. Its
+    parameters grow with d, not with d². Factors begin near 1, so that products of a hundred of them
+    neither vanish nor overflow. A product of two sums holds many products of two coordinates: one
+    is enough for e^(−t) Σ sin xᵢ, which takes d products of all coordinates.
 
     Args:
         dim: d, the number of coordinates.
-        fields: outputs; each has a sum and coefficients cᵣ of its own.
-        rank: the number of products.
-        width: of the hidden layer of every gᵢ and hᵢ.
-        activation: of that layer, by name.
+        fields: outputs; each has a sum and coefficients c of its own.
+        rank: the number of products of all coordinates.
+        width: of the hidden layer of every network of one coordinate.
+        pairs: the number of products of two sums.
+        activation: of the hidden layers, by name.
         seed: of the initial values.
 
     >>> network = Separable(10, rank=4, width=6, seed=0)
@@ -38,35 +58,51 @@ class Separable(nn.Module):
         *,
         rank: int = 8,
         width: int = 8,
+        pairs: int = 0,
         activation: str = "tanh",
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "fields": fields, "rank": rank, "width": width}
+        sizes = {"dim": dim, "fields": fields, "width": width}
         usable = all(is_integer(size, 1) for size in sizes.values())
         require(usable, "The sizes of a separable network", sizes, "Use integers ≥ 1")
+        counts = {"rank": rank, "pairs": pairs}
+        usable = all(is_integer(count, 0) for count in counts.values())
+        require(usable, "The products of a separable network", counts, "Use integers ≥ 0")
         usable = activation in ACTIVATIONS
         require(usable, "The activation", activation, f"Use one of {', '.join(ACTIVATIONS)}")
         self.fields = fields
         self.rank = rank
+        self.pairs = pairs
+        self._sums = fields + 2 * pairs
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(check_seed(seed))
             self.axes = nn.ModuleList()
             for _ in range(dim):
-                hidden = nn.Linear(1, width, dtype=dtype)
-                outputs = nn.Linear(width, fields + rank, dtype=dtype)
+                axis = AxisNetwork(width, self._sums + rank, activation, dtype)
                 with torch.no_grad():  # the factors 1 + h of a product differ little from 1
-                    outputs.weight[fields:].div_(dim**0.5)
-                    outputs.bias[fields:].div_(dim**0.5)
-                self.axes.append(nn.Sequential(hidden, ACTIVATIONS[activation](), outputs))
-            self.combine = nn.Linear(rank, fields, bias=False, dtype=dtype)
+                    for parameter in (axis.outputs.weight, axis.outputs.bias, axis.slopes.weight):
+                        parameter[fields:].div_(dim**0.5)
+                self.axes.append(axis)
+            if pairs:
+                self.combine_pairs = nn.Linear(pairs, fields, bias=False, dtype=dtype)
+            if rank:
+                self.combine = nn.Linear(rank, fields, bias=False, dtype=dtype)
 
     def forward(self, x: Any) -> Any:
-        total: Any = 0.0
+        sums: Any = 0.0
         product: Any = 1.0
         for axis, network in enumerate(self.axes):
             outputs = network(x[:, axis : axis + 1])
-            total = total + outputs[:, : self.fields]
-            product = product * (1.0 + outputs[:, self.fields :])
-        return total + self.combine(product)
+            sums = sums + outputs[:, : self._sums]
+            if self.rank:
+                product = product * (1.0 + outputs[:, self._sums :])
+        total = sums[:, : self.fields]
+        if self.pairs:
+            middle = self.fields + self.pairs
+            pair_products = sums[:, self.fields : middle] * sums[:, middle:]
+            total = total + self.combine_pairs(pair_products)
+        if self.rank:
+            total = total + self.combine(product)
+        return total
