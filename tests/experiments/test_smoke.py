@@ -43,7 +43,10 @@ SLOW = {
     "demo",
     "race-vision",
     "kerekes-2022-theorems",
+    "influence-cifar",
     "influence-mnist",
+    "influence-scale",
+    "influence-text",
     "laplace-rotation",
     "pde-honesty",
     "pde-quasi-newton",
@@ -93,6 +96,7 @@ def test_smoke(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 #: theorems that are numbers alone
 NOT_DRAWN = {
+    "influence-scale",
     "kerekes-2022-theorems",
     "laplace-rotation",
     "laplace-uci",
@@ -109,6 +113,8 @@ TOO_SHORT = {
     "demo",
     "influence-cifar",
     "influence-mnist",
+    "influence-scale",
+    "influence-text",
     "kerekes-2022-figure4",
     "kerekes-2022-figure5",
     "kerekes-2022-figure6",

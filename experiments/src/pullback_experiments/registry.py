@@ -47,7 +47,14 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "pde_honesty": ("pde-honesty",),
     "pde_quasi_newton": ("pde-quasi-newton",),
     "pde_unseen_seeds": ("pde-unseen-seeds",),
-    "curvature": ("influence-mnist", "influence-cifar", "laplace-uci", "laplace-rotation"),
+    "curvature": (
+        "influence-mnist",
+        "influence-cifar",
+        "influence-text",
+        "influence-scale",
+        "laplace-uci",
+        "laplace-rotation",
+    ),
     "quantum_spins": ("vmc-spins",),
     "yin_2024": ("yin-2024-shallow", "yin-2024-deep", "yin-2024-poisson"),
 }

@@ -116,7 +116,7 @@ def exact_influence(
         queries, training, measure: as for `influence`.
         data: what the curvature was fitted to; by default `training`.
         damping: λ, a number or `Relative(r)` for r times the mean eigenvalue of all of G; by
-            default Relative(3.0).
+            default Relative(0.1).
         tol: of the relative residual.
         max_iterations: per query; a query that needs more has its residual reported.
         progress: whether to write a line on stderr; by default on terminals.

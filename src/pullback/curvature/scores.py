@@ -36,11 +36,12 @@ from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
 
-#: the damping where none is given, a multiple of each block's mean eigenvalue. For an MLP on MNIST
-#: that was trained with weight decay, 0.1, 1, 3 and 10 had datamodeling scores of 0.42, 0.46, 0.49
-#: and 0.51, and the weight decay itself 0.51. ResNet-9 on CIFAR-10 without decay had 0.30, 0.27 and
-#: 0.23 with 0.1, 1 and 10: there less is better.
-DEFAULT_DAMPING = Relative(3.0)
+#: the damping where none is given, a multiple of each block's mean eigenvalue. Datamodeling scores
+#: of 0.03, 0.1, 0.3, 1 and 3 on halves that judge nothing else: 0.38, 0.41, 0.44, 0.47 and 0.49 for
+#: an MLP on MNIST that was trained with weight decay; 0.31, 0.30, 0.29, 0.27 and 0.25 for ResNet-9
+#: on CIFAR-2 without; 0.31, 0.30, 0.28, 0.26 and 0.23 for a decoder of text with little. As shares
+#: of the best one in each task, 0.1 has the largest mean. It is the published heuristic too.
+DEFAULT_DAMPING = Relative(0.1)
 
 
 def resolve_damping(damping: Damping | None) -> Damping:
@@ -259,7 +260,7 @@ def influence(
         queries: (inputs, targets), or a loader of such pairs.
         training: the same for the training samples. A loader is read once per block of queries.
         damping: λ, a number or `Relative(r)` for r times each block's mean eigenvalue; by default
-            Relative(3.0).
+            Relative(0.1).
         measure: f(outputs, targets) with one number per query, such as `margin`; by default the
             loss.
         dtype: in which preconditioned gradients are held and multiplied; by default that of the

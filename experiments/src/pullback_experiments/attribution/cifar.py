@@ -31,21 +31,54 @@ class TwoClasses:
 
     @classmethod
     def load(cls, sizes: Sizes, device: torch.device) -> TwoClasses:
-        """Return the first images of `cifar2.pt` in the folder that PULLBACK_DATA names."""
-        path = Path(os.environ["PULLBACK_DATA"]) / "cifar2.pt"
+        """Return the first images of `cifar2.pt`, or of CIFAR-10 where that file is not there.
+
+        Both are looked for in the folder that PULLBACK_DATA names.
+        """
+        path = Path(os.environ.get("PULLBACK_DATA", "data")) / "cifar2.pt"
+        if sizes.is_generated:
+            images = cls._generate(sizes)
+        elif path.is_file():
+            images = cls._read_bytes(path)
+        else:
+            images = cls._read_images()
+        return cls(
+            images.x[: sizes.images].to(device),
+            images.y[: sizes.images].to(device),
+            images.query_x[: sizes.cifar_queries].to(device),
+            images.query_y[: sizes.cifar_queries].to(device),
+        )
+
+    @classmethod
+    def _read_bytes(cls, path: Path) -> TwoClasses:
+        """Return the images of `save_two_classes`."""
         arrays = torch.load(path, weights_only=True)
-        mean = torch.tensor(_MEAN, device=device).view(3, 1, 1)
-        deviation = torch.tensor(_DEVIATION, device=device).view(3, 1, 1)
+        mean = torch.tensor(_MEAN).view(3, 1, 1)
+        deviation = torch.tensor(_DEVIATION).view(3, 1, 1)
 
         def normalize(pixels: Tensor) -> Tensor:
-            return (pixels.to(device).float() / 255 - mean) / deviation
+            return (pixels.float() / 255 - mean) / deviation
 
         return cls(
-            normalize(arrays["x"][: sizes.images]),
-            arrays["y"][: sizes.images].to(device),
-            normalize(arrays["test_x"][: sizes.cifar_queries]),
-            arrays["test_y"][: sizes.cifar_queries].to(device),
+            normalize(arrays["x"]),
+            arrays["y"],
+            normalize(arrays["test_x"]),
+            arrays["test_y"],
         )
+
+    @classmethod
+    def _read_images(cls) -> TwoClasses:
+        """Return the images of CIFAR-10's own files."""
+        images = read_two_classes()
+        return cls(images.x, images.y, images.test_x, images.test_y)
+
+    @classmethod
+    def _generate(cls, sizes: Sizes) -> TwoClasses:
+        """Return made-up images of two classes."""
+        from ..learning import data
+
+        images = data.generate_pictures((3, 32, 32), 2, sizes.images + sizes.cifar_queries)
+        return cls(images.x, images.y, images.test_x, images.test_y)
 
     @property
     def queries(self) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def run_part(name: str, seconds: float, sizes: Sizes, folder: Path) -> None:
     """Run one part; its error, if any, is in its record."""
     faulthandler.dump_traceback_later(max(1.0, seconds - TRACE_SECONDS), exit=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    record = Record(folder / f"{name}.json", seconds)
+    record = Record(folder / f"{name}.json", seconds, partial(print, flush=True))
     record.add(environment=describe_environment(sizes, device))
     try:
         PARTS[name].work(PartContext(sizes, device, record, folder))

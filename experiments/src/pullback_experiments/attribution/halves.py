@@ -44,9 +44,14 @@ class Halves:
         return round(float(by_query.mean()), 4)
 
 
+def name_relative(multiple: float) -> str:
+    """Return the name of a relative damping in records."""
+    return f"relative {multiple:g}"
+
+
 def list_dampings(decay: float) -> dict[str, Damping]:
     """Return the dampings to choose among, by name."""
-    dampings: dict[str, Damping] = {f"relative {k:g}": Relative(k) for k in MULTIPLES}
+    dampings: dict[str, Damping] = {name_relative(k): Relative(k) for k in MULTIPLES}
     dampings.update({f"{number:g}": number for number in NUMBERS})
     if decay > 0:
         dampings["weight decay"] = decay
@@ -106,9 +111,8 @@ class ExplainedModel:
             "EK-FAC": candidates[best],
             "EK-FAC, default damping": self.score(None),
             "gradient dot product": self.score_dot_products(),
-            **{f"EK-FAC, {name}": scores for name, scores in candidates.items()},
         }
-        return TunedScores(best, by_damping, by_method)
+        return TunedScores(best, by_damping, by_method, candidates)
 
 
 @dataclass(frozen=True)
@@ -118,13 +122,14 @@ class TunedScores:
     Attributes:
         damping: the chosen one's name.
         by_damping: the datamodeling score of every damping on those halves.
-        by_method: scores (queries, samples) of the chosen damping, of methods without a choice and
-            of every damping.
+        by_method: scores (queries, samples) of the chosen damping and of methods without a choice.
+        candidates: scores of every damping.
     """
 
     damping: str
     by_damping: dict[str, float]
     by_method: dict[str, Tensor]
+    candidates: dict[str, Tensor]
 
     def judge(self, halves: Halves) -> dict[str, float]:
         """Return the datamodeling score of every method on halves that judge."""

@@ -32,6 +32,7 @@ class Sizes:
         trak_models, trak_dimension: networks and projected gradients of TRAK.
         text_samples, text_length, text_epochs, text_rounds: of the small decoder.
         text_trak_dimension: of TRAK's projected gradients there.
+        is_generated: whether images and text are made up.
     """
 
     samples: int = 25_000
@@ -57,8 +58,12 @@ class Sizes:
     text_epochs: int = 10
     text_rounds: int = 4
     text_trak_dimension: int = 512
+    is_generated: bool = False
 
 
+#: as the records have them
+FULL = Sizes()
+#: for a minute on a CPU
 TINY = Sizes(
     samples=64,
     queries=16,
@@ -91,11 +96,13 @@ class Record:
     Args:
         path: the file of this part.
         seconds: how long the part may take.
+        report: is called with a line for each number that comes.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
+    def __init__(self, path: Path, seconds: float, report: Callable[[str], object] = print) -> None:
         self._path = path
         self._limit = seconds
+        self._report = report
         self._start = time.monotonic()
         self.numbers: dict[str, Any] = {}
 
@@ -104,7 +111,7 @@ class Record:
         self.numbers.update(numbers)
         self.numbers["seconds"] = self.seconds
         self._path.write_text(json.dumps(self.numbers))
-        print(f"{self.seconds:7.1f} s  {self._path.stem}: {json.dumps(numbers)}", flush=True)
+        self._report(f"{self.seconds:7.1f} s  {self._path.stem}: {json.dumps(numbers)}")
 
     @property
     def seconds(self) -> float:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from pullback.curvature import Relative, margin
 
 from .cifar import TwoClasses
-from .halves import MULTIPLES, ExplainedModel, Halves, TunedScores, split_subsets
+from .halves import (
+    MULTIPLES,
+    ExplainedModel,
+    Halves,
+    TunedScores,
+    name_relative,
+    split_subsets,
+)
 from .image_training import (
     RECIPES,
     ImageTrainer,
@@ -27,8 +34,14 @@ from .parts import PartContext, Sizes, cut_batches
 from .retraining import draw_subsets
 from .scores import trak
 
-#: multiples of each block's mean eigenvalue to choose the damping among
-DAMPINGS = {f"relative {k:g}": Relative(k) for k in MULTIPLES}
+
+def name_rounds(count: int) -> str:
+    """Return the name under which the record has the scores of so many networks per half."""
+    return f"networks per half: {count}"
+
+
+#: multiples of each block's mean eigenvalue among which halves for tuning choose the damping
+TUNED_DAMPINGS = {name_relative(k): Relative(k) for k in (0.001, 0.01, 0.1, 1.0, 10.0)}
 #: what `score_cifar` leaves for `score_trak`
 _HALVES_FILE = "cifar2-halves.pt"
 
@@ -130,7 +143,7 @@ def run_pilot(name: str, images: TwoClasses, subsets: Tensor, context: PartConte
     training = cut_batches(images.x, images.y, context.sizes.batch)
     fit = partial(ExplainedModel.fit, model, images.queries, training, margin)
     explained, numbers["fit"] = context.measure(fit)
-    tuned = explained.tune(DAMPINGS, Halves(subsets, measured))
+    tuned = explained.tune(TUNED_DAMPINGS, Halves(subsets, measured))
     numbers.update(tuning=tuned.by_damping, damping=tuned.damping)
     context.record.add(**{f"pilot {name}": numbers})
     return Pilot(name, trainers, model, accuracy, tuned)
@@ -205,7 +218,7 @@ def score_cifar(context: PartContext) -> None:
         numbers: dict[str, Any] = {
             **pilot.tuned.judge(rounds.halves), "reliability": rounds.reliability()
         }  # fmt: skip
-        context.record.add(**{f"networks per half: {number + 1}": numbers})
+        context.record.add(**{name_rounds(number + 1): numbers})
         _save_halves(context, pilot, judging, rounds.margins)
         seconds_per_round = context.record.seconds - start
         if context.record.seconds_left < seconds_per_round + _LIMITS.writing_seconds:
@@ -257,8 +270,9 @@ def score_dampings(context: PartContext) -> None:
     images = saved.images
     training = cut_batches(images.x, images.y, context.sizes.batch)
     explained = ExplainedModel.fit(saved.model, images.queries, training, margin)
-    for name, damping in DAMPINGS.items():
-        context.record.add(**{name: saved.halves.score(explained.score(damping))})
+    for multiple in MULTIPLES:
+        score = saved.halves.score(explained.score(Relative(multiple)))
+        context.record.add(**{name_relative(multiple): score})
     dot_products = explained.score_dot_products()
     context.record.add(**{"gradient dot product": saved.halves.score(dot_products)})
 

@@ -33,8 +33,7 @@ class Sequences:
     @classmethod
     def load(cls, sizes: Sizes, device: torch.device) -> Sequences:
         """Return shuffled pieces of `tiny_shakespeare.txt.gz` in the folder of PULLBACK_DATA."""
-        path = Path(os.environ["PULLBACK_DATA"]) / "tiny_shakespeare.txt.gz"
-        text = gzip.decompress(path.read_bytes()).decode()
+        text = _read_text(sizes)
         letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
         length = sizes.text_length + 1
         needed = (sizes.text_samples + 100) * length
@@ -48,6 +47,14 @@ class Sequences:
     def queries(self) -> tuple[Tensor, Tensor]:
         """Held-out sequences whose loss is explained."""
         return self.query_x, self.query_y
+
+
+def _read_text(sizes: Sizes) -> str:
+    """Return Shakespeare's plays, or a made-up text."""
+    if sizes.is_generated:
+        return "to be or not to be, that is the question. " * 400
+    path = Path(os.environ.get("PULLBACK_DATA", "data")) / "tiny_shakespeare.txt.gz"
+    return gzip.decompress(path.read_bytes()).decode()
 
 
 def sum_losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -102,6 +109,8 @@ def score_text(context: PartContext) -> None:
     context.record.add(fit=fitting, tuning=tuned.by_damping, damping=tuned.damping)
     judging = Halves(judging_subsets, measured[sizes.tuning :])
     context.record.add(**tuned.judge(judging))
+    by_damping = {name: judging.score(scores) for name, scores in tuned.candidates.items()}
+    context.record.add(**{f"EK-FAC, {name}": score for name, score in by_damping.items()})
     for count in (1, sizes.trak_models):
         scores = trak(
             models[:count], data.queries, (data.x, data.y), sizes.text_trak_dimension, seed=0,

@@ -4,6 +4,8 @@ from ..framework.experiment import Experiment
 from .cifar import InfluenceCIFAR
 from .laplace import LaplaceRegression, LaplaceRotation
 from .mnist import InfluenceMNIST
+from .scale import InfluenceScale
+from .text import InfluenceText
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     InfluenceMNIST(
@@ -26,6 +28,23 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             "ResNet-9 on 5,000 cats and dogs; 50 halves, several networks on each. Give it a GPU: "
             "on a CPU it takes days. Training ends before every label is fitted."
         ),
+    ),
+    InfluenceText(
+        name="influence-text",
+        paper="Park et al. (2023), TRAK: Attributing Model Behavior at Scale",
+        figure="linear datamodeling score",
+        claim="scores of training samples predict what networks trained on half of them say",
+        about=(
+            "A decoder of characters on 2,000 sequences; 50 halves, four networks on each. The "
+            "damping is chosen on 16 other halves. Give it a GPU."
+        ),
+    ),
+    InfluenceScale(
+        name="influence-scale",
+        paper="Grosse et al. (2023), Studying Large Language Model Generalization with Influence",
+        figure="seconds and memory",
+        claim="influence with EK-FAC is affordable for networks of a hundred million parameters",
+        about="Random weights and data; ResNet-9 and a decoder of GPT-2 small's size, on a GPU.",
     ),
     LaplaceRegression(
         name="laplace-uci",

@@ -3,99 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from torch import nn
+from pullback.curvature.scores import DEFAULT_DAMPING
 
-from pullback.curvature import margin
-
-from ..attribution.cifar import TwoClasses, read_two_classes
-from ..attribution.halves import ExplainedModel, Halves
-from ..attribution.image_training import (
-    RECIPES,
-    ImageTrainer,
-    Recipe,
-    compute_accuracy,
-    measure_margins,
+from ..attribution.halves import MULTIPLES, name_relative
+from ..attribution.image_training import RECIPES
+from ..attribution.parts import FULL, TINY, Sizes
+from ..attribution.retrained_images import (
+    name_rounds,
+    score_cifar,
+    score_dampings,
+    score_trak,
 )
-from ..attribution.parts import cut_batches
-from ..attribution.retrained_images import DAMPINGS
-from ..attribution.retraining import draw_subsets
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data
-from .datamodeling import Methods, check_scores, draw_scores, judge_methods, list_trak
+from .datamodeling import check_scores, draw_scores, tabulate_dampings
+from .part_items import PartNumbers, run_part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: the damping that halves which do not judge chose on a GPU
-DAMPING = "relative 0.001"
+#: 24 networks per half is what four minutes of an H200 gave
+RECORDED = replace(FULL, rounds=24)
+PARTS = {"cifar2": score_cifar, "dampings": score_dampings, "trak": score_trak}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfluenceCIFAR(Experiment):
     """Half-size subsets of two classes of CIFAR-10, with several networks trained on each.
 
+    Halves that do not judge choose the recipe of training and the damping.
+
     Attributes:
-        samples, queries: images.
-        subsets, networks: halves, and networks trained on each.
-        width: channels of ResNet-9's first layer.
-        recipe: of all trainings.
-        trak_models, trak_dimension: of TRAK.
-        is_generated: whether the images are made up instead.
+        sizes: of the parts; `rounds` is the number of networks per half.
     """
 
-    samples: int = 5000
-    queries: int = 500
-    subsets: int = 50
-    networks: int = 24
-    width: int = 64
-    recipe: Recipe = field(default_factory=lambda: RECIPES["maximum pooling, 4 epochs"])
-    trak_models: int = 10
-    trak_dimension: int = 2048
-    is_generated: bool = False
+    sizes: Sizes = RECORDED
     seeds: Sequence[int] = (0,)
 
     def smoke(self) -> Self:
-        few = replace(self.recipe, schedule=replace(self.recipe.schedule, epochs=1, batch=10))
-        return replace(
-            self, judged=False, samples=40, queries=4, subsets=3, networks=1, width=4, recipe=few,
-            trak_models=2, trak_dimension=8, is_generated=True,
-        )  # fmt: skip
+        sizes = replace(TINY, rounds=1, subsets=3, is_generated=True)
+        return replace(self, judged=False, sizes=sizes)
 
-    def _reduce_if_quick(self, quick: bool) -> Self:
-        if not quick:
-            return self
-        return replace(self, samples=min(300, self.samples), queries=min(30, self.queries),
-                       subsets=min(6, self.subsets), networks=1, width=min(8, self.width),
-                       trak_models=2, trak_dimension=min(64, self.trak_dimension))  # fmt: skip
+    def _sizes(self, quick: bool) -> Sizes:
+        if not quick or self.sizes.is_generated:
+            return self.sizes
+        return replace(TINY, images=300, cifar_queries=30, subsets=6, width=8, trak_dimension=64)
 
     def config(self, quick: bool) -> dict[str, Any]:
-        sized = self._reduce_if_quick(quick)
+        sizes = self._sizes(quick)
         return {
-            "network": f"ResNet-9, width {sized.width}",
-            "samples": sized.samples,
-            "queries": sized.queries,
-            "subsets": sized.subsets,
-            "networks per subset": sized.networks,
-            "schedule": vars(sized.recipe.schedule),
-            "TRAK": {"models": sized.trak_models, "dimension": sized.trak_dimension},
-            "damping": DAMPING,
+            "images": sizes.images,
+            "queries": sizes.cifar_queries,
+            "width": sizes.width,
+            "halves": {"judging": sizes.subsets, "tuning": sizes.tuning},
+            "networks per half": {"judging": sizes.rounds, "tuning": sizes.tuning_rounds},
+            "recipes": {name: vars(recipe.schedule) for name, recipe in RECIPES.items()},
+            "TRAK": {"models": sizes.trak_models, "dimension": sizes.trak_dimension},
         }
 
     def items(self, quick: bool) -> list[Item]:
-        return [
-            Item(("datamodeling",), partial(measure_datamodeling, self._reduce_if_quick(quick)))
-        ]
+        return [Item(("datamodeling",), partial(measure_datamodeling, self._sizes(quick)))]
 
     def ready(self, quick: bool) -> None:
-        if not self.is_generated:
+        if not self.sizes.is_generated and not data.available("cifar2.pt"):
             data.file("cifar10_train_a.npz")
 
     def judge(self, results: Results) -> list[Check]:
@@ -106,56 +83,53 @@ class InfluenceCIFAR(Experiment):
     def tables(self, results: Results) -> list[Table]:
         record = results.of("datamodeling")[0]
         rows = [[name, score] for name, score in record["scores"].items()]
-        return [Table(["method", "score"], rows, "Linear datamodeling score")]
+        rounds = [
+            [count, numbers["EK-FAC"], numbers["gradient dot product"], numbers["reliability"]]
+            for count, numbers in record["by networks per half"].items()
+        ]
+        columns = ["networks per half", "EK-FAC", "gradient dot product", "reliability"]
+        return [
+            Table(["method", "score"], rows, "Linear datamodeling score"),
+            Table(columns, rounds, "Score by the number of networks that are averaged"),
+            tabulate_dampings(record["by damping"]),
+        ]
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
         scores = results.of("datamodeling")[0]["scores"]
         return {"": draw_scores(scores, "ResNet-9 on CIFAR-2")}
 
 
-def load_images(setting: InfluenceCIFAR, device: torch.device) -> TwoClasses:
-    """Return cats and dogs, or made-up images of two classes."""
-    if setting.is_generated:
-        images = data.generate_pictures((3, 32, 32), 2, setting.samples)
-    else:
-        images = read_two_classes()
-    images = images.first(setting.samples, setting.queries).to(device)
-    return TwoClasses(images.x, images.y, images.test_x, images.test_y)
-
-
-def measure_datamodeling(setting: InfluenceCIFAR, context: Context) -> dict[str, Any]:
+def measure_datamodeling(sizes: Sizes, context: Context) -> dict[str, Any]:
     """Retrain on halves, and return how well every method's scores predict it."""
-    images = load_images(setting, context.device)
-    trainer = ImageTrainer(images, setting.width, setting.recipe)
-    first_seed = 100_000 * (context.seed + 1)
-    everything = torch.arange(len(images.x))
-    models = []
-    for number in range(setting.trak_models):
-        models.append(trainer.train_copy(everything, first_seed + number))
-    subsets = draw_subsets(len(images.x), setting.subsets, seed=first_seed)
-    rounds = []
-    for number in range(setting.networks):
-        seed = first_seed + 1000 * (number + 1)
-        rounds.append(measure_margins([trainer], images, subsets, seed))
-        context.watch(0.8 * (number + 1) / setting.networks, f"round {number + 1}")
-    halves = Halves(subsets, torch.stack(rounds).mean(0))
-    methods = list_methods(setting, images, models)
-    return {
-        **judge_methods(methods, halves, context),
-        "accuracy": compute_accuracy(models[0], *images.queries),
-        "accuracy on training data": compute_accuracy(models[0], images.x, images.y),
+    parts = {name: run_part(name, work, sizes, context) for name, work in PARTS.items()}
+    return summarize(parts, sizes)
+
+
+def summarize(parts: Mapping[str, PartNumbers], sizes: Sizes) -> dict[str, Any]:
+    """Return the record of the experiment from the numbers of its three parts."""
+    cifar = parts["cifar2"]
+    dampings = parts["dampings"]
+    trak = parts["trak"]
+    by_count = {str(count): cifar[name_rounds(count)] for count in range(1, sizes.rounds + 1)}
+    last = by_count[str(sizes.rounds)]
+    several = f"TRAK, {sizes.trak_models} models"
+    scores = {
+        "EK-FAC": last["EK-FAC"],
+        "EK-FAC, default damping": dampings[name_relative(DEFAULT_DAMPING.value)],
+        "gradient dot product": last["gradient dot product"],
+        "TRAK, 1 model": trak["TRAK, 1 models"]["score"],
+        several: trak[several]["score"],
     }
-
-
-def list_methods(
-    setting: InfluenceCIFAR, images: TwoClasses, models: Sequence[nn.Module]
-) -> Methods:
-    """Return the methods by name."""
-    training = cut_batches(images.x, images.y, 250)
-    explained = ExplainedModel.fit(models[0], images.queries, training, margin)
+    by_damping = {f"{k:g}": dampings[name_relative(k)] for k in MULTIPLES}
+    chosen = cifar[f"pilot {cifar['recipe']}"]
     return {
-        "EK-FAC": partial(explained.score, DAMPINGS[DAMPING]),
-        "EK-FAC, default damping": partial(explained.score, None),
-        "gradient dot product": explained.score_dot_products,
-        **list_trak(models, images.queries, (images.x, images.y), setting.trak_dimension),
+        "scores": scores,
+        "by damping": by_damping,
+        "by networks per half": by_count,
+        "recipe": cifar["recipe"],
+        "damping": cifar["damping"],
+        "accuracy": chosen["accuracy"],
+        "accuracy on training data": chosen["accuracy on training data"],
+        "pilots": {name: cifar[f"pilot {name}"] for name in RECIPES if f"pilot {name}" in cifar},
+        "seconds of TRAK": {name: trak[name]["seconds"] for name in ("TRAK, 1 models", several)},
     }

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..attribution.halves import Halves
+from pullback.curvature import Relative
+
+from ..attribution.halves import MULTIPLES, ExplainedModel, Halves
 from ..attribution.scores import trak
 from ..framework import plots
 from ..framework.check import Check
 from ..framework.experiment import Context
+from ..framework.tabular import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,15 +58,31 @@ def judge_methods(
     return {"scores": scores, "seconds": seconds}
 
 
+def judge_dampings(explained: ExplainedModel, halves: Halves) -> dict[str, float]:
+    """Return the datamodeling score for every multiple of each block's mean eigenvalue."""
+    return {f"{k:g}": halves.score(explained.score(Relative(k))) for k in MULTIPLES}
+
+
+def tabulate_dampings(by_damping: Mapping[str, float]) -> Table:
+    """Return the scores of `judge_dampings` as a table."""
+    rows = [[multiple, score] for multiple, score in by_damping.items()]
+    columns = ["multiple of the mean eigenvalue", "score"]
+    return Table(columns, rows, "EK-FAC by relative damping")
+
+
+def check_lead(scores: Mapping[str, float]) -> Check:
+    """Return whether EK-FAC of one network is ahead of its peers."""
+    score = scores["EK-FAC"]
+    best_peer = max(scores[name] for name in ONE_MODEL_PEERS)
+    numbers = f"{score:.3f}, {best_peer:.3f}"
+    return Check("EK-FAC is ahead of one-model scores", score > best_peer, numbers, of_paper=False)
+
+
 def check_scores(scores: Mapping[str, float], aim: float) -> list[Check]:
     """Return whether EK-FAC of one network reaches the aim and is ahead of its peers."""
     score = scores["EK-FAC"]
-    best_peer = max(scores[name] for name in ONE_MODEL_PEERS)
-    return [
-        Check(f"one model reaches {aim:g}", score >= aim, f"{score:.3f}", of_paper=False),
-        Check("EK-FAC is ahead of one-model scores", score > best_peer,
-              f"{score:.3f}, {best_peer:.3f}", of_paper=False),
-    ]  # fmt: skip
+    reaches = Check(f"one model reaches {aim:g}", score >= aim, f"{score:.3f}", of_paper=False)
+    return [reaches, check_lead(scores)]
 
 
 def draw_scores(scores: Mapping[str, float], title: str) -> Figure:

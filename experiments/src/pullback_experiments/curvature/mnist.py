@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,28 @@ from pullback.curvature import margin
 
 from ..attribution.halves import HUGE_DAMPING, ExplainedModel, Halves
 from ..attribution.retraining import Schedule, TrainedNetworks, draw_subsets, train_networks
+from ..attribution.scores import rank
 from ..framework.check import Check
 from ..framework.experiment import Context, Experiment, Item
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..learning import data
 from ..learning.networks import mlp
-from .datamodeling import Methods, check_scores, draw_scores, judge_methods, list_trak
+from .datamodeling import (
+    Methods,
+    check_scores,
+    draw_scores,
+    judge_dampings,
+    judge_methods,
+    list_trak,
+    tabulate_dampings,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: inputs and targets
+Pair = tuple[Tensor, Tensor]
 WIDTHS = (784, 128, 64, 10)
 _MEAN = 0.1307
 _DEVIATION = 0.3081
@@ -125,6 +137,7 @@ class InfluenceMNIST(Experiment):
         return [
             Item(("datamodeling",), partial(measure_datamodeling, sized)),
             Item(("wrong labels",), partial(find_wrong_labels, sized)),
+            Item(("convolutional",), partial(compare_convolutional, sized)),
         ]
 
     def ready(self, quick: bool) -> None:
@@ -146,10 +159,16 @@ class InfluenceMNIST(Experiment):
             rows = [[name, score, record["seconds"].get(name)]
                     for name, score in record["scores"].items()]  # fmt: skip
             tables.append(Table(["method", "score", "seconds"], rows, "Linear datamodeling score"))
+            tables.append(tabulate_dampings(record["by damping"]))
         for record in results.of("wrong labels"):
             rows = [[name, *shares] for name, shares in record.items() if isinstance(shares, list)]
             columns = ["method", "found in the top 10 %", "found in the top 20 %"]
             tables.append(Table(columns, rows, "Wrong labels"))
+        for record in results.of("convolutional"):
+            if record:
+                rows = [[name, record[name]] for name in ("correlation", "rank correlation")]
+                title = "Scores of a convolutional network beside kronfluence"
+                tables.append(Table(["mean over queries", "value"], rows, title))
         return tables
 
     def draw(self, results: Results) -> Mapping[str, Figure]:
@@ -175,11 +194,13 @@ def measure_datamodeling(setting: InfluenceMNIST, context: Context) -> dict[str,
     measured = torch.stack([margin(z, digits.query_y) for z in networks.outputs(digits.query_x)])
     full = train_full(digits, first_seed, setting.schedule, setting.trak_models)
     context.watch(0.5, "scores")
-    methods = list_methods(setting, digits, full)
-    judged = judge_methods(methods, Halves(subsets, measured), context)
-    outputs = copy_network(full, 0)(digits.query_x)
-    accuracy = float((outputs.argmax(1) == digits.query_y).float().mean())
-    return {**judged, "accuracy": accuracy}
+    halves = Halves(subsets, measured)
+    model = copy_network(full, 0)
+    explained = ExplainedModel.fit(model, digits.queries, digits.training, margin)
+    by_damping = judge_dampings(explained, halves)
+    judged = judge_methods(list_methods(setting, digits, full), halves, context)
+    is_right = model(digits.query_x).argmax(1) == digits.query_y
+    return {**judged, "by damping": by_damping, "accuracy": float(is_right.float().mean())}
 
 
 def copy_network(networks: TrainedNetworks, number: int) -> nn.Module:
@@ -208,12 +229,15 @@ def list_methods(setting: InfluenceMNIST, digits: Digits, full: TrainedNetworks)
         **list_trak(models, digits.queries, digits.training, setting.trak_dimension),
     }
     if find_spec("kronfluence") is not None:
-        methods["kronfluence"] = partial(score_by_kronfluence, model, digits, None)
-        methods["kronfluence, weight decay"] = partial(score_by_kronfluence, model, digits, decay)
+        ask_peer = partial(score_by_kronfluence, model, digits.queries, digits.training)
+        methods["kronfluence"] = partial(ask_peer, None)
+        methods["kronfluence, weight decay"] = partial(ask_peer, decay)
     return methods
 
 
-def score_by_kronfluence(model: nn.Module, digits: Digits, damping: float | None) -> Tensor:
+def score_by_kronfluence(
+    model: nn.Module, queries: Pair, training: Pair, damping: float | None
+) -> Tensor:
     """Return the scores of kronfluence's EK-FAC; None is its own damping, 0.1 of the mean."""
     from kronfluence.analyzer import Analyzer, prepare_model  # pyright: ignore
     from kronfluence.arguments import ScoreArguments  # pyright: ignore
@@ -232,21 +256,66 @@ def score_by_kronfluence(model: nn.Module, digits: Digits, damping: float | None
             return margin(model(batch[0]), batch[1]).sum()
 
     task = Margins()
-    copied = make_network()
-    copied.load_state_dict(model.state_dict())
-    prepared = prepare_model(copied, task)
+    prepared = prepare_model(copy.deepcopy(model), task)
     with tempfile.TemporaryDirectory() as folder:
         analyzer = Analyzer("mnist", prepared, task, cpu=True, output_dir=folder)
-        training = TensorDataset(*digits.training)
+        samples = TensorDataset(*training)
         analyzer.fit_all_factors(
-            "ekfac", training, per_device_batch_size=500, overwrite_output_dir=True
+            "ekfac", samples, per_device_batch_size=500, overwrite_output_dir=True
         )
         analyzer.compute_pairwise_scores(
-            "scores", "ekfac", TensorDataset(*digits.queries), training,
+            "scores", "ekfac", TensorDataset(*queries), samples,
             per_device_query_batch_size=100, per_device_train_batch_size=500,
             score_args=ScoreArguments(damping_factor=damping), overwrite_output_dir=True,
         )  # fmt: skip
         return -analyzer.load_pairwise_scores("scores")["all_modules"]
+
+
+def make_convolutional() -> nn.Module:
+    """Return a network of two convolutions for images of 28×28 pixels."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 8, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(576, 10),
+    )
+
+
+def compare_convolutional(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
+    """Return the correlations of our scores with kronfluence's on a convolutional network.
+
+    Both have the same damping. Kronfluence draws one outcome per sample for its factors, we take
+    the expectation. Empty where it is not installed.
+    """
+    if find_spec("kronfluence") is None:
+        return {}
+    digits = Digits.load(setting, context.device)
+    count = min(1000, setting.samples)
+    training = (digits.x[:count], digits.y[:count])
+    everything = torch.arange(count)[None]
+    networks = train_networks(
+        make_convolutional, *training, everything, [context.seed], setting.schedule
+    )
+    model = networks.network(0)
+    decay = setting.schedule.decay
+    peer = score_by_kronfluence(model, digits.queries, training, decay)
+    ours = ExplainedModel.fit(model, digits.queries, training, margin).score(decay)
+    return {
+        "samples": count,
+        "correlation": correlate_rows(ours, peer),
+        "rank correlation": correlate_rows(rank(ours), rank(peer)),
+    }
+
+
+def correlate_rows(one: Tensor, two: Tensor) -> float:
+    """Return the mean correlation of the rows of two matrices."""
+    first = one.double() - one.double().mean(1, keepdim=True)
+    second = two.double() - two.double().mean(1, keepdim=True)
+    products = (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
+    return float(products.mean())
 
 
 def find_wrong_labels(setting: InfluenceMNIST, context: Context) -> dict[str, Any]:
