@@ -179,6 +179,10 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+#: one of each kind of model: layers, convolutions, normalizations, attention, tied weights, LoRA
+KINDS = ("mlp", "conv", "norms", "attention", "tied", "adapter")
+
+
 def make_case(name: str, seed: int = 0) -> Case:
     """Return a case in float64, the same one for the same seed."""
     torch.manual_seed(seed)

@@ -52,7 +52,7 @@ PARTS: dict[str, Part] = {
     "text": Part(score_text, 45.0),
     "trak": Part(score_trak, 45.0),
     "dampings": Part(score_dampings, 30.0),
-    "growth": Part(time_growth, 40.0),
+    "growth": Part(time_growth, 55.0),
 }
 #: seconds before its end at which a part that still runs writes where it is
 TRACE_SECONDS = 3.0

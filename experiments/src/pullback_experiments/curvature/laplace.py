@@ -389,7 +389,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-#: networks that laplace-torch has a Kronecker posterior for. K-FAC is the same matrix as that one.
+#: networks that laplace-torch has a posterior for; it is K-FAC, without EK-FAC's eigenvalues
 PEER_NETWORKS = ("convolutional",)
 #: methods and angles at which the record is behind laplace-torch, by 0.03 in the NLL
 WORSE_THAN_PEER = {("pullback EK-FAC", "60.0")}
