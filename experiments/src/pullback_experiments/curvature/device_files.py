@@ -65,11 +65,11 @@ class PartFile:
         recorded = self.environment["sizes"]
         relevant = _SIZES_OF_PARTS.get(name, vars(sizes).keys() - _FREE_SIZES)
         for field in sorted(relevant):
-            wanted = json.loads(json.dumps(getattr(sizes, field)))
-            if recorded.get(field, wanted) != wanted:
+            expected = json.loads(json.dumps(getattr(sizes, field)))
+            if recorded.get(field, expected) != expected:
                 raise PullbackError(
                     f"The part {name} was run with other sizes",
-                    f"{field} was {recorded[field]} instead of {wanted}",
+                    f"{field} was {recorded[field]} instead of {expected}",
                     "Run the part again",
                 )
 
