@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..framework.checkout import REPOSITORY
 from .costs import costs, kfac, races, rules, vision
+from .curvature import influence, influence_dampings, influence_scale, laplace_rotation
 from .defaults import pde_defaults, pde_seeds
 from .gallery import pde_gallery, pde_race
 from .numbers import Rows
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[], Rows]] = {
         *(costs, kfac, rules, races, vision),
         *(exact, scale, pde, pde_chosen, kernels),
         *(pde_gallery, pde_race, pde_defaults, pde_seeds, traffic, small_tasks),
+        *(influence, influence_dampings, influence_scale, laplace_rotation),
     )
 }
 BLOCK = re.compile(r"<!-- table (?P<name>\S+) -->\n.*?<!-- end -->", re.DOTALL)
