@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from pullback import vmc
 from pullback.solvers import Cholesky
@@ -92,7 +93,9 @@ def minimize(
 def compare(rank: int, size: int, hamiltonian: vmc.Hamiltonian) -> None:
     torch.manual_seed(rank)  # the first process's network counts
     network = vmc.Rbm(hamiltonian.sites, 2).double()
+    groups = len(distributed_c10d._world.pg_map)
     result = minimize(hamiltonian, network, size, None)
+    assert len(distributed_c10d._world.pg_map) == groups, "a run gives its group back"
     parameters = torch.cat([p.detach().flatten() for p in network.parameters()])
     same_everywhere(parameters)
     told_everywhere((result.history.energy, result.energy, result.verdict.name))

@@ -127,6 +127,7 @@ class Minimization:
         self._refuse_unusable()
         processes.broadcast_first([*network.parameters(), *network.buffers()])
         self._rule = settings.step or adaptive_step()
+        self._group_of_one = _make_group_of_one()
         self.optimizer = NaturalGradient(
             self._model,
             FubiniStudy(),
@@ -134,7 +135,7 @@ class Minimization:
             self._rule,
             lr=1.0,
             gram=settings.gram,
-            group=_group_of_one(),
+            group=self._group_of_one,
         )
         self._stage_seconds = StageSeconds()
         #: steps in a row that were rejected
@@ -194,7 +195,17 @@ class Minimization:
         return self.history.spent - self._seconds_before
 
     def run(self) -> Result:
-        """Step until a reason to stop, then measure the energy with longer chains."""
+        """Step until a reason to stop, then measure the energy with longer chains.
+
+        A run ends with it: the optimizer's group of processes is given back.
+        """
+        try:
+            return self._run_and_measure()
+        finally:
+            if self._group_of_one is not None:
+                dist.destroy_process_group(self._group_of_one)
+
+    def _run_and_measure(self) -> Result:
         if self._path is not None and self._path.exists():
             self._resume(self._path)
         self._seconds_before = self.history.spent
@@ -476,8 +487,8 @@ def _are_same_amplitudes(log_psi: Tensor, other: Tensor) -> bool:
     return bool(is_same.all())
 
 
-def _group_of_one() -> Any:
-    """A group of this process alone, where `torch.distributed` knows others.
+def _make_group_of_one() -> Any:
+    """A new group of this process alone, where `torch.distributed` knows others; else None.
 
     Each process solves for the samples of all, whichever of them work together.
     """
