@@ -466,3 +466,46 @@ def test_unknowns_of_which_only_a_ratio_matters_are_noticed(known: bool) -> None
     assert (", not determined by the conditions" in str(solution.check())) is not known
     if known:
         assert abs(solution.unknowns["c"] - 0.35) < 1e-6
+
+
+def relaxation(t: Tensor, rate: float, source: float) -> Tensor:
+    """Return the solution of u' = source − rate·u, u(0) = 1."""
+    return source / rate + (1 - source / rate) * torch.exp(-rate * t)
+
+
+def test_standard_errors_of_two_unknowns_are_those_of_the_exact_model() -> None:
+    count = 60
+    noise = 0.01
+    t = torch.linspace(0, 1, count, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(4)
+    values = relaxation(t, 2.0, 1.0)
+    values = values + noise * torch.randn(count, generator=generator, dtype=torch.float64)
+    problem = pde.Problem(
+        pde.Interval(0, 1, name="t"),
+        [
+            pde.Equation(lambda u, k, c: u.t + k * u - c),
+            pde.Dirichlet(1.0, on=lambda domain: domain.face("t", "low")),
+            pde.Data(t, values),
+        ],
+        unknowns={"k": 1.0, "c": 0.5},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        solution = pde.solve(
+            problem, pde.mlp(1, 6, 1, seed=0), points=80, steps=40, patience=None, progress=False
+        )
+    estimate = solution.check().estimate
+    assert estimate is not None
+    truth = torch.tensor([2.0, 1.0], dtype=torch.float64)
+
+    def predict(unknowns: Tensor) -> Tensor:
+        return relaxation(t, unknowns[0], unknowns[1])  # pyright: ignore[reportArgumentType]
+
+    jacobian = torch.autograd.functional.jacobian(predict, truth)
+    assert isinstance(jacobian, Tensor)
+    bound = noise * torch.linalg.inv(jacobian.T @ jacobian).diagonal().sqrt()
+    spread = torch.tensor([estimate.spread["k"], estimate.spread["c"]], dtype=torch.float64)
+    torch.testing.assert_close(spread, bound, rtol=0.3, atol=0.0)
+    unknowns = [solution.unknowns["k"], solution.unknowns["c"]]
+    distance = torch.tensor(unknowns, dtype=torch.float64) - truth
+    assert bool((distance.abs() < 3 * bound).all())
