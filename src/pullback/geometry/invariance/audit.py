@@ -172,10 +172,7 @@ def audit(
     """
     x, y = check_batch(batch)
     distinct_sizes = check_sizes(sizes, steps)
-    points = {"batch": x}
-    if probes is not None:
-        points["probes"] = probes
-    setting = AuditData(x, y, loss_fn or half_square_or_cross_entropy, points, seed)
+    setting = AuditData(x, y, loss_fn or half_square_or_cross_entropy, probes, seed)
     check_model(model, setting)
     contenders = as_contenders(make_optimizer)
     # a standard transformation that does not go with the model is skipped; one asked for raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,15 +34,22 @@ class AuditData:
     Attributes:
         x, y: the batch.
         loss: (outputs, targets) ↦ a scalar.
-        points: inputs at which functions are compared, those of the "batch" and other "probes".
+        probes: other inputs at which functions are compared too, or None.
         seed: of torch's generators, at the start of each run.
     """
 
     x: Tensor
     y: Tensor
     loss: Loss
-    points: Mapping[str, Tensor]
+    probes: Tensor | None
     seed: int
+
+    @property
+    def points(self) -> dict[str, Tensor]:
+        """The inputs at which functions are compared, by place: the "batch", and "probes"."""
+        if self.probes is None:
+            return {"batch": self.x}
+        return {"batch": self.x, "probes": self.probes}
 
 
 @dataclass(frozen=True)
