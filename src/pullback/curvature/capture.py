@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..grams.kronecker import Pair
 from ..maps import Call, ModuleMap
 from ..maps.layers import AffineBlock, Block
-from .forms import BlockForm, form_parameter
+from .forms import BlockForm, make_parameter_form
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class FactorSums:
     def pair(self, samples: float) -> Pair:
         """Return the Kronecker product of the mean over this many samples."""
         weight = self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
-        right = self.input_factor / weight.to(self.input_factor.dtype)
-        return Pair(self.output_factor / samples, right)
+        input_factor = self.input_factor / weight.to(self.input_factor.dtype)
+        return Pair(self.output_factor / samples, input_factor)
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,18 @@ class GradientBlock:
         """Return ā and δ of the samples in a slice, or None where V has no such parts."""
         return None
 
-    def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
-        """Return UᵀVW of the samples in a slice; None stands for the identity."""
+    def rotate(
+        self, output_basis: Tensor | None, input_basis: Tensor | None, panel: slice
+    ) -> Tensor:
+        """Return UᵀVW of the samples in a slice, with the bases U and W of outputs and inputs.
+
+        None stands for the identity.
+        """
         matrices = self.matrices(panel)
-        if left is not None:
-            matrices = left.mT @ matrices
-        if right is not None:
-            matrices = matrices @ right
+        if output_basis is not None:
+            matrices = output_basis.mT @ matrices
+        if input_basis is not None:
+            matrices = matrices @ input_basis
         return matrices
 
     def panels(self) -> Iterator[slice]:
@@ -139,21 +144,24 @@ class GradientBlock:
 
         They are Σ VVᵀ and Σ VᵀV / Σ‖V‖²; for a vector, O = 1, their product is the sum itself.
         """
-        panel_sums = [_trace_parts(self.matrices(panel).flatten(0, 1)) for panel in self.panels()]
+        panel_sums = [
+            _sum_partial_traces(self.matrices(panel).flatten(0, 1)) for panel in self.panels()
+        ]
         total = panel_sums[0]
         for sums in panel_sums[1:]:
             total = total + sums
         return total
 
-    def squares(self, left: Tensor | None, right: Tensor | None) -> Tensor:
+    def sum_squares(self, output_basis: Tensor | None, input_basis: Tensor | None) -> Tensor:
         """Return Σ (UᵀVW)² over samples and covectors, entry by entry: (G, O, I)."""
         panel_sums = [
-            self.rotate(left, right, panel).square().sum((0, 1)) for panel in self.panels()
+            self.rotate(output_basis, input_basis, panel).square().sum((0, 1))
+            for panel in self.panels()
         ]
         return torch.stack(panel_sums).sum(0)
 
 
-def _trace_parts(matrices: Tensor) -> FactorSums:
+def _sum_partial_traces(matrices: Tensor) -> FactorSums:
     """Return the partial traces of (M, G, O, I), long sides as diagonals."""
     _, _, rows, columns = matrices.shape
     squares = matrices.square()
@@ -185,19 +193,21 @@ class AffineGradients(GradientBlock):
         ).to(mean_input.device)
         return FactorSums(output_factor, mean_input * positions.to(mean_input.dtype), positions)
 
-    def squares(self, left: Tensor | None, right: Tensor | None) -> Tensor:
-        return self._affine.squares(left, right)
+    def sum_squares(self, output_basis: Tensor | None, input_basis: Tensor | None) -> Tensor:
+        return self._affine.squares(output_basis, input_basis)
 
-    def rotate(self, left: Tensor | None, right: Tensor | None, panel: slice) -> Tensor:
+    def rotate(
+        self, output_basis: Tensor | None, input_basis: Tensor | None, panel: slice
+    ) -> Tensor:
         if not self._should_rotate_factors():
-            return super().rotate(left, right, panel)
+            return super().rotate(output_basis, input_basis, panel)
         factors = self.position_factors(panel)
         inputs = factors.inputs
         cotangents = factors.cotangents
-        if left is not None:
-            cotangents = cotangents @ left
-        if right is not None:
-            inputs = inputs @ right
+        if output_basis is not None:
+            cotangents = cotangents @ output_basis
+        if input_basis is not None:
+            inputs = inputs @ input_basis
         return torch.einsum("nrgto,ngti->nrgoi", cotangents, inputs)
 
     def position_factors(self, panel: slice) -> PositionFactors:
@@ -214,8 +224,8 @@ class AffineGradients(GradientBlock):
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Which parameters the layers explain, and the reason where they do not."""
+class CoverageRow:
+    """A parameter, and why it has the block that it has."""
 
     name: str
     reason: str
@@ -241,13 +251,13 @@ class BatchTangent:
         output: Any,
         plans: dict[Any, Any],
     ) -> None:
-        module_map = ModuleMap(model, call_of(inputs), output=output, plans=plans)
+        module_map = ModuleMap(model, make_call(inputs), output=output, plans=plans)
         self._linear = module_map.linearize(parameters)
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         #: z, (N, *event)
         self.outputs = self._linear.value
         #: filled by `gradients`
-        self.coverage: list[Coverage] = []
+        self.coverage: list[CoverageRow] = []
 
     def gradients(
         self, covectors: Tensor, forms: Sequence[BlockForm] | None = None
@@ -257,23 +267,23 @@ class BatchTangent:
         With `forms` the blocks are these, in this order.
         """
         pulled = self._linear.pullback(covectors)
-        self.coverage = [Coverage(row.name, row.reason) for row in pulled.coverage]
+        self.coverage = [CoverageRow(row.name, row.reason) for row in pulled.coverage]
         shape = BatchShape(*pulled.shape, covectors.is_cuda)
         gradients: list[GradientBlock] = []
         for block in pulled.blocks.values():
-            gradients += self._of_block(block, shape)
+            gradients += self._make_gradient_blocks(block, shape)
         if forms is None:
             return gradients
         return _regroup(gradients, forms, pulled.blocks.values())
 
-    def _of_block(self, block: Block, shape: BatchShape) -> list[GradientBlock]:
+    def _make_gradient_blocks(self, block: Block, shape: BatchShape) -> list[GradientBlock]:
         if isinstance(block, AffineBlock) and block.weight is not None:
-            form = self._affine_form(block)
+            form = self._make_affine_form(block)
             return [AffineGradients(form, block, shape)]
-        forms = [form_parameter(name, self._shapes[name]) for name in block.names]
+        forms = [make_parameter_form(name, self._shapes[name]) for name in block.names]
         return [GradientBlock(form, [block], shape) for form in forms]
 
-    def _affine_form(self, block: AffineBlock) -> BlockForm:
+    def _make_affine_form(self, block: AffineBlock) -> BlockForm:
         sizes = tuple(torch.Size(self._shapes[name]).numel() for name in block.names)
         groups = block.shape[1]
         columns = block.shape[3]
@@ -315,7 +325,7 @@ def _regroup(
     return regrouped
 
 
-def call_of(inputs: Any) -> Call:
+def make_call(inputs: Any) -> Call:
     """Return the call that a loader's inputs stand for."""
     if isinstance(inputs, Mapping):
         return Call.of(**inputs)

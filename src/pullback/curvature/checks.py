@@ -29,7 +29,7 @@ class Fingerprint:
         tensors.update(model.named_buffers())
         return cls({name: _checksums(tensor) for name, tensor in tensors.items()})
 
-    def differences(self, other: Fingerprint) -> list[str]:
+    def list_differences(self, other: Fingerprint) -> list[str]:
         """Return the names that are not the same in both."""
         names = sorted(self.sums.keys() ^ other.sums.keys())
         for name in self.sums.keys() & other.sums.keys():
@@ -52,7 +52,7 @@ def _checksums(tensor: Tensor) -> tuple[float, float]:
 
 def refuse_changed(model: nn.Module, fitted: Fingerprint) -> None:
     """Raise if a parameter or buffer has changed since the fit."""
-    changed = fitted.differences(Fingerprint.of(model))
+    changed = fitted.list_differences(Fingerprint.of(model))
     if changed:
         more = ""
         if len(changed) > 1:
@@ -67,9 +67,11 @@ def refuse_changed(model: nn.Module, fitted: Fingerprint) -> None:
 def refuse_random_layers(model: nn.Module) -> None:
     """Raise if a dropout layer is in training mode: then no gradient belongs to one function."""
     for name, module in model.named_modules():
-        drops = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        recurrent = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0
-        if module.training and (drops or recurrent):
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        has_dropout_inside = (
+            isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0
+        )
+        if module.training and (is_dropout or has_dropout_inside):
             raise PullbackError(
                 f"{type(module).__name__} {name!r} is random",
                 "in training mode every forward pass is another function",

@@ -62,17 +62,17 @@ def is_pair(data: Any) -> bool:
 def iterate_batches(data: Any, device: torch.device, size: int) -> Iterator[Batch]:
     """Yield the batches of a loader, or of a pair cut into batches of `size`, on a device."""
     if is_pair(data):
-        yield from _cut(Batch(data[0], data[1]), device, size)
+        yield from _cut_batches(Batch(data[0], data[1]), device, size)
         return
     if not isinstance(data, Iterable) or isinstance(data, (Tensor, Mapping)):
         raise PullbackError("The data are not batches", f"got {type(data).__name__}", _PAIR)
     for item in data:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            raise PullbackError("A batch is not a pair", f"got {_shown(item)}", _PAIR)
+            raise PullbackError("A batch is not a pair", f"got {_describe_item(item)}", _PAIR)
         yield _move_batch(Batch(item[0], item[1]), device)
 
 
-def _cut(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
+def _cut_batches(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
     """Yield slices of the first axis of every tensor that counts the samples."""
     samples = batch.samples
 
@@ -98,7 +98,7 @@ def _move_batch(batch: Batch, device: torch.device) -> Batch:
     return Batch(pytree.tree_map(move, batch.inputs), pytree.tree_map(move, batch.targets))
 
 
-def _shown(item: Any) -> str:
+def _describe_item(item: Any) -> str:
     if isinstance(item, Tensor):
         return f"{item.dtype} of shape {tuple(item.shape)}"
     if isinstance(item, (tuple, list)):
@@ -126,8 +126,8 @@ def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tens
         reraise_fatal(error)
         raise PullbackError(
             "The targets do not fit the model's outputs",
-            f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and {_shown(targets)} "
-            f"failed: {error}",
+            f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} and "
+            f"{_describe_item(targets)} failed: {error}",
             "Check the order of (inputs, targets), the classes and the shapes of the loader",
         ) from error
     if losses.ndim == 0 or len(losses) != len(outputs):

@@ -60,11 +60,11 @@ class Table:
         cells = [(row.parameter, str(row.shape), row.block, row.reason) for row in self.rows]
         cells.insert(0, ("parameter", "shape", "block", "reason"))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [_join(cell, widths) for cell in cells]
+        lines = [_align_cells(cell, widths) for cell in cells]
         return "\n".join([f"metric of the outputs: {self.metric}", *lines])
 
 
-def _join(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
     return "  ".join(padded).rstrip()
 
@@ -157,13 +157,13 @@ class Curvature:
 
     def solve(self, v: Tensor, damping: Damping) -> Tensor:
         """Return (G + damping)⁻¹ v; without damping (0) the pseudo-inverse G⁺ v."""
-        return self.apply(lambda block: invert(damping_of(block, damping)), v)
+        return self.apply(lambda block: invert(resolve_block_damping(block, damping)), v)
 
     def logdet(self, damping: Damping) -> Tensor:
         """Return log det(G + damping)."""
         total = torch.zeros((), dtype=torch.float64, device=self.space.device)
         for block in self.blocks:
-            shifted = block.eigenvalues().double() + damping_of(block, damping)
+            shifted = block.eigenvalues().double() + resolve_block_damping(block, damping)
             total = total + shifted.log().sum()
         return total
 
@@ -175,7 +175,7 @@ class Curvature:
         shape = (count, self.space.size)
         noise = torch.randn(shape, generator=generator, dtype=self.space.dtype,
                             device=self.space.device)  # fmt: skip
-        return self.apply(lambda block: invert_root(damping_of(block, damping)), noise)
+        return self.apply(lambda block: invert_root(resolve_block_damping(block, damping)), noise)
 
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues of G, largest first: (p,)."""
@@ -238,9 +238,9 @@ def load(
     state = torch.load(path, map_location=device, weights_only=True)
     fingerprint = Fingerprint(state["fingerprint"])
     refuse_changed(model, fingerprint)
-    forms = [BlockForm(**_tuples(form)) for form in state["forms"]]
+    forms = [BlockForm(**_restore_tuples(form)) for form in state["forms"]]
     pairs = zip(forms, state["blocks"], strict=True)
-    rows = [TableRow(**_tuples(row)) for row in state["rows"]]
+    rows = [TableRow(**_restore_tuples(row)) for row in state["rows"]]
     return Curvature(
         model=model,
         likelihood=_restore_likelihood(state["likelihood"], likelihood),
@@ -254,7 +254,7 @@ def load(
     )
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _restore_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     """Return fields as a dataclass had them before `asdict` and a file."""
     return {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
 
@@ -277,7 +277,7 @@ def _restore_likelihood(saved: dict[str, Any], user_value: Likelihood | None) ->
     return likelihood_class(**saved["options"])
 
 
-def damping_of(block: SpectralBlock, damping: Damping) -> float:
+def resolve_block_damping(block: SpectralBlock, damping: Damping) -> float:
     """Return the number that is added to the eigenvalues of a block."""
     if isinstance(damping, Relative):
         return damping.value * block.mean_eigenvalue()

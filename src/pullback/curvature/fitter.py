@@ -19,7 +19,7 @@ from .._core.groups import find_processes
 from .._core.processes import Processes
 from .._core.space import ParameterSpace
 from ..likelihoods import Likelihood
-from .capture import BatchTangent, Coverage, call_of
+from .capture import BatchTangent, CoverageRow, make_call
 from .checks import (
     Fingerprint,
     find_last_layer,
@@ -113,7 +113,7 @@ class Fitter:
         self.processes = processes
         self.space = ParameterSpace(parameters)
         self.plans: dict[Any, Any] = {}
-        self.coverage: list[Coverage] = []
+        self.coverage: list[CoverageRow] = []
         self.metric = ""
         self._is_checked = False
 
@@ -145,6 +145,7 @@ class Fitter:
             loss = sample_losses(self.columns.likelihood, leaf, batch.targets).sum()
             (gradient,) = torch.autograd.grad(loss, leaf)
         refuse_nonfinite("The losses", loss.detach())
+        # large primes: batches and processes have draws of their own
         seed = self.columns.seed + 7919 * number + 104729 * self.processes.rank
         covectors = self.columns.covectors(outputs, gradient, seed)
         data_pass.add(tangent.gradients(covectors, forms))
@@ -184,7 +185,7 @@ class Checkpoint:
 
     def restore(self, data_pass: DataPass) -> PassState:
         """Put a pass back to where its file says, and return how far that is."""
-        path = self._file(data_pass)
+        path = self._register_file(data_pass)
         if path is None or not path.exists():
             return PassState()
         saved = torch.load(path, weights_only=True)
@@ -199,7 +200,7 @@ class Checkpoint:
 
     def write(self, data_pass: DataPass, state: PassState) -> None:
         """Write the state if the pass is complete or the last time is long ago."""
-        path = self._file(data_pass)
+        path = self._register_file(data_pass)
         is_recent = time.monotonic() - self._written < FIT_LIMITS.checkpoint_seconds
         if path is None or (is_recent and not state.is_complete):
             return
@@ -220,7 +221,7 @@ class Checkpoint:
         for path in self._files:
             path.unlink(missing_ok=True)
 
-    def _file(self, data_pass: DataPass) -> Path | None:
+    def _register_file(self, data_pass: DataPass) -> Path | None:
         if self._path is None:
             return None
         path = self._path.with_name(f"{self._path.name}.{data_pass.title}")
@@ -327,7 +328,8 @@ def fit(
     fitter = Fitter(network, select_parameters(network, names), columns, output, processes)
     fingerprint = Fingerprint.of(network)
     saved = Checkpoint(
-        _rank_path(checkpoint, processes), f"{chosen_structure.value} {columns} {fingerprint.sums}"
+        _name_checkpoint(checkpoint, processes),
+        f"{chosen_structure.value} {columns} {fingerprint.sums}",
     )
 
     def run(data_pass: DataPass, forms: Sequence[BlockForm] | None) -> DataTotals:
@@ -379,11 +381,11 @@ def _resolve_names(
         first = next(batches(), None)
         if first is None:
             raise PullbackError("There are no data to fit", "the loader is empty", "Give batches")
-        return find_last_layer(model, call_of(first.inputs))
+        return find_last_layer(model, make_call(first.inputs))
     return list(parameters)
 
 
-def _rank_path(checkpoint: str | Path | None, processes: Processes) -> Path | None:
+def _name_checkpoint(checkpoint: str | Path | None, processes: Processes) -> Path | None:
     if checkpoint is None:
         return None
     path = Path(checkpoint)

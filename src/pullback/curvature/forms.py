@@ -73,7 +73,7 @@ class BlockForm:
         return matrices.flatten(-3)
 
 
-def form_parameter(name: str, shape: tuple[int, ...]) -> BlockForm:
+def make_parameter_form(name: str, shape: tuple[int, ...]) -> BlockForm:
     """Return the form of one parameter by itself: a matrix by its first axis, or one row."""
     size = prod(shape)
     rows = 1
@@ -82,6 +82,6 @@ def form_parameter(name: str, shape: tuple[int, ...]) -> BlockForm:
     return BlockForm((name,), (size,), 1, rows, size // max(rows, 1))
 
 
-def form_vector(sizes: Mapping[str, int]) -> BlockForm:
+def make_vector_form(sizes: Mapping[str, int]) -> BlockForm:
     """Return the form of all parameters as one long vector."""
     return BlockForm(tuple(sizes), tuple(sizes.values()), 1, 1, sum(sizes.values()))

@@ -14,7 +14,7 @@ from .._core.processes import Processes
 from .._core.svd import svd
 from ..grams.kronecker import EigenBlock
 from .capture import FactorSums, GradientBlock
-from .forms import BlockForm, form_vector
+from .forms import BlockForm, make_vector_form
 from .spectra import KroneckerBlock, LowRankBlock, SpectralBlock
 
 
@@ -63,10 +63,10 @@ class FactorPass(DataPass):
             self.sums[form] = FactorSums(*processes.sum(tensors))
 
     def state(self) -> dict[str, object]:
-        return dict(enumerate_state(self.sums))
+        return dict(encode_sums(self.sums))
 
     def restore(self, state: Mapping[str, object]) -> None:
-        self.sums = {form: FactorSums(*tensors) for form, tensors in read_state(state)}
+        self.sums = {form: FactorSums(*tensors) for form, tensors in decode_sums(state)}
 
     def blocks(self, samples: float) -> list[KroneckerBlock]:
         """Return R ⊗ C of every block for the mean over this many samples, diagonalized."""
@@ -89,7 +89,7 @@ class EigenvaluePass(DataPass):
     def add(self, gradients: Sequence[GradientBlock]) -> None:
         for block in gradients:
             basis = self._basis(block.form)
-            squares = block.squares(basis.output_basis, basis.input_basis)
+            squares = block.sum_squares(basis.output_basis, basis.input_basis)
             if block.form in self.sums:
                 squares = self.sums[block.form] + squares
             self.sums[block.form] = squares
@@ -105,10 +105,10 @@ class EigenvaluePass(DataPass):
         self.sums = dict(zip(self.sums, totals, strict=True))
 
     def state(self) -> dict[str, object]:
-        return dict(enumerate_state({form: [values] for form, values in self.sums.items()}))
+        return dict(encode_sums({form: [values] for form, values in self.sums.items()}))
 
     def restore(self, state: Mapping[str, object]) -> None:
-        self.sums = {form: tensors[0] for form, tensors in read_state(state)}
+        self.sums = {form: tensors[0] for form, tensors in decode_sums(state)}
 
     def blocks(self, samples: float) -> list[KroneckerBlock]:
         """Return the blocks with these eigenvalues, for the mean over this many samples."""
@@ -140,7 +140,7 @@ class RowsPass(DataPass):
     title = "gradients"
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.form = form_vector(sizes)
+        self.form = make_vector_form(sizes)
         self._is_dense = self.form.size <= EXACT_LIMITS.dense_parameters
         #: AᵀA, or panels of A
         self._matrices: list[Tensor] = []
@@ -194,7 +194,7 @@ class RowsPass(DataPass):
         return [LowRankBlock(self.form, decomposition.combine(eye), decomposition.sigma.square())]
 
 
-def enumerate_state(sums: Mapping[BlockForm, object]) -> list[tuple[str, object]]:
+def encode_sums(sums: Mapping[BlockForm, object]) -> list[tuple[str, object]]:
     """Return pairs for a checkpoint: a key, and the fields of a form beside its tensors."""
     pairs = []
     for number, (form, sums_of_block) in enumerate(sums.items()):
@@ -205,8 +205,8 @@ def enumerate_state(sums: Mapping[BlockForm, object]) -> list[tuple[str, object]
     return pairs
 
 
-def read_state(state: Mapping[str, object]) -> list[tuple[BlockForm, list[Tensor]]]:
-    """Return the forms and tensors that `enumerate_state` wrote."""
+def decode_sums(state: Mapping[str, object]) -> list[tuple[BlockForm, list[Tensor]]]:
+    """Return the forms and tensors that `encode_sums` wrote."""
     entries: list[dict] = list(state.values())  # pyright: ignore[reportAssignmentType]
     return [(BlockForm(**entry["form"]), entry["tensors"]) for entry in entries]
 

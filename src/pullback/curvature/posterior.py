@@ -202,8 +202,8 @@ class Prediction:
         smallest = torch.finfo(self.mean.dtype).tiny
         probabilities = self.probabilities().clamp(min=smallest)
         if isinstance(self.likelihood, Bernoulli):
-            missed = (1 - probabilities).clamp(min=smallest)
-            logs = targets * probabilities.log() + (1 - targets) * missed.log()
+            complement = (1 - probabilities).clamp(min=smallest)
+            logs = targets * probabilities.log() + (1 - targets) * complement.log()
             return logs.flatten(1).sum(1)
         axis = -1 if self.likelihood.dim is None else self.likelihood.dim  # pyright: ignore
         logs = probabilities.log().gather(axis, targets.unsqueeze(axis)).squeeze(axis)
@@ -234,7 +234,7 @@ class Posterior:
         reader = GradientReader(self.curvature)
         means = []
         covariances = []
-        for batch_inputs in _split(inputs, self.batch_samples):
+        for batch_inputs in _split_inputs(inputs, self.batch_samples):
             tangent = reader.linearize(Batch(batch_inputs, ()))
             columns = _identity_covectors(tangent.outputs)
             gradients = tangent.gradients(columns, self.curvature.forms)
@@ -313,7 +313,7 @@ def laplace(
     else:
         require_number("The prior precision", prior_precision, positive=True)
         chosen_precision = float(prior_precision)
-    fitted_noise = _fitted_noise(curvature.likelihood)
+    fitted_noise = _read_noise(curvature.likelihood)
     if noise is not None:
         require_number("The noise", noise, positive=True)
         if fitted_noise is None:
@@ -335,7 +335,7 @@ def laplace(
     return Posterior(curvature, precision, posterior_noise, evidence)
 
 
-def _fitted_noise(likelihood: Likelihood) -> float | None:
+def _read_noise(likelihood: Likelihood) -> float | None:
     """Return σ² that a regression's likelihood stands for; None where there is none to choose."""
     if isinstance(likelihood, MSE):
         return 0.5
@@ -367,7 +367,7 @@ def _identity_covectors(outputs: Tensor) -> Tensor:
     return columns.expand(size, *outputs.shape)
 
 
-def _split(inputs: Any, size: int) -> list[Any]:
+def _split_inputs(inputs: Any, size: int) -> list[Any]:
     """Return parts of the inputs with at most `size` samples."""
     leaves, structure = pytree.tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
@@ -376,12 +376,12 @@ def _split(inputs: Any, size: int) -> list[Any]:
     samples = len(tensors[0])
     batches = []
     for start in range(0, samples, size):
-        cut = [_narrow(leaf, samples, start, size) for leaf in leaves]
+        cut = [_slice_leaf(leaf, samples, start, size) for leaf in leaves]
         batches.append(pytree.tree_unflatten(cut, structure))
     return batches
 
 
-def _narrow(leaf: Any, samples: int, start: int, size: int) -> Any:
+def _slice_leaf(leaf: Any, samples: int, start: int, size: int) -> Any:
     if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples:
         return leaf[start : start + size]
     return leaf

@@ -153,12 +153,12 @@ def join_queries(pieces: Sequence[HeldQueries]) -> HeldQueries:
         return DenseQueries(torch.cat(dense))
     compressed = [piece for piece in pieces if isinstance(piece, LowRankQueries)]
     rank = max(piece.rank for piece in compressed)
-    left = torch.cat([_fill(piece.left, rank) for piece in compressed])
-    right = torch.cat([_fill(piece.right, rank) for piece in compressed])
+    left = torch.cat([_pad_rank(piece.left, rank) for piece in compressed])
+    right = torch.cat([_pad_rank(piece.right, rank) for piece in compressed])
     return LowRankQueries(left, right)
 
 
-def _fill(tensor: Tensor, rank: int) -> Tensor:
+def _pad_rank(tensor: Tensor, rank: int) -> Tensor:
     """Return (Q, r, G, n) with zeros up to a rank."""
     return F.pad(tensor, (0, 0, 0, 0, 0, rank - tensor.shape[1]))
 

@@ -31,7 +31,7 @@ from .data import (
     refuse_no_samples,
     sample_losses,
 )
-from .fitted import Curvature, Damping, damping_of, invert
+from .fitted import Curvature, Damping, invert, resolve_block_damping
 from .measures import Measure, measure_gradient
 from .progress import ProgressLine
 from .queries import HeldQueries, QueryBlock, hold_queries, join_blocks
@@ -208,7 +208,7 @@ class Scorer:
         """Return (G + λ)⁻¹∇f of the queries in a slice, for each block."""
         solved = []
         for block, gradient in zip(self._curvature.blocks, gradients, strict=True):
-            function = invert(damping_of(block, self._damping))
+            function = invert(resolve_block_damping(block, self._damping))
             matrices = block.apply(function, gradient.matrices(queries)[:, 0])
             solved.append(hold_queries(matrices, self._dtype, self._options.query_error))
         return solved
@@ -233,10 +233,10 @@ def assemble_tiles(tiles: Iterable[ScoreTile]) -> Tensor:
     rows: dict[int, list[Tensor]] = {}
     for tile in tiles:
         rows.setdefault(tile.first_query, []).append(tile.by_block[0])
-    return _assemble(rows)
+    return _join_tile_rows(rows)
 
 
-def _assemble(pieces: dict[int, list[Tensor]]) -> Tensor:
+def _join_tile_rows(pieces: dict[int, list[Tensor]]) -> Tensor:
     """Return one matrix from rows of tiles by their first query."""
     return torch.cat([torch.cat(row, 1) for row in pieces.values()])
 
@@ -296,7 +296,7 @@ def influence_by_module(
     for tile in scorer.iterate_tiles(queries, training, is_summed=False):
         for pieces, scores in zip(rows, tile.by_block, strict=True):
             pieces.setdefault(tile.first_query, []).append(scores)
-    return {name: _assemble(pieces) for name, pieces in zip(names, rows, strict=True)}
+    return {name: _join_tile_rows(pieces) for name, pieces in zip(names, rows, strict=True)}
 
 
 def influence_by_token(
@@ -388,7 +388,7 @@ def _score_batch_by_itself(
     gradients = reader.gradients(batch, measure)
     total = curvature.space.zeros(gradients[0].samples)
     for block, gradient in zip(curvature.blocks, gradients, strict=True):
-        function = invert(damping_of(block, damping))
+        function = invert(resolve_block_damping(block, damping))
         for panel in gradient.panels():
             total[panel] += block.inner_products(function, gradient, panel)[:, 0, 0]
     return total

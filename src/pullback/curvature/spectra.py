@@ -73,7 +73,7 @@ class KroneckerBlock(SpectralBlock):
         bases = (_cast(block.output_basis, dtype), _cast(block.input_basis, dtype))
         return cls(form, EigenBlock(*bases, eigenvalues))
 
-    def with_values(self, values: Tensor) -> KroneckerBlock:
+    def replace_eigenvalues(self, values: Tensor) -> KroneckerBlock:
         """Return the same bases with other eigenvalues."""
         return replace(self, gram=replace(self.gram, eigenvalues=values))
 
@@ -81,7 +81,7 @@ class KroneckerBlock(SpectralBlock):
         return self.gram.eigenvalues.flatten()
 
     def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
-        return self.with_values(function(self.gram.eigenvalues)).gram.matvec(matrices)
+        return self.replace_eigenvalues(function(self.gram.eigenvalues)).gram.matvec(matrices)
 
     def inner_products(
         self, function: SpectralFunction, gradients: GradientBlock, panel: slice
@@ -112,8 +112,8 @@ class KroneckerBlock(SpectralBlock):
         prefix = ""
         if groups > 1:
             prefix = f"{groups} × "
-        output_side = _side(rows, self.gram.output_basis)
-        input_side = _side(columns, self.gram.input_basis)
+        output_side = _describe_side(rows, self.gram.output_basis)
+        input_side = _describe_side(columns, self.gram.input_basis)
         return f"Kronecker {prefix}{output_side} ⊗ {input_side}"
 
     def tensors(self) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype)
 
 
-def _side(length: int, basis: Tensor | None) -> str:
+def _describe_side(length: int, basis: Tensor | None) -> str:
     if basis is None and length > 1:
         return f"diagonal {length}"
     return str(length)
@@ -161,7 +161,7 @@ class LowRankBlock(SpectralBlock):
     def apply(self, function: SpectralFunction, matrices: Tensor) -> Tensor:
         flat = matrices.flatten(-3)
         coordinates = flat @ self.directions.T
-        outside = self._outside(function)
+        outside = self._weight_outside(function)
         weights = function(self.values) - outside
         moved = (coordinates * weights) @ self.directions + outside * flat
         return moved.view(matrices.shape)
@@ -171,11 +171,11 @@ class LowRankBlock(SpectralBlock):
     ) -> Tensor:
         flat = gradients.matrices(panel).flatten(2)
         coordinates = flat @ self.directions.T
-        outside = self._outside(function)
+        outside = self._weight_outside(function)
         weights = function(self.values) - outside
         return (coordinates * weights) @ coordinates.mT + outside * (flat @ flat.mT)
 
-    def _outside(self, function: SpectralFunction) -> Tensor:
+    def _weight_outside(self, function: SpectralFunction) -> Tensor:
         """f(0), for the directions that no sample moves."""
         return function(self.values.new_zeros(()))
 
