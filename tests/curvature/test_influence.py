@@ -9,6 +9,7 @@ from torch import Tensor
 import pullback as pb
 from pullback.curvature import Relative, capture, queries, scores
 from pullback.curvature.data import Batch
+from tests.pairs import each_once, quick_products
 
 from .models import CASES, Case, Oracle, make_case
 
@@ -41,8 +42,7 @@ def test_exact_scores_are_brute_force(name: str) -> None:
     assert distance(scores, brute_force(oracle.gram, gradients, gradients, 0.02)) < 1e-10
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "structure"), quick_products(CASES, STRUCTURES))
 def test_scores_are_those_of_the_dense_curvature(name: str, structure: str) -> None:
     case = make_case(name)
     curvature = fit(case, structure)
@@ -173,8 +173,9 @@ def test_bfloat16_scores_are_close() -> None:
     assert distance(scores, want) < 0.02
 
 
-@pytest.mark.parametrize("error", [0.3, 0.03, 1e-6])
-@pytest.mark.parametrize("name", ["mlp", "conv", "grouped conv", "tied", "lstm"])
+@pytest.mark.parametrize(
+    ("name", "error"), each_once(["mlp", "conv", "grouped conv", "tied", "lstm"], [0.3, 0.03, 1e-6])
+)
 def test_compressed_queries_keep_the_error_that_was_stated(name: str, error: float) -> None:
     case = make_case(name)
     curvature = fit(case, "ekfac")

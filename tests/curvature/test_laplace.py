@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 import pullback as pb
 from pullback import PullbackError
+from tests.pairs import quick_products
 
 from .models import CASES, KINDS, Case, Oracle, make_case
 
@@ -33,8 +34,7 @@ def fit(case: Case, structure: str, **options: object) -> pb.curvature.Curvature
     )
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "structure"), quick_products(CASES, STRUCTURES))
 def test_covariance_is_that_of_the_dense_precision(name: str, structure: str) -> None:
     case = make_case(name)
     curvature = fit(case, structure)
@@ -153,10 +153,10 @@ def test_moments_of_samples(name: str, structure: str) -> None:
 def test_draws_of_the_linearized_model_agree_with_its_covariance() -> None:
     case = make_case("mlp")
     prediction = pb.curvature.laplace(fit(case, "ekfac"))(case.inputs)
-    draws = prediction.sample(100_000, torch.Generator().manual_seed(0)) - prediction.mean
+    draws = prediction.sample(20_000, torch.Generator().manual_seed(0)) - prediction.mean
     covariance = torch.einsum("sna,snb->nab", draws, draws) / len(draws)
-    assert (covariance - prediction.covariance).abs().max() < 0.03 * prediction.covariance.max()
-    close = prediction.probabilities(100_000, torch.Generator().manual_seed(0))
+    assert (covariance - prediction.covariance).abs().max() < 0.06 * prediction.covariance.max()
+    close = prediction.probabilities(20_000, torch.Generator().manual_seed(0))
     probit = prediction.probabilities()
     assert torch.allclose(close.sum(1), torch.ones(len(close)))
     assert (close - probit).abs().max() < 0.06

@@ -76,7 +76,11 @@ def test_a_summed_loss_with_a_mean_metric_is_n_times_faster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("s0", "y", "t", "truth"), [(0.0, 1.0, 1.0, 1.4898801256), (-1.0, -1.0, 2.0, -3.2761855192)]
+    ("s0", "y", "t", "truth"),
+    [
+        (0.0, 1.0, 1.0, 1.4898801256),
+        pytest.param(-1.0, -1.0, 2.0, -3.2761855192, marks=pytest.mark.slow),
+    ],
 )
 def test_known_margins(s0: float, y: float, t: float, truth: float) -> None:
     trajectory = flow.integrate(

@@ -10,6 +10,7 @@ from torch.func import functional_call, jacrev
 from pullback.maps import OperatorMap, Scheme
 from pullback.maps import operator as module
 from pullback.maps.layers import AffineBlock, RowsBlock
+from tests.pairs import each_once
 
 N = 6
 D = 2
@@ -36,8 +37,9 @@ def made(sites: int, widths: tuple[int, ...]) -> tuple[OperatorMap, dict[str, Te
     return OperatorMap(apply, x, SCHEME, operator, Q), dict(net.named_parameters())
 
 
-@pytest.mark.parametrize("sites", [1, 2])
-@pytest.mark.parametrize("widths", [(), (1,), (3,), (20,), (3, 20), (20, 3)])
+@pytest.mark.parametrize(
+    ("widths", "sites"), each_once([(), (1,), (3,), (20,), (3, 20), (20, 3)], [1, 2])
+)
 def test_rows_are_those_of_the_jacobian(sites: int, widths: tuple[int, ...]) -> None:
     map, params = made(sites, widths)
     fixed = {n: p.detach() for n, p in params.items()}

@@ -209,7 +209,9 @@ def test_the_whitened_form_keeps_the_digits_of_an_ill_conditioned_fit() -> None:
 @pytest.mark.parametrize(
     ("solver", "step"),
     [
-        (pb.solvers.PseudoInverse(1e-5), pb.steps.GridLineSearch()),
+        pytest.param(
+            pb.solvers.PseudoInverse(1e-5), pb.steps.GridLineSearch(), marks=pytest.mark.slow
+        ),
         pytest.param(pb.solvers.PseudoInverse(), pb.steps.TargetRatio(), marks=pytest.mark.slow),
         (pb.solvers.Cholesky(), pb.steps.LevenbergMarquardt()),
         pytest.param(pb.solvers.Cholesky(1e-6), pb.steps.Backtracking(), marks=pytest.mark.slow),

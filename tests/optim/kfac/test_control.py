@@ -193,7 +193,14 @@ def test_controlled_steps_need_a_closure(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.1}, {"step": QuadraticModel()}, {"random": True}], ids=str
+    "options",
+    [
+        {"weight_decay": 0.1},
+        {"step": QuadraticModel()},
+        {"random": True},
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_adaptive_damping_does_not_get_stuck(options: dict[str, Any]) -> None:
     """Also with dropout and batch normalization."""

@@ -34,7 +34,7 @@ def kfac(side: TwinSide, **options: Any) -> pb.KFAC:
     return kfac_of(side.model, 0.5, metric=side.metric, **chosen | options)
 
 
-def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 3) -> float:
+def mismatch(pair: TwinPair, build: Callable[[TwinSide], Any], steps: int = 2) -> float:
     """How far both functions are apart after the steps, relative to their way."""
     sides = (pair.one, pair.two)
     optimizers = [build(pair.one), build(pair.two)]
@@ -148,8 +148,8 @@ def test_singular_blocks_are_named(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_logits_are_singular_whatever_round_off_says(dtype: torch.dtype) -> None:
     """A Cholesky factorization of the covariance of residuals often succeeds."""
-    for n in (3, 5, 7, 12):
-        for seed in range(4):
+    for n in (3, 7, 12):
+        for seed in range(2):
             torch.manual_seed(seed)
             model = nn.Linear(4, n).to(dtype)
             x = 3 * torch.randn(50, 4, dtype=dtype)
@@ -209,7 +209,7 @@ def test_normalized_twins_stay_together(damping: Any, scale: float) -> None:
         outputs = []
         for gain in (1.0, scale):
             model = make_normalized(gain=gain)
-            train(model, candidate, steps=5)
+            train(model, candidate, steps=3)
             outputs.append(model(x).detach())
         difference = (outputs[1] - outputs[0]).norm() / (outputs[0] - start).norm()
         assert difference <= SAME if is_invariant else difference > 1e-4

@@ -66,6 +66,6 @@ def test_a_plain_function_of_residuals_has_diagonal_blocks() -> None:
         return {"value": values - torch.sin(3 * x), "slope": slopes - 3 * torch.cos(3 * x)}
 
     opt = kfac_of(model, lr=1.0, damping=Adaptive(1e-2), fisher="exact", **RULE)
-    losses = [opt.step(objective=objective) for _ in range(20)]
-    assert losses[-1] < 0.5 * losses[0]
+    losses = [opt.step(objective=objective) for _ in range(8)]
+    assert losses[-1] < 0.8 * losses[0]
     assert all("diagonal" in row.block for row in opt.coverage())

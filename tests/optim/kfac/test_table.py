@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import pullback as pb
+from tests.pairs import each_once
 
 from ..common import refused
 from .common import vector
@@ -80,8 +81,9 @@ def load(model: nn.Module, opt: pb.KFAC, path: Path) -> None:
     set_optimizer_state_dict(model, opt, state["opt"])
 
 
-@pytest.mark.parametrize("rule", ["natural", "eigenbasis", "spectral"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "rule"), each_once(LAYERS, ["natural", "eigenbasis", "spectral"])
+)
 def test_distributed_checkpoints_load_before_the_first_step(
     layer: str, rule: str, tmp_path: Path
 ) -> None:
