@@ -59,7 +59,7 @@ def join_chains_of(size: int) -> type[Minimization]:
     """Return a minimization by one process that draws what `size` processes would."""
 
     class Joined(Minimization):
-        def _new_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
+        def _start_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
             by_rank = []
             for rank in range(size):
                 own_seed = seed * 1_000_003 + rank

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback import vmc
-from pullback.vmc.hamiltonians import _number
+from pullback.vmc.hamiltonians import _find_basis_positions
 from pullback.vmc.statistics import gelman_rubin, summarize
 from tests.pairs import each_once
 from tests.vmc.states import amplitudes, make_network
@@ -46,8 +46,8 @@ def test_samples_follow_the_squared_amplitude(
     chains = make_chains(hamiltonian, 20_000, chains=20_000, moves=60, thermalization=1)
     samples = chains.draw(make_evaluator(network, 20_000))[:, 0]
     position = torch.full((2**SITES,), -1)
-    position[_number(basis)] = torch.arange(len(basis))
-    counts = torch.bincount(position[_number(samples)], minlength=len(basis))
+    position[_find_basis_positions(basis)] = torch.arange(len(basis))
+    counts = torch.bincount(position[_find_basis_positions(samples)], minlength=len(basis))
     expected = 20_000 * probability
     chi_squared = float(((counts - expected).square() / expected).sum())
     freedom = len(basis) - 1

@@ -72,7 +72,7 @@ def test_a_step_solves_the_dense_system(network_name: str, gram: str) -> None:
     probe = Probe()
     run = make_run(hamiltonian, network, probe, gram)
     batch = run._draw_batch(run.chains)
-    run.optimizer.step(run._closure(batch, 0.1))
+    run.optimizer.step(run._make_closure(batch, 0.1))
     rows = complex_rows(network, batch.samples)
     weights = torch.ones(len(rows), dtype=torch.float64)
     tensor, gradient = dense_system(rows, batch.local_energies, weights)
@@ -137,7 +137,7 @@ def test_values_of_the_closure_are_those_of_the_proximal_model() -> None:
     network = make_network("phase", 5)
     run = make_run(hamiltonian, network, Probe(), "auto")
     batch = run._draw_batch(run.chains)
-    closure = run._closure(batch, 0.25)
+    closure = run._make_closure(batch, 0.25)
     before = network(batch.samples.double()).detach()
     assert closure() == 0.0
     with torch.no_grad():

@@ -53,7 +53,7 @@ class LogAmplitude(nn.Module):
         output = self.network(configurations)
         samples = len(configurations)
         if not isinstance(output, Tensor):
-            raise _wrong_output(type(output).__name__, samples)
+            raise _make_output_error(type(output).__name__, samples)
         if output.is_complex() and output.shape in ((samples,), (samples, 1)):
             return torch.view_as_real(output.reshape(samples).resolve_conj())
         if not output.is_complex() and output.is_floating_point():
@@ -61,10 +61,10 @@ class LogAmplitude(nn.Module):
                 return output
             if output.shape in ((samples,), (samples, 1)):
                 return output.reshape(samples)
-        raise _wrong_output(f"{output.dtype} of shape {tuple(output.shape)}", samples)
+        raise _make_output_error(f"{output.dtype} of shape {tuple(output.shape)}", samples)
 
 
-def _wrong_output(output: str, samples: int) -> PullbackError:
+def _make_output_error(output: str, samples: int) -> PullbackError:
     return PullbackError(
         "The network's output is not log ψ",
         f"it returned {output} for {samples} configurations",
@@ -112,7 +112,7 @@ class Evaluator:
     def log_psi(self, configurations: Tensor) -> Tensor:
         """log ψ, (N,): real, or complex where the network has a phase."""
         chunks = configurations.split(self._options.chunk)
-        with torch.no_grad(), tensor_cores(self.device, self._options.tf32):
+        with torch.no_grad(), allow_tf32(self.device, self._options.tf32):
             outputs = torch.cat([self._evaluate(chunk) for chunk in chunks])
         if outputs.ndim == 1:
             return outputs
@@ -174,7 +174,7 @@ class RecordedPass:
 
 
 @contextmanager
-def tensor_cores(device: torch.device, enabled: bool) -> Iterator[None]:
+def allow_tf32(device: torch.device, enabled: bool) -> Iterator[None]:
     """Let float32 products round their factors to TF32 on a GPU, where that was asked for."""
     if not enabled or device.type != "cuda":
         yield

@@ -40,7 +40,7 @@ def compute_local_energies(
     chunk_size = max(1, memory // row_bytes)
     energies = []
     for chunk in samples.split(chunk_size):
-        energies.append(_compute_chunk(hamiltonian, evaluator, chunk))
+        energies.append(_compute_chunk_energies(hamiltonian, evaluator, chunk))
     return LocalEnergies(
         torch.cat([chunk.values for chunk in energies]),
         sum(chunk.evaluated for chunk in energies),
@@ -53,7 +53,7 @@ def _count_connections(hamiltonian: Hamiltonian, samples: Tensor) -> int:
     return max(1, hamiltonian.connections(samples[:1]).elements.shape[1])
 
 
-def _compute_chunk(
+def _compute_chunk_energies(
     hamiltonian: Hamiltonian, evaluator: Evaluator, samples: Tensor
 ) -> LocalEnergies:
     connections = hamiltonian.connections(samples)

@@ -56,10 +56,10 @@ class Hamiltonian(ABC):
         connections = self.connections(basis)
         count = len(basis)
         position = torch.full((2**self.sites,), -1)
-        position[_number(basis)] = torch.arange(count)
+        position[_find_basis_positions(basis)] = torch.arange(count)
         rows = torch.arange(count)[:, None].expand(connections.elements.shape)
         nonzero = connections.elements != 0
-        columns = position[_number(connections.configurations[nonzero])]
+        columns = position[_find_basis_positions(connections.configurations[nonzero])]
         if bool((columns < 0).any()):
             raise PullbackError(
                 "The Hamiltonian leaves the sector",
@@ -93,7 +93,7 @@ class TransverseFieldIsing(Hamiltonian):
         elements = torch.empty(
             samples, 1 + sites, dtype=torch.float64, device=configurations.device
         )
-        elements[:, 0] = -self.coupling * _bond_products(configurations, self._bonds).sum(1)
+        elements[:, 0] = -self.coupling * _multiply_bond_spins(configurations, self._bonds).sum(1)
         elements[:, 1:] = -self.field
         connected = configurations[:, None].repeat(1, 1 + sites, 1)
         every_site = torch.arange(sites, device=configurations.device)
@@ -136,18 +136,20 @@ class Heisenberg(Hamiltonian):
         self.sign_rule = is_bipartite if sign_rule is None else sign_rule
         self._bonds = lattice.bonds()
         couplings = torch.ones(len(self._bonds), dtype=torch.float64)
-        exchanges = self._exchange_signs(self._bonds) * couplings
+        exchanges = self._compute_exchange_signs(self._bonds) * couplings
         if self.j2:
             diagonal_bonds = lattice.bonds(2)
             further = torch.full((len(diagonal_bonds),), self.j2, dtype=torch.float64)
             self._bonds = torch.cat([self._bonds, diagonal_bonds])
             couplings = torch.cat([couplings, further])
-            exchanges = torch.cat([exchanges, self._exchange_signs(diagonal_bonds) * further])
+            exchanges = torch.cat(
+                [exchanges, self._compute_exchange_signs(diagonal_bonds) * further]
+            )
         #: J of every bond, and the sign that its exchange has after the rotation, times J
         self._couplings = couplings
         self._exchanges = exchanges
 
-    def _exchange_signs(self, bonds: Tensor) -> Tensor:
+    def _compute_exchange_signs(self, bonds: Tensor) -> Tensor:
         """−1 for bonds between rotated and other sites, 1 within a sublattice."""
         sublattice = self.lattice.sublattice()
         if not self.sign_rule or sublattice is None:
@@ -162,7 +164,7 @@ class Heisenberg(Hamiltonian):
     def connections(self, configurations: Tensor) -> Connections:
         device = configurations.device
         bonds = self._bonds.to(device)
-        products = _bond_products(configurations, bonds).double()
+        products = _multiply_bond_spins(configurations, bonds).double()
         diagonal = products @ self._couplings.to(device)
         # σ⁺σ⁻ + σ⁻σ⁺ has the element 2 between configurations that differ by an exchange
         exchanges = (1 - products) * self._exchanges.to(device)
@@ -247,14 +249,14 @@ def enumerate_configurations(sites: int, magnetization: int | None = None) -> Te
     return configurations[configurations.sum(1) == magnetization]
 
 
-def _number(configurations: Tensor) -> Tensor:
+def _find_basis_positions(configurations: Tensor) -> Tensor:
     """The position of each configuration (..., sites) in `enumerate_configurations(sites)`."""
     sites = configurations.shape[-1]
     powers = 2 ** torch.arange(sites - 1, -1, -1, device=configurations.device)
     return ((configurations > 0).long() * powers).sum(-1)
 
 
-def _bond_products(configurations: Tensor, bonds: Tensor) -> Tensor:
+def _multiply_bond_spins(configurations: Tensor, bonds: Tensor) -> Tensor:
     """s_i s_j on every bond, (N, bonds)."""
     bonds = bonds.to(configurations.device)
     return configurations[:, bonds[:, 0]] * configurations[:, bonds[:, 1]]

@@ -55,7 +55,7 @@ class Chain(Lattice):
 
     def bonds(self, order: int = 1) -> Tensor:
         _require_order(order)
-        return _unique_pairs([(i, (i + order) % self.n) for i in range(self.n)])
+        return _remove_repeated_pairs([(i, (i + order) % self.n) for i in range(self.n)])
 
     def sublattice(self) -> Tensor | None:
         if self.n % 2:
@@ -96,7 +96,7 @@ class Square(Lattice):
             for site in range(self.sites):
                 row, column = divmod(site, self.m)
                 pairs.append((site, self._site(row + down, column + right)))
-        return _unique_pairs(pairs)
+        return _remove_repeated_pairs(pairs)
 
     def sublattice(self) -> Tensor | None:
         if self.n % 2 or self.m % 2:
@@ -134,7 +134,7 @@ class Square(Lattice):
         return f"Square({self.n}, {self.m})"
 
 
-def _unique_pairs(pairs: list[tuple[int, int]]) -> Tensor:
+def _remove_repeated_pairs(pairs: list[tuple[int, int]]) -> Tensor:
     """The pairs with the smaller site first, in the order they are met, without repetitions.
 
     On a torus of width two both edges of a site lead to the same neighbour: that bond counts once.

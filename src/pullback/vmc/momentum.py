@@ -58,9 +58,9 @@ class PrimeSpring(Spring):
             self.momentum = 0.0
             return fresh
         previous = local.state["previous"].to(local.gradient)
-        unmeasured = local.solve(damping, _shift(center, previous)).x - fresh.x
+        unmeasured = local.solve(damping, _add_to_center(center, previous)).x - fresh.x
         signs = _random_signs(count, local.gradient)
-        unmeasured_signs = local.solve(damping, _shift(center, signs)).x - fresh.x
+        unmeasured_signs = local.solve(damping, _add_to_center(center, signs)).x - fresh.x
         chance = 1 - float(signs @ unmeasured_signs) / len(signs)
         overlap = float((previous - unmeasured).square().sum() / previous.square().sum())
         self.momentum = min(self.limits.largest, max(0.0, 1 - max(overlap, chance)))
@@ -82,7 +82,7 @@ def adaptive_step(damping: float = 1e-4) -> PrimeSpring:
     return PrimeSpring(trust)
 
 
-def _shift(center: Tensor | None, vector: Tensor) -> Tensor:
+def _add_to_center(center: Tensor | None, vector: Tensor) -> Tensor:
     if center is None:
         return vector
     return center + vector

@@ -200,7 +200,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.expand = nn.Linear(width, 4 * width)
         self.contract = nn.Linear(4 * width, width)
-        self.register_buffer("circulant", _circulant_index(grid), persistent=False)
+        self.register_buffer("circulant", _compute_circulant_index(grid), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         values = self.value(self.attention_norm(tokens))
@@ -234,7 +234,7 @@ class TransformerBlock(nn.Module):
         return mixed.reshape(samples, tokens, width)
 
 
-def _circulant_index(grid: tuple[int, int]) -> Tensor:
+def _compute_circulant_index(grid: tuple[int, int]) -> Tensor:
     """Which weight of the convolution multiplies token j in the output i, (tokens, tokens)."""
     rows, columns = grid
     row = torch.arange(rows).repeat_interleave(columns)

@@ -123,7 +123,7 @@ class Minimization:
         self._evaluator = Evaluator(self._model, settings.evaluation)
         self._device = self._evaluator.device
         self._chain_samples = -(-settings.samples // processes.size)
-        self.chains = self._new_chains(settings.seed, settings.sampler, self._chain_samples)
+        self.chains = self._start_chains(settings.seed, settings.sampler, self._chain_samples)
         self._refuse_unusable()
         processes.broadcast_first([*network.parameters(), *network.buffers()])
         self._rule = settings.step or adaptive_step()
@@ -143,7 +143,7 @@ class Minimization:
         #: seconds of steps before this call, by a run that it goes on with
         self._seconds_before = 0.0
 
-    def _new_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
+    def _start_chains(self, seed: int, sampler: Metropolis, samples: int) -> MarkovChains:
         own_seed = seed * 1_000_003 + self._processes.rank
         return MarkovChains(self.hamiltonian, sampler, samples, own_seed, self._device)
 
@@ -206,6 +206,7 @@ class Minimization:
                 dist.destroy_process_group(self._group_of_one)
 
     def _run_and_measure(self) -> Result:
+        """Resume where there is a checkpoint, step, save, and measure."""
         if self._path is not None and self._path.exists():
             self._resume(self._path)
         self._seconds_before = self.history.spent
@@ -215,6 +216,7 @@ class Minimization:
         return self._measure(reason)
 
     def _step_until_stop(self) -> StopReason:
+        """Take steps, print and save now and then; return why no further one is taken."""
         last_line = last_save = time.monotonic()
         while (reason := self._find_stop_reason()) is None:
             try:
@@ -225,7 +227,7 @@ class Minimization:
                 return StopReason.NOT_FINITE
             seconds = time.monotonic()
             if seconds - last_line >= self._settings.pace.line:
-                self._say()
+                self._print_progress()
                 last_line = seconds
             if self._path is not None and seconds - last_save >= self._settings.pace.checkpoint:
                 self._save(self._path)
@@ -235,21 +237,22 @@ class Minimization:
         return reason
 
     def _step(self) -> None:
-        start = self._clock()
-        rate = self._learning_rate(len(self.history))
+        """Draw samples, take one natural-gradient step, and write both to the history."""
+        start = self._read_clock()
+        rate = self._read_learning_rate(len(self.history))
         batch = self._draw_batch(self.chains)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        before_solve = self._clock()
-        info = self.optimizer.step(self._closure(batch, rate))
-        self._stage_seconds.solving = self._clock() - before_solve
+        before_solve = self._read_clock()
+        info = self.optimizer.step(self._make_closure(batch, rate))
+        self._stage_seconds.solving = self._read_clock() - before_solve
         self._rejected += 1
         if info.accepted:
             self._rejected = 0
         self._processes.broadcast_first([*self.network.parameters()])
-        self._record(batch.statistics, info, rate, self._clock() - start)
+        self._record(batch.statistics, info, rate, self._read_clock() - start)
 
-    def _clock(self) -> float:
+    def _read_clock(self) -> float:
         """Seconds, after everything that was launched on the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -257,14 +260,14 @@ class Minimization:
 
     def _draw_batch(self, chains: MarkovChains) -> Batch:
         """Samples of |ψ|² and their local energies, joined over the processes."""
-        start = self._clock()
+        start = self._read_clock()
         self._evaluator.refresh()
         drawn = chains.draw(self._evaluator)
-        after_sampling = self._clock()
+        after_sampling = self._read_clock()
         flat = drawn.flatten(0, 1)
         energies = compute_local_energies(self.hamiltonian, self._evaluator, flat)
         self._stage_seconds.sampling = after_sampling - start
-        self._stage_seconds.energies = self._clock() - after_sampling
+        self._stage_seconds.energies = self._read_clock() - after_sampling
         by_chain = energies.values.view(drawn.shape[:2])
         real_energies = torch.view_as_real(by_chain)
         drawn, real_energies = self._processes.gather([drawn, real_energies], "samples")
@@ -278,7 +281,7 @@ class Minimization:
         statistics = summarize(by_chain, drawn)
         return Batch(drawn.flatten(0, 1), by_chain.flatten(), statistics)
 
-    def _closure(self, batch: Batch, rate: float) -> Callable[[], float]:
+    def _make_closure(self, batch: Batch, rate: float) -> Callable[[], float]:
         r"""A closure whose gradient is ∇⟨H⟩, and whose values judge a step in function space.
 
         With cotangents c = 2(E − ⟨E⟩)/N and the change dz of log ψ since the first call it returns
@@ -316,7 +319,7 @@ class Minimization:
 
         return closure
 
-    def _learning_rate(self, step: int) -> float:
+    def _read_learning_rate(self, step: int) -> float:
         rate = self._settings.lr
         if callable(rate):
             rate = rate(step)
@@ -353,6 +356,7 @@ class Minimization:
         )
 
     def _find_stop_reason(self) -> StopReason | None:
+        """Return why the run ends here, the same on all processes; None if it goes on."""
         settings = self._settings
         history = self.history
         reason = None
@@ -360,7 +364,7 @@ class Minimization:
             reason = StopReason.ALL_STEPS
         elif settings.budget is not None and self.spent >= settings.budget:
             reason = StopReason.BUDGET_SPENT
-        elif history and settings.tol is not None and self._v_score() <= settings.tol:
+        elif history and settings.tol is not None and self._compute_v_score() <= settings.tol:
             reason = StopReason.TOLERANCE_REACHED
         elif self._rejected >= settings.pace.rejected_steps:
             reason = StopReason.NO_STEP
@@ -368,7 +372,7 @@ class Minimization:
             reason = StopReason.NO_PROGRESS
         return self._processes.broadcast_object(reason)
 
-    def _v_score(self) -> float:
+    def _compute_v_score(self) -> float:
         """sites·variance/energy² of the last samples."""
         history = self.history
         return self.hamiltonian.sites * history.variance[-1] / history.energy[-1] ** 2
@@ -387,7 +391,7 @@ class Minimization:
         answers = [callback(self) is True for callback in self._settings.callbacks]
         return not self._processes.all_agree(not any(answers))
 
-    def _say(self) -> None:
+    def _print_progress(self) -> None:
         if not self._settings.progress or not self._is_first:
             return
         history = self.history
@@ -412,9 +416,9 @@ class Minimization:
         fewer = max(1, min(self.chains.shape.chains, max(16, longest)))
         sampler = replace(self._settings.sampler, chains=fewer)
         seed = self._settings.seed
-        chains = self._new_chains(seed + 7919, sampler, samples_here)
+        chains = self._start_chains(seed + 7919, sampler, samples_here)
         chains.continue_from(self.chains)
-        fresh_chains = self._new_chains(seed + 2 * 7919, sampler, fewer * pace.fresh_length)
+        fresh_chains = self._start_chains(seed + 2 * 7919, sampler, fewer * pace.fresh_length)
         statistics = None
         fresh = None
         samples = chains.configurations
@@ -444,7 +448,8 @@ class Minimization:
             self.network, statistics, fresh, self.history, verdict, samples, chains.acceptance
         )
 
-    def _identity(self) -> dict[str, Any]:
+    def _describe_run(self) -> dict[str, Any]:
+        """Return what a run that resumes from this one's checkpoint has to share."""
         return {
             "hamiltonian": repr(self.hamiltonian),
             "samples": self._settings.samples,
@@ -460,7 +465,7 @@ class Minimization:
         if not self._is_first:
             return
         state = {
-            "identity": self._identity(),
+            "identity": self._describe_run(),
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "chains": chain_states,
@@ -470,7 +475,7 @@ class Minimization:
 
     def _resume(self, path: Path) -> None:
         state = checkpoint.load(path)["run"]
-        checkpoint.refuse_other_run(path, state["identity"], self._identity())
+        checkpoint.refuse_other_run(path, state["identity"], self._describe_run())
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.chains.load(state["chains"][self._processes.rank])

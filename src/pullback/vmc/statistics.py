@@ -47,7 +47,7 @@ def summarize(local_energies: Tensor, configurations: Tensor) -> EnergyStatistic
     if per_chain > 1 and chains > 1:
         rhat = float(gelman_rubin(energies[..., None]))
         spin_rhat = float(gelman_rubin(configurations.double()).max())
-        autocorrelation = _integrated_time(scatter, variance, per_chain)
+        autocorrelation = _estimate_autocorrelation_time(scatter, variance, per_chain)
     if chains == 1:
         scatter = variance
         chains = per_chain
@@ -76,7 +76,7 @@ def gelman_rubin(values: Tensor) -> Tensor:
     return ((per_chain - 1) / per_chain + ratio).sqrt()
 
 
-def _integrated_time(scatter: float, variance: float, per_chain: int) -> float:
+def _estimate_autocorrelation_time(scatter: float, variance: float, per_chain: int) -> float:
     """τ from Var(chain mean) = (1 + 2τ) variance/n, not below zero."""
     if variance == 0:
         return 0.0

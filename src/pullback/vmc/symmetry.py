@@ -73,8 +73,8 @@ class Symmetrized(nn.Module):
         log_psi = log_psi.unflatten(0, (samples, -1))
         characters = self.characters.to(log_psi.dtype)
         if log_psi.ndim == 2:
-            return _add_positive(log_psi, characters)
-        return _add_complex(log_psi, characters)
+            return _average_positive(log_psi, characters)
+        return _average_complex(log_psi, characters)
 
 
 def _choose_permutations(lattice: Lattice, translations: bool, point_group: bool) -> Tensor:
@@ -87,7 +87,7 @@ def _choose_permutations(lattice: Lattice, translations: bool, point_group: bool
     return torch.arange(lattice.sites)[None]
 
 
-def _add_positive(log_psi: Tensor, characters: Tensor) -> Tensor:
+def _average_positive(log_psi: Tensor, characters: Tensor) -> Tensor:
     """log of the mean of positive amplitudes, (N, G) -> (N,)."""
     if bool((characters < 0).any()):
         raise PullbackError(
@@ -98,7 +98,7 @@ def _add_positive(log_psi: Tensor, characters: Tensor) -> Tensor:
     return torch.logsumexp(log_psi + characters.log(), 1) - characters.sum().log()
 
 
-def _add_complex(log_psi: Tensor, characters: Tensor) -> Tensor:
+def _average_complex(log_psi: Tensor, characters: Tensor) -> Tensor:
     """log-amplitude and phase of the mean of amplitudes, (N, G, 2) -> (N, 2)."""
     modulus = log_psi[..., 0]
     phase = log_psi[..., 1]
