@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -239,7 +240,7 @@ class Call:
             return None
         return self.output
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, in order."""
         return _collect_tensors((self.args, self.kwargs))

@@ -73,6 +73,10 @@ class Guard:
             self.is_good = self.is_good & flag
         return True
 
+    def holds_finite(self, tensors: Sequence[Tensor], *, squares: bool = False) -> bool:
+        """Ask that all entries, or their sums of `squares`, be finite."""
+        return self.holds(are_finite(tensors, squares=squares))
+
     @property
     def is_void(self) -> Tensor | None:
         """A float32 flag, or None where nothing is deferred."""

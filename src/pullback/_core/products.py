@@ -212,10 +212,9 @@ def cross_gram(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.T
 
 
-@contextlib.contextmanager
 def full_precision(
     device: torch.device, entries: float = float("inf"), *, watched: bool = True
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Form float32 products and convolutions at float32 accuracy inside, on tensor cores if faster.
 
     Plain TF32 keeps 10 bits of each factor, and a natural gradient divides by small eigenvalues:
@@ -230,8 +229,13 @@ def full_precision(
             as much time as its launch; otherwise only this module's own products are split.
     """
     if device.type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
+    return _split_products(entries, watched=watched)
+
+
+@contextlib.contextmanager
+def _split_products(entries: float, *, watched: bool) -> Iterator[None]:
+    """Switch TF32 off and split large products inside, on a GPU."""
     backends: Any = torch.backends
     conv_precision = backends.cudnn.conv.fp32_precision
     matmul_precision = backends.cuda.matmul.fp32_precision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -104,12 +104,12 @@ class ModelParameters:
                 by_name[self.names[id(p)]] = p
         return by_name
 
-    def select_from_group(
-        self, group: Mapping[str, Any], names: Container[str]
-    ) -> tuple[list[str], list[Any]]:
-        """Return those of a group's parameters that have one of these names, names first."""
-        selected = {name: p for name, p in self.in_groups([group]).items() if name in names}
-        return list(selected), list(selected.values())
+    def find_group_numbers(self, groups: Groups) -> dict[str, int]:
+        """Return the number of each parameter's group, by name."""
+        numbers: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            numbers |= dict.fromkeys(self.in_groups([group]), number)
+        return numbers
 
     @torch.no_grad()
     def gather_whole(self, tensors: Mapping[str, Tensor], purpose: str) -> dict[str, Tensor]:

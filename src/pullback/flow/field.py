@@ -19,7 +19,8 @@ from ..likelihoods import Bernoulli, Categorical
 from ..maps import ObjectiveMap
 from ..metrics import Fisher
 from ..optim import NaturalGradient
-from ..optim.checks import loss_of, refuse_metric
+from ..optim.checks import refuse_metric
+from ..optim.closure import loss_of
 from ..optim.outputs import as_outputs
 from ..solvers import Solution
 

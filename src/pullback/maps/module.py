@@ -9,7 +9,7 @@ edges over the same parameters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -25,13 +25,12 @@ from torch.func import functional_call, vmap
 from .._core.capture import Call, Selector, move_samples_first, select_output, unwrap_model
 from .._core.errors import PullbackError, reraise_fatal
 from .._core.factor import Factor
-from .._core.graph import disable_fused_attention
+from .._core.graph import collect_reachable_nodes, disable_fused_attention
 from .._core.products import full_precision
 from .._core.space import ParameterSpace, relative_tolerance
 from .base import Linearization, Map, Pulled
 from .layers import find_layer
 from .record import ForwardRecord, ModelLayers
-from .shared_embedding import are_added_to_samples
 from .structure import LayerStructure
 
 
@@ -47,6 +46,7 @@ class ModuleMap(Map):
         plans: a cache of what was established about the model's structure, for later
             linearizations.
         coupled: accept modules that mix the samples of a batch, which have no rows per sample.
+        layers: those of the model, where they were found before.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class ModuleMap(Map):
         batch_dim: int = 0,
         plans: dict[Any, Any] | None = None,
         coupled: bool = False,
+        layers: ModelLayers | None = None,
     ) -> None:
         self.model = unwrap_model(model)
         self.call = call
         self.output = output
         self.batch_dim = batch_dim
+        self.layers = layers
         self.plans: dict[Any, Any] = {}
         if plans is not None:
             self.plans = plans
@@ -138,7 +140,9 @@ class ModuleLinearization(Linearization):
         """Return the layers of one pass and its output."""
         source = self.map
         call = source.call
-        layers = ModelLayers(source.model, find_layer)
+        layers = source.layers
+        if layers is None:
+            layers = ModelLayers(source.model, find_layer)
         record = ForwardRecord(layers, self.leaves)
         record.samples = samples
         listening_key = ("listening", *shapes)
@@ -155,7 +159,7 @@ class ModuleLinearization(Linearization):
 
         The values are compared once per shape; the graph is looked at every time.
         """
-        if not are_added_to_samples(graph, record.shared):
+        if not _are_added_to_samples(graph, record.shared):
             return False
         if sharing_key not in self.map.plans:
             call = self.map.call
@@ -442,3 +446,22 @@ def read_topology(root: Tensor, leaves: dict[str, Tensor]) -> Topology:
         name = names.get(id(getattr(node, "variable", None)))
         nodes.append((node.name(), axes, name, tuple(edges)))
     return Topology(tuple(nodes), parameter_edges)
+
+
+def _are_added_to_samples(root: Tensor, shared: Collection[Any]) -> bool:
+    """Return True if repeated outputs are used in sums with tensors of their own shape alone.
+
+    There it makes no difference whether they are repeated. `shared` holds their graph nodes.
+    """
+    for node in collect_reachable_nodes(root.grad_fn):
+        operands = [(operand, number) for operand, number in node.next_functions]
+        repeated = [operand for operand, _ in operands if operand in shared]
+        if not repeated:
+            continue
+        others = [pair for pair in operands if pair[0] is not None and pair[0] not in shared]
+        if node.name() != "AddBackward0" or len(others) != 1:
+            return False
+        other, number = others[0]
+        if list(other._input_metadata[number].shape) != list(repeated[0]._input_metadata[0].shape):
+            return False
+    return True

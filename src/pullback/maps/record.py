@@ -28,7 +28,6 @@ from .layers import Compound, Layer, find_layer
 from .layers.compound import list_tensors
 from .layers.scale import Normalization
 from .output_parts import OutputParts
-from .shared_embedding import is_shared, repeat_for_samples
 
 _HALF = (torch.float16, torch.bfloat16)
 _NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
@@ -71,17 +70,15 @@ class Entry:
     layer: Layer = field(init=False)
     #: the parameters that take part, by role
     names: dict[str, str | None] = field(init=False)
+    #: trailing axes of the output that belong to one position
+    features: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.path = self.site.path
         self.module = self.site.module
         self.layer = self.site.layer
         self.names = self.site.names
-
-    @property
-    def features(self) -> int:
-        """Trailing axes of the output that belong to one place."""
-        return self.layer.features(self.module, len(self.shape))
+        self.features = self.layer.features(self.module, len(self.shape))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -363,10 +360,10 @@ class ForwardRecord:
                 "Pad it, x.to_padded_tensor(0.0), and leave padded positions out of the loss, or "
                 "do not give the layer's parameters to the optimizer",
             )
-        has_shared_input = self.samples > 0 and is_shared(site.module, x, self.samples)
+        has_shared_input = self.samples > 0 and _is_shared_embedding(site.module, x, self.samples)
         if has_shared_input:
-            x = repeat_for_samples(x, self.samples, 0)
-            output = repeat_for_samples(output, self.samples, 1)
+            x = _repeat_for_samples(x, self.samples, 0)
+            output = _repeat_for_samples(output, self.samples, 1)
         if output._is_view():  # an in-place activation would replace a view's node
             output = output.clone()
         if has_shared_input:
@@ -630,3 +627,25 @@ def _read_normalization(output: Tensor) -> Normalization | None:
 def _has_packed_tensors() -> bool:
     """Return True if saved tensors are packed, as by checkpoints: they unpack only once."""
     return _PACKING is None or _PACKING(True) is not None
+
+
+def _is_shared_embedding(module: nn.Module, indices: Tensor, samples: int) -> bool:
+    """Return True if an embedding looks up indices (T,) or (1, T) for a batch of other size."""
+    if not isinstance(module, nn.Embedding) or samples < 2:
+        return False
+    if indices.ndim == 1:
+        return indices.shape[0] != samples
+    return indices.ndim == 2 and indices.shape[0] == 1
+
+
+def _repeat_for_samples(tensor: Tensor, samples: int, features: int) -> Tensor:
+    """Return a tensor (T, ...) or (1, T, ...) as (N, T, ...); `features` axes follow T.
+
+    A tensor that was repeated stays as it is: a module's output comes from a function that was
+    recorded before.
+    """
+    if tensor.ndim == 2 + features and tensor.shape[0] == samples:
+        return tensor
+    if tensor.ndim == 1 + features:
+        tensor = tensor.unsqueeze(0)
+    return tensor.expand(samples, *tensor.shape[1:])

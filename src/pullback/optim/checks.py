@@ -99,25 +99,6 @@ def _find_fault(p: Tensor, *, sharded: bool) -> tuple[str, str] | None:
     return None
 
 
-def loss_of(returned: object) -> float:
-    """What a closure returned, as a number."""
-    if not isinstance(returned, (Tensor, float, int)):
-        raise PullbackError(
-            "The closure did not return the loss",
-            f"got {type(returned).__name__}",
-            "End it with `return loss`",
-        )
-    if not isinstance(returned, Tensor):
-        return float(returned)
-    if returned.numel() != 1 or returned.is_complex():
-        raise PullbackError(
-            "The loss is not one number",
-            f"the closure returned shape {tuple(returned.shape)} of {returned.dtype}",
-            "Reduce it over the batch, and call backward() on what you return",
-        )
-    return float(returned.detach())
-
-
 def refuse_uncallable(closure: object) -> None:
     """Raise for a closure that cannot be called."""
     if closure is not None and not callable(closure):

@@ -20,11 +20,12 @@ from .._core.graph import find_leaf_names
 from .._core.state import RandomState, Snapshot
 from ..grams import RowBlock
 from ..maps import Linearization, ModuleMap
+from ..maps.layers import find_layer
 from ..maps.module import ModuleLinearization
+from ..maps.record import ModelLayers
 from ..metrics import Metric
 from .checks import (
     find_user_stacklevel,
-    loss_of,
     refuse_sparse,
     warn_derivatives,
     warn_mismatch,
@@ -42,17 +43,44 @@ class ClosureWarning(Enum):
     UNMEASURED_PARAMETERS = auto()
 
 
+def loss_of(returned: object) -> float:
+    """What a closure returned, as a number."""
+    if not isinstance(returned, (Tensor, float, int)):
+        raise PullbackError(
+            "The closure did not return the loss",
+            f"got {type(returned).__name__}",
+            "End it with `return loss`",
+        )
+    if not isinstance(returned, Tensor):
+        return float(returned)
+    if returned.numel() != 1 or returned.is_complex():
+        raise PullbackError(
+            "The loss is not one number",
+            f"the closure returned shape {tuple(returned.shape)} of {returned.dtype}",
+            "Reduce it over the batch, and call backward() on what you return",
+        )
+    return float(returned.detach())
+
+
 @dataclass
 class ClosureMemory:
     """What the problems of one optimizer's closures keep from step to step."""
 
     #: structures of the model that were proven, by the signature of a call
     plans: dict[Any, Any] = field(default_factory=dict)
+    #: the layers of the model, as long as its modules stay the same
+    layers: ModelLayers | None = None
     #: parameters that a measured output depends on
     measured_names: set[str] = field(default_factory=set)
     #: whether the closure gave the same loss twice
     is_repeatable: bool = False
     warned: set[ClosureWarning] = field(default_factory=set)
+
+    def find_layers(self, model: nn.Module) -> ModelLayers:
+        """Return the layers of the optimizer's model, found anew where its modules changed."""
+        if self.layers is None or not self.layers.is_current:
+            self.layers = ModelLayers(model, find_layer)
+        return self.layers
 
     def should_warn(self, warning: ClosureWarning) -> bool:
         """Return True the first time."""
@@ -212,6 +240,8 @@ class ClosureProblem(StepProblem):
 
     def _replay(self, calls: Sequence[Call], metric: Metric) -> list[ReplayedCall]:
         """The calls replayed, which of their samples count, and ∂L/∂z at their outputs."""
+        assert self.model is not None
+        layers = self._memory.find_layers(self.model)
         replayed = []
         for call in calls:
             source = ModuleMap(
@@ -221,6 +251,7 @@ class ClosureProblem(StepProblem):
                 batch_dim=self._outputs.batch_dim,
                 coupled=self._coupled,
                 plans=self._memory.plans,
+                layers=layers,
             )
             linearization = source.linearize(self.params)
             cotangent = None
@@ -278,7 +309,7 @@ class ClosureProblem(StepProblem):
                 eps = torch.finfo(each.linearization.graph.dtype).eps
                 whitened = factor.whiten(each.cotangent, eps)
                 white = whitened.value
-                if not whitened.status.ok:
+                if white is None:
                     self.whitening = whitened.status
             whites.append(white)
         return row_blocks, whites

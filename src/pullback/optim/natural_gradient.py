@@ -355,7 +355,7 @@ class NaturalGradient(Optimizer):
         if objective is not None and batch is None:
             refuse_metric(self.metric)
         params = self._active()
-        is_single = self._processes.is_single
+        is_single = self._processes.size == 1
         if objective is not None:
             reduction = self.outputs.reduction or "mean"
             if is_single:
@@ -377,7 +377,7 @@ class NaturalGradient(Optimizer):
             pulled = self._pull_back(problem, batch)
             local = self._local(problem, pulled.system)
             move = self.rule.take(local)
-            if not self._processes.is_single:
+            if self._processes.size > 1:
                 move = self._agree(move, local.state)
             if move.accepted:
                 self._apply(problem, move)
@@ -415,16 +415,15 @@ class NaturalGradient(Optimizer):
         if self.maximize:
             system = -system
             sign = -1.0
-        in_full_precision = system.in_full_precision()
         self.solver.seek(self._schedule["steps"])
-        state = in_full_precision(self.solver.init)(system.gram)
+        state = system.in_full_precision(self.solver.init)(system.gram)
         displacement = self._displacement(problem)
         return Local(
             loss=sign * problem.loss,
             gradient=system.gradient,
             solve=system.make_solve(self.solver, state),
-            path=in_full_precision(lambda: system.path(self.solver, state)),
-            inner_products=in_full_precision(system.gram.inner_products),
+            path=system.in_full_precision(lambda: system.path(self.solver, state)),
+            inner_products=system.in_full_precision(system.gram.inner_products),
             losses=lambda moves: sign * problem.losses(moves, displacement.displace),
             lr=displacement.common_rate,
             scaled=lambda v: displacement.rate * v,

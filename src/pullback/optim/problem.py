@@ -122,14 +122,21 @@ class System:
         extra = None if self.extra is None else -self.extra
         return replace(self, gradient=-self.gradient, white=white, extra=extra)
 
-    def in_full_precision(self) -> Any:
-        """A decorator under which products with this system's matrices are exact in float32."""
-        return full_precision(self.gram.device, float(self.gram.count) * self.gram.size)
+    def in_full_precision(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with products with this system's matrices that are exact in float32."""
+        if self.gram.device.type != "cuda":
+            return function
+
+        def run_in_full_precision(*arguments: Any) -> Any:
+            with full_precision(self.gram.device, float(self.gram.count) * self.gram.size):
+                return function(*arguments)
+
+        return run_in_full_precision
 
     def make_solve(self, solver: Solver, state: Any) -> Solve:
         """(damping, center) ↦ the x that minimizes ‖A x − r‖² − 2eᵀx + λ‖x − center‖²."""
 
-        @self.in_full_precision()
+        @self.in_full_precision
         def solve(damping: Damping | None, center: Tensor | None) -> Solution:
             if center is None:
                 return self._solve(solver, state, damping)

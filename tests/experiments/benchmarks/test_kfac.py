@@ -8,6 +8,7 @@ from torch import nn
 
 from pullback_experiments.benchmarks import (
     eigenbasis_cost,
+    journey,
     kfac,
     kfac_floor,
     kfac_parts,
@@ -79,3 +80,16 @@ def test_the_naive_peer_divides_by_both_factors() -> None:
     after = torch.cat([model.weight, model.bias[:, None]], 1).detach()
     want = torch.linalg.solve(delta.T @ delta / 20, g) @ torch.linalg.inv(a.T @ a / 20)
     torch.testing.assert_close(before - after, want)
+
+
+def test_steps_take_a_reader_through_few_files() -> None:
+    """Files and moves between them: at most these, which a change should not raise unnoticed."""
+    statistics = journey.follow_kfac(statistics_every=1)
+    plain = journey.follow_kfac(statistics_every=100)
+    natural_gradient = journey.follow_natural_gradient()
+    assert len(statistics.files) <= 40
+    assert statistics.moves <= 207
+    assert len(plain.files) <= 18
+    assert plain.moves <= 52
+    assert len(natural_gradient.files) <= 31
+    assert natural_gradient.moves <= 165

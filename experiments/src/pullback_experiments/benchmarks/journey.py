@@ -1,6 +1,6 @@
 """How far a reader travels through the library to follow one step.
 
-    pullback bench journey
+    pullback bench journey [--files]
 
 Counts, for a small network, the files of pullback that one call enters, and how often control moves
 from a function of one file to a function of another: a K-FAC step that takes statistics, a plain
@@ -11,7 +11,7 @@ established once is established.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pullback as pb
+
+from ..framework.benchmark import make_parser
 
 ROOT = str(Path(pb.__file__).parent)
 
@@ -49,14 +51,22 @@ class Journey:
             return
         self.files.add(file)
         self.functions.add((file, frame.f_code.co_qualname))
-        caller = frame.f_back
-        while caller is not None and not caller.f_code.co_filename.startswith(ROOT):
-            caller = caller.f_back
-        if caller is not None and caller.f_code.co_filename != file:
+        caller = _find_caller(frame)
+        if caller is not None and caller != file:
             self.moves += 1
 
     def __str__(self) -> str:
         return f"{len(self.files)} files, {len(self.functions)} functions, {self.moves} moves"
+
+
+def _find_caller(frame: FrameType) -> str | None:
+    """Return the file of pullback from which a function was reached; None if from this one."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_filename != __file__:
+        if caller.f_code.co_filename.startswith(ROOT):
+            return caller.f_code.co_filename
+        caller = caller.f_back
+    return None
 
 
 def network() -> nn.Module:
@@ -109,12 +119,21 @@ def follow_natural_gradient() -> Journey:
     return Journey().follow(lambda: optimizer.step(closure))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     """Print the three journeys."""
-    print("K-FAC, statistics step:", follow_kfac(statistics_every=1))
-    print("K-FAC, plain step:     ", follow_kfac(statistics_every=100))
-    print("NaturalGradient.step:  ", follow_natural_gradient())
+    parser = make_parser(__doc__)
+    parser.add_argument("--files", action="store_true", help="list the files of each journey")
+    options = parser.parse_args(arguments)
+    journeys = {
+        "K-FAC, statistics step": follow_kfac(statistics_every=1),
+        "K-FAC, plain step": follow_kfac(statistics_every=100),
+        "NaturalGradient.step": follow_natural_gradient(),
+    }
+    for name, journey in journeys.items():
+        print(f"{name}: {journey}")
+        if options.files:
+            print("   ", *sorted(file.removeprefix(ROOT) for file in journey.files))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

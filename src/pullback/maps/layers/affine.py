@@ -90,7 +90,7 @@ class AffineBlock(Block):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the cached properties."""
-        cached = ("_single_position_block", "_separated_cotangents")
+        cached = ("_single_position_block", "_separated_cotangents", "_own_route")
         return {name: value for name, value in vars(self).items() if name not in cached}
 
     def _inputs(self) -> Tensor:
@@ -191,7 +191,12 @@ class AffineBlock(Block):
 
     @property
     def route(self) -> str:
-        return self._pooled_block._choose_route(self._pooled_block).value
+        return self._pooled_block._own_route.value
+
+    @cached_property
+    def _own_route(self) -> Route:
+        """The formula for the Gram of this block with itself."""
+        return self._choose_route(self)
 
     def _choose_route(self, other: AffineBlock) -> Route:
         """Return the formula for the Gram that takes the fewest operations."""
@@ -321,9 +326,10 @@ class AffineBlock(Block):
         """Add Σ_g Σ_tt' (ā ā'ᵀ) ∘ (δ δ'ᵀ) to `out`."""
         assert isinstance(other, AffineBlock)
         pooled = self._pooled_block
-        pooled_other = pooled
-        if other is not self:
-            pooled_other = other._pooled_block
+        if other is self:
+            pooled._add_gram_by(pooled._own_route, out, pooled, budget)
+            return
+        pooled_other = other._pooled_block
         pooled._add_gram_by(pooled._choose_route(pooled_other), out, pooled_other, budget)
 
     def _add_gram_by(self, route: Route, out: Tensor, other: AffineBlock, budget: int) -> None:

@@ -56,12 +56,12 @@ class Assignment:
     elementwise: list[str] = field(default_factory=list)
     #: whether the model has changed since roles were found
     is_stale: bool = False
+    #: whether the rule is for every parameter
+    takes_all: bool = field(init=False)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    @property
-    def takes_all(self) -> bool:
-        """Whether the rule is for every parameter."""
-        return self.rule.accepts(Role.VECTOR)
+    def __post_init__(self) -> None:
+        self.takes_all = self.rule.accepts(Role.VECTOR)
 
     def copy(self) -> Assignment:
         """Return the table as it is now."""

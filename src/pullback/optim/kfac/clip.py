@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..._core.shards import ModelParameters
-from ..._core.space import compute_dtype
 from ...steps.wrappers import clip_factor
 from .factors.block import names_of
 from .stacks import Tensors
@@ -57,20 +56,20 @@ class KLClip:
                 shares, clip_factor(_measure_exact_length(shares, curvature, params), self.limit)
             )
             return
+        for share in shares:
+            share.lengths = [get_length_buffer(params.by_name[n], state) for n in share.names]
         if self.is_stale:
-            _recompute_lengths(shares, curvature, params, state)
+            _recompute_lengths(shares, curvature, params)
         if not shares:
             return
-        lengths = [
-            _find_squared_lengths(share, gradients, params, state, measured) for share in shares
-        ]
+        squares = [_find_squared_lengths(share, gradients, params, measured) for share in shares]
         if self.is_stale:
-            _measure_undamped_ratios(shares, lengths, curvature, params, state)
+            _measure_undamped_ratios(shares, squares, curvature, params)
             self.is_stale = False
-        factor = clip_factor(_sum_undamped(shares, lengths, params, state), self.limit)
+        factor = clip_factor(_sum_undamped(shares, squares), self.limit)
         self._shorten(shares, factor)
-        for share, squares in zip(shares, lengths, strict=True):
-            _store_lengths(share, squares * factor.square().to(squares), params, state, is_void)
+        for share, lengths in zip(shares, squares, strict=True):
+            _store_lengths(share, lengths * factor.square().to(lengths), is_void)
 
     def _shorten(self, shares: Sequence[Share], factor: Tensor) -> None:
         """Set the factor c of each share; on a device the host does not know it.
@@ -89,15 +88,18 @@ class KLClip:
             share.directions = list(directions)
 
 
-def _sum_undamped(
-    shares: Sequence[Share], lengths: Sequence[Tensor], params: ModelParameters, state: State
-) -> Tensor:
+def _sum_undamped(shares: Sequence[Share], squares: Sequence[Tensor]) -> Tensor:
     """Return η²·ρ·m'ᵀFm' over all shares, from what each parameter adds to m'ᵀFm'."""
     totals: list[Tensor] = []
-    for share, squares in zip(shares, lengths, strict=True):
-        ratios = [get_length_buffer(params.by_name[n], state)[1] for n in share.names]
-        totals.append(share.lr**2 * (torch.stack(ratios).to(squares) * squares).sum())
+    for share, lengths in zip(shares, squares, strict=True):
+        ratios = _stack_on(lengths, share.lengths)[:, 1]
+        totals.append(share.lr**2 * (ratios * lengths).sum())
     return torch.stack([total.to(totals[0]) for total in totals]).sum()
+
+
+def _stack_on(template: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors in one, on the template's device and in its dtype."""
+    return torch.stack([t.to(template) for t in tensors])
 
 
 def _measure_exact_length(
@@ -127,7 +129,7 @@ def sum_lengths(lengths: Tensors) -> Tensor:
 def get_length_buffer(p: Any, state: State) -> Tensor:
     """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
     buffers = state[p]
-    dtype = compute_dtype(p.dtype)
+    dtype = torch.promote_types(p.dtype, torch.float32)
     if "length" not in buffers:
         buffers["length"] = torch.tensor([0.0, 1.0], dtype=dtype, device=p.device)
     elif buffers["length"].device != p.device or buffers["length"].dtype != dtype:
@@ -136,28 +138,29 @@ def get_length_buffer(p: Any, state: State) -> Tensor:
 
 
 def _recompute_lengths(
-    shares: Sequence[Share], curvature: KFACState, params: ModelParameters, state: State
+    shares: Sequence[Share], curvature: KFACState, params: ModelParameters
 ) -> None:
     """Compute mᵀFm of the last moves anew, with the present F."""
     moves: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for share in shares:
         moves |= dict(zip(share.names, share.buffers, strict=False))
+        buffers |= dict(zip(share.names, share.lengths, strict=True))
     if not moves:
         return
     lengths = curvature.lengths(params.gather_whole(moves, "moves"), params.templates, damped=True)
     for name, length in lengths.items():
-        get_length_buffer(params.by_name[name], state)[0].copy_(length)
+        buffers[name][0].copy_(length)
 
 
 def _measure_undamped_ratios(
     shares: Sequence[Share],
-    lengths: Sequence[Tensor],
+    squares: Sequence[Tensor],
     curvature: KFACState,
     params: ModelParameters,
-    state: State,
 ) -> None:
     """Find the share of the coming move's length that is not the damping's, group by group."""
-    for share, squares in zip(shares, lengths, strict=True):
+    for share, lengths in zip(shares, squares, strict=True):
         moves: dict[str, Tensor] = {}
         for i, name in enumerate(share.names):
             moves[name] = share.directions[i]
@@ -165,48 +168,43 @@ def _measure_undamped_ratios(
                 moves[name] = moves[name] + share.momentum * share.buffers[i]
         whole = params.gather_whole(moves, "moves")
         undamped = sum_lengths(curvature.lengths(whole, params.templates, damped=False))
-        tiny = torch.finfo(squares.dtype).tiny
-        ratio = (undamped.to(squares) / squares.sum().clamp(min=tiny)).clamp(0, 1)
-        for name in share.names:
-            get_length_buffer(params.by_name[name], state)[1].copy_(ratio)
+        tiny = torch.finfo(lengths.dtype).tiny
+        ratio = (undamped.to(lengths) / lengths.sum().clamp(min=tiny)).clamp(0, 1)
+        for buffer in share.lengths:
+            buffer[1].copy_(ratio)
 
 
 def _find_squared_lengths(
-    share: Share, gradients: Tensors, params: ModelParameters, state: State, measured: set[str]
+    share: Share, gradients: Tensors, params: ModelParameters, measured: set[str]
 ) -> Tensor:
     """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
     pieces, _ = params.cut_pieces(share.names, [gradients[n] for n in share.names], [])
     products: list[Tensor] = []
     for i, name in enumerate(share.names):
+        dtype = share.lengths[i].dtype
         if name not in measured:
-            direction = share.directions[i]
-            products.append(direction.new_zeros((), dtype=compute_dtype(direction.dtype)))
+            products.append(share.directions[i].new_zeros((), dtype=dtype))
             continue
-        product = _dot(share.directions[i], pieces[i])
+        product = _dot(share.directions[i], pieces[i], dtype)
         if share.momentum:
-            product = product + 2 * share.momentum * _dot(share.buffers[i], pieces[i])
+            product = product + 2 * share.momentum * _dot(share.buffers[i], pieces[i], dtype)
         products.append(product)
-    new = params.sum_pieces(share.names, torch.stack([t.to(products[0]) for t in products]))
+    new = params.sum_pieces(share.names, _stack_on(products[0], products))
     if not share.momentum:
         return new
-    old = torch.stack([get_length_buffer(params.by_name[n], state)[0].to(new) for n in share.names])
-    return share.momentum**2 * old + new
+    return share.momentum**2 * _stack_on(new, share.lengths)[:, 0] + new
 
 
-def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return ⟨x, y⟩, of halves in float32."""
-    dtype = compute_dtype(x.dtype)
+def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ⟨x, y⟩, computed in this dtype."""
     return torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype))
 
 
-def _store_lengths(
-    share: Share, lengths: Tensor, params: ModelParameters, state: State, is_void: Tensor | None
-) -> None:
+def _store_lengths(share: Share, lengths: Tensor, is_void: Tensor | None) -> None:
     """Keep the lengths of moves that are taken, unless the step is void."""
     if not share.momentum:
         return
-    stored = [get_length_buffer(params.by_name[n], state)[0] for n in share.names]
     if is_void is not None:
-        old = torch.stack([t.to(lengths) for t in stored])
+        old = _stack_on(lengths, share.lengths)[:, 0]
         lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)
-    torch._foreach_copy_(stored, list(lengths.unbind()))
+    torch._foreach_copy_([buffer[0] for buffer in share.lengths], list(lengths.unbind()))

@@ -19,8 +19,8 @@ from ..._core.errors import PullbackError
 from ..._core.processes import Processes
 from ..._core.shards import Groups, ModelParameters
 from ...metrics import Metric
-from ..checks import loss_of, refuse_uncallable
-from ..closure import ClosureMemory
+from ..checks import refuse_uncallable
+from ..closure import ClosureMemory, loss_of
 from ..distributed import DistributedClosureProblem
 from ..objective import Objective, ObjectiveProblem
 from ..outputs import Outputs

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..._core.capture import Selector, unwrap_model
 from ..._core.errors import PullbackError
-from ..._core.flags import DeferredFlags, Guard, are_finite
+from ..._core.flags import DeferredFlags, Guard
 from ..._core.groups import (
     find_group,
     find_processes,
@@ -324,14 +324,6 @@ class KFAC(Optimizer):
         """The groups' parameters, by name; for the metric the others are constants."""
         return self._params.in_groups(self.param_groups)
 
-    @property
-    def _group_numbers(self) -> dict[str, int]:
-        """Which param group each parameter is in."""
-        numbers: dict[str, int] = {}
-        for number, group in enumerate(self.param_groups):
-            numbers |= dict.fromkeys(self._params.in_groups([group]), number)
-        return numbers
-
     def _assign(self) -> None:
         """Settle which parameters are measured: all, or the matrices that follow the rule."""
         with_rule = [group for group in self.param_groups if group.get("rule")]
@@ -370,14 +362,6 @@ class KFAC(Optimizer):
             self.state[p][VECTORS] = self._step_memory.vectors_of(name, p)
         if self._clip is not None:
             get_length_buffer(p, self.state)
-
-    @property
-    def _templates(self) -> dict[str, Tensor]:
-        """What shows the shapes of directions: whole parameters, or pieces of single entries."""
-        templates: dict[str, Tensor] = dict(self._params.templates)
-        for name in self._params.shards.keys() & self._curvature.entry_names:
-            templates[name] = get_local_piece(self._params.by_name[name])
-        return templates
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and the statistics of gradients that were never used."""
@@ -553,11 +537,10 @@ class KFAC(Optimizer):
         learning.guard = Guard(guard.is_deferred, guard.is_good)
         if not guard.is_deferred or not self._replicas.is_single:
             self._learn(learning, gradients)
-        self._refresh(learning.is_averaged, gradients)
-        directions, stacked = self._curvature.directions(
-            gradients, self.param_groups, self._group_numbers, guard.is_void
+        directions, stacked = self._find_directions(
+            gradients, guard.is_void, has_new_statistics=learning.is_averaged
         )
-        if not self.rule.squares_gradients and not guard.holds(are_finite(stacked)):
+        if not self.rule.squares_gradients and not guard.holds_finite(stacked):
             return self._reject("a direction is not finite", loss)
         learning.guard = Guard(guard.is_deferred, guard.is_good)
         self._learn(learning, gradients)  # no inverse waited for these statistics
@@ -685,7 +668,7 @@ class KFAC(Optimizer):
         is_needed = squares or not guard.is_deferred or (means and not self._replicas.is_single)
         if not is_needed:
             return True
-        return guard.holds(are_finite(list(gradients.values()), squares=squares))
+        return guard.holds_finite(list(gradients.values()), squares=squares)
 
     def _learn(self, learning: Learning, gradients: Tensors) -> None:
         """Take statistics up into the averages, once."""
@@ -700,8 +683,21 @@ class KFAC(Optimizer):
             known = {*self._assignment.elementwise, *self._capture.structure.plain}
             self._notices.warn_unmeasured(self._curvature, gradients, known)
 
-    def _refresh(self, has_new_statistics: bool, gradients: dict[str, Tensor]) -> None:
-        """Refresh states when it is time, and bring them into stacks."""
+    def _find_directions(
+        self, gradients: dict[str, Tensor], is_void: Tensor | None, *, has_new_statistics: bool
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Refresh states when it is time; return directions by name, and in few tensors."""
+        self._refresh(has_new_statistics)
+        self._update_entry_states(gradients)
+        curvature = self._curvature
+        group_numbers = self._params.find_group_numbers(self.param_groups)
+        if curvature.stack(self._params, group_numbers):  # states are other tensors
+            self._publish()
+            self._capture.structure.bases = curvature.bases
+        return curvature.directions(gradients, self.param_groups, group_numbers, is_void)
+
+    def _refresh(self, has_new_statistics: bool) -> None:
+        """Refresh states when it is time, and note for the clip and the step rule that it was."""
         curvature = self._curvature
         is_refreshed = curvature.refresh(has_new_statistics)
         if is_refreshed and self._step_memory is not None:
@@ -709,14 +705,6 @@ class KFAC(Optimizer):
         has_new_spectrum = has_new_statistics and self._options.ekfac
         if self._clip is not None and (is_refreshed or has_new_spectrum):
             self._clip.is_stale = True
-        params = self._params.by_name
-        self._update_entry_states(gradients)
-        curvature.follow_entries(params)
-        if curvature.stack(
-            params, self._templates, self._group_numbers
-        ):  # states are other tensors
-            self._publish()
-            self._capture.structure.bases = curvature.bases
 
     def _update_entry_states(self, gradients: dict[str, Tensor]) -> None:
         """Give entries' states to parameters that follow the rule for others from now on.
@@ -786,10 +774,7 @@ class KFAC(Optimizer):
         def refresh(damping: float) -> list[Share]:
             numbers["damping"] = damping
             numbers["retry"] = 1
-            self._refresh(False, dict(gradients))
-            directions, _ = self._curvature.directions(
-                gradients, self.param_groups, self._group_numbers, None
-            )
+            directions, _ = self._find_directions(dict(gradients), None, has_new_statistics=False)
             return self._make_shares(directions)
 
         view = StepView(problem, self.metric, gradients, shares, refresh)

@@ -55,6 +55,8 @@ class Options:
     fisher: str
     #: targets per sample of "mc"
     draws: int
+    #: whether steps look at the loss again
+    is_controlled: bool
 
     # --- what statistics read ---------------------------------------------------------------------
 
@@ -101,12 +103,6 @@ class Options:
         return self.grad_scaler is not None or self.others is not None
 
     # --- what the optimizer reads -----------------------------------------------------------------
-
-    @property
-    def is_controlled(self) -> bool:
-        """Whether steps look at the loss again."""
-        damping = self.rule.damping
-        return self.step is not None or (damping is not None and damping.is_controlled)
 
     @property
     def group_defaults(self) -> dict[str, Any]:
@@ -166,6 +162,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
     has_control = rule.damping is not None and rule.damping.is_controlled
     if step is not None:
         refuse_step(step, has_control=has_control)
+    is_controlled = step is not None or has_control
     return Options(
         rule=rule,
         others=_find_others(rule),
@@ -176,11 +173,12 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
         output=arguments.output,
         grad_scaler=arguments.grad_scaler,
         step=step,
-        kl_clip=_find_kl_clip(rule, is_controlled=step is not None or has_control),
+        kl_clip=_find_kl_clip(rule, is_controlled=is_controlled),
         metric=rule.estimation.metric or metric_of(None, None),
         reduction=rule.estimation.reduction or "mean",
         fisher=rule.estimation.fisher,
         draws=rule.estimation.draws,
+        is_controlled=is_controlled,
     )
 
 

@@ -108,24 +108,24 @@ class Replicas:
         self, processes: Processes, workers: int | None, *, is_wrapped: bool, is_owned: bool = False
     ) -> None:
         self.processes = processes
+        self.is_single = processes.is_single
         self.placement: Placement[BlockKey] = Placement(processes, workers)
         self._is_wrapped = is_wrapped
-        self._is_owned = is_owned and not processes.is_single
+        self._is_owned = is_owned and not self.is_single
         #: whether sums may be under way while a wrapper's backward pass goes on, and in which group
-        self._overlaps = is_wrapped and not is_owned and not processes.is_single
+        self._overlaps = is_wrapped and not is_owned and not self.is_single
         self._overlap_group: Processes | None = None
         #: what all processes measured last, and what is under way
         self._layouts: Layouts | None = None
         self._sent: SentSums | None = None
 
-    @property
-    def is_single(self) -> bool:
-        """Whether there is one process."""
-        return self.processes.is_single
-
     def __getstate__(self) -> dict[str, Any]:
         """All but what is under way, and the group in which it is."""
         return {**vars(self), **dict.fromkeys(("_sent", "_overlap_group", "_layouts"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.is_single = self.processes.is_single  # where it is read, others may not run
 
     def meet(
         self, params: ModelParameters, options: Mapping[str, Any], groups: Groups, schedule: Any
@@ -429,7 +429,7 @@ class Replicas:
         gradients: Tensors,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the directions of this team's blocks together with those of other teams."""
-        if not self.placement.has_several_teams:
+        if self.is_single or not self.placement.has_several_teams:
             return directions, stacked
         all_directions = dict(directions)
         sent: dict[BlockKey, list[Tensor]] = {}

@@ -93,11 +93,13 @@ class BlockStates:
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, Block] = {}
-        self._stacks: list[Stack] | None = None
+        #: states of one form in one piece of memory; none unless `is_stacked`
+        self._stacks: list[Stack] = []
+        self.is_stacked = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stacks: in a pickle states are no views of them."""
-        return {**vars(self), "_stacks": None}
+        return {**vars(self), "_stacks": [], "is_stacked": False}
 
     @property
     def ready(self) -> set[BlockKey]:
@@ -116,30 +118,31 @@ class BlockStates:
         is_ready = rule.reads is Statistics.NONE
         block = Block(key, rule, shape, rule.init(shape), is_ready=is_ready, born=born)
         self.blocks[key] = block
-        self._stacks = None
+        self.restack()
         return block
 
     def drop(self, key: BlockKey) -> None:
         """Forget a block."""
         self.blocks.pop(key, None)
-        self._stacks = None
+        self.restack()
 
     def change(self, key: BlockKey, change: Callable[[Tensor], Tensor]) -> None:
         """Replace all tensors of a block's state."""
         block = self.blocks[key]
         block.state = block.state.map(change)
-        self._stacks = None
+        self.restack()
 
     def convert(self, key: BlockKey, template: Tensor) -> None:
         """Bring a block's state, with all that is in it, to the template's device and dtype."""
         block = self.blocks[key]
         block.shape = replace(block.shape, dtype=template.dtype, device=template.device)
         block.state = block.rule.convert(block.state, block.shape)
-        self._stacks = None
+        self.restack()
 
     def restack(self) -> None:
         """Build stacks again when they are next needed: states were replaced."""
-        self._stacks = None
+        self._stacks = []
+        self.is_stacked = False
 
     # --- refresh ----------------------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class BlockStates:
         new = _copy_refreshed(state, indices, block.state)
         if new or not block.is_ready:
             block.state = replace(block.state, **new)
-            self._stacks = None
+            self.restack()
         block.is_ready = True
 
     def get_block_and_averages(
@@ -258,11 +261,6 @@ class BlockStates:
         return block, FactorAverages(gram, mass, damping, not block.is_ready, reference)
 
     # --- directions -------------------------------------------------------------------------------
-
-    @property
-    def is_stacked(self) -> bool:
-        """Whether states of one form lie in one piece of memory."""
-        return self._stacks is not None
 
     def stack(self, templates: Tensors, group_numbers: Mapping[str, int]) -> None:
         """Bring states of one form, for parameters of one shape and group, into one memory."""
@@ -287,6 +285,7 @@ class BlockStates:
                 form += (key.kind, len(key.names))
             groups.setdefault(form, []).append(block)
         self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
+        self.is_stacked = True
 
     def directions(
         self,
@@ -303,7 +302,7 @@ class BlockStates:
         """
         directions: dict[str, Tensor] = {}
         stacked: list[Tensor] = []
-        for stack in self._stacks or ():
+        for stack in self._stacks:
             if gradients.keys().isdisjoint(stack.names):
                 continue
             options = groups[group_numbers[stack.names[0]]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._core.flags import Guard, are_finite_in_place
+from ..._core.shards import ModelParameters, get_local_piece
 from ...grams.kronecker.packed_matrix import FactorMatrix, get_entries, unpack
 from .assignment import Assignment, entries_of
 from .factors.averages import Average, ema_update
@@ -220,13 +221,21 @@ class KFACState:
         )
         return True
 
-    def stack(self, params: Tensors, templates: Tensors, group_numbers: Mapping[str, int]) -> bool:
+    def stack(self, params: ModelParameters, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
-        self.follow(params)
+        self.follow(params.by_name)
+        self.follow_entries(params.by_name)
         if self.states.is_stacked:
             return False
-        self.states.stack(templates, group_numbers)
+        self.states.stack(self._find_templates(params), group_numbers)
         return True
+
+    def _find_templates(self, params: ModelParameters) -> Tensors:
+        """Return what shows the shapes of directions: whole parameters, or pieces of entries."""
+        pieces: dict[str, Tensor] = {}
+        for name in params.shards.keys() & self.entry_names:
+            pieces[name] = get_local_piece(params.by_name[name])
+        return {**params.templates, **pieces}
 
     def directions(
         self,

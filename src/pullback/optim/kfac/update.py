@@ -9,7 +9,7 @@ direction is not finite.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Share:
     decay: float
     #: c of m ← c(μm + Δ), what a clip shortens the step by
     factor: float = 1.0
+    #: what the KL clip keeps of each parameter: its part of mᵀFm, and of it what is not damping
+    lengths: list[Tensor] = field(default_factory=list)
 
 
 def make_shares(
@@ -69,13 +71,15 @@ def make_shares(
     assignment = curvature.assignment
     elementwise = curvature.entry_names
     shares: list[Share] = []
-    measured = {n: d for n, d in directions.items() if n not in elementwise}
-    entries = {n: d for n, d in directions.items() if n in elementwise}
+    measured = directions.keys() - elementwise
+    entries = directions.keys() & elementwise
     for group in groups:
-        for rule, by_name in ((assignment.rule, measured), (assignment.others, entries)):
-            names, tensors = params.select_from_group(group, by_name)
+        in_group = params.in_groups([group])
+        for rule, with_rule in ((assignment.rule, measured), (assignment.others, entries)):
+            names = [name for name in in_group if name in with_rule]
             if rule is not None and names:
-                selected = [by_name[n] for n in names]
+                tensors = [in_group[n] for n in names]
+                selected = [directions[n] for n in names]
                 share = _make_share(
                     group, rule, names, tensors, selected, state, params, has_momentum
                 )

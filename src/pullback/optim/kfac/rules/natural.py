@@ -270,7 +270,7 @@ class Natural(Rule):
     def direction_with_bias(
         self, weight: Tensor, bias: Tensor, state: RuleState, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        if not isinstance(state, InverseState) or factor_matrix.is_diagonal(state.right):
+        if not isinstance(state, InverseState) or state.right.ndim == 2:
             return super().direction_with_bias(weight, bias, state, step)
         if state.in_half is not None:
             return apply_in_half_with_bias(state.in_half, weight, bias)
@@ -544,7 +544,7 @@ def _apply(left: Tensor, v: Tensor, right: Tensor) -> Tensor:
     """Return R⁻¹ V C⁻¹ for V of shape (B, O, n)."""
     columns = v.shape[-1]
     v = _apply_left(left, v)
-    if factor_matrix.is_diagonal(right):
+    if right.ndim == 2:
         return v * right[:, None, :columns]
     return torch.bmm(v, right[:, :columns, :columns])
 
@@ -568,7 +568,7 @@ def _apply_with_bias(
 
 def _apply_left(left: Tensor, v: Tensor, out: Tensor | None = None) -> Tensor:
     """Return R⁻¹ V."""
-    if factor_matrix.is_diagonal(left):
+    if left.ndim == 2:
         return torch.mul(left[..., None], v, out=out)
     return torch.bmm(left, v, out=out)
 
