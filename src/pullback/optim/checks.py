@@ -217,17 +217,19 @@ def dense_gradients(
     gradients: dict[str, Tensor] = {}
     for group in groups:
         for p in group["params"]:
-            if p.grad is None or not p.requires_grad or not p.numel():
+            gradient = p.grad
+            if gradient is None or not p.requires_grad or not p.numel():
                 continue
             name = names[id(p)]
-            refuse_sparse(name, p.grad)
+            if gradient.layout != torch.strided:
+                refuse_sparse(name, gradient)
             if p.shape != shapes[name]:
                 raise PullbackError(
                     f"Parameter {name!r} changed its shape",
                     f"it was {tuple(shapes[name])}, and is {tuple(p.shape)} now",
                     "Build the optimizer again after changing the model",
                 )
-            gradients[name] = p.grad
+            gradients[name] = gradient
     if not gradients:
         raise PullbackError(
             "There is no gradient to follow",

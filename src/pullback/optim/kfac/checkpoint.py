@@ -277,6 +277,7 @@ def _fill_block(state: KFACState, key: BlockKey, saved: Mapping[str, Any], p: Te
     entries = get_entries(next(iter(average.value.values())))
     block.shape = replace(block.shape, dtype=entries.dtype, device=entries.device)
     block.is_ready = bool(_as_number(saved["state"]["ready"]))
+    state.states.restack()
     block.born = int(_as_number(saved["state"]["born"]))
     state.reserved.discard(key)
     if bool(mass > 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import prod
@@ -96,15 +96,29 @@ class BlockStates:
         #: states of one form in one piece of memory; none unless `is_stacked`
         self._stacks: list[Stack] = []
         self.is_stacked = False
+        #: found once for many steps, until `restack`
+        self._ready: set[BlockKey] | None = None
+        self._entry_names: set[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stacks: in a pickle states are no views of them."""
-        return {**vars(self), "_stacks": [], "is_stacked": False}
+        forgotten = {"_stacks": [], "is_stacked": False, "_ready": None, "_entry_names": None}
+        return {**vars(self), **forgotten}
 
     @property
     def ready(self) -> set[BlockKey]:
         """The blocks whose state can be applied."""
-        return {key for key, block in self.blocks.items() if block.is_ready}
+        if self._ready is None:
+            self._ready = {key for key, block in self.blocks.items() if block.is_ready}
+        return self._ready
+
+    @property
+    def entry_names(self) -> set[str]:
+        """The parameters whose entries are blocks by themselves, without statistics."""
+        if self._entry_names is None:
+            entries = [key for key in self.blocks if key.kind == BlockKind.ENTRIES]
+            self._entry_names = {key.names[0] for key in entries}
+        return self._entry_names
 
     @property
     def notes(self) -> dict[BlockKey, str]:
@@ -140,9 +154,11 @@ class BlockStates:
         self.restack()
 
     def restack(self) -> None:
-        """Build stacks again when they are next needed: states were replaced."""
+        """Build stacks again when they are next needed: blocks or their states have changed."""
         self._stacks = []
         self.is_stacked = False
+        self._ready = None
+        self._entry_names = None
 
     # --- refresh ----------------------------------------------------------------------------------
 
@@ -362,6 +378,7 @@ class Stack:
         self.rule = first.rule
         self.born = first.born
         self.names = list(chain.from_iterable(block.key.names for block in blocks))
+        self._name_set = {*self.names}
         self._blocks = blocks
         self._templates = templates
         self._key = first.key
@@ -385,10 +402,7 @@ class Stack:
 
         States of blocks without a gradient stay as they are.
         """
-        before: list[tuple[Tensor, Tensor]] = []
-        for block in self._blocks:
-            if gradients.keys().isdisjoint(block.key.names):
-                before += [(t, t.clone()) for t in block.state.tensors().values()]
+        before = self._copy_idle_states(gradients)
         if self._key.joint:
             weight = self._stack_weights(gradients)
             biases = self._list_gradients(1, gradients)
@@ -404,6 +418,16 @@ class Stack:
             tensor.copy_(copy)
         return pieces
 
+    def _copy_idle_states(self, gradients: Tensors) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors of states without a gradient, each with a copy."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        if self._name_set <= gradients.keys():
+            return copies
+        for block in self._blocks:
+            if gradients.keys().isdisjoint(block.key.names):
+                copies += [(t, t.clone()) for t in block.state.tensors().values()]
+        return copies
+
     def _list_gradients(self, member: int, gradients: Tensors) -> list[Tensor]:
         """Return the gradients of all weights (member 0) or partners; missing ones are zero."""
         member_gradients: list[Tensor] = []
@@ -412,20 +436,22 @@ class Stack:
             gradient = gradients.get(name)
             if gradient is None:
                 gradient = torch.zeros_like(self._templates[name], dtype=self._dtype)
-            member_gradients.append(gradient.to(self._dtype))
+            elif gradient.dtype != self._dtype:
+                gradient = gradient.to(self._dtype)
+            member_gradients.append(gradient)
         return member_gradients
 
     def _join_gradients(self, gradients: Tensors) -> Tensor:
         """Return the gradients in the blocks' coordinates."""
         if self._axis:
-            flat = [g.reshape(-1) for g in self._list_gradients(0, gradients)]
+            flat = [_flatten(g) for g in self._list_gradients(0, gradients)]
             if len(flat) == 1:
                 return flat[0][None]
             return torch.cat(flat)[None]
         if not self._key.kronecker:
             columns: list[Tensor] = []
             for member in range(len(self._key.names)):
-                flat = [g.reshape(-1) for g in self._list_gradients(member, gradients)]
+                flat = [_flatten(g) for g in self._list_gradients(member, gradients)]
                 columns.append(torch.cat(flat))
             return torch.stack(columns, 1)
         return self._stack_weights(gradients)
@@ -467,8 +493,20 @@ class Stack:
         unbound = stacked.reshape(len(names), *self._templates[names[0]].shape).unbind()
         return dict(zip(names, unbound, strict=True))
 
-    def _split_flat(self, flat: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-        shapes = {name: self._templates[name].shape for name in names}
-        pieces = flat.split([shape.numel() for shape in shapes.values()])
-        by_name = dict(zip(shapes, pieces, strict=True))
-        return {name: piece.view(shapes[name]) for name, piece in by_name.items()}
+    def _split_flat(self, flat: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        templates = [self._templates[name] for name in names]
+        pieces = flat.split([template.numel() for template in templates])
+        by_name: dict[str, Tensor] = {}
+        for name, template, piece in zip(names, templates, pieces, strict=True):
+            if template.ndim == 1:
+                by_name[name] = piece
+            else:
+                by_name[name] = piece.view(template.shape)
+        return by_name
+
+
+def _flatten(gradient: Tensor) -> Tensor:
+    """Return a gradient as a vector; for most biases that is no operation."""
+    if gradient.ndim == 1:
+        return gradient
+    return gradient.reshape(-1)

@@ -18,7 +18,6 @@ from .factors.block import (
     SPECTRUM,
     Bases,
     BlockKey,
-    BlockKind,
     FactorKey,
     Factors,
     from_block,
@@ -59,8 +58,8 @@ class KFACState:
     reserved: set[BlockKey] = field(default_factory=set)
     #: whether all blocks are known from the table of a checkpoint alone, until a load fills them
     is_shown: bool = False
-    #: where the model's parameters were at the last step
-    devices: list[torch.device] = field(default_factory=list)
+    #: device and dtype of the model's parameters at the last step
+    memories: list[tuple[torch.device, torch.dtype]] = field(default_factory=list)
 
     @property
     def rule(self) -> Rule:
@@ -70,8 +69,7 @@ class KFACState:
     @property
     def entry_names(self) -> set[str]:
         """The parameters that follow the rule for others, entry by entry."""
-        blocks = self.states.blocks
-        return {key.names[0] for key in blocks if key.kind == BlockKind.ENTRIES}
+        return self.states.entry_names
 
     @property
     def references(self) -> Any:
@@ -136,10 +134,11 @@ class KFACState:
 
     def follow(self, params: Tensors) -> None:
         """Bring blocks to the devices of their parameters, where the model was moved."""
-        devices = [p.device for p in params.values()]
-        if devices == self.devices:
+        memories = [(p.device, p.dtype) for p in params.values()]
+        if memories == self.memories:
             return
-        self.devices = devices
+        self.memories = memories
+        self._follow_entries(params)
         for key in self.measured_keys:
             mass = self.averages[key].mass
             device = params[key.names[0]].device
@@ -147,7 +146,7 @@ class KFACState:
                 self.move(key, mass.to(device))
         self.replicas.release(self.states, self.averages)
 
-    def follow_entries(self, params: Tensors) -> None:
+    def _follow_entries(self, params: Tensors) -> None:
         """Bring states of single entries to the device and dtype of their parameters."""
         for key, block in list(self.states.blocks.items()):
             if not block.rule.is_elementwise:
@@ -224,7 +223,6 @@ class KFACState:
     def stack(self, params: ModelParameters, group_numbers: Mapping[str, int]) -> bool:
         """Bring states to their parameters and into few stacks; True if that had to be done."""
         self.follow(params.by_name)
-        self.follow_entries(params.by_name)
         if self.states.is_stacked:
             return False
         self.states.stack(self._find_templates(params), group_numbers)
