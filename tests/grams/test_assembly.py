@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import pullback as pb
 from pullback.grams import Dense, FactoredGram, RowBlock, assemble, coverage
 from pullback.grams.assembly import choose_form
 from pullback.likelihoods import Categorical
-from pullback.maps import Call, ModuleMap
+from pullback.maps import Call, ModuleMap, identity_covectors
 from pullback.metrics import Euclidean, Fisher, FubiniStudy, Metric, Sobolev
 from pullback.testing import assert_close, check_gram, jacobian
 from tests.laws.table import FORMS, MODELS, softmax_matrix
@@ -203,3 +205,37 @@ def test_centered_rows_in_float32_give_the_kernel_of_a_metric_that_subtracts_mea
         rows = part(copy.deepcopy(model).double(), samples.double(), FubiniStudy()).rows()
         assert kernel.dtype == torch.float64
         assert_close(kernel, rows @ rows.T, 1e-5, f"K at a budget of {budget} bytes")
+
+
+@pytest.mark.parametrize("metric", [Euclidean(), FubiniStudy()], ids=["euclidean", "centered"])
+def test_layers_pulled_back_in_turn_give_the_same_products(metric: Metric) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = model.double()
+    x = torch.randn(6, 3, dtype=torch.float64)
+    rows = part(model, x, metric).rows()
+    block = part(model, x, metric)
+    assert_close(block.kernel(1), rows @ rows.T, 1e-11, "K")
+    assert "pulled_covectors" not in vars(block)
+    assert len(block.coverage) == 6
+    assert_close(block.project(rows[0]), rows @ rows[0], 1e-11, "A v")
+    assert_close(block.lift(rows[:, 0]), rows.T @ rows[:, 0], 1e-11, "Aᵀ c")
+
+
+def test_layers_pulled_back_in_turn_are_freed_at_once() -> None:
+    """Without the garbage collector: a cycle would hold the cotangents of all layers."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    linear = part(model, torch.randn(4, 7, 3, dtype=torch.float64)).linearization
+    parts = linear.divide_pullback(identity_covectors(linear.value), 1)
+    out = linear.value.new_zeros(56, 56)
+    gc.disable()
+    try:
+        for pull_back in parts:
+            pulled = pull_back()
+            blocks = [weakref.ref(block) for block in pulled.blocks.values()]
+            pulled.add_kernel(out, 2**20)
+            del pulled
+            assert len(parts) == 2
+            assert not any(block() for block in blocks)
+    finally:
+        gc.enable()
