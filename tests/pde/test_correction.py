@@ -14,6 +14,7 @@ from pullback import pde
 from pullback.pde.judgement.chebyshev import ChebyshevBasis, differentiate_chebyshev
 from pullback.pde.judgement.correction import CorrectionFailed, correct_solution, is_resolved
 from pullback.pde.judgement.error_profile import ErrorProfile
+from pullback.pde.judgement.growth import measure_growth
 
 pi = math.pi
 
@@ -231,3 +232,37 @@ def test_the_mass_is_known_by_an_integral() -> None:
     )
     profile, true = correct(problem, lambda x: torch.cos(pi * x) + 2.001)
     assert profile.error == pytest.approx(true, rel=0.01)
+
+
+@pytest.mark.parametrize(("reaction", "is_known"), [(0.0, True), (4.0, True), (8.0, False)])
+def test_beyond_three_dimensions_errors_that_grow_are_unknown(
+    reaction: float, is_known: bool
+) -> None:
+    rate = reaction - 0.3 * pi**2
+    cube = pde.Box([(0, 1)] * 3, names=("x", "y", "z"))
+    problem = pde.Problem(
+        pde.SpaceTime(cube, (0, 1)),
+        [
+            pde.Equation(lambda u: u.t - 0.1 * u.laplacian - reaction * u),
+            pde.Dirichlet(0.0),
+            pde.Initial(lambda x, y, z: x * y * z),
+        ],
+    )
+    solution = pde.PDESolution(problem, pde.mlp(4, 4, 1, seed=0), pde.History())
+    growth = measure_growth(problem, solution._trial, {})
+    assert growth == pytest.approx(max(1.0, math.exp(rate)), rel=1e-6)
+    estimate = solution.check().estimate
+    assert estimate is not None
+    assert math.isnan(estimate.error) is not is_known
+
+
+def test_growth_of_systems() -> None:
+    """u_t = u_xx + 3v, v_t = v_xx + 3u without prescribed values: a constant grows by e^(3t)."""
+    square = pde.SpaceTime(pde.Interval(0, 1), (0, 2))
+    equation = pde.Equation(lambda u, v: [u.t - u.xx - 3 * v, v.t - v.xx - 3 * u])
+    problem = pde.Problem(square, [equation, pde.Neumann(0.0, field="u")], fields=("u", "v"))
+    trial = pde.PDESolution(problem, pde.mlp(2, 3, 2, seed=0), pde.History())._trial
+    assert measure_growth(problem, trial, {}) == pytest.approx(math.exp(6))
+    wave = pde.Problem(square, [pde.Equation(lambda u: u.tt - u.xx), pde.Dirichlet(0.0)])
+    trial = pde.PDESolution(wave, pde.mlp(2, 3, 1, seed=0), pde.History())._trial
+    assert measure_growth(wave, trial, {}) == 1.0

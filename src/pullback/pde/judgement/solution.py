@@ -28,6 +28,7 @@ from .correction import CorrectionFailed, correct_solution, is_resolved
 from .error_profile import ErrorProfile
 from .estimate import THRESHOLDS as TANGENTS
 from .estimate import Estimate, estimate_error
+from .growth import measure_growth
 from .history import History
 from .integration import IntegrationFailed, compare_with_integration
 from .stop import Stop
@@ -49,6 +50,9 @@ class SolutionThresholds:
     #: share of the mean square at a twentieth of the points, from which a residual is concentrated;
     #: that of a wave has 10 % there, and of a Gaussian error 30 %
     concentrated_share: float = 0.7
+    #: growth of waves beyond which tangents alone say nothing about the error: an error estimated
+    #: ten times too small would be silent
+    largest_growth: float = 10.0
 
 
 THRESHOLDS = SolutionThresholds()
@@ -159,7 +163,8 @@ class PDESolution:
 
         The error is None where it is unknown: no second discretization is possible, and the
         tangents would take longer than a step (above 1000 parameters of a slab, for nested
-        derivatives and energies). It is None too if there are data, whose noise is no error.
+        derivatives and energies), or do not see how waves grow. It is None too if there are data,
+        whose noise is no error.
         """
         verdict = self.judge_error()
         return verdict.estimated, verdict.loose
@@ -221,12 +226,21 @@ class PDESolution:
             profile = None
             estimate = replace(estimate or Estimate(math.nan, {}, affine), error=math.nan)
         if profile is None:
-            return estimate
+            return self._refuse_growth(estimate)
         if estimate is None:
             if not is_resolved(profile):
                 return None
             estimate = Estimate(math.nan, {}, affine)
         return estimate.combine(profile, is_resolved=is_resolved(profile))
+
+    def _refuse_growth(self, estimate: Estimate | None) -> Estimate | None:
+        """Return an estimate by tangents alone; its error is unknown where waves grow tenfold."""
+        if estimate is None or not self.problem.domain.evolves:
+            return estimate
+        growth = measure_growth(self.problem, self._trial, dict(self._trial.unknowns))
+        if growth > THRESHOLDS.largest_growth:
+            return replace(estimate, error=math.nan)
+        return estimate
 
     def _estimate_by_tangents(self, affine: bool, most_parameters: int) -> Estimate | None:
         """Return an estimate by the network's tangents, None where they cannot give one."""
