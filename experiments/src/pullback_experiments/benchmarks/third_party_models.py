@@ -150,17 +150,26 @@ class Sequences(nn.Module):
         return self.head(self.inner(one, two, tgt_mask=mask, tgt_is_causal=True))
 
 
+#: sizes of transformers of words, of pictures, and of the convolutions before those of sounds
+TEXT_SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+IMAGE_SIZES: dict[str, Any] = {
+    "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 32, "patch_size": 8, "num_labels": CLASSES,
+}  # fmt: skip
+SOUND_SIZES: dict[str, Any] = {
+    **TEXT_SIZES, "conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 2, 2),
+    "num_feat_extract_layers": 3, "num_conv_pos_embeddings": 16, "layerdrop": 0.0,
+    "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0, "classifier_proj_size": 32,
+}  # fmt: skip
+
+
 def transformers_models() -> dict[str, Model]:
     import transformers as hf
 
-    small: dict[str, Any] = {
-        "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    heads = {**small, "num_key_value_heads": 2}
-    image = {k: small[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads",
-                                   "intermediate_size")}  # fmt: skip
-    image |= {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
+    heads = {**TEXT_SIZES, "num_key_value_heads": 2}
     two: dict[str, Any] = {
         "vocab_size": WORDS, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1,
         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
@@ -191,18 +200,14 @@ def transformers_models() -> dict[str, Model]:
         return make
 
     def clip() -> nn.Module:
-        words = {**small, "max_position_embeddings": 16}
-        image_options = {k: v for k, v in image.items() if k != "num_labels"}
+        words = {**TEXT_SIZES, "max_position_embeddings": 16}
+        image_options = {k: v for k, v in IMAGE_SIZES.items() if k != "num_labels"}
         return hf.CLIPModel(
             hf.CLIPConfig(text_config=words, vision_config=image_options, projection_dim=32)
         )
 
     def wav2vec2() -> nn.Module:
-        return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(
-            **small, conv_dim=(32, 32, 32), conv_kernel=(10, 3, 3), conv_stride=(5, 2, 2),
-            num_feat_extract_layers=3, num_conv_pos_embeddings=16, layerdrop=0.0,
-            num_conv_pos_embedding_groups=4, mask_time_prob=0.0, classifier_proj_size=32,
-        ))  # fmt: skip
+        return hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**SOUND_SIZES))
 
     def swin() -> nn.Module:
         return hf.SwinForImageClassification(hf.SwinConfig(
@@ -236,7 +241,7 @@ def transformers_models() -> dict[str, Model]:
         ),
         "BERT": Model(
             lambda: hf.BertForSequenceClassification(hf.BertConfig(
-                **small, num_labels=3, max_position_embeddings=32)), sentences
+                **TEXT_SIZES, num_labels=3, max_position_embeddings=32)), sentences
         ),
         "T5": Model(t5, translation),
         "BART": Model(
@@ -248,10 +253,10 @@ def transformers_models() -> dict[str, Model]:
                 **two, num_mel_bins=16, max_source_positions=20, max_target_positions=32)), speech
         ),
         "Wav2Vec2": Model(wav2vec2, sounds),
-        "ViT": Model(lambda: hf.ViTForImageClassification(hf.ViTConfig(**image)), pixels),
+        "ViT": Model(lambda: hf.ViTForImageClassification(hf.ViTConfig(**IMAGE_SIZES)), pixels),
         "DINOv2": Model(
             lambda: hf.Dinov2ForImageClassification(hf.Dinov2Config(
-                **{**image, "mlp_ratio": 2})), pixels
+                **{**IMAGE_SIZES, "mlp_ratio": 2})), pixels
         ),
         "Swin": Model(swin, pixels),
         "CLIP": Model(clip, captions, output="logits_per_image"),

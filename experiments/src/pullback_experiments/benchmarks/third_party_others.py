@@ -13,6 +13,9 @@ import pullback as pb
 
 from .third_party_models import (
     CLASSES,
+    IMAGE_SIZES,
+    SOUND_SIZES,
+    TEXT_SIZES,
     WORDS,
     Batch,
     Model,
@@ -259,19 +262,12 @@ def torchvision_models() -> dict[str, Model]:
 def transformers_models() -> dict[str, Model]:
     import transformers as hf
 
-    small: dict[str, Any] = {
-        "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
     label = {"num_labels": 3, "max_position_embeddings": 32}
-    image = {k: small[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads",
-                                   "intermediate_size")}  # fmt: skip
-    image |= {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
     sizes = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [16, 32],
              "patch_sizes": [7, 3], "strides": [4, 2], "num_labels": CLASSES}  # fmt: skip
 
     def opt() -> nn.Module:
-        options = {k: v for k, v in small.items() if k != "intermediate_size"}
+        options = {k: v for k, v in TEXT_SIZES.items() if k != "intermediate_size"}
         return hf.OPTForCausalLM(hf.OPTConfig(**options, ffn_dim=96, word_embed_proj_dim=48))
 
     def segformer() -> nn.Module:
@@ -282,10 +278,7 @@ def transformers_models() -> dict[str, Model]:
 
     def conformer() -> nn.Module:
         return hf.Wav2Vec2ConformerForSequenceClassification(hf.Wav2Vec2ConformerConfig(
-            **small, conv_dim=(32, 32, 32), conv_kernel=(10, 3, 3), conv_stride=(5, 2, 2),
-            num_feat_extract_layers=3, num_conv_pos_embeddings=16, layerdrop=0.0,
-            num_conv_pos_embedding_groups=4, mask_time_prob=0.0, classifier_proj_size=32,
-            conv_depthwise_kernel_size=7, max_source_positions=100,
+            **SOUND_SIZES, conv_depthwise_kernel_size=7, max_source_positions=100,
         ))  # fmt: skip
 
     def mamba2() -> nn.Module:
@@ -326,21 +319,21 @@ def transformers_models() -> dict[str, Model]:
     plain = text(use_cache=False)
     settings = {
         "RoBERTa": (hf.RobertaForSequenceClassification, hf.RobertaConfig,
-                    {**small, **label}, sentences),
+                    {**TEXT_SIZES, **label}, sentences),
         "ALBERT": (hf.AlbertForSequenceClassification, hf.AlbertConfig,
-                   {**small, **label, "embedding_size": 32}, sentences),
+                   {**TEXT_SIZES, **label, "embedding_size": 32}, sentences),
         "DeBERTa-v2": (hf.DebertaV2ForSequenceClassification, hf.DebertaV2Config,
-                       {**small, **label}, sentences),
-        "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, small, plain),
+                       {**TEXT_SIZES, **label}, sentences),
+        "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, TEXT_SIZES, plain),
         "BEiT": (hf.BeitForImageClassification, hf.BeitConfig,
-                 {**image, "drop_path_rate": 0.0}, pixels),
+                 {**IMAGE_SIZES, "drop_path_rate": 0.0}, pixels),
         "ConvNeXt V2": (hf.ConvNextV2ForImageClassification, hf.ConvNextV2Config,
                         {"num_stages": 2, "hidden_sizes": [24, 48], "depths": [1, 1],
                          "num_labels": CLASSES, "image_size": 32}, pixels),
-        "Phi": (hf.PhiForCausalLM, hf.PhiConfig, small, plain),
+        "Phi": (hf.PhiForCausalLM, hf.PhiConfig, TEXT_SIZES, plain),
         "ELECTRA": (hf.ElectraForSequenceClassification, hf.ElectraConfig,
-                    {**small, **label, "embedding_size": 48}, sentences),
-        "DeiT": (hf.DeiTForImageClassification, hf.DeiTConfig, image, pixels),
+                    {**TEXT_SIZES, **label, "embedding_size": 48}, sentences),
+        "DeiT": (hf.DeiTForImageClassification, hf.DeiTConfig, IMAGE_SIZES, pixels),
     }  # fmt: skip
     out = {
         name: Model(
