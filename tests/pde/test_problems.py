@@ -47,6 +47,13 @@ HARD: dict[str, tuple[Callable[..., Ready], dict[str, Any]]] = {
 }
 
 
+#: a hundred dimensions take a second, by the code of ten
+QUICK = [
+    pytest.param(make, id=name, marks=pytest.mark.slow if name == "poisson 100" else ())
+    for name, make in EXACT.items()
+]
+
+
 class Exact(nn.Module):
     """u* + ε v as a network, ε = 0 its parameter."""
 
@@ -65,20 +72,14 @@ class Exact(nn.Module):
         return (u[:, None] if u.ndim == 1 else u) + self.direction(x) * self.epsilon
 
 
-@pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("make", QUICK)
 def test_exact_solution_satisfies_every_condition(make: Callable[[], Ready]) -> None:
     problem = make()
     for condition in problem.conditions:
         assert residual(problem, condition, Exact(problem)).abs().max() <= 1e-9, condition.name
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=pytest.mark.slow if name == "poisson 100" else ())
-        for name, make in EXACT.items()
-    ],
-)
+@pytest.mark.parametrize("make", QUICK)
 def test_another_function_does_not(make: Callable[[], Ready]) -> None:
     problem = make()
     network = pde.mlp(problem.domain.dim, 8, len(problem.fields), seed=1)
@@ -148,7 +149,10 @@ def test_reference_solves_the_equation() -> None:
 OWN = [name for name, make in pde.SETUPS.items() if make.__module__.startswith("pullback.")]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "poisson100d" else ()) for n in OWN],
+)
 def test_setups_fit_their_networks(name: str) -> None:
     assert_fits(pde.setup(name))
 

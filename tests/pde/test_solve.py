@@ -443,7 +443,7 @@ def test_points_of_a_run_are_not_rounded() -> None:
 
 
 def test_float32_networks() -> None:
-    solution = run(small(dtype=torch.float32), steps=60)
+    solution = run(small(dtype=torch.float32), steps=30)
     assert solution.error <= 2e-2
     assert next(solution.network.parameters()).dtype == torch.float32
 
