@@ -189,7 +189,7 @@ class Mixed(Factor):
     def separate(self) -> Factor:
         return self._inner
 
-    def _over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
+    def _solve_over_samples(self, x: Tensor, *, transpose: bool) -> Tensor:
         """Return L⁻ᵀ x (`transpose`) or L⁻¹ x along the axis of samples."""
         axis = x.ndim - 1 - len(self.white)
         samples_first = x.movedim(axis, 0)
@@ -199,10 +199,10 @@ class Mixed(Factor):
         return solved.view(samples_first.shape).movedim(0, axis)
 
     def apply(self, r: Tensor) -> Tensor:
-        return self._inner.apply(self._over_samples(r, transpose=True))
+        return self._inner.apply(self._solve_over_samples(r, transpose=True))
 
     def transpose(self, v: Tensor) -> Tensor:
-        return self._over_samples(self._inner.transpose(v), transpose=False)
+        return self._solve_over_samples(self._inner.transpose(v), transpose=False)
 
     def whiten(self, g: Tensor, eps: float | None = None) -> Whitened:
         separate = self._inner.whiten(g, eps)

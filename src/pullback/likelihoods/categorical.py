@@ -73,24 +73,24 @@ class SoftmaxFactor(Factor):
 def draw_classes(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Return one class per row of probabilities (R, C), never one of probability 0: (R,).
 
-    Of many classes first a run is drawn, then one of its classes: p is read once, and nothing of
-    its size is written. Rows with NaN give some class.
+    Many classes are cut into runs of neighbours. A run is drawn first, then one of its classes: p
+    is read once, and nothing of its size is written. Rows with NaN give some class.
     """
-    classes = p.shape[1]
+    class_count = p.shape[1]
     dtype = compute_dtype(p.dtype)
-    run = _LIMITS.run
-    if classes <= 2 * run:
+    run_length = _LIMITS.run
+    if class_count <= 2 * run_length:
         return _draw_by_race(p.to(dtype), generator)
-    whole = classes // run * run
-    run_sums = p[:, :whole].unflatten(1, (-1, run)).sum(2, dtype=dtype)
-    if whole < classes:
-        last_sum = p[:, whole:].sum(1, keepdim=True, dtype=dtype)
+    in_full_runs = class_count // run_length * run_length
+    run_sums = p[:, :in_full_runs].unflatten(1, (-1, run_length)).sum(2, dtype=dtype)
+    if in_full_runs < class_count:
+        last_sum = p[:, in_full_runs:].sum(1, keepdim=True, dtype=dtype)
         run_sums = torch.cat([run_sums, last_sum], 1)
-    start = run * _draw_by_race(run_sums, generator)[:, None]
-    index = start + torch.arange(run, device=p.device)
-    in_run = p.gather(1, index.clamp(max=classes - 1)).to(dtype)
-    in_run = in_run.where(index < classes, 0.0)
-    return start[:, 0] + _draw_by_race(in_run, generator)
+    first_class = run_length * _draw_by_race(run_sums, generator)[:, None]
+    run_classes = first_class + torch.arange(run_length, device=p.device)
+    run_probabilities = p.gather(1, run_classes.clamp(max=class_count - 1)).to(dtype)
+    run_probabilities = run_probabilities.where(run_classes < class_count, 0.0)
+    return first_class[:, 0] + _draw_by_race(run_probabilities, generator)
 
 
 def _draw_by_race(p: Tensor, generator: torch.Generator | None) -> Tensor:

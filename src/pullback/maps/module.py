@@ -336,10 +336,10 @@ class ModuleLinearization(Linearization):
     @property
     def footprint(self) -> int:
         """Entries in memory, roughly, when one covector per sample is pulled back."""
-        known: set[str | None] = set()
+        layer_parameters: set[str | None] = set()
         for entry in self.entries:
-            known.update(entry.names.values())
-        row_entries = sum(p.numel() for n, p in self.leaves.items() if n not in known)
+            layer_parameters.update(entry.names.values())
+        row_entries = sum(p.numel() for n, p in self.leaves.items() if n not in layer_parameters)
         layer_entries = sum(prod(entry.shape) for entry in self.entries)
         return layer_entries + self.value.shape[0] * row_entries
 

@@ -76,6 +76,7 @@ def _add_multiple(total: Tensor | None, count: int, x: Tensor) -> Tensor:
 
 
 def _apply_elementwise(build: Tower, a: Any, *args: Any, **kwargs: Any) -> Jet:
+    """Return f(a) for the jet a, with torch's positional options of f as keywords of its tower."""
     if not isinstance(a, Jet):
         raise Unsupported("an elementwise function with a jet among its options")
     if kwargs.pop("inplace", False):

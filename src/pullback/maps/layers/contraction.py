@@ -140,12 +140,12 @@ def _locate_matrices(
     Column axes that lie apart may be a stack whose products are added up, Σ_k W_k x_k: all of
     these matrices have the same output.
     """
-    attempts = 1
+    most_summed_axes = 0
     if axes.columns and not axes.stack and may_sum:
-        attempts = len(axes.columns)
-    for count in range(attempts):
-        stack = [*axes.stack, *axes.columns[:count]]
-        columns = axes.columns[count:]
+        most_summed_axes = len(axes.columns) - 1
+    for summed_axes in range(most_summed_axes + 1):
+        stack = [*axes.stack, *axes.columns[:summed_axes]]
+        columns = axes.columns[summed_axes:]
         matrices = _stack_matrices(entries, axes, stack, columns)
         if matrices is not None:
             return WeightAxes(axes.by_letter, stack, axes.rows, columns), matrices

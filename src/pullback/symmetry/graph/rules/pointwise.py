@@ -298,13 +298,14 @@ _EXPONENTS = {"square": (2, 1), "rsqrt": (-1, 2), "sqrt": (1, 2), "reciprocal": 
 
 @rule("pow", "square", "sqrt", "rsqrt", "reciprocal")
 def follow_power(walk: Walk, node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Scales are raised to the power, where it stays whole."""
-    exponent = _EXPONENTS.get(operation_name(node).removesuffix("_"))
-    if exponent is None:
-        number = args[1]
-        if not isinstance(number, (int, float)) or float(2 * number) % 1:
+    """Return x^(k/2), whose scales are those of x to the same power; other powers have no rule."""
+    fraction = _EXPONENTS.get(operation_name(node).removesuffix("_"))
+    if fraction is None:
+        exponent = args[1]
+        if not isinstance(exponent, (int, float)) or float(2 * exponent) % 1:
             return NotImplemented
-        exponent = (int(2 * number), 2)
+        fraction = (int(2 * exponent), 2)
+    numerator, denominator = fraction
     x = walk.as_activation(args[0])
     walk.mark_nonlinear(x)
-    return Activation.expand(walk.scales.power(x.scale, *exponent), x.shape)
+    return Activation.expand(walk.scales.power(x.scale, numerator, denominator), x.shape)
