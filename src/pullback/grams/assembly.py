@@ -14,7 +14,8 @@ from .distributed_rows import DistributedRowStack
 from .forms import Dense, Gram, Kernel, Operator, Rows
 from .row_stack import RowBlock, RowStack
 
-#: bytes of the rows that are compressed at once on a CPU: about a cache
+#: bytes of the rows that are compressed at once on a CPU: few enough to lie beside A, many enough
+#: for large matrix products
 _CPU_PANEL_BYTES = 2**27
 FORMS = ("auto", "rows", "kernel", "dense", "matrix_free")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._core.errors import PullbackError
 from .tangent import Tangent, as_arguments, split_samples
 
-#: samples that are evaluated at a time
+#: samples that are evaluated at a time: they bound the memory of activations, not the result
 _CHUNK = 1024
 
 

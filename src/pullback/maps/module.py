@@ -384,7 +384,9 @@ def refuse_coupled(model: nn.Module) -> None:
 
 
 _AXIS_ATTRIBUTES = ("_saved_dim", "_saved_dim0", "_saved_dim1", "_saved_dims")
-_CACHED_GRAPHS = 64  # graphs per model whose plans are cached
+#: graphs per model whose plans are cached: shapes of batches and modes differ, and a loop has few
+#: of each. A plan that is not cached is established again, which takes two reverse passes.
+_CACHED_GRAPHS = 64
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, dict[Any, Any]]] = WeakKeyDictionary()
 
 

@@ -56,7 +56,9 @@ class Channels:
         return values[index[1:]]
 
 
-_SMALL = 2**22  # entries of A up to which it is formed at once
+#: entries of A up to which it is formed as one matrix: 32 MiB in float64. Larger ones stay in the
+#: factors of the layers.
+_SMALL = 2**22
 _REFUSALS = (TypeError, AttributeError, AssertionError, ValueError, IndexError)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def block(n: int, seed: int, *, bias: bool = True, height: Tensor | None = None)
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CACHED_WEIGHTS", cache)
+    monkeypatch.setattr(module, "_CACHE", replace(module._CACHE, contracted=cache))
     monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route.CONTRACTED)
     if jet:
         height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ def block(
 def test_it_is_the_gram_of_rows(
     bias: bool, jet: bool, cache: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CACHED_PRODUCTS", cache)
+    monkeypatch.setattr(module, "_CACHE", replace(module._CACHE, products=cache))
     monkeypatch.setattr(AffineBlock, "_choose_route", lambda self, other: Route.SEPARATED)
     if jet:
         height = torch.tensor([1.0, 0.0, 0.0, 2.0], dtype=torch.float64)

@@ -67,8 +67,7 @@ def raise_covector(block: RowBlock, covector: Tensor) -> Tensor:
     return (torch.linalg.pinv(columns.mT) @ flat[..., None]).reshape(value.shape)
 
 
-#: bytes that A may take as a matrix before G is held in another form; 1 GiB fits every machine
-#: on which a dense (p, p) result makes sense
+#: bytes that A may take before G is held in another form, as by default in `grams.assembly`
 _MEMORY = 2**30
 
 

@@ -16,7 +16,9 @@ from .jet import RULES, Cell, Jet, LinearUse, Tape, Unsupported, rule
 from .scheme import ChainTerm, ProductTerm
 from .towers import TOWERS, Tower
 
-_SMALL = 2**12  # entries of a constant that is copied rather than watched
+#: entries of a constant that is copied rather than watched: copying 4,096 numbers takes 5 µs, about
+#: two calls of torch
+_SMALL = 2**12
 
 
 # --- chain rule ------------------------------------------------------------------------------

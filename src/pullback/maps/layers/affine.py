@@ -38,7 +38,9 @@ from .gram import (
 )
 from .registry import Block, CotangentStructure
 
-_SQUARES = 2**24  # entries of samples' gradients held at once
+#: entries of samples' gradients that are held at once to be squared: 64 MiB in float32, beside
+#: the activations of the whole network
+_SQUARES = 2**24
 
 
 def _sum_outer_products(x: Tensor, longest: int) -> Tensor:

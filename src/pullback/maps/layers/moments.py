@@ -136,7 +136,9 @@ def find_layout(delta: Tensor, chosen: Tensor, features: int) -> SampleLayout | 
     return best
 
 
-_TOGETHER = 2**26  # bytes of inputs that are copied to be multiplied at once
+#: bytes of inputs that are copied to be multiplied at once. The copy lies beside the activations
+#: of the whole network, and 64 MiB are a small share of these.
+_TOGETHER = 2**26
 
 
 @dataclass(frozen=True)
