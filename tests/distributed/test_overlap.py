@@ -236,3 +236,26 @@ def test_metrics_that_relate_samples_are_refused_and_functions_are_not(world: Wo
     for _, error in world.outcomes(built, pb.metrics.Sobolev()):
         assert "relates the samples of a batch" in str(error)
     world.run(built, squares)
+
+
+def count_groups_around(rank: int, size: int) -> list[int]:
+    """Return how many groups there are before training, after it, and after `close`."""
+    net = DistributedDataParallel(model_of("dense"))
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    counts = [len(groups)]
+    opt = kfac_of(net, lr=0.05, statistics_every=1, **OPTIONS["clip"])
+    for number in range(3):
+        x, y = batch(10 * number + rank, 8, "dense")
+        opt.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        opt.step()
+    counts.append(len(groups))
+    opt.close()
+    counts.append(len(groups))
+    return counts
+
+
+def test_close_gives_up_the_group_of_sums(world: World) -> None:
+    for before, during, after in world.run(count_groups_around):
+        assert during == before + 1
+        assert after == before

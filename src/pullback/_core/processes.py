@@ -165,7 +165,7 @@ class Processes:
         """Return a new group of the same processes, or None where it cannot be made.
 
         The order of calls in it does not depend on other groups. All processes of the program take
-        part, so that a group of some of them has no duplicate. It lasts as long as the program.
+        part, so that a group of some of them has no duplicate. It lasts until `destroy`.
         """
         if self.is_single or self.group is None or self.size != dist.get_world_size():
             return None
@@ -174,6 +174,12 @@ class Processes:
         timeout = getattr(options, "_timeout", None)  # None is torch's default
         duplicate: Any = dist.new_group(timeout=timeout, backend=dist.get_backend(group))
         return self.with_group(duplicate)
+
+    def destroy(self) -> None:
+        """Give up a group that `duplicate` has made; all processes call it, and none goes on."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
     # --- tensors --------------------------------------------------------------------------------
 

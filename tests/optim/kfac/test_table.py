@@ -102,6 +102,20 @@ def test_distributed_checkpoints_load_before_the_first_step(
         assert (row.rule, row.block) == (want.rule, want.block)
 
 
+def test_a_loaded_state_tells_the_roles_of_its_table() -> None:
+    """The text of a reason is not saved; the next statistics give it again."""
+    model, opt = build("Conv1D", "eigenbasis")
+    train(model, opt, range(2))
+    resumed, fresh = build("Conv1D", "eigenbasis")
+    resumed.load_state_dict(model.state_dict())
+    fresh.load_state_dict(opt.state_dict())
+    roles = {row.name: row.role.value for row in fresh._assignment.roles.values()}
+    loaded = {row.name: row.reason for row in fresh.coverage()}
+    assert roles.keys() == loaded.keys()
+    for name, reason in loaded.items():
+        assert reason.startswith(f"{roles[name]} by the saved table")
+
+
 def test_the_table_of_another_model_is_refused() -> None:
     model, opt = build("Conv1D", "eigenbasis")
     train(model, opt, range(2))

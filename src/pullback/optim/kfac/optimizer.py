@@ -301,8 +301,13 @@ class KFAC(Optimizer):
         self.close()
 
     def close(self) -> None:
-        """Remove the hooks from the model; the optimizer goes on with what it knows."""
+        """Remove the hooks from the model; the optimizer goes on with what it knows.
+
+        Where several processes train together, all of them call it: the group in which they sum
+        statistics during the backward pass is given up.
+        """
         self._capture.close()
+        self._replicas.close()
         self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -176,6 +176,14 @@ class Replicas:
             self._overlap_group = None
             self._overlaps = False
 
+    def close(self) -> None:
+        """Give up the group of sums that begin ahead; all processes call it."""
+        self._sent = None
+        self._overlaps = False
+        if self._overlap_group is not None:
+            self._overlap_group.destroy()
+            self._overlap_group = None
+
     def sum_statistics(
         self,
         capture: StatisticsCapture,

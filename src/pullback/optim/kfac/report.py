@@ -176,8 +176,10 @@ def _why_others(name: str, facts: CoverageFacts) -> str:
 def _role_reason(name: str, assignment: Assignment) -> str:
     """Return what shows the role of a parameter."""
     role = assignment.roles.get(name)
-    if role is None or not role.reason:
-        return "known from a checkpoint"
+    if role is None:
+        return "no forward pass has shown its role yet"
+    if not role.reason:
+        return f"{role.role.value} by the saved table; the next statistics show how it is used"
     return role.reason
 
 
