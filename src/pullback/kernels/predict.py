@@ -2,7 +2,7 @@ r"""Kernel and Gaussian-process prediction with a tangent kernel.
 
 Training the linearized network by gradient flow on ½·mean(f − y)² from f₀ for a time t gives
 
-    f_t(x*) = f₀(x*) + T (y − f₀(x)),     T = K(x*, x) (K + λ)⁻¹ (1 − e^(−η t (K + λ)/n))
+    f_t(x*) = f₀(x*) + T (y − f₀(x)),     T = K(x*, x) (K + λ)⁻¹ (1 − e^(−t (K + λ)/n))
 
 with n = N·m numbers in the mean; as t → ∞ this is kernel regression. Over an ensemble whose
 initial functions are a Gaussian process with mean zero and covariance K₀, and targets with noise of
@@ -56,7 +56,6 @@ def predict(
     x_test: Any,
     *,
     t: float | None = None,
-    lr: float = 1.0,
     f0: Callable[[Any], Tensor] | None = None,
     diag_reg: float | Relative = 0.0,
     covariance: bool = False,
@@ -71,8 +70,8 @@ def predict(
         x: training inputs.
         y: targets (N, *event).
         x_test: where to predict.
-        t: training time; None for the end of training.
-        lr: η.
+        t: training time, which is lr times the number of steps of gradient descent; None for the
+            end of training.
         f0: the initial function, for one network (the model itself); None for zero, the mean of an
             ensemble.
         diag_reg: λ added to the diagonal, absolute; `Relative(c)` is c times the mean diagonal.
@@ -92,7 +91,7 @@ def predict(
     _check_fit(k, across, targets)
     targets = targets.to(k)
     reg = _choose_regularization(diag_reg, k)
-    time = _choose_time(t, lr, reduction, targets.numel())
+    time = _choose_time(t, reduction, targets.numel())
     response = _response(k, across, reg, time)
     if f0 is None:
         mean = (response @ targets.flatten()).view(-1, m)
@@ -114,16 +113,15 @@ def _choose_regularization(diag_reg: float | Relative, k: Tensor) -> float:
     return float(diag_reg)
 
 
-def _choose_time(t: float | None, lr: float, reduction: str, count: int) -> float | None:
-    """Return η t/n, by which eigenvalues are multiplied; None for the end of training."""
+def _choose_time(t: float | None, reduction: str, count: int) -> float | None:
+    """Return t/n, or t for a sum: the factor of eigenvalues; None for the end of training."""
     refuse_unknown("reduction", reduction, ("mean", "sum"))
-    require_number("lr", lr, positive=True)
     if t is None or t == inf:
         return None
     require_number("t", t)
     if reduction == "mean":
-        return lr / count * t
-    return lr * t
+        return t / count
+    return t
 
 
 def _evaluate_initial(f0: Callable[[Any], Tensor], points: Any, kernel: Tensor, m: int) -> Tensor:
