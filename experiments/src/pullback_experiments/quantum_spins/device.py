@@ -424,7 +424,7 @@ class StepComparison:
     library: Measured
     stored: Measured
 
-    def summarize(self, exact: Tensor) -> dict[str, float]:
+    def summarize(self, exact: Tensor) -> dict[str, float | None]:
         """Return seconds, bytes, their ratios, and relative errors of both directions."""
         return {
             "structured_seconds": self.library.seconds,
@@ -438,10 +438,10 @@ class StepComparison:
         }
 
 
-def measure_difference(direction: Tensor, exact: Tensor) -> float:
-    """Return |x − exact| / |exact|; infinite for a direction that could not be computed."""
+def measure_difference(direction: Tensor, exact: Tensor) -> float | None:
+    """Return |x − exact| / |exact|; None for a direction that could not be computed."""
     if not direction.numel():
-        return math.inf
+        return None
     return float((direction.to(exact) - exact).norm() / exact.norm())
 
 
