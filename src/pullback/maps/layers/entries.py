@@ -11,7 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParameterEntries:
-    """Entry i of a tensor is entry `offset` + Σ stride·i of the flattened parameter."""
+    """Entry i of a tensor is entry `offset` + Σ stride·i of the flattened parameter.
+
+    Strides cost nothing at every forward pass, and products need them. They describe views only;
+    a walk through a graph, once per model, also follows flips, repetitions and selections, and
+    keeps the coordinates of every entry (`symmetry.graph.values.ParameterCoordinates`).
+    """
 
     parameter: Tensor
     size: tuple[int, ...]

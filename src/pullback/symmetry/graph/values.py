@@ -65,6 +65,10 @@ class Activation:
 class ParameterCoordinates:
     """A tensor whose entries are entries of one parameter: their coordinates in it.
 
+    They follow any operation that moves entries. Comparing them takes 33 ms for a matrix of 4096
+    rows and columns, too long for every forward pass: there `maps` keeps strides
+    (`ParameterEntries`).
+
     Attributes:
         name: the parameter.
         sizes: the parameter's shape.
