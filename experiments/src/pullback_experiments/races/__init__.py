@@ -29,7 +29,6 @@ __all__ = ["EXPERIMENTS", "BracketedRace", "Race"]
 
 #: the default rate of KFAC
 _DEFAULT_RATE = 6e-3
-_FIRST = (0,)
 _TWO = (0, 1)
 _THREE = (0, 1, 2)
 
@@ -40,11 +39,6 @@ TEXT = {
     "muon-0.9": Entrant((8e-3,)),
     "adamw": Entrant((1e-3,)),
     "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
-    "normuon": Entrant((4e-3,), seeds=_FIRST, pace_of="normuon-0.9"),
-    "muon": Entrant((4e-3,), seeds=_FIRST, pace_of="muon-0.9"),
-    "kfac-tuned": Entrant((_DEFAULT_RATE,), seeds=_FIRST, pace_of="kfac"),
-    "kfac-every-5": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO),
-    "kfac-rest-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
 }
 LARGE = {
     "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
@@ -74,8 +68,8 @@ EXPERIMENTS = (
     BracketedRace(
         name="race-text",
         figure="a decoder of 10.9M parameters",
-        claim="KFAC(model) at its default rate ends below NorMuon, Muon, SOAP and AdamW on text, "
-        "and is where NorMuon ends in fewer steps and less time",
+        claim="KFAC(model) at its default rate ends below NorMuon, Muon, SOAP and AdamW on text; "
+        "it is where NorMuon and Muon end in fewer steps, but not in 0.85 of them or in less time",
         about=_ABOUT,
         tasks=("text",),
         quick_tasks=("text-quick",),
@@ -89,6 +83,12 @@ EXPERIMENTS = (
             Lead("muon-0.9", below=0.01, steps=0.85, seconds=1.0),
             Lead("soap", below=0.01, steps=0.85, seconds=1.0),
             Lead("adamw", steps=0.5, seconds=0.7),
+        ),
+        expected_outcomes=(
+            *(True, False, False),  # NorMuon
+            *(True, False, False),  # Muon
+            *(True, True, True),  # SOAP
+            *(True, True),  # AdamW
         ),
     ),
     BracketedRace(

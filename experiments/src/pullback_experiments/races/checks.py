@@ -158,10 +158,7 @@ _NAMES = {
     "kfac-eigenbasis": "K-FAC, eigenbasis",
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
-    "kfac-tuned": "K-FAC, rate searched",
     "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
-    "kfac-rest-0.99": "K-FAC, AdamW's squares by 0.99",
-    "kfac-every-5": "K-FAC, refreshed every 5 steps",
 }
 
 

@@ -117,16 +117,13 @@ def _make_kfac(
 ) -> Optimizer:
     """KFAC by a rule, whose own settings begin with `rule_`.
 
-    `rest` is the share of the rate for parameters that follow AdamW, `rest_beta2` what their
-    squares are remembered by, `damping` the rule's own.
+    `rest` is the share of the rate for parameters that follow AdamW, `damping` the rule's own.
     """
     chosen: dict[str, Any] = {}
     rule_options: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rest":
             chosen["others"] = AdamW(rate=value)
-        elif name == "rest_beta2":
-            chosen["others"] = AdamW((0.9, value), rate=0.5)
         elif name == "damping" or name.startswith("rule_"):
             chosen[name.removeprefix("rule_")] = value
         else:
@@ -161,10 +158,7 @@ OPTIMIZERS: dict[str, Build] = {
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
-    "kfac-tuned": default,
     "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
-    "kfac-rest-0.99": _preset(spectral, rest_beta2=0.99),
-    "kfac-every-5": _preset(default, statistics_every=5, invert_every=5),
 }
 
 
