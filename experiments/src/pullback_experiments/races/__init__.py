@@ -94,8 +94,8 @@ EXPERIMENTS = (
     BracketedRace(
         name="race-text-large",
         figure="a decoder of 85.7M parameters",
-        claim="KFAC(model) at its default rate is where NorMuon and Muon end on text in 0.85 of "
-        "their steps and in less time",
+        claim="not finished: is KFAC(model) at its default rate where NorMuon and Muon end in 0.85 "
+        "of their steps and in less time?",
         about=_ABOUT,
         tasks=("text-large",),
         quick_tasks=("text-quick",),
