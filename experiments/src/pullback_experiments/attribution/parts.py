@@ -24,6 +24,7 @@ class Sizes:
         sequences, length, text_queries: of the GPT-2 timing.
         decoder: words, width, layers and heads of that decoder.
         subsets, tuning: halves retrained for the score, and for the choice of settings.
+        recipes: how many ways of training ResNet-9 are tried.
         rounds, tuning_rounds: how many networks are trained on each half at most, and on each half
             for the choice of settings.
         side_by_side: how many of them train at the same time on a GPU.
@@ -45,6 +46,7 @@ class Sizes:
     decoder: tuple[int, int, int, int] = (50_257, 768, 12, 12)
     subsets: int = 50
     tuning: int = 16
+    recipes: int = 4
     rounds: int = 60
     tuning_rounds: int = 4
     side_by_side: int = 4
@@ -75,6 +77,7 @@ TINY = Sizes(
     decoder=(50, 16, 2, 2),
     subsets=4,
     tuning=2,
+    recipes=1,
     rounds=2,
     tuning_rounds=1,
     images=200,

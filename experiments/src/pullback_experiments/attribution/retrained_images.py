@@ -153,7 +153,7 @@ def run_pilots(images: TwoClasses, tuning: Tensor, context: PartContext) -> Pilo
     """Return the recipe with the best score on the halves for tuning, of those that predict."""
     pilots: list[Pilot] = []
     limit = _LIMITS.pilot_share * (context.record.seconds + context.record.seconds_left)
-    for name in RECIPES:
+    for name in list(RECIPES)[: context.sizes.recipes]:
         if pilots and context.record.seconds > limit:
             break
         pilots.append(run_pilot(name, images, tuning, context))
