@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pullback.maps.layers import conv, find_layer
 from pullback.maps.layers import patches as module_under_test
 from pullback.maps.layers.moments import Sharing
+from pullback.maps.layers.patch_correlation import can_correlate, correlate_patches
 from pullback.maps.layers.patches import (
     compute_channel_moment,
     compute_channel_moments,
@@ -209,3 +210,46 @@ def test_all_inputs_of_a_network(monkeypatch: pytest.MonkeyPatch, batch_size: in
             assert moments_of_use.positions == want.positions
             if module.bias is not None:
                 torch.testing.assert_close(moments_of_use.first, want.first)
+
+
+@pytest.mark.parametrize("size", [(5, 5), (4, 7), (6, 4)])
+def test_a_correlation_has_the_moments_of_patches(size: tuple[int, int]) -> None:
+    """Square images and others, of which edges and corners are taken off once."""
+    module = nn.Conv2d(3, 2, 3, padding=1, dtype=DOUBLE)
+    inputs = [torch.randn(2, 3, *size, dtype=DOUBLE) for _ in range(2)]
+    assert all(can_correlate(module, x) for x in inputs)
+    moments = correlate_patches(inputs)
+    for x, moment in zip(inputs, moments, strict=True):
+        patches = unfold_patches(module, x).flatten(0, -2)
+        torch.testing.assert_close(moment, patches.mT @ patches, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv2d(3, 2, 3),
+        nn.Conv2d(3, 2, 3, padding=1, stride=2),
+        nn.Conv2d(3, 2, 3, padding=2, dilation=2),
+        nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(3, 3, 3, padding=1, groups=3),
+        nn.Conv2d(3, 2, 5, padding=2),
+    ],
+    ids=str,
+)
+def test_other_convolutions_are_not_correlated(module: nn.Module) -> None:
+    assert not can_correlate(module, torch.randn(2, 3, 6, 6))
+
+
+def test_uses_of_one_shape_are_correlated_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, on a CPU: with and without a bias, as one by one."""
+    modules = [nn.Conv2d(3, 2, 3, padding=1, dtype=DOUBLE, bias=bias) for bias in (True, False)]
+    uses = [LayerInput(m, torch.randn(2, 3, 5, 6, dtype=DOUBLE), None) for m in modules]
+    layer = find_layer(modules[0])
+    sharing = Sharing()
+    one_by_one = [layer.input_moments(use.module, use.input, sharing, None) for use in uses]
+    monkeypatch.setattr(conv, "_find_stacked_method", lambda *_: conv._CORRELATION)
+    together = layer.input_moments_of_uses(uses, sharing)
+    for single, moments in zip(one_by_one, together, strict=True):
+        torch.testing.assert_close(moments.second, single.second, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(moments.first, single.first, rtol=1e-10, atol=1e-10)
+        assert moments.positions == single.positions

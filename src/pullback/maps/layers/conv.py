@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,6 +18,7 @@ from .moments import (
     compute_shared_second_moment,
     find_kept_or_reached_positions,
 )
+from .patch_correlation import can_correlate, correlate_patches, count_correlation_bytes
 from .patches import (
     apply_to_images,
     compute_channel_moment,
@@ -88,16 +89,19 @@ class Conv(Layer):
         return Moments(*compute_patch_moment(module, x), keep.sum() * positions)
 
     def input_moments_of_uses(self, uses: Sequence[LayerInput], sharing: Sharing) -> list[Moments]:
-        """The moments of several uses; pointwise ones of one shape are formed together."""
+        """The moments of several uses; some kinds of one shape are formed together."""
         by_use: dict[int, Moments] = {}
-        pointwise_uses: dict[Any, list[int]] = {}
+        stacks: dict[Any, list[int]] = {}
         for i, (module, x, keep) in enumerate(uses):
-            if keep is None and _is_pointwise(module, x, sharing):
-                pointwise_uses.setdefault((x.shape, x.dtype, x.device), []).append(i)
+            method = None
+            if keep is None:
+                method = _find_stacked_method(module, x, sharing)
+            if method is not None:
+                stacks.setdefault((method, x.shape, x.dtype, x.device), []).append(i)
             else:  # these need the most memory, and come while few moments are there
                 by_use[i] = self.input_moments(module, x, sharing, keep)
-        for indices in pointwise_uses.values():
-            _add_pointwise(by_use, uses, indices)
+        for (method, *_), indices in stacks.items():
+            _add_stacked(by_use, uses, indices, method)
         return [by_use[i] for i in range(len(uses))]
 
     def output_moment(self, module: Any, x: Tensor, delta: Tensor, sharing: Sharing) -> Tensor:
@@ -108,16 +112,45 @@ class Conv(Layer):
         return compute_shared_second_moment(list_channels(module, delta), sharing)
 
 
-def _add_pointwise(
-    by_use: dict[int, Moments], uses: Sequence[LayerInput], indices: list[int]
+@dataclass(frozen=True)
+class _StackedMethod:
+    """How moments of several inputs of one shape are formed together."""
+
+    #: Σ a aᵀ (K, I, I) of K inputs
+    compute: Callable[[Sequence[Tensor]], Tensor]
+    #: bytes that it takes for one input
+    count_bytes: Callable[[Tensor], int]
+
+
+_CHANNELS = _StackedMethod(compute_channel_moments, count_channel_bytes)
+_CORRELATION = _StackedMethod(correlate_patches, count_correlation_bytes)
+
+
+def _find_stacked_method(module: Any, x: Tensor, sharing: Sharing) -> _StackedMethod | None:
+    """Return how the moments of several such inputs are formed at once; None if one by one."""
+    if sharing.reduce or module.groups > 1:
+        return None
+    # on a CPU a correlation is no faster, and its sums are less exact
+    if x.is_cuda and 9 * x.shape[1] <= sharing.longest and can_correlate(module, x):
+        return _CORRELATION
+    if x.shape[1] <= sharing.longest and is_pointwise(module, x):
+        return _CHANNELS
+    return None
+
+
+def _add_stacked(
+    by_use: dict[int, Moments],
+    uses: Sequence[LayerInput],
+    indices: list[int],
+    method: _StackedMethod,
 ) -> None:
-    """Add the moments of pointwise convolutions whose inputs have one shape, some at a time."""
+    """Add the moments of convolutions whose inputs have one shape, some at a time."""
     first_input = uses[indices[0]].input
-    step = max(1, _MEMORY.moments // count_channel_bytes(first_input))
+    step = max(1, _MEMORY.moments // method.count_bytes(first_input))
     positions = first_input.shape[0] * prod(first_input.shape[2:])
     for start in range(0, len(indices), step):
         batch = indices[start : start + step]
-        second = compute_channel_moments([uses[i].input for i in batch])
+        second = method.compute([uses[i].input for i in batch])
         for i, moment in zip(batch, second.split(1), strict=True):
             module, x, _ = uses[i]
             by_use[i] = Moments(moment, compute_first_moment(module, x, moment), positions)
@@ -142,13 +175,6 @@ def _gather_moments(module: Any, x: Tensor, sharing: Sharing, keep: Tensor | Non
             total = total + share
     assert total is not None
     return total
-
-
-def _is_pointwise(module: Any, x: Tensor, sharing: Sharing) -> bool:
-    """Return True if patches are single pixels and their second moment is a full matrix."""
-    if sharing.reduce or module.groups > 1 or x.shape[1] > sharing.longest:
-        return False
-    return is_pointwise(module, x)
 
 
 def compute_output_sizes(module: Any, x: Tensor) -> list[int]:
