@@ -41,6 +41,21 @@ def test_pinn_from_scratch() -> None:
     assert run("pinn_from_scratch", steps=40) < 1e-3
 
 
+@pytest.mark.slow
+def test_blow_up() -> None:
+    assert run("blow_up", steps=120) < 1e-4
+
+
+@pytest.mark.slow
+def test_boundary_layer() -> None:
+    assert run("boundary_layer", steps=30) < 1e-6
+
+
+@pytest.mark.slow
+def test_corner() -> None:
+    assert run("corner", steps=25, points=200) < 1e-2
+
+
 def test_deepxde_poisson() -> None:
     pytest.importorskip("deepxde", reason="DeepXDE is not installed")
     assert run("deepxde_poisson") < 1e-4
