@@ -34,7 +34,8 @@ def main(steps: int = 200, width: int = 20) -> float:
         [
             pde.Equation(profile),
             pde.Equation(third_derivative, on=near, weight=1e-4, name="smooth"),
-            pde.Equation(lambda u: u.y + 1, on=center, weight=100, name="slope"),
+            pde.Equation(third_derivative, on=center, name="cubic"),
+            pde.Equation(lambda u: u.y + 1, on=center, weight=1e4, name="slope"),
             pde.Dirichlet(1.0, on=line.face("y", "low"), weight=100),
         ],
         unknowns={"lam": 0.4},

@@ -1,4 +1,4 @@
-"""What the programs of the PDE gallery found, and how others fared on four of them."""
+"""What the programs of the PDE gallery found, and how others fared on five of them."""
 
 from __future__ import annotations
 
