@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from pullback import pde
 from pullback.pde.runs.perturbation import enlarge_outputs, reinitialize
+from pullback.pde.runs.run import Run
+from pullback.pde.runs.settings import Limits, MethodOptions, SamplingOptions, Settings
 from pullback.pde.runs.strategy import CANDIDATES
 from pullback.pde.runs.time_windows import OrdinaryWindows, can_march, find_time_windows
 
@@ -71,6 +73,29 @@ def test_another_network_is_tried_if_the_first_one_creeps() -> None:
     others = [words.split(" (")[0] for words in tried]
     assert set(others) <= {"the given network", *(c.words for c in CANDIDATES)}
     assert solution.history.seconds[0] > 0
+
+
+def test_looks_do_not_change_a_run_that_starts_anew() -> None:
+    limits = Limits(steps=120, tol=None, patience=12, budget=None)
+    settings = Settings(
+        sampling=SamplingOptions(points=30, sampler=None, seed=0, resample=None, refine="auto"),
+        method=MethodOptions(solver=None, step=None, gram="auto", memory=2**32, optimizer=None),
+        limits=limits,
+        causal=False,
+        measure=10,
+        callbacks=(),
+        device=None,
+        progress=False,
+        group=None,
+    )
+    whole = Run(poisson(), pde.mlp(1, 3, 1, seed=0), settings)
+    looked_at = Run(poisson(), pde.mlp(1, 3, 1, seed=0), settings)
+    whole.advance()
+    for look in range(1, 13):
+        looked_at.advance(look / 12)
+    assert whole.history.restarted
+    assert looked_at.history.restarted == whole.history.restarted
+    assert looked_at.history.loss == whole.history.loss
 
 
 def test_without_patience_there_is_one_network_alone() -> None:

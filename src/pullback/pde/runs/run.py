@@ -61,6 +61,8 @@ class RunThresholds:
 
 
 THRESHOLDS = RunThresholds()
+#: reasons for which a call ends, but not the run: it goes on if it is given more
+_LIMITS = frozenset({StopReason.ALL_STEPS, StopReason.BUDGET_SPENT})
 
 
 class Run:
@@ -210,7 +212,8 @@ class Run:
         stop, interruption = self._take_steps(announce=is_first_call)
         if stop.reason is StopReason.SIGNAL:
             interruption.end()
-        verdict = self._judge(stop)
+        is_paused = share < 1 and stop.reason in _LIMITS
+        verdict = self._judge(stop, is_paused=is_paused)
         is_early_look = share < 1 and stop.reason is not StopReason.BUDGET_SPENT
         if is_early_look and self.early_residual is None:
             self.early_residual = verdict.relative
@@ -341,14 +344,17 @@ class Run:
                 stacklevel=6,
             )
 
-    def _judge(self, stop: Stop) -> PDEVerdict:
-        """Return the verdict on the best parameters, which the network then has."""
+    def _judge(self, stop: Stop, *, is_paused: bool) -> PDEVerdict:
+        """Return the verdict on the best parameters, which the network then has.
+
+        A run that pauses keeps its present ones: it may be in the middle of another try.
+        """
         pace = self._measure_pace()
-        if self._course.restarts.return_to_best():
+        if not is_paused and self._course.restarts.return_to_best():
             self.history.forget(len(self.history))
             self._record_error()
             pace = 0.0  # that of a try which was not the best
-            if stop.reason in {StopReason.ALL_STEPS, StopReason.BUDGET_SPENT}:
+            if stop.reason in _LIMITS:
                 self._is_stuck = True
         if not self._collocation.is_least_squares:
             return PDEVerdict(stop, self._is_stuck, math.nan, math.nan, math.nan)

@@ -145,10 +145,16 @@ class Attempt:
         """Return True if residuals are large, and would stay so in the steps that are left."""
         if self.is_slow or self.get_solution().verdict.stop.is_requested:
             return False
-        if self.residual <= THRESHOLDS.promising_residual:
+        if self._is_beginning_anew or self.residual <= THRESHOLDS.promising_residual:
             return False
         remaining = (1 - self._measure_pace()) ** (self.run.steps_left / 2)  # the loss is a square
         return remaining > THRESHOLDS.creeping_ratio
+
+    @property
+    def _is_beginning_anew(self) -> bool:
+        """Return True if the run started anew by itself, too few steps ago to have a pace."""
+        restarted = self.run.history.restarted
+        return bool(restarted) and len(self.run.history) - restarted[-1] < THRESHOLDS.pace_steps
 
     def _measure_pace(self) -> float:
         """Return the share by which the loss at fresh points fell in each of the last steps.
@@ -157,8 +163,11 @@ class Attempt:
         """
         history = self.run.history
         last = len(history.validated) - 1
+        begin = max(history.restarted, default=0)
         for number in reversed(range(last)):
             steps = history.validated[last] - history.validated[number]
+            if history.validated[number] <= begin:
+                break
             if steps >= THRESHOLDS.pace_steps and history.fresh_loss[number] > 0:
                 ratio = history.fresh_loss[last] / history.fresh_loss[number]
                 return 1 - max(0.0, ratio) ** (1 / steps)
