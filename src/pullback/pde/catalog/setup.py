@@ -85,10 +85,11 @@ def separable(
     problem: Ready, *, rank: int = 0, width: int, pairs: int = 0, **options: Any
 ) -> Setup:
     """Return a set-up of a separable network of coordinates from −1 to 1."""
-    sizes = {"rank": rank, "width": width, "pairs": pairs}
 
     def network(seed: int) -> nn.Module:
-        return Rescaled(Separable(problem.domain.dim, **sizes, seed=seed), problem.domain)
+        dim = problem.domain.dim
+        inner = Separable(dim, rank=rank, width=width, pairs=pairs, seed=seed)
+        return Rescaled(inner, problem.domain)
 
     return Setup(problem, network, options)
 
