@@ -170,6 +170,10 @@ def test_sources_of_linear_steady_problems_give_units(source: float) -> None:
     assert float(units) == pytest.approx(source)
 
 
+def test_an_oscillating_source_gives_no_units() -> None:
+    assert choose_units(pde.Multiscale(50)).tolist() == [1.0]
+
+
 def test_small_data_of_what_may_grow_give_no_units() -> None:
     def slope(u: Any) -> Any:
         return u.t - u * (1 - u)

@@ -45,19 +45,32 @@ def count_saved_bytes(map: OperatorMap, params: Mapping[str, Tensor]) -> int:
     x = map.x[:, :samples]
     probe = OperatorMap(map.network, x, map.scheme, _read_all_channels, torch.ones_like(x[0, :, 0]))
     leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-    parameter_addresses = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
+    with torch.no_grad():
+        probe(leaves)  # shows whether derivatives are nested
+    if not probe.nested_because:
+        return _count_graph_bytes(probe, leaves) // samples
+    # torch.func refuses hooks. Each order of nested derivatives saves the graph before it again
+    graphs = len(map.scheme) * 2**map.scheme.order
+    points = x.flatten(0, 1)
+    value_bytes = _count_graph_bytes(lambda leaves: map.network(dict(leaves), points), leaves)
+    return graphs * value_bytes // samples
+
+
+def _count_graph_bytes(function: Callable[[Any], Any], leaves: Mapping[str, Tensor]) -> int:
+    """Return the bytes that the graph of a function of the leaves saves, without the leaves."""
+    leaf_addresses = {leaf.untyped_storage().data_ptr() for leaf in leaves.values()}
     saved: dict[int, Tensor] = {}
 
     def save(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
-        if address not in parameter_addresses:
+        if address not in leaf_addresses:
             saved[address] = tensor
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
     with hooks, torch.enable_grad():
-        probe(leaves)
-    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) // samples
+        function(leaves)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def _read_all_channels(channels: Any, params: dict[str, Tensor]) -> Tensor:

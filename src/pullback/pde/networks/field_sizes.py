@@ -25,6 +25,9 @@ class SizeThresholds:
     #: fields of up to this size, or down to its inverse, need no units: networks begin with values
     #: of about 1. Without units u_t + u_x = 4u up to 3000 creeps at an error of 0.99
     usual: float = 30.0
+    #: a source whose mean is a smaller share of its largest value oscillates: the solution is then
+    #: far below what the source would give at the lowest wave number (Multiscale: 250 for 1)
+    least_mean: float = 0.1
 
 
 THRESHOLDS = SizeThresholds()
@@ -50,12 +53,21 @@ def choose_units(problem: Problem) -> Tensor:
     for a single field of a linear problem without time alone.
     """
     sizes = _measure_all_prescribed(problem)
-    smallest = 0.0
     if len(sizes) == 1 and _is_steady(problem) and is_linear(problem):
-        smallest = 1 / THRESHOLDS.usual
-        sizes[0] = max(float(sizes[0]), _measure_response(problem))
-    is_unusual = (sizes > THRESHOLDS.usual) | ((sizes > 0) & (sizes < smallest))
-    return torch.where(is_unusual, sizes, 1.0)
+        return torch.tensor([_choose_linear_unit(problem, float(sizes[0]))], dtype=sizes.dtype)
+    return torch.where(sizes > THRESHOLDS.usual, sizes, 1.0)
+
+
+def _choose_linear_unit(problem: Problem, prescribed: float) -> float:
+    """Return the unit of a field whose boundary values are at most `prescribed`."""
+    response = _measure_response(problem)
+    largest = max(prescribed, response.at_most)
+    if 0 < largest < 1 / THRESHOLDS.usual:
+        return largest
+    least = max(prescribed, response.at_least)
+    if least > THRESHOLDS.usual:
+        return least
+    return 1.0
 
 
 def _is_steady(problem: Problem) -> bool:
@@ -99,14 +111,24 @@ def _measure_prescribed(problem: Problem, condition: Condition) -> Tensor:
     return sizes
 
 
-def _measure_response(problem: Problem) -> float:
-    """Return max|f| / Σ max|a_α| κ^α, the size of a solution of Σ a_α ∂^α u = f.
+@dataclass(frozen=True)
+class Response:
+    """Bounds of the size of a solution without boundary values; a rough lower one."""
 
-    κ = π/L is the wave number of an arch across the domain. Of several equations the largest.
+    at_least: float
+    at_most: float
+
+
+def _measure_response(problem: Problem) -> Response:
+    """Return |f| / Σ max|a_α| κ^α, the size of a solution of Σ a_α ∂^α u = f.
+
+    κ = π/L is the wave number of an arch across the domain. |f| is the largest value; for the lower
+    bound it is zero if f oscillates. Of several equations the largest.
     """
     lengths = problem.domain.high - problem.domain.low
     wavenumbers = (math.pi / lengths).tolist()
-    largest = 0.0
+    at_least = 0.0
+    at_most = 0.0
     for equation in problem.conditions:
         if not equation.is_equation or equation.on is not None:
             continue
@@ -117,6 +139,10 @@ def _measure_response(problem: Problem) -> float:
             if index is not None:
                 factor = math.prod(wavenumbers[axis] for axis in index)
             slope += factor * float(coefficient.abs().max())
-        if slope:
-            largest = max(largest, float(linear.values.abs().max()) / slope)
-    return largest
+        if not slope:
+            continue
+        largest = float(linear.values.abs().max())
+        at_most = max(at_most, largest / slope)
+        if float(linear.values.mean().abs()) >= THRESHOLDS.least_mean * largest:
+            at_least = max(at_least, largest / slope)
+    return Response(at_least, at_most)
