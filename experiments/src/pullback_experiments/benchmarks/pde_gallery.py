@@ -46,7 +46,15 @@ PAGE = REPOSITORY / "docs" / "pde-gallery.md"
 RECORD = RESULTS / "pde-gallery.json"
 FIGURE = REPOSITORY / "docs" / "figures" / "pde-gallery.png"
 PANELS = RECORD.with_suffix(".arrays")
-RACE = ("minimal-surface", "elasticity", "wave", "fokkerplanck", "operator")
+RACE = (
+    "minimal-surface",
+    "elasticity",
+    "wave",
+    "fokkerplanck",
+    "operator",
+    "helmholtz",
+    "reaction-and-diffusion",
+)
 _PART = re.compile(r"^### (?P<title>.+?)$.*?^```python\n(?P<code>.*?)^```$", re.M | re.S)
 Field = Callable[[Tensor], Tensor]
 _TRUE = {"eigenvalue": {"lam": 2 * math.pi**2}, "unknown-coefficient": {"k": 0.2}}

@@ -91,7 +91,7 @@ class QuasiNewton(Experiment):
     about: str = "The same network, points, seed and CPU seconds for all methods, on one thread."
     problems: Sequence[str] = tuple(SETUPS)
     quick_problems: Sequence[str] = ("poisson2d",)
-    seconds: float = 20.0
+    seconds: float = 60.0
     quick_seconds: float = 5.0
     seeds: Sequence[int] = (13, 14, 15)
     open_parts: frozenset[str] = frozenset({"problems"})
