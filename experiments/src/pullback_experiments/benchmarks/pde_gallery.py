@@ -1,4 +1,4 @@
-"""The programs of docs/pde-gallery.md, run as they stand there; five of them beside other methods.
+"""The programs of docs/pde-gallery.md, run as they stand there; seven of them beside other methods.
 
     pullback bench pde-gallery [--only NAME ...] [--race NAME ...] [--seconds 15]
     pullback bench pde-gallery --draw    # the picture again, from the record
