@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import pullback as pb
 from pullback import PullbackError
@@ -318,3 +319,116 @@ def test_a_batch_of_another_shape() -> None:
     curvature = fit(case)
     with pytest.raises(RuntimeError, match="shape"):
         pb.curvature.influence(curvature, (torch.ones(2, 7), case.targets[:2]), case.data)
+
+
+SHUFFLED = {
+    "training": lambda curvature, data, loader: pb.curvature.top_k(curvature, data, loader, 2),
+    "queries": lambda curvature, data, loader: pb.curvature.influence(curvature, loader, data),
+    "self": lambda curvature, data, loader: pb.curvature.self_influence(curvature, loader),
+    "tokens": lambda curvature, data, loader: pb.curvature.influence_by_token(
+        curvature, data, loader
+    ),
+    "exact": lambda curvature, data, loader: pb.curvature.exact_influence(
+        curvature, data, loader, damping=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("score", SHUFFLED.values(), ids=SHUFFLED.keys())
+def test_scores_of_a_shuffled_loader(score) -> None:
+    case = make_case("mlp")
+    loader = DataLoader(TensorDataset(*case.data), 3, shuffle=True)
+    curvature = fit(case, loader)  # a mean has no order
+    with pytest.raises(PullbackError, match="The loader is shuffled"):
+        score(curvature, case.data, loader)
+
+
+def test_a_checkpoint_of_a_shuffled_loader(tmp_path: Path) -> None:
+    case = make_case("mlp")
+    loader = DataLoader(TensorDataset(*case.data), 3, shuffle=True)
+    with pytest.raises(PullbackError, match="count some samples twice"):
+        fit(case, loader, checkpoint=tmp_path / "fit.pt")
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (8, 1, 1), (1, 1)])
+@pytest.mark.parametrize("kind", ["Gaussian", "MSE", "Poisson"])
+def test_regression_targets_that_would_be_broadcast(kind: str, shape: tuple[int, ...]) -> None:
+    model = nn.Linear(4, 1)
+    batch = (torch.randn(8, 4), torch.ones(shape))
+    likelihood = getattr(pb.likelihoods, kind)()
+    with pytest.raises(PullbackError, match="do not fit the model's outputs"):
+        pb.curvature.fit(model, [batch], likelihood=likelihood)
+
+
+def test_whole_numbers_as_regression_targets() -> None:
+    model = nn.Linear(4, 1)
+    x = torch.randn(8, 4)
+    with pytest.raises(PullbackError, match=r"targets \(8,\) of torch.int64"):
+        pb.curvature.fit(model, (x, torch.arange(8)), likelihood=pb.likelihoods.Gaussian())
+    column = torch.arange(8)[:, None]
+    curvature = pb.curvature.fit(model, (x, column), likelihood=pb.likelihoods.Gaussian())
+    prediction = pb.curvature.laplace(curvature)(x)
+    for targets in (torch.ones(8, 2), torch.ones(1, 1), torch.ones(3)):
+        with pytest.raises(PullbackError, match="do not fit the model's outputs"):
+            prediction.log_likelihood(targets)
+
+
+def test_functional_dropout_that_is_switched_on_after_the_fit() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return nn.functional.dropout(super().forward(input), 0.5, self.training)
+
+    model = Noisy(4, 3).eval()
+    data = (torch.randn(16, 4), torch.arange(16) % 3)
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+    model.train()
+    with pytest.raises(PullbackError, match="not deterministic"):
+        pb.curvature.influence(curvature, data, data)
+    with pytest.raises(PullbackError, match="not deterministic"):
+        pb.curvature.laplace(curvature)(data[0])
+
+
+def test_a_model_of_another_precision(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3, dtype=torch.float32)
+    data = (torch.randn(16, 4, dtype=torch.float32), torch.arange(16) % 3)
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Categorical())
+    curvature.save(tmp_path / "curvature.pt")
+    model.double()
+    with pytest.raises(PullbackError, match="another precision"):
+        pb.curvature.self_influence(curvature, (data[0].double(), data[1]))
+    with pytest.raises(PullbackError, match="another precision"):
+        pb.curvature.load(tmp_path / "curvature.pt", model)
+
+
+@pytest.mark.parametrize("contents", ["dictionary", "text", "nothing"])
+def test_a_file_that_is_no_curvature(contents: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    if contents == "dictionary":
+        torch.save({"weight": torch.ones(2)}, path)
+    else:
+        path.write_bytes(b"hello" if contents == "text" else b"")
+    with pytest.raises(PullbackError, match="not a curvature"):
+        pb.curvature.load(path, nn.Linear(4, 3))
+
+
+def test_a_regression_without_residuals() -> None:
+    model = nn.Linear(4, 1)
+    x = torch.randn(8, 4)
+    data = (x, model(x).detach())
+    curvature = pb.curvature.fit(model, data, likelihood=pb.likelihoods.Gaussian())
+    with pytest.raises(PullbackError, match="noise cannot be estimated"):
+        pb.curvature.laplace(curvature)
+    assert pb.curvature.laplace(curvature, noise=0.1).noise == pytest.approx(0.1)
+
+
+def test_probabilities_of_no_draws() -> None:
+    case = make_case("mlp")
+    prediction = pb.curvature.laplace(fit(case))(case.data[0])
+    with pytest.raises(PullbackError, match="number of draws"):
+        prediction.probabilities(draws=0)
+
+
+def test_printed_objects_are_short() -> None:
+    curvature = fit(make_case("mlp"))
+    assert repr(curvature).startswith("Curvature('ekfac' of ")
+    assert len(repr(pb.curvature.laplace(curvature))) < 300

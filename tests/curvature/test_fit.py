@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pullback as pb
 from pullback._core.errors import PullbackError
@@ -239,3 +240,18 @@ def test_factors_that_are_not_there_are_refused() -> None:
     curvature = replace(curvature, blocks=())
     with pytest.raises(PullbackError, match="no Kronecker factors"):
         curvature.factors("0.weight")
+
+
+def test_mappings_that_are_no_dicts() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = Named(4, 3)
+    x = torch.randn(300, 4)  # more than one batch
+    data = (UserDict(x=x), torch.arange(300) % 3)
+    options = {"likelihood": pb.likelihoods.Categorical(), "structure": "exact"}
+    curvature = pb.curvature.fit(model, data, **options)
+    reference = pb.curvature.fit(model, (x, data[1]), **options)
+    torch.testing.assert_close(curvature.logdet(0.1), reference.logdet(0.1))
+    assert pb.curvature.laplace(curvature)(data[0]).mean.shape == (300, 3)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from .._core.errors import PullbackError, reraise_fatal
-from ..likelihoods import Likelihood
+from ..likelihoods import MSE, Gaussian, Likelihood, Poisson
 
 _PAIR = "Yield (inputs, targets): a tensor, a tuple of arguments or a mapping, and the targets"
 
@@ -54,6 +55,20 @@ def refuse_no_samples(what: str, count: int) -> None:
         )
 
 
+def refuse_shuffled(data: Any, reason: str) -> None:
+    """Raise if a `DataLoader` draws another order of its samples every time it is read."""
+    if not isinstance(data, DataLoader):
+        return
+    for sampler in (data.sampler, getattr(data.batch_sampler, "sampler", None)):
+        is_random = isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+        if is_random or getattr(sampler, "shuffle", False):
+            raise PullbackError(
+                "The loader is shuffled",
+                f"{type(sampler).__name__} draws another order at every reading; {reason}",
+                "Build the DataLoader with shuffle=False",
+            )
+
+
 def is_pair(data: Any) -> bool:
     """Return True for one (inputs, targets) pair, False for a loader."""
     return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor)
@@ -62,14 +77,21 @@ def is_pair(data: Any) -> bool:
 def iterate_batches(data: Any, device: torch.device, size: int) -> Iterator[Batch]:
     """Yield the batches of a loader, or of a pair cut into batches of `size`, on a device."""
     if is_pair(data):
-        yield from _cut_batches(Batch(data[0], data[1]), device, size)
+        yield from _cut_batches(Batch(to_plain_inputs(data[0]), data[1]), device, size)
         return
     if not isinstance(data, Iterable) or isinstance(data, (Tensor, Mapping)):
         raise PullbackError("The data are not batches", f"got {type(data).__name__}", _PAIR)
     for item in data:
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise PullbackError("A batch is not a pair", f"got {_describe_item(item)}", _PAIR)
-        yield _move_batch(Batch(item[0], item[1]), device)
+        yield _move_batch(Batch(to_plain_inputs(item[0]), item[1]), device)
+
+
+def to_plain_inputs(inputs: Any) -> Any:
+    """Return a mapping as a dict: pytree does not look into others, such as a tokenizer's."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    return inputs
 
 
 def _cut_batches(batch: Batch, device: torch.device, size: int) -> Iterator[Batch]:
@@ -118,10 +140,33 @@ def align_targets(outputs: Tensor, targets: Any) -> Any:
     return targets
 
 
+def match_targets(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Any:
+    """Return aligned targets, and refuse those that would be broadcast against the outputs."""
+    aligned = align_targets(outputs, targets)
+    if not isinstance(aligned, Tensor):
+        return aligned
+    expected = tuple(outputs.shape)
+    if isinstance(likelihood, Gaussian) and isinstance(likelihood.variance, str):
+        expected = (*expected[:-1], expected[-1] // 2)  # the other half are log-variances
+    shape = tuple(aligned.shape)
+    if not isinstance(likelihood, (Gaussian, MSE, Poisson)):
+        shape = shape[:1]
+        expected = expected[:1]
+    if shape != expected:
+        raise PullbackError(
+            "The targets do not fit the model's outputs",
+            f"{type(likelihood).__name__} of outputs {tuple(outputs.shape)} got targets "
+            f"{tuple(targets.shape)} of {targets.dtype}",
+            "Give one target per sample, and for a regression targets of the shape of the outputs",
+        )
+    return aligned
+
+
 def sample_losses(likelihood: Likelihood, outputs: Tensor, targets: Any) -> Tensor:
     """Return −log p(y|z) of every sample, added up over its positions: (N,)."""
+    matched = match_targets(likelihood, outputs, targets)
     try:
-        losses = likelihood.nll(outputs, align_targets(outputs, targets))
+        losses = likelihood.nll(outputs, matched)
     except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
         reraise_fatal(error)
         raise PullbackError(

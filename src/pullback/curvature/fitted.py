@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class DataTotals:
         return DataTotals(self.samples + samples, self.loss + loss, self.outputs + outputs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Curvature:
     """G of a model at fixed parameters, made by `pullback.curvature.fit`.
 
@@ -115,6 +116,13 @@ class Curvature:
     #: what was established about the model's structure, for later linearizations
     plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    def __repr__(self) -> str:
+        return (
+            f"Curvature({self.structure.value!r} of {type(self.model).__name__}, "
+            f"{self.space.size} parameters in {len(self.blocks)} blocks, "
+            f"{self.samples:.0f} samples, {type(self.likelihood).__name__})"
+        )
+
     @property
     def samples(self) -> float:
         """N, the number of samples that G is the mean over."""
@@ -135,6 +143,18 @@ class Curvature:
         """Raise if the model has changed since the fit, or has become random."""
         refuse_changed(self.model, self.fingerprint)
         refuse_random_layers(self.model)
+        self.check_precision()
+
+    def check_precision(self) -> None:
+        """Raise if the model was converted to another dtype than that of the fit."""
+        fitted = self.blocks[0].eigenvalues().dtype
+        present = ParameterSpace(self.parameters).dtype
+        if fitted != present:
+            raise PullbackError(
+                "The model has another precision than its curvature",
+                f"parameters are {present}, the curvature was fitted in {fitted}",
+                "Convert the model back, or fit again",
+            )
 
     def apply(self, functions: Callable[[SpectralBlock], SpectralFunction], v: Tensor) -> Tensor:
         """Return f(G) v with a function of the eigenvalues for each block: (..., p)."""
@@ -235,13 +255,13 @@ def load(
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
-    state = torch.load(path, map_location=device, weights_only=True)
+    state = _read_file(path, device)
     fingerprint = Fingerprint(state["fingerprint"])
     refuse_changed(model, fingerprint)
     forms = [BlockForm(**_restore_tuples(form)) for form in state["forms"]]
     pairs = zip(forms, state["blocks"], strict=True)
     rows = [TableRow(**_restore_tuples(row)) for row in state["rows"]]
-    return Curvature(
+    curvature = Curvature(
         model=model,
         likelihood=_restore_likelihood(state["likelihood"], likelihood),
         structure=CurvatureStructure(state["structure"]),
@@ -251,6 +271,27 @@ def load(
         table=Table(tuple(rows), state["metric"]),
         fingerprint=fingerprint,
         output=output,
+    )
+    curvature.check_precision()
+    return curvature
+
+
+def _read_file(path: str | Path, device: torch.device) -> dict[str, Any]:
+    """Return what `Curvature.save` wrote, and refuse other files."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+        raise _foreign_file(path) from error
+    if not isinstance(state, dict) or "fingerprint" not in state:
+        raise _foreign_file(path)
+    return state
+
+
+def _foreign_file(path: str | Path) -> PullbackError:
+    return PullbackError(
+        "The file is not a curvature",
+        f"{path} was not written by Curvature.save, or not to its end",
+        "Save the curvature again",
     )
 
 

@@ -28,7 +28,7 @@ from .checks import (
     refuse_random_layers,
     select_parameters,
 )
-from .data import Batch, explain_memory, iterate_batches, sample_losses
+from .data import Batch, explain_memory, iterate_batches, refuse_shuffled, sample_losses
 from .fitted import Curvature, CurvatureStructure, DataTotals, Table, TableRow
 from .forms import BlockForm
 from .passes import DataPass, EigenvaluePass, FactorPass, RowsPass
@@ -314,6 +314,8 @@ def fit(
     _refuse_no_likelihood(likelihood)
     if draws is not None:
         require_number("The number of draws", draws, least=1, whole=True)
+    if checkpoint is not None:
+        refuse_shuffled(loader, "a fit that goes on would count some samples twice")
     processes = find_processes(model, group, "curvature.fit")
     network = unwrap_model(model)
     refuse_random_layers(network)

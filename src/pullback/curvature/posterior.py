@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from .._core.checks import require_number
 from .._core.errors import PullbackError, refuse_unknown
 from ..likelihoods import MSE, Bernoulli, Categorical, Gaussian, Likelihood
-from .data import Batch, align_targets
+from .data import Batch, match_targets, to_plain_inputs
 from .fitted import Curvature, CurvatureStructure
 from .scores import GradientReader
 from .spectra import SpectralBlock, SpectralFunction
@@ -169,6 +169,7 @@ class Prediction:
             )
         if draws is None:
             return self._to_probabilities(self.mean / (1 + math.pi / 8 * self.variance).sqrt())
+        require_number("The number of draws", draws, least=1, whole=True)
         outputs = self.sample(draws, generator)
         return torch.stack([self._to_probabilities(z) for z in outputs]).mean(0)
 
@@ -194,7 +195,7 @@ class Prediction:
 
         Regression: normal densities with variance + noise. Classification: `probabilities()`.
         """
-        targets = align_targets(self.mean, targets)
+        targets = match_targets(self.likelihood, self.mean, targets)
         if self.noise is not None:
             spread = self.variance + self.noise
             densities = (targets - self.mean).square() / spread + (2 * math.pi * spread).log()
@@ -210,7 +211,7 @@ class Prediction:
         return logs.reshape(len(targets), -1).sum(1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """A normal posterior with mean θ* and precision N·G + δ, made by `laplace`.
 
@@ -229,12 +230,18 @@ class Posterior:
     #: samples that are linearized at once
     batch_samples = 128
 
+    def __repr__(self) -> str:
+        return (
+            f"Posterior({self.curvature!r}, prior_precision={self.prior_precision:.4g}, "
+            f"noise={self.noise})"
+        )
+
     def __call__(self, inputs: Any) -> Prediction:
         """Return the distribution of the outputs at inputs: a tensor, a tuple or a mapping."""
         reader = GradientReader(self.curvature)
         means = []
         covariances = []
-        for batch_inputs in _split_inputs(inputs, self.batch_samples):
+        for batch_inputs in _split_inputs(to_plain_inputs(inputs), self.batch_samples):
             tangent = reader.linearize(Batch(batch_inputs, ()))
             columns = _identity_covectors(tangent.outputs)
             gradients = tangent.gradients(columns, self.curvature.forms)
@@ -323,6 +330,12 @@ def laplace(
                 "Leave noise= out, or use the likelihood Gaussian",
             )
     evidence = _make_evidence(curvature, fitted_noise)
+    if fitted_noise is not None and noise is None and not curvature.totals.loss:
+        raise PullbackError(
+            "The noise cannot be estimated",
+            "the model meets all targets without error",
+            "Give laplace(..., noise=...) a variance, or fit on other data",
+        )
     fixed_noise = noise
     if fitted_noise is None:
         fixed_noise = 1.0

@@ -22,13 +22,15 @@ from .._core.checks import require_number
 from .._core.errors import PullbackError
 from ..solvers import Relative
 from .capture import BatchTangent, GradientBlock
-from .checks import refuse_nonfinite
+from .checks import refuse_nonfinite, refuse_other_outputs
 from .data import (
     Batch,
     align_targets,
     explain_memory,
     iterate_batches,
+    match_targets,
     refuse_no_samples,
+    refuse_shuffled,
     sample_losses,
 )
 from .fitted import Curvature, Damping, invert, resolve_block_damping
@@ -103,19 +105,28 @@ class GradientReader:
         self._curvature = curvature
         self._parameters = curvature.parameters
         self._device = curvature.space.device
+        #: a model in evaluation mode was seen to be deterministic by the fit
+        self._is_checked = not any(module.training for module in curvature.model.modules())
 
     def batches(self, data: Any) -> Iterator[Batch]:
-        """Yield batches on the model's device."""
+        """Yield batches on the model's device, in an order that indices can count."""
+        refuse_shuffled(data, "rows and columns of scores would not be in the order of the data")
         return iterate_batches(data, self._device, INFLUENCE_LIMITS.batch_samples)
 
     def linearize(self, batch: Batch) -> BatchTangent:
         """Return the model linearized at a batch, with finite outputs."""
+        tangent = self._linearize(batch)
+        refuse_nonfinite("The model's outputs", tangent.outputs)
+        if not self._is_checked:
+            refuse_other_outputs(tangent.outputs, self._linearize(batch).outputs)
+            self._is_checked = True
+        return tangent
+
+    def _linearize(self, batch: Batch) -> BatchTangent:
         curvature = self._curvature
-        tangent = BatchTangent(
+        return BatchTangent(
             curvature.model, self._parameters, batch.inputs, curvature.output, curvature.plans
         )
-        refuse_nonfinite("The model's outputs", tangent.outputs)
-        return tangent
 
     def loss(self, outputs: Tensor, targets: Any) -> Tensor:
         """Return the losses of the samples, (N,)."""
@@ -324,7 +335,7 @@ def influence_by_token(
     batches = []
     for batch in reader.batches(training):
         tangent = reader.linearize(batch)
-        targets = align_targets(tangent.outputs, batch.targets)
+        targets = match_targets(curvature.likelihood, tangent.outputs, batch.targets)
         position_losses = _position_losses(curvature, targets)
         scores = []
         for direction in directions:
