@@ -86,6 +86,28 @@ def test_a_complex_hamiltonian() -> None:
     assert result.energy == pytest.approx(exact_energy(hamiltonian), rel=1e-2)
 
 
+def shifted_ising_rows(s: Tensor) -> tuple[Tensor, Tensor]:
+    rows = vmc.TransverseFieldIsing(vmc.Chain(6)).connections(s)
+    return rows.configurations, rows.elements + 1000.0 * (torch.arange(7) == 0)
+
+
+class OneCorrelation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, configurations: Tensor) -> Tensor:
+        return self.weight * configurations[:, 0] * configurations[:, 3]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_constant_added_to_the_hamiltonian_makes_no_state_converged() -> None:
+    hamiltonian = vmc.FunctionHamiltonian(shifted_ising_rows, 6)
+    result = vmc.minimize(hamiltonian, OneCorrelation(), steps=30, samples=100, progress=False)
+    assert result.verdict.v_score > 0.1
+    assert result.verdict.outcome is not vmc.Outcome.CONVERGED, result.stopped
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_real_network_without_the_sign_rule_is_never_converged() -> None:
     """The lowest positive state is no eigenstate; samples may collapse onto few configurations."""

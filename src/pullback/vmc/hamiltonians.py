@@ -289,6 +289,14 @@ def refuse_non_hermitian(hamiltonian: Hamiltonian, configurations: Tensor) -> No
         )
 
 
+def estimate_mean_energy(hamiltonian: Hamiltonian, configurations: Tensor) -> float:
+    """The mean of H(s, s) at random configurations: tr H over the number of states."""
+    rows = hamiltonian.connections(configurations)
+    is_diagonal = (rows.configurations == configurations[:, None]).all(-1)
+    diagonal = torch.where(is_diagonal, rows.elements, 0).sum(1)
+    return float(diagonal.real.double().mean())
+
+
 def _refuse_undefined_rows(rows: Connections) -> None:
     """Raise for elements that are not finite, and for configurations of other numbers than ±1."""
     if not bool(torch.isfinite(rows.elements).all()):

@@ -72,7 +72,8 @@ def minimize(
         gram: form of the Gram, or `grams.GramForm` with the bytes that one matrix may take.
         evaluation: chunk size and precision of forward passes without gradients.
         measure: samples of the final energy, by default sixteen times `samples`.
-        tol: stop when sites·variance/energy² of a step's samples is at most this.
+        tol: stop when the V-score sites·variance/(energy − mean energy)² of a step's samples is at
+            most this; the mean is tr H over the number of states.
         patience: stop when the energy has not fallen by more than its error in so many steps.
         budget: seconds of steps; a run with a checkpoint goes on from there when called again.
         checkpoint: file that the run is saved to, every minute and at the end, and resumed from

@@ -25,13 +25,13 @@ from ..steps import Spring, Step
 from . import checkpoint
 from .amplitude import EvaluationOptions, Evaluator, LogAmplitude
 from .energies import compute_local_energies, refuse_other_sectors
-from .hamiltonians import Hamiltonian, refuse_non_hermitian
+from .hamiltonians import Hamiltonian, estimate_mean_energy, refuse_non_hermitian
 from .history import History
 from .momentum import adaptive_step
 from .result import Result
 from .sampler import MarkovChains, Metropolis, UndefinedAmplitude
 from .statistics import EnergyStatistics, summarize
-from .verdict import Evidence, StopReason, judge
+from .verdict import Evidence, StopReason, compute_v_score, judge
 
 #: called with the run after every step; stops it by returning True
 Callback = Callable[["Minimization"], Any]
@@ -125,6 +125,7 @@ class Minimization:
         self._chain_samples = -(-settings.samples // processes.size)
         self.chains = self._start_chains(settings.seed, settings.sampler, self._chain_samples)
         self._refuse_unusable()
+        self._mean_energy = estimate_mean_energy(hamiltonian, self.chains.configurations[:256])
         processes.broadcast_first([*network.parameters(), *network.buffers()])
         self._rule = settings.step or adaptive_step()
         self._group_of_one = _make_group_of_one()
@@ -373,9 +374,10 @@ class Minimization:
         return self._processes.broadcast_object(reason)
 
     def _compute_v_score(self) -> float:
-        """sites·variance/energy² of the last samples."""
-        history = self.history
-        return self.hamiltonian.sites * history.variance[-1] / history.energy[-1] ** 2
+        """The V-score of the last samples."""
+        energy = self.history.energy[-1]
+        variance = self.history.variance[-1]
+        return compute_v_score(self.hamiltonian.sites, energy, variance, self._mean_energy)
 
     def _has_stagnated(self, patience: int) -> bool:
         """Return True if the mean energy of `patience` steps is not below that of those before."""
@@ -439,6 +441,7 @@ class Minimization:
             self.hamiltonian.sites,
             chains.magnetization,
             self._evaluator.log_psi(chains.configurations[:1]).is_complex(),
+            self._mean_energy,
         )
         verdict = self._processes.broadcast_object(judge(evidence))
         if statistics is None:

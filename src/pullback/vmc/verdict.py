@@ -55,8 +55,8 @@ class ChainProblem(Enum):
 class VerdictLimits:
     """Bounds of the verdict."""
 
-    #: N·variance/energy², below which a state counts as an eigenstate: good variational states of
-    #: hard problems are between 1e-5 and 1e-3
+    #: N·variance/(energy − mean energy)², below which a state counts as an eigenstate: good
+    #: variational states of hard problems are between 1e-5 and 1e-3
     v_score: float = 1e-3
     #: R̂ of the energy above which chains have not mixed; 1.1 is Gelman and Rubin's own
     rhat: float = 1.1
@@ -86,7 +86,8 @@ class Verdict:
         stop_reason: why the steps ended.
         outcome: converged, unfinished, stalled, unreliable or diverged.
         chain_problem: why the samples cannot be trusted, where they cannot.
-        v_score: sites·variance/energy², zero for an eigenstate.
+        v_score: sites·variance/(energy − mean)², zero for an eigenstate. The mean is that of all
+            energies, tr H over the number of states: a constant added to H changes nothing.
         falling: energy that the last quarter of the steps gained.
         sector: Σ s of all samples, where it is conserved.
         has_phase: whether ψ may have signs. Without them a state of no variance is the ground
@@ -121,7 +122,7 @@ class Verdict:
             return f"{sentence}; {self.chain_problem.value}"
         if self.outcome is Outcome.DIVERGED:
             return f"{sentence}. Lower lr=, or raise the solver's damping"
-        sentence += f"; the variance is {self.v_score:.1e} of energy²/sites"
+        sentence += f"; the variance is {self.v_score:.1e} of (energy − mean)²/sites"
         if self.outcome is Outcome.UNFINISHED:
             return f"{sentence} and the energy still falls. Give more steps= or a larger budget="
         if self.outcome is Outcome.STALLED:
@@ -150,6 +151,7 @@ class Evidence:
         sites: number of spins.
         sector: Σ s of all samples, where it is conserved.
         has_phase: whether ψ may have signs.
+        mean_energy: tr H over the number of states.
     """
 
     stop_reason: StopReason
@@ -160,6 +162,14 @@ class Evidence:
     sites: int
     sector: int | None
     has_phase: bool = False
+    mean_energy: float = 0.0
+
+
+def compute_v_score(sites: int, energy: float, variance: float, mean_energy: float) -> float:
+    """sites·variance/(energy − mean energy)², the V-score of arXiv:2302.04919."""
+    round_off = 1e-6 * abs(energy)  # all energies of a sector of one state are their mean
+    gap = max(abs(energy - mean_energy), round_off, 1e-150)
+    return sites * variance / gap**2
 
 
 def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
@@ -176,7 +186,7 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
             evidence.sector,
             evidence.has_phase,
         )
-    v_score = evidence.sites * final.variance / max(final.energy**2, 1e-300)
+    v_score = compute_v_score(evidence.sites, final.energy, final.variance, evidence.mean_energy)
     falling = _compute_fall(evidence.history, limits)
     problem = _find_chain_problem(evidence, final, limits)
     if problem is not None:
