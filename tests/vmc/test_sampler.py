@@ -156,3 +156,6 @@ def test_error_bars_account_for_autocorrelation() -> None:
     statistics = summarize(energies, torch.ones(chains, length, 1))
     assert statistics.autocorrelation == pytest.approx(4.0, rel=0.15)
     assert statistics.error == pytest.approx(math.sqrt(9 / (chains * length)), rel=0.1)
+    one_chain = summarize(energies[:100].reshape(1, -1), torch.ones(1, 100 * length, 1))
+    assert one_chain.samples == 100 * length
+    assert one_chain.error == pytest.approx(math.sqrt(9 / (100 * length)), rel=0.5)

@@ -15,7 +15,7 @@ class EnergyStatistics:
 
     Attributes:
         energy: the mean of the local energies' real part.
-        error: its standard error, from the scatter of the chains' own means.
+        error: its standard error, from the scatter of the chains' own means, or of segments of one.
         variance: of the local energies; it is zero for an eigenstate.
         rhat: Gelman and Rubin's R̂ of the local energies: the scatter of all samples over that
             within chains. Near 1 for chains that have mixed; NaN where each gave one sample.
@@ -37,8 +37,13 @@ class EnergyStatistics:
 def summarize(local_energies: Tensor, configurations: Tensor) -> EnergyStatistics:
     """Statistics of energies (chains, per_chain), complex, at configurations (…, sites)."""
     energies = local_energies.real.double()
-    chains, per_chain = energies.shape
+    samples = energies.numel()
+    energy = float(energies.mean())
     variance = float(local_energies.sub(local_energies.mean()).abs().square().mean())
+    if len(energies) == 1:
+        energies = _divide_chain(energies)
+        configurations = _divide_chain(configurations)
+    chains, per_chain = energies.shape
     chain_means = energies.mean(1)
     scatter = float(chain_means.var()) if chains > 1 else math.nan
     rhat = math.nan
@@ -52,14 +57,22 @@ def summarize(local_energies: Tensor, configurations: Tensor) -> EnergyStatistic
         scatter = variance
         chains = per_chain
     return EnergyStatistics(
-        energy=float(energies.mean()),
+        energy=energy,
         error=math.sqrt(scatter / chains) if chains > 1 else math.nan,
         variance=variance,
         rhat=rhat,
         spin_rhat=spin_rhat,
         autocorrelation=autocorrelation,
-        samples=energies.numel(),
+        samples=samples,
     )
+
+
+def _divide_chain(values: Tensor) -> Tensor:
+    """A single chain (1, n, ...) as up to 16 chains: its consecutive segments of equal length."""
+    length = values.shape[1]
+    segments = max(1, min(16, length // 2))
+    per_segment = length // segments
+    return values[0, : segments * per_segment].unflatten(0, (segments, per_segment))
 
 
 def gelman_rubin(values: Tensor) -> Tensor:
