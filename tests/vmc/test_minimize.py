@@ -109,6 +109,22 @@ def test_a_constant_added_to_the_hamiltonian_makes_no_state_converged() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_highest_state_is_never_converged() -> None:
+    """The constant state is an eigenstate without the sign rule, and its gradient is zero."""
+    hamiltonian = vmc.Heisenberg(vmc.Chain(6), sign_rule=False)
+    network = rbm(hamiltonian.lattice)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    result = vmc.minimize(
+        hamiltonian, network, steps=25, samples=50, step=Spring(0.9), progress=False
+    )
+    assert result.variance == 0
+    assert result.verdict.outcome is vmc.Outcome.STALLED, result.stopped
+    assert "above the mean" in result.stopped
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_real_network_without_the_sign_rule_is_never_converged() -> None:
     """The lowest positive state is no eigenstate; samples may collapse onto few configurations."""
     hamiltonian = vmc.Heisenberg(vmc.Chain(8), sign_rule=False)
@@ -177,6 +193,11 @@ def test_a_checkpoint_of_another_run_is_refused(
         vmc.minimize(
             ising, rbm(ising.lattice), steps=2, samples=30, progress=False, checkpoint=path
         )
+    with pytest.raises(pb.PullbackError, match="its chains is 20"):
+        vmc.minimize(
+            ising, rbm(ising.lattice), samples=20, checkpoint=path,
+            sampler=vmc.Metropolis(chains=5),
+        )  # fmt: skip
     path.write_text("nothing")
     with pytest.raises(pb.PullbackError, match="cannot be read"):
         vmc.minimize(

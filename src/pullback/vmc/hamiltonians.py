@@ -205,7 +205,7 @@ class FunctionHamiltonian(Hamiltonian):
         connected, elements = self._call(configurations)
         samples, sites = configurations.shape
         fits = elements.ndim == 2 and connected.shape == (*elements.shape, sites)
-        if not fits or len(elements) != samples:
+        if not fits or len(elements) != samples or not elements.shape[1]:
             raise PullbackError(
                 "The Hamiltonian's function returned tensors that do not fit",
                 f"connected configurations {tuple(connected.shape)} and elements "

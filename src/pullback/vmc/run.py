@@ -458,6 +458,8 @@ class Minimization:
             "samples": self._settings.samples,
             "seed": self._settings.seed,
             "processes": self._processes.size,
+            "chains": self.chains.shape.chains,
+            "magnetization": self.chains.magnetization,
             "parameters": [(n, list(p.shape)) for n, p in self.network.named_parameters()],
             "dtype": str(self._evaluator.dtype),
         }

@@ -88,6 +88,7 @@ class Verdict:
         chain_problem: why the samples cannot be trusted, where they cannot.
         v_score: sites·variance/(energy − mean)², zero for an eigenstate. The mean is that of all
             energies, tr H over the number of states: a constant added to H changes nothing.
+            Infinite for a level energy above the mean, which is no ground state.
         falling: energy that the last quarter of the steps gained.
         sector: Σ s of all samples, where it is conserved.
         has_phase: whether ψ may have signs. Without them a state of no variance is the ground
@@ -122,6 +123,9 @@ class Verdict:
             return f"{sentence}; {self.chain_problem.value}"
         if self.outcome is Outcome.DIVERGED:
             return f"{sentence}. Lower lr=, or raise the solver's damping"
+        if self.v_score == math.inf:
+            remedy = "Use other initial parameters, or a network with a phase"
+            return f"{sentence}; the energy is above the mean of all, no ground state. {remedy}"
         sentence += f"; the variance is {self.v_score:.1e} of (energy − mean)²/sites"
         if self.outcome is Outcome.UNFINISHED:
             return f"{sentence} and the energy still falls. Give more steps= or a larger budget="
@@ -193,8 +197,11 @@ def judge(evidence: Evidence, limits: VerdictLimits | None = None) -> Verdict:
         outcome = Outcome.UNRELIABLE
     elif evidence.stop_reason in (StopReason.NOT_FINITE, StopReason.NO_STEP):
         outcome = Outcome.DIVERGED
-    elif _is_falling(evidence, falling, limits):
+    elif _is_falling(evidence, falling, v_score, limits):
         outcome = Outcome.UNFINISHED
+    elif _is_above_mean(final, evidence.mean_energy, limits):
+        outcome = Outcome.STALLED
+        v_score = math.inf
     elif v_score <= limits.v_score:
         outcome = Outcome.CONVERGED
     else:
@@ -235,6 +242,12 @@ def _do_disagree(final: EnergyStatistics, fresh: EnergyStatistics, limits: Verdi
     return abs(final.energy - fresh.energy) > bound
 
 
+def _is_above_mean(final: EnergyStatistics, mean_energy: float, limits: VerdictLimits) -> bool:
+    """Return True for an energy that the ground state cannot have, such as a highest state's."""
+    bound = limits.disagreement * final.error + limits.round_off * abs(final.energy)
+    return final.energy - mean_energy > bound
+
+
 def _compute_fall(history: History, limits: VerdictLimits) -> float:
     """The fall of the energy from the third to the last quarter of the steps."""
     steps = len(history)
@@ -246,10 +259,12 @@ def _compute_fall(history: History, limits: VerdictLimits) -> float:
     return before - after
 
 
-def _is_falling(evidence: Evidence, falling: float, limits: VerdictLimits) -> bool:
+def _is_falling(evidence: Evidence, falling: float, v_score: float, limits: VerdictLimits) -> bool:
     """Return True if more steps would lower the energy further than its error bar."""
-    ended_itself = (StopReason.TOLERANCE_REACHED, StopReason.NO_PROGRESS)
-    if evidence.stop_reason in ended_itself:
+    if evidence.stop_reason is StopReason.NO_PROGRESS:
+        return False
+    # a tolerance above that of an eigenstate is reached while the energy falls
+    if evidence.stop_reason is StopReason.TOLERANCE_REACHED and v_score <= limits.v_score:
         return False
     history = evidence.history
     if math.isnan(falling):
