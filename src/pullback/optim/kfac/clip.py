@@ -52,16 +52,26 @@ class KLClip:
         measured = names_of(curvature.measured_keys)
         shares = [share for share in shares if not measured.isdisjoint(share.names)]
         if self._is_exact:
-            self._shorten(
-                shares, clip_factor(_measure_exact_length(shares, curvature, params), self.limit)
-            )
-            return
+            length = _measure_exact_length(shares, curvature, params)
+            self._shorten(shares, clip_factor(length, self.limit))
+        elif shares:
+            self._follow_lengths(shares, gradients, curvature, params, state, is_void)
+
+    def _follow_lengths(
+        self,
+        shares: Sequence[Share],
+        gradients: Tensors,
+        curvature: KFACState,
+        params: ModelParameters,
+        state: State,
+        is_void: Tensor | None,
+    ) -> None:
+        """Shorten steps by the lengths that follow from those of the last step."""
+        measured = names_of(curvature.measured_keys)
         for share in shares:
             share.lengths = [get_length_buffer(params.by_name[n], state) for n in share.names]
         if self.is_stale:
             _recompute_lengths(shares, curvature, params)
-        if not shares:
-            return
         squares = [_find_squared_lengths(share, gradients, params, measured) for share in shares]
         if self.is_stale:
             _measure_undamped_ratios(shares, squares, curvature, params)
@@ -129,7 +139,9 @@ def sum_lengths(lengths: Tensors) -> Tensor:
 def get_length_buffer(p: Any, state: State) -> Tensor:
     """Return what a parameter adds to mᵀFm of the last move, and the share ρ without damping."""
     buffers = state[p]
-    dtype = torch.promote_types(p.dtype, torch.float32)
+    dtype = torch.float32
+    if p.dtype == torch.float64:
+        dtype = torch.float64
     if "length" not in buffers:
         buffers["length"] = torch.tensor([0.0, 1.0], dtype=dtype, device=p.device)
     elif buffers["length"].device != p.device or buffers["length"].dtype != dtype:
@@ -179,32 +191,43 @@ def _find_squared_lengths(
 ) -> Tensor:
     """Return what each parameter of a share adds to m'ᵀFm'; those without a block add nothing."""
     pieces, _ = params.cut_pieces(share.names, [gradients[n] for n in share.names], [])
-    products: list[Tensor] = []
+    along_directions: list[Tensor] = []
+    along_moves: list[Tensor] = []
     for i, name in enumerate(share.names):
         dtype = share.lengths[i].dtype
         if name not in measured:
-            products.append(share.directions[i].new_zeros((), dtype=dtype))
+            zero = share.directions[i].new_zeros((), dtype=dtype)
+            along_directions.append(zero)
+            along_moves.append(zero)
             continue
-        product = _dot(share.directions[i], pieces[i], dtype)
+        gradient = _flatten(pieces[i], dtype)
+        along_directions.append(torch.dot(_flatten(share.directions[i], dtype), gradient))
         if share.momentum:
-            product = product + 2 * share.momentum * _dot(share.buffers[i], pieces[i], dtype)
-        products.append(product)
-    new = params.sum_pieces(share.names, _stack_on(products[0], products))
+            along_moves.append(torch.dot(_flatten(share.buffers[i], dtype), gradient))
+    lengths = _stack_on(along_directions[0], along_directions)
     if not share.momentum:
-        return new
-    return share.momentum**2 * _stack_on(new, share.lengths)[:, 0] + new
+        return params.sum_pieces(share.names, lengths)
+    lengths = torch.add(lengths, _stack_on(lengths, along_moves), alpha=2 * share.momentum)
+    lengths = params.sum_pieces(share.names, lengths)
+    last_lengths = _stack_on(lengths, share.lengths)[:, 0]
+    return torch.add(lengths, last_lengths, alpha=share.momentum**2)
 
 
-def _dot(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ⟨x, y⟩, computed in this dtype."""
-    return torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype))
+def _flatten(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as a vector of this dtype; for most biases that is no operation."""
+    if x.ndim != 1:
+        x = x.reshape(-1)
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return x
 
 
 def _store_lengths(share: Share, lengths: Tensor, is_void: Tensor | None) -> None:
     """Keep the lengths of moves that are taken, unless the step is void."""
     if not share.momentum:
         return
+    stacked = _stack_on(lengths, share.lengths)
     if is_void is not None:
-        old = _stack_on(lengths, share.lengths)[:, 0]
-        lengths = torch.where(is_void.to(lengths.device) > 0, old, lengths)
-    torch._foreach_copy_([buffer[0] for buffer in share.lengths], list(lengths.unbind()))
+        lengths = torch.where(is_void.to(lengths.device) > 0, stacked[:, 0], lengths)
+    stacked[:, 0] = lengths
+    torch._foreach_copy_(share.lengths, list(stacked.unbind()))
