@@ -163,6 +163,26 @@ def shortcut() -> nn.Module:
     )
 
 
+def segmentation() -> nn.Module:
+    """A small U-net: nothing nonlinear between the transposed convolutions and their readers."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        fine = s.fine(x).relu()
+        up = s.up(s.coarse(fine).relu())
+        joined = s.join(torch.cat([up, fine], 1)).relu()
+        return s.head(s.sharpen(joined))
+
+    return Of(
+        forward,
+        fine=nn.Conv2d(2, 2, 3, padding=1),
+        coarse=nn.Conv2d(2, 3, 2, stride=2),
+        up=nn.ConvTranspose2d(3, 2, 2, stride=2),
+        join=nn.Conv2d(4, 3, 3, padding=1),
+        sharpen=nn.Conv2d(3, 2, 1),
+        head=nn.ConvTranspose2d(2, 3, 3, padding=1),
+    )
+
+
 def mixer() -> nn.Module:
     """Tokens are mixed, then channels, behind layer norms; the last one's outputs are averaged."""
 

@@ -24,6 +24,7 @@ from tests.symmetry.networks import (
     nullity,
     own_attention,
     randomize,
+    segmentation,
     shared_keys,
     shortcut,
 )
@@ -96,6 +97,8 @@ EXACT: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
         normal(90, 5, 4),
         12,
     ),
+    # scalings 2 + 3 + 3, GL(2) into and out of a transposed convolution
+    "segmentation": (lambda: wide(randomize(segmentation())), normal(12, 2, 4, 4), 16),
     "residual block": (lambda: wide(randomize(basic_block())), normal(200, 2, 5, 5), 7),
     "sum of two layers": (lambda: wide(randomize(shortcut())), normal(150, 2, 5, 5), 11),
     "linear layers": (lambda: randomize(mlp([5, 3, 4], nn.Identity)), normal(40, 5), 12),

@@ -47,9 +47,10 @@ class Mixing(Action):
         size: of M, (size, size).
         into: (name, rows): the rows of these parameters are mixed by M; vectors are biases.
         out: (name, columns, transposed): the columns are mixed by M⁻¹; transposed: they are rows
-            of the parameter, mixed by M⁻ᵀ (the key against the query).
+            of the parameter, mixed by M⁻ᵀ (the key against the query; a transposed convolution).
         about: what it is, for people.
-        tables: (name, columns): tables whose rows are vectors, E ← E Mᵀ.
+        tables: (name, columns): tables whose rows are vectors, E ← E Mᵀ, and weights of
+            transposed convolutions, whose outputs are columns, too.
     """
 
     size: int

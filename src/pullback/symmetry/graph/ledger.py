@@ -35,6 +35,7 @@ class Operation(Enum):
 
     LINEAR = "a product with a matrix"
     CONVOLUTION = "a convolution"
+    TRANSPOSED_CONVOLUTION = "a transposed convolution"
     LAYER_NORM = "a layer norm over one axis, with or without a gain"
     GAIN = "a product with one number for each output"
     EMBEDDING = "rows of a table that tokens choose"
@@ -48,7 +49,8 @@ class Producer:
 
     Attributes:
         operation: that computes the outputs.
-        weight: the parameter with the layer's outputs along its first axis; None if it has none.
+        weight: the parameter with the layer's outputs along its first axis, for a transposed
+            convolution along the second; None if it has none.
         rows: the position of each output along that axis.
         atoms: the label of each output.
         module: the name of the module that holds the weight.
@@ -134,7 +136,8 @@ class LinearReading(Reading):
 
     Attributes:
         reader: the number of the layer.
-        is_padded: whether zeros are put around the outputs, so that a constant is not read as one.
+        is_padded: whether zeros are put around or between the outputs, so that a constant is not
+            read as one.
     """
 
     reader: int

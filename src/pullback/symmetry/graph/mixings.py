@@ -26,6 +26,7 @@ from .walk import Walk
 _MIXABLE_OPERATIONS = (
     Operation.LINEAR,
     Operation.CONVOLUTION,
+    Operation.TRANSPOSED_CONVOLUTION,
     Operation.EMBEDDING,
     Operation.SUM,
 )
@@ -177,19 +178,65 @@ class _PositionSet:
 
 @dataclass
 class _Sides:
-    """What a matrix multiplies: rows of layers, columns of tables, columns of readers."""
+    """What a matrix multiplies.
+
+    Attributes:
+        into: rows of weights and biases that compute the outputs.
+        into_columns: columns of transposed convolutions that compute them.
+        tables: columns of tables.
+        out: columns of weights that read the outputs.
+        out_rows: rows of transposed convolutions that read them.
+    """
 
     into: _PositionSet = field(default_factory=_PositionSet)
+    into_columns: _PositionSet = field(default_factory=_PositionSet)
     tables: _PositionSet = field(default_factory=_PositionSet)
     out: _PositionSet = field(default_factory=_PositionSet)
+    out_rows: _PositionSet = field(default_factory=_PositionSet)
+
+    @property
+    def producer_names(self) -> list[str]:
+        """The parameters that compute the outputs, weights first."""
+        return [*self.into_columns.names, *self.into.names, *self.tables.names]
+
+    @property
+    def reader_names(self) -> list[str]:
+        """The weights that read the outputs."""
+        return [*self.out.names, *self.out_rows.names]
 
     def add_producer(self, producer: Producer, outputs: list[int]) -> None:
         """Add what computes some outputs of a layer."""
         if producer.operation is Operation.EMBEDDING:
             self.tables.add(str(producer.weight), producer.rows[outputs].tolist())
             return
-        for name, rows in _list_rows(producer, outputs):
-            self.into.add(name, rows.tolist())
+        for name, positions in _list_rows(producer, outputs):
+            side = self.into
+            is_transposed = producer.operation is Operation.TRANSPOSED_CONVOLUTION
+            if is_transposed and name == producer.weight:
+                side = self.into_columns
+            side.add(name, positions.tolist())
+
+    def add_reader(self, reader: Producer, positions: Iterable[int]) -> None:
+        """Add what a layer reads outputs with."""
+        side = self.out
+        if reader.operation is Operation.TRANSPOSED_CONVOLUTION:
+            side = self.out_rows
+        side.add(str(reader.weight), positions)
+
+    def make_mixing(self, size: int) -> Mixing | None:
+        """Return the action of an invertible matrix; None where no layer can undo it."""
+        if not self.reader_names or self.out.has_overlaps() or self.out_rows.has_overlaps():
+            return None
+        out = [(name, columns, False) for name, columns in self.out.list_tensors()]
+        out += [(name, rows, True) for name, rows in self.out_rows.list_tensors()]
+        readers = ", ".join(self.reader_names)
+        return Mixing(
+            size,
+            self.into.list_tensors(),
+            out,
+            f"GL({size}) between {self.producer_names[0]} and {readers}",
+            [*self.tables.list_tensors(), *self.into_columns.list_tensors()],
+        )
 
 
 def _make_mixing(readers: Readers, members: list[Outputs]) -> Mixing | None:
@@ -200,23 +247,12 @@ def _make_mixing(readers: Readers, members: list[Outputs]) -> Mixing | None:
         sides.add_producer(producers[outputs[0].producer], [o.number for o in outputs])
         for use in readers.find_joint_uses(outputs) or ():
             if isinstance(use.reading, LinearReading):
-                weight = producers[use.reading.reader].weight
-                sides.out.add(str(weight), use.reading.positions)
-    if not sides.out.names or sides.out.has_overlaps():
-        return None
-    size = len(members[0])
-    first = [*sides.into.names, *sides.tables.names][0]
-    return Mixing(
-        size,
-        sides.into.list_tensors(),
-        [(name, columns, False) for name, columns in sides.out.list_tensors()],
-        f"GL({size}) between {first} and {', '.join(sides.out.names)}",
-        sides.tables.list_tensors(),
-    )
+                sides.add_reader(producers[use.reading.reader], use.reading.positions)
+    return sides.make_mixing(len(members[0]))
 
 
 def _list_rows(producer: Producer, outputs: list[int]) -> list[tuple[str, Tensor]]:
-    """Return the rows of a layer's weight and bias that compute some of its outputs."""
+    """Return the positions in a layer's weight and bias that compute some of its outputs."""
     rows: list[tuple[str, Tensor]] = []
     if producer.weight is not None:
         rows.append((producer.weight, producer.rows[outputs]))

@@ -300,25 +300,30 @@ def _read_by_kernel(
 ) -> Tensor | None:
     """Record that a convolution reads its input's channels; return its own units, (C,).
 
-    None for groups and transposed convolutions, which no matrix can pass, and for kernels that are
-    views of a parameter, unless they have one position and are a matrix.
+    None for groups, which no matrix can pass, and for kernels that are views of a parameter, unless
+    they have one position and are a matrix.
     """
-    if options.groups > 1 or options.is_transposed:
+    if options.groups > 1:
         return None
     input_units = x.unit.movedim(1, -1)
     if not weight.is_whole:
-        if weight.shape[2:].numel() > 1 or options.is_padded:
+        if weight.shape[2:].numel() > 1 or options.is_padded or options.is_transposed:
             return None
         matrix = weight.rearrange(lambda t: t.flatten(1).mT)  # (in, out)
         return _read_by_matrix(walk, input_units, matrix, atoms)
+    operation = Operation.CONVOLUTION
+    if options.is_transposed:
+        operation = Operation.TRANSPOSED_CONVOLUTION
     layer = Producer(
-        Operation.CONVOLUTION,
+        operation,
         weight.name,
         torch.arange(len(atoms)),
         atoms,
         module=module_name(weight.name),
     )
-    return _read_by_layer(walk, input_units, layer, range(x.shape[1]), options.is_padded)
+    # A transposed convolution adds up fewer terms at the edges, and often between inputs.
+    is_padded = options.is_padded or options.is_transposed
+    return _read_by_layer(walk, input_units, layer, range(x.shape[1]), is_padded)
 
 
 # --- tables ---------------------------------------------------------------------------------
