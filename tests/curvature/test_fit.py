@@ -255,3 +255,15 @@ def test_mappings_that_are_no_dicts() -> None:
     reference = pb.curvature.fit(model, (x, data[1]), **options)
     torch.testing.assert_close(curvature.logdet(0.1), reference.logdet(0.1))
     assert pb.curvature.laplace(curvature)(data[0]).mean.shape == (300, 3)
+
+
+@pytest.mark.parametrize("samples", [2, 200])
+def test_the_smaller_space_is_decomposed(samples: int) -> None:
+    model = nn.Linear(6, 3)
+    data = (torch.randn(samples, 6), torch.arange(samples) % 3)
+    options = {"likelihood": pb.likelihoods.Categorical(), "structure": "exact"}
+    curvature = pb.curvature.fit(model, data, **options)
+    assert ("directions" in curvature.table.rows[0].block) == (samples == 2)
+    batches = [(data[0][i : i + 1], data[1][i : i + 1]) for i in range(samples)]
+    other = pb.curvature.fit(model, batches, **options)
+    torch.testing.assert_close(dense(other), dense(curvature))

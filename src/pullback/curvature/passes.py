@@ -135,13 +135,17 @@ EXACT_LIMITS = ExactLimits()
 
 
 class RowsPass(DataPass):
-    """G as a matrix where there are few parameters, and as its rows A where there are many."""
+    """G as its rows A while these are few, and as a matrix where parameters are fewer.
+
+    An eigendecomposition of G costs p³, and one of A only k²p for k rows.
+    """
 
     title = "gradients"
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.form = make_vector_form(sizes)
-        self._is_dense = self.form.size <= EXACT_LIMITS.dense_parameters
+        self._can_be_dense = self.form.size <= EXACT_LIMITS.dense_parameters
+        self._is_dense = False
         #: AᵀA, or panels of A
         self._matrices: list[Tensor] = []
 
@@ -149,13 +153,22 @@ class RowsPass(DataPass):
         (joint,) = gradients
         for panel in joint.panels():
             rows = joint.matrices(panel).reshape(-1, self.form.size)
-            if not self._is_dense:
-                self._matrices.append(rows)
-            elif self._matrices:
+            if self._is_dense:
                 self._matrices[0].addmm_(rows.T, rows)
-            else:
-                self._matrices.append(rows.T @ rows)
+                continue
+            self._matrices.append(rows)
+            if self._has_many_rows(sum(map(len, self._matrices))):
+                self._multiply_rows()
         self._refuse_many_rows()
+
+    def _has_many_rows(self, count: float) -> bool:
+        """Return True if AᵀA is the smaller problem."""
+        return self._can_be_dense and 2 * count > self.form.size
+
+    def _multiply_rows(self) -> None:
+        rows = torch.cat(self._matrices)
+        self._matrices = [rows.T @ rows]
+        self._is_dense = True
 
     def _refuse_many_rows(self) -> None:
         entries = sum(matrix.numel() for matrix in self._matrices)
@@ -168,16 +181,21 @@ class RowsPass(DataPass):
             )
 
     def reduce(self, processes: Processes) -> None:
-        if self._is_dense:
+        # a process that has AᵀA already counts as many rows: len(AᵀA) is the size
+        (count,) = processes.sum_numbers([sum(map(len, self._matrices))])
+        if self._has_many_rows(count):
+            if not self._is_dense:
+                self._multiply_rows()
             self._matrices = processes.sum(self._matrices)
         else:
             self._matrices = processes.gather([torch.cat(self._matrices)])
 
     def state(self) -> dict[str, object]:
-        return {"matrices": self._matrices}
+        return {"matrices": self._matrices, "is_dense": self._is_dense}
 
     def restore(self, state: Mapping[str, object]) -> None:
         self._matrices = list(state["matrices"])  # pyright: ignore[reportArgumentType]
+        self._is_dense = bool(state["is_dense"])
 
     def blocks(self, samples: float) -> list[SpectralBlock]:
         """Return G of the mean over this many samples, in its eigenbasis."""
