@@ -248,3 +248,11 @@ def test_models_of_transformers() -> None:
     assert scores.shape == (6, 6)
     assert bool((scores.diagonal() > 0).all())
     assert distance(scores, scores.T) < 1e-10
+
+
+def test_the_progress_line_ends_with_all_samples(capsys) -> None:
+    case = make_case("mlp")
+    curvature = pb.curvature.fit(case.model, case.data, likelihood=case.likelihood)
+    pb.curvature.influence(curvature, case.data, case.data, progress=True)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{len(case.data[1])} samples" in last

@@ -43,7 +43,8 @@ class FactorSums:
     Attributes:
         output_factor: Σ δδᵀ over samples, covectors and positions, (G, O, O) or diagonal (G, O).
         input_factor: Σ āāᵀ over samples and positions, (G, I, I) or diagonal (G, I).
-        weight: what the input factor is divided by: the number of positions.
+        weight: what the input factor is divided by: the number of positions, or Σ‖V‖² where both
+            factors are partial traces.
     """
 
     output_factor: Tensor

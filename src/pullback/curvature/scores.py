@@ -183,15 +183,18 @@ class Scorer:
         """Yield the scores of preconditioned queries; the training data are read for each block."""
         for block in blocks:
             first_sample = 0
+            batches = 0
             line = ProgressLine("scores", None, self._options.progress)
-            for number, batch in enumerate(self._reader.batches(training)):
+            for batch in self._reader.batches(training):
                 with explain_memory(batch):
                     gradients = self._reader.gradients(batch, None)
                     by_block = self._score(block, gradients, is_summed)
                 yield ScoreTile(block.start, first_sample, by_block)
                 first_sample += gradients[0].samples
-                line.update(number + 1, first_sample)
+                batches += 1
+                line.update(batches, first_sample)
             refuse_no_samples("training samples", first_sample)
+            line.close(batches, first_sample)
 
     def _query_blocks(self, queries: Any) -> Iterator[QueryBlock]:
         """Yield as many preconditioned queries at once as the limit of bytes allows."""
