@@ -100,6 +100,27 @@ def test_an_expert_without_rows_is_named(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", RULES, ids=str)
+def test_an_idle_expert_does_not_void_the_statistics_of_others(options: dict[str, Any]) -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            busy, idle = self.experts
+            return self.head(torch.cat([busy(x), idle(x[:0])]).tanh())
+
+    optimizer = train(Routed(), torch.randn(8, 4), statistics_every=1, **options)
+    rows = {row.name: row for row in optimizer.coverage()}
+    assert rows["experts.0.weight"].rule not in {"adam", "none"}
+    assert "no block" not in rows["experts.1.weight"].reason
+    assert rows["experts.1.weight"].reason != "weight of Linear"
+    assert optimizer.info.took_statistics
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{}, {"likelihood": pb.likelihoods.Categorical()}], ids=str)
 def test_empty_batches_of_products_are_refused_or_skipped(options: dict[str, Any]) -> None:
     class Product(nn.Module):

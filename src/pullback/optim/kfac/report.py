@@ -170,7 +170,11 @@ def _why_others(name: str, facts: CoverageFacts) -> str:
         return assignment.left_out[name]
     if assignment.is_unused(name):
         return UNUSED
-    return facts.reasons.get(name) or _role_reason(name, assignment)
+    if name in facts.reasons:
+        return facts.reasons[name]
+    if name in assignment.measured:
+        return UNREACHED
+    return _role_reason(name, assignment)
 
 
 def _role_reason(name: str, assignment: Assignment) -> str:
@@ -207,6 +211,11 @@ def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str,
 
 #: what is not known before the first statistics
 UNKNOWN = "unknown"
+#: why a matrix has no block although its layer is known
+UNREACHED = (
+    "no statistics reached it yet, as where its layer got no rows or the measured output "
+    "does not depend on it"
+)
 
 
 def explain_reasons(

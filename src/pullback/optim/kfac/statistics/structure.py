@@ -86,6 +86,8 @@ class BlockStructure:
         self.reasons: dict[str, str] = {}
         #: those parameters by the last proof, with the reason
         self.plain: dict[str, str] = {}
+        #: the weights that a known layer has used, where inputs alone are measured
+        self._known_inputs: set[str] = set()
         #: the parameters that share a block with this one
         self.partners: dict[str, tuple[str, ...]] = {}
         #: how often a way through the model was proven
@@ -200,11 +202,11 @@ class BlockStructure:
         pool = Pool()
         self._add_layer_inputs(pool, record, leaves)
         self._add_compound_inputs(pool, record, leaves)
-        measured: set[str] = set()
         for key in pool.sums:
-            measured.update(key.names)
+            self._known_inputs.update(key.names)
+        self._known_inputs.update(_find_weights_without_rows(record))
         self.partners = {n: (n,) for n in leaves}
-        self.plain = {n: NO_LAYER for n in leaves if n not in measured}
+        self.plain = {n: NO_LAYER for n in leaves if n not in self._known_inputs}
         self.reasons = dict(self.plain)
         return pool
 
@@ -230,7 +232,7 @@ class BlockStructure:
         uses = [
             UseMoments(entry, self._sharing, layer_input=_subsample_input(entry))
             for entry in record.entries
-            if entry.names.get("weight")
+            if entry.names.get("weight") and entry.input.numel()  # no rows have no mean
         ]
         form_inputs([use for use in uses if use.entry.layer.curvature == "kronecker"])
         return uses
@@ -391,6 +393,12 @@ def _replay_compounds(down: CotangentPass) -> CompoundReplays:
     if down.descent.coupling is not None:
         cotangents = [None] * len(cotangents)
     return CompoundReplays(down.descent.forward, cotangents)
+
+
+def _find_weights_without_rows(record: ForwardRecord) -> list[str]:
+    """Return the weights of known layers that were called with empty inputs, as idle experts."""
+    weights = [entry.names.get("weight") for entry in record.entries if not entry.input.numel()]
+    return [name for name in weights if name is not None]
 
 
 def _add_inputs(
