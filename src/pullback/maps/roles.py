@@ -75,6 +75,7 @@ class ParameterRole:
             1 for `x @ w`.
         reason: what shows the role, in words.
         is_used: whether the forward pass used the parameter.
+        is_computed_from: whether a layer's weight is computed from it, so that it has no block.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ParameterRole:
     split_axis: int
     reason: str
     is_used: bool = True
+    is_computed_from: bool = False
 
 
 def find_roles(model: nn.Module, call: Call) -> list[ParameterRole]:
@@ -366,7 +368,7 @@ def _role_of_source(
         role = Role.MATRIX
     else:
         role = Role.CONVOLUTION
-    return ParameterRole(name, role, split, 0, reason)
+    return ParameterRole(name, role, split, 0, reason, is_computed_from=True)
 
 
 class _UnusedRoles:

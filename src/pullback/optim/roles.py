@@ -83,7 +83,7 @@ def parameter_roles(model: nn.Module, *example_inputs: Any, **kwargs: Any) -> Ro
     rows = []
     for role in roles:
         rule_name = "adam"
-        if rule.accepts(role.role):
+        if rule.accepts(role.role) and not role.is_computed_from:
             rule_name = rule.name
         row = RoleRow(
             name=role.name,

@@ -157,6 +157,7 @@ def test_every_trained_parameter_has_a_block_or_a_true_reason(name: str, rule: s
     optimizer = pb.KFAC(model, rule=rule)
     x = torch.randn(40, 8)
     y = torch.randint(0, 4, (40,))
+    roles = {row.name: row for row in pb.parameter_roles(model, x)}
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(3):
         optimizer.zero_grad()
@@ -166,6 +167,8 @@ def test_every_trained_parameter_has_a_block_or_a_true_reason(name: str, rule: s
         assert torch.equal(p.detach(), old) != p.requires_grad
     for row in optimizer.coverage():
         assert row.rule in (rule, "adam", "none")
+        if rule == "eigenbasis" and row.rule != "none":
+            assert roles[row.name].rule == row.rule
         if not row.name.startswith("0.") or row.rule == "none":
             continue
         if row.rule == "natural":
