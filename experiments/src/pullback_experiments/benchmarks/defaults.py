@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 
-from ..framework.benchmark import RESULTS, find_default_device, make_parser
+from ..framework.benchmark import RESULTS, find_default_device, make_parser, write_record
 from ..framework.timing import describe_machine, synchronize
 from ..learning.data import DataSet, cifar10, digits
 from ..races.networks import Decoder, ResNet
@@ -235,4 +235,4 @@ def main(arguments: Sequence[str] = ()) -> None:
         "environment": describe_machine(torch.device(asked.device)),
         "parallel": asked.parallel,
     }
-    out.write_text(json.dumps(record | {"verdicts": table, "rows": rows}, indent=1) + "\n")
+    write_record(out, record | {"verdicts": table, "rows": rows})

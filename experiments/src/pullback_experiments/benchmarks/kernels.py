@@ -29,7 +29,7 @@ from torch.func import functional_call, jacrev, jvp, vjp, vmap
 
 from pullback.kernels import ntk
 
-from ..framework.benchmark import make_parser
+from ..framework.benchmark import make_parser, write_record
 from ..framework.timing import compare, describe_machine, peak_bytes
 from .models import Attention, mlp, small_conv
 
@@ -267,7 +267,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         record = {"environment": machine, "clock": clock, "results": results}
         if options.merge and options.out.exists():
             record = merge_records(json.loads(options.out.read_text()), record)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(options.out, record)
 
 
 def merge_records(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from pullback import pde
 from pullback.pde.networks.modules import Slabs
 
 from .. import problems
-from ..framework.benchmark import make_parser
+from ..framework.benchmark import make_parser, write_record
 from ..framework.timing import describe_machine
 from ..pde_benchmarks.methods import TARGETS
 
@@ -210,14 +210,6 @@ def seeds(text: str) -> list[int]:
     return [int(s) for s in text.split(",")]
 
 
-def replace_file(path: Path, record: dict[str, Any]) -> None:
-    """Replace the file at once, so that it is whole whenever someone looks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(path.name + ".part")
-    partial_path.write_text(json.dumps(record, indent=1) + "\n")
-    partial_path.replace(path)
-
-
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--problems", type=lambda t: t.split(","), default=list(PROBLEMS))
@@ -262,4 +254,4 @@ def main(arguments: Sequence[str] = ()) -> None:
                 continue
             runs[f"{run['name']}/{run['seed']}"] = run
             print(line(run), flush=True)
-            replace_file(asked.out, {**where, "runs": runs})
+            write_record(asked.out, {**where, "runs": runs})

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from pullback import pde
 
 from ..framework import plots
-from ..framework.benchmark import make_parser
+from ..framework.benchmark import make_parser, write_record
 from ..framework.checkout import REPOSITORY, RESULTS
 from ..framework.timing import describe_machine
 from ..tables.numbers import small
@@ -387,7 +387,7 @@ class GalleryRecord:
         """Keep a result in "gallery" or "race"; programs stay in the order of the page."""
         self.entries[section][name] = result
         self.entries["gallery"] = {n: self.gallery[n] for n in self.order if n in self.gallery}
-        self.path.write_text(json.dumps(self.entries, indent=1, ensure_ascii=False) + "\n")
+        write_record(self.path, self.entries)
 
 
 def format_result(name: str, result: dict[str, Any]) -> str:

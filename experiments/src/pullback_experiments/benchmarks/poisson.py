@@ -30,7 +30,7 @@ from pullback.pde.discretization.plan import SamplingPlan
 from pullback.pde.judgement.yardstick import Yardstick
 from pullback.steps import TargetRatio
 
-from ..framework.benchmark import RESULTS, make_parser
+from ..framework.benchmark import RESULTS, make_parser, write_record
 from ..framework.timing import describe_machine
 from .reference_engd import Reference
 
@@ -260,13 +260,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     for seed in map(str, parse_seeds(options.seeds)):
         if seed not in record["runs"]:
             record["runs"][seed] = race(int(seed), options.steps, options.reference_steps)
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.out, record)
         print(format_race(seed, record["runs"][seed]), flush=True)
     record["summary"] = summary(record["runs"])
     record["CPU ms of a reference step"] = {
         "products held": 1e3 * per_step(True),
         "one matrix product": 1e3 * per_step(False),
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(options.out, record)
     print(json.dumps(record["summary"], indent=1))
     print(record["CPU ms of a reference step"])

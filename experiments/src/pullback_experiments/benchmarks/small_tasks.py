@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 import pullback as pb
 
-from ..framework.benchmark import RESULTS, make_parser
+from ..framework.benchmark import RESULTS, make_parser, write_record
 from ..framework.timing import describe_machine
 from .small_models import ASIDE_TASKS, OPEN_TASKS, TASKS, Task
 
@@ -363,6 +363,6 @@ def main(arguments: Sequence[str] = ()) -> None:
             rows.append(future.result())
             settings = [asdict(setting) for setting in rank_settings(rows)]
             record = about | {"summary": summarize(rows), "settings": settings, "rows": rows}
-            options.out.write_text(json.dumps(record, indent=1) + "\n")
+            write_record(options.out, record)
     for line in summarize(rows):
         print(json.dumps(line), flush=True)

@@ -18,7 +18,6 @@ experiments/results/sobolev-normalization.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from pullback.metrics.rkhs import Matern, median_distance
 
-from ..framework.benchmark import RESULTS, make_parser
+from ..framework.benchmark import RESULTS, make_parser, write_record
 from ..framework.timing import describe_machine
 from ..showcase.problems import load
 
@@ -265,5 +264,4 @@ def main(arguments: Sequence[str] = ()) -> None:
         **asdict(REGULARIZATION),
         "records": [asdict(r) for r in records],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_record(options.out, record)

@@ -11,7 +11,6 @@ host's time in collectives is measured.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from pullback.optim.kfac import Natural
 from pullback.optim.kfac.replicas import Replicas
 
 from ..framework.benchmark import RESULTS, make_parser, write_results
-from ..framework.timing import describe_machine
 from .kfac_models import GPT, convnet, resnet50
 
 #: networks, and inputs of a first step
@@ -186,8 +184,7 @@ def _measure_all(rank: int, size: int, out: str, steps: int) -> None:
                     flush=True,
                 )
     if rank == 0:
-        record = {"environment": describe_machine(torch.device("cpu")), "results": results}
-        Path(out).write_text(json.dumps(record, indent=1) + "\n")
+        write_results(Path(out), torch.device("cpu"), results)
     dist.destroy_process_group()
 
 

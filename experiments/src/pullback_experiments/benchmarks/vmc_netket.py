@@ -24,7 +24,7 @@ from pullback import vmc
 from pullback.metrics import FubiniStudy
 from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
 
-from ..framework.checkout import RESULTS
+from ..framework.benchmark import RESULTS, write_record
 
 RESULT = RESULTS / "vmc-netket.json"
 
@@ -167,7 +167,7 @@ def main() -> None:
             return
         record[name] = differences
         print(name, json.dumps(differences))
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(RESULT, record)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 
+from pullback.cli import files
+
 from .checkout import RESULTS
 from .timing import describe_machine
 
 __all__ = [
-    "RESULTS", "Record", "find_default_device", "make_parser", "use_tensor_cores", "write_results",
+    "RESULTS", "Record", "find_default_device", "make_parser", "use_tensor_cores", "write_record",
+    "write_results",
 ]  # fmt: skip
 
 
@@ -75,16 +78,17 @@ class Record:
         """Write the file, with further entries beside the results."""
         if self.path is None:
             return
-        record = {**self._about, self._key: self.results, **more}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, indent=1, ensure_ascii=False)
-        self.path.write_text(text + "\n", "utf-8")
+        write_record(self.path, {**self._about, self._key: self.results, **more})
 
 
 def write_results(path: Path, device: torch.device, results: Sequence[Any]) -> None:
     """Write a list of results that are found at once."""
-    record = {"environment": describe_machine(device), "results": results}
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    write_record(path, {"environment": describe_machine(device), "results": results})
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON; the old file stays until the new one is complete."""
+    files.write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
