@@ -53,12 +53,7 @@ def said(page: str) -> str:
 def test_numbers_in_the_limits() -> None:
     rows = table.TABLES["costs"]()[1:]
     exact = [float(row[4].rstrip("×")) for row in rows if row[0] == "exact, sample space"]
-    actual = record("kfac-cuda")["results"]
-    resnet, gpt = (actual[name]["ratio"] for name in ("resnet50", "gpt2"))
-    text = said("docs/choosing.md")
-    assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in text
-    assert f"costs {resnet['10/100']:.2f} (ResNet-50) and {gpt['10/100']:.2f} (GPT-2)" in text
-    assert f"statistics costs {resnet['statistics']:.1f} and {gpt['statistics']:.1f};" in text
+    assert f"{min(exact):.0f} to {max(exact):.0f} times SGD" in said("docs/choosing.md")
 
 
 def between(cells: Iterable[str], digits: int) -> str:
