@@ -72,7 +72,7 @@ def test_mismatches_are_those_of_runs_by_hand() -> None:
         one, two = (by_hand(m, batch, 0.1 * size, 1) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
         assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
-    for mismatch, steps in zip(report.places["batch"].finite, (1, 2, 3), strict=True):
+    for mismatch, steps in zip(report.places["batch"].long_run, (1, 2, 3), strict=True):
         one, two = (by_hand(m, batch, 0.1, steps) for m in (model, twin))
         want = float((one - two).norm() / (one - start).norm())
         assert mismatch.mismatch == pytest.approx(want, rel=1e-6)
@@ -269,7 +269,7 @@ def test_a_twin_that_diverges_is_not_invariant() -> None:
     transformation = {"stiff": Elementwise(lambda t: 1e4 * t, lambda w: w / 1e4)}
     row = audit(make, network(nn.ReLU), data(), transformation, steps=8).rows[0]
     assert row.verdict is Verdict.NOT
-    assert row.places["batch"].finite[-1].mismatch > 1e3
+    assert row.places["batch"].long_run[-1].mismatch > 1e3
 
 
 def test_tables_and_records() -> None:

@@ -135,10 +135,10 @@ def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
             "Return one value per sample; with Lightning give the optimizer the network that "
             "training_step calls, not the LightningModule",
         )
-    obstacle = _describe_obstacle(z)
-    if obstacle is not None:
+    unsupported_type = _describe_unsupported_type(z)
+    if unsupported_type is not None:
         raise PullbackError(
-            f"The model's output is a {obstacle} tensor",
+            f"The model's output is a {unsupported_type} tensor",
             "a metric measures dense real function values",
             "Return a dense real tensor: torch.view_as_real(z), z.to_dense() or z.to_padded_tensor",
         )
@@ -158,7 +158,7 @@ def move_samples_first(z: Tensor, batch_dim: int) -> Tensor:
     return z
 
 
-def _describe_obstacle(z: Tensor) -> str | None:
+def _describe_unsupported_type(z: Tensor) -> str | None:
     """Return why a metric cannot measure this kind of tensor; None for dense real tensors."""
     if z.is_complex():
         return "complex"

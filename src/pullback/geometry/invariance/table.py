@@ -77,18 +77,18 @@ class Measure:
         sizes: η, as multiples of the optimizer's own lr, largest first.
         steps: m(η) after one step, for each size.
         direction: m(0).
-        finite: the mismatch after 1, 2, … steps of full size.
+        long_run: the mismatch after 1, 2, … steps of full size.
 
     >>> steps = (UpdateMismatch(0.3, 1e-15), UpdateMismatch(0.03, 1e-15))
-    >>> found = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
-    >>> found.verdict, found.order
+    >>> measure = Measure((1.0, 0.1), steps, UpdateMismatch(1e-14, 1e-15), ())
+    >>> measure.verdict, measure.order
     (<Verdict.FIRST_ORDER: 'first order'>, 1.0)
     """
 
     sizes: tuple[float, ...]
     steps: tuple[UpdateMismatch, ...]
     direction: UpdateMismatch
-    finite: tuple[UpdateMismatch, ...]
+    long_run: tuple[UpdateMismatch, ...]
 
     @property
     def verdict(self) -> Verdict:
@@ -97,7 +97,7 @@ class Measure:
             return Verdict.NOT
         if not self.direction.is_resolved:
             return Verdict.UNDECIDED
-        if all(step.is_roundoff for step in (*self.steps, *self.finite)):
+        if all(step.is_roundoff for step in (*self.steps, *self.long_run)):
             return Verdict.EXACT
         return Verdict.FIRST_ORDER
 
@@ -214,8 +214,8 @@ class Audit:
 def _make_record(row: AuditRow, place: str, measure: Measure) -> dict[str, Any]:
     """Return what was measured at one place as a flat dict."""
     finite = math.nan
-    if measure.finite:
-        finite = measure.finite[-1].mismatch
+    if measure.long_run:
+        finite = measure.long_run[-1].mismatch
     record = {
         "optimizer": row.optimizer,
         "transformation": row.transformation,
@@ -234,7 +234,7 @@ def _make_record(row: AuditRow, place: str, measure: Measure) -> dict[str, Any]:
 
 def format_details(audit: Audit) -> str:
     """Return the table of one optimizer: verdicts and mismatches of each transformation."""
-    steps = max((len(r.places["batch"].finite) for r in audit.rows), default=0)
+    steps = max((len(r.places["batch"].long_run) for r in audit.rows), default=0)
     columns = ["transformation", "on the batch", "order", "η → 0", "one step", f"{steps} steps"]
     columns += ["on probes", "on parameters"]
     rows = []
@@ -263,9 +263,9 @@ def _format_verdict(row: AuditRow, place: str) -> str:
 
 def _format_last_step(measure: Measure) -> str:
     """Return the mismatch after the last step, in parentheses if round-off has grown as large."""
-    if not measure.finite:
+    if not measure.long_run:
         return "–"
-    last_step = measure.finite[-1]
+    last_step = measure.long_run[-1]
     if last_step.is_resolved:
         return f"{last_step.mismatch:.1e}"
     return f"({last_step.mismatch:.1e})"

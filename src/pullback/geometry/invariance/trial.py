@@ -188,12 +188,12 @@ class OptimizerTrial:
             before = self._original_runs.exact.short[index][0]
             ends = self._collect(twin_runs, lambda runs, index=index: runs.short[index][1])
             steps.append(self._measure_step(place, before, ends))
-        finite = []
+        long_run = []
         for number in range(1, self.steps + 1):
             ends = self._collect(twin_runs, lambda runs, number=number: runs.long[number])
-            finite.append(self._measure_step(place, start, ends))
+            long_run.append(self._measure_step(place, start, ends))
         direction = self._measure_direction(place, twin_runs)
-        return Measure(self.sizes, tuple(steps), direction, tuple(finite))
+        return Measure(self.sizes, tuple(steps), direction, tuple(long_run))
 
     def _collect(self, twin_runs: NoisyRuns, select: Callable[[Runs], RunState]) -> _Ends:
         """Return what `select` takes from the four runs."""

@@ -103,7 +103,7 @@ def _exact_polar(x: Tensor) -> Tensor:
     return root @ x
 
 
-def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
+def inverse_root(factor: Tensor, damping: float, *, fine: bool = False) -> tuple[Tensor, Tensor]:
     r"""Return Z = (1 + C/c)^(-½) with c = λ tr(C)/n for symmetric C ≥ 0, and which converged, (G,).
 
     C are matrices (G, n, n) or diagonals (G, n). For matrices Y → A^½, Z → A^(-½) by
@@ -113,15 +113,15 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     from Y = A = (C + c)/‖C + c‖ and Z = 1, with the polynomials of `polar` in the square root. On a
     GPU products keep 11 bits, or 22 of them if they are to be `fine`; on a CPU it is an `eigh`.
     """
-    tiny = torch.finfo(side.dtype).tiny
-    mean = factor_matrix.diagonal(side).mean(-1).clamp(min=tiny)
-    side = side / mean.view(-1, *[1] * (side.ndim - 1))
-    if factor_matrix.is_diagonal(side):
-        out = (1 + side / damping).rsqrt()
+    tiny = torch.finfo(factor.dtype).tiny
+    mean = factor_matrix.diagonal(factor).mean(-1).clamp(min=tiny)
+    factor = factor / mean.view(-1, *[1] * (factor.ndim - 1))
+    if factor_matrix.is_diagonal(factor):
+        out = (1 + factor / damping).rsqrt()
         return out, torch.isfinite(out).all(-1)
-    if not _prefers_products(side):
-        return _exact_inverse_root(side, damping)
-    y = factor_matrix.add_identity(side, torch.full_like(mean, damping), overwrite=True)
+    if not _prefers_products(factor):
+        return _exact_inverse_root(factor, damping)
+    y = factor_matrix.add_identity(factor, torch.full_like(mean, damping), overwrite=True)
     norm = torch.linalg.matrix_norm(y, keepdim=True)
     y /= norm
     multiply = torch.bmm
@@ -130,7 +130,7 @@ def inverse_root(side: Tensor, damping: float, *, fine: bool = False) -> tuple[T
     elif y.dtype == torch.float32:
         y = y.half()
     first, *others = _POLAR
-    if side.shape[-1] <= _THRESHOLDS.small_condition * damping:  # a bound of the condition
+    if factor.shape[-1] <= _THRESHOLDS.small_condition * damping:  # a bound of the condition
         first, *others = others
     z = _evaluate_polynomial(y, first, multiply)  # the first step, from Z = 1
     y = multiply(y, z)
@@ -156,23 +156,23 @@ def _evaluate_polynomial(
     return p
 
 
-def _exact_inverse_root(side: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def _exact_inverse_root(factor: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return (1 + C/λ)^(-½) by `eigh`, and which are finite; one that is not spoils no other."""
-    is_finite = torch.isfinite(side).flatten(1).all(1)
-    finite_side = torch.where(is_finite[:, None, None], side, torch.zeros_like(side))
+    is_finite = torch.isfinite(factor).flatten(1).all(1)
+    finite_factor = torch.where(is_finite[:, None, None], factor, torch.zeros_like(factor))
     try:
-        values, vectors = torch.linalg.eigh(finite_side)
+        values, vectors = torch.linalg.eigh(finite_factor)
     except torch.linalg.LinAlgError:
-        return side, torch.zeros(len(side), dtype=torch.bool, device=side.device)
+        return factor, torch.zeros(len(factor), dtype=torch.bool, device=factor.device)
     roots = (1 + values.clamp(min=0) / damping).rsqrt()
     root = (vectors * roots[..., None, :]) @ vectors.mT
     return root, is_finite & torch.isfinite(root).flatten(1).all(1)
 
 
-def eigenbasis(side: Tensor) -> Tensor:
+def eigenbasis(factor: Tensor) -> Tensor:
     """Return the eigenvectors of C, (G, n, n); NaN where they are not found."""
-    out = torch.empty_like(side)
-    for vectors, matrix in zip(out, side, strict=True):  # not at once: each takes much memory
+    out = torch.empty_like(factor)
+    for vectors, matrix in zip(out, factor, strict=True):  # not at once: each takes much memory
         try:
             vectors.copy_(torch.linalg.eigh(matrix)[1])
         except torch.linalg.LinAlgError:
@@ -188,7 +188,7 @@ class BasisTurn:
     rotation: Tensor
 
 
-def turn_basis(side: Tensor, basis: Tensor) -> BasisTurn:
+def turn_basis(factor: Tensor, basis: Tensor) -> BasisTurn:
     r"""Return an orthonormal E' in which C, (G, n, n), is closer to diagonal than in E.
 
     One step of first-order perturbation theory: E' = EQ with Q close to 1 + K,
@@ -199,12 +199,12 @@ def turn_basis(side: Tensor, basis: Tensor) -> BasisTurn:
     round-off of the largest: eigenvalues that are alike but for it do not turn. On a CPU Q is the
     Cayley transform of K; on a GPU E + EK is orthonormalized by products.
     """
-    tiny = torch.finfo(side.dtype).tiny
-    largest = factor_matrix.diagonal(side).amax(-1).clamp(min=tiny)
-    s = _fine_product(basis.mT, _fine_product(side / largest[:, None, None], basis))
+    tiny = torch.finfo(factor.dtype).tiny
+    largest = factor_matrix.diagonal(factor).amax(-1).clamp(min=tiny)
+    s = _fine_product(basis.mT, _fine_product(factor / largest[:, None, None], basis))
     values = factor_matrix.diagonal(s)
     gap = values[..., None, :] - values[..., None]
-    noise = _THRESHOLDS.noise * torch.finfo(side.dtype).eps
+    noise = _THRESHOLDS.noise * torch.finfo(factor.dtype).eps
     k = s * gap / (gap.square() + 4 * s.square() + noise**2)
     k = (k - k.mT) / 2
     angle = _THRESHOLDS.angle

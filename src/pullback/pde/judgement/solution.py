@@ -317,7 +317,7 @@ class PDESolution:
         try:
             pickle.dumps(self.problem)
         except (pickle.PicklingError, AttributeError, TypeError):
-            return {**vars(self), "problem": self.problem.outline()}
+            return {**vars(self), "problem": self.problem.without_functions()}
         return dict(vars(self))
 
     def __repr__(self) -> str:

@@ -16,8 +16,8 @@ from ..domains import Domain
 from .conditions import Condition
 from .fields import Coordinates, call_by_name
 
-#: attributes that a pickled outline of a problem keeps
-_OUTLINE = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
+#: attributes that a problem keeps without its functions
+_PLAIN_ATTRIBUTES = {"domain", "fields", "unknowns", "free", "name", "coordinates"}
 
 
 class Problem:
@@ -178,15 +178,15 @@ class Problem:
             name=self.name,
         )
 
-    def outline(self) -> Problem:
+    def without_functions(self) -> Problem:
         """Return domain, fields and names, without the functions that make up the problem."""
-        outline = Problem.__new__(Problem)
-        vars(outline).update({k: v for k, v in vars(self).items() if k in _OUTLINE})
-        outline.conditions = ()
-        outline.exact = None
-        outline.reference = None
-        outline.sources = {}
-        return outline
+        stripped = Problem.__new__(Problem)
+        vars(stripped).update({k: v for k, v in vars(self).items() if k in _PLAIN_ATTRIBUTES})
+        stripped.conditions = ()
+        stripped.exact = None
+        stripped.reference = None
+        stripped.sources = {}
+        return stripped
 
     def __repr__(self) -> str:
         return f"{self.name}({self.domain!r}, {', '.join(c.name for c in self.conditions)})"

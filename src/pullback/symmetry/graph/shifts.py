@@ -52,7 +52,7 @@ def find_shifts(walk: Walk, readers: Readers, params: Parameters) -> Iterator[Ac
     for reading in walk.ledger.readings:
         action = None
         if isinstance(reading, (NormReading, SoftmaxReading)):
-            action = _shift_commonly(readers, reading, params)
+            action = _find_common_shift(readers, reading, params)
         elif isinstance(reading, LinearReading):
             action = _shift_mean(walk.ledger, reading)
         if action is not None:
@@ -190,7 +190,7 @@ def _move_into_layers(
 # --- norms ----------------------------------------------------------------------------------
 
 
-def _shift_commonly(
+def _find_common_shift(
     readers: Readers, reading: NormReading | SoftmaxReading, params: Parameters
 ) -> Action | None:
     """Return the shift of all of a layer's outputs that a norm or a softmax removes."""
