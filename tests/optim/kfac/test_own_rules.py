@@ -139,6 +139,18 @@ def test_a_rule_without_statistics_is_gradient_descent() -> None:
     torch.testing.assert_close(vector(model), vector(twin))
 
 
+def test_a_refresh_without_a_report_is_refused() -> None:
+    class Silent(Scaled):
+        def refresh(self, averages: Any, state: Any) -> Any:
+            super().refresh(averages, state)
+
+    model = nn.Linear(4, 3)
+    optimizer = pb.KFAC(model, rule=Silent())
+    model(torch.randn(8, 4)).square().mean().backward()
+    with pytest.raises(pb.PullbackError, match="refresh returned NoneType"):
+        optimizer.step()
+
+
 def test_impossible_declarations_are_refused_at_construction() -> None:
     class Unread(Scaled):
         reads: ClassVar[Any] = "basis"

@@ -373,7 +373,11 @@ class Rule(ABC):
         between stacks overrides this.
         """
         for stack_averages, state in zip(averages, states, strict=True):
-            yield self.refresh(stack_averages, state)
+            report = self.refresh(stack_averages, state)
+            if not isinstance(report, RefreshReport):
+                why = f"refresh returned {type(report).__name__}"
+                raise _make_class_error(type(self), why, "Return a RefreshReport()")
+            yield report
 
     def convert(self, state: RuleState, shape: BlockShape) -> RuleState:
         """Return a state on the device and in the dtype of `shape`."""
