@@ -148,6 +148,31 @@ LAYERS = {
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_reasons_after_loading_promise_only_what_statistics_will_show() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make_spectral_norm(), nn.Tanh(), nn.Linear(6, 4))
+    x = torch.randn(40, 8)
+    y = torch.randint(0, 4, (40,))
+
+    def step(optimizer: pb.KFAC) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    first = pb.KFAC(model, rule="eigenbasis", statistics_every=1)
+    step(first)
+    second = pb.KFAC(model, rule="eigenbasis", statistics_every=1)
+    second.load_state_dict(first.state_dict())
+    loaded = {row.name: row.reason for row in second.coverage()}
+    promise = "; the next statistics show how it is used"
+    assert loaded["2.bias"] == "vector by the saved table"
+    assert loaded["2.weight"] == f"head by the saved table{promise}"
+    assert loaded["0.parametrizations.weight.original"] == f"matrix by the saved table{promise}"
+    step(second)
+    assert not [row.name for row in second.coverage() if promise in row.reason]
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("rule", ["natural", "eigenbasis"])
 def test_every_trained_parameter_has_a_block_or_a_true_reason(name: str, rule: str) -> None:

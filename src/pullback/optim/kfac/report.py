@@ -172,7 +172,9 @@ def _why_others(name: str, facts: CoverageFacts) -> str:
         return UNUSED
     if name in facts.reasons:
         return facts.reasons[name]
-    if name in assignment.measured:
+    role = assignment.roles.get(name)
+    is_loaded = role is not None and not role.reason
+    if name in assignment.measured and not is_loaded:
         return UNREACHED
     return _role_reason(name, assignment)
 
@@ -182,9 +184,12 @@ def _role_reason(name: str, assignment: Assignment) -> str:
     role = assignment.roles.get(name)
     if role is None:
         return "no forward pass has shown its role yet"
-    if not role.reason:
-        return f"{role.role.value} by the saved table; the next statistics show how it is used"
-    return role.reason
+    if role.reason:
+        return role.reason
+    reason = f"{role.role.value} by the saved table"
+    if name in assignment.measured:
+        reason += "; the next statistics show how it is used"
+    return reason
 
 
 def plain_reasons(assignment: Assignment, plain: Mapping[str, str]) -> dict[str, str]:
