@@ -43,7 +43,7 @@ def bracket(train: Train, start: float) -> list[Record]:
 
     >>> runs = bracket(lambda rate: {"lr": rate, "final": abs(rate - 5)}, 1.0)
     >>> [run["lr"] for run in runs]
-    [0.5, 1.0, 2.0, 4.0, 8.0]
+    [1.0, 2.0, 4.0, 8.0]
     """
     runs = [train(start), train(_LIMITS.factor * start)]
     while len(runs) < _LIMITS.most_runs and _best(runs) is runs[-1]:
