@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pullback as pb
 from pullback.optim.kfac import Adaptive, Damping, Exact, Invariant, update
-from pullback.steps import QuadraticModel
+from pullback.steps import Backtracking, LevenbergMarquardt, QuadraticModel, TrustNorm
 from tests.kfac_options import kfac_of
 
 from ..common import expect_unchanged, flat, refused, solve_damped
@@ -160,10 +160,22 @@ def test_a_step_that_raises_the_loss_is_taken_back_with_its_momentum() -> None:
     assert torch.equal(vector(model), vector(twin.model))
 
 
-def test_a_closure_that_draws_a_new_batch_is_refused() -> None:
-    """The losses of two batches cannot be compared."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"damping": Adaptive(1.0)},
+        {"step": QuadraticModel()},
+        {"step": QuadraticModel(), "damping": Adaptive(1.0)},
+        {"step": TrustNorm(1e-3)},
+        {"step": LevenbergMarquardt(1.0)},
+        {"step": Backtracking()},
+    ],
+    ids=str,
+)
+def test_a_closure_that_draws_a_new_batch_is_refused(options: dict[str, Any]) -> None:
+    """The losses of two batches cannot be compared, nor modeled by one of them."""
     model = net()
-    opt, _ = made(model, damping=Adaptive(1.0))
+    opt, _ = made(model, **options)
 
     inputs, labels = batch(20)
     batches = iter(inputs.view(2, 10, -1).unbind())

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...metrics import Metric
 from ...solvers import Solution
-from ...steps import Local, Move, Step
+from ...steps import Local, Move, Need, Step
 from ...steps.memory import first_numbers, first_vectors, merge_saved, recall, shared_numbers, store
 from ..problem import StepProblem
-from .closure import compute_gram_inner_products
+from .closure import ControlledClosure, compute_gram_inner_products
 from .stacks import Tensors
 from .update import Share
 
@@ -122,7 +122,13 @@ class StepView:
         self._rate = self._flatten_rates()
 
     def take(self, memory: StepMemory) -> Move:
-        """Return the move that the step chooses, and let it keep what it wants to keep."""
+        """Return the move that the step chooses, and let it keep what it wants to keep.
+
+        Raise for a step that models the loss if the closure gives another loss when it runs again:
+        the model of one batch says nothing about the next.
+        """
+        if Need.PRODUCTS in memory.step.needs and isinstance(self.problem, ControlledClosure):
+            self.problem.refuse_stochastic()
         space = self.problem.space
         params = self.problem.params
         step = memory.step
