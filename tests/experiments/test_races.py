@@ -89,9 +89,11 @@ def test_the_decoder_sees_the_past_alone_and_has_no_biases() -> None:
 
 def test_sizes() -> None:
     with torch.device("meta"):
-        sizes = {n: _count(TASKS[n].model()) for n in ("text", "text-large", "resnet", "vit")}
+        names = ("text", "text-large", "text-largest", "resnet", "vit")
+        sizes = {n: _count(TASKS[n].model()) for n in names}
     assert sizes["text"] == 10_916_736
     assert sizes["text-large"] == 85_740_288
+    assert sizes["text-largest"] == 303_088_640
     assert sizes["resnet"] == 11_173_962
     assert 2.6e6 < sizes["vit"] < 2.8e6
 

@@ -1,7 +1,7 @@
 """The optimizers of the races: a table of name ↦ (model, rate, settings) ↦ optimizers.
 
 What an optimizer for hidden matrices leaves over (embeddings, head, gains) AdamW takes, at the
-same rate; weights decay and gains do not.
+same rate or at the share of it that the setting `rest` says; weights decay and gains do not.
 """
 
 from __future__ import annotations
@@ -67,28 +67,29 @@ def sgd(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
 def muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Muon for hidden matrices, in stacks; its steps are as large as AdamW's."""
     options = {"weight_decay": _DECAY, **settings}
-    rate = options.pop("rest_lr", lr)
-    return [Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
+    share = options.pop("rest", 1.0)
+    return [Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
 
 
 def normuon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """NorMuon for hidden matrices, in stacks."""
     options = {"weight_decay": _DECAY, **settings}
-    return [NorMuon(hidden(model), lr, **options), _make_adamw_for_rest(model, lr)]
+    share = options.pop("rest", 1.0)
+    return [NorMuon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
 
 
 def torch_muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """Torch's own Muon: the same steps, matrix by matrix; for linear layers alone."""
     options = {"weight_decay": _DECAY, "adjust_lr_fn": "match_rms_adamw", **settings}
-    rate = options.pop("rest_lr", lr)
-    return [torch.optim.Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
+    share = options.pop("rest", 1.0)
+    return [torch.optim.Muon(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
 
 
 def soap(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
     """SOAP for hidden matrices."""
     options = {"weight_decay": _DECAY, **settings}
-    rate = options.pop("rest_lr", lr)
-    return [SOAP(hidden(model), lr, **options), _make_adamw_for_rest(model, rate)]
+    share = options.pop("rest", 1.0)
+    return [SOAP(hidden(model), lr, **options), _make_adamw_for_rest(model, share * lr)]
 
 
 def natural(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:

@@ -206,8 +206,12 @@ def _quick_images(title: str, model: Callable[[], nn.Module]) -> RaceTask:
 
 TASKS: dict[str, RaceTask] = {
     "text-quick": _text("Decoder of 2 layers", 80, TextData(64, 8, 64, 4_000_000, False), 64, 2, 4),
+    "text-small": _text(
+        "Decoder of 4 layers", 250, TextData(128, 16, 128, 20_000_000, False), 96, 4, 4
+    ),
     "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 400, TextData(512, 32, 512), 768, 12, 12),
+    "text-largest": _text("Decoder of 24 layers", 300, TextData(512, 32, 512), 1024, 24, 16),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
     "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
     "resnet": _images("ResNet-18", ResNet, 512, 400),

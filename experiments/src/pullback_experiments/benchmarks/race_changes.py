@@ -1,0 +1,322 @@
+"""Which changes of `KFAC(model)` pay: the race on text with one change at a time, seed by seed.
+
+    pullback bench race-changes [--device cuda] [--task text] [--steps 640] [--seeds 0 1 2]
+    pullback bench race-changes --only "output factor too" --workers 6
+
+Every run has the default rate, the same batches and the same schedule as the unchanged optimizer.
+A change pays if it lowers the held-out loss by at least 0.003 on every seed. Losses alone are
+recorded: runs share the device. Rows of NorMuon are rivals with other rates for what AdamW takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pullback import KFAC
+from pullback.grams.kronecker.roots import inverse_root, scale_to_half
+from pullback.optim.kfac import AdamW, Estimation, Spectral, Statistics
+from pullback.optim.kfac.rules import (
+    BlockShape,
+    FactorAverages,
+    RefreshReport,
+    Rule,
+    RuleState,
+    StepContext,
+)
+from pullback.optim.kfac.rules.base import SYMMETRIC
+from pullback.optim.kfac.rules.spectral import SpectralState
+
+from ..framework.benchmark import RESULTS, Record, make_parser
+from ..framework.timing import describe_machine
+from ..races import optimizers
+from ..races.loop import run
+from ..races.tasks import TASKS, VOCABULARY
+
+#: the default rate of `KFAC(model)` for transformers
+LR = Spectral.defaults.lr
+UNCHANGED = "unchanged"
+
+
+# --- the output factor ----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class TwoSidedState(SpectralState):
+    """The inverse root of the output factor beside the state of `Spectral`, (B, O, O)."""
+
+    output_root: Tensor = field(metadata=SYMMETRIC)
+
+
+class TwoSided(Spectral):
+    r"""The polar factor of (R + λ)^(-½) M (C + λ)^(-½), λ in shares of the factors' means.
+
+    R = mean δδᵀ of the loss's own cotangents.
+    """
+
+    name: ClassVar = "two-sided"
+    reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
+
+    def __init__(self, **options: Any) -> None:
+        estimation = Estimation(ema=0.8).with_metric(None, None, fisher="empirical")
+        super().__init__(estimation=estimation, **options)
+
+    def init(self, shape: BlockShape) -> TwoSidedState:
+        state = super().init(shape)
+        blocks, rows, _ = shape.size
+        output_root = shape.zeros(blocks, rows, rows, dtype=state.root.dtype)
+        return TwoSidedState(**vars(state), output_root=output_root)
+
+    def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
+        assert isinstance(state, TwoSidedState)
+        report = super().refresh(averages, state)
+        output_factor = averages.pair.output_factor
+        root, has_converged = inverse_root(output_factor, self.relative_damping)
+        state.output_root = root.to(state.output_root.dtype)
+        for block, is_found in enumerate(has_converged.tolist()):
+            if not is_found:
+                report.fail(block, "the root of its output factor did not converge")
+        return report
+
+    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
+        assert isinstance(state, TwoSidedState)
+        half = scale_to_half(momentum, state.root)[0]
+        return torch.bmm(state.output_root, torch.bmm(half, state.root))
+
+
+# --- the input factor on the output head ----------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class HeadState(SpectralState):
+    """Adam's second moment of the whitened gradient beside the state of `Spectral`."""
+
+    second: Tensor
+
+
+class WhitenedHead(Spectral):
+    r"""`Spectral` for hidden matrices, and for the output head Adam in whitened coordinates:
+
+        Δ = adam(G C^(-½)) C^(-½), as long as adam(G C^(-½)), at half the rate.
+
+    The head is known by its rows, one for each byte.
+    """
+
+    name: ClassVar = "whitened-head"
+
+    def __init__(self) -> None:
+        super().__init__(head=True)
+        self.adamw = AdamW(rate=0.5)
+
+    def init(self, shape: BlockShape) -> SpectralState:
+        state = super().init(shape)
+        if shape.size[1] != VOCABULARY:
+            return state
+        return HeadState(**vars(state), second=shape.zeros(*shape.size))
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        if not isinstance(state, HeadState):
+            return super().direction(gradient, state, step)
+        beta1, beta2 = self.adamw.betas
+        root = state.root.float()
+        whitened = gradient @ root
+        step.average(state.momentum, whitened, 1 - beta1)
+        step.average(state.second, whitened.square(), 1 - beta2)
+        size = (state.second / (1 - beta2**step.count)).sqrt() + self.adamw.eps
+        adam = state.momentum / size / (1 - beta1**step.count)
+        back = adam @ root
+        length = adam.norm(dim=(1, 2), keepdim=True) / back.norm(dim=(1, 2), keepdim=True)
+        return self.adamw.rate * length * back
+
+
+# --- hooks around a step --------------------------------------------------------------------------
+
+
+class CautiousDecay:
+    """Weight decay of those entries alone that the step itself moves towards zero."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._decays: list[tuple[dict[str, Any], float]] = []
+        for group in optimizer.param_groups:
+            self._decays.append((group, group["weight_decay"]))
+            group["weight_decay"] = 0.0
+        self._before: list[list[Tensor]] = []
+        optimizer.register_step_pre_hook(self._remember)
+        optimizer.register_step_post_hook(self._decay)
+
+    def _remember(self, *_: Any) -> None:
+        self._before = []
+        for group, _decay in self._decays:
+            self._before.append([p.detach().clone() for p in group["params"]])
+
+    @torch.no_grad()
+    def _decay(self, *_: Any) -> None:
+        for (group, decay), before in zip(self._decays, self._before, strict=True):
+            if not decay:
+                continue
+            for p, old in zip(group["params"], before, strict=True):
+                is_shrinking = (p - old) * old < 0
+                p.sub_(old * is_shrinking, alpha=group["lr"] * decay)
+
+
+class AveragedReadout:
+    """A running mean of the weights, which takes their place while the model is evaluated."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, memory: float = 0.95) -> None:
+        self._params = list(model.parameters())
+        self._means = [p.detach().clone() for p in self._params]
+        self._memory = memory
+        self._trained: list[Tensor] | None = None
+        self._set_mode = model.train
+        optimizer.register_step_post_hook(self._average)
+        model.train = self._train  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.no_grad()
+    def _average(self, *_: Any) -> None:
+        torch._foreach_lerp_(self._means, self._params, 1 - self._memory)
+
+    @torch.no_grad()
+    def _train(self, mode: bool = True) -> nn.Module:
+        if mode and self._trained is not None:
+            torch._foreach_copy_(self._params, self._trained)
+            self._trained = None
+        if not mode and self._trained is None:
+            self._trained = [p.detach().clone() for p in self._params]
+            torch._foreach_copy_(self._params, self._means)
+        return self._set_mode(mode)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def _kfac(make_rule: Callable[[], Rule] = Spectral, **options: Any) -> optimizers.Build:
+    """Return a row: `KFAC(model)` with another rule or other options."""
+
+    def build(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+        params = optimizers._decay_groups(model)
+        return [KFAC(model, lr, rule=make_rule(), params=params, **options)]
+
+    return build
+
+
+def _refresh_densely_at_first(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+    rule = Spectral()
+    rule.warmup = 20
+    return _kfac(lambda: rule)(model, lr, settings)
+
+
+def _remember_squares_of_gains(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+    matrices, gains = optimizers._decay_groups(model)
+    gains["betas"] = (0.9, 0.99)
+    return [KFAC(model, lr, rule=Spectral(), params=[matrices, gains])]
+
+
+def _decay_cautiously(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+    (optimizer,) = _kfac()(model, lr, settings)
+    CautiousDecay(optimizer)
+    return [optimizer]
+
+
+def _average_readout(model: nn.Module, lr: float, settings: Any) -> list[Optimizer]:
+    (optimizer,) = _kfac()(model, lr, settings)
+    AveragedReadout(model, optimizer)
+    return [optimizer]
+
+
+def _normuon(rate: float, adamw_share: float) -> optimizers.Build:
+    """Return NorMuon with momentum 0.9, and a share of its rate for what AdamW takes."""
+    settings = {"momentum": 0.9, "rest": adamw_share}
+    return lambda model, lr, more: optimizers.normuon(model, rate, settings)
+
+
+ROWS: dict[str, optimizers.Build] = {
+    UNCHANGED: _kfac(),
+    "output factor too": _kfac(TwoSided),
+    "output factor too, statistics and roots every 5 steps": _kfac(
+        TwoSided, statistics_every=5, invert_every=5
+    ),
+    "statistics and roots every 5 steps": _kfac(statistics_every=5, invert_every=5),
+    "statistics and roots every 2 steps": _kfac(statistics_every=2, invert_every=2),
+    "refresh denser at first": _refresh_densely_at_first,
+    "damping 0.05": _kfac(partial(Spectral, damping=0.05)),
+    "damping 0.02": _kfac(partial(Spectral, damping=0.02)),
+    "input factor on the head": _kfac(WhitenedHead),
+    "squares of gains remembered by 0.99": _remember_squares_of_gains,
+    "squares of all that AdamW takes remembered by 0.99": _kfac(
+        partial(Spectral, others=AdamW((0.9, 0.99), rate=0.5))
+    ),
+    "AdamW at a quarter of the rate": _kfac(partial(Spectral, others=AdamW(rate=0.25))),
+    "AdamW at the whole rate": _kfac(partial(Spectral, others=AdamW(rate=1.0))),
+    "average of the last weights": _average_readout,
+    "cautious decay": _decay_cautiously,
+    "momentum 0.95": _kfac(partial(Spectral, momentum=0.95)),
+    "NorMuon 0.008, AdamW at half its rate": _normuon(8e-3, 0.5),
+    "NorMuon 0.016, AdamW at half its rate": _normuon(1.6e-2, 0.5),
+    "NorMuon 0.016, AdamW at a quarter of its rate": _normuon(1.6e-2, 0.25),
+}
+
+
+@dataclass(frozen=True)
+class ChangeRun:
+    """One run of a row."""
+
+    row: str
+    task: str
+    steps: int
+    seed: int
+    device: str
+
+    def train(self) -> dict[str, Any]:
+        """Train once, and return the losses."""
+        torch.set_num_threads(1)
+        optimizers.OPTIMIZERS[self.row] = ROWS[self.row]
+        task = TASKS[self.task]
+        device = torch.device(self.device)
+        record = run(task, self.row, LR, seed=self.seed, device=device, steps=self.steps)
+        return {"final": record["final"], "curve": record["held-out loss"], "ms": record["ms"]}
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--task", default="text")
+    parser.add_argument("--steps", type=int, default=640)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(ROWS), metavar="ROW")
+    parser.add_argument("--out", type=Path, default=RESULTS / "race-changes.json")
+    asked = parser.parse_args(arguments)
+    environment = describe_machine(torch.device(asked.device))
+    about = {"environment": environment, "task": asked.task, "steps": asked.steps, "lr": LR}
+    record = Record(asked.out, about)
+    runs = []
+    for seed, row in product(asked.seeds, asked.only):
+        if f"{row}, seed {seed}" not in record:
+            runs.append(ChangeRun(row, asked.task, asked.steps, seed, asked.device))
+    for finished, result in _train_all(runs, asked.workers):
+        print(f"{finished.row:55} seed {finished.seed}: {result.get('final')}", flush=True)
+        record.put(f"{finished.row}, seed {finished.seed}", result)
+
+
+def _train_all(
+    runs: Sequence[ChangeRun], workers: int
+) -> Iterator[tuple[ChangeRun, dict[str, Any]]]:
+    """Yield every run with its result as it ends; one that failed has its error."""
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        jobs = {pool.submit(one.train): one for one in runs}
+        for job in as_completed(jobs):
+            error = job.exception()
+            if error is None:
+                yield jobs[job], job.result()
+            else:
+                yield jobs[job], {"error": repr(error)}
