@@ -134,6 +134,22 @@ def test_margin_is_the_log_odds_of_the_target() -> None:
     assert torch.allclose(pb.curvature.margin(logits, targets), (p / (1 - p)).log())
 
 
+def test_margin_leaves_out_positions_without_a_target() -> None:
+    logits = torch.randn(2, 3, 5, dtype=torch.float64)
+    targets = torch.tensor([[1, -100, 4], [-100, -100, 0]])
+    odds = logits.softmax(-1).logit()
+    want = torch.stack([odds[0, 0, 1] + odds[0, 2, 4], odds[1, 2, 0]])
+    assert torch.allclose(pb.curvature.margin(logits, targets), want)
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([0, 5]), torch.tensor([-1, 0]), torch.rand(2), torch.tensor([0])]
+)
+def test_margin_refuses_what_is_no_class(targets: Tensor) -> None:
+    with pytest.raises(pb.PullbackError, match="margin"):
+        pb.curvature.margin(torch.randn(2, 5), targets)
+
+
 def test_scores_predict_retraining_of_a_linear_model() -> None:
     """For least squares with weight decay the model without a sample is known in closed form."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pullback import vmc
+from pullback import PullbackError, vmc
 from pullback.testing import assert_close
 from pullback.vmc.amplitude import EvaluationOptions, Evaluator, LogAmplitude
 from pullback.vmc.energies import find_distinct_rows
@@ -85,3 +85,9 @@ def test_an_amplitude_of_zero_beside_a_sample_counts_as_zero() -> None:
     sample = torch.tensor([[1, 1, 1, -1]], dtype=torch.int8)
     local_energies = vmc.compute_local_energies(hamiltonian, make_evaluator(OnlyUp()), sample)
     assert local_energies.values.item() == pytest.approx(0.0 - 1.0)
+
+
+@pytest.mark.parametrize("chunk", [0, -3, 2.5])
+def test_a_chunk_holds_at_least_one_configuration(chunk: float) -> None:
+    with pytest.raises(PullbackError, match="at least one configuration"):
+        EvaluationOptions(chunk=chunk)  # pyright: ignore[reportArgumentType]

@@ -37,6 +37,14 @@ class EvaluationOptions:
     compiled: bool = False
     graphed: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise PullbackError(
+                "A chunk holds at least one configuration",
+                f"chunk is {self.chunk!r}",
+                "Take as many as fit into memory, such as chunk=2**14",
+            )
+
 
 class LogAmplitude(nn.Module):
     """The user's network with real outputs: (N,) for a real log ψ, (N, 2) for u and φ.
