@@ -246,9 +246,9 @@ def test_a_bracketed_race_reuses_its_search_and_goes_on(
         executor.run(race, out=tmp_path, only=["lion"])
     outcome = executor.run(race, out=tmp_path)
     assert outcome.finished == outcome.total
-    assert len(counted.calls) == len(set(counted.calls)) + 3 * 2  # pace, and shorter runs of ours
+    assert len(counted.calls) == len(set(counted.calls)) + 2 + 3  # paces, and shorter runs of ours
     state = json.loads((tmp_path / "race-text-large.json").read_text("utf-8"))
     rates = next(t for t in state["summary"]["tables"] if "rates" in t["title"])
     assert [row[1] for row in rates["rows"][:3]] == ["0.004", "0.008", "0.016"]
     runs = {(*run["key"], run["seed"]): run["record"] for run in state["runs"]}
-    assert runs["text-large", "muon-0.9", 2]["lr"] == 0.008
+    assert runs["text-large", "normuon-0.9", 2]["lr"] == 0.008

@@ -23,6 +23,7 @@ SLOW = {
     "kerekes-2022-figure3",
     "kerekes-2022-figure6",
     "race-text-large",
+    "race-text-largest",
     "yin-2024-deep",
     "yin-2024-poisson",
     "kfac-shakespeare",
@@ -123,6 +124,7 @@ TOO_SHORT = {
     "kfac-vgg",
     "race-text",
     "race-text-large",
+    "race-text-largest",
     "race-vision",
 }
 

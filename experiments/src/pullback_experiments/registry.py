@@ -42,7 +42,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "kfac_invariance": ("luk-grosse-2018",),
     "showcase": ("demo",),
     "kfac_training": ("kfac-autoencoder", "kfac-convnet", "kfac-vgg", "kfac-shakespeare"),
-    "races": ("race-text", "race-text-large", "race-vision"),
+    "races": ("race-text", "race-text-large", "race-text-largest", "race-vision"),
     "pde_benchmarks": ("pde-benchmarks",),
     "pde_honesty": ("pde-honesty",),
     "pde_quasi_newton": ("pde-quasi-newton",),

@@ -112,6 +112,7 @@ QUICK: dict[str, float] = {
     "kfac-shakespeare": 42,
     "race-text": 60,
     "race-text-large": 50,
+    "race-text-largest": 50,
     "race-vision": 80,
     "pde-benchmarks": 69,
     "influence-mnist": 11,

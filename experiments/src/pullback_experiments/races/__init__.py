@@ -4,9 +4,10 @@ Who trains a transformer fastest, in steps and in seconds? All optimizers of a r
 batches in the same order, the same network at the same weights, and a rate that rises for 5 % of
 the run and then falls to zero along a line.
 
-    race-text         bytes of Python files, 6 layers of width 384; --quick: 2 layers of width 64
-    race-text-large   12 layers of width 768
-    race-vision       CIFAR-10, ResNet-18 and a small ViT; --quick: digits
+    race-text          bytes of Python files, 6 layers of width 384; --quick: 2 layers of width 64
+    race-text-large    12 layers of width 768
+    race-text-largest  24 layers of width 1024, 150 steps
+    race-vision        CIFAR-10, ResNet-18 and a small ViT; --quick: digits
 
 On text every rival's rate is doubled and halved, in runs of full length, until the best has a worse
 one on either side; `KFAC(model)` has its default rate. On images all have equally many rates to
@@ -36,6 +37,7 @@ TEXT = {
     "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
     "soap": Entrant((2e-3,), seeds=_THREE),
     "normuon-0.9": Entrant((8e-3,)),
+    "normuon-0.9-half": Entrant((8e-3,), seeds=_THREE, pace_of="normuon-0.9"),
     "muon-0.9": Entrant((8e-3,)),
     "adamw": Entrant((1e-3,)),
     "kfac-adapt-0.99": Entrant((_DEFAULT_RATE,), fixed=True, seeds=_TWO, pace_of="kfac"),
@@ -43,7 +45,13 @@ TEXT = {
 LARGE = {
     "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
     "normuon-0.9": Entrant((8e-3,)),
-    "muon-0.9": Entrant((8e-3,)),
+    "normuon-0.9-half": Entrant((8e-3,), seeds=(0,), pace_of="normuon-0.9"),
+}
+LARGEST = {
+    "kfac": Entrant((_DEFAULT_RATE,), fixed=True),
+    "normuon-0.9-half": Entrant((4e-3,)),
+    "kfac-rate-0.5": Entrant((_DEFAULT_RATE / 2,), fixed=True, pace_of="kfac"),
+    "kfac-rate-2": Entrant((2 * _DEFAULT_RATE,), fixed=True, pace_of="kfac"),
 }
 VISION = {
     "sgd": Entrant((0.05, 0.2)),
@@ -94,8 +102,8 @@ EXPERIMENTS = (
     BracketedRace(
         name="race-text-large",
         figure="a decoder of 85.7M parameters",
-        claim="not finished: is KFAC(model) at its default rate where NorMuon and Muon end in 0.85 "
-        "of their steps and in less time?",
+        claim="not finished: is KFAC(model) at its default rate where NorMuon ends in 0.85 of its "
+        "steps and in less time?",
         about=_ABOUT,
         tasks=("text-large",),
         quick_tasks=("text-quick",),
@@ -105,8 +113,24 @@ EXPERIMENTS = (
         pace_steps=80,
         leads=(
             Lead("normuon-0.9", below=0.003, steps=0.85, seconds=1.0),
-            Lead("muon-0.9", below=0.003, steps=0.85, seconds=1.0),
+            Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),
         ),
+    ),
+    BracketedRace(
+        name="race-text-largest",
+        figure="a decoder of 303M parameters",
+        claim="not finished: is KFAC(model) at its default rate where NorMuon ends in 0.85 of its "
+        "steps and in less time?",
+        about=_ABOUT,
+        tasks=("text-largest",),
+        quick_tasks=("text-quick",),
+        entrants=LARGEST,
+        quick_entrants=LARGEST,
+        lengths=(1.0, 0.8),
+        pace_steps=40,
+        seeds=(0,),
+        shorter_seeds=(0,),
+        leads=(Lead("normuon-0.9-half", below=0.003, steps=0.85, seconds=1.0),),
     ),
     Race(
         name="race-vision",

@@ -153,11 +153,14 @@ _NAMES = {
     "muon-0.9": "Muon, momentum 0.9",
     "normuon": "NorMuon",
     "normuon-0.9": "NorMuon, momentum 0.9",
+    "normuon-0.9-half": "NorMuon, AdamW at half its rate",
     "soap": "SOAP",
     "kfac-spectral": "K-FAC, spectral",
     "kfac-eigenbasis": "K-FAC, eigenbasis",
     "kfac-natural": "K-FAC, natural",
     "kfac": "K-FAC",
+    "kfac-rate-0.5": "K-FAC, half the rate",
+    "kfac-rate-2": "K-FAC, twice the rate",
     "kfac-adapt-0.99": "K-FAC, squares remembered by 0.99",
 }
 

@@ -153,12 +153,15 @@ OPTIMIZERS: dict[str, Build] = {
     "muon-torch": torch_muon,
     "normuon": normuon,
     "normuon-0.9": _preset(normuon, momentum=0.9),
+    "normuon-0.9-half": _preset(normuon, momentum=0.9, rest=0.5),
     "soap": soap,
     "sgd": sgd,
     "kfac-natural": natural,
     "kfac-spectral": spectral,
     "kfac-eigenbasis": eigenbasis,
     "kfac": default,
+    "kfac-rate-0.5": default,
+    "kfac-rate-2": default,
     "kfac-adapt-0.99": _preset(spectral, rule_adapt=0.99),
 }
 

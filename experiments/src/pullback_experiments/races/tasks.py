@@ -211,7 +211,7 @@ TASKS: dict[str, RaceTask] = {
     ),
     "text": _text("Decoder of 6 layers", 800, TextData(256, 64, 2048), 384, 6, 6),
     "text-large": _text("Decoder of 12 layers", 400, TextData(512, 32, 512), 768, 12, 12),
-    "text-largest": _text("Decoder of 24 layers", 300, TextData(512, 32, 512), 1024, 24, 16),
+    "text-largest": _text("Decoder of 24 layers", 150, TextData(512, 32, 256), 1024, 24, 16),
     "resnet-quick": _quick_images("Small ResNet", partial(ResNet, width=8, depths=(1, 1))),
     "vit-quick": _quick_images("Small ViT", partial(VisionTransformer, 10, 32, 2, 2)),
     "resnet": _images("ResNet-18", ResNet, 512, 400),
