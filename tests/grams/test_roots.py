@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pullback.grams.kronecker import roots
 from pullback.grams.kronecker.roots import _LAST, _POLAR, inverse_root, polar, turn_basis
 from tests.pairs import all_pairs
 
@@ -72,6 +73,25 @@ def test_the_last_polynomial_of_a_root_has_no_error_of_first_or_second_order() -
 
 
 # --- polar factors ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (24, 96), (96, 24), (50, 60)])
+def test_products_in_half_precision_give_polar_factors(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, one polynomial after the other or several composed for long sides."""
+    monkeypatch.setattr(roots, "_prefers_products", lambda x: True)
+    u, _, vt = torch.linalg.svd(normal(2, *shape), full_matrices=False)
+    values = torch.logspace(0, -4, u.shape[-1], dtype=DOUBLE)
+    x = (u * values) @ vt
+    out = polar(x.float())
+    assert out.dtype == torch.float16
+    coordinates = u.mT @ out.double() @ vt.mT
+    is_large = values > 3e-3 * torch.linalg.vector_norm(values)
+    large = coordinates.diagonal(dim1=1, dim2=2)[:, is_large]
+    assert float((large - 1).abs().max()) < POLAR + 0.005
+    assert float(torch.linalg.matrix_norm(out.double(), 2).max()) < 1 + POLAR + 0.02
+    assert not polar(1e-30 * x.float()).any()
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (9, 4), (4, 9), (1, 7), (7, 1), (1, 1)])

@@ -9,7 +9,7 @@ much as ten products, and roots and polar factors are exact by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,10 @@ class Thresholds:
     diagonal_error: float = 0.3
     #: singular values below this share of ‖X‖ do not become 1 in a polar factor
     least_singular_value: float = 1e-3
+    #: from this ratio of sides on, polynomials of the Gram matrix are composed before they are
+    #: applied. For sides m ≤ n it takes 8m²n + 28m³ operations instead of 20m²n + 10m³. Three in
+    #: a row are as many as float16 bears: smallest singular values would be lost in T's round-off.
+    long_side: float = 1.5
 
 
 _THRESHOLDS = Thresholds()
@@ -59,30 +63,47 @@ def polar(x: Tensor) -> Tensor:
     r"""Return approximate polar factors UVᵀ of X = USVᵀ, (B, m, n).
 
     Singular values above 10⁻³‖X‖ become 1 (on a GPU 1 ± 0.13, with products and the result in
-    bfloat16), smaller ones less than that. A matrix of zeros stays one.
+    float16), smaller ones less than that. A matrix of zeros stays one.
     """
     if not _prefers_products(x):
         return _exact_polar(x)
     norm_dtype = x.dtype
-    if x.dtype == torch.float16:
+    if x.dtype in (torch.float16, torch.bfloat16):
         norm_dtype = torch.float32
-    product_dtype = norm_dtype
-    if norm_dtype == torch.float32:
-        product_dtype = torch.bfloat16
     norm = torch.linalg.matrix_norm(x, keepdim=True, dtype=norm_dtype)
-    norm = (1.01 * norm).clamp(min=torch.finfo(norm_dtype).tiny)
-    y = torch.div(x, norm, out=torch.empty_like(x, dtype=product_dtype))
-    has_more_rows = x.shape[-2] > x.shape[-1]
-    for a, b, c in _POLAR:
-        if has_more_rows:
-            gram = torch.bmm(y.mT, y)
-            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            y = torch.baddbmm(y, y, p, beta=a)
+    norm = (1.01 * norm).clamp(min=torch.finfo(norm_dtype).tiny ** 0.5)
+    y = torch.div(x, norm, out=torch.empty_like(x, dtype=torch.float16))
+    rows, columns = x.shape[-2:]
+    chains = [[polynomial] for polynomial in _POLAR]
+    if max(rows, columns) >= _THRESHOLDS.long_side * min(rows, columns):
+        chains = [[*_POLAR[:2]], [*_POLAR[2:]]]
+    for polynomials in chains:
+        if rows > columns:
+            y = torch.bmm(y, _compose(torch.bmm(y.mT, y), polynomials))
         else:
-            gram = torch.bmm(y, y.mT)
-            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            y = torch.baddbmm(y, p, y, beta=a)
+            y = torch.bmm(_compose(torch.bmm(y, y.mT), polynomials), y)
     return y
+
+
+def _compose(gram: Tensor, polynomials: Sequence[tuple[float, float, float]]) -> Tensor:
+    r"""Return Q = P₁P₂… for T₁ = YYᵀ, so that QY is what these odd polynomials make of Y.
+
+        P_i = a + bT_i + cT_i²,   T_{i+1} = P_i T_i P_i.
+
+    All of them are small where Y is long.
+    """
+    total: Tensor | None = None
+    for i, (a, b, c) in enumerate(polynomials):
+        p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)
+        if total is None:
+            total = p
+        else:
+            total = torch.bmm(p, total)
+        if i + 1 < len(polynomials):
+            gram = torch.bmm(p, torch.bmm(gram, p))
+    assert total is not None
+    return total
 
 
 def _exact_polar(x: Tensor) -> Tensor:
@@ -291,7 +312,12 @@ def rotate(
         left = left.to(dtype)
     if right is not None:
         right = right.to(dtype)
-    y, scale = scale_to_half(x, left, right)
+    scale: Tensor | None = None
+    y = x
+    if dtype != x.dtype and (left is not None or right is not None):
+        norm = torch.linalg.matrix_norm(x, keepdim=True)
+        scale = norm / _NORM
+        y = scale_to_half(x, norm)
     if back:
         y = from_bases(left, y, right).to(x.dtype)
     else:
@@ -303,10 +329,7 @@ def rotate(
     return y
 
 
-def scale_to_half(x: Tensor, *factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return X (B, m, n) in the dtype of these factors, and what it was divided by for float16."""
-    if all(factor is None or factor.dtype == x.dtype for factor in factors):
-        return x, None
-    scale = torch.linalg.matrix_norm(x, keepdim=True) / _NORM
-    scale = scale.clamp(min=torch.finfo(x.dtype).tiny)
-    return torch.div(x, scale, out=x.new_empty(x.shape, dtype=torch.float16)), scale
+def scale_to_half(x: Tensor, norm: Tensor) -> Tensor:
+    """Return X (B, m, n) over its Frobenius norm (B, 1, 1), times 2¹⁵, in float16."""
+    scale = (norm / _NORM).clamp(min=torch.finfo(x.dtype).tiny)
+    return torch.div(x, scale, out=x.new_empty(x.shape, dtype=torch.float16))

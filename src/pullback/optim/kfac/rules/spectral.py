@@ -88,6 +88,7 @@ class Spectral(Rule):
     name: ClassVar = "spectral"
     reads: ClassVar = Statistics.INPUTS
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=20)
+    is_capturable: ClassVar = True
 
     def __init__(
         self,
@@ -141,23 +142,35 @@ class Spectral(Rule):
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
         step.average(state.momentum, gradient, 1 - self.momentum)
-        step.average(state.square, gradient.square().mean(2, keepdim=True), 1 - self.adapt)
+        step.average(state.square, _mean_squares(gradient), 1 - self.adapt)
         nesterov = torch.lerp(gradient, state.momentum, self.momentum)
-        whitened = self.whiten(nesterov, state)
+        squares = _mean_squares(nesterov)
+        whitened = self.whiten(nesterov, squares, state)
         matrices = zip(
             _separate(whitened, state.split),
-            _separate(nesterov, state.split),
+            _separate(squares, state.split),
             _separate(state.square, state.split),
             strict=True,
         )
         directions = [_even_direction(*tensors) for tensors in matrices]
         return _join(directions, gradient.shape)
 
-    def whiten(self, momentum: Tensor, state: SpectralState) -> Tensor:
-        """Return M (C + λ tr(C)/n)^(-½), up to a number."""
+    def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
+        """Return M (C + λ tr(C)/n)^(-½), up to a number.
+
+        `squares` are the mean squares of the rows of M, (B, O, 1).
+        """
         if factor_matrix.is_diagonal(state.root):
             return momentum * state.root[:, None]
-        return torch.bmm(scale_to_half(momentum, state.root)[0], state.root)
+        if state.root.dtype == momentum.dtype:
+            return torch.bmm(momentum, state.root)
+        length = (momentum.shape[2] * squares.sum(1, keepdim=True)).sqrt()
+        return torch.bmm(scale_to_half(momentum, length), state.root)
+
+
+def _mean_squares(x: Tensor) -> Tensor:
+    """Return the mean squares of the rows of X, (B, O, 1), in one pass over X."""
+    return torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(x.shape[2])
 
 
 def _indices(flags: Tensor) -> list[int]:
@@ -183,13 +196,18 @@ def _join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat(list(matrices), dim=1)
 
 
-def _even_direction(whitened: Tensor, nesterov: Tensor, square: Tensor) -> Tensor:
-    """Return polar(X) with rows of one length, as long as gradients agree."""
+def _even_direction(whitened: Tensor, squares: Tensor, mean_squares: Tensor) -> Tensor:
+    """Return polar(X) with rows of one length, as long as gradients agree.
+
+    Args:
+        whitened: X, (B, O, n).
+        squares: the mean squares of the momentum's rows, (B, O, 1).
+        mean_squares: running means of those of the gradient's rows.
+    """
     polar_factor = polar(whitened)
-    dtype = nesterov.dtype
+    dtype = squares.dtype
     lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
-    mean_square = square.mean(1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    agreement = (nesterov.square().mean((1, 2), keepdim=True) / mean_square).sqrt()
-    size = _THRESHOLDS.step_size * sqrt(nesterov.shape[2]) * agreement
-    scale = size / lengths.clamp(min=_THRESHOLDS.least_length)
-    return polar_factor.to(dtype).mul_(scale)
+    noise = mean_squares.mean(1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
+    size = _THRESHOLDS.step_size * sqrt(whitened.shape[2]) * agreement
+    return polar_factor * (size / lengths.clamp(min=_THRESHOLDS.least_length))
