@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...grams.kronecker.cholesky_inverse import is_inverted_alone
 from ...grams.kronecker.packed_matrix import unpack
+from .direction_graph import DirectionGraph
 from .factors.averages import Average, gram_of, stack_averages, undivided_gram
 from .factors.block import BlockKey, BlockKind
 from .rules import BlockShape, FactorAverages, RefreshReport, Rule, RuleState, StepContext
@@ -95,6 +96,7 @@ class BlockStates:
         self.blocks: dict[BlockKey, Block] = {}
         #: states of one form in one piece of memory; none unless `is_stacked`
         self._stacks: list[Stack] = []
+        self._graph = DirectionGraph(())
         self.is_stacked = False
         #: found once for many steps, until `restack`
         self._ready: set[BlockKey] | None = None
@@ -103,7 +105,7 @@ class BlockStates:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stacks: in a pickle states are no views of them."""
         forgotten = {"_stacks": [], "is_stacked": False, "_ready": None, "_entry_names": None}
-        return {**vars(self), **forgotten}
+        return {**vars(self), **forgotten, "_graph": DirectionGraph(())}
 
     @property
     def ready(self) -> set[BlockKey]:
@@ -156,6 +158,7 @@ class BlockStates:
     def restack(self) -> None:
         """Build stacks again when they are next needed: blocks or their states have changed."""
         self._stacks = []
+        self._graph = DirectionGraph(())
         self.is_stacked = False
         self._ready = None
         self._entry_names = None
@@ -301,6 +304,7 @@ class BlockStates:
                 form += (key.kind, len(key.names))
             groups.setdefault(form, []).append(block)
         self._stacks = [Stack(blocks, templates) for blocks in groups.values()]
+        self._graph = DirectionGraph(self._stacks)
         self.is_stacked = True
 
     def directions(
@@ -316,10 +320,11 @@ class BlockStates:
         Where the partner in a block has no gradient, it counts as zero, and has a direction. Where
         the flag `is_void` is 1, moments stay as they are.
         """
-        directions: dict[str, Tensor] = {}
-        stacked: list[Tensor] = []
+        directions: dict[str, Tensor] = self._graph.directions(gradients, is_void)
+        stacked = [*directions.values()]
         for stack in self._stacks:
-            if gradients.keys().isdisjoint(stack.names):
+            is_replayed = not directions.keys().isdisjoint(stack.names)
+            if is_replayed or gradients.keys().isdisjoint(stack.names):
                 continue
             options = groups[group_numbers[stack.names[0]]]
             context = StepContext(step + 1 - stack.born, options, is_void)
@@ -382,7 +387,8 @@ class Stack:
         self._blocks = blocks
         self._templates = templates
         self._key = first.key
-        self._dtype = first.shape.dtype
+        self.dtype = first.shape.dtype
+        self.entries = sum(prod(block.shape.size) for block in blocks)
         self._rows, self._columns = first.shape.size[-2:]
         self._axis = int(first.rule.is_elementwise)
         self._state = join_states([block.state for block in blocks], self._axis)
@@ -435,9 +441,9 @@ class Stack:
             name = block.key.names[member]
             gradient = gradients.get(name)
             if gradient is None:
-                gradient = torch.zeros_like(self._templates[name], dtype=self._dtype)
-            elif gradient.dtype != self._dtype:
-                gradient = gradient.to(self._dtype)
+                gradient = torch.zeros_like(self._templates[name], dtype=self.dtype)
+            elif gradient.dtype != self.dtype:
+                gradient = gradient.to(self.dtype)
             member_gradients.append(gradient)
         return member_gradients
 

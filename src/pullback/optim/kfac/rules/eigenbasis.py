@@ -74,6 +74,7 @@ class Eigenbasis(Rule):
     name: ClassVar = "eigenbasis"
     reads: ClassVar = Statistics.INPUTS_AND_OUTPUTS
     defaults: ClassVar = Defaults(lr=6e-3, statistics_every=10, invert_every=10)
+    is_capturable: ClassVar = True
     first_entries: ClassVar = 2**21
 
     def __init__(
