@@ -4,7 +4,8 @@ A tall A (or Aᵀ, if A is wide) is first reduced to the triangle of A = QR; U =
 multiplied out, since products with it are all that is wanted. On CUDA, where the usual SVD is slow,
 the triangle is decomposed through its polar factors R = W H: the eigenvalues of the positive
 semidefinite H are the singular values themselves and not their squares, so that eigh(H) = V Σ Vᵀ,
-U_R = W V is as accurate as an SVD (Nakatsukasa and Higham, 2013).
+U_R = W V is as accurate as an SVD (Nakatsukasa and Higham, 2013). On a CPU, singular values below a
+cut-off are not computed if they are many: see `row_space`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from math import sqrt
 
 import torch
 from torch import Tensor
+
+from .row_space import find_row_space
 
 
 @dataclass(frozen=True)
@@ -101,29 +104,47 @@ class Orthonormal:
         return torch.ormqr(self.q, self.tau, columns).T.reshape(*y.shape[:-1], len(self.q))
 
 
-def svd(a: Tensor, *, polar: bool | None = None) -> Svd:
+def svd(a: Tensor, *, polar: bool | None = None, cutoff: float = 0.0) -> Svd:
     """Return the thin SVD of a finite matrix.
 
     Args:
         a: (n, p).
         polar: whether to decompose through polar factors; None does so on CUDA.
+        cutoff: singular triples below this share of the largest singular value may be left out.
+            Those slightly above it are then known to a few digits.
     """
     if polar is None:
         polar = a.is_cuda
-    is_oblong = max(a.shape) >= _THRESHOLDS.reduction_ratio * min(a.shape)
-    is_reduced = is_oblong and a.numel() > _THRESHOLDS.small_entries
-    if not a.numel() or not (polar or is_reduced):
-        u, sigma, vt = torch.linalg.svd(a, full_matrices=False)
-        return Svd(u, sigma, vt.T)
     is_flat = a.shape[0] < a.shape[1]
     tall = a.T if is_flat else a
+    if cutoff and not polar and a.device.type == "cpu":
+        basis = find_row_space(tall, cutoff)
+        if basis is not None:
+            part = _thin_svd(tall @ basis, polar=False)
+            return _orient(replace(part, right_q=Orthonormal(basis, None)), is_flat=is_flat)
+    return _orient(_thin_svd(tall, polar=polar), is_flat=is_flat)
+
+
+def _orient(tall: Svd, *, is_flat: bool) -> Svd:
+    """Return the SVD of A from that of its tall one, A or Aᵀ."""
+    if is_flat:
+        return Svd(tall.v, tall.sigma, tall.u, left_q=tall.right_q, right_q=tall.left_q)
+    return tall
+
+
+def _thin_svd(tall: Tensor, *, polar: bool) -> Svd:
+    """Return the SVD of a matrix with at least as many rows as columns."""
+    rows, columns = tall.shape
+    is_oblong = rows >= _THRESHOLDS.reduction_ratio * columns
+    is_reduced = is_oblong and tall.numel() > _THRESHOLDS.small_entries
+    if not tall.numel() or not (polar or is_reduced):
+        u, sigma, vt = torch.linalg.svd(tall, full_matrices=False)
+        return Svd(u, sigma, vt.T)
     q = None
     triangle = tall
-    if tall.shape[0] != tall.shape[1]:
+    if rows != columns:
         q, triangle = qr(tall)
     square = polar_svd(triangle) if polar else _direct_svd(triangle)
-    if is_flat:
-        return Svd(square.v, square.sigma, square.u, right_q=q)
     return Svd(square.u, square.sigma, square.v, left_q=q)
 
 

@@ -134,12 +134,15 @@ class PseudoInverse(Solver):
 
         Those of a squared matrix are not trusted below the floor, whatever `rcond` says.
         """
-        rcond = floor
-        if self.rcond is not None:
-            rcond = max(self.rcond, floor * squared)
         if len(sigma):
-            return sigma > rcond * sigma.max()
+            return sigma > self._cutoff(floor, squared=squared) * sigma.max()
         return sigma > 0
+
+    def _cutoff(self, floor: float, *, squared: bool) -> float:
+        """Return the share of the largest singular value below which others count as zero."""
+        if self.rcond is None:
+            return floor
+        return max(self.rcond, floor * squared)
 
     def _from_rows(self, gram: FactoredGram, triples: Any = None) -> Spectrum:
         """Return the spectrum from the singular triples that the Gram knows, or by the SVD of A."""
@@ -152,7 +155,7 @@ class PseudoInverse(Solver):
             if self.double and a.dtype != torch.float64:
                 a = a.double()
                 floor = eps
-            triples = svd(a)
+            triples = svd(a, cutoff=self._cutoff(floor, squared=False))
         triples = triples.select(self._keep(triples.sigma, floor, squared=False))
         dtype = triples.sigma.dtype
         return Spectrum(
