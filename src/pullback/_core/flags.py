@@ -93,8 +93,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ChecksumLimits:
     """Sizes in `checksum`."""
 
-    #: tensors of fewer entries are joined before they are summed: there a launch costs more than
-    #: a copy
+    #: tensors of fewer entries are joined before they are summed: a GPU copies 256 KiB in less
+    #: than a microsecond, and a launch takes several
     joined_below: int = 2**16
     #: checksums are remainders modulo this number, so that their negatives fit into int64 too
     modulus: int = 2**62

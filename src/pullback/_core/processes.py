@@ -54,7 +54,7 @@ class Traffic:
 class MessageCosts:
     """How messages are cut into calls."""
 
-    #: bytes that take about as long to send as one more call takes to start
+    #: bytes that take about as long to send as one more call takes to start: 40 µs at 100 GB/s
     bytes_per_call: int = 2**22
     #: one padded reduce-scatter replaces a reduction per owner up to this ratio of padded to real
     #: length: beyond it more than half of what is sent is padding

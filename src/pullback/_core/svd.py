@@ -24,19 +24,25 @@ from .row_space import find_row_space
 class SvdThresholds:
     """When a matrix is decomposed in another way, and when an answer is accepted."""
 
-    #: the ratio of the sides from which on a QR before the SVD pays
-    reduction_ratio: float = 1.2
-    #: entries up to which one call of LAPACK is fastest
+    #: the ratio of the sides from which on a QR before the SVD pays: with 250 columns it takes
+    #: 1.05 times as long at a ratio of 1.2, and 0.74 times at 1.5 (one thread, float64)
+    reduction_ratio: float = 1.5
+    #: entries up to which one call of LAPACK is fastest: with 60 columns a QR before it takes 1.1
+    #: times as long at 1.5, and as long at 2 and 4
     small_entries: int = 2**14
     #: ‖W H − A‖ in units of ε√n up to which polar factors are accepted: round-off leaves a few
     polar_residual: float = 100.0
-    #: c of 1 + c xᵀx up to which one Cholesky factorization loses no digits that matter
+    #: c of 1 + c xᵀx up to which one Cholesky factorization loses no digits that matter: c·ε is
+    #: its error; two digits, as Nakatsukasa and Higham choose
     one_cholesky: float = 100.0
-    #: c·ε·√n stays below this, or a Cholesky factorization of 1 + c xᵀx may break down
+    #: c·ε·√n stays below this, or a Cholesky factorization of 1 + c xᵀx may break down: it does
+    #: where round-off reaches the smallest eigenvalue, 1; this leaves a factor of 500
     largest_weight: float = 2e-3
-    #: the smallest singular value, in units of ε, that the iteration still takes to 1
+    #: the smallest singular value, in units of ε, that the iteration still takes to 1. Values
+    #: below ε are round-off of x; four digits more take one iteration at most.
     smallest_value: float = 1e-4
-    #: the iteration ends when all singular values are 1 up to this many ε
+    #: the iteration ends when all singular values are 1 up to this many ε: it converges
+    #: cubically, so that one more iteration is exact or changes nothing
     converged: float = 10.0
 
 

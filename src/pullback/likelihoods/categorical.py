@@ -18,9 +18,11 @@ from .base import Likelihood
 class CategoricalLimits:
     """How classes are drawn, and when a gradient shows a mistake."""
 
-    #: classes of a run, whose probabilities are added up first
+    #: classes of a run, whose probabilities are added up first: a vocabulary of 65,536 is as many
+    #: runs as a run has classes, which makes both sums shortest
     run: int = 256
-    #: units of round-off, per class, that a g in the range of S may sum to
+    #: units of round-off, per class, that a g in the range of S may sum to: an exponential, a
+    #: quotient and a scale round a few times each
     range_round_off: float = 10.0
     #: samples that are enough to judge a gradient, and positions of them
     judged_samples: int = 8

@@ -29,7 +29,8 @@ from .operator import OperatorMap
 class ChunkLimits:
     """How the size of a chunk is estimated."""
 
-    #: points at which the graph of a map is measured
+    #: points at which the graph of a map is measured: enough that what does not grow with them, a
+    #: few tensors of parameters, is a small part for usual widths
     probe_points: int = 8
     #: peak of a linearization with its reverse passes, as a multiple of what the graph saves;
     #: 2.1 to 2.5 were counted for networks of one to four layers in up to 100 dimensions

@@ -55,7 +55,8 @@ _WEIGHTED = frozenset(("linear", "conv1d", "conv2d", "conv3d"))
 
 @dataclass(frozen=True)
 class _Limits:
-    #: labels are not copied beyond this many: a convolution's feature maps, merged with channels
+    #: labels are not copied beyond this many: a convolution's feature maps, merged with channels,
+    #: would take 512 MiB of integers
     copied: int = 2**26
 
 

@@ -31,9 +31,10 @@ _PACKAGE = __package__ or ""
 class ProofLimits:
     """Bounds on memory, in entries of tensors."""
 
-    #: of a gradient that are compared one by one; larger ones are folded by random signs
+    #: of a gradient that are compared one by one; larger ones are folded by random signs, and a
+    #: difference in one entry stays unseen only if others of the same sum undo it
     compared: int = 2**16
-    #: of cotangents for which a layer's formula is evaluated by one call
+    #: of cotangents for which a layer's formula is evaluated by one call: 128 MiB in float32
     formula: int = 2**25
 
 

@@ -21,13 +21,16 @@ class NewtonLimits:
 
     #: steps at most; brackets are halved where Newton fails, so that 60 would exhaust float64
     most_steps: int = 100
-    #: relative error of λ or of the norm, in units of ε, that counts as exact
+    #: relative error of λ or of the norm, in units of ε, that counts as exact: a norm is a root of
+    #: a sum of quotients, of which each is rounded a few times
     exact: float = 8.0
-    #: a Newton step is taken if it is at most this fraction of the one before
+    #: a Newton step is taken if it is at most this fraction of the one before: bisection does as
+    #: well
     contraction: float = 0.5
     #: a step of at most this many √ε is the last: the next would be its square
     last_step: float = 0.1
-    #: steps between two looks at a flag on a GPU, since each look waits for the device
+    #: steps between two looks at a flag on a GPU, since each look waits for the device as
+    #: long as several steps take
     steps_per_look_on_gpu: int = 8
 
 

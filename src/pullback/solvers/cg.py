@@ -19,11 +19,13 @@ class IterationLimits:
 
     #: steps over which progress is measured (the rule of Hessian-free optimization)
     window: int = 10
-    #: the true residual may exceed the tolerance by this factor: the iteration's own drifts
+    #: the true residual may exceed the tolerance by this factor: the iteration's own drifts from
+    #: it, and an answer with three digits fewer than asked for is not called converged
     drift: float = 1e3
-    #: the fraction of ‖x‖ by which x may be wrong
+    #: the fraction of ‖x‖ by which x may be wrong: a direction that is off by a tenth descends
     wrong_fraction: float = 0.1
-    #: no residual is seen below this many units of round-off
+    #: no residual is seen below this many units of round-off: G x + λx − g takes three roundings
+    #: beside those of the product
     round_off: float = 4.0
 
 

@@ -17,13 +17,15 @@ from .pinv import PseudoInverse, Spectrum
 class CholeskyLimits:
     """When a factorization is tried again, and when its digits are lost."""
 
-    #: the factor by which the damping grows where the matrix is not positive definite
+    #: the factor by which the damping grows where the matrix is not positive definite: sixteen
+    #: times from the round-off of float64 to the matrix itself
     growth: float = 10.0
     #: factorizations at most: twenty powers of ten reach any matrix that is finite
     most_tries: int = 20
-    #: undamped, pivots below this many units of round-off stand for zero ones
+    #: undamped, pivots below this many units of round-off stand for zero ones: a pivot is a
+    #: difference of rounded sums
     zero_pivot: float = 10.0
-    #: pivots below this many units of G's round-off leave no digit of x
+    #: pivots below this many units of G's round-off leave no digit of x, or one at most
     lost_pivot: float = 30.0
 
 

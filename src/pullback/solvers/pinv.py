@@ -19,9 +19,11 @@ from .base import Damping, Path, Solution, Solver, loses_digits, measure_residua
 class RoundOff:
     """Sizes, in units of ε, below which a quantity is taken for round-off."""
 
-    #: of g⊥ relative to g: what the singular vectors miss is otherwise a direction
+    #: of g⊥ relative to g: what the singular vectors miss is otherwise a direction. Projections
+    #: of thousands of entries err by √n·ε or a few times more.
     outside_range: float = 1e3
-    #: of Uᵀr relative to r: where it exceeds the weighted r, its digits are lost
+    #: of Uᵀr relative to r: where it exceeds the weighted r, its digits are lost. Ten times the
+    #: bound above, since the weights are rounded too.
     whitened: float = 1e4
 
 

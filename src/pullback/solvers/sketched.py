@@ -19,7 +19,8 @@ from .pinv import PseudoInverse, Spectrum
 class TransformLimits:
     """Sizes in `ColumnSketch`."""
 
-    #: entries that are transformed at once: intermediate results take several times as many
+    #: entries that are transformed at once: 512 MiB in float64, and intermediate results take
+    #: several times as many
     most_entries: int = 2**26
 
 

@@ -20,6 +20,10 @@ class RatioDamping:
     λ ← increase·λ where ρ < low or ρ is NaN, λ ← decrease·λ where ρ > high, both within
     [smallest, largest].
 
+    Defaults: low and high are Fletcher's (1971), the two factors Nielsen's (1999). Below `smallest`
+    λ is round-off beside eigenvalues of 1; above `largest` a step along a gradient of 1 is below
+    the round-off of float32 parameters of 1.
+
     >>> RatioDamping().next(1.0, ratio=0.1)
     2.0
     """

@@ -29,8 +29,8 @@ class OrbitLimits:
         jacobian_entries: of a Jacobian that is decomposed: 128 MiB in float64.
         rank_tolerance: of singular values of unit generators that count as dependent. Generators
             in float64 are exact to about 1e-13 of their length.
-        shortest_row: of the longest row of J. Rows that are shorter may be round-off; they are not
-            lengthened to 1.
+        shortest_row: of the longest row of J. Rows that are shorter are not lengthened to 1: in
+            float32, of 1e-7, they may have fewer than three correct digits.
         probes: random signs that estimate a diagonal; eight give it within a factor of about 2,
             which suffices for a preconditioner.
     """

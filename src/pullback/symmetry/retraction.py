@@ -26,12 +26,16 @@ class RetractionThresholds:
     """Numbers that steer the solution of c(t) = 0.
 
     Attributes:
-        iterations: at most. Sweeps converge linearly, and more slowly in longer chains.
-        balanced: an imbalance of this many times the parameters' round-off is none.
+        iterations: at most. Sweeps converge linearly, and more slowly in longer chains. A
+            bound on time alone: Newton's method ends nearly all runs before.
+        balanced: an imbalance of this many times the parameters' round-off is none: norms are sums
+            of rounded squares.
         enough: share of the parameters' round-off below which half and single precision keep
-            nothing.
-        near_round_off: an imbalance below which a Newton step that gains nothing is the last.
-        newton_residual: the largest relative residual with which a Newton step is solved for.
+            nothing: a result is rounded to half a unit, and four bits are to spare.
+        near_round_off: an imbalance below which a Newton step that gains nothing is the last. It
+            is quadratic there: from 1e-6 one step would reach 1e-12.
+        newton_residual: the largest relative residual with which a Newton step is solved for: one
+            digit per step is enough far away, and nearer the imbalance itself is the bound.
     """
 
     iterations: int = 400

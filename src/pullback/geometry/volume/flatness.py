@@ -32,10 +32,11 @@ class _Grids:
     #: how much further a face of the box moves if the set touches it; below 2, so that a set that
     #: ends just beyond still has most of the grid's cells
     growth: float = 1.7
-    #: the set counts as unbounded if it goes on beyond this many times its reach along the axes
+    #: the set counts as unbounded if it goes on beyond this many times its reach along the axes: a
+    #: grid of a hundred cells would show nothing of its middle long before
     farthest: float = 1e6
     #: the share of a side by which a box may change on the next finer grid and still count as
-    #: stable: some cells of the coarse grid
+    #: stable: two to five cells of the coarse grid in two and three dimensions
     stable_share: float = 0.05
 
 

@@ -30,8 +30,10 @@ class _Limits:
     #: longest over shortest reach of a set that needs no further turn: a grid of a hundred cells
     #: along the long axis still has a dozen across it
     roundness: float = 8.0
-    #: directions that a turn tries, at least; and times the dimension
+    #: directions that a turn tries, at least. Of rotated quartics with axes of 1 : 10 : 100 the
+    #: volume errs by up to 3 % with 16 directions, 1 % with 128, 0.5 % with 512.
     directions: int = 128
+    #: and times the dimension: the directions must span all axes, with some to spare
     directions_per_dimension: int = 4
     #: distances that are tried along a ray are 2^−60 to 2^60: the range of float64's resolution
     #: around 1 with room on both sides

@@ -35,7 +35,7 @@ from .registry import Block, Layer, LayerInput, Use, join_uses, register
 
 @dataclass(frozen=True)
 class _Memory:
-    #: bytes of moments, or of patches, that are formed at once
+    #: bytes of moments, or of patches, that are formed at once: 128 MiB, little beside activations
     moments: int = 2**27
 
 
