@@ -17,18 +17,19 @@ from ..problem.problem import Problem
 class CausalThresholds:
     """How causal weights change; the values were measured on the Allen–Cahn equation alone."""
 
-    #: bins of time
+    #: bins of time: as many weights, each an average over a sixteenth of the points
     bins: int = 16
     #: ε in the beginning: the last time then has the weight e^{−ε}
     first_sharpness: float = 320.0
     #: ε grows by this factor once the last weight is above `solved_weight`
     sharpness_growth: float = 3.0
     solved_weight: float = 0.9
-    #: steps between two updates, each of which takes a forward pass
+    #: steps between two updates, each of which takes a forward pass: little beside the step
     steps_between: int = 3
-    #: the smallest weight, so that no time is forgotten
+    #: the smallest weight, so that no time is forgotten; its root, 1e-4, scales a row of A
     smallest_weight: float = 1e-8
-    #: the last weight below which losses of different steps do not compare
+    #: the last weight below which losses of different steps do not compare: half of a loss may be
+    #: hidden then
     open_weight: float = 0.5
 
 

@@ -30,10 +30,12 @@ from .weights import balance_weights, choose_prior_factor
 class CollocationThresholds:
     """Bounds of what a collocation computes and changes."""
 
-    #: entries of the Jacobian up to which its singular values are computed for the report
+    #: entries of the Jacobian up to which its singular values are computed for the report: 2,048
+    #: squared, some seconds on a core
     spectrum_entries: int = 2**22
     #: share of their weight that equations have in the beginning, if data choose a prior's weight:
-    #: an equation alone is solved by coefficients of either sign
+    #: an equation alone is solved by coefficients of either sign. Residuals of the data then count
+    #: a hundred times as much, so that these are fitted first.
     first_equation_share: float = 1e-4
     #: a prior's weight that is right up to this factor stays: after a change losses do not compare
     prior_tolerance: float = 1.3

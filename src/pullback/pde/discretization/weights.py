@@ -25,10 +25,11 @@ class WeightThresholds:
     #: the heaviest balanced weight, and one over the lightest: beyond it digits of the other
     #: conditions are lost
     heaviest: float = 1e6
-    #: a balanced weight from which on 1 is not enough: operators of order four, short lengths
+    #: a balanced weight from which on 1 is not enough: operators of order four, short lengths. Its
+    #: root, 10, is one order of magnitude of residuals.
     unbalanced: float = 100.0
     #: ridge of the prior's precision matrix, as a share of its largest entry: directions that
-    #: neither equation nor prior see
+    #: neither equation nor prior see; four digits above the round-off of float64
     ridge_share: float = 1e-12
     #: factors of a prior's weight that are compared, in powers of 10^(1/4); the linearization
     #: holds nearby alone

@@ -19,11 +19,12 @@ from ..problem.problem import Problem
 class GrowthThresholds:
     """How growth is measured."""
 
-    #: places at which the equations are linearized
+    #: places at which the equations are linearized: eight along each side of a square
     places: int = 64
-    #: half waves across the domain, along all axes at once; 0 is a constant
+    #: half waves across the domain, along all axes at once; 0 is a constant. Rates are polynomials
+    #: in the wave number, so that powers of two find the largest within a small factor.
     half_waves: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    #: the largest exponent that is told apart from infinity
+    #: the largest exponent that is told apart from infinity: e^709 is the largest float64
     largest_exponent: float = 700.0
 
 

@@ -30,7 +30,8 @@ class ChoiceThresholds:
     #: beyond these: the width, and parameters with which a step takes about a second on two cores
     width_of_many_dimensions: int = 64
     parameters_of_many_dimensions: int = 1000
-    #: half waves that are too many for layers of tanh
+    #: half waves that are too many for layers of tanh: each takes about two neurons along a line,
+    #: and layers have 16 or 20
     many_half_waves: float = 8.0
     #: bounds of the neurons in a layer of sines
     fewest_sines: int = 64

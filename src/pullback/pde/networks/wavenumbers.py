@@ -21,24 +21,29 @@ class WaveThresholds:
 
     #: half waves across a domain that are not called oscillation: an arch and its neighbours
     smooth_half_waves: float = 3.0
-    #: lines along an axis on which data are evaluated, and points on each
+    #: lines along an axis on which data are evaluated, so that one of them misses a node of the
+    #: data; and points on each, two for each of 512 half waves
     lines: int = 8
     points_on_line: int = 1024
-    #: share of the domain's extent that a line within a region must have
+    #: share of the domain's extent that a line within a region must have: a shorter one resolves
+    #: wave numbers to two half waves of the domain at best, with its window to four
     shortest_line: float = 0.25
-    #: share of the largest amplitude below which a wave number is not counted
+    #: share of the largest amplitude below which a wave number is not counted: a Hann window's
+    #: side lobes are below 3 %
     faint_amplitude: float = 0.05
-    #: share of the data below which a whole spectrum is round-off
+    #: share of the data below which a whole spectrum is round-off, of float32 too (1e-7)
     roundoff_amplitude: float = 1e-6
-    #: times as many points in a Fourier transform, for a finer spectrum
+    #: times as many points in a Fourier transform, for a finer spectrum: a peak is found to a
+    #: quarter of a period
     padding: int = 4
     #: periods by which a Hann window widens a line of the spectrum, at the level of faint ones
     window_lobe: float = 1.85
-    #: places at which the equations are linearized
+    #: places at which the equations are linearized: four along each side of a square
     places: int = 16
-    #: share of their terms that is left when a plane wave solves the equations
+    #: share of their terms that is left when a plane wave solves the equations: the tried half
+    #: waves are ¼ apart, and at ten of them a square is then off by up to 3 %
     singular_share: float = 0.05
-    #: half waves that are tried: from the first to the last, so many of them
+    #: half waves that are tried: from the first to the last, so many of them, ¼ apart
     fewest_half_waves: float = 0.5
     most_half_waves: float = 256.0
     tried_half_waves: int = 2**10

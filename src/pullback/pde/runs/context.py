@@ -28,9 +28,10 @@ class StagnationThresholds:
     #: Poisson's equation such a loss falls by a fifth in ten steps and the error still improves
     roundoff_steps: int = 10
     roundoff_fall: float = 0.1
-    #: share of the first loss below which a solution is near
+    #: share of the first loss below which a solution is near: four digits of the residuals
     near_share: float = 1e-8
-    #: steps whose median duration predicts how many fit into the budget
+    #: steps whose median duration predicts how many fit into the budget: two slow ones of five do
+    #: not move it
     timed_steps: int = 5
 
 

@@ -16,10 +16,12 @@ from .settling import Settling
 class CourseThresholds:
     """When the course of a run changes; falls are shares of the loss."""
 
-    #: steps, and the fall in them, below which the weight of a prior is chosen again
+    #: steps, and the fall in them, below which the weight of a prior is chosen again: at 5 % in ten
+    #: steps a loss takes 450 steps for one digit, more than a run has
     prior_steps: int = 10
     prior_fall: float = 0.05
-    #: the fall in half of `patience` below which a run is stuck, far from a solution
+    #: the fall in half of `patience` below which a run is stuck, far from a solution: as in the
+    #: verdict, less than 1 % is not progress
     far_fall: float = 0.01
     #: the same near a solution, where losses fall quickly: they should halve in these steps
     near_fall: float = 0.5

@@ -12,9 +12,11 @@ from .context import Losses, RunContext
 class DriftThresholds:
     """When points move."""
 
-    #: loss at fresh points over that at the run's own beyond which they move, far from a solution
+    #: loss at fresh points over that at the run's own beyond which they move, far from a solution:
+    #: sums over 1,000 points or more differ by a tenth, so twice is no accident
     ratio: float = 2.0
-    #: share of the first loss below which even overfitted points stay: round-off is near
+    #: share of the first loss below which even overfitted points stay: residuals have fallen by
+    #: six digits, and round-off is near
     late_share: float = 1e-12
 
 

@@ -20,11 +20,13 @@ class RestartThresholds:
 
     #: steps that must be left for a kick: a kicked run needs about as many to get better
     steps_after_kick: int = 40
-    #: fresh loss over the best one before, above which another kick is not worth its steps
+    #: fresh loss over the best one before, above which another kick is not worth its steps: losses
+    #: nearer than a factor of two may differ by their points alone
     useful_ratio: float = 0.5
-    #: relative residuals above which a stuck run starts anew: it is far from any solution
+    #: relative residuals above which a stuck run starts anew: it is far from any solution, by
+    #: ten times what counts as solved
     hopeless_residual: float = 1e-3
-    #: points at which the activity of neurons is measured
+    #: points at which the activity of neurons is measured: a root mean square to 3 %
     activity_points: int = 500
 
 

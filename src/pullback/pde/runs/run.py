@@ -50,11 +50,14 @@ from .stop_rules import StopRules
 class RunThresholds:
     """What a run looks at before and after its steps."""
 
-    #: dimensions up to which all second derivatives of a network are computed, to refuse flat ones
+    #: dimensions up to which all second derivatives of a network are computed, to refuse flat ones:
+    #: ten of them at four
     curvature_dimensions: int = 4
-    #: steps over which the pace of the loss is measured
+    #: steps over which the pace of the loss is measured: twice those for which a run settles,
+    #: so that these do not decide alone
     pace_steps: int = 20
-    #: points at which the sign of an eigenvalue problem's field is looked at
+    #: points at which the sign of an eigenvalue problem's field is looked at: ten of them
+    #: are in a part that is 1 % of the domain
     node_points: int = 1000
     #: values of the other sign, as a share of the largest, that are a node and not an error
     node_share: float = 0.01

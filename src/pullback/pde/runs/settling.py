@@ -13,7 +13,7 @@ class SettlingThresholds:
 
     #: short steps at the end of a run, and where it is stuck
     steps: int = 10
-    #: at most one in so many steps of a run is short
+    #: at most one in so many steps of a run is short: the others make the progress
     one_in: int = 10
 
 
