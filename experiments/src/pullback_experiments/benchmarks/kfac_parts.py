@@ -1,10 +1,11 @@
-"""What single parts of K-FAC gain on a GPU: the natural rule's steps with one part switched off.
+"""What single parts of K-FAC gain on a GPU: steps with one part switched off.
 
-    pullback bench kfac-parts [--device cuda] [--repeats 6] [--only NAME ...] [--out FILE]
+    pullback bench kfac-parts [--device cuda] [--repeats 3] [--only NAME ...] [--out FILE]
 
-All variants take turns with the baseline. A part is worth its code if the step by the schedule
-10/100 is at least 3 % longer without it, or the peak memory larger. On a CPU no part is in use, and
-the ratios show the noise.
+All variants take turns with the baseline. Of the natural rule single steps are timed, and of the
+spectral rule whole cycles of twenty. A part is worth its code if the natural step by the schedule
+10/100, or the spectral step on average, is at least 3 % longer without it, or the peak memory
+larger. On a CPU no part is in use, and the ratios show the noise.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ from unittest import mock
 import torch
 
 from pullback.grams.kronecker import cholesky_inverse
+from pullback.optim.kfac import direction_graph
 from pullback.optim.kfac.rules import natural
 
 from ..framework.benchmark import RESULTS, Record, make_parser, use_tensor_cores
-from ..framework.timing import compare, peak_bytes
+from ..framework.timing import compare, kernel_seconds, peak_bytes, synchronize
 from .kfac import IN_A_ROW, NEVER, SCHEDULES, Bench, predict_schedule_ratio, repeat_step
 from .kfac_cases import cases
 
-#: parts, with the module and the test by which each is chosen
-PARTS = {
+#: parts of the natural rule, with the module and the test by which each is chosen
+NATURAL_PARTS = {
     "float16 inverses": (natural, "pays_in_half"),
     "inverses by panels": (cholesky_inverse, "_has_panels"),
 }
-STEP_TYPES = {"plain": (NEVER, NEVER), "statistics": (1, NEVER), "inversion": (1, 1)}
+SPECTRAL_PARTS = {"CUDA graph": (direction_graph, "can_capture")}
+PARTS = NATURAL_PARTS | SPECTRAL_PARTS
+#: schedules under which each step is of one type; parts do not matter for statistics
+STEP_TYPES = {"plain": (NEVER, NEVER), "inversion": (1, 1)}
+STATISTICS = (1, NEVER)
 SCHEDULE = "10/100"
+BASELINE = "baseline"
+#: steps of the spectral rule from one refresh to the next
+CYCLE = {"cpu": 2, "cuda": 20}
 
 
 @contextmanager
@@ -56,37 +65,93 @@ def run_without(part: str | None, run: Callable[[], Any]) -> Callable[[], Any]:
     return wrapped
 
 
-def measure(bench: Bench, repeats: int) -> dict[str, Any]:
+def describe_variant(part: str | None) -> str:
+    """Return the label of a variant in records."""
+    if part is None:
+        return "all parts"
+    return f"without {part}"
+
+
+def measure_natural(bench: Bench, repeats: int) -> dict[str, Any]:
     """Return, for all parts and without each, milliseconds by type of step, ratio and memory."""
     row = IN_A_ROW[bench.device.type]
-    routes = {"baseline": repeat_step(bench.route(bench.baseline), row)}
-    for part in (None, *PARTS):
+    routes = {
+        BASELINE: repeat_step(bench.route(bench.baseline), row),
+        "statistics": repeat_step(bench.route(bench.kfac(*STATISTICS)), row),
+    }
+    for part in (None, *NATURAL_PARTS):
         for step_type, schedule in STEP_TYPES.items():
             step = bench.route(bench.kfac(*schedule))
             routes[f"{part} {step_type}"] = run_without(part, repeat_step(step, row))
-    seconds = compare(routes, bench.device, repeats=repeats, warmup=3, patience=20)
+    seconds = compare(routes, bench.device, repeats=repeats, warmup=2, patience=20)
     routes.clear()
     results: dict[str, Any] = {}
-    for part in (None, *PARTS):
-        gc.collect()
-        step = run_without(part, repeat_step(bench.route(bench.kfac(*SCHEDULES[SCHEDULE])), 12))
-        label = "all parts"
-        if part is not None:
-            label = f"without {part}"
-        milliseconds = {t: 1e3 * seconds[f"{part} {t}"] / row for t in STEP_TYPES}
-        results[label] = {
-            "milliseconds": milliseconds,
-            SCHEDULE: predict_schedule_ratio(seconds, str(part), SCHEDULES[SCHEDULE]),
-            "MiB": peak_bytes(step, bench.device) / 2**20,
+    for part in (None, *NATURAL_PARTS):
+        seconds[f"{part} statistics"] = seconds["statistics"]
+        step = repeat_step(bench.route(bench.kfac(*SCHEDULES[SCHEDULE])), 12)
+        results[f"natural, {describe_variant(part)}"] = {
+            "milliseconds": {t: 1e3 * seconds[f"{part} {t}"] / row for t in STEP_TYPES},
+            "ratio": predict_schedule_ratio(seconds, str(part), SCHEDULES[SCHEDULE]),
+            "MiB": measure_memory(run_without(part, step), bench.device),
         }
     return results
+
+
+def measure_spectral(bench: Bench, repeats: int) -> dict[str, Any]:
+    """Return, for the baseline, all parts and without each, milliseconds of a step and memory.
+
+    Beside the wall time, an average over a cycle, stand the device's own, and how often the host
+    calls the device in a plain step.
+    """
+    cycle = CYCLE[bench.device.type]
+    steps = {BASELINE: bench.route(bench.baseline)}
+    makers: dict[str, Any] = {BASELINE: (None, bench.baseline)}
+    for part in (None, *SPECTRAL_PARTS):
+        makers[describe_variant(part)] = (part, bench.rule("spectral"))
+        steps[describe_variant(part)] = run_without(part, bench.route(bench.rule("spectral")))
+    cycles = {label: repeat_step(step, cycle) for label, step in steps.items()}
+    seconds = compare(cycles, bench.device, repeats=repeats, warmup=1, patience=20)
+    results: dict[str, Any] = {}
+    for label, step in steps.items():
+        results[label] = {
+            "milliseconds": {"wall": 1e3 * seconds[label] / cycle},
+            "ratio": seconds[label] / seconds[BASELINE],
+        }
+        if bench.device.type == "cuda":
+            gpu_seconds = kernel_seconds(cycles[label], bench.device) / cycle
+            results[label]["milliseconds"]["GPU"] = 1e3 * gpu_seconds
+            step()  # takes statistics; the next one is plain
+            results[label]["launches"] = count_launches(step, bench.device)
+    steps.clear()
+    cycles.clear()
+    for label, (part, make) in makers.items():
+        run = run_without(part, repeat_step(bench.route(make), 12))
+        results[label]["MiB"] = measure_memory(run, bench.device)
+    return {f"spectral, {label}": numbers for label, numbers in results.items()}
+
+
+def count_launches(run: Callable[[], Any], device: torch.device) -> int:
+    """Return how often the host launches a kernel, a copy or a graph."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        run()
+        synchronize(device)
+    names = [event.name for event in trace.events() or []]
+    calls = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaGraphLaunch")
+    return sum(name.startswith(calls) for name in names)
+
+
+def measure_memory(step: Callable[[], Any], device: torch.device) -> float:
+    """Return the peak in MiB."""
+    gc.collect()
+    return peak_bytes(step, device) / 2**20
 
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, nothing written")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -98,13 +163,17 @@ def main(arguments: Sequence[str] = ()) -> None:
     record = Record.on_device(path, device, resume=False)
     available = cases(device, options.quick)
     for name in options.only or available:
-        results = measure(Bench(available[name], device), options.repeats)
-        record.put(name, results)
-        for label, numbers in results.items():
-            steps = "  ".join(f"{t} {ms:.2f} ms" for t, ms in numbers["milliseconds"].items())
-            print(
-                f"{name:12} {label:28} {numbers[SCHEDULE]:.3f}  {steps}  {numbers['MiB']:.0f} MiB"
-            )
+        bench = Bench(available[name], device)
+        results: dict[str, Any] = {}
+        for measure in (measure_spectral, measure_natural):
+            gc.collect()
+            new = measure(bench, options.repeats)
+            results |= new
+            record.put(name, results)
+            for label, numbers in new.items():
+                steps = "  ".join(f"{t} {ms:.2f} ms" for t, ms in numbers["milliseconds"].items())
+                others = [f"{k} {v:.3f}" for k, v in numbers.items() if k != "milliseconds"]
+                print(f"{name:12} {label:36} {steps}  {'  '.join(others)}", flush=True)
 
 
 if __name__ == "__main__":
