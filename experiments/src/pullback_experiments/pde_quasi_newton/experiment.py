@@ -22,19 +22,37 @@ from ..framework.records import Record
 from ..framework.store import Results
 from ..framework.tabular import Table
 from ..pde_unseen_seeds.experiment import PROBLEMS as SMALL_PROBLEMS
+from ..problems import AllenCahn
 
 #: steps of a run that ends by its seconds
 _ENDLESS = 10**9
 #: of the seconds, that Adam has before L-BFGS
 _ADAM_SHARE = 0.2
 
+
+def choose_network(problem: pde.Problem) -> pde.Setup:
+    """Return what a user without experience takes: `network_for`, and the points of `solve`."""
+    return pde.Setup(problem, lambda seed: pde.network_for(problem, seed=seed))
+
+
 SETUPS: dict[str, Callable[[], pde.Setup]] = {
     "poisson2d": lambda: pde.setup("poisson2d"),
-    "poisson5d": lambda: pde.setup("poisson5d"),
+    # with the points of `solve`: the 11,000 of the record are for six minutes
+    "poisson5d": lambda: replace(pde.setup("poisson5d"), options={}),
     "heat1d": lambda: pde.setup("heat1d"),
-    "helmholtz": lambda: pde.setup("helmholtz"),
+    "helmholtz": lambda: choose_network(pde.Helmholtz()),
     "burgers": SMALL_PROBLEMS["burgers"].setup,
     "allen-cahn": SMALL_PROBLEMS["allen-cahn"].setup,
+}
+
+#: the same problems with conditions that no network has built in
+PROBLEMS: dict[str, Callable[[], pde.Problem]] = {
+    "poisson2d": lambda: pde.Poisson(2),
+    "poisson5d": lambda: pde.Poisson(5, boundary_weight=100),
+    "heat1d": lambda: pde.Heat(1),
+    "helmholtz": pde.Helmholtz,
+    "burgers": lambda: pde.Burgers(0.01 / math.pi),
+    "allen-cahn": AllenCahn,
 }
 
 
@@ -44,6 +62,7 @@ class Method(StrEnum):
     NATURAL_GRADIENT = "natural gradient"
     LBFGS = "Adam + L-BFGS"
     SSBROYDEN = "SSBroyden"
+    DEFAULT = "pde.solve by default"
 
 
 class Stopwatch:
@@ -60,8 +79,8 @@ class Stopwatch:
 
 def choose_options(method: Method, stopwatch: Stopwatch, seconds: float) -> dict[str, Any]:
     """Return the options of `pde.solve` for a method; the other two keep their points."""
-    if method is Method.NATURAL_GRADIENT:
-        return {}
+    if method in {Method.NATURAL_GRADIENT, Method.DEFAULT}:
+        return {"budget": seconds}  # that other networks share, should this one creep
     options: dict[str, Any] = {"patience": None, "refine": None, "measure": 100}
     if method is Method.SSBROYDEN:
         return {**options, "optimizer": lambda module: SSBroyden(module.parameters())}
@@ -88,10 +107,13 @@ class QuasiNewton(Experiment):
     paper: str = "Quasi-Newton methods"
     figure: str = "errors in the same time"
     claim: str = "The natural gradient has the smallest error on every problem"
-    about: str = "The same network, points, seed and CPU seconds for all methods, on one thread."
+    about: str = (
+        "The same network, points, seed and CPU seconds for all methods, on one thread. Beside "
+        "them is `pde.solve` with `network_for` and no options."
+    )
     problems: Sequence[str] = tuple(SETUPS)
     quick_problems: Sequence[str] = ("poisson2d",)
-    seconds: float = 60.0
+    seconds: float = 30.0
     quick_seconds: float = 5.0
     seeds: Sequence[int] = (13, 14, 15)
     open_parts: frozenset[str] = frozenset({"problems"})
@@ -130,10 +152,13 @@ class QuasiNewton(Experiment):
         def is_over(run: pde.Run, info: Any) -> bool:
             return stopwatch.seconds >= seconds or not math.isfinite(info.loss)
 
+        setup = SETUPS[name]()
+        if method is Method.DEFAULT:
+            setup = choose_network(PROBLEMS[name]())
         options = choose_options(method, stopwatch, seconds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            solution = SETUPS[name]().solve(
+            solution = setup.solve(
                 context.seed, steps=_ENDLESS, callbacks=[is_over], progress=False, **options
             )
         return {
@@ -151,8 +176,8 @@ class QuasiNewton(Experiment):
         checks = []
         for name in self._problems(results.quick):
             errors = {method: _median_error(results, name, method) for method in Method}
-            ours = errors.pop(Method.NATURAL_GRADIENT)
-            best = min(errors.values())
+            ours = errors[Method.NATURAL_GRADIENT]
+            best = min(errors[Method.LBFGS], errors[Method.SSBROYDEN])
             claim = f"{name}: the natural gradient has the smallest error"
             checks.append(Check(claim, ours < best, f"{ours:.1e}, {best:.1e}", of_paper=False))
         return checks

@@ -117,8 +117,8 @@ SETUPS: dict[str, Callable[[], Setup]] = {
         Poisson(100, boundary_weight=100), rank=1, width=5, points=_points(4000, 2400), steps=40
     ),
     "heat10d": lambda: separable(
-        Heat(10, boundary_weight=100), width=6, pairs=2,
-        points=_points(1500, 1000, 500), steps=250,
+        Heat(10, boundary_weight=100), width=9, pairs=2,
+        points=_points(2000, 1200, 600), steps=250,
     ),
     "fokker-planck10d": lambda: separable(
         LogFokkerPlanck(10), width=8, pairs=2, points=_points(2000, 1000, 500), steps=250
