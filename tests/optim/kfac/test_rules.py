@@ -210,15 +210,30 @@ class Whitened:
         past = rule.momentum
         self.momentum = past * self.momentum + (1 - past) * weight.grad
         ahead = (1 - past) * weight.grad + past * self.momentum
-        u = polar(ahead @ root(self.side, damping))
+        whitened = ahead
+        if rule.whitening:
+            whitened = ahead @ root(self.side, damping)
+        u = polar(whitened)
         self.square = rule.adapt * self.square + (1 - rule.adapt) * weight.grad.square().mean()
         u = u / u.square().mean(1, keepdim=True).sqrt()
-        u = 0.75 * u * (ahead.square().mean() / self.square).sqrt()
+        size = 0.2
+        if rule.agreement:
+            size = 0.75 * (ahead.square().mean() / self.square).sqrt()
+        u = size * u
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
 
 
-@pytest.mark.parametrize("damping", [0.05, 1e-4])
-def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
+@pytest.mark.parametrize(
+    ("damping", "parts"),
+    [
+        (0.05, {}),
+        (1e-4, {}),
+        (0.05, {"whitening": False}),
+        (0.05, {"agreement": False}),
+        (0.05, {"whitening": False, "agreement": False}),
+    ],
+)
+def test_ten_steps_of_the_whitened_polar_factor(damping: float, parts: dict[str, bool]) -> None:
     model = mlp(4, 6, 5, 3)
     lr = 0.05
     ema = 0.8
@@ -226,7 +241,7 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
     betas = (0.7, 0.95)
     twin = copy.deepcopy(model)
     options = {"estimation": Estimation(ema=ema), "others": AdamWRule(betas, rate=0.5)}
-    rule = Spectral(momentum=0.8, adapt=0.9, damping=damping, **options)
+    rule = Spectral(momentum=0.8, adapt=0.9, damping=damping, **parts, **options)
     opt = pb.KFAC(model, lr, rule=rule, weight_decay=decay, statistics_every=1, invert_every=1)
     layers = [m for m in twin if isinstance(m, nn.Linear)]
     watched = Watched(layers)
@@ -245,6 +260,19 @@ def test_ten_steps_of_the_whitened_polar_factor(damping: float) -> None:
         for other in others:
             other.step(0.5 * lr)
         assert_close(vector(model), vector(twin), 1e-8)
+    ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
+    assert ruled == {"0.weight", "2.weight"}
+
+
+def test_without_whitening_statistics_are_rare_and_long_sides_follow_the_rule() -> None:
+    model = mlp(4, 6, 5, 3)
+    rule = Spectral(whitening=False, estimation=Estimation(max_factor=4))
+    opt = pb.KFAC(model, rule=rule)
+    assert (opt.statistics_every, opt.invert_every) == (100, 100)
+    whitened = pb.KFAC(copy.deepcopy(model), rule=Spectral())
+    assert (whitened.statistics_every, whitened.invert_every) == (10, 20)
+    mse(model(torch.randn(9, 4)), torch.randn(9, 3)).backward()
+    opt.step()
     ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
     assert ruled == {"0.weight", "2.weight"}
 

@@ -153,7 +153,7 @@ def resolve(model: nn.Module, arguments: Arguments) -> Options:
     """Return the options of these arguments of `KFAC`; raise for what is not usable."""
     step = arguments.step
     rule = choose_rule(model, arguments.rule, arguments.likelihood, arguments.damping, step)
-    values = arguments.fill_in(rule.defaults)
+    values = arguments.fill_in(rule.default_arguments())
     check(
         **vars(values), weight_decay=arguments.weight_decay, output=arguments.output,
         grad_scaler=arguments.grad_scaler, step=step,

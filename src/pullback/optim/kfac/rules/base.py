@@ -346,6 +346,10 @@ class Rule(ABC):
 
     # --- what may be overridden -------------------------------------------------------------------
 
+    def default_arguments(self) -> Defaults:
+        """Return the arguments of `KFAC` where none are given: by default those of the class."""
+        return self.defaults
+
     def accepts(self, role: Role) -> bool:
         """Return whether parameters of this role follow the rule: by default matrices."""
         if role is Role.HEAD:

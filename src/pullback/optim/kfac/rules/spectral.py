@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import ClassVar
 
@@ -35,6 +35,8 @@ class Thresholds:
     #: root mean square of a step's entries over learning rate and agreement: 0.2 for noise alone,
     #: as Adam's are, so that its learning rates carry over
     step_size: float = 0.75
+    #: the same where agreement is not followed
+    even_size: float = 0.2
     #: the least length of a row that is divided by; without a gradient it is zero
     least_length: float = 1e-3
     #: below this damping roots need products with 22 bits
@@ -50,11 +52,12 @@ _THRESHOLDS = Thresholds()
 class SpectralState(RuleState):
     """The inverse root of the input factor, and moments of the gradient."""
 
-    #: (C + λ tr(C)/n)^(-½) up to a number, (B, n, n), or (B, n) of a diagonal
+    #: (C + λ tr(C)/n)^(-½) up to a number, (B, n, n), or (B, n) of a diagonal; zeros of a diagonal
+    #: where nothing is whitened
     root: Tensor = field(metadata=SYMMETRIC)
     #: (B, O, n)
     momentum: Tensor
-    #: running mean of the squares of each row's entries, (B, O, 1)
+    #: running mean of the squares of each row's entries, (B, O, 1); zeros without agreement
     square: Tensor
     split: tuple[int, ...] = ()
 
@@ -80,6 +83,10 @@ class Spectral(Rule):
         momentum: the weight of the past in M.
         adapt: the weight of the past in the mean squares of the gradient.
         damping: λ.
+        whitening: whether M is whitened. Without it X = M, and statistics, by default at every
+            hundredth step, only show which weights are matrices.
+        agreement: whether steps are longer where gradients agree. Without it their entries are 0.2
+            on average at every step, so that the schedule alone sets their length.
         head: whether the output layer follows too.
         estimation: how C is estimated.
         others: the rule for all other parameters.
@@ -96,14 +103,21 @@ class Spectral(Rule):
         adapt: float = 0.95,
         *,
         damping: float = 0.2,
+        whitening: bool = True,
+        agreement: bool = True,
         head: bool = False,
         estimation: Estimation | None = None,
         others: Rule | None = None,
     ) -> None:
-        check(momentum=momentum, adapt=adapt, damping=damping)
+        check(
+            momentum=momentum, adapt=adapt, damping=damping, whitening=whitening,
+            agreement=agreement,
+        )  # fmt: skip
         self.momentum = momentum
         self.adapt = adapt
         self.relative_damping = damping
+        self.whitening = whitening
+        self.agreement = agreement
         self.takes_head = head
         if estimation is None:
             estimation = Estimation(ema=0.8)
@@ -115,7 +129,7 @@ class Spectral(Rule):
     def init(self, shape: BlockShape) -> SpectralState:
         blocks, rows, columns = shape.size
         root = shape.zeros(blocks, columns)
-        if shape.dense_columns:
+        if self.whitening and shape.dense_columns:
             root = shape.zeros(blocks, columns, columns, dtype=half_precision(root))
         moments = shape.zeros(*shape.size)
         return SpectralState(root, moments, shape.zeros(blocks, rows, 1), split=shape.split)
@@ -124,6 +138,8 @@ class Spectral(Rule):
         """Find the inverse roots; with more bits and more damping where that fails."""
         assert isinstance(state, SpectralState)
         report = RefreshReport()
+        if not self.whitening:
+            return report
         damping = self.relative_damping
         is_coarse = damping >= _THRESHOLDS.coarse_damping
         root, has_converged = inverse_root(averages.pair.input_factor, damping, fine=not is_coarse)
@@ -142,18 +158,45 @@ class Spectral(Rule):
     def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
         assert isinstance(state, SpectralState)
         step.average(state.momentum, gradient, 1 - self.momentum)
-        step.average(state.square, _mean_squares(gradient), 1 - self.adapt)
         nesterov = torch.lerp(gradient, state.momentum, self.momentum)
         squares = _mean_squares(nesterov)
-        whitened = self.whiten(nesterov, squares, state)
+        whitened = nesterov
+        if self.whitening:
+            whitened = self.whiten(nesterov, squares, state)
+        if self.agreement:
+            step.average(state.square, _mean_squares(gradient), 1 - self.adapt)
         matrices = zip(
             _separate(whitened, state.split),
             _separate(squares, state.split),
             _separate(state.square, state.split),
             strict=True,
         )
-        directions = [_even_direction(*tensors) for tensors in matrices]
+        directions = []
+        for matrix, squares_of_rows, mean_squares in matrices:
+            size = self.find_step_size(squares_of_rows, mean_squares)
+            directions.append(_even_direction(matrix, size, gradient.dtype))
         return _join(directions, gradient.shape)
+
+    def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
+        """Return the root mean square of a step's entries over the learning rate, (B, 1, 1).
+
+        Args:
+            squares: the mean squares of the momentum's rows, (B, O, 1).
+            mean_squares: running means of those of the gradient's rows.
+        """
+        if not self.agreement:
+            return _THRESHOLDS.even_size
+        noise = mean_squares.mean(1, keepdim=True).clamp(min=torch.finfo(squares.dtype).tiny)
+        agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
+        return _THRESHOLDS.step_size * agreement
+
+    def default_arguments(self) -> Defaults:
+        if self.whitening:
+            return self.defaults
+        return replace(self.defaults, statistics_every=100, invert_every=100)
+
+    def fits(self, shape: BlockShape) -> bool:
+        return not self.whitening or super().fits(shape)
 
     def whiten(self, momentum: Tensor, squares: Tensor, state: SpectralState) -> Tensor:
         """Return M (C + λ tr(C)/n)^(-½), up to a number.
@@ -196,18 +239,9 @@ def _join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     return torch.cat(list(matrices), dim=1)
 
 
-def _even_direction(whitened: Tensor, squares: Tensor, mean_squares: Tensor) -> Tensor:
-    """Return polar(X) with rows of one length, as long as gradients agree.
-
-    Args:
-        whitened: X, (B, O, n).
-        squares: the mean squares of the momentum's rows, (B, O, 1).
-        mean_squares: running means of those of the gradient's rows.
-    """
+def _even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return polar(X) with rows of one length, and entries of this root mean square."""
     polar_factor = polar(whitened)
-    dtype = squares.dtype
     lengths = torch.linalg.vector_norm(polar_factor, dim=2, keepdim=True, dtype=dtype)
-    noise = mean_squares.mean(1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-    agreement = (squares.mean(1, keepdim=True) / noise).sqrt()
-    size = _THRESHOLDS.step_size * sqrt(whitened.shape[2]) * agreement
-    return polar_factor * (size / lengths.clamp(min=_THRESHOLDS.least_length))
+    scale = size * sqrt(whitened.shape[2]) / lengths.clamp(min=_THRESHOLDS.least_length)
+    return polar_factor * scale

@@ -1,0 +1,162 @@
+"""The entrants of the speed recipe: Muon as published, K-FAC's rules, and one change at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pullback import KFAC
+from pullback.optim.kfac import AdamW, Spectral
+from pullback.optim.kfac.rules import RuleState, StepContext
+
+from .network import RecipeNetwork
+from .optimizers import Build, Entrant, Normalization, kfac, make_sgd, muon, spectral
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rates of filters."""
+
+    #: of steps with entries of 0.2, on filters with entries of 0.02: 0.24 of a filter's length,
+    #: which is the published rate of Muon
+    even: float = 0.024
+    #: the same length of steps where gradients are noise alone and momentum is 0.6
+    agreeing: float = 0.0096
+
+
+RATES = Rates()
+#: the size of a weight's entries above which steps of all parameters are longer in proportion
+_USUAL_SIZE = 0.02
+_PLAIN = {"whitening": False, "agreement": False}
+
+
+class PartlyAgreeing(Spectral):
+    """Steps whose length follows one part of the agreement of gradients.
+
+    Args:
+        shares_schedule: True for the geometric mean over all filters, which changes with time
+            alone; False for each tensor's share of it, which differs between layers alone.
+    """
+
+    def __init__(self, *, shares_schedule: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.shares_schedule = shares_schedule
+        self._logarithms: dict[tuple[int, ...], Tensor] = {}
+        self._shape: tuple[int, ...] = ()
+
+    def direction(self, gradient: Tensor, state: RuleState, step: StepContext) -> Tensor:
+        self._shape = tuple(gradient.shape)
+        return super().direction(gradient, state, step)
+
+    def find_step_size(self, squares: Tensor, mean_squares: Tensor) -> Tensor | float:
+        size = super().find_step_size(squares, mean_squares)
+        assert isinstance(size, Tensor)
+        self._logarithms[self._shape] = size.detach().flatten().log()
+        mean = torch.cat(list(self._logarithms.values())).mean().exp()
+        if self.shares_schedule:
+            return mean.expand_as(size)
+        noise = 0.5  # the size for noise alone
+        return noise * size / mean
+
+
+def _rule(**options: Any) -> Any:
+    return lambda: Spectral(**{"momentum": 0.6, **options})
+
+
+def _partly(**options: Any) -> Any:
+    return lambda: PartlyAgreeing(momentum=0.6, whitening=False, **options)
+
+
+def _even(title: str, lr: float = RATES.even, **options: Any) -> Entrant:
+    """K-FAC without agreement on filters whose entries are normalized; SGD on the rest."""
+    build = spectral(lr, _rule(**{"agreement": False, **options}))
+    return Entrant(title, build, Normalization.ENTRIES)
+
+
+def _agreeing(title: str, lr: float = RATES.agreeing) -> Entrant:
+    return Entrant(title, spectral(lr, _rule(whitening=False)), Normalization.ENTRIES)
+
+
+def whiten_later_layers(lr: float) -> Build:
+    """Whitened steps for all filters but those of the first trained convolution."""
+
+    def build(model: RecipeNetwork) -> list[Optimizer]:
+        first, *later = model.filters
+        return [
+            KFAC(model, lr, rule=_rule(**_PLAIN)(), params=[first]),
+            KFAC(model, lr, rule=_rule(agreement=False)(), params=later),
+            make_sgd(model),
+        ]
+
+    return build
+
+
+def in_proportion(lr: float, rate_of_others: float = 0.5, **options: Any) -> Build:
+    """K-FAC for all parameters, with longer steps for weights of larger entries."""
+
+    def build(model: RecipeNetwork) -> list[Optimizer]:
+        groups: list[dict[str, Any]] = []
+        for weight in [*model.filters, model.head.weight]:
+            size = float(weight.detach().square().mean().sqrt())
+            groups.append({"params": [weight], "lr": lr * max(1.0, size / _USUAL_SIZE)})
+        groups.append({"params": [*model.norm_biases, model.patches.bias], "lr": lr})
+        rule = Spectral(head=True, others=AdamW(rate=rate_of_others), **options)
+        return [KFAC(model, lr, rule=rule, params=groups)]
+
+    return build
+
+
+def _everything(title: str, build: Build) -> Entrant:
+    return Entrant(title, build, Normalization.NONE, freezes_patches=False)
+
+
+FINAL: dict[str, Entrant] = {
+    "muon": Entrant("Muon, as published", muon()),
+    "plain": _even("Spectral without whitening and agreement", whitening=False),
+}
+CANDIDATES: dict[str, Entrant] = {
+    "in proportion": _everything("steps in proportion", in_proportion(6e-3)),
+    "in proportion, x2": _everything("rate x 2", in_proportion(1.2e-2)),
+    "in proportion, x4": _everything("rate x 4", in_proportion(2.4e-2)),
+    "in proportion, x2, not whitened": _everything("", in_proportion(1.2e-2, whitening=False)),
+    "in proportion, x4, plain": _everything("", in_proportion(2.4e-2, **_PLAIN)),
+    "in proportion, momentum 0.6": _everything("", in_proportion(6e-3, momentum=0.6)),
+    "in proportion, x2, vectors x4": _everything("", in_proportion(1.2e-2, 2.0)),
+    "in proportion, x4, plain, momentum 0.6": _everything(
+        "", in_proportion(2.4e-2, momentum=0.6, **_PLAIN)
+    ),
+    "default": _everything("KFAC(model) as it was", kfac()),
+}
+ABLATIONS: dict[str, Entrant] = {
+    "whitening": _even("whitened"),
+    "agreement": _agreeing("length by agreement"),
+    "agreement, schedule": Entrant(
+        "the agreement of all filters together",
+        spectral(RATES.agreeing, _partly(shares_schedule=True)),
+        Normalization.ENTRIES,
+    ),
+    "agreement, layers": Entrant(
+        "the agreement of each layer over that of all",
+        spectral(RATES.agreeing, _partly(shares_schedule=False)),
+        Normalization.ENTRIES,
+    ),
+    "whitening, damping 2": _even("whitened, damping 2", damping=2.0),
+    "agreement, rate x1.6": _agreeing("length by agreement, rate x 1.6", 1.6 * RATES.agreeing),
+    "whitening, later layers": Entrant(
+        "whitened but for the first convolution",
+        whiten_later_layers(RATES.even),
+        Normalization.ENTRIES,
+    ),
+    "plain, momentum 0.9": _even("momentum 0.9", whitening=False, momentum=0.9),
+    "plain, not normalized": replace(FINAL["plain"], normalization=Normalization.NONE),
+    "whitening, rate x0.7": _even("whitened, rate x 0.7", 0.7 * RATES.even),
+    "default, SGD for the rest": Entrant(
+        "", spectral(6e-3, _rule(momentum=0.9)), Normalization.NONE
+    ),
+    "muon, 5 iterations": Entrant("Muon, five iterations", muon(iterations=5)),
+}
+ENTRANTS = {**FINAL, **CANDIDATES, **ABLATIONS}
