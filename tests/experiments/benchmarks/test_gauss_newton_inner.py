@@ -12,7 +12,7 @@ def test_the_gradient_is_that_of_the_linearized_loss() -> None:
     torch.manual_seed(0)
     model = Decoder(11, 6, 8, 2, 2).double()
     reference = Decoder(11, 6, 8, 2, 2).double()
-    plan = OuterRun("text", "muon-0.9", 0.01, inner=3, outer=2, parts=2, seed=0, device="cpu")
+    plan = OuterRun("text", "muon-0.9", 0.01, inner=3, outer=2, minibatches=2, seed=0, device="cpu")
     assert plan.passes == 2 * (1 + 2 * 5 / 3)
     trainer = OuterTrainer(plan, model, reference, [])
     x = torch.randint(11, (3, 6))

@@ -6,12 +6,12 @@ An outer step takes a batch B of many windows and minimizes the loss of the line
 
     min over d of  mean_B ℓ(f(w) + J d, y),    then  w ← w + d,
 
-by n steps of Muon or of K-FAC's spectral rule, each on one part of B. J d is a forward derivative
-and Jᵀ∇ℓ a backward pass, both at w. K-FAC's factors are those at w. Beside it the same optimizers
-take ordinary steps with the gradient of the whole of B, in runs of one, two and four times as many
-steps.
+by n steps of Muon or of K-FAC's spectral rule, each on one minibatch of B. J d is a forward
+derivative and Jᵀ∇ℓ a backward pass, both at w. K-FAC's factors are those at w. Beside it the same
+optimizers take ordinary steps with the gradient of the whole of B, in runs of one, two and four
+times as many steps.
 
-`passes` counts forward-and-backward passes over a part of B, the size of an ordinary step's batch:
+`passes` counts forward-and-backward passes over one minibatch:
 a step on the linearized model counts 5/3, for it has a forward pass with its derivative (two
 forward passes) before the forward and the backward pass.
 """
@@ -54,12 +54,12 @@ class OuterRun:
     """One training.
 
     Attributes:
-        task: a text of `TASKS`, whose batch is one part of an outer batch.
+        task: a text of `TASKS`, whose batch is one minibatch of an outer batch.
         method: the optimizer.
         lr: its largest rate.
         inner: steps on the linearized model in an outer step; 0 for ordinary steps.
         outer: outer steps.
-        parts: of an outer batch.
+        minibatches: in an outer batch.
         seed: of weights and batches.
         device: where to compute.
     """
@@ -69,23 +69,23 @@ class OuterRun:
     lr: float
     inner: int
     outer: int
-    parts: int
+    minibatches: int
     seed: int
     device: str
 
     @property
     def name(self) -> str:
         """How the record calls it."""
-        kind = f"{self.inner} inner steps"
+        solve = f"{self.inner} inner steps"
         if self.inner == 0:
-            kind = "ordinary steps"
-        return f"{self.method} {self.lr:g}, {self.outer} steps, {kind}, seed {self.seed}"
+            solve = "ordinary steps"
+        return f"{self.method} {self.lr:g}, {self.outer} steps, {solve}, seed {self.seed}"
 
     @property
     def passes(self) -> float:
-        """Forward-and-backward passes over a part of the outer batch, in the whole run."""
+        """Forward-and-backward passes over one minibatch, in the whole run."""
         if self.inner == 0:
-            return self.outer * self.parts
+            return self.outer * self.minibatches
         return self.outer * (1 + LINEARIZED_COST * (self.inner - 1))
 
     def train(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class OuterRun:
         torch.set_num_threads(1)
         device = torch.device(self.device)
         task = TASKS[self.task]
-        batches, _ = task.batches(self.outer * self.parts, self.seed, device)
+        batches, _ = task.batches(self.outer * self.minibatches, self.seed, device)
         torch.manual_seed(self.seed)
         model = task.model().to(device)
         settings = {}
@@ -137,28 +137,30 @@ class OuterTrainer:
         plan = self.plan
         curve = []
         for outer in range(plan.outer):
-            parts = batches.of(range(outer * plan.parts, (outer + 1) * plan.parts))
+            minibatches = batches.of(
+                range(outer * plan.minibatches, (outer + 1) * plan.minibatches)
+            )
             share = self._schedule((outer + 1) / (plan.outer + 1))
             if plan.inner == 0:
-                self._step_on_all(parts, share)
+                self._step_on_all(minibatches, share)
             else:
-                self._solve_linearized(parts, share)
+                self._solve_linearized(minibatches, share)
             if 4 * (outer + 1) // plan.outer > 4 * outer // plan.outer:
                 curve.append(self._evaluate(batches, held_batch))
         return curve
 
-    def _step_on_all(self, parts: Sequence[Batch], share: float) -> None:
-        """Take an ordinary step with the mean gradient over all parts."""
+    def _step_on_all(self, minibatches: Sequence[Batch], share: float) -> None:
+        """Take an ordinary step with the mean gradient over all minibatches."""
         self._zero_grad()
-        for x, y in parts:
-            (self._loss(x, y) / len(parts)).backward()
+        for x, y in minibatches:
+            (self._loss(x, y) / len(minibatches)).backward()
         self._step(share)
 
-    def _solve_linearized(self, parts: Sequence[Batch], share: float) -> None:
+    def _solve_linearized(self, minibatches: Sequence[Batch], share: float) -> None:
         """Take n steps on the linearized model; their rate falls to zero along a line."""
         self.reference.load_state_dict(self.model.state_dict())
         for i in range(self.plan.inner):
-            x, y = parts[i % len(parts)]
+            x, y = minibatches[i % len(minibatches)]
             self._zero_grad()
             if i == 0:  # d = 0: the gradient of the model itself
                 self._loss(x, y).backward()
@@ -219,7 +221,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--task", default="text")
     parser.add_argument("--outer", type=int, default=20)
-    parser.add_argument("--parts", type=int, default=16, help="of an outer batch")
+    parser.add_argument("--minibatches", type=int, default=16, help="in an outer batch")
     parser.add_argument("--inner", type=int, nargs="*", default=[5, 20, 60])
     parser.add_argument("--lengths", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--methods", nargs="*", default=list(RATES))
@@ -228,15 +230,15 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "gauss-newton-inner.json")
     asked = parser.parse_args(arguments)
-    kinds = [(inner, asked.outer) for inner in asked.inner]
-    kinds += [(0, length * asked.outer) for length in asked.lengths]
+    step_counts = [(inner, asked.outer) for inner in asked.inner]
+    step_counts += [(0, length * asked.outer) for length in asked.lengths]
     runs = []
     for seed, number, (inner, outer), method in product(
-        asked.seeds, range(asked.rates), kinds, asked.methods
+        asked.seeds, range(asked.rates), step_counts, asked.methods
     ):
         rate = RATES[method][number]
         runs.append(
-            OuterRun(asked.task, method, rate, inner, outer, asked.parts, seed, asked.device)
+            OuterRun(asked.task, method, rate, inner, outer, asked.minibatches, seed, asked.device)
         )
     environment = describe_machine(torch.device(asked.device))
     record = Record(asked.out, {"environment": environment, "task": asked.task})
