@@ -218,7 +218,8 @@ class Whitened:
         u = u / u.square().mean(1, keepdim=True).sqrt()
         size = 0.2
         if rule.agreement:
-            size = 0.75 * (ahead.square().mean() / self.square).sqrt()
+            growth = 2  # for at most 96 inputs
+            size = 0.75 * growth * (ahead.square().mean() / self.square).sqrt()
         u = size * u
         weight.copy_((1 - lr * self.decay) * weight - lr * u)
 
@@ -275,6 +276,31 @@ def test_without_whitening_statistics_are_rare_and_long_sides_follow_the_rule() 
     opt.step()
     ruled = {r.name for r in opt.coverage() if r.rule == "spectral"}
     assert ruled == {"0.weight", "2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "growth"),
+    [
+        (nn.Linear(8, 4), 2),
+        (nn.Linear(96, 4), 2),
+        (nn.Linear(216, 4), 4 / 3),
+        (nn.Linear(384, 4), 1),
+        (nn.Linear(600, 4), 1),
+        (nn.Conv2d(2, 4, 2), 1),
+    ],
+    ids=str,
+)
+def test_matrices_of_few_inputs_take_longer_steps(layer: nn.Module, growth: float) -> None:
+    weight: Any = layer.double().weight
+    inputs = torch.randn(9, *weight.shape[1:])
+    model = nn.Sequential(layer, nn.Flatten(), nn.Tanh(), nn.Linear(4, 2))
+    opt = pb.KFAC(model, 1.0, rule=Spectral(momentum=0.0))
+    before = weight.detach().clone()
+    model(inputs).square().sum().backward()
+    opt.step()
+    agreement = 0.05**-0.5  # of the first gradient with a mean of squares that begins at zero
+    size = (weight - before).square().mean().sqrt()
+    assert_close(size, torch.tensor(0.75 * growth * agreement), 1e-6)
 
 
 @pytest.mark.parametrize("rule", [Eigenbasis(), Spectral(others=AdamWRule())], ids=RULES)

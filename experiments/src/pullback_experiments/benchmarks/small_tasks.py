@@ -95,21 +95,16 @@ def make_kfac(multiple: float, model: nn.Module, **options: Any) -> list[Optimiz
 def make_kfac_short(multiple: float, model: nn.Module) -> list[Optimizer]:
     """Return K-FAC with short memories, `betas=(0.5, 0.99)`, as adversarial training asks for."""
     rule = pb.KFAC(model).rule
-    rule_class = type(rule)
     if isinstance(rule, pb.optim.kfac.Eigenbasis):
-        betas = (0.5, 0.99)
-        others = pb.optim.kfac.AdamW(betas)
-        return make_kfac(multiple, model, rule=rule_class(betas, others=others))
-    return make_kfac(multiple, model, rule=rule_class(0.5))
+        return make_kfac(multiple, model, rule=pb.optim.kfac.Eigenbasis((0.5, 0.99)))
+    return make_kfac(multiple, model, rule=pb.optim.kfac.Spectral(0.5, head=rule.takes_head))
 
 
 def make_kfac_long(multiple: float, model: nn.Module) -> list[Optimizer]:
-    """Return K-FAC with a longer memory of squares, 0.99 instead of 0.95."""
+    """Return K-FAC with memories of (0.9, 0.99), both as long as Adam's or longer."""
     rule = pb.KFAC(model).rule
     if isinstance(rule, pb.optim.kfac.Eigenbasis):
-        betas = (0.9, 0.99)
-        others = pb.optim.kfac.AdamW(betas)
-        return make_kfac(multiple, model, rule=pb.optim.kfac.Eigenbasis(betas, others=others))
+        return make_kfac(multiple, model, rule=pb.optim.kfac.Eigenbasis((0.9, 0.99)))
     others = pb.optim.kfac.AdamW((0.9, 0.99), rate=0.5)
     rule = pb.optim.kfac.Spectral(0.9, 0.99, head=rule.takes_head, others=others)
     return make_kfac(multiple, model, rule=rule)

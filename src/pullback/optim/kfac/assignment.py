@@ -160,6 +160,10 @@ class Assignment:
         """Return the shape of a block that has these factors."""
         size = block_shape(key, factors)
         entries = get_entries(next(iter(factors.values())))
+        parameter_role = self.roles.get(key.names[0])
+        role: Role | None = None
+        if parameter_role is not None:
+            role = parameter_role.role
         return BlockShape(
             kind=BlockKind(key.kind),
             size=size,
@@ -168,6 +172,7 @@ class Assignment:
             dtype=entries.dtype,
             device=entries.device,
             split=self._split_of(key, size),
+            role=role,
         )
 
     def _split_of(self, key: BlockKey, size: tuple[int, ...]) -> tuple[int, ...]:

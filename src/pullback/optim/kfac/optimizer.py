@@ -92,7 +92,7 @@ class KFAC(Optimizer):
 
     | argument | `Eigenbasis` | `Spectral` | `Natural` |
     |---|---|---|---|
-    | `lr` | 6e-3 | 6e-3 | 0.1 |
+    | `lr` | 9e-3 | 6e-3 | 0.1 |
     | `statistics_every`, `invert_every` | 10, 10 | 10, 20 | 10, 100 |
 
     Args:

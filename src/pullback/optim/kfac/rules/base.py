@@ -110,6 +110,8 @@ class BlockShape:
     device: torch.device
     #: row counts of the independent matrices that the weight holds one below the other
     split: tuple[int, ...] = ()
+    #: the role of the weight, where it is known
+    role: Role | None = None
 
     def zeros(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return zeros on the blocks' device."""

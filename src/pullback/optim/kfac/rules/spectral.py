@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....grams.kronecker import factor_matrix
 from ....grams.kronecker.roots import half_precision, inverse_root, polar, scale_to_half
+from ....maps.roles import Role
 from ..arguments import check
 from .adamw import AdamW
 from .base import (
@@ -37,6 +38,10 @@ class Thresholds:
     step_size: float = 0.75
     #: the same where agreement is not followed
     even_size: float = 0.2
+    #: with fewer inputs steps of a matrix are longer; the width at which the rate was chosen
+    reference_width: int = 384
+    #: by how much at most: layers of 32 to 96 inputs learned best at twice the step
+    most_growth: float = 2.0
     #: the least length of a row that is divided by; without a gradient it is zero
     least_length: float = 1e-3
     #: below this damping roots need products with 22 bits
@@ -59,6 +64,8 @@ class SpectralState(RuleState):
     momentum: Tensor
     #: running mean of the squares of each row's entries, (B, O, 1); zeros without agreement
     square: Tensor
+    #: by how much steps are longer because there are few inputs
+    growth: float
     split: tuple[int, ...] = ()
 
 
@@ -70,7 +77,9 @@ class Spectral(Rule):
     with Nesterov's momentum M of the gradient and C = mean aaᵀ of the inputs. D gives all rows one
     length, in proportion to ‖M‖ over the running mean of the gradients' size: steps are long where
     gradients agree, as Adam's are. Those of noise alone have entries of 0.2 on average, so that
-    AdamW's learning rates carry over. C comes from the forward pass: there is no second
+    AdamW's learning rates carry over; with n < 384 inputs they are √(384/n) times as long, at most
+    twice, because an output adds up fewer of them (Yang et al., 2023, arXiv:2310.17813). Filters of
+    convolutions have no such factor. C comes from the forward pass: there is no second
     backward pass, and no output factor. A weight that holds several matrices one below the other,
     such as fused queries, keys and values, has the directions of these matrices.
 
@@ -131,8 +140,16 @@ class Spectral(Rule):
         root = shape.zeros(blocks, columns)
         if self.whitening and shape.dense_columns:
             root = shape.zeros(blocks, columns, columns, dtype=half_precision(root))
-        moments = shape.zeros(*shape.size)
-        return SpectralState(root, moments, shape.zeros(blocks, rows, 1), split=shape.split)
+        growth = 1.0
+        if self.agreement:
+            growth = _find_growth(columns, shape.role)
+        return SpectralState(
+            root=root,
+            momentum=shape.zeros(*shape.size),
+            square=shape.zeros(blocks, rows, 1),
+            growth=growth,
+            split=shape.split,
+        )
 
     def refresh(self, averages: FactorAverages, state: RuleState) -> RefreshReport:
         """Find the inverse roots; with more bits and more damping where that fails."""
@@ -173,7 +190,7 @@ class Spectral(Rule):
         )
         directions = []
         for matrix, squares_of_rows, mean_squares in matrices:
-            size = self.find_step_size(squares_of_rows, mean_squares)
+            size = state.growth * self.find_step_size(squares_of_rows, mean_squares)
             directions.append(_even_direction(matrix, size, gradient.dtype))
         return _join(directions, gradient.shape)
 
@@ -237,6 +254,13 @@ def _join(matrices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     if len(matrices) == 1:
         return matrices[0].reshape(shape)
     return torch.cat(list(matrices), dim=1)
+
+
+def _find_growth(columns: int, role: Role | None) -> float:
+    """Return by how much steps of a matrix are longer because it has few inputs."""
+    if role is Role.CONVOLUTION:
+        return 1.0
+    return min(max(sqrt(_THRESHOLDS.reference_width / columns), 1.0), _THRESHOLDS.most_growth)
 
 
 def _even_direction(whitened: Tensor, size: Tensor | float, dtype: torch.dtype) -> Tensor:
